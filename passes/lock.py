@@ -36,14 +36,18 @@ Range = tuple[int, int]
 
 def compress_names(names: Iterable[str]) -> list[str]:
     """Return the fewest names with ranges (`0..3`, both included) for these names, sorted."""
-    alike: dict[str, set[Numbers]] = {}
-    every = set(names)
-    whole = sorted(every & {MODEL_ROOT})
-    for name in every - {MODEL_ROOT}:
+    by_shape: dict[str, set[Numbers]] = {}
+    names_left = set(names)
+    root = sorted(names_left & {MODEL_ROOT})
+    for name in names_left - {MODEL_ROOT}:
         numbers = tuple(int(part) for part in name.split(".") if _is_number(part))
-        alike.setdefault(_number_free(name), set()).add(numbers)
-    found = [(shape, box) for shape, held in alike.items() for box in _range_products(held)]
-    return whole + [_format_name(shape, box) for shape, box in sorted(found)]
+        by_shape.setdefault(_number_free(name), set()).add(numbers)
+    boxes = [
+        (shape, box)
+        for shape, numbers_set in by_shape.items()
+        for box in _range_products(numbers_set)
+    ]
+    return root + [_format_name(shape, box) for shape, box in sorted(boxes)]
 
 
 def expand_names(name: str) -> Iterator[str]:
@@ -64,7 +68,7 @@ def expand_names(name: str) -> Iterator[str]:
             del parts[:2]
         else:
             choices.append([part])
-    return (".".join(chosen) for chosen in itertools.product(*choices))
+    return (".".join(parts_chosen) for parts_chosen in itertools.product(*choices))
 
 
 def _is_number(part: str) -> bool:
@@ -78,13 +82,13 @@ def _number_free(name: str) -> str:
     return ".".join("" if _is_number(part) else part for part in name.split("."))
 
 
-def _range_products(every: set[Numbers]) -> list[tuple[Range, ...]]:
+def _range_products(numbers_set: set[Numbers]) -> list[tuple[Range, ...]]:
     """Return a set of tuples of numbers as products of ranges."""
-    if every == {()}:
+    if numbers_set == {()}:
         return [()]
     rests: dict[int, frozenset[Numbers]] = {}
-    for first in sorted({numbers[0] for numbers in every}):
-        rests[first] = frozenset(n[1:] for n in every if n[0] == first)
+    for first in sorted({numbers[0] for numbers in numbers_set}):
+        rests[first] = frozenset(n[1:] for n in numbers_set if n[0] == first)
     runs: list[tuple[int, int, frozenset[Numbers]]] = []
     for first, rest in rests.items():
         if runs and runs[-1][1] == first - 1 and runs[-1][2] == rest:
@@ -140,9 +144,9 @@ class Lock:
     def structure(self) -> str:
         """The hash of the model alone: its modules, parameters and buffers."""
         lines = [
-            "\t".join((section, name, *said))
+            "\t".join((section, name, *texts))
             for section in STRUCTURE
-            for name, said in sorted(self.sections.get(section, {}).items())
+            for name, texts in sorted(self.sections.get(section, {}).items())
         ]
         return "sha256:" + hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -171,13 +175,13 @@ def installed_versions(model: nn.Module) -> tuple[tuple[str, str], ...]:
     """Return versions of this package and of the packages of the model's modules."""
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {"schedlang": __version__}
+    versions = {"schedlang": __version__}
     for package in {"torch", *(_package(module) for module in model.modules())}:
         try:
-            found[package] = version(package).partition("+")[0]
+            versions[package] = version(package).partition("+")[0]
         except PackageNotFoundError:
             continue
-    return tuple(sorted(found.items()))
+    return tuple(sorted(versions.items()))
 
 
 def _package(module: nn.Module) -> str:
@@ -185,21 +189,21 @@ def _package(module: nn.Module) -> str:
 
 
 def _schedule(plan: Plan) -> Section:
-    found = {f"knob {name}": (str(value),) for name, value in plan.decisions}
-    found |= {f"axis {name}": (str(size),) for name, size in plan.mesh.axes}
+    entries = {f"knob {name}": (str(value),) for name, value in plan.decisions}
+    entries |= {f"axis {name}": (str(size),) for name, size in plan.mesh.axes}
     if plan.order is not None:
         order = plan.order
         parts = f"microbatches {order.micro}, stages a rank {order.chunks}"
         parts += f", an update every {order.every}" if order.every is not None else ""
-        found["order"] = (f"{order.name}, {parts}",)
-    return {"model": (plan.model.class_name,), **found}
+        entries["order"] = (f"{order.name}, {parts}",)
+    return {"model": (plan.model.class_name,), **entries}
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield plain names of classes: the module path of a class is not structure."""
     for name, module in model.named_modules(remove_duplicate=False):
-        said = " ".join(_ADDRESS.sub("", module.extra_repr()).split())
-        yield name or MODEL_ROOT, (f"{type(module).__qualname__}({said})",)
+        settings = " ".join(_ADDRESS.sub("", module.extra_repr()).split())
+        yield name or MODEL_ROOT, (f"{type(module).__qualname__}({settings})",)
 
 
 def _tensor(dtype: object, shape: object) -> str:
@@ -207,64 +211,66 @@ def _tensor(dtype: object, shape: object) -> str:
 
 
 def _parameters(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
-    for fact in plan.model.unique_parameters.values():
-        said = _tensor(fact.dtype, fact.shape) + ("" if fact.requires_grad else ", frozen")
-        yield fact.name, (said, *(f"tied to {name}" for name in fact.names[1:]))
+    for param in plan.model.unique_parameters.values():
+        text = _tensor(param.dtype, param.shape) + ("" if param.requires_grad else ", frozen")
+        yield param.name, (text, *(f"tied to {name}" for name in param.names[1:]))
 
 
 def _rows(plan: Plan) -> Section:
-    found: dict[str, tuple[str, ...]] = {}
+    rows: dict[str, tuple[str, ...]] = {}
     for action in plan.actions:
         if not action.has_effect:
             continue  # a check changes nothing
-        said = f"{action.name}({arguments_text(action.primitive)})"
+        row = f"{action.name}({arguments_text(action.primitive)})"
         for site in action.sites:
-            found[site or MODEL_ROOT] = (*found.get(site or MODEL_ROOT, ()), said)
-    return found
+            rows[site or MODEL_ROOT] = (*rows.get(site or MODEL_ROOT, ()), row)
+    return rows
 
 
 def _placements(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
     for name in plan.layouts:
-        held = plan.effective_layout(name)
-        blocks = [f"dim {s.dim} in blocks {list(s.blocks)}" for s in held.splits if s.blocks[1:]]
-        if held.splits:
-            yield name, (", ".join((held.show(), *blocks)),)
+        layout = plan.effective_layout(name)
+        blocks = [f"dim {s.dim} in blocks {list(s.blocks)}" for s in layout.splits if s.blocks[1:]]
+        if layout.splits:
+            yield name, (", ".join((layout.show(), *blocks)),)
 
 
 def _activations(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
     for fqn, edges in plan.boundaries.items():
-        said = [f"{edge.axis}: {edge.show()}" for edge in edges if plan.mesh.size(edge.axis) > 1]
-        if said:
-            yield fqn or MODEL_ROOT, tuple(said)
+        texts = [f"{edge.axis}: {edge.show()}" for edge in edges if plan.mesh.size(edge.axis) > 1]
+        if texts:
+            yield fqn or MODEL_ROOT, tuple(texts)
 
 
 def _collectives(plan: Plan, account: Account) -> Section:
     if account.collectives is None:
         return {MODEL_ROOT: ("not counted: there is no batch to count them with",)}
-    line = plan.cuts[0].axis if plan.cuts else ""
-    found: dict[str, list[str]] = {}
-    for one in account.collectives:
-        at = "" if one.places is None else f" at {line}={','.join(map(str, sorted(one.places)))}"
-        found.setdefault(one.fqn or MODEL_ROOT, []).append(
-            f"{one.phase}: {one.kind} over {'x'.join(one.axes)}{at}, {one.what}: "
-            f"{one.count} x {one.bytes} B"
+    axis = plan.cuts[0].axis if plan.cuts else ""
+    texts_by_module: dict[str, list[str]] = {}
+    for entry in account.collectives:
+        stages = (
+            "" if entry.places is None else f" at {axis}={','.join(map(str, sorted(entry.places)))}"
         )
-    return {fqn: tuple(sorted(said)) for fqn, said in found.items()}
+        texts_by_module.setdefault(entry.fqn or MODEL_ROOT, []).append(
+            f"{entry.phase}: {entry.kind} over {'x'.join(entry.axes)}{stages}, {entry.what}: "
+            f"{entry.count} x {entry.bytes} B"
+        )
+    return {fqn: tuple(sorted(texts)) for fqn, texts in texts_by_module.items()}
 
 
 def _ranks(account: Account) -> Iterator[tuple[str, tuple[str, ...]]]:
     if account.classes is None:
         yield MODEL_ROOT, ("not counted: there is no batch to cut the model with",)
         return
-    for one in account.classes:
+    for rank_class in account.classes:
         yield (
-            f"from rank {one.first}",
+            f"from rank {rank_class.first}",
             (
-                f"ranks: {one.ranks}",
-                f"parameters: {one.parameters} B",
-                f"gradients: {one.gradients} B",
-                f"optimizer: {one.optimizer} B",
-                f"in a step: {one.working} B",
+                f"ranks: {rank_class.ranks}",
+                f"parameters: {rank_class.parameters} B",
+                f"gradients: {rank_class.gradients} B",
+                f"optimizer: {rank_class.optimizer} B",
+                f"in a step: {rank_class.working} B",
             ),
         )
 
@@ -291,16 +297,16 @@ def to_text(lock: Lock) -> str:
 
 def _section_lines(section: Section) -> Iterator[str]:
     """Yield the lines of a section; names of equal entries are joined."""
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for name, said in section.items():
-        alike.setdefault(said, []).append(name)
-    lines = [(name, said) for said, names in alike.items() for name in compress_names(names)]
-    for name, said in sorted(lines, key=lambda line: _sort_key(line[0])):
-        if len(said) == 1:
-            yield f"{_quoted(name)} = {_quoted(said[0])}"
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, texts in section.items():
+        groups.setdefault(texts, []).append(name)
+    lines = [(name, texts) for texts, names in groups.items() for name in compress_names(names)]
+    for name, texts in sorted(lines, key=lambda line: _sort_key(line[0])):
+        if len(texts) == 1:
+            yield f"{_quoted(name)} = {_quoted(texts[0])}"
         else:
             yield f"{_quoted(name)} = ["
-            yield from (f"  {_quoted(text)}," for text in said)
+            yield from (f"  {_quoted(text)}," for text in texts)
             yield "]"
 
 
@@ -318,23 +324,23 @@ def _quoted(text: str) -> str:
 def read_lock(text: str, name: str) -> Lock:
     """Read a lock file; raises Refusal S721 if it is invalid or was edited."""
     try:
-        found = tomllib.loads(text)
+        document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also for endless numbers and deep nesting
         _refuse(name, f"it is not TOML: {error}")
-    if found.get("lock") != VERSION:
+    if document.get("lock") != VERSION:
         _refuse(name, f"it is not of version {VERSION}")
-    sections = {key: _entries(found.get(key, {}), name) for key in SECTIONS}
-    made = found.get("made", {})
-    settings = found.get("settings", {})
-    given = settings.get("given", []) if isinstance(settings, dict) else None
-    if not isinstance(made, dict) or not isinstance(given, list):
+    sections = {key: _entries(document.get(key, {}), name) for key in SECTIONS}
+    versions = document.get("made", {})
+    settings = document.get("settings", {})
+    options = settings.get("given", []) if isinstance(settings, dict) else None
+    if not isinstance(versions, dict) or not isinstance(options, list):
         _refuse(name, "a section is missing")
-    if not all(isinstance(text, str) for text in given):
+    if not all(isinstance(text, str) for text in options):
         _refuse(name, "`given` has a value that is not a string")
-    made_pairs = tuple((str(key), str(value)) for key, value in made.items())
-    pairs = [str(text).partition(" ") for text in given]
-    lock = Lock(sections, tuple((option, value) for option, _, value in pairs), made_pairs)
-    if found.get("structure") != lock.structure:
+    version_pairs = tuple((str(key), str(value)) for key, value in versions.items())
+    pairs = [str(text).partition(" ") for text in options]
+    lock = Lock(sections, tuple((option, value) for option, _, value in pairs), version_pairs)
+    if document.get("structure") != lock.structure:
         _refuse(name, "its lines and its hash of the model do not match")
     return lock
 
@@ -342,22 +348,22 @@ def read_lock(text: str, name: str) -> Lock:
 def _entries(section: Any, name: str) -> Section:
     if not isinstance(section, dict):
         _refuse(name, "a section is missing")
-    found: dict[str, tuple[str, ...]] = {}
-    for key, said in section.items():
-        texts = tuple(said) if isinstance(said, list) else (said,)
+    entries: dict[str, tuple[str, ...]] = {}
+    for key, value in section.items():
+        texts = tuple(value) if isinstance(value, list) else (value,)
         if not all(isinstance(text, str) for text in texts):
             _refuse(name, f"`{key}` has a value that is not a string")
         try:
-            found |= dict.fromkeys(expand_names(key), texts)
+            entries |= dict.fromkeys(expand_names(key), texts)
         except ValueError as error:
             _refuse(name, f"`{key[:60]}` {error}")
-    return found
+    return entries
 
 
-def _refuse(name: str, why: str) -> NoReturn:
+def _refuse(name: str, reason: str) -> NoReturn:
     title = f"`{name}` is not a readable lock"
     helps = ("write it again: `schedlang plan FILE --lock`",)
-    raise Refusal.of("S721", title, notes=(why,), helps=helps)
+    raise Refusal.of("S721", title, notes=(reason,), helps=helps)
 
 
 @dataclass(frozen=True)
@@ -375,16 +381,16 @@ class Change:
 
     def lines(self) -> Iterator[str]:
         """Yield the change as text, one line for each group of names."""
-        gone = [text for text in self.old if text not in self.new]
-        come = [text for text in self.new if text not in self.old]
+        removed = [text for text in self.old if text not in self.new]
+        added = [text for text in self.new if text not in self.old]
         if sorted(self.old) == sorted(self.new):  # another order, or another count
-            gone, come = list(self.old), list(self.new)
-        said = " -> ".join(", ".join(texts) for texts in (gone, come) if texts)
-        if not gone or not come:
-            said = f"{'now also' if come and self.old else ''} {said}".strip()
-            said = f"no longer {said}" if gone and self.new else said
+            removed, added = list(self.old), list(self.new)
+        change = " -> ".join(", ".join(texts) for texts in (removed, added) if texts)
+        if not removed or not added:
+            change = f"{'now also' if added and self.old else ''} {change}".strip()
+            change = f"no longer {change}" if removed and self.new else change
         for name in self.names:
-            yield f"{self.sign} {self.section}  {name}  {said}"
+            yield f"{self.sign} {self.section}  {name}  {change}"
 
     def to_json(self) -> dict[str, object]:
         """Return plain values."""
@@ -399,30 +405,30 @@ class Change:
 
 def compare_locks(old: Lock, new: Lock) -> list[Change]:
     """List the differences of two locks, without versions of packages."""
-    found: list[Change] = []
+    changes: list[Change] = []
     for section in SECTIONS:
-        found += _section_changes(
+        changes += _section_changes(
             section, old.sections.get(section, {}), new.sections.get(section, {})
         )
-    return found
+    return changes
 
 
 def changed_versions(old: Lock, new: Lock) -> list[str]:
     """Describe the packages whose versions differ."""
-    was, now = dict(old.made), dict(new.made)
+    old_versions, new_versions = dict(old.made), dict(new.made)
     return [
-        f"{name} {was.get(name, 'none')} -> {now.get(name, 'none')}"
-        for name in sorted({*was, *now})
-        if was.get(name) != now.get(name)
+        f"{name} {old_versions.get(name, 'none')} -> {new_versions.get(name, 'none')}"
+        for name in sorted({*old_versions, *new_versions})
+        if old_versions.get(name) != new_versions.get(name)
     ]
 
 
 def _section_changes(section: str, old: Section, new: Section) -> Iterator[Change]:
-    alike: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
+    names_by_texts: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
     for name in [*old, *(name for name in new if name not in old)]:
         pair = old.get(name, ()), new.get(name, ())
         if pair[0] != pair[1]:
-            alike.setdefault(pair, []).append(name)
-    for (was, now), names in alike.items():
-        sign = "~" if was and now else "-" if was else "+"
-        yield Change(sign, section, tuple(compress_names(names)), was, now)
+            names_by_texts.setdefault(pair, []).append(name)
+    for (old_texts, new_texts), names in names_by_texts.items():
+        sign = "~" if old_texts and new_texts else "-" if old_texts else "+"
+        yield Change(sign, section, tuple(compress_names(names)), old_texts, new_texts)

@@ -121,47 +121,55 @@ def prove(
 def _prove(case: Case, pool: Pool | None, title: str, command: str, progress: Progress) -> Report:
     start = time.perf_counter()
     pool = pool or shared_pool()
-    wanted, (meant, whole) = (
+    requirements, (bound_plan, bound_batch) = (
         requirements_of(case.plan),
         case.expected_for or (case.plan, case.batches[0]),
     )
-    held = list_bounds(meant, whole, case.loss, case.weight)
+    bounds = list_bounds(bound_plan, bound_batch, case.loss, case.weight)
     case = check_trainable(replace(case, expected_for=None))
-    case = prepare_case(_repeat_batches(case, wanted.steps))
-    own_case, working, case = case, working_case(case), randomised_float64(case)
+    case = prepare_case(_repeat_batches(case, requirements.steps))
+    given_case, working, case = case, working_case(case), randomised_float64(case)
     check_cast(working)
-    fewer = () if working is None else count_step_gains(working.plan, working.batches[0])
+    fusion_gains = () if working is None else count_step_gains(working.plan, working.batches[0])
     progress("the original")
     case = check_parts(case)
     working = working and replace(working, by_parts=case.by_parts)
-    ran = plan_runs(case, wanted.evaluate)
-    conditions = ran.conditions
-    original_run = _OriginalRun(own_case, case, working, conditions)
-    without, meanwhile = _make_baseline(own_case, case), original_run.begin
+    runs = plan_runs(case, requirements.evaluate)
+    conditions = runs.conditions
+    original_run = _OriginalRun(given_case, case, working, conditions)
+    baseline, run_meanwhile = _make_baseline(given_case, case), original_run.begin
     try:
-        seen, plain = _with_baseline(case, working, conditions, pool, without, progress, meanwhile)
+        observed, baseline_used = _with_baseline(
+            case, working, conditions, pool, baseline, progress, run_meanwhile
+        )
     except Refusal as refusal:
         if refusal is original_run.refused:
             raise
         progress("the row to blame")
         raise locate_refusal(refusal, case, conditions, pool) from refusal.__cause__
-    (expected, drawn), actual = original_run.seen, seen[0]
-    rows = _compare(case, working, conditions, expected, seen, pool, original_run.plain)
-    rows, unsure = split_undecided(rows)
-    bits, unchecked = _baseline_rows(case, plain, seen[4], _add_order(actual, expected))
-    extra, more = _check_working_dtype(working, conditions, wanted, pool)
+    (expected, draws), actual = original_run.seen, observed[0]
+    rows = _compare(case, working, conditions, expected, observed, pool, original_run.plain)
+    rows, undecided = split_undecided(rows)
+    exact_rows, unchecked = _baseline_rows(
+        case, baseline_used, observed[4], _add_order(actual, expected)
+    )
+    working_rows, untried = _check_working_dtype(working, conditions, requirements, pool)
     report = Report(
-        (*rows, *bits, *extra, *compare_changed_model(case)),
+        (*rows, *exact_rows, *working_rows, *compare_changed_model(case)),
         title=title,
-        facts=(*_facts(case, ran), *_kernel_facts(fewer, seen[3]), *_rounding_facts(rows)),
+        facts=(
+            *_facts(case, runs),
+            *_kernel_facts(fusion_gains, observed[3]),
+            *_rounding_facts(rows),
+        ),
         command=command,
         equivalence=_equivalence_class(case),
-        unchecked=(*unsure, *unchecked, *more),
+        unchecked=(*undecided, *unchecked, *untried),
         gaps=(
-            *_gaps(case, ran, expected, actual, drawn),
+            *_gaps(case, runs, expected, actual, draws),
             *separate_rows(case.plan, working is not None),
         ),
-        bounds=held,
+        bounds=bounds,
     )
     if any(not row.ok for row in report.rows):
         progress("the row to blame")
@@ -187,17 +195,17 @@ def _add_blame(report: Report, failure: Failure, pool: Pool) -> Report:
         if (limit := current_limit()) is None or limit.remaining > 0:
             raise
         lift_limit()
-        why = "out of time"
+        reason = "out of time"
     except Exception as error:
-        why = f"{type(error).__name__}: {error}".split("\n")[0]
-    return replace(report, unchecked=(*report.unchecked, f"the row to blame: {why}"))
+        reason = f"{type(error).__name__}: {error}".split("\n")[0]
+    return replace(report, unchecked=(*report.unchecked, f"the row to blame: {reason}"))
 
 
 def _repeat_batches(case: Case, steps: int) -> Case:
     """Return the case with at least `steps` batches; the given batches are repeated."""
-    own_case = case.batches
-    more = max(0, steps - len(own_case)) if steps > STEPS else 0
-    return replace(case, batches=(*own_case, *(own_case[k % len(own_case)] for k in range(more))))
+    batches = case.batches
+    repeats = max(0, steps - len(batches)) if steps > STEPS else 0
+    return replace(case, batches=(*batches, *(batches[k % len(batches)] for k in range(repeats))))
 
 
 def _equivalence_class(case: Case) -> str:
@@ -212,15 +220,15 @@ def _equivalence_class(case: Case) -> str:
 
 
 def _check_working_dtype(
-    working: Case | None, conditions: Sequence[Condition], wanted: Requirements, pool: Pool
+    working: Case | None, conditions: Sequence[Condition], requirements: Requirements, pool: Pool
 ) -> tuple[list[Row], list[str]]:
     """Return rows of kernel trials and loss curves, and what of them could not be run."""
     if working is None:
-        lost = ["the `rtol` of `verify`"] if wanted.rtol else []
-        lost += [f"the loss curve of {curve.place}" for curve in wanted.curves]
-        return [], [f"{what}: nothing was run in a working dtype" for what in lost]
+        lost = ["the `rtol` of `verify`"] if requirements.rtol else []
+        lost += [f"the loss curve of {curve.place}" for curve in requirements.curves]
+        return [], [f"{gap}: nothing was run in a working dtype" for gap in lost]
     rows, untried = run_trials(working, conditions)
-    return [*rows, *curve_rows(working, wanted.curves, pool)], untried
+    return [*rows, *curve_rows(working, requirements.curves, pool)], untried
 
 
 def check_world(plan: Plan, verb: str = "verify") -> None:
@@ -280,12 +288,12 @@ class _OriginalRun:
     def seen(self) -> tuple[Observation, int]:
         """The observation of the original, and the number of masks drawn."""
         try:
-            expected, drawn = run_original(self.case, self.conditions)
+            expected, draws = run_original(self.case, self.conditions)
             check_finite(self.case, self.conditions, expected)
         except Refusal as refusal:
             self.refused = refusal
             raise
-        return expected, drawn
+        return expected, draws
 
 
 def _run_ranks(
@@ -294,39 +302,39 @@ def _run_ranks(
     conditions: Sequence[Condition],
     pool: Pool,
     progress: Progress | None = None,
-    plain: Case | None = None,
+    baseline: Case | None = None,
     meanwhile: Callable[[], object] | None = None,
 ) -> _Ran:
     """Run the ranks; return their observations (float64, working dtype) and the loaded state.
 
-    `plain` is the case without its exact rows; one step of it runs at the end. `meanwhile` is
+    `baseline` is the case without its exact rows; one step of it runs at the end. `meanwhile` is
     called while the ranks run, as in `Pool.run`.
     """
     world = case.plan.mesh.world
     steps = sum(len(condition.batches) for condition in conditions)
     steps += 0 if working is None else len(working.batches)
-    done, archive = itertools.count(1), list[dict[str, Any]]()
+    step_count, archive = itertools.count(1), list[dict[str, Any]]()
 
     def heard(rank: int, message: object) -> None:
         if rank == 0 and message == _SAVED:
             with suppress(Exception):  # ranks load the state too, and report its errors first
                 archive.append(load_on_one_rank(case, conditions, folder))
         elif rank == 0 and progress is not None:  # progress of the first rank only
-            progress(stage, min(next(done), steps), steps)
+            progress(stage, min(next(step_count), steps), steps)
 
     stage = f"{world} rank{'s' * (world > 1)}"
     if progress is not None:
         progress(stage, 0, steps)
     with temporary_folder() as folder:
-        sent = add_stage_outputs(case, working, conditions)
-        step = None if plain is None else _first_step(plain, conditions)
-        own_case = (*sent, folder, step)
-        every = pool.run(_run_rank, world, *own_case, on_progress=heard, meanwhile=meanwhile)
-        seen, worked, again, _, without = every[0]
-        outputs = NO_OUTPUTS if case.by_parts else again  # each replica has its own statistics
-        left = merge_declined(one for ran in every for one in ran[3])
+        traced_case = add_stage_outputs(case, working, conditions)
+        step = None if baseline is None else _first_step(baseline, conditions)
+        rank_args = (*traced_case, folder, step)
+        results = pool.run(_run_rank, world, *rank_args, on_progress=heard, meanwhile=meanwhile)
+        observed, working_run, reloaded, _, baseline_run = results[0]
+        outputs = NO_OUTPUTS if case.by_parts else reloaded  # each replica has its own statistics
+        declined = merge_declined(calls for result in results for calls in result[3])
         state = archive[0] if archive else load_on_one_rank(case, conditions, folder)
-        return seen, worked, state | {"outputs": outputs}, left, without
+        return observed, working_run, state | {"outputs": outputs}, declined, baseline_run
 
 
 def _compare(
@@ -334,12 +342,12 @@ def _compare(
     working: Case | None,
     conditions: Sequence[Condition],
     expected: Observation,
-    ran: _Ran,
+    result: _Ran,
     pool: Pool,
-    plain: Observation | None = None,
+    original_working: Observation | None = None,
 ) -> list[Row]:
-    """Return the rows of one run of the ranks; `plain` as in `WorkingRun`."""
-    actual, worked, archive, *_ = ran
+    """Return the rows of one run of the ranks; `original_working` as in `WorkingRun`."""
+    actual, working_run, archive, *_ = result
     exact = not inexact_rules(case.plan) and not case.by_parts
     rows = [*compare(expected, actual, exact=exact)]
     if not exact and any(not row.ok for row in rows):
@@ -347,14 +355,16 @@ def _compare(
     rows += archive_rows(conditions[saved_condition(conditions)].name, archive, actual)
     if working is None:
         return rows
-    wrong, world = any(not row.ok for row in rows), case.plan.mesh.world
+    mismatch, world = any(not row.ok for row in rows), case.plan.mesh.world
 
-    def again(other: Case) -> Observation:
-        found: Observation = pool.run(observe_ranks, world, other, tuple(conditions), [])[0]
-        return found
+    def again(changed: Case) -> Observation:
+        observed: Observation = pool.run(observe_ranks, world, changed, tuple(conditions), [])[0]
+        return observed
 
-    against = WorkingRun(case, working, conditions, expected, worked, again, plain)
-    return rows + against.rows(wrong=wrong)
+    working_check = WorkingRun(
+        case, working, conditions, expected, working_run, again, original_working
+    )
+    return rows + working_check.rows(wrong=mismatch)
 
 
 def _add_order(actual: Observation, expected: Observation) -> Observation:
@@ -377,23 +387,25 @@ def _make_baseline(own_case: Case, case: Case) -> _Baseline:
     The plan is traced on the model of `own_case`, because some facts of that model are known.
     """
     assert own_case.prepared is not None
-    found = without_exact_rows(own_case.plan, own_case.prepared.staged.timeline.replicas)
-    if found is None or (not inexact_rules(case.plan) and not case.by_parts):
+    inexact = without_exact_rows(own_case.plan, own_case.prepared.staged.timeline.replicas)
+    if inexact is None or (not inexact_rules(case.plan) and not case.by_parts):
         return _Baseline()  # no exact rows, or the original itself is compared bitwise
-    plan, words = found
+    plan, label = inexact
     try:
         traced = prepare_case(replace(own_case, plan=plan))
         plan = replace(traced.plan, model=case.plan.model)
-        return _Baseline(replace(case, plan=plan, prepared=traced.prepared), words)
+        return _Baseline(replace(case, plan=plan, prepared=traced.prepared), label)
     except Refusal as refusal:
-        return _Baseline(None, words, refusal.diagnostics[0].title)
+        return _Baseline(None, label, refusal.diagnostics[0].title)
 
 
-def _first_step(plain: Case, conditions: Sequence[Condition]) -> tuple[Case, Sequence[Condition]]:
+def _first_step(
+    baseline: Case, conditions: Sequence[Condition]
+) -> tuple[Case, Sequence[Condition]]:
     """Return the baseline, and the condition of its first step."""
-    first = replace(conditions[0], batches=conditions[0].batches[:1], final=False)
-    case, _, only = add_stage_outputs(plain, None, [first])
-    return case, only
+    condition = replace(conditions[0], batches=conditions[0].batches[:1], final=False)
+    case, _, conditions_sent = add_stage_outputs(baseline, None, [condition])
+    return case, conditions_sent
 
 
 def _with_baseline(
@@ -401,28 +413,30 @@ def _with_baseline(
     working: Case | None,
     conditions: Sequence[Condition],
     pool: Pool,
-    plain: _Baseline,
+    baseline: _Baseline,
     progress: Progress,
     meanwhile: Callable[[], object],
 ) -> tuple[_Ran, _Baseline]:
     """Run the ranks; if they refuse the baseline, run them again without it."""
     try:
-        return _run_ranks(case, working, conditions, pool, progress, plain.case, meanwhile), plain
+        return _run_ranks(
+            case, working, conditions, pool, progress, baseline.case, meanwhile
+        ), baseline
     except Refusal as refusal:
         if not getattr(refusal, _BASELINE, False):
             raise
-        refused = replace(plain, case=None, refused=refusal.diagnostics[0].title)
+        refused = replace(baseline, case=None, refused=refusal.diagnostics[0].title)
         return _run_ranks(case, working, conditions, pool, progress), refused
 
 
 def _baseline_rows(
-    case: Case, plain: _Baseline, without: Observation, actual: Observation
+    case: Case, baseline: _Baseline, expected: Observation, actual: Observation
 ) -> tuple[list[Row], list[str]]:
     """Compare the first step with the baseline's; or return why the baseline did not run."""
-    if plain.case is None:
-        return [], [f"bits {plain.words}: {plain.refused}"] if plain.words else []
+    if baseline.case is None:
+        return [], [f"bits {baseline.words}: {baseline.refused}"] if baseline.words else []
     assert case.prepared is not None
-    return list(compare_exact(without, actual, plain.words, case.prepared.traced.partial)), []
+    return list(compare_exact(expected, actual, baseline.words, case.prepared.traced.partial)), []
 
 
 def _run_rank(
@@ -430,7 +444,7 @@ def _run_rank(
     working: Case | None,
     conditions: Sequence[Condition],
     folder: str,
-    plain: tuple[Case, Sequence[Condition]] | None = None,
+    baseline: tuple[Case, Sequence[Condition]] | None = None,
 ) -> tuple[
     Observation, Observation, tuple[Outputs, Outputs], tuple[DeclinedCalls, ...], Observation
 ]:
@@ -438,34 +452,34 @@ def _run_rank(
 
     Only rank 0 returns observations; each rank returns the calls that its kernels declined.
     """
-    made: list[Program] = []
+    programs: list[Program] = []
     with restore_global_state(case.plan.model.model, case.loss), enter_modes(Float64()):
-        seen = observe_programs(case, conditions, made)
-        made[saved_condition(conditions)].save(f"{folder}/state")
+        observed = observe_programs(case, conditions, programs)
+        programs[saved_condition(conditions)].save(f"{folder}/state")
         report_progress(_SAVED)
-        again = load_on_ranks(made, case, conditions, folder)
-        again = again if world.rank() == 0 else NO_OUTPUTS
-        drawn = check_native_draws(made[0], case.batches[0])
-        if drawn is not None and seen.tensors:
-            seen.streams[Key(conditions[0].name, NATIVE_DRAWS, 0, "")] = drawn
+        reloaded = load_on_ranks(programs, case, conditions, folder)
+        reloaded = reloaded if world.rank() == 0 else NO_OUTPUTS
+        native_draws = check_native_draws(programs[0], case.batches[0])
+        if native_draws is not None and observed.tensors:
+            observed.streams[Key(conditions[0].name, NATIVE_DRAWS, 0, "")] = native_draws
 
     def left() -> tuple[DeclinedCalls, ...]:
         return merge_declined(
-            one for program in made for one in declined_in(program.assembly.module)
+            calls for program in programs for calls in declined_in(program.assembly.module)
         )
 
-    worked = Observation() if working is None else observe_ranks(working, conditions, made)
-    found = left()
-    made.clear()
-    return seen, worked, again, found, _run_baseline(plain)
+    working_run = Observation() if working is None else observe_ranks(working, conditions, programs)
+    declined = left()
+    programs.clear()
+    return observed, working_run, reloaded, declined, _run_baseline(baseline)
 
 
-def _run_baseline(plain: tuple[Case, Sequence[Condition]] | None) -> Observation:
+def _run_baseline(baseline: tuple[Case, Sequence[Condition]] | None) -> Observation:
     """Observe the baseline's first step; mark a refusal, so that the case is not refused for it."""
-    if plain is None:
+    if baseline is None:
         return Observation()
     try:
-        return observe_on_rank(*plain, True)
+        return observe_on_rank(*baseline, True)
     except Refusal as refusal:
         setattr(refusal, _BASELINE, True)
         raise
@@ -474,9 +488,9 @@ def _run_baseline(plain: tuple[Case, Sequence[Condition]] | None) -> Observation
 # -- facts and gaps of the report ---------------------------------------------------------------
 
 
-def _facts(case: Case, ran: TrainingRuns) -> tuple[tuple[str, str], ...]:
+def _facts(case: Case, runs: TrainingRuns) -> tuple[tuple[str, str], ...]:
     mesh = case.plan.mesh
-    derived = (("derived", ", ".join(ran.derived)),) if ran.derived else ()
+    derived = (("derived", ", ".join(runs.derived)),) if runs.derived else ()
     return (
         ("mesh", f"{mesh} ({mesh.world} ranks)" if mesh.axes else "one rank"),
         ("seed", str(case.seed)),
@@ -487,43 +501,47 @@ def _facts(case: Case, ran: TrainingRuns) -> tuple[tuple[str, str], ...]:
 
 
 def _kernel_facts(
-    fewer: Sequence[RowGain], left: Sequence[DeclinedCalls]
+    gains: Sequence[RowGain], declined: Sequence[DeclinedCalls]
 ) -> Iterator[tuple[str, str]]:
     """Yield what fused rows gain, and calls that kernels declined."""
-    yield from (("fused", str(one)) for one in fewer)
-    yield from (("W703", str(one)) for one in left)
+    yield from (("fused", str(one)) for one in gains)
+    yield from (("W703", str(one)) for one in declined)
 
 
 def _rounding_facts(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
     """Yield facts of codes and choices as ranks had them, a lower loss scale, and wider gates."""
     yield from {("choices", row.note) for row in rows if row.note.startswith(CHOICES_NOTE)}
     yield from {("working dtype", row.note) for row in rows if row.note.startswith(SCALE_NOTE)}
-    said = sum(row.note == ROUNDED_NOTE for row in rows)
-    if said:
-        yield ("in fewer bits", f"{ROUNDED_NOTE} ({said} rows in the working dtype)")
+    rounded_count = sum(row.note == ROUNDED_NOTE for row in rows)
+    if rounded_count:
+        yield ("in fewer bits", f"{ROUNDED_NOTE} ({rounded_count} rows in the working dtype)")
     yield from _conditioning_facts(rows)
 
 
 def _conditioning_facts(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
     """Yield the widest float64 gate, if the original magnifies roundings."""
-    found = [row for row in rows if row.note == MAGNIFIED]
-    if found:
-        widest = max(found, key=lambda row: row.gate)
-        said = f"{len(found)} rows have wider gates, at most {widest.gate:.0e} ({widest.place})"
-        yield ("conditioning", f"steps of the original magnify roundings: {said}")
+    magnified = [row for row in rows if row.note == MAGNIFIED]
+    if magnified:
+        widest = max(magnified, key=lambda row: row.gate)
+        description = (
+            f"{len(magnified)} rows have wider gates, at most {widest.gate:.0e} ({widest.place})"
+        )
+        yield ("conditioning", f"steps of the original magnify roundings: {description}")
 
 
 def _gaps(
-    case: Case, ran: TrainingRuns, expected: Observation, actual: Observation, drawn: int
+    case: Case, runs: TrainingRuns, expected: Observation, actual: Observation, draws: int
 ) -> tuple[Any, ...]:
     plan = case.plan
-    names = {name: fact.numel for name, fact in plan.model.unique_parameters.items()}
-    found = find_gaps(ran.batches, sizes=dict(plan.mesh.axes), drawn=drawn, parameters=names)
-    known = (STATISTICS_GAP,) if case.by_parts else ()
+    sizes_by_name = {name: fact.numel for name, fact in plan.model.unique_parameters.items()}
+    gaps = find_gaps(
+        runs.batches, sizes=dict(plan.mesh.axes), drawn=draws, parameters=sizes_by_name
+    )
+    statistics = (STATISTICS_GAP,) if case.by_parts else ()
     return (
-        *found,
-        *ran.gaps,
-        *known,
+        *gaps,
+        *runs.gaps,
+        *statistics,
         *repeating_blocks(plan),
         *unused_parameters(expected),
         *missing_kinds(actual),

@@ -91,10 +91,12 @@ class adapt(Settled):  # noqa: N801
                 helps=("`dropout=0.1`",),
             )
         if self.block < 1 or self.base is None and self.block != BLOCK:
-            why = "a scale is for one element or more" if self.block < 1 else "no base is quantised"
+            reason = (
+                "a scale is for one element or more" if self.block < 1 else "no base is quantised"
+            )
             refuse(
                 "S304",
-                f"`block={self.block}`, but {why}",
+                f"`block={self.block}`, but {reason}",
                 helps=(
                     "leave it out",
                     f"or quantise the base: `adapt({self.kind}, base=int8, block=64)`",
@@ -127,11 +129,11 @@ class adapt(Settled):  # noqa: N801
         self._check_coded(sites, plan)
         for pattern in self._keep_patterns:
             if not any(matches(name, pattern) for name in plan.model.parameters):
-                some = ", ".join(f"`{name}`" for name in list(plan.model.parameters)[-3:])
+                examples = ", ".join(f"`{name}`" for name in list(plan.model.parameters)[-3:])
                 refuse(
                     "S305",
                     f"the model has no parameter `{pattern}`",
-                    helps=(f"it has {some}, ...",),
+                    helps=(f"it has {examples}, ...",),
                 )
 
     def transform(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
@@ -150,7 +152,7 @@ class adapt(Settled):  # noqa: N801
             trained |= {
                 name for name, fact in facts.unique_parameters.items() if fact.requires_grad
             }
-        made = Adapt(
+        adapters = Adapt(
             self.kind,
             tuple(site.fqn for site in sites),
             frozenset(site.fqn for site in sites if site.dims["weight"] == ("in", "out")),
@@ -161,7 +163,7 @@ class adapt(Settled):  # noqa: N801
             self.seed,
             None if self.base is None else Codebook(self.base, self.block),
         )
-        return replace(plan, model=facts.with_change(made))
+        return replace(plan, model=facts.with_change(adapters))
 
     def settled(self, sites: tuple[Site, ...], plan: Plan, traced: object) -> None:
         """Refuse splits that cut through a block, and codes that would lie off the device."""
@@ -184,19 +186,19 @@ class adapt(Settled):  # noqa: N801
                 helps=("offload other modules", "or leave `base` out"),
             )
         layout, dim = plan.effective_layout(name), coding.input_dim
-        block, place = (
+        block, edge = (
             min(self.block, layout.shape[dim]),
             _split_block(layout, dim, self.block, plan.mesh),
         )
-        if place is None:
+        if edge is None:
             return
-        fits = math.gcd(layout.shape[dim], place)
-        end = (f"use blocks that end there: `block={fits}`",) if fits > 1 else ()
+        divisor = math.gcd(layout.shape[dim], edge)
+        end = (f"use blocks that end there: `block={divisor}`",) if divisor > 1 else ()
         refuse(
             "S414",
             f"a block of {block} inputs of `{site}` would be on two ranks",
             notes=(
-                f"its {layout.shape[dim]} inputs are split at {place}, and a block has one scale",
+                f"its {layout.shape[dim]} inputs are split at {edge}, and a block has one scale",
             ),
             helps=(*end, "or split its outputs instead: `shard(col, ...)`"),
         )
@@ -204,9 +206,9 @@ class adapt(Settled):  # noqa: N801
     def _check_coded(self, sites: tuple[Site, ...], plan: Plan) -> None:
         """Refuse (S414) to train a weight that this row, or a row above, quantizes."""
         facts = plan.model
-        own = [f"{site}.weight" for site in sites if self.base is not None]
+        weights = [f"{site}.weight" for site in sites if self.base is not None]
         for name in (
-            *own,
+            *weights,
             *(name for name in facts.unique_parameters if facts.coding_of(name) is not None),
         ):
             for pattern in self._keep_patterns:
@@ -220,7 +222,7 @@ class adapt(Settled):  # noqa: N801
 
     def _check_kind(self, site: Site, plan: Plan) -> None:
         """Refuse modules that may not multiply by their weight, or that have an adapter."""
-        kind = next((one for one in KINDS if site.is_a(one)), None)
+        kind = next((candidate for candidate in KINDS if site.is_a(candidate)), None)
         if "lora_A" in site.parameters:
             refuse(
                 "S418",
@@ -229,16 +231,18 @@ class adapt(Settled):  # noqa: N801
             )
         if kind is None:
             inside = (s for n, s in plan.model.sites.items() if n.startswith(f"{site.fqn}."))
-            below = [one for one in inside if any(one.is_a(kind) for kind in KINDS)]
-            better = (
-                f"select the projections in it: `{below[0]}  adapt({self.kind}, rank={self.rank})`"
-                if below
+            inner = [
+                candidate for candidate in inside if any(candidate.is_a(kind) for kind in KINDS)
+            ]
+            advice = (
+                f"select the projections in it: `{inner[0]}  adapt({self.kind}, rank={self.rank})`"
+                if inner
                 else ""
             )
             refuse(
                 "S401",
                 f"`{site}` is a `{site.class_name}`, not a projection",
-                helps=(better or "select linear layers: `layers.*.mlp.up  adapt(lora)`",),
+                helps=(advice or "select linear layers: `layers.*.mlp.up  adapt(lora)`",),
             )
         if site.is_a("NonDynamicallyQuantizableLinear"):
             refuse(
@@ -247,15 +251,15 @@ class adapt(Settled):  # noqa: N801
                 helps=("select other projections",),
             )
         if not plan.model.computes_as(site.fqn, kind):
-            note, more = "an adapter would stand beside something that is not x W", ""
+            note, hint = "an adapter would stand beside something that is not x W", ""
             if not plan.model.model.get_parameter(f"{site.fqn}.weight").is_floating_point():
                 note = "its weight is quantised: an adapter could not be merged into it"
-                more = ", or adapt the layer as it was before it was quantised"
+                hint = ", or adapt the layer as it was before it was quantised"
             refuse(
                 "S404",
                 f"`{site}` is a `{site.class_name}` with a forward of its own",
                 notes=(note,),
-                helps=(f"select other projections{more}",),
+                helps=(f"select other projections{hint}",),
             )
 
     @property
@@ -271,12 +275,12 @@ def _split_block(layout: Layout, dim: int, block: int, mesh: Mesh) -> int | None
     if all(split.dim != dim for split in layout.splits):
         return None
     for rank in range(mesh.world):
-        at = 0
-        for run in layout.segments(mesh, mesh.coordinates(rank))[dim]:
-            end = run.start + run.length
-            if run.start < size and (run.start % block or at % block):
-                return run.start
+        offset = 0
+        for segment in layout.segments(mesh, mesh.coordinates(rank))[dim]:
+            end = segment.start + segment.length
+            if segment.start < size and (segment.start % block or offset % block):
+                return segment.start
             if end < size and end % block:
                 return end
-            at += run.length
+            offset += segment.length
     return None

@@ -57,11 +57,11 @@ class cast(Uniform):  # noqa: N801
         check_called(self, site, plan)
         self._check_others(site, plan)
         names = plan.model.names_below(site.fqn)
-        short = next((n for n in names if plan.model.parameters[n].dtype in HALVES), None)
-        if short is not None and self.dtype != "fp32":
+        half_name = next((n for n in names if plan.model.parameters[n].dtype in HALVES), None)
+        if half_name is not None and self.dtype != "fp32":
             refuse(
                 "S891",
-                f"`{short}` is stored in {plan.model.parameters[short].dtype}",
+                f"`{half_name}` is stored in {plan.model.parameters[half_name].dtype}",
                 "there is no float32 master weight to update",
                 notes=("updates smaller than its rounding would be lost silently",),
                 helps=(
@@ -124,5 +124,7 @@ class cast(Uniform):  # noqa: N801
 
     def transform(self, site: Site, plan: Plan) -> Plan:
         """Add the cast to the plan."""
-        made = Cast(site.fqn, self.dtype, self.params, self.scale, self.growth, row=plan.next_row)
-        return replace(plan, casts=(*plan.casts, made))
+        new_cast = Cast(
+            site.fqn, self.dtype, self.params, self.scale, self.growth, row=plan.next_row
+        )
+        return replace(plan, casts=(*plan.casts, new_cast))

@@ -84,23 +84,23 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
         """Return the regions, each of which is recomputed as one."""
         if self._is_single or self.plan is not None:  # a plan's regions are inside stages
             return [(site,) for site in sites]
-        found = (
+        groups = (
             (run, places)
             for run in group_consecutive(sites)
             for places in outer_regions(self._tree(run))
         )
-        return [tuple(run[place] for place in places) for run, places in found]
+        return [tuple(run[index] for index in places) for run, places in groups]
 
     def agree(self, axes: Collection[str]) -> None:
         """Refuse incomplete plans, arguments that a plan chooses itself, and sizes below 1."""
         self._check_plan()
-        for word, size in (("group", self.group), ("every", self.every)):
+        for name, size in (("group", self.group), ("every", self.every)):
             if size != "sqrt" and size < 1:
                 refuse(
                     "S840",
-                    f"`{word}` must be 1 or more, not {size}",
-                    f"`{word}` is a number of modules",
-                    helps=(f"use `{word}=1` or more",),
+                    f"`{name}` must be 1 or more, not {size}",
+                    f"`{name}` is a number of modules",
+                    helps=(f"use `{name}=1` or more",),
                 )
 
     def check(self, sites: tuple[Site, ...], plan: Plan) -> None:
@@ -158,23 +158,24 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
         return _PLANS[self.plan](self.plan, self.memory)
 
     def reruns(
-        self, sites: tuple[str, ...], found: Sequence[Any]
+        self, sites: tuple[str, ...], solutions: Sequence[Any]
     ) -> Sequence[RecomputedRegion] | None:
-        """Return the recomputed regions, and what is saved for them; `found`: a plan's choice."""
+        """Return the recomputed regions, and what is saved for them; `solutions`: a plan's
+        choice."""
         if self.budget is None:
             return [
                 RecomputedRegion(names, self.save, dedupe_inputs=not self._is_single)
                 for names in self.inseparable_groups(sites)
             ]
-        return self.budget.reruns(found)
+        return self.budget.reruns(solutions)
 
     def _check_plan(self) -> None:
         """Refuse (S842) a plan without memory, and arguments that a plan chooses itself."""
         if (self.plan is None) != (self.memory is None):
-            given, missing = ("plan", "memory") if self.plan else ("memory", "plan")
+            present, missing = ("plan", "memory") if self.plan else ("memory", "plan")
             refuse(
                 "S842",
-                f"`{given}` needs `{missing}`",
+                f"`{present}` needs `{missing}`",
                 f"`{missing}` is not given",
                 notes=("a plan chooses what to recompute so that it fits into `memory`",),
                 helps=("write `checkpoint(plan=rotor, memory=2GiB)`",),
@@ -231,12 +232,12 @@ class _Plan(Budgeted):
     memory: int
 
     def reruns(
-        self, found: Sequence[tuple[tuple[str, ...], Any]]
+        self, solutions: Sequence[tuple[tuple[str, ...], Any]]
     ) -> Sequence[RecomputedRegion] | None:
         """Return the recomputed regions of chains; None: they are known only at run time."""
-        return [again for run, chosen in found for again in self.chosen(run, chosen)]
+        return [region for run, solution in solutions for region in self.chosen(run, solution)]
 
-    def chosen(self, run: tuple[str, ...], found: Any) -> list[RecomputedRegion]:
+    def chosen(self, run: tuple[str, ...], solution: Any) -> list[RecomputedRegion]:
         """Return the recomputed regions of one chain, as far as they are known before the run."""
         return []
 
@@ -245,34 +246,34 @@ class _Rotor(_Plan):
     """Nested regions (Rotor)."""
 
     def fit(
-        self, chain: Sequence[ModuleCost], memory: int, play: Callable[[Any], Any]
+        self, chain: Sequence[ModuleCost], memory: int, simulate: Callable[[Any], Any]
     ) -> RematTree:
         """Return the tree with the least recomputation (S841 where memory is too small)."""
         from schedlang.remat.rotor import rotor, smallest_tree
 
-        found = rotor(chain, memory)
-        if found is None:
+        tree = rotor(chain, memory)
+        if tree is None:
             _largest(memory, smallest_tree(chain)[0], chain)
-        return found
+        return tree
 
-    def chosen(self, run: tuple[str, ...], found: RematTree) -> list[RecomputedRegion]:
+    def chosen(self, run: tuple[str, ...], solution: RematTree) -> list[RecomputedRegion]:
         """Return the outermost regions."""
         return [
             RecomputedRegion(tuple(run[k] for k in region), dedupe_inputs=True)
-            for region in outer_regions(found)
+            for region in outer_regions(solution)
         ]
 
     def lower(self, chains: Sequence[tuple[tuple[str, ...], RematTree]], copy: Copy) -> None:
         """Install the recomputation of the trees."""
         from schedlang.runtime.activation_memory.recompute import checkpoint_regions
 
-        for run, found in chains:
-            checkpoint_regions([copy.at(name) for name in run], found)
+        for run, tree in chains:
+            checkpoint_regions([copy.at(name) for name in run], tree)
 
-    def describe(self, found: RematTree) -> str:
+    def describe(self, solution: RematTree) -> str:
         """Return a text with the numbers of modules outside and inside recomputed regions."""
-        inside = [len(region) for region in outer_regions(found)]
-        return f"{len(places_of(found)) - sum(inside)} kept whole, {sum(inside)} in" + (
+        inside = [len(region) for region in outer_regions(solution)]
+        return f"{len(places_of(solution)) - sum(inside)} kept whole, {sum(inside)} in" + (
             f" {len(inside)} regions, which may hold regions: {inside}" if inside else " no region"
         )
 
@@ -280,20 +281,20 @@ class _Rotor(_Plan):
 class _Pareto(_Plan):
     """Choices of operators whose results are saved, for each module."""
 
-    def fit(self, chain: Sequence[ModuleCost], memory: int, play: Callable[[Any], Any]) -> Any:
+    def fit(self, chain: Sequence[ModuleCost], memory: int, simulate: Callable[[Any], Any]) -> Any:
         """Return the choices with the least recomputation (S841 where memory is too small)."""
         from schedlang.remat.operators import choose_saved, min_memory
 
-        found = choose_saved(chain, memory)
-        if found is None:
+        solution = choose_saved(chain, memory)
+        if solution is None:
             _largest(memory, min_memory(chain), chain)
-        return found
+        return solution
 
-    def chosen(self, run: tuple[str, ...], found: Any) -> list[RecomputedRegion]:
+    def chosen(self, run: tuple[str, ...], solution: Any) -> list[RecomputedRegion]:
         """Return the modules that are recomputed."""
         return [
             RecomputedRegion((name,), saved_operators=frozenset(choice.kept))
-            for name, choice in zip(run, found)
+            for name, choice in zip(run, solution)
             if choice.kept is not None
         ]
 
@@ -301,15 +302,15 @@ class _Pareto(_Plan):
         """Install recomputation, except for the results of the chosen operators."""
         from schedlang.runtime.activation_memory import recompute
 
-        for run, found in chains:
-            for one in self.chosen(run, found):
-                recompute.checkpoint(copy.at(one.modules[0]), chosen=one.saved_operators)
+        for run, solution in chains:
+            for region in self.chosen(run, solution):
+                recompute.checkpoint(copy.at(region.modules[0]), chosen=region.saved_operators)
 
-    def describe(self, found: Any) -> str:
+    def describe(self, solution: Any) -> str:
         """Return a description of what is saved."""
         from schedlang.remat.operators import describe_choices
 
-        return describe_choices(found)
+        return describe_choices(solution)
 
 
 class _AdaPipe(_Pareto):
@@ -326,29 +327,29 @@ class _Pofo(_Plan):
     moves = True
 
     def fit(
-        self, chain: Sequence[ModuleCost], memory: int, play: Callable[[Any], Any]
+        self, chain: Sequence[ModuleCost], memory: int, simulate: Callable[[Any], Any]
     ) -> MixedPlan:
         """Return the choices that take the least time (S841 where memory is too small)."""
         from schedlang.remat.pofo import min_memory, pofo
 
-        found = pofo(chain, memory, self.rate)
-        if found is None:
+        solution = pofo(chain, memory, self.rate)
+        if solution is None:
             _too_little(
                 memory,
                 min_memory(chain),
                 len(chain),
-                f"the backward of the largest module needs {max(c.saved for c in chain)}"
+                f"the backward of the largest module needs {max(module.saved for module in chain)}"
                 f" bytes; all modules without recomputation save"
-                f" {sum(c.saved for c in chain)}",
+                f" {sum(module.saved for module in chain)}",
             )
-        return found
+        return solution
 
-    def chosen(self, run: tuple[str, ...], found: MixedPlan) -> list[RecomputedRegion]:
+    def chosen(self, run: tuple[str, ...], solution: MixedPlan) -> list[RecomputedRegion]:
         """Return the modules that are recomputed."""
         return [
             RecomputedRegion((name,))
-            for name, way in zip(run, found.treatments)
-            if way == "recompute"
+            for name, treatment in zip(run, solution.treatments)
+            if treatment == "recompute"
         ]
 
     def lower(self, chains: Sequence[tuple[tuple[str, ...], MixedPlan]], copy: Copy) -> None:
@@ -359,19 +360,19 @@ class _Pofo(_Plan):
             offload_activations,
         )
 
-        for run, found in chains:
+        for run, solution in chains:
             store = ActivationStore(paced=True)
-            for name, way in zip(run, found.treatments, strict=True):
-                if way == "recompute":
+            for name, treatment in zip(run, solution.treatments, strict=True):
+                if treatment == "recompute":
                     recompute.checkpoint(copy.at(name))
-                elif way == "offload":
+                elif treatment == "offload":
                     offload_activations(copy.at(name), store)
 
-    def describe(self, found: MixedPlan) -> str:
+    def describe(self, solution: MixedPlan) -> str:
         """Return a description of the choice for each module."""
         from schedlang.remat.pofo import describe_plan
 
-        return describe_plan(found)
+        return describe_plan(solution)
 
 
 class _Dtr(_Plan):
@@ -379,12 +380,12 @@ class _Dtr(_Plan):
 
     keeps = True
 
-    def fit(self, chain: Sequence[ModuleCost], memory: int, play: Callable[[Any], Any]) -> int:
+    def fit(self, chain: Sequence[ModuleCost], memory: int, simulate: Callable[[Any], Any]) -> int:
         """Return the full memory, shared by all microbatches; refuse (S841) if one needs more."""
         from schedlang.runtime.activation_memory.dynamic import budget_pools
 
         def peak(budget: int) -> int:
-            return max(pool.peak for pool in budget_pools(play(budget)))
+            return max(pool.peak for pool in budget_pools(simulate(budget)))
 
         if peak(memory) > memory:
             _too_little(
@@ -396,7 +397,7 @@ class _Dtr(_Plan):
             )
         return self.memory
 
-    def reruns(self, found: Sequence[tuple[tuple[str, ...], Any]]) -> None:
+    def reruns(self, solutions: Sequence[tuple[tuple[str, ...], Any]]) -> None:
         """Return None: recomputed operators are known only at run time."""
 
     def lower(self, chains: Sequence[tuple[tuple[str, ...], int]], copy: Copy) -> None:
@@ -405,9 +406,9 @@ class _Dtr(_Plan):
 
         limit_saved_bytes([copy.at(name) for run, _ in chains for name in run], chains[0][1])
 
-    def describe(self, found: int) -> str:
+    def describe(self, solution: int) -> str:
         """Return a description of the limit in bytes."""
-        return f"at most {found} bytes, dropped and made again while it runs"
+        return f"at most {solution} bytes, dropped and made again while it runs"
 
 
 _PLANS: dict[str, Callable[[str, int], _Plan]] = {
@@ -418,25 +419,25 @@ _PLANS: dict[str, Callable[[str, int], _Plan]] = {
 }
 
 
-def _largest(memory: int, need: int, chain: Sequence[ModuleCost]) -> NoReturn:
-    largest, whole = max(c.saved for c in chain), sum(c.saved for c in chain)
+def _largest(memory: int, minimum: int, chain: Sequence[ModuleCost]) -> NoReturn:
+    largest, total = max(c.saved for c in chain), sum(c.saved for c in chain)
     _too_little(
         memory,
-        need,
+        minimum,
         len(chain),
         f"recomputing the largest module saves {largest} bytes; all modules without"
-        f" recomputation save {whole}",
+        f" recomputation save {total}",
     )
 
 
-def _too_little(memory: int, need: int, count: int, why: str) -> NoReturn:
+def _too_little(memory: int, minimum: int, count: int, note: str) -> NoReturn:
     refuse(
         "S841",
         f"no plan for these {count} modules fits into {memory} bytes",
         "too little for one microbatch",
-        notes=(why,),
+        notes=(note,),
         helps=(
-            f"each microbatch needs {need} bytes at least",
+            f"each microbatch needs {minimum} bytes at least",
             "or recompute smaller modules, inside these",
         ),
     )

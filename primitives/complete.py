@@ -42,7 +42,7 @@ class complete(Primitive):  # noqa: N801
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse a second row for one axis, and a row inside a module."""
         refuse_inside("complete", site.fqn)
-        if any(one.axis == self.over for one in plan.completions):
+        if any(completion.axis == self.over for completion in plan.completions):
             refuse(
                 "S501",
                 f"a row above completes `{self.over}` already",
@@ -51,5 +51,5 @@ class complete(Primitive):  # noqa: N801
 
     def transform(self, site: Site, plan: Plan) -> Plan:
         """Add the axis to the plan; rows are added later, when there is a batch for the trace."""
-        made = Completion(str(self.over), row=plan.next_row)
-        return replace(plan, completions=(*plan.completions, made))
+        completion = Completion(str(self.over), row=plan.next_row)
+        return replace(plan, completions=(*plan.completions, completion))

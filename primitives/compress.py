@@ -89,11 +89,11 @@ class compress(Primitive):  # noqa: N801
         """Refuse unknown codes, and arguments of the other kind of row."""
         sums = self.what == "gradients"
         if self.how not in (GRADIENT_CODES if sums else (*ACTIVATION_BITS, "adaptive")):
-            words = ", ".join(GRADIENT_CODES if sums else (*ACTIVATION_BITS, "adaptive"))
+            choices = ", ".join(GRADIENT_CODES if sums else (*ACTIVATION_BITS, "adaptive"))
             refuse(
                 "S856",
                 f"{self.what} cannot be compressed as `{self.how}`",
-                helps=(f"choose one of {words}",),
+                helps=(f"choose one of {choices}",),
             )
         if self.rank < 1 or self.block < 8 or self.block % 8:
             refuse(
@@ -165,9 +165,9 @@ class compress(Primitive):  # noqa: N801
                 ),
                 helps=("use `cast(bf16)`, which needs no loss scale", "or drop this row"),
             )
-        whole = {a for r in plan.replicas if r.stage == 0 for a in plan.mesh.fold(r.axes)}
+        reduced = {name for r in plan.replicas if r.stage == 0 for name in plan.mesh.fold(r.axes)}
         for axis in plan.mesh.fold(self.over or ()):
-            if axis not in whole:
+            if axis not in reduced:
                 help_ = f"replicate over it, in a row above: `zero(stage=0, over={axis})`"
                 refuse(
                     "S417",
@@ -197,5 +197,5 @@ class compress(Primitive):  # noqa: N801
         """
         if self.how != "adaptive":
             return ActivationCoding(fqn, ACTIVATION_BITS[self.how], self.block, row=row)
-        fits = max(bits for bits in ACTIVATION_BITS.values() if bits <= self.bits)
-        return ActivationCoding(fqn, fits, self.block, self.bits, row=row)
+        largest = max(bits for bits in ACTIVATION_BITS.values() if bits <= self.bits)
+        return ActivationCoding(fqn, largest, self.block, self.bits, row=row)

@@ -81,46 +81,48 @@ class context_parallel(Primitive):  # noqa: N801
         split = {
             a for layout in plan.layouts.values() for n in layout.axes for a in plan.mesh.fold(n)
         }
-        staged = {a for cut in plan.cuts for a in plan.mesh.fold(cut.axis)}
-        mine = plan.mesh.fold(self.over)
-        for axis in sorted(set(mine) & (split | staged)):
-            use = "splits parameters" if axis in split else "holds pipeline stages"
+        stage_axes = {a for cut in plan.cuts for a in plan.mesh.fold(cut.axis)}
+        own_axes = plan.mesh.fold(self.over)
+        for axis in sorted(set(own_axes) & (split | stage_axes)):
+            purpose = "splits parameters" if axis in split else "holds pipeline stages"
             refuse(
                 "S504",
-                f"`{axis}` cannot split sequences: it already {use}",
+                f"`{axis}` cannot split sequences: it already {purpose}",
                 helps=("name another axis of the mesh",),
             )
         self._check_other_rows(site, plan)
 
     def _check_other_rows(self, site: Site, plan: Plan) -> None:
-        here = plan.contexts.get(site.fqn, ())
-        mine = set(plan.mesh.fold(self.over))
-        both = {self.method, *(one.method for one in here)}
-        fits = len(here) == 1 and both == {"ulysses", "ring"}
-        if here and (not fits or mine & set(plan.mesh.fold(here[0].axes))):
+        existing = plan.contexts.get(site.fqn, ())
+        own_axes = set(plan.mesh.fold(self.over))
+        methods = {self.method, *(split.method for split in existing)}
+        compatible = len(existing) == 1 and methods == {"ulysses", "ring"}
+        if existing and (not compatible or own_axes & set(plan.mesh.fold(existing[0].axes))):
             refuse(
                 "S501",
                 f"`{site}` has a `context_parallel` row already",
-                f"by `{here[0].method}` over {', '.join(here[0].axes)}",
+                f"by `{existing[0].method}` over {', '.join(existing[0].axes)}",
                 helps=(
                     "write one row for each module, or `ulysses` over one axis and `ring`"
                     " over"
                     " another",
                 ),
             )
-        layouts = {one.layout for rows in plan.contexts.values() for one in rows} - {None}
+        layouts = {split.layout for rows in plan.contexts.values() for split in rows} - {None}
         if self.layout and layouts - {self.layout}:
-            known = next(iter(layouts))
+            layout = next(iter(layouts))
             refuse(
                 "S504",
-                f"two layouts of the sequence: `{known}` in a row above, `{self.layout}` here",
-                helps=(f"write `layout={known}` in all rows, or leave it out",),
+                f"two layouts of the sequence: `{layout}` in a row above, `{self.layout}` here",
+                helps=(f"write `layout={layout}` in all rows, or leave it out",),
             )
 
     def transform(self, site: Site, plan: Plan) -> Plan:
         """Add the attention method of this module to the plan."""
         from dataclasses import replace
 
-        own = ContextSplit(tuple(map(str, self.over)), self.method, self.layout, row=plan.next_row)
-        rows = (*plan.contexts.get(site.fqn, ()), own)
+        split = ContextSplit(
+            tuple(map(str, self.over)), self.method, self.layout, row=plan.next_row
+        )
+        rows = (*plan.contexts.get(site.fqn, ()), split)
         return replace(plan, contexts={**plan.contexts, site.fqn: rows})

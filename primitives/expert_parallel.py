@@ -81,22 +81,22 @@ class expert_parallel(Primitive):  # noqa: N801
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse modules that are no experts, and numbers of experts that ranks do not divide."""
-        found = self._probe_experts(site, plan)
-        if hasattr(found, "reason"):
-            notes, helps = (found.message,), found.helps
+        experts = self._probe_experts(site, plan)
+        if hasattr(experts, "reason"):
+            notes, helps = (experts.message,), experts.helps
             refuse(
                 "S421",
                 f"`{site}` does not have the form of an experts module",
                 notes=notes,
                 helps=helps,
             )
-        self._check_options(site, found.count)
+        self._check_options(site, experts.count)
         self._check_inner(site, plan)
         ranks = plan.mesh.size(self.over)
-        if found.count % ranks:
-            legal = [n for n in range(1, found.count + 1) if found.count % n == 0]
+        if experts.count % ranks:
+            legal = [n for n in range(1, experts.count + 1) if experts.count % n == 0]
             help_ = f"`{self.over}` may be {', '.join(map(str, legal))}"
-            title = f"cannot split {found.count} experts evenly over {ranks} ranks"
+            title = f"cannot split {experts.count} experts evenly over {ranks} ranks"
             refuse("S402", title, f"`{self.over}` has {ranks} ranks", helps=(help_,))
         if site.fqn in plan.boundaries:
             refuse("S501", f"`{site}` is sharded already", helps=("drop one of the rows",))
@@ -127,12 +127,12 @@ class expert_parallel(Primitive):  # noqa: N801
             return
         shared = set(plan.mesh.fold(self.inner)) & set(plan.mesh.fold(self.over))
         if shared:
-            both = f"both distribute and shard the experts of `{site}`"
+            action = f"both distribute and shard the experts of `{site}`"
             free = [axis for axis in plan.mesh.names if axis not in plan.mesh.fold(self.over)]
-            other = f"name another axis: `inner={free[0]}`" if free else "leave out `inner=`"
-            refuse("S428", f"`{sorted(shared)[0]}` cannot {both}", helps=(other,))
-        found = self._inner_split(site, plan)
-        if found is None:
+            hint = f"name another axis: `inner={free[0]}`" if free else "leave out `inner=`"
+            refuse("S428", f"`{sorted(shared)[0]}` cannot {action}", helps=(hint,))
+        split = self._inner_split(site, plan)
+        if split is None:
             refuse(
                 "S428",
                 f"the experts of `{site}` cannot be sharded inside",
@@ -143,7 +143,7 @@ class expert_parallel(Primitive):  # noqa: N801
                 helps=("leave out `inner=`",),
             )
         ranks = plan.mesh.size(self.inner)
-        for name, dim, blocks in found.cuts:
+        for name, dim, blocks in split.cuts:
             size = site.parameters[name].shape[dim] // blocks
             if size % ranks:
                 legal = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
@@ -158,7 +158,7 @@ class expert_parallel(Primitive):  # noqa: N801
         """Split the experts over each mesh axis of `over`, and add the routing."""
         from schedlang.runtime.moe.experts import Routing
 
-        found = self._probe_experts(site, plan)
+        experts = self._probe_experts(site, plan)
         axes = plan.mesh.fold(self.over)
         for name, layout in self._layouts(site, plan):
             plan = plan.with_batch_split_layout(name, layout)
@@ -167,10 +167,10 @@ class expert_parallel(Primitive):  # noqa: N801
         hot = tuple(sorted(set(self.shadow)))
         inner = self._inner_split(site, plan) if self.inner is not None else None
         # sizes of messages are known if tokens are not split into chunks or by shadowed experts
-        known = self.capacity is not None and self.chunks == 1 and not hot
-        dispatch = self.dispatch or ("gather" if known else "all_to_all")
+        static = self.capacity is not None and self.chunks == 1 and not hot
+        dispatch = self.dispatch or ("gather" if static else "all_to_all")
         routing = Routing(
-            found, dispatch, self.capacity, self.chunks, hot, inner, str(self.inner or "")
+            experts, dispatch, self.capacity, self.chunks, hot, inner, str(self.inner or "")
         )
         return plan.with_kind(site.fqn, "experts", routing)
 

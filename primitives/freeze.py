@@ -43,24 +43,24 @@ class freeze(Primitive):  # noqa: N801
         for site in sites:
             for pattern in (*self.names, *self._keep_patterns):
                 if not any(matches(name, pattern) for name, _ in _below(site, plan)):
-                    some = ", ".join(f"`{name}`" for name, _ in _below(site, plan)[:4])
+                    examples = ", ".join(f"`{name}`" for name, _ in _below(site, plan)[:4])
                     refuse(
                         "S305",
                         f"`{site}` has no parameter `{pattern}`",
-                        helps=(f"it has {some or 'none'}, ...",),
+                        helps=(f"it has {examples or 'none'}, ...",),
                     )
-        chosen = self._chosen(sites, plan)
+        frozen = self._chosen(sites, plan)
         trained = {
             name for name, fact in plan.model.unique_parameters.items() if fact.requires_grad
         }
-        if not chosen & trained:
+        if not frozen & trained:
             refuse(
                 "S413",
                 "nothing is left to freeze",
                 notes=("the selected parameters are all frozen already",),
                 helps=("drop the row, or select other modules",),
             )
-        if not trained - chosen:
+        if not trained - frozen:
             refuse(
                 "S413",
                 "this row freezes every parameter: none is left to train",
@@ -79,18 +79,18 @@ class freeze(Primitive):  # noqa: N801
 
     def _chosen(self, sites: tuple[Site, ...], plan: Plan) -> frozenset[str]:
         """Return the first names of the parameters that the row freezes."""
-        chosen, kept = set(), set()
+        frozen, kept = set(), set()
         for site in sites:
             for name, fact in _below(site, plan):
                 if not self.names or any(matches(name, pattern) for pattern in self.names):
-                    chosen.add(fact.name)
+                    frozen.add(fact.name)
                 if any(matches(name, pattern) for pattern in self._keep_patterns):
                     kept.add(fact.name)
-        return frozenset(chosen - kept)
+        return frozenset(frozen - kept)
 
 
 def _below(site: Site, plan: Plan) -> list[tuple[str, ParameterFact]]:
     """Return (name inside the module, parameter) of a module and all modules inside it."""
     prefix = f"{site.fqn}." if site.fqn else ""
-    known = plan.model.parameters
-    return [(n.removeprefix(prefix), known[n]) for n in plan.model.names_below(site.fqn)]
+    parameters = plan.model.parameters
+    return [(n.removeprefix(prefix), parameters[n]) for n in plan.model.names_below(site.fqn)]

@@ -80,18 +80,18 @@ class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
             return replace(self, pattern=patterns[self.pattern].text)
         if "{" in self.pattern:
             return replace(self, pattern=parse_pattern(self.pattern).text)
-        how = ARGUMENTS["fuse"].get(f"with={self.pattern}")
-        if how is not None:
+        spec = ARGUMENTS["fuse"].get(f"with={self.pattern}")
+        if spec is not None:
             refuse(
                 "S885",
                 f"there is no pattern `{self.pattern}`",
                 "this is a backend, not a pattern",
-                helps=(f"write `fuse({how.argument})`",),
+                helps=(f"write `fuse({spec.argument})`",),
             )
-        near = find_closest(self.pattern, patterns)
+        closest = find_closest(self.pattern, patterns)
         help_ = (
-            f"did you mean `{near}`?"
-            if near
+            f"did you mean `{closest}`?"
+            if closest
             else f"declare it: `pattern {self.pattern}(x) {{ ... }}`, above the step"
         )
         title, facts = (
@@ -145,11 +145,12 @@ class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
         self._compile(module, site, plan)
         device = device_of(module.parameters()).type
         generated = self.backend == "rowwise"
-        first, later = calls[""], {words: call for words, call in calls.items() if words}
+        first, later = calls[""], {label: call for label, call in calls.items() if label}
         with run_for_device(device) if generated else nullcontext("inductor") as by:
-            found = check_fused(module, *first, later=later)
+            checks = check_fused(module, *first, later=later)
         return [
-            Trial(f"{c.name} by {by}", c.error, c.allowed, c.ok, by != "reference") for c in found
+            Trial(f"{check.name} by {by}", check.error, check.allowed, check.ok, by != "reference")
+            for check in checks
         ]
 
     def gain(self, site: Site, plan: Plan, call: tuple[Any, Any]) -> Gain:
@@ -175,18 +176,20 @@ def _pattern_request(site: Site, plan: Plan, row: fuse) -> FuseRequest:
     from schedlang.runtime.fusion.fuse import FuseRequest
     from schedlang.runtime.fusion.rewrite import RegionOptions
 
-    found = parse_pattern(row.pattern) if row.pattern else None
+    pattern = parse_pattern(row.pattern) if row.pattern else None
     inside: dict[str, set[str]] = {"decompose": set(), "": set()}
     for action in plan.rows_changing(Facet.STRUCTURE):
         if not isinstance(action.primitive, Renewing):
             inside[action.name if action.name in inside else ""].update(
-                s.removeprefix(f"{site.fqn}.") for s in action.sites if s.startswith(f"{site.fqn}.")
+                fqn.removeprefix(f"{site.fqn}.")
+                for fqn in action.sites
+                if fqn.startswith(f"{site.fqn}.")
             )
-    body = str(found.body) if found is not None else ""
+    body = str(pattern.body) if pattern is not None else ""
     products = any(f"{name}(" in body for name in ("linear", "matmul"))
-    looked = TraceDepth(frozenset(inside[""]), frozenset(inside["decompose"]), products)
+    depth = TraceDepth(frozenset(inside[""]), frozenset(inside["decompose"]), products)
     backend = "inductor" if row.backend == "auto" else row.backend
-    return FuseRequest(found, looked, RegionOptions(row.rounding, backend), site.fqn)
+    return FuseRequest(pattern, depth, RegionOptions(row.rounding, backend), site.fqn)
 
 
 def _check_not_inside(site: Site, plan: Plan) -> None:

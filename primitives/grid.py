@@ -55,12 +55,12 @@ class grid(Primitive):  # noqa: N801
 
     def agree(self, axes: Collection[str]) -> None:
         """Refuse a number of axes that differs from the grid's number of sides."""
-        wanted = AXES_OF_STYLE[self.style]
-        if len(self.over) != wanted or len(set(self.over)) != wanted:
+        count = AXES_OF_STYLE[self.style]
+        if len(self.over) != count or len(set(self.over)) != count:
             example = {"summa": "over=(r, c)", "cube": "over=(x, y, z)"}[self.style]
             refuse(
                 "S304",
-                f"`{self.style}` needs {wanted} axes, not {len(self.over)}",
+                f"`{self.style}` needs {count} axes, not {len(self.over)}",
                 helps=(f"name them all: `{example}`",),
             )
 
@@ -80,12 +80,12 @@ class grid(Primitive):  # noqa: N801
                 f"of `{site}`",
             )
         sides = GridSides(*(plan.mesh.size(axis) for axis in self.over))
-        for size, ways in self._required_divisions(site, plan, sides):
-            if size % ways:
-                self._refuse_size(site, plan, size, ways)
+        for size, divisor in self._required_divisions(site, plan, sides):
+            if size % divisor:
+                self._refuse_size(site, plan, size, divisor)
         for name, layout in self._layouts(site, plan).items():
-            known = plan.layout(name)
-            if known.splits and known != layout:
+            current = plan.layout(name)
+            if current.splits and current != layout:
                 refuse(
                     "S504",
                     f"`{name}` is sharded already, in another way than by this row",
@@ -102,12 +102,12 @@ class grid(Primitive):  # noqa: N801
                 if spread
                 else plan.with_layout(name, layout)
             )
-        leave = self.output or S(-1)
+        output = self.output or S(-1)
         if kind == "norm":
             plan = plan.with_kind(site.fqn, kind)
-            return plan.with_boundary(site.fqn, Boundary(self._hidden, S(-1), leave))
+            return plan.with_boundary(site.fqn, Boundary(self._hidden, S(-1), output))
         plan = plan.with_kind(site.fqn, f"{self.style} {kind}")
-        for boundary in self._boundaries(kind, leave):
+        for boundary in self._boundaries(kind, output):
             plan = plan.with_boundary(site.fqn, boundary)
         return plan
 
@@ -121,20 +121,20 @@ class grid(Primitive):  # noqa: N801
     def _kind(self, site: Site) -> str:
         return next((k for k in KINDS if site.is_a(k)), "norm")
 
-    def _boundaries(self, kind: str, leave: S | Replicate) -> Iterator[Boundary]:
+    def _boundaries(self, kind: str, output: S | Replicate) -> Iterator[Boundary]:
         """Yield the boundaries of a product, in the order that passes expect."""
         first, *others = map(str, self.over)
         yield Boundary(first, None, None)
         entry = None if kind == "Embedding" else S(-1)
         if self.style == "summa":
-            yield Boundary(others[0], entry, leave)
+            yield Boundary(others[0], entry, output)
             return
         yield from (Boundary(axis, None, None) for axis in others)
         if kind == "Embedding":
-            yield Boundary(self._hidden, None, leave)
+            yield Boundary(self._hidden, None, output)
         else:
             yield Boundary(self._hidden, S(-1), None)
-            yield Boundary(f"{others[0]}.{others[1]}", None, leave)
+            yield Boundary(f"{others[0]}.{others[1]}", None, output)
 
     def _weight_dims(self, site: Site) -> tuple[ParameterFact, int, int]:
         """Return the weight, its dim that is multiplied with the input, and its other dim.
@@ -165,11 +165,11 @@ class grid(Primitive):  # noqa: N801
         fact, inner, outer = self._weight_dims(site)
         blocks = self._blocks(site, plan)
         weight = _split_over(_unsplit(plan.layout(fact.name)), [*others[1:], first], inner)
-        found = {fact.name: weight.split(others[0], outer, blocks)}
+        layouts = {fact.name: weight.split(others[0], outer, blocks)}
         if "bias" in site.parameters:
             name = site.parameters["bias"].name
-            found[name] = _split_over(_unsplit(plan.layout(name)), others, 0, blocks)
-        return found
+            layouts[name] = _split_over(_unsplit(plan.layout(name)), others, 0, blocks)
+        return layouts
 
     def _required_divisions(
         self, site: Site, plan: Plan, sides: GridSides
@@ -182,19 +182,19 @@ class grid(Primitive):  # noqa: N801
         padded = plan.layout(fact.name).padded
         yield padded[inner], sides.inner
         sizes = self._blocks(site, plan) if padded == fact.shape else (padded[outer],)
-        ways = sides.along if self._kind(site) == "Embedding" else sides.hidden
-        yield from ((size, ways) for size in sizes)
+        divisor = sides.along if self._kind(site) == "Embedding" else sides.hidden
+        yield from ((size, divisor) for size in sizes)
 
     # -- refusals ----------------------------------------------------------------------------------
 
     def _check_axes(self, plan: Plan) -> None:
         view = next((a for a in self.over if a not in plan.mesh.sizes), None)
         if view is not None:
-            known = ", ".join(f"`{axis}`" for axis in plan.mesh.sizes)
+            names = ", ".join(f"`{axis}`" for axis in plan.mesh.sizes)
             refuse(
                 "S304",
                 f"`{view}` is a view of several axes: a grid needs axes of the mesh",
-                helps=(f"choose from {known}",),
+                helps=(f"choose from {names}",),
             )
 
     def _check_norm(self, site: Site, plan: Plan) -> None:
@@ -236,13 +236,13 @@ class grid(Primitive):  # noqa: N801
                     helps=("use `output=S(vocab)`: padding is cut off logits",),
                 )
 
-    def _refuse_size(self, site: Site, plan: Plan, size: int, ways: int) -> None:
+    def _refuse_size(self, site: Site, plan: Plan, size: int, divisor: int) -> None:
         fits = [
             side
             for side in range(2, MAX_SIDE + 1)
             if all(
-                s % n == 0
-                for s, n in self._required_divisions(
+                length % n == 0
+                for length, n in self._required_divisions(
                     site, plan, GridSides(*(side,) * len(self.over))
                 )
             )
@@ -253,14 +253,14 @@ class grid(Primitive):  # noqa: N801
             if fits
             else ["no grid with equal sides divides it: keep it replicated"]
         )
-        words = self._kind(site) == "Embedding"
-        if size == self._outer_size(site, plan) and (words or self.output == S("vocab")):
-            dim = "vocab" if words else "out"
+        is_embedding = self._kind(site) == "Embedding"
+        if size == self._outer_size(site, plan) and (is_embedding or self.output == S("vocab")):
+            dim = "vocab" if is_embedding else "out"
             helps.append(f"or pad it first: `{site} pad({dim}, multiple=128)`")
         mesh = ", ".join(f"{axis}={plan.mesh.size(axis)}" for axis in self.over)
         refuse(
             "S402",
-            f"cannot split {size} evenly {ways} ways",
+            f"cannot split {size} evenly {divisor} ways",
             f"of `{site}`, over {mesh}",
             helps=helps,
         )
@@ -298,19 +298,21 @@ def _split_over(layout: Layout, axes: list[str], dim: int, blocks: tuple[int, ..
 
 def _check_plain(site: Site, kind: str, plan: Plan) -> None:
     """Refuse (S404) subclasses that compute something else, and special embeddings."""
-    more = sorted(site.parameters.keys() - {"weight", "bias"})
-    if more:
+    extra = sorted(site.parameters.keys() - {"weight", "bias"})
+    if extra:
         refuse(
             "S404",
-            f"`{site}` computes with `{more[0]}` too, which `grid` cannot shard",
+            f"`{site}` computes with `{extra[0]}` too, which `grid` cannot shard",
             helps=("leave out one of the two rows", "or use `shard(col, ...)`, `shard(row, ...)`"),
         )
     module = plan.model.model.get_submodule(site.fqn)
-    odd = [n for n in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, n, None)]
-    if odd or not is_plain(site, kind, plan):
-        what = f"with `{odd[0]}`" if odd else "that computes something else"
+    unsupported = [
+        n for n in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, n, None)
+    ]
+    if unsupported or not is_plain(site, kind, plan):
+        reason = f"with `{unsupported[0]}`" if unsupported else "that computes something else"
         refuse(
             "S404",
-            f"`{site}` is a `{kind}` {what}",
+            f"`{site}` is a `{kind}` {reason}",
             helps=("select the modules inside it, or keep it replicated",),
         )

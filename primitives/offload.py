@@ -97,7 +97,7 @@ class offload(Uniform):  # noqa: N801
         For tensors that no peer can hold, `check` refuses with the reason.
         """
         row = offer_row(f"offload({self.what}, to=peer, over={{}})", axes, "stages")
-        both, none = f"name both: {row}", f"`offload({self.what})`"
+        example, none = f"name both: {row}", f"`offload({self.what})`"
         if self.what not in NOT_ON_PEERS or self.over is not None:
             refuse(
                 "S851",
@@ -105,7 +105,7 @@ class offload(Uniform):  # noqa: N801
                 " rank along an axis",
                 helps=(f"leave `over` out: {none}",)
                 if self.what in NOT_ON_PEERS
-                else (both, f"or neither: {none}"),
+                else (example, f"or neither: {none}"),
             )
 
     def check(self, site: Site, plan: Plan) -> None:
@@ -117,11 +117,13 @@ class offload(Uniform):  # noqa: N801
 
     def _check_plans(self, site: Site, plan: Plan) -> None:
         """Refuse (S844, S847) a row at modules whose plan of recomputation decides itself."""
-        near = [
+        nearby = [
             (a, a.primitive) for a in plan.rows_near(site.fqn) if _are_nested(a.sites, site.fqn)
         ]
-        plans = [(a, row.budget) for a, row in near if isinstance(row, Recomputing) and row.budget]
-        row = next((a for a, one in plans if one.keeps), None)
+        plans = [
+            (a, row.budget) for a, row in nearby if isinstance(row, Recomputing) and row.budget
+        ]
+        row = next((a for a, budget in plans if budget.keeps), None)
         if row is not None and self.what in RELOADED:
             refuse(
                 "S844",
@@ -134,7 +136,7 @@ class offload(Uniform):  # noqa: N801
                 also=(Label(row.span, "drops and recomputes activations"),),
             )
 
-        row = next((a for a, one in plans if one.moves), None)
+        row = next((a for a, budget in plans if budget.moves), None)
         if row is not None and self.what == "activations":
             refuse(
                 "S847",
@@ -150,14 +152,16 @@ class offload(Uniform):  # noqa: N801
     def _check_peer(self, site: Site, plan: Plan) -> None:
         """Refuse (S851) tensors that cannot be sent to a peer."""
         if self.to == "peer" and self.what in NOT_ON_PEERS:
-            why, slices = NOT_ON_PEERS[self.what]
+            reason, slices = NOT_ON_PEERS[self.what]
             over = plan.mesh.names if self.over is None else (self.over,)
-            found = {fact.name: fact for fact in plan.model.parameters_below(site.fqn)}.values()
-            held = format_bytes(sum(prod(fact.shape) * fact.itemsize for fact in found))
+            parameters = {
+                fact.name: fact for fact in plan.model.parameters_below(site.fqn)
+            }.values()
+            size = format_bytes(sum(prod(fact.shape) * fact.itemsize for fact in parameters))
             refuse(
                 "S851",
                 f"{self.what} cannot be sent to a peer",
-                notes=(why.format(held),),
+                notes=(reason.format(size),),
                 helps=(
                     f"keep them in host memory: `offload({self.what}, to=cpu)`",
                     f"or keep a shard of them on each replica:"
@@ -170,15 +174,15 @@ class offload(Uniform):  # noqa: N801
         """Add the offload to the plan; a peer along an axis of one rank changes nothing."""
         if self.over is not None and plan.mesh.size(self.over) == 1:
             return plan
-        made = OffloadedTensors(
+        offloaded = OffloadedTensors(
             site.fqn, self.what, self.to, self.prefetch, self.over, row=plan.next_row
         )
-        return replace(plan, stores=(*plan.stores, made))
+        return replace(plan, stores=(*plan.stores, offloaded))
 
 
 def _are_nested(sites: tuple[str, ...], fqn: str) -> bool:
     """Return whether a module is equal to, inside or around one of `sites`."""
     return any(
-        f"{one}.".startswith(f"{fqn}." if fqn else "") or f"{fqn}.".startswith(f"{one}.")
-        for one in sites
+        f"{site}.".startswith(f"{fqn}." if fqn else "") or f"{fqn}.".startswith(f"{site}.")
+        for site in sites
     )

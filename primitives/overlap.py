@@ -66,5 +66,5 @@ class overlap(Primitive):  # noqa: N801
     def transform(self, site: Site, plan: Plan) -> Plan:
         """Add the overlap to the plan."""
         ahead = self.ahead if "transfers" in self.what else plan.receive_ahead
-        made = (Overlap(what, row=plan.next_row) for what in self.what)
-        return replace(plan, overlaps=(*plan.overlaps, *made), receive_ahead=ahead)
+        overlaps = (Overlap(what, row=plan.next_row) for what in self.what)
+        return replace(plan, overlaps=(*plan.overlaps, *overlaps), receive_ahead=ahead)

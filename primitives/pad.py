@@ -45,11 +45,11 @@ class pad(Uniform):  # noqa: N801
         """Refuse modules whose weight has no such dim."""
         names = site.dims.get("weight", ())
         if self.dim not in names:
-            known = ", ".join(f"`{name}`" for name in names) or "none with a name"
+            dims = ", ".join(f"`{name}`" for name in names) or "none with a name"
             refuse(
                 "S401",
                 f"`{site}` is a `{site.class_name}`, whose weight has no dim `{self.dim}`",
-                helps=(f"its dims are {known}",),
+                helps=(f"its dims are {dims}",),
             )
         # a `pad` below a `shard` of the same weight was refused by the facets of both
         assert not plan.layout(site.parameters["weight"].name).splits
@@ -64,5 +64,5 @@ class pad(Uniform):  # noqa: N801
                 if layout.padded[dim] < size:
                     plan = plan.with_layout(site.parameters[name].name, layout.pad(dim, size))
         size = site.parameters["weight"].shape[site.dims["weight"].index(self.dim)]
-        made = PaddedDim(site.fqn, size, self.multiple, row=plan.next_row)
-        return replace(plan, padded=(*plan.padded, made))
+        padded_dim = PaddedDim(site.fqn, size, self.multiple, row=plan.next_row)
+        return replace(plan, padded=(*plan.padded, padded_dim))

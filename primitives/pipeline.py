@@ -103,9 +103,9 @@ class pipeline(Located, Resolved):  # noqa: N801
                     'or name an order: `order="1F1B"`',
                 ),
             )
-        made = copy(self)
-        object.__setattr__(made, "table", text)
-        return made
+        row = copy(self)
+        object.__setattr__(row, "table", text)
+        return row
 
     def agree(self, axes: Collection[str]) -> None:
         """Refuse numbers of parts below 1 or above the limit."""

@@ -54,11 +54,9 @@ class pipeline_split(Primitive):  # noqa: N801
 
     def check(self, sites: tuple[Site, ...], plan: Plan) -> None:
         """Refuse a second axis, cuts at the root module, and ties under `tied=refuse`."""
-        other = next((cut.axis for cut in plan.cuts if cut.axis != self.over), None)
-        if other is not None:
-            refuse(
-                "S509", f"the model is already cut over `{other}`", helps=(f"use `over={other}`",)
-            )
+        axis = next((cut.axis for cut in plan.cuts if cut.axis != self.over), None)
+        if axis is not None:
+            refuse("S509", f"the model is already cut over `{axis}`", helps=(f"use `over={axis}`",))
         if any(not site.fqn for site in sites):
             refuse(
                 "S408",
@@ -73,7 +71,7 @@ class pipeline_split(Primitive):  # noqa: N801
                 helps=("leave out `balance`", "or select the list of modules to cut"),
             )
         rows = plan.rows_with(Recomputing)
-        row = next((action for action, one in rows if one.budget and one.budget.cuts), None)
+        row = next((action for action, verb in rows if verb.budget and verb.budget.cuts), None)
         if row is not None and (not lists or self.balance != "even"):
             refuse(
                 "S845",
@@ -100,14 +98,14 @@ class pipeline_split(Primitive):  # noqa: N801
     def _check_count(self, lists: list[Site], plan: Plan) -> None:
         """Refuse (S613) more stages than modules."""
         times, ranks = dict(plan.unrolled), plan.mesh.size(self.over)
-        parts = sum(times.get(one.fqn) or len(plan.model.children(one.fqn)) for one in lists)
+        parts = sum(times.get(site.fqn) or len(plan.model.children(site.fqn)) for site in lists)
         if lists and parts < ranks:
-            held = ", ".join(f"`{one.fqn}`" for one in lists)
+            names = ", ".join(f"`{site.fqn}`" for site in lists)
             refuse(
                 "S613",
                 f"{parts} module{'s' * (parts != 1)} cannot be cut into {ranks} stages",
                 f"`{self.over}` has {ranks} ranks",
-                notes=(f"these are all modules of {held}",),
+                notes=(f"these are all modules of {names}",),
                 helps=(
                     f"`{self.over}` may be 1 to {parts}",
                     "or, for modules called in a loop, make each call a module: `unroll`,"

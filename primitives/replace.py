@@ -45,20 +45,20 @@ class replace(Renewing):  # noqa: N801
 
     def check(self, site: tuple[Site, ...], plan: Plan) -> None:
         """Refuse an unknown name, the root module, and rows above at modules inside."""
-        known = plan.model.replacements
-        if self.module not in known:
-            there = ", ".join(f"`{name}`" for name in known)
-            notes = (f"there are {there}",) if known else ("no replacements are known",)
+        replacements = plan.model.replacements
+        if self.module not in replacements:
+            names = ", ".join(f"`{name}`" for name in replacements)
+            notes = (f"there are {names}",) if replacements else ("no replacements are known",)
             help_ = f'define it in the model file: `replacements = {{"{self.module}": ...}}`'
             refuse("S880", f"no replacement is called `{self.module}`", notes=notes, helps=(help_,))
-        for one in site:
-            if not one.fqn:
+        for module in site:
+            if not module.fqn:
                 refuse(
                     "S408",
                     "the model itself cannot be replaced",
                     helps=("select a module: `layers.*.mlp  replace(my_mlp)`",),
                 )
-            self._check_rows_above(one, plan)
+            self._check_rows_above(module, plan)
 
     def _check_rows_above(self, site: Site, plan: Plan) -> None:
         """Refuse (S503) rows above at modules inside: such rows must act on the new module."""
@@ -75,7 +75,7 @@ class replace(Renewing):  # noqa: N801
         """Return the plan of a copy of the model in which the modules are replaced."""
         from schedlang.runtime.kernel_injection.replaced_module import ReplaceModules
 
-        known: Mapping[str, Any] = plan.model.replacements
-        sites = tuple(one.fqn for one in site)
-        change = ReplaceModules(sites, self.module, known[self.module])
+        replacements: Mapping[str, Any] = plan.model.replacements
+        sites = tuple(module.fqn for module in site)
+        change = ReplaceModules(sites, self.module, replacements[self.module])
         return dataclasses.replace(plan, model=plan.model.with_change(change))

@@ -112,12 +112,12 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse a module that computes something else than the kernel, with the mismatch."""
         self._check_package()
-        found = self._probe(site, plan)
-        if type(found).__name__ == "Mismatch":
+        result = self._probe(site, plan)
+        if type(result).__name__ == "Mismatch":
             refuse(
                 "S410",
                 f"`{site}` does not compute what `{self.kernel}` does",
-                str(found.reason),
+                str(result.reason),
                 helps=("leave this module as it is",),
             )
 
@@ -125,12 +125,12 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
         """Refuse a kernel of a package that is not installed (S876)."""
         from importlib.util import find_spec
 
-        wanted = PACKAGES.get(self.kernel)
-        if wanted is not None and find_spec(wanted[0]) is None:
+        package = PACKAGES.get(self.kernel)
+        if package is not None and find_spec(package[0]) is None:
             refuse(
                 "S876",
-                f"`{self.kernel}` is a kernel of the package `{wanted[0]}`, not installed here",
-                helps=(f"install it: `{wanted[1]}`", f"or use another kernel: `{wanted[2]}`"),
+                f"`{self.kernel}` is a kernel of the package `{package[0]}`, not installed here",
+                helps=(f"install it: `{package[1]}`", f"or use another kernel: `{package[2]}`"),
             )
 
     def settled(self, site: Site, plan: Plan, traced: Any) -> None:
@@ -176,14 +176,14 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
         cases = cases_of(self._probe(site, plan))
         return [
             Trial(
-                f"{k.case.dtype} {list(k.case.shape)} {c.name} by {k.backend}",
-                c.error,
-                c.allowed,
-                c.ok,
+                f"{k.case.dtype} {list(k.case.shape)} {comparison.name} by {k.backend}",
+                comparison.error,
+                comparison.allowed,
+                comparison.ok,
                 k.backend != "reference",
             )
             for k in (run_kernel_check(cases) if cases else ())
-            for c in k.comparisons
+            for comparison in k.comparisons
         ]
 
     def _probe(self, site: Site, plan: Plan) -> Any:

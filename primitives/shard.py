@@ -120,11 +120,11 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
         """Refuse modules and sizes that cannot be split so; the help names legal sizes."""
         if self.style is not None and self._dim(site) is None:
             self._refuse_class(site)
-        named = self._placements(site)
-        if not named:
+        placements = self._placements(site)
+        if not placements:
             check_called(self, site, plan)
         kind = next((k for k in KINDS if site.is_a(k)), None)
-        if kind is not None and named and not is_plain(site, kind, plan):
+        if kind is not None and placements and not is_plain(site, kind, plan):
             refuse(
                 "S404",
                 f"`{site}` is a `{kind}` whose forward does not compute a plain `{kind}`",
@@ -138,7 +138,7 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
                 helps=("leave out `heads=` and `uneven=`",),
             )
         module = plan.model.model.get_submodule(site.fqn)
-        if getattr(module, "max_norm", None) is not None and named:
+        if getattr(module, "max_norm", None) is not None and placements:
             refuse(
                 "S404",
                 f"`{site}` changes its weight during lookup (`max_norm`)",
@@ -151,7 +151,7 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
                 f"`{site}` has a hook on gradients, and split logits never have any",
                 helps=("`shard(col, output=R)` gathers them", "or remove the hook"),
             )
-        if named and (kind is None or kind in TABLE_CLASSES):
+        if placements and (kind is None or kind in TABLE_CLASSES):
             self._check_table(site, module)
         for name, fact, dim in self._splits(site):
             self._check_split(site, plan, name, fact, dim)
@@ -178,8 +178,8 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
                 )
                 split = layout.split(axis, dim, cut.blocks, uneven or EVEN)
                 plan = plan.with_layout(fact.name, split)
-        entry, leave = self._edges(site)
-        return plan.with_boundary(site.fqn, Boundary(axis, entry, leave))
+        entry, output = self._edges(site)
+        return plan.with_boundary(site.fqn, Boundary(axis, entry, output))
 
     # -- what the arguments mean at a site ---------------------------------------------------------
 
@@ -188,53 +188,53 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
         names = site.dims.get("weight", ())
         if self.style is None:
             return None
-        wanted = (TABLE_STYLES if "vocab" in names else STYLES)[self.style]
+        dim = (TABLE_STYLES if "vocab" in names else STYLES)[self.style]
         if self.style == "vocab" and "out" in names:
             return "out"
-        return wanted if wanted in names else None
+        return dim if dim in names else None
 
     def _placements(self, site: Site) -> dict[str, Placement]:
         """Return the placements of the site's parameters."""
         if self.style is None:
             return {name: value for name, value in self.tensors}
         dim = self._dim(site)
-        own = ((name, names) for name, names in site.dims.items() if name in site.parameters)
-        return {name: S(dim or 0) if dim in names else R for name, names in own}
+        dims = ((name, names) for name, names in site.dims.items() if name in site.parameters)
+        return {name: S(dim or 0) if dim in names else R for name, names in dims}
 
     def _splits(self, site: Site) -> Iterator[tuple[str, ParameterFact, int]]:
         """Yield (name, parameter, dim) of each split parameter."""
         for name, placement in self._placements(site).items():
             fact, names = site.parameters.get(name), site.dims.get(name, ())
             if fact is None:
-                known = ", ".join(f"`{n}`" for n in site.parameters) or "none"
-                refuse("S305", f"`{site}` has no parameter `{name}`", helps=(f"it has {known}",))
+                choices = ", ".join(f"`{n}`" for n in site.parameters) or "none"
+                refuse("S305", f"`{site}` has no parameter `{name}`", helps=(f"it has {choices}",))
             if not isinstance(placement, S):
                 continue
             dim, legal = placement.dim, f"its shape is {list(fact.shape)}"
             if isinstance(dim, str):
-                known = ", ".join(f"`{n}`" for n in names) or "only numbered dims"
-                said, legal, there = f"`{dim}`", f"it has {known}", dim in names
+                choices = ", ".join(f"`{n}`" for n in names) or "only numbered dims"
+                dim_text, legal, exists = f"`{dim}`", f"it has {choices}", dim in names
             else:
-                said, there = str(dim), -len(fact.shape) <= dim < len(fact.shape)
-            if not there:
-                refuse("S307", f"`{site}.{name}` has no dim {said}", helps=(legal,))
+                dim_text, exists = str(dim), -len(fact.shape) <= dim < len(fact.shape)
+            if not exists:
+                refuse("S307", f"`{site}.{name}` has no dim {dim_text}", helps=(legal,))
             yield name, fact, names.index(dim) if isinstance(dim, str) else dim % len(fact.shape)
 
     def _edges(self, site: Site) -> tuple[Placement | None, Placement | None]:
         """Return the placements of the module's input and output."""
         splits = {site.dims.get(name, ())[dim] for name, _, dim in self._splits(site) if site.dims}
         entry: Placement | None = self.input
-        leave: Placement | None = self.output
+        output: Placement | None = self.output
         if any(site.is_a(kind) for kind in CONVOLUTIONS):
             return self._convolution_edges(site, splits)
         if "out" in splits:
             head = S("vocab") if self.style == "vocab" else S(-1)
-            return entry or R, leave or head
+            return entry or R, output or head
         if "in" in splits:
-            return entry or S(-1), leave or R
+            return entry or S(-1), output or R
         if "vocab" in splits:
-            return entry, leave or R
-        return entry, leave
+            return entry, output or R
+        return entry, output
 
     def _convolution_edges(
         self, site: Site, splits: set[str]
@@ -256,7 +256,7 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
             if dim in dims or (style == "vocab" and "out" in dims)
         ]
         helps = (
-            [f"choose one of {', '.join(f'`{s}`' for s in legal)}"]
+            [f"choose one of {', '.join(f'`{option}`' for option in legal)}"]
             if legal
             else ["select the projections inside it, or give only `input=` and `output=`"]
         )
@@ -276,11 +276,11 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
             )
         rows = any(site.dims.get(n, ())[d : d + 1] == ("vocab",) for n, _, d in self._splits(site))
         if rows and getattr(module, "mode", "") == "max" and site.is_a("EmbeddingBag"):
-            better = f"shard the embedding dim instead: `{site} shard(col, over={self.over})`"
+            hint = f"shard the embedding dim instead: `{site} shard(col, over={self.over})`"
             refuse(
                 "S404",
                 f"`{site}` takes the max of each bag, and a shard has only some of its rows",
-                helps=(better,),
+                helps=(hint,),
             )
 
     def _check_consistent(self, site: Site) -> None:
@@ -309,11 +309,11 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
         splits = {site.dims[name][dim] for name, _, dim in self._splits(site)}
         assert isinstance(groups, int)
         if groups > 1 and "in" in splits:
-            better = f"shard its outputs: `{site} shard(col, over={self.over})`"
+            hint = f"shard its outputs: `{site} shard(col, over={self.over})`"
             refuse(
                 "S402",
                 f"`{site}` has {groups} groups: each reads only its own inputs",
-                helps=(better,),
+                helps=(hint,),
             )
         if groups > 1 and splits and groups % ranks:
             legal = [n for n in range(2, groups + 1) if groups % n == 0]
@@ -337,32 +337,38 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
                 notes=(f"`{site}.{name}` is {_shape(fact)}",),
                 helps=suggest_blocks(self.blocks, size),
             )
-        odd = [block for block in cut.blocks if self.heads and block % self.heads]
-        if odd or (self.heads is not None and self.heads < 1):
-            divide = [n for n in range(1, (odd or [size])[0] + 1) if (odd or [size])[0] % n == 0]
+        misaligned = [block for block in cut.blocks if self.heads and block % self.heads]
+        if misaligned or (self.heads is not None and self.heads < 1):
+            divide = [
+                n
+                for n in range(1, (misaligned or [size])[0] + 1)
+                if (misaligned or [size])[0] % n == 0
+            ]
             refuse(
                 "S406",
-                f"{(odd or [size])[0]} cannot be divided into {self.heads} equal heads",
+                f"{(misaligned or [size])[0]} cannot be divided into {self.heads} equal heads",
                 notes=(f"`{site}.{name}` is {_shape(fact)}",),
                 helps=(f"`heads` may be {format_numbers(divide)}",),
             )
         if self.uneven == "replicate":
             self._check_replicate(site, plan, name, dim, cut)
         padded = Fraction(layout.padded[dim], size)
-        held = [unit * padded for unit in cut.units]
+        padded_units = [unit * padded for unit in cut.units]
         if padded == 1:
-            fits = cut.uneven_rule(ranks) is not None
+            divides = cut.uneven_rule(ranks) is not None
         else:
-            fits = all(unit.denominator == 1 and unit % ranks == 0 for unit in held)
-        if not fits:
-            wrong = (b for b, n in zip(cut.blocks, held) if n.denominator > 1 or n % ranks)
-            self._refuse_size(site, name, dim, cut, next(wrong, size) * padded, ranks)
+            divides = all(unit.denominator == 1 and unit % ranks == 0 for unit in padded_units)
+        if not divides:
+            misfits = (
+                b for b, n in zip(cut.blocks, padded_units) if n.denominator > 1 or n % ranks
+            )
+            self._refuse_size(site, name, dim, cut, next(misfits, size) * padded, ranks)
 
     def _refuse_size(
         self, site: Site, name: str, dim: int, cut: SplitDim, bad: Fraction, ranks: int
     ) -> None:
         fact, names = site.parameters[name], site.dims.get(name, ())
-        what = f"dim `{names[dim]}`" if names else f"dim {dim}"
+        dim_text = f"dim `{names[dim]}`" if names else f"dim {dim}"
         legal = cut.fitting_rank_counts()
         helps = [f"`{self.over}` may be {format_numbers(legal)}"] if legal else []
         facts: Facts = ()
@@ -381,7 +387,7 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
             f"cannot split {count} evenly {ranks} ways",
             f"`{self.over}` has {ranks} ranks",
             notes=(
-                f"`{site}.{name}` is {_shape(fact)}; {style} splits {what} = {fact.shape[dim]}",
+                f"`{site}.{name}` is {_shape(fact)}; {style} splits {dim_text} = {fact.shape[dim]}",
             ),
             helps=helps,
             facts=facts,
@@ -396,23 +402,23 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
         self, site: str, heads: int, ranks: int, blocks: bool
     ) -> tuple[Sequence[str], Facts]:
         """Return calls with arguments for heads, or with blocks, and the first one's facts."""
-        found = find_remedies(f"{site} {self._call}", heads, ranks, self.style == "col")
+        remedies = find_remedies(f"{site} {self._call}", heads, ranks, self.style == "col")
         facts = first_remedy(heads, ranks, self.style == "col")
         if blocks and self.blocks == 1:
-            found.append(
+            remedies.append(
                 f"if these are not heads, but {heads} blocks side by side (q, k and v):"
                 f" `{site} {self._call}, blocks={heads})`"
             )
             facts = facts or (("blocks", str(heads)),)
-        return found, facts
+        return remedies, facts
 
     @property
     def _call(self) -> str:
         """Return the text of the call up to its axis and blocks, without `)`."""
-        given = [self.style] if self.style else [f"{k}={v}" for k, v in self.tensors]
+        args = [self.style] if self.style else [f"{k}={v}" for k, v in self.tensors]
         blocks = self.blocks if isinstance(self.blocks, int) else list(self.blocks)
-        more = [] if blocks == 1 else [f"blocks={blocks}"]
-        return f"shard({', '.join([*given, f'over={self.over}', *more])}"
+        extra = [] if blocks == 1 else [f"blocks={blocks}"]
+        return f"shard({', '.join([*args, f'over={self.over}', *extra])}"
 
     def _check_replicate(self, site: Site, plan: Plan, name: str, dim: int, cut: SplitDim) -> None:
         """Refuse shards held by several ranks where they would be summed several times (S402)."""

@@ -67,16 +67,16 @@ class tie(Primitive):  # noqa: N801
     def _chosen(self, site: Site, plan: Plan) -> dict[str, ParameterFact]:
         """Return the parameters of a module to be shared, by their names inside the module."""
         prefix = f"{site.fqn}." if site.fqn else ""
-        own = {
+        parameters = {
             n.removeprefix(prefix): fact
             for n, fact in plan.model.parameters.items()
             if n.startswith(prefix)
         }
         for name in self.names:
-            if name not in own:
-                some = ", ".join(f"`{n}`" for n in list(own)[:4]) or "none"
-                refuse("S305", f"`{site}` has no parameter `{name}`", helps=(f"it has {some}",))
-        return {n: fact for n, fact in own.items() if not self.names or n in self.names}
+            if name not in parameters:
+                examples = ", ".join(f"`{n}`" for n in list(parameters)[:4]) or "none"
+                refuse("S305", f"`{site}` has no parameter `{name}`", helps=(f"it has {examples}",))
+        return {n: fact for n, fact in parameters.items() if not self.names or n in self.names}
 
     def _groups(self, sites: tuple[Site, ...], plan: Plan) -> tuple[tuple[str, ...], ...]:
         """Return groups of names to be tied, one group per parameter of the first module."""
@@ -86,15 +86,15 @@ class tie(Primitive):  # noqa: N801
 
 
 def _check_same_parameters(
-    one: Site, first: dict[str, ParameterFact], site: Site, other: dict[str, ParameterFact]
+    first_site: Site, first: dict[str, ParameterFact], site: Site, second: dict[str, ParameterFact]
 ) -> None:
     """Refuse (S416) two modules whose parameters differ in name, shape or dtype."""
-    for name in (*first, *other):
-        shapes = [_shape(found.get(name)) for found in (first, other)]
+    for name in (*first, *second):
+        shapes = [_shape(parameters.get(name)) for parameters in (first, second)]
         if shapes[0] != shapes[1]:
             refuse(
                 "S416",
-                f"the parameters of `{one}` and `{site}` differ in shape or dtype",
+                f"the parameters of `{first_site}` and `{site}` differ in shape or dtype",
                 notes=(f"`{name}` is {shapes[0]} in the one and {shapes[1]} in the other",),
                 helps=("tie modules of one class, or only some parameters: `tie(weight)`",),
             )

@@ -51,14 +51,14 @@ class unroll(Primitive):  # noqa: N801
                 "`unroll` must stand above `pipeline_split`",
                 helps=("move this row above the `pipeline_split`",),
             )
-        for other, times in plan.unrolled:
-            if other == site.fqn:
+        for fqn, times in plan.unrolled:
+            if fqn == site.fqn:
                 refuse(
                     "S501",
                     f"`{site}` is unrolled already, {times} times",
                     helps=("drop one of the two rows",),
                 )
-            inner, outer = sorted((other, site.fqn), key=len, reverse=True)
+            inner, outer = sorted((fqn, site.fqn), key=len, reverse=True)
             if inner.startswith(f"{outer}."):
                 refuse(
                     "S502",

@@ -38,8 +38,8 @@ class untie(Primitive):  # noqa: N801
         """Refuse parameters that are not shared, and a module that has two names itself."""
         for name in self.names:
             if name not in site.parameters:
-                known = ", ".join(f"`{n}`" for n in site.parameters) or "none"
-                refuse("S305", f"`{site}` has no parameter `{name}`", helps=(f"it has {known}",))
+                names = ", ".join(f"`{n}`" for n in site.parameters) or "none"
+                refuse("S305", f"`{site}` has no parameter `{name}`", helps=(f"it has {names}",))
         if not self._shared(site, plan):
             refuse(
                 "S416",
@@ -50,8 +50,8 @@ class untie(Primitive):  # noqa: N801
         module = plan.model.model.get_submodule(site.fqn)
         twice = [
             n
-            for n, m in plan.model.model.named_modules(remove_duplicate=False)
-            if m is module and n != site.fqn
+            for n, child in plan.model.model.named_modules(remove_duplicate=False)
+            if child is module and n != site.fqn
         ]
         if twice:
             refuse(
@@ -70,5 +70,5 @@ class untie(Primitive):  # noqa: N801
 
     def _shared(self, site: Site, plan: Plan) -> tuple[str, ...]:
         """Return the full names of the parameters that become the module's own."""
-        found = (n for n in self.names or site.parameters if len(site.parameters[n].names) > 1)
-        return tuple(f"{site.fqn}.{name}".lstrip(".") for name in found)
+        shared = (n for n in self.names or site.parameters if len(site.parameters[n].names) > 1)
+        return tuple(f"{site.fqn}.{name}".lstrip(".") for name in shared)

@@ -61,7 +61,7 @@ class verify(Checking):
 
     def transform(self, site: Site, plan: Plan) -> Plan:
         """Add the check to the plan; a proof reads it."""
-        made = Check(
+        new_check = Check(
             self.what, self.rtol, self.steps, self.within, self.mode == "eval", row=plan.next_row
         )
-        return replace(plan, checks=(*plan.checks, made))
+        return replace(plan, checks=(*plan.checks, new_check))

@@ -102,7 +102,7 @@ class zero(Slicing):  # noqa: N801
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse axes with another use, and `rows` without exactly one number per rank."""
         refuse_inside("zero", site.fqn)
-        mine = set(plan.mesh.fold(self.over))
+        own_axes = set(plan.mesh.fold(self.over))
         if self.rows and len(self.rows) != (size := plan.mesh.size(self.over)):
             refuse(
                 "S304",
@@ -111,7 +111,7 @@ class zero(Slicing):  # noqa: N801
                 helps=(f"give one for each: `rows={[*self.rows, *[1] * size][:size]}`",),
             )
         for other in plan.replicas:
-            for axis in sorted(mine & set(plan.mesh.fold(other.axes))):
+            for axis in sorted(own_axes & set(plan.mesh.fold(other.axes))):
                 refuse(
                     "S508",
                     f"`{axis}` already has a `zero` row",
@@ -134,12 +134,12 @@ class zero(Slicing):  # noqa: N801
             for name in layout.axes
             for a in plan.mesh.fold(name)
         }
-        staged = {a for cut in plan.cuts for a in plan.mesh.fold(cut.axis)}
-        for axis in sorted(mine & (split | staged)):
-            use = "splits parameters" if axis in split else "holds pipeline stages"
+        stage_axes = {a for cut in plan.cuts for a in plan.mesh.fold(cut.axis)}
+        for axis in sorted(own_axes & (split | stage_axes)):
+            purpose = "splits parameters" if axis in split else "holds pipeline stages"
             refuse(
                 "S508",
-                f"`{axis}` cannot split the batch: it already {use}",
+                f"`{axis}` cannot split the batch: it already {purpose}",
                 helps=("name another axis of the mesh",),
             )
 
@@ -149,8 +149,10 @@ class zero(Slicing):  # noqa: N801
 
         bucket = None if self.bucket is None else int(self.bucket)
         axes, row = tuple(map(str, self.over)), plan.next_row
-        mine = Replicas(axes, self.stage, self.prefetch, self.reshard, bucket, self.rows, row=row)
-        return replace(plan, replicas=(*plan.replicas, mine))
+        replicas = Replicas(
+            axes, self.stage, self.prefetch, self.reshard, bucket, self.rows, row=row
+        )
+        return replace(plan, replicas=(*plan.replicas, replicas))
 
     @property
     def slices(self) -> bool:

@@ -50,23 +50,23 @@ class Meter:
         """
         from schedlang.runtime.device import peak_bytes
 
-        program, (then, before, tokens) = trainer.program, self.last_query
+        program, (last_time, before, tokens) = trainer.program, self.last_query
         self.begin(program.step)
-        seconds = self.last_query[0] - then
-        found: Figures = {"step": program.step, "loss": loss}
+        seconds = self.last_query[0] - last_time
+        figures: Figures = {"step": program.step, "loss": loss}
         if (norm := program.grad_norm) is not None:
-            found["gradient norm"] = norm
+            figures["gradient norm"] = norm
         if program.optimizer is not None:
-            now = program.optimizer.param_groups[0]["lr"]
-            found["learning rate"] = float(now if trainer.rate is None else trainer.rate)
-        found["seconds a step"] = seconds / max(1, program.step - before)
-        found["tokens per second"] = rate = (self.tokens - tokens) / seconds
+            lr = program.optimizer.param_groups[0]["lr"]
+            figures["learning rate"] = float(lr if trainer.rate is None else trainer.rate)
+        figures["seconds a step"] = seconds / max(1, program.step - before)
+        figures["tokens per second"] = rate = (self.tokens - tokens) / seconds
         if (peak := _peak_flops(trainer)) is not None:
             count = sum(parameter.numel() for parameter in trainer.model.parameters())
-            found["utilisation"] = 6 * count * rate / peak
-        if (held := peak_bytes(program.assembly.ranks.device)) is not None:
-            found["memory"] = held
-        return found
+            figures["utilisation"] = 6 * count * rate / peak
+        if (memory := peak_bytes(program.assembly.ranks.device)) is not None:
+            figures["memory"] = memory
+        return figures
 
 
 def _peak_flops(trainer: Trainer) -> float | None:
@@ -79,10 +79,10 @@ def _peak_flops(trainer: Trainer) -> float | None:
     ranks = trainer.program.assembly.ranks
     if not on_accelerator(ranks.device):
         return None
-    named = getattr(torch.get_device_module(ranks.device), "get_device_name", None)
-    name = named(ranks.device).lower() if named is not None else ""
-    found = [one.speed for key, one in CLUSTERS.items() if key in name]
-    return found[0] * ranks.mesh.world if found else None
+    get_name = getattr(torch.get_device_module(ranks.device), "get_device_name", None)
+    name = get_name(ranks.device).lower() if get_name is not None else ""
+    speeds = [cluster.speed for key, cluster in CLUSTERS.items() if key in name]
+    return speeds[0] * ranks.mesh.world if speeds else None
 
 
 # -- where figures are shown -----------------------------------------------------------------------
@@ -139,8 +139,10 @@ def format_figures(figures: Figures) -> str:
     values = dict(figures)
     if "memory" in values:
         values["memory"] /= 2**30
-    form = {**_FORMS, "memory": "{:.1f} GiB"}
-    return "  ".join(f"{name} {form.get(name, '{:.4g}').format(values[name])}" for name in values)
+    formats = {**_FORMS, "memory": "{:.1f} GiB"}
+    return "  ".join(
+        f"{name} {formats.get(name, '{:.4g}').format(values[name])}" for name in values
+    )
 
 
 @dataclass

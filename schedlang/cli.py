@@ -24,23 +24,23 @@ HELP = "The model says what to compute, the schedule says how; schedlang proves 
 
 def main() -> None:
     """Run the command line."""
-    words = sys.argv[1:]
-    if words == ["--version"]:
+    args = sys.argv[1:]
+    if args == ["--version"]:
         from schedlang import __version__
 
         print(f"schedlang {__version__}")
         sys.exit()
-    if words[:1] == ["check"]:
+    if args[:1] == ["check"]:
         from schedlang.verbs.quick_check import run_quick_check
 
-        code = run_quick_check(words[1:])
+        code = run_quick_check(args[1:])
         if code is not None:
             sys.exit(code)
     ProcessState.own = True
     try:
         # load only the named verb; for an unknown word all of them, to list them
-        app = make_app(words[:1] if words and words[0] in VERBS else VERBS)
-        _run_with_json_errors(app) if "--json" in words else app()
+        app = make_app(args[:1] if args and args[0] in VERBS else VERBS)
+        _run_with_json_errors(app) if "--json" in args else app()
     finally:
         gc.freeze()  # else the interpreter's exit would visit all objects, for most of a second
 
@@ -50,17 +50,17 @@ def _run_with_json_errors(app: typer.Typer) -> None:
     try:
         code = app(standalone_mode=False)
     except Exception as error:
-        said = getattr(error, "format_message", None)  # of an error of typer or click
+        format_message = getattr(error, "format_message", None)  # of an error of typer or click
         if type(error).__name__ == "Abort":  # by the keyboard
             sys.exit(1)
-        if said is None:
+        if format_message is None:
             raise
         from schedlang.diagnostics.diagnostic import Refusal
         from schedlang.verbs.exits import REFUSED, show_refusal
 
         verb = f" {sys.argv[1]}" if sys.argv[1] in VERBS else ""
         helps = (f"`schedlang{verb} --help` lists what it takes",)
-        show_refusal(Refusal.of("S109", said(), helps=helps), as_json=True)
+        show_refusal(Refusal.of("S109", format_message(), helps=helps), as_json=True)
         sys.exit(REFUSED)
     sys.exit(code if isinstance(code, int) else 0)
 

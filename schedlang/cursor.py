@@ -63,27 +63,27 @@ class Cursor:
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *registry()})
 
-    def row(self, verb: str, *args: object, **named: object) -> None:
+    def row(self, verb: str, *args: object, **kwargs: object) -> None:
         """Add the row of a verb by its name: `sch["h.*"].row("checkpoint")`."""
-        record_call(PendingCall(self._schedule, self._roots, self._path, verb), args, named)
+        record_call(PendingCall(self._schedule, self._roots, self._path, verb), args, kwargs)
 
     def __repr__(self) -> str:
         path_text = printer.path(self._path)
         try:
-            found = self.modules
+            modules = self.modules
         except Refusal as refusal:
             return f'<sch["{path_text}"]: {refusal.diagnostic.title}>'
-        kinds = dict.fromkeys(self._schedule._facts.sites[fqn].class_name for fqn in found)
-        count = f"{len(found)} modules" if len(found) != 1 else "1 module"
-        shown = ", ".join(name or "the model" for name in found[:MOST])
-        more = f", .. {found[-1]}" if len(found) > MOST else ""
-        return f'<sch["{path_text}"]: {count} ({", ".join(kinds)}): {shown}{more}>'
+        kinds = dict.fromkeys(self._schedule._facts.sites[fqn].class_name for fqn in modules)
+        count = f"{len(modules)} modules" if len(modules) != 1 else "1 module"
+        shown = ", ".join(name or "the model" for name in modules[:MOST])
+        suffix = f", .. {modules[-1]}" if len(modules) > MOST else ""
+        return f'<sch["{path_text}"]: {count} ({", ".join(kinds)}): {shown}{suffix}>'
 
     def _repr_html_(self) -> str:
         """Return the modules as a table for notebooks: class, size, and the rows that act on
         each."""
         try:
-            found = self.modules
+            modules = self.modules
         except Refusal:
             return html_table(repr(self), ())
         plan = self._schedule.plan()
@@ -96,10 +96,10 @@ class Cursor:
                     str(action.primitive) for action in plan.rows_at(name) if action.has_effect
                 ),
             )
-            for name in found[:MOST_SHOWN]
+            for name in modules[:MOST_SHOWN]
         ]
-        if len(found) > MOST_SHOWN:
-            rows.append((f"and {len(found) - MOST_SHOWN} more", "", "", ""))
+        if len(modules) > MOST_SHOWN:
+            rows.append((f"and {len(modules) - MOST_SHOWN} more", "", "", ""))
         title = f'sch["{printer.path(self._path)}"]'
         return html_table(title, rows, ("module", "class", "parameters", "rows that act on it"))
 
@@ -135,62 +135,64 @@ class PendingCall:
         helps = (f'select them: `sch["{self._name}.{path}"]`',)
         raise Refusal.of("S301", title, Label(python_span()), helps=helps)
 
-    def __call__(self, *args: object, **named: object) -> None:
+    def __call__(self, *args: object, **kwargs: object) -> None:
         """Check the row, add it to the plan and record it; or refuse and change nothing."""
-        record_call(self, args, named)
+        record_call(self, args, kwargs)
 
     def __repr__(self) -> str:
-        on = "sch" if self._path is None else f'sch["{printer.path(self._path)}"]'
-        return f"<{on}.{self._name}: call it to add the row>"
+        receiver = "sch" if self._path is None else f'sch["{printer.path(self._path)}"]'
+        return f"<{receiver}.{self._name}: call it to add the row>"
 
 
 @cache
 def _page(verb: str) -> str | None:
     """Return the page of `schedlang explain` for a verb."""
-    known = registry().get(verb)
-    return None if known is None else manual.explain(known)
+    primitive = registry().get(verb)
+    return None if primitive is None else manual.explain(primitive)
 
 
-def record_call(one: PendingCall, args: tuple[object, ...], named: dict[str, object]) -> None:
+def record_call(pending: PendingCall, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """Check the row of a call, add it to the plan and record it; or refuse and change nothing."""
     span = python_span()
-    if one._name == "replace":
-        name = one._schedule._facts.register_replacement
-        args, named = tuple(map(name, args)), {k: name(v) for k, v in named.items()}
-    if isinstance(named.get("axis"), str) and "over" not in named:  # as torch and numpy name it
-        named = {"over" if key == "axis" else key: value for key, value in named.items()}
-    call = lift.call(one._name, args, named, span)
+    if pending._name == "replace":
+        name = pending._schedule._facts.register_replacement
+        args, kwargs = tuple(map(name, args)), {k: name(v) for k, v in kwargs.items()}
+    if isinstance(kwargs.get("axis"), str) and "over" not in kwargs:  # as torch and numpy name it
+        kwargs = {"over" if key == "axis" else key: value for key, value in kwargs.items()}
+    call = lift.call(pending._name, args, kwargs, span)
     try:
-        one._schedule._record_call(one._roots, one._path, call)
+        pending._schedule._record_call(pending._roots, pending._path, call)
     except Refusal as refusal:
         first = refusal.diagnostic
-        public = (name for name in dir(type(one._schedule)) if not name.startswith("_"))
-        near = (
-            find_closest(one._name, public) if first.code == "S301" and one._path is None else None
+        public = (name for name in dir(type(pending._schedule)) if not name.startswith("_"))
+        closest = (
+            find_closest(pending._name, public)
+            if first.code == "S301" and pending._path is None
+            else None
         )
-        if near is None or first.fact("meant") is not None:
+        if closest is None or first.fact("meant") is not None:
             raise
-        help_ = f"did you mean `sch.{near}`?"  # not a verb, but a method of the schedule
-        facts = facts_of_unknown(one._name, (near,))
+        help_ = f"did you mean `sch.{closest}`?"  # not a verb, but a method of the schedule
+        facts = facts_of_unknown(pending._name, (closest,))
         raise Refusal(replace(first, helps=(help_,), facts=facts)) from None
 
 
-def parse_selector(said: object) -> n.Path:
+def parse_selector(text: object) -> n.Path:
     """Parse the path in a text; refuses other types."""
     span = python_span()
-    if not isinstance(said, str):
-        title = f"modules are selected by a text, not by {kind_of(said)}"
+    if not isinstance(text, str):
+        title = f"modules are selected by a text, not by {kind_of(text)}"
         helps = ('select them by their path: `sch["h.0"]`, `sch["h.*"]`',)
         raise Refusal.of("S202", title, Label(span), helps=helps)
-    return parse_path(said, span)
+    return parse_path(text, span)
 
 
 def join_path(path: n.Path, inner: str | int | slice) -> n.Path:
     """Return the path of the modules `inner` inside of those of `path`; numbers index children."""
     span = python_span()
     if not isinstance(inner, int | slice):
-        more = parse_selector(inner)
-        return replace(more, segs=(*path.segs, *more.segs), optional=path.optional or more.optional)
+        tail = parse_selector(inner)
+        return replace(tail, segs=(*path.segs, *tail.segs), optional=path.optional or tail.optional)
     *before, last = path.segs
     if last.index:  # h[:2][0]: rows cannot say it
         title = "modules selected by index cannot be indexed again"

@@ -25,10 +25,10 @@ class Door:
 
     def function(self) -> Callable[..., Any]:
         """Import the module and return the function."""
-        found: Callable[..., Any] = getattr(
+        function: Callable[..., Any] = getattr(
             importlib.import_module(f"schedlang.{self.module}"), self.name
         )
-        return found
+        return function
 
 
 MAIN_DOORS = (

@@ -72,8 +72,8 @@ class Rendezvous:
         if world.is_joined():
             title = "an elastic run chooses its mesh before the ranks join their job"
             raise _refusal(title, "", "leave `init_process_group` to the trainer")
-        keeps = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if keeps and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if keeps_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             title = "this torchrun keeps one store for all rounds of the job"
             note = "ranks that restart would read entries of the round before"
             help_ = f"give each round its own store: `{FRESH_STORE}=1 torchrun ...`"
@@ -103,13 +103,13 @@ class Rendezvous:
         if self._store is None:
             return [value]
         self._turn += 1
-        room = f"{self._room}/{self._turn}"
-        keys = [f"{room}/{rank}" for rank in range(self.ranks)]
+        prefix = f"{self._room}/{self._turn}"
+        keys = [f"{prefix}/{rank}" for rank in range(self.ranks)]
         self._store.set(keys[self.rank], pickle.dumps(value))
-        self._store.add(f"{room}/count", 1)
+        self._store.add(f"{prefix}/count", 1)
 
         def all_sent() -> bool:
-            return bool(self._store.add(f"{room}/count", 0) >= self.ranks)
+            return bool(self._store.add(f"{prefix}/count", 0) >= self.ranks)
 
         heartbeats: dict[int, tuple[int, float]] = {}  # number of a rank's, and the last one's time
         while not poll_until(all_sent, _CHECK_INTERVAL):
@@ -125,14 +125,14 @@ class Rendezvous:
             ]
             if lost:  # the other ranks end with the store, which this rank holds
                 refuse_missing(lost, self.ranks, ARRIVAL_TIMEOUT)
-        return [pickle.loads(one) for one in self._store.multi_get(keys)]
+        return [pickle.loads(pickled) for pickled in self._store.multi_get(keys)]
 
     def _count_beats(self, keys: Sequence[str]) -> dict[int, int]:
         """Return the heartbeats of each rank that has not sent its value yet."""
         if self.rank:
             return {}
-        late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-        return {rank: self._store.add(f"{self._room}/beats/{rank}", 0) for rank in late}
+        missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        return {rank: self._store.add(f"{self._room}/beats/{rank}", 0) for rank in missing}
 
     def _beat(self, store: Any) -> None:
         """Send heartbeats until this rank joins, or the store is gone."""
@@ -142,10 +142,10 @@ class Rendezvous:
 
     def fit_schedule(
         self,
-        run: Trainer,
-        given: Schedule,
+        trainer: Trainer,
+        schedule: Schedule,
         batch: Mapping[str, Any],
-        told: Mapping[str, Any] | None,
+        saved: Mapping[str, Any] | None,
     ) -> tuple[Schedule, Setting, KnobValues]:
         """Return the schedule under the best setting for the current ranks, and join them.
 
@@ -158,13 +158,15 @@ class Rendezvous:
         """
         from schedlang.runtime.comm.agreement import join_world
 
-        named = [run.elastic] if isinstance(run.elastic, str) else run.elastic
-        names = () if named is True else tuple(named or ())
-        fit = SettingSearch(given, names, self, batch, run.loss, run.build.get("weight"))
-        same = told is not None and told["schedule"] == given.to_sched()
-        before = told.get("setting") if told is not None and same else None
+        elastic = [trainer.elastic] if isinstance(trainer.elastic, str) else trainer.elastic
+        names = () if elastic is True else tuple(elastic or ())
+        search = SettingSearch(
+            schedule, names, self, batch, trainer.loss, trainer.build.get("weight")
+        )
+        same = saved is not None and saved["schedule"] == schedule.to_sched()
+        before = saved.get("setting") if saved is not None and same else None
         if before is None or before["ranks"] != self.ranks:
-            before = {"ranks": self.ranks, "knobs": fit.best()}
+            before = {"ranks": self.ranks, "knobs": search.best()}
         self._done.set()
         guard = threading.Timer(self._wait, _exit_alone, (self._wait,))
         guard.daemon = True
@@ -173,8 +175,8 @@ class Rendezvous:
             join_world(met=self._store)
         finally:
             guard.cancel()
-        drawing = {} if {"dropout", "seed"} & run.build.keys() else {"dropout": "native"}
-        return fit.schedule_with(before["knobs"]), before, drawing
+        drawing = {} if {"dropout", "seed"} & trainer.build.keys() else {"dropout": "native"}
+        return search.schedule_with(before["knobs"]), before, drawing
 
 
 def _exit_alone(seconds: float) -> None:
@@ -187,11 +189,11 @@ def _exit_alone(seconds: float) -> None:
 class JoinedJob:
     """The ranks of a job whose number matches the schedule; has the methods of a `Rendezvous`."""
 
-    def __init__(self, given: Schedule) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         """Join the job. Raises Refusal S205 or S607 if its ranks are not those of the mesh."""
         from schedlang.passes.lower.build import join_job
 
-        join_job(given.plan())
+        join_job(schedule.plan())
 
     def from_first_rank(self, value: Any) -> Any:
         """Return the first rank's value, on all ranks."""
@@ -200,10 +202,10 @@ class JoinedJob:
         return world.broadcast_object(0, value)
 
     def fit_schedule(
-        self, _run: Trainer, given: Schedule, *_: Any
+        self, _run: Trainer, schedule: Schedule, *_: Any
     ) -> tuple[Schedule, Setting | None, KnobValues]:
         """Return the schedule unchanged."""
-        return given, None, {}
+        return schedule, None, {}
 
 
 def _refusal(title: str, note: str, help_: str) -> Refusal:
@@ -248,16 +250,16 @@ class SettingSearch:
         as the given schedule, and fit into memory; each rank prices some of them. Raises Refusal
         S695 if there is none, with the objections to each.
         """
-        menu, refused = self._candidates()
-        if len(menu) == 1:
-            return menu[0]
+        candidates, refused = self._candidates()
+        if len(candidates) == 1:
+            return candidates[0]
         from schedlang.passes.autoshard.knob_tuning import rank_fitting
 
         cluster = _cluster(self.given.tree, self.meeting)
-        found = self._price(menu, cluster)
-        if best := rank_fitting(found, cluster.memory):
+        priced = self._price(candidates, cluster)
+        if best := rank_fitting(priced, cluster.memory):
             return dict(best[0].knobs)
-        raise self._no_setting([*refused, *_objections(found, cluster.memory)])
+        raise self._no_setting([*refused, *_objections(priced, cluster.memory)])
 
     # -- candidates -------------------------------------------------------------------------------
 
@@ -268,19 +270,21 @@ class SettingSearch:
         tree, fixed = self.given.tree, dict(self.given._settings.knobs)
         state = expand(tree, None, Settings(fixed))
         knobs, sizing = state.knobs, {*state.axis_knobs.values(), *_names_in(_mesh(tree))}
-        free = self._free_knobs(knobs, sizing)
-        kept = {name: knob.value for name, knob in knobs.items() if name not in free}
-        sizes = {name: _divisor_sizes(self.ranks, knobs[name]) for name in free & sizing}
-        menu, refused = [], []
-        like = _family_key(self.given.plan())
-        for one in settings_of(tree, kept, {name: each for name, each in sizes.items() if each}):
-            if why := self._objection(one, like):
-                refused.append(f"{format_setting(one)}: {why}" if one else why)
+        free_knobs = self._free_knobs(knobs, sizing)
+        kept = {name: knob.value for name, knob in knobs.items() if name not in free_knobs}
+        sizes = {name: _divisor_sizes(self.ranks, knobs[name]) for name in free_knobs & sizing}
+        candidates, refused = [], []
+        family = _family_key(self.given.plan())
+        for setting in settings_of(
+            tree, kept, {name: values for name, values in sizes.items() if values}
+        ):
+            if reason := self._objection(setting, family):
+                refused.append(f"{format_setting(setting)}: {reason}" if setting else reason)
             else:
-                menu.append(one)
-        if not menu:
+                candidates.append(setting)
+        if not candidates:
             raise self._no_setting(refused)
-        return menu, refused
+        return candidates, refused
 
     def _free_knobs(self, knobs: Mapping[str, Knob], sizing: set[str]) -> set[str]:
         """Return the knobs that may change. Raises Refusal S106 for an unknown one."""
@@ -294,44 +298,44 @@ class SettingSearch:
                 raise Refusal.of("S106", title, helps=(help_,), facts=facts)
         if self.names:
             return set(self.names)
-        every = n.walk(self.given.tree)
-        cuts = (one for one in every if isinstance(one, n.Keyword) and one.name == _MICRO)
+        nodes = n.walk(self.given.tree)
+        cuts = (node for node in nodes if isinstance(node, n.Keyword) and node.name == _MICRO)
         return (sizing | _names_in(*cuts)) & knobs.keys()
 
-    def _objection(self, knobs: KnobValues, like: object) -> str:
+    def _objection(self, knobs: KnobValues, family: object) -> str:
         """Return what is against a setting before it is priced; "" if nothing is."""
         settings = self._settings(knobs)
         try:  # without the model, which is fast and excludes most
             mesh = expand(self.given.tree, None, settings).mesh
-            if (made := mesh.world if mesh is not None else 1) != self.ranks:
-                return f"its mesh has {made} ranks"
+            if (size := mesh.world if mesh is not None else 1) != self.ranks:
+                return f"its mesh has {size} ranks"
             plan = expand(self.given.tree, self.given._facts.base, settings).plan
         except Refusal as refusal:
             return refusal.diagnostics[0].title
         assert plan is not None
         return (
             ""
-            if _family_key(plan) == like
+            if _family_key(plan) == family
             else "it trains other parameters, or gives up other things"
         )
 
-    def _price(self, menu: Sequence[KnobValues], cluster: Cluster) -> list[PricedPlan]:
+    def _price(self, candidates: Sequence[KnobValues], cluster: Cluster) -> list[PricedPlan]:
         """Price every setting, each on one of the ranks."""
         from schedlang.passes.autoshard.knob_tuning import Job, price_settings
 
         facts = self.given._facts.base
         job = Job(facts, self.batch, self.loss, self.weight, cluster, self.ranks)
         rank, size = self.meeting.rank, self.ranks
-        mine = [self._settings(one).knobs for one in menu[rank::size]]
-        everyone = self.meeting.gather_values(list(price_settings(job, self.given.tree, mine)))
-        found = (everyone[place % size][place // size] for place in range(len(menu)))
-        return [replace(tried, knobs=one) for tried, one in zip(found, menu)]
+        own_knobs = [self._settings(setting).knobs for setting in candidates[rank::size]]
+        gathered = self.meeting.gather_values(list(price_settings(job, self.given.tree, own_knobs)))
+        priced = (gathered[index % size][index // size] for index in range(len(candidates)))
+        return [replace(plan, knobs=setting) for plan, setting in zip(priced, candidates)]
 
     def _no_setting(self, reasons: Sequence[str]) -> Refusal:
         plural = "s" * (self.ranks > 1)
         title = f"no setting of the knobs gives a mesh of {self.ranks} rank{plural}"
         over = len(reasons) - _MAX_REASONS
-        more = (f"and {over} more",) if over > 0 else ()
+        suffix = (f"and {over} more",) if over > 0 else ()
         rest = "_" in _names_in(_mesh(self.given.tree))
         helps = (
             "let knobs size the axes beside `_`: `knob tp: int = 2 in [1, 2]`, `mesh(dp=_, tp=tp)`"
@@ -340,17 +344,17 @@ class SettingSearch:
             "or start torchrun with other numbers of nodes only: `--nnodes 2:4`",
         )
         return Refusal(
-            Diagnostic("S695", title, notes=(*reasons[:_MAX_REASONS], *more), helps=helps)
+            Diagnostic("S695", title, notes=(*reasons[:_MAX_REASONS], *suffix), helps=helps)
         )
 
 
 def _mesh(tree: n.File) -> n.Mesh | None:
-    return next((one for one in tree.items if isinstance(one, n.Mesh)), None)
+    return next((item for item in tree.items if isinstance(item, n.Mesh)), None)
 
 
-def _names_in(*found: n.Node | None) -> set[str]:
+def _names_in(*roots: n.Node | None) -> set[str]:
     """Return the names in these nodes of a schedule; knobs are among them."""
-    return {one.text for part in found for one in n.walk(part) if isinstance(one, n.Name)}
+    return {node.text for part in roots for node in n.walk(part) if isinstance(node, n.Name)}
 
 
 def _divisor_sizes(ranks: int, knob: Knob) -> list[Any]:
@@ -369,16 +373,16 @@ def _family_key(plan: Plan) -> object:
     return trained, plan.gives_up
 
 
-def _objections(found: Sequence[PricedPlan], memory: int) -> Iterator[str]:
+def _objections(priced: Sequence[PricedPlan], memory: int) -> Iterator[str]:
     """Yield what is against settings that were priced."""
     from schedlang.diagnostics.tables import format_bytes
     from schedlang.passes.autoshard.knob_tuning import format_setting
 
-    for one in found:
-        why = f"needs {format_bytes(one.peak)} of {format_bytes(memory)}"
-        if one.refusal is not None:
-            why = ", ".join((one.refusal.title, *one.refusal.notes[:1]))
-        yield f"{format_setting(one.knobs)}: {why}"
+    for plan in priced:
+        reason = f"needs {format_bytes(plan.peak)} of {format_bytes(memory)}"
+        if plan.refusal is not None:
+            reason = ", ".join((plan.refusal.title, *plan.refusal.notes[:1]))
+        yield f"{format_setting(plan.knobs)}: {reason}"
 
 
 # -- the devices -----------------------------------------------------------------------------------
@@ -390,15 +394,17 @@ def _cluster(tree: n.File, meeting: Rendezvous) -> Cluster:
     from schedlang.passes.simulate.machine import CLUSTERS, GIB, Cluster, cluster_of
     from schedlang.runtime import device as devices
 
-    here = devices.local_device()
+    device = devices.local_device()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    name, held = devices.device_name(here).lower(), devices.total_bytes(here)
-    if devices.on_host(here) and held is not None:
-        held //= local  # its ranks share the memory
-    known = cluster_of(tree)[0]
-    known = known.slowest if known is not None else None  # ranks may change: take the slowest node
-    known = known or next((one for key, one in CLUSTERS.items() if key in name), None)
+    name, memory = devices.device_name(device).lower(), devices.total_bytes(device)
+    if devices.on_host(device) and memory is not None:
+        memory //= local  # its ranks share the memory
+    cluster = cluster_of(tree)[0]
+    cluster = (
+        cluster.slowest if cluster is not None else None
+    )  # ranks may change: take the slowest node
+    cluster = cluster or next((machine for key, machine in CLUSTERS.items() if key in name), None)
     # for unknown devices only proportions matter: a core, its memory, a network
-    known = known or Cluster(name or "ranks", 1e11, 2e10, 1e10, 1e9, local, GIB)
-    least = min(meeting.gather_values(held or known.memory))
-    return replace(known, node=local, memory=least)
+    cluster = cluster or Cluster(name or "ranks", 1e11, 2e10, 1e10, 1e9, local, GIB)
+    smallest = min(meeting.gather_values(memory or cluster.memory))
+    return replace(cluster, node=local, memory=smallest)

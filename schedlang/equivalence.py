@@ -76,18 +76,20 @@ def _verify(
     from schedlang.passes.verify.proof_case import Case
     from schedlang.passes.verify.requirements import steps_of
 
-    plan, small, meant = sch.plan(), None, None
+    plan, small, target = sch.plan(), None, None
     batches: tuple[Mapping[str, Any], ...] = _batches(batch, seed, steps_of(plan))
     model = plan.model.model
     if reduced or (reduced is None and has_meta_parameters(model)):
-        make = reduced if callable(reduced) else None
-        small = shrink(sch.tree, sch._settings, model, batches, loss=loss, make=make, seed=seed)
-        meant = small.full_plan, batches[0]
+        make_reduced = reduced if callable(reduced) else None
+        small = shrink(
+            sch.tree, sch._settings, model, batches, loss=loss, make=make_reduced, seed=seed
+        )
+        target = small.full_plan, batches[0]
         plan, batches = small.plan, small.batches
     elif has_meta_parameters(model):
         title = "the model has no values: it is on the meta device"
         raise Refusal.of("S623", title, helps=("verify a reduced one: `shrink=True`",))
-    case = Case(plan, batches, loss, weight, seed, dtype, expected_for=meant)
+    case = Case(plan, batches, loss, weight, seed, dtype, expected_for=target)
     return with_reduction(prove(case, title=type(model).__name__), small)
 
 
@@ -142,21 +144,21 @@ def _verify_program(
     from schedlang.passes.judge.judge import judge, load_task
     from schedlang.passes.verify.requirements import STEPS
 
-    in_file, named = isinstance(program, (str, Path)), isinstance(model, (str, Path))
-    if not in_file and (model is None or (batch is None and not named)):
+    in_file, model_is_path = isinstance(program, (str, Path)), isinstance(model, (str, Path))
+    if not in_file and (model is None or (batch is None and not model_is_path)):
         raise _refusal("a program that is no file needs a `model` and a `batch`")
     if batch is not None:
         options["batches"] = _batches(batch, options["seed"], STEPS)
     if loss is not None:
         options["loss"] = loss
-    if model is not None and not named:
+    if model is not None and not model_is_path:
         options["original"] = model
-    given = Path(program) if in_file else program
-    one = load_task(given, str(model) if named else None, ranks, **options)
-    if pool is not None and not one.files:
-        return judge(one.task, pool=pool, title=one.title)
-    with one.pool() as own:
-        return judge(one.task, pool=own, title=one.title)
+    source = Path(program) if in_file else program
+    loaded = load_task(source, str(model) if model_is_path else None, ranks, **options)
+    if pool is not None and not loaded.files:
+        return judge(loaded.task, pool=pool, title=loaded.title)
+    with loaded.pool() as own_pool:
+        return judge(loaded.task, pool=own_pool, title=loaded.title)
 
 
 def _batches(batch: Any, seed: int, steps: int) -> tuple[dict[str, Any], ...]:
@@ -166,11 +168,11 @@ def _batches(batch: Any, seed: int, steps: int) -> tuple[dict[str, Any], ...]:
     if not callable(batch):
         raise _refusal(f"`batch` is {kind_of(batch)}, not a dict")
     takes_seed = _takes_seed(batch)
-    made = [batch(seed + step) if takes_seed else batch() for step in range(steps)]
-    wrong = [one for one in made if not isinstance(one, Mapping)]
+    batches = [batch(seed + step) if takes_seed else batch() for step in range(steps)]
+    wrong = [item for item in batches if not isinstance(item, Mapping)]
     if wrong:
         raise _refusal(f"`batch` returns {kind_of(wrong[0])}, not a dict")
-    return tuple(dict(one) for one in made)
+    return tuple(dict(item) for item in batches)
 
 
 def _takes_seed(batch: Any) -> bool:
@@ -179,8 +181,8 @@ def _takes_seed(batch: Any) -> bool:
         parameters = inspect.signature(batch).parameters.values()
     except ValueError:  # a class in C has no signature
         return False
-    plain = (p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
-    needed = [f"`{p.name}`" for p in plain if p.default is p.empty]
+    positional = (p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    needed = [f"`{p.name}`" for p in positional if p.default is p.empty]
     if len(needed) > 1:
         raise _refusal(f"`batch` needs {' and '.join(needed)}, and is given a seed alone")
     return bool(parameters)

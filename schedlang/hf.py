@@ -32,8 +32,8 @@ class _Scheduled:
     args: Any
     state: Any
 
-    def __init__(self, *args: Any, schedule: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
+    def __init__(self, *args: Any, schedule: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.schedule = schedule
         self.program: Any = None
 
@@ -52,15 +52,16 @@ class _Scheduled:
         if loop.evaluate_every and self.program.step % loop.evaluate_every:
             _LossLogger(self).on_evaluate(loop, loop.evaluate())  # the end of a run, too
         self.model.load_state_dict(self.program.state_dict())
-        losses = [one["loss"] for one in self.state.log_history if "loss" in one]
+        losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
         return TrainOutput(self.program.step, losses[-1] if losses else math.nan, {})
 
     def _loop(self, resume: Any) -> Loop:
         args, owner = self.args, _LossLogger(self)
-        odd = [name for name in _UNSUPPORTED if getattr(args, name, None)]
-        if odd:
+        unsupported = [name for name in _UNSUPPORTED if getattr(args, name, None)]
+        if unsupported:
             raise refusal_of(
-                f"`{odd[0]}` is not supported under a schedule", "leave it out: use rows instead"
+                f"`{unsupported[0]}` is not supported under a schedule",
+                "leave it out: use rows instead",
             )
         folder = Path(args.output_dir, "schedlang") if args.save_strategy == "steps" else None
         if folder is not None and not resume and schedlang.last_checkpoint(folder) is not None:
@@ -86,10 +87,10 @@ class _Scheduled:
         loop.steps = args.max_steps
         if loop.steps <= 0:
             loop.steps = math.ceil(len(data) * args.num_train_epochs)
-        if (how := str(args.eval_strategy.value)) != "no":
-            each = args.eval_steps or args.logging_steps
-            each = math.ceil(each * loop.steps) if each < 1 else int(each)
-            loop.evaluate_every = each if how == "steps" else len(data)
+        if (strategy := str(args.eval_strategy.value)) != "no":
+            interval = args.eval_steps or args.logging_steps
+            interval = math.ceil(interval * loop.steps) if interval < 1 else int(interval)
+            loop.evaluate_every = interval if strategy == "steps" else len(data)
             loop.evaluation = self._evaluation(loop.schedule.plan().shares)  # type: ignore[union-attr]
         return loop
 
@@ -99,9 +100,9 @@ class _Scheduled:
 
         rows = self.eval_dataset  # type: ignore[attr-defined]
         if isinstance(rows, dict) or self.compute_metrics is not None:  # type: ignore[attr-defined]
-            what = "several sets" if isinstance(rows, dict) else "`compute_metrics`"
+            unsupported = "several sets" if isinstance(rows, dict) else "`compute_metrics`"
             help_ = '`eval_strategy="no"`, and `evaluate()` after `train`'
-            raise refusal_of(f"{what} cannot be evaluated while a schedule trains", help_)
+            raise refusal_of(f"{unsupported} cannot be evaluated while a schedule trains", help_)
         size = self.args.per_device_eval_batch_size * shares
         return DataLoader(rows, size, collate_fn=self.data_collator)  # type: ignore[attr-defined]
 
@@ -120,15 +121,15 @@ class _Scheduled:
             drop_last=args.dataloader_drop_last,
         )
 
-    def _optimizer(self, named: Any) -> Any:
+    def _optimizer(self, named_params: Any) -> Any:
         """Return the optimizer of `args` for this rank's parameters, with transformers' weight
         decay."""
         kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)  # type: ignore[attr-defined]
         decayed = set(self.get_decay_parameter_names(self.model))  # type: ignore[attr-defined]
-        named = list(named)
+        named_params = list(named_params)
         groups = [
             {
-                "params": [p for name, p in named if (name in decayed) == decays],
+                "params": [p for name, p in named_params if (name in decayed) == decays],
                 "weight_decay": rate,
             }
             for decays, rate in ((True, self.args.weight_decay), (False, 0.0))

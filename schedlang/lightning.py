@@ -131,12 +131,12 @@ class _Scheduled:
         if trainer.state.fn != "fit":
             module.to(self.root_device)
             return
-        if found := _find_unsupported(trainer, module):
-            raise refusal_of(*found)
+        if problem := _find_unsupported(trainer, module):
+            raise refusal_of(*problem)
         self._step = _with_step_as_forward(module, self._logs)
         settings = Settings(world=self.world_size)
         self.program = Schedule(self._step, parse(source_of(self.schedule)), settings).build(
-            optimizer=lambda named: self._optimizer(trainer, module, dict(named)),
+            optimizer=lambda named_params: self._optimizer(trainer, module, dict(named_params)),
             clip=trainer.gradient_clip_val,
             **self.options,
         )
@@ -154,34 +154,36 @@ class _Scheduled:
         """Return the first batch, as `training_step` will get it; the loaders' positions do not
         change."""
         loaders = trainer.train_dataloader
-        now = generator_states(loaders)
-        batch = _pytree.tree_map(lambda one: next(iter(one)), loaders)
-        restore_generators(loaders, now)
+        states = generator_states(loaders)
+        batch = _pytree.tree_map(lambda loader: next(iter(loader)), loaders)
+        restore_generators(loaders, states)
         batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
         return self.batch_to_device(batch)
 
-    def _optimizer(self, trainer: Any, module: Any, own: dict[str, Any]) -> Any:
+    def _optimizer(self, trainer: Any, module: Any, params: dict[str, Any]) -> Any:
         """Return the optimizer that `configure_optimizers` makes, for parameters by name.
 
         Names that belong to no part of the module are those of a probe, which measures how
         parameters move: they stand for parameters of the module, its matrices first.
         """
-        known = dict(module.named_parameters())
-        parts = {name.partition(".")[0] for name in own}
-        if probe := not parts & {name.partition(".")[0] for name in known}:
-            trained = [name for name, p in known.items() if p.requires_grad]
-            names = sorted(trained, key=lambda name: known[name].dim() < 2)
-            own = dict(zip(names, own.values(), strict=False))
-        elsewhere = nn.Parameter(torch.empty(0), requires_grad=False)
-        mine = deepcopy_module(module, {id(p): own.pop(n, elsewhere) for n, p in known.items()})
-        for one in mine.modules():
-            for name in [name for name, p in one._parameters.items() if p is elsewhere]:
-                del one._parameters[name]
-        for name, p in own.items():  # parameters added by rows, such as adapters'
-            _submodule(mine, name.split(".")[:-1]).register_parameter(name.rpartition(".")[2], p)
-        mine.trainer = trainer
+        originals = dict(module.named_parameters())
+        parts = {name.partition(".")[0] for name in params}
+        if probe := not parts & {name.partition(".")[0] for name in originals}:
+            trained = [name for name, p in originals.items() if p.requires_grad]
+            names = sorted(trained, key=lambda name: originals[name].dim() < 2)
+            params = dict(zip(names, params.values(), strict=False))
+        placeholder = nn.Parameter(torch.empty(0), requires_grad=False)
+        twin = deepcopy_module(
+            module, {id(p): params.pop(n, placeholder) for n, p in originals.items()}
+        )
+        for submodule in twin.modules():
+            for name in [name for name, p in submodule._parameters.items() if p is placeholder]:
+                del submodule._parameters[name]
+        for name, p in params.items():  # parameters added by rows, such as adapters'
+            _submodule(twin, name.split(".")[:-1]).register_parameter(name.rpartition(".")[2], p)
+        twin.trainer = trainer
         before = self.optimizers, self.lr_scheduler_configs
-        self.connect(mine)
+        self.connect(twin)
         try:
             self.setup_optimizers(trainer)
             return self.optimizers[0]
@@ -197,18 +199,18 @@ class _Scheduled:
         rows."""
         module = self.lightning_module
         self._release_values()
-        for name, was in self._plain_attributes.items():
-            now = vars(module).get(name)
-            if now is not was and not (type(now) in _PLAIN and now == was):
+        for name, previous in self._plain_attributes.items():
+            current = vars(module).get(name)
+            if current is not previous and not (type(current) in _PLAIN and current == previous):
                 raise refusal_of(
                     f"a hook has changed `{name}`, but the program uses the old value",
                     "compute it in `training_step`, from `self.global_step` for example",
                 )
         type(self._step).batch_idx = batch_idx
         loss = self.program.train_step(self._step.form.keywords(batch), local=True)
-        for name, how in self._logs.items():
-            if how is not None:
-                module.log(name, loss, **how)
+        for name, options in self._logs.items():
+            if options is not None:
+                module.log(name, loss, **options)
         return loss
 
     def backward(self, closure_loss: Any, *_: Any, **__: Any) -> Any:
@@ -247,8 +249,8 @@ class _Scheduled:
 
     def _check_unwritten(self) -> None:
         """Refuse writes of hooks into a module without values: they would be lost."""
-        now = _versions(self.lightning_module)
-        written = [name for name, sign in self._seen_versions.items() if now.get(name) != sign]
+        versions = _versions(self.lightning_module)
+        written = [name for name, sign in self._seen_versions.items() if versions.get(name) != sign]
         if written:
             raise refusal_of(
                 f"a hook has written into `{written[0]}` between two steps, where it has no values",
@@ -267,8 +269,8 @@ class _Scheduled:
         """End; the program stays as it is, and so does a module without values after an error."""
         if self._has_values:
             self.lightning_module.cpu()
-        for one in (self.precision_plugin, self.accelerator, self.checkpoint_io):
-            one.teardown()
+        for plugin in (self.precision_plugin, self.accelerator, self.checkpoint_io):
+            plugin.teardown()
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -296,10 +298,10 @@ class _Scheduled:
         if self.is_global_zero:
             shutil.rmtree(f"{filepath}{BESIDE}", ignore_errors=True)
 
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **more: Any) -> Any:
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Read Lightning's file; the program's state is read when the program is built."""
         self._checkpoint_path = str(checkpoint_path)
-        return super().load_checkpoint(checkpoint_path, *args, **more)  # type: ignore[misc]
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load the program's state, of any schedule and number of ranks.
@@ -324,7 +326,7 @@ def _with_step_as_forward(module: Any, logs: _Logs) -> Any:
     logs  is filled by the step: the arguments of `log` for the loss, None for other values
     """
     kind = type(module)
-    inner, takes = kind.forward, inspect.signature(kind.training_step).parameters
+    inner, step_params = kind.forward, inspect.signature(kind.training_step).parameters
 
     class Step(kind):  # type: ignore[misc,valid-type]
         form, batch_idx = _Form(None), 0
@@ -341,24 +343,24 @@ def _with_step_as_forward(module: Any, logs: _Logs) -> Any:
             logged: dict[str, Any] = {}
             self.__dict__["_logged"] = logged
             try:
-                index = (self.batch_idx,) if len(takes) > 2 else ()
+                index = (self.batch_idx,) if len(step_params) > 2 else ()
                 output = self.training_step(self.form.batch(batch), *index)
             finally:
                 del self.__dict__["_logged"]
             loss = output["loss"] if isinstance(output, Mapping) else output
-            for name, (value, how) in logged.items():
+            for name, (value, options) in logged.items():
                 if name not in logs:
-                    logs[name] = how if value is loss else None
+                    logs[name] = options if value is loss else None
                     if value is not loss:
                         _warn_not_logged(name)
             return {"loss": loss}
 
-        def log(self, name: str, value: Any, *args: Any, **how: Any) -> None:
-            self.__dict__["_logged"][name] = value, dict(zip(_LOG, args, strict=False)) | how
+        def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+            self.__dict__["_logged"][name] = value, dict(zip(_LOG, args, strict=False)) | options
 
-        def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **how: Any) -> None:
+        def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
             for name, value in dictionary.items():
-                self.log(name, value, *args, **how)
+                self.log(name, value, *args, **options)
 
     Step.__name__, Step.__qualname__, Step.__module__ = (
         kind.__name__,
@@ -392,14 +394,14 @@ def _submodule(module: nn.Module, path: Sequence[str]) -> nn.Module:
 
 
 def _device_of(step: nn.Module, module: Any) -> torch.device:
-    own: torch.device = module.device
+    device: torch.device = module.device
     p = next(step.parameters(), None)
-    return own if p is None else p.device
+    return device if p is None else p.device
 
 
 def _warn_not_logged(name: str) -> None:
-    what = f"`{name}` is not logged: under a schedule only the loss leaves `training_step`"
-    warnings.warn(what, stacklevel=2)
+    message = f"`{name}` is not logged: under a schedule only the loss leaves `training_step`"
+    warnings.warn(message, stacklevel=2)
 
 
 @dataclass(frozen=True)
@@ -436,29 +438,29 @@ class _Form:
 
 def _versions(module: nn.Module) -> dict[str, Any]:
     """Return numbers that change with each write into a parameter or a buffer."""
-    return {name: (one._version, one.data_ptr()) for name, one in _tensors(module).items()}
+    return {name: (tensor._version, tensor.data_ptr()) for name, tensor in _tensors(module).items()}
 
 
 def _names_used(kind: type[Any]) -> set[str]:
     """Return the names used in methods that `training_step` may call; plain attributes are among
     them."""
-    own = kind.__mro__[: kind.__mro__.index(_lightning_base(kind))]
+    bases = kind.__mro__[: kind.__mro__.index(_lightning_base(kind))]
     codes = [
         value.__code__
-        for one in own
-        for method, value in vars(one).items()
+        for item in bases
+        for method, value in vars(item).items()
         if inspect.isfunction(value) and not method.startswith(_NOT_STEP_METHODS)
     ]
-    found: set[str] = set()
+    names: set[str] = set()
     for code in codes:
-        codes += [one for one in code.co_consts if isinstance(one, CodeType)]  # nested functions
-        found |= {*code.co_names}
-    return found - {"training"}
+        codes += [item for item in code.co_consts if isinstance(item, CodeType)]  # nested functions
+        names |= {*code.co_names}
+    return names - {"training"}
 
 
 def _lightning_base(kind: type[Any]) -> type[Any]:
     """Return the base class of a module or callback that Lightning defines."""
-    return next(one for one in kind.__mro__ if one.__module__.split(".")[0] in _PACKAGES)
+    return next(base for base in kind.__mro__ if base.__module__.split(".")[0] in _PACKAGES)
 
 
 # -- unsupported settings ----------------------------------------------------------------------
@@ -481,11 +483,11 @@ def _find_unsupported(trainer: Any, module: Any) -> tuple[str, str] | None:
         return "gradients are clipped by value", "clip by their norm"
     if strategy._layer_sync is not None:
         return "`sync_batchnorm` is not supported under a schedule", "leave it out"
-    for one in (module, *trainer.callbacks):
-        base = _lightning_base(type(one))
+    for owner in (module, *trainer.callbacks):
+        base = _lightning_base(type(owner))
         for name in _HOOKS:
-            if getattr(type(one), name, None) is not getattr(base, name, None):
-                title = f"`{type(one).__name__}.{name}` is not called under a schedule"
+            if getattr(type(owner), name, None) is not getattr(base, name, None):
+                title = f"`{type(owner).__name__}.{name}` is not called under a schedule"
                 return title, "leave it out: the program does backward and update"
     if not list(module.parameters()):
         return f"`{type(module).__name__}` has no parameters", "make them before `fit`"
@@ -503,7 +505,9 @@ def __getattr__(name: str) -> Any:
     Lightning."""
     if name != "ScheduleStrategy":
         raise AttributeError(f"module `schedlang.lightning` has no `{name}`")
-    at_hand = [one for one in _PACKAGES if one in sys.modules] or list(_PACKAGES)
-    found = next((one for one in at_hand if importlib.util.find_spec(one)), _PACKAGES[0])
-    strategies = importlib.import_module(f"{_ROOTS[found]}.strategies")
+    at_hand = [candidate for candidate in _PACKAGES if candidate in sys.modules] or list(_PACKAGES)
+    package = next(
+        (candidate for candidate in at_hand if importlib.util.find_spec(candidate)), _PACKAGES[0]
+    )
+    strategies = importlib.import_module(f"{_ROOTS[package]}.strategies")
     return make_schedule_strategy(strategies.DDPStrategy)

@@ -124,21 +124,21 @@ class SchedFile(pytest.File):
         from schedlang.verbs import examine
         from schedlang.verbs.lockfile import lock_path
 
-        wish = self._make_wish()
+        terms = self._make_wish()
         questions = [examine.CHECK]
         try:
             line = examine.first_row(self.path)
         except Refusal:
             line = 0  # `check` reports the mistake
-        if line and not wish.refused:
+        if line and not terms.refused:
             needs_lock = self.config.getoption("schedlang_locked") or lock_path(self.path).exists()
             questions += [examine.LOCK] if needs_lock else []
         questions += [examine.STATIC] if line else []
         if line and self.config.getoption("schedlang_level") != "static":
             questions.append(examine.VERIFY)
         for question in questions:
-            at = line if question in (examine.STATIC, examine.VERIFY) else 1
-            yield SchedItem.from_parent(self, name=question, wish=wish, line=at)
+            start_line = line if question in (examine.STATIC, examine.VERIFY) else 1
+            yield SchedItem.from_parent(self, name=question, wish=terms, line=start_line)
 
     def _make_wish(self) -> ProofTerms:
         from schedlang.verbs.examine import ProofTerms
@@ -168,12 +168,12 @@ class SchedFile(pytest.File):
 
     def _ini_value(self, ini: str) -> str:
         """Look up this file in an ini value of lines; names are relative to the rootdir."""
-        own = Path(os.path.relpath(self.path, self.config.rootpath)).as_posix()
+        own_path = Path(os.path.relpath(self.path, self.config.rootpath)).as_posix()
         for line in self.config.getini(ini):
             name, colon, value = (part.strip() for part in line.partition(":"))
             if not colon or not value:
                 raise pytest.UsageError(f"{ini}: `{line}` is not FILE: VALUE")
-            if fnmatch.fnmatch(own, name):
+            if fnmatch.fnmatch(own_path, name):
                 return str(value)
         return ""
 
@@ -181,8 +181,8 @@ class SchedFile(pytest.File):
 class SchedItem(pytest.Item):
     """One examination of one schedule."""
 
-    def __init__(self, *, wish: ProofTerms, line: int, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, *, wish: ProofTerms, line: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.wish, self.line = wish, line
         self.outcome: Outcome | None = None
 
@@ -249,13 +249,13 @@ def _session_ranks(config: pytest.Config) -> Iterator[RankPool]:
         return
     import fcntl
 
-    turn = os.open(config.rootpath, os.O_RDONLY)
+    lock = os.open(config.rootpath, os.O_RDONLY)
     try:
-        fcntl.flock(turn, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX)
         yield ranks
     finally:
         ranks.end_ranks()
-        os.close(turn)
+        os.close(lock)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -276,9 +276,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """Write, on GitHub, annotations on the lines to blame and a table in the job's summary."""
     if hasattr(config, "workerinput"):
         return  # the terminal of a pytest-xdist worker is not shown
-    reports = [report for some in terminalreporter.stats.values() for report in some]
-    found = [report.schedlang for report in reports if hasattr(report, "schedlang")]
-    if not found:
+    reports = [report for group in terminalreporter.stats.values() for report in group]
+    results = [report.schedlang for report in reports if hasattr(report, "schedlang")]
+    if not results:
         return
     from schedlang.diagnostics.annotate import Note, annotation, on_github, summarize
     from schedlang.verbs.examine import summary
@@ -286,7 +286,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if not on_github():
         return
     terminalreporter.ensure_newline()
-    for one in found:
-        if one["note"] is not None:
-            terminalreporter.write_line(annotation(Note(**one["note"])))
-    summarize(summary(found))
+    for result in results:
+        if result["note"] is not None:
+            terminalreporter.write_line(annotation(Note(**result["note"])))
+    summarize(summary(results))

@@ -48,17 +48,17 @@ def report_lines(
     for bound in report.bounds:
         yield styles[bound.holds], f" expected           {bound}"
         yield from ((styles[bound.holds], f"   {text}") for text in bound.why)
-    for what in report.unchecked:
-        yield from (("yellow", line) for line in wrap_text(f"not checked: {what}", width, " "))
+    for claim in report.unchecked:
+        yield from (("yellow", line) for line in wrap_text(f"not checked: {claim}", width, " "))
     yield "bold green" if report.ok else "bold red", f" {verdict_text(report)}"
     yield from (("yellow", text) for text in _unexercised(report, width, "" if verbose else more))
 
 
 def verdict_text(report: Report) -> str:
     """PASS in 3.2 s · equal up to floating-point rounding"""
-    how = describe_equivalence(report.equivalence)
-    word = "equal" if report.ok else "compared"
-    return f"{WORDS[report.exit_code]} in {report.seconds:.1f} s · {word} {how}"
+    equivalence = describe_equivalence(report.equivalence)
+    verdict = "equal" if report.ok else "compared"
+    return f"{WORDS[report.exit_code]} in {report.seconds:.1f} s · {verdict} {equivalence}"
 
 
 def describe_equivalence(equivalence: str) -> str:
@@ -71,48 +71,48 @@ def describe_equivalence(equivalence: str) -> str:
 
 def _facts(facts: Sequence[tuple[str, str]]) -> Iterator[str]:
     """Yield short facts side by side, then each long fact on its own line."""
-    said = [f"{name} {value}".strip() for name, value in facts]
-    short = [one for one in said if len(one) <= _SHORT]
+    texts = [f"{name} {value}".strip() for name, value in facts]
+    short = [text for text in texts if len(text) <= _SHORT]
     if short:
         yield " · ".join(short)
-    yield from (one for one in said if len(one) > _SHORT)
+    yield from (text for text in texts if len(text) > _SHORT)
 
 
 def _table(report: Report, width: int) -> Iterator[Line]:
     """Yield one line for each kind; names that do not fit beside the numbers go below."""
-    rows = [(one, _cells(one)) for one in report.summary]
+    rows = [(summary, _cells(summary)) for summary in report.summary]
     widths = [max(map(len, column)) for column in zip(_HEADS, *(cells for _, cells in rows))]
     others = sum(widths) - widths[1] + len(GAP) * (len(widths) - 1) + 1
     fits = others + widths[1] <= width
     if not fits:
         shorts = [cells[1].partition("   ")[0] for _, cells in rows]
         room = max(len(_HEADS[1]), width - others)
-        widths[1] = max([len(_HEADS[1]), *(len(s) for s in shorts if len(s) <= room)])
+        widths[1] = max([len(_HEADS[1]), *(len(text) for text in shorts if len(text) <= room)])
     yield "bold", _row(_HEADS, widths)
     yield "", " " + "─" * (sum(widths) + len(GAP) * (len(widths) - 1))
-    for one, cells in rows:
-        style = "" if one.ok else "red"
-        beside, below = cells[1], ""
-        if len(beside) > widths[1]:
-            beside, _, below = beside.partition("   ")
-        if len(beside) > widths[1]:
-            beside, below = "", f"{beside}   {below}".strip()
-        yield style, _row((cells[0], beside, *cells[2:]), widths)
-        if below:
-            yield from ((style, line) for line in wrap_text(below, width, "     "))
+    for summary, cells in rows:
+        style = "" if summary.ok else "red"
+        cell, overflow = cells[1], ""
+        if len(cell) > widths[1]:
+            cell, _, overflow = cell.partition("   ")
+        if len(cell) > widths[1]:
+            cell, overflow = "", f"{cell}   {overflow}".strip()
+        yield style, _row((cells[0], cell, *cells[2:]), widths)
+        if overflow:
+            yield from ((style, line) for line in wrap_text(overflow, width, "     "))
 
 
-def _cells(one: Summary) -> tuple[str, ...]:
-    gate = f"{one.worst.gate:.0e}" if one.worst.gate else "exact"
-    verdict = "equal" if one.ok else "DIFFERENT"
-    return one.kind, one.compared, f"{one.worst.error:.1e}", gate, verdict
+def _cells(summary: Summary) -> tuple[str, ...]:
+    gate = f"{summary.worst.gate:.0e}" if summary.worst.gate else "exact"
+    verdict = "equal" if summary.ok else "DIFFERENT"
+    return summary.kind, summary.compared, f"{summary.worst.error:.1e}", gate, verdict
 
 
 def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
     left, compared, *numbers, verdict = cells
-    shown = [left.ljust(widths[0]), compared.ljust(widths[1])]
-    shown += [text.rjust(wide) for text, wide in zip(numbers, widths[2:])]
-    return " " + GAP.join([*shown, verdict]).rstrip()
+    padded = [left.ljust(widths[0]), compared.ljust(widths[1])]
+    padded += [text.rjust(width) for text, width in zip(numbers, widths[2:])]
+    return " " + GAP.join([*padded, verdict]).rstrip()
 
 
 def _failure(report: Report) -> Iterator[Line]:
@@ -121,14 +121,14 @@ def _failure(report: Report) -> Iterator[Line]:
 
 def _unexercised(report: Report, width: int, hint: str) -> Iterator[str]:
     """Yield one line with a hint; without a hint, a line for each condition."""
-    said = [gap.condition for gap in report.gaps]
+    conditions = [gap.condition for gap in report.gaps]
     if not hint:
         yield from (f" not exercised: {g.condition} (could hide {g.hides})" for g in report.gaps)
         return
-    for count in range(len(said), 0, -1):
-        rest = len(said) - count
-        more = f" and {rest} more" if rest else ""
-        line = f" not exercised: {', '.join(said[:count])}{more} ({hint})"
+    for count in range(len(conditions), 0, -1):
+        rest = len(conditions) - count
+        suffix = f" and {rest} more" if rest else ""
+        line = f" not exercised: {', '.join(conditions[:count])}{suffix} ({hint})"
         if len(line) <= width or count == 1:
             yield line
             return
@@ -152,8 +152,8 @@ class Row:
     def place(self) -> str:
         """The row in words."""
         step = "" if self.step is None else f", step {self.step}"
-        where = f" ({self.condition}{step})" if self.condition else ""
-        return f"{self.kind}: {self.name}{where}" if self.name else f"{self.kind}{where}"
+        suffix = f" ({self.condition}{step})" if self.condition else ""
+        return f"{self.kind}: {self.name}{suffix}" if self.name else f"{self.kind}{suffix}"
 
 
 @dataclass(frozen=True)
@@ -179,9 +179,9 @@ class CostExpectation:
     left: bool = False
 
     def __str__(self) -> str:
-        untold = "is not held here" if self.left else "cannot be computed"
-        word = {True: "holds", False: "does not hold", None: untold}[self.holds]
-        return f"{self.said}   {word}" + (f": it is {self.found}" if self.found else "")
+        unknown = "is not held here" if self.left else "cannot be computed"
+        verdict = {True: "holds", False: "does not hold", None: unknown}[self.holds]
+        return f"{self.said}   {verdict}" + (f": it is {self.found}" if self.found else "")
 
 
 @dataclass(frozen=True)
@@ -264,11 +264,11 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values; numbers that are not finite become strings."""
-        found = asdict(self) | {"ok": self.ok, "exit_code": self.exit_code}
-        found["worst"] = None if self.worst is None else asdict(self.worst)
-        found["facts"] = dict(self.facts)
-        plain: dict[str, Any] = json.loads(json.dumps(_finite(found)))
-        return plain
+        values = asdict(self) | {"ok": self.ok, "exit_code": self.exit_code}
+        values["worst"] = None if self.worst is None else asdict(self.worst)
+        values["facts"] = dict(self.facts)
+        result: dict[str, Any] = json.loads(json.dumps(_finite(values)))
+        return result
 
     def text(self, width: int = 100, *, verbose: bool = False) -> str:
         """Return the table and the verdict; `verbose` adds what was not exercised, line by line."""
@@ -280,9 +280,9 @@ class Report:
 
     def __repr__(self) -> str:
 
-        of = f" of {self.title}" if self.title else ""
+        suffix = f" of {self.title}" if self.title else ""
         failed = f", first: {self.first.place}" if self.first is not None else ""
-        return f"<Report{of}: {verdict_text(self)}, {len(self.rows)} comparisons{failed}>"
+        return f"<Report{suffix}: {verdict_text(self)}, {len(self.rows)} comparisons{failed}>"
 
     def _repr_html_(self) -> str:
         """The table with its errors on a scale, for notebooks."""
@@ -324,8 +324,8 @@ def _summarise(kind: str, rows: list[Row]) -> Summary:
     failed = [row for row in rows if not row.ok]
     worst = failed[0] if failed else max(rows, key=_closeness)
     names = {row.name for row in rows}
-    good = len(names - {row.name for row in failed})
-    count = f"{good} / {len(names)}" if len(names) > 1 or failed else _describe_single(worst)
+    passed = len(names - {row.name for row in failed})
+    count = f"{passed} / {len(names)}" if len(names) > 1 or failed else _describe_single(worst)
     detail = f"{count}   worst {worst.name}" if len(names) > 1 else count
     if not failed and worst.step is None and " = " in worst.name:  # sets of names: counts
         detail = ", ".join(dict.fromkeys(row.name for row in rows))
@@ -393,9 +393,9 @@ def _head_html(report: Report) -> Iterator[str]:
         yield f"<h1>{html.escape(report.title)}</h1>"
     kind = {0: "equal", 1: "different"}.get(report.exit_code, "open")
     yield f'<p class="verdict {kind}">{html.escape(verdict_text(report))}</p>'
-    said = " · ".join(f"{name} {value}".strip() for name, value in report.facts)
-    if said:
-        yield f'<p class="s">{html.escape(said)}</p>'
+    text = " · ".join(f"{name} {value}".strip() for name, value in report.facts)
+    if text:
+        yield f'<p class="s">{html.escape(text)}</p>'
 
 
 def _table_html(report: Report) -> Iterator[str]:
@@ -403,27 +403,27 @@ def _table_html(report: Report) -> Iterator[str]:
     kinds = {"worst": "n", "gate": "n", heads[4]: "scale"}  # hidden on phones
     cells = "".join(f'<th class="{kinds.get(h, "")}">{html.escape(h)}</th>' for h in heads)
     yield f'<div class="frame"><table><tr>{cells}</tr>'
-    for one in report.summary:
-        kind, word = ("equal", "equal") if one.ok else ("different", "DIFFERENT")
-        gate = f"{one.worst.gate:.0e}" if one.worst.gate else "exact"
+    for summary in report.summary:
+        kind, verdict = ("equal", "equal") if summary.ok else ("different", "DIFFERENT")
+        gate = f"{summary.worst.gate:.0e}" if summary.worst.gate else "exact"
         yield (
-            f"<tr><td>{html.escape(one.kind)}</td><td>{html.escape(one.compared)}</td>"
-            f'<td class="n">{one.worst.error:.1e}</td><td class="n">{gate}</td>'
-            f'<td class="scale">{_scale(one)}</td><td class="{kind}">{word}</td></tr>'
+            f"<tr><td>{html.escape(summary.kind)}</td><td>{html.escape(summary.compared)}</td>"
+            f'<td class="n">{summary.worst.error:.1e}</td><td class="n">{gate}</td>'
+            f'<td class="scale">{_scale(summary)}</td><td class="{kind}">{verdict}</td></tr>'
         )
     yield "</table></div>"
 
 
-def _scale(one: Summary) -> str:
+def _scale(summary: Summary) -> str:
     """Draw the error as a dot, or as a cross beyond the gate; an error of 0 is at the left end."""
-    x, gate = _scale_x(one.worst.error), _scale_x(one.worst.gate)
-    said = f"error {one.worst.error:.1e}, gate {one.worst.gate:.0e}"
+    x, gate = _scale_x(summary.worst.error), _scale_x(summary.worst.gate)
+    label = f"error {summary.worst.error:.1e}, gate {summary.worst.gate:.0e}"
     mark = f'<circle class="dot" cx="{x:.1f}" cy="8" r="4.5"/>'
-    if not one.ok:
+    if not summary.ok:
         mark = f'<path class="cross" d="M{x - 4:.1f} 4l8 8m0 -8l-8 8"/>'
     return (
         f'<svg width="{WIDE + 12:.0f}" height="16" viewBox="-6 0 {WIDE + 12:.0f} 16" role="img" '
-        f'aria-label="{said}"><title>{said}</title>'
+        f'aria-label="{label}"><title>{label}</title>'
         f'<rect class="free" y="5" width="{max(gate, 1.0):.1f}" height="6"/>'
         f'<path class="axis" d="M0 8H{WIDE:.0f}"/><path class="gate" d="M{gate:.1f} 1v14"/>'
         f"{mark}</svg>"
@@ -451,13 +451,13 @@ def _failure_html(report: Report) -> Iterator[str]:
 def _notes_html(report: Report) -> Iterator[str]:
     for bound in report.bounds:
         yield _bound_html(bound)
-    for what in report.unchecked:
-        yield f'<p class="open">not checked: {html.escape(what)}</p>'
+    for claim in report.unchecked:
+        yield f'<p class="open">not checked: {html.escape(claim)}</p>'
     for gap in report.gaps:
-        words = f"not exercised: {gap.condition} (could hide {gap.hides})"
-        yield f'<p class="s">{html.escape(words)}</p>'
+        text = f"not exercised: {gap.condition} (could hide {gap.hides})"
+        yield f'<p class="s">{html.escape(text)}</p>'
 
 
 def _bound_html(bound: CostExpectation) -> str:
-    why = "".join(f"<br>{html.escape(text)}" for text in bound.why)
-    return f'<p class="{HOLDS[bound.holds]}">expected: {html.escape(str(bound))}{why}</p>'
+    reasons = "".join(f"<br>{html.escape(text)}" for text in bound.why)
+    return f'<p class="{HOLDS[bound.holds]}">expected: {html.escape(str(bound))}{reasons}</p>'

@@ -74,16 +74,16 @@ def _build_program(
     from schedlang.runtime.global_state import restore_loss_state
 
     loss, weight = options["loss"], options["weight"]
-    whole = repeat_sample(batch, plan.shares) if local else batch
+    full_batch = repeat_sample(batch, plan.shares) if local else batch
 
-    def check(plan: Plan, batch: Mapping[str, Any], found: Prepared) -> None:
-        check_sums(plan, batch, found, loss=loss, local=local)
+    def check(plan: Plan, batch: Mapping[str, Any], prepared: Prepared) -> None:
+        check_sums(plan, batch, prepared, loss=loss, local=local)
         if not local:  # one rank's rows are not the full batch to compare with
-            check_if_cheap(plan, batch, found, loss=loss, weight=weight)
+            check_if_cheap(plan, batch, prepared, loss=loss, weight=weight)
 
     with restore_loss_state(loss):  # its counters and random draws start with the first step
-        require_costs(plan, whole, loss, weight)
-        count_step_gains(plan, whole)
+        require_costs(plan, full_batch, loss, weight)
+        count_step_gains(plan, full_batch)
         program = build(plan, batch, local=local, check=check, **options)
     return warn_declined(program)
 
@@ -120,9 +120,9 @@ class Scope:
             raise AttributeError(name)
         return PendingCall(self._schedule, self._roots, None, name)
 
-    def row(self, verb: str, *args: object, **named: object) -> None:
+    def row(self, verb: str, *args: object, **kwargs: object) -> None:
         """Add the row of a verb by its name: `sch.row("verify", "forward")`."""
-        record_call(PendingCall(self._schedule, self._roots, None, verb), args, named)
+        record_call(PendingCall(self._schedule, self._roots, None, verb), args, kwargs)
 
     def __repr__(self) -> str:
         return f"<{len(self._roots)} modules of {self._schedule._facts.class_name}>"
@@ -165,8 +165,8 @@ class Schedule(Scope):
         from schedlang.ir.model import ModelFacts
 
         if isinstance(model, type) or not hasattr(model, "named_modules"):
-            word = "a class" if isinstance(model, type) else kind_of(model)
-            title = f"a schedule is for a module of torch, not for {word}"
+            kind = "a class" if isinstance(model, type) else kind_of(model)
+            title = f"a schedule is for a module of torch, not for {kind}"
             helps = ("give the model itself: `schedlang.create_schedule(model())`",)
             raise Refusal.of("S618", title, Label(python_span()), helps=helps)
         load_all()
@@ -235,11 +235,11 @@ class Schedule(Scope):
 
         fold   equal rows for `h.0` to `h.11` become one, where the plan stays the same
         """
-        known, items = (self.plan(), self._facts, self._settings), self._stack[0]
-        made = (
-            fold_rows(items, lambda new: expands_to(self._file_of(new), *known)) if fold else items
+        state, items = (self.plan(), self._facts, self._settings), self._stack[0]
+        folded = (
+            fold_rows(items, lambda new: expands_to(self._file_of(new), *state)) if fold else items
         )
-        return printer.to_text(self._file_of(made))
+        return printer.to_text(self._file_of(folded))
 
     def to_json(self) -> dict[str, object]:
         """Return decisions and actions as plain values."""
@@ -329,11 +329,11 @@ class Schedule(Scope):
         )
         plan = self.plan()
         check_build_arguments(args, unknown, {"batch": batch, **options})
-        made = enter_given_ranks(ranks)(partial(_build_program, plan, options))
+        builder = enter_given_ranks(ranks)(partial(_build_program, plan, options))
         with enter_given_ranks(ranks):
             if batch is not None:
-                return made(batch)
-            return UnbuiltProgram(made, join_job(plan), plan.row_axes)
+                return builder(batch)
+            return UnbuiltProgram(builder, join_job(plan), plan.row_axes)
 
     def search(
         self,
@@ -371,20 +371,20 @@ class Schedule(Scope):
             title = "`search` inside an open step or scope"
             raise Refusal.of("S113", title, Label(python_span()), helps=("close it first",))
         limits = self._state.limits
-        for how, by_name in ((PIN, pin), (FORBID, forbid), (LEAST, least)):
+        for kind, by_name in ((PIN, pin), (FORBID, forbid), (LEAST, least)):
             for name, value in (by_name or {}).items():
                 values = value if isinstance(value, tuple | list) else (value,)
-                limits = limits.with_limit(how, name, tuple(values))
+                limits = limits.with_limit(kind, name, tuple(values))
         if planner is not None:
             find_planner(planner)
         cluster, count = cluster_and_ranks(on, ranks)
         profiles = Profiles(self._facts, batch, loss, weight, dtype)
         job = job_of(profiles, cluster, count, rows, [limits])
-        made = tune_model(profiles, job, partial(find_setting, limits=limits, planner=planner))
-        if made.written is not None:
-            self._replay(made.written.file.items, replace(self._settings, knobs={}))
+        tuned = tune_model(profiles, job, partial(find_setting, limits=limits, planner=planner))
+        if tuned.written is not None:
+            self._replay(tuned.written.file.items, replace(self._settings, knobs={}))
             self._undone.clear()
-        return made.found
+        return tuned.found
 
     # ---- declarations -------------------------------------------------------------------
 
@@ -456,12 +456,12 @@ class Schedule(Scope):
         values = {k: v.value if isinstance(v, lift.RecordedValue) else v for k, v in knobs.items()}
         for name in values:
             if name not in self._state.knobs:
-                near, every = (
+                closest, names = (
                     find_closest(name, self._state.knobs),
                     map("`{}`".format, self._state.knobs),
                 )
-                known = f"its knobs are {', '.join(every)}" if self._state.knobs else "it has none"
-                helps = (f"did you mean `{near}`?" if near else known,)
+                hint = f"its knobs are {', '.join(names)}" if self._state.knobs else "it has none"
+                helps = (f"did you mean `{closest}`?" if closest else hint,)
                 title = f"the schedule has no knob `{name}`"
                 facts, label = facts_of_unknown(name, self._state.knobs), Label(python_span())
                 raise Refusal.of("S106", title, label, helps=helps, facts=facts)
@@ -476,7 +476,7 @@ class Schedule(Scope):
         relaxed: tuple[Any, ...] = (
             tuple(relax) if isinstance(relax, Iterable) and relax != str(relax) else (relax,)
         )
-        if not all(isinstance(word, str) for word in relaxed):
+        if not all(isinstance(relaxation, str) for relaxation in relaxed):
             title = f"`relax` takes names, not {relax!r}"
             helps = ('name what may differ: `relax="dtype"`',)
             raise Refusal.of("S303", title, Label(span), helps=helps)
@@ -512,13 +512,13 @@ class Schedule(Scope):
             raise Refusal.of("S113", title, Label(python_span()), helps=(help_,))
         steps = [item.name for item in items if isinstance(item, n.Step)]
         if to not in steps:
-            near = find_closest(to, steps)
-            helps = (f"did you mean `{near}`?",) if near else ()
+            closest = find_closest(to, steps)
+            helps = (f"did you mean `{closest}`?",) if closest else ()
             title = f"there is no step `{to}`"
             facts, label = facts_of_unknown(to, steps), Label(python_span())
             raise Refusal.of("S113", title, label, helps=helps, facts=facts)
-        place = next(i for i, x in enumerate(items) if isinstance(x, n.Step) and x.name == to)
-        self._undo_to(items[:place])
+        start = next(i for i, x in enumerate(items) if isinstance(x, n.Step) and x.name == to)
+        self._undo_to(items[:start])
 
     def redo(self) -> None:
         """Restore what the last `undo` removed, unless something was added since."""
@@ -557,8 +557,8 @@ class Schedule(Scope):
     def _declare(self, node: n.Item) -> None:
         span = node.span or python_span()
         if len(self._stack) > 1:
-            word = type(node).__name__.lower()
-            title = f"`{word}` must stand outside of steps and blocks"
+            keyword = type(node).__name__.lower()
+            title = f"`{keyword}` must stand outside of steps and blocks"
             helps = ("call it above the first `with sch.step(...)`",)
             raise Refusal.of("S113", title, Label(span), helps=helps)
         self._run(lambda runner: runner.execute_item(node), span)

@@ -111,8 +111,8 @@ class Trainer:
     _setting: dict[str, Any] | None = field(default=None, init=False)  # chosen for these ranks
 
     def __post_init__(self) -> None:
-        if found := self._find_mistake():
-            raise refusal_of(*found)
+        if mistake := self._find_mistake():
+            raise refusal_of(*mistake)
         self.schedule = self._load_schedule()
         if self.callbacks is None:
             self.callbacks = (Console(),)
@@ -135,11 +135,11 @@ class Trainer:
         return self.program
 
     def _train(self) -> None:
-        program, every = self.program, self._callbacks_with("on_step")
+        program, callbacks = self.program, self._callbacks_with("on_step")
         if self.on_spike == "roll back" and self._saved_at < 0:
             self.save()
         self.meter.begin(program.step)
-        times, due = program.dp_size if self.local else 1, self._next_due()
+        times, next_due = program.dp_size if self.local else 1, self._next_due()
         while program.step < self.steps:
             batch = self._next()
             loss = program.train_step(batch, local=self.local)
@@ -147,11 +147,11 @@ class Trainer:
             if self._lr is not None:
                 self.rate = self._lr.optimizer.param_groups[0]["lr"]
                 self._lr.step()
-            for tell in every:
-                tell(self)
-            if program.step >= due:
+            for callback in callbacks:
+                callback(self)
+            if program.step >= next_due:
                 self._do_due(loss)
-                due = self._next_due()
+                next_due = self._next_due()
         if self.folder is not None and self._saved_at != program.step:
             self.save()
         program.saved()
@@ -169,14 +169,14 @@ class Trainer:
         from schedlang.runtime.batch import batch_to_device
 
         total = weights = 0.0
-        a = self.program.assembly
+        assembly = self.program.assembly
         for batch in self.evaluation or ():
             output = self.program.eval_step(batch)
             if self.loss is not None:
-                loss = self.loss(output, batch_to_device(batch, a.ranks.device))
+                loss = self.loss(output, batch_to_device(batch, assembly.ranks.device))
             else:
                 loss = output["loss"] if isinstance(output, Mapping) else output.loss
-            weight = float(a.weight(batch))
+            weight = float(assembly.weight(batch))
             total, weights = total + float(loss) * weight, weights + weight
         mean = total / weights if weights else math.nan
         return {"step": self.program.step, "evaluation loss": mean}
@@ -203,11 +203,11 @@ class Trainer:
 
         sch = self.schedule
         assert isinstance(sch, Schedule)
-        met = elastic.Rendezvous(self.build) if self.elastic else elastic.JoinedJob(sch)
+        meeting = elastic.Rendezvous(self.build) if self.elastic else elastic.JoinedJob(sch)
         self._stream = BatchStream(self.data)
         last = saved_state = None
         if self.folder is not None:
-            last = met.from_first_rank(schedlang.last_checkpoint(self.folder))
+            last = meeting.from_first_rank(schedlang.last_checkpoint(self.folder))
         if last is not None:
             saved_state = archive.read_beside(last, world.rank()) or archive.read_beside(last)
             if not self.accept:
@@ -220,11 +220,13 @@ class Trainer:
             first = self._stream.peek()
         except DataEnded:
             raise self._refuse_ended(0) from None
-        now = generator_states(self.data)
-        given = dict(loss=self.loss, optimizer=self.optimizer, clip=self.clip, **self.build)
-        self.schedule, self._setting, drawing = met.fit_schedule(self, sch, first, saved_state)
+        states = generator_states(self.data)
+        options = dict(loss=self.loss, optimizer=self.optimizer, clip=self.clip, **self.build)
+        self.schedule, self._setting, drawing = meeting.fit_schedule(self, sch, first, saved_state)
         with waits_for_ranks():
-            built: Any = self.schedule.build(batch=None if self.local else first, **drawing | given)
+            built: Any = self.schedule.build(
+                batch=None if self.local else first, **drawing | options
+            )
             self.program = built
             if self.local:
                 built._built(first, True)
@@ -237,10 +239,10 @@ class Trainer:
         if saved_state is not None:
             self._mean = saved_state["mean"]
             restore_scheduler(self._lr, saved_state["scheduler"])
-        restore_generators(self.data, now)
+        restore_generators(self.data, states)
         if self.on_spike == "skip":
-            a = self.program.assembly
-            if a.pipeline.timeline.stale or a.compressor is not None:
+            assembly = self.program.assembly
+            if assembly.pipeline.timeline.stale or assembly.compressor is not None:
                 raise refusal_of(
                     "updates cannot be skipped: rows have already changed state of later steps",
                     'without `compress(gradients)` and stale weights, or `on_spike="stop"`',
@@ -289,8 +291,8 @@ class Trainer:
     def _next_due(self) -> int:
         """Return the next step with something to do besides training."""
         step = self.program.step
-        every = [n for n in (self.log_every, self._save_interval(), self.evaluate_every) if n]
-        return min([self.steps, *(step - step % n + n for n in every)])
+        intervals = [n for n in (self.log_every, self._save_interval(), self.evaluate_every) if n]
+        return min([self.steps, *(step - step % n + n for n in intervals)])
 
     def _save_interval(self) -> int:
         return self.save_every if self.folder is not None else 0
@@ -325,8 +327,8 @@ class Trainer:
         return not finite or loss > self.spike * self._mean
 
     def _update_mean(self, loss: float) -> None:
-        known = not math.isnan(self._mean)
-        self._mean = MEAN_DECAY * self._mean + (1 - MEAN_DECAY) * loss if known else loss
+        has_mean = not math.isnan(self._mean)
+        self._mean = MEAN_DECAY * self._mean + (1 - MEAN_DECAY) * loss if has_mean else loss
 
     def _may_update(self, loss: Tensor, norm: Tensor | float) -> bool:
         """Return whether a step updates: the same on all ranks, which have the same loss and
@@ -367,12 +369,12 @@ class Trainer:
     # -- callbacks and messages ------------------------------------------------------------------
 
     def _callbacks_with(self, name: str) -> list[Callable[..., Any]]:
-        found = (getattr(one, name, None) for one in self.callbacks or ())
-        return [one for one in found if one is not None]
+        methods = (getattr(callback, name, None) for callback in self.callbacks or ())
+        return [callback for callback in methods if callback is not None]
 
     def _notify(self, name: str, *figures: Figures) -> None:
-        for tell in self._callbacks_with(name):
-            tell(self, *figures)
+        for callback in self._callbacks_with(name):
+            callback(self, *figures)
 
     def _refuse_ended(self, step: int) -> Refusal:
         title = f"the data ended after {step} of {self.steps} steps"
@@ -385,18 +387,18 @@ class Trainer:
     def _find_mistake(self) -> tuple[str, str] | None:
         """Return a mistake in the arguments, and what to write instead; None if there is none."""
         functions = {"optimizer": self.optimizer, "scheduler": self.scheduler, "loss": self.loss}
-        for name, one in functions.items():
-            if not callable(one) and (one is not None or name == "optimizer"):
-                return f"`{name}` is {kind_of(one)}, not a function", (
+        for name, function in functions.items():
+            if not callable(function) and (function is not None or name == "optimizer"):
+                return f"`{name}` is {kind_of(function)}, not a function", (
                     "`optimizer=lambda named: torch.optim.AdamW(named, lr=3e-4)`"
                 )
         if not hasattr(self.data, "__iter__") and not hasattr(self.data, "__getitem__"):
             return f"`data` is {kind_of(self.data)}, not batches", "give a list or a loader"
         counts = ("steps", "save_every", "evaluate_every", "log_every")
         for name in counts:
-            least = 1 if name in ("steps", "log_every") else 0
-            if type(getattr(self, name)) is not int or getattr(self, name) < least:
-                return f"`{name}` is {getattr(self, name)!r}", f"give {least} or more steps"
+            minimum = 1 if name in ("steps", "log_every") else 0
+            if type(getattr(self, name)) is not int or getattr(self, name) < minimum:
+                return f"`{name}` is {getattr(self, name)!r}", f"give {minimum} or more steps"
         if self.on_spike not in ON_SPIKE:
             return f"no `on_spike={self.on_spike!r}`", suggest_name(
                 str(self.on_spike), ON_SPIKE, "it is"

@@ -20,8 +20,8 @@ class Gaze(nn.Module):
         q, k, v = self.look(x).split(self.span, dim=-1)
         q, k, v = (t.view(rows, length, self.eyes, self.iris).transpose(1, 2) for t in (q, k, v))
         scores = (q @ k.transpose(-1, -2)) / self.iris**0.5
-        seen = torch.softmax(scores.masked_fill(hidden, -1e30), -1) @ v
-        return self.blend(seen.transpose(1, 2).reshape(rows, length, self.span))
+        attended = torch.softmax(scores.masked_fill(hidden, -1e30), -1) @ v
+        return self.blend(attended.transpose(1, 2).reshape(rows, length, self.span))
 
 
 class Gate(nn.Module):
@@ -69,8 +69,8 @@ class Watcher(nn.Module):
         first = x = self.enter(series)
         for block in self.blocks:
             x = block(x, hidden)
-        both = torch.cat([first, x], -1).masked_fill(hidden[:, 0, 0, :, None], 0.0)  # the long skip
-        return self.join(both.sum(1) / lengths[:, None])
+        pair = torch.cat([first, x], -1).masked_fill(hidden[:, 0, 0, :, None], 0.0)  # the long skip
+        return self.join(pair.sum(1) / lengths[:, None])
 
 
 def model() -> Watcher:

@@ -32,14 +32,16 @@ def packed(texts: list[bytes], length: int = LENGTH) -> list[dict[str, torch.Ten
     first token of a text is no label: it would be predicted from the text before.
     """
     ids = torch.tensor([token for text in texts for token in (*text, END)])
-    places = torch.tensor([at for text in texts for at in range(len(text) + 1)])
-    found = []
+    places = torch.tensor([index for text in texts for index in range(len(text) + 1)])
+    rows = []
     for start in range(0, len(ids) - length + 1, length):
-        row, at = ids[start : start + length], places[start : start + length]
-        begins = torch.arange(length) - (at == 0).int().mul(torch.arange(length)).cummax(0).values
+        row, index = ids[start : start + length], places[start : start + length]
+        begins = (
+            torch.arange(length) - (index == 0).int().mul(torch.arange(length)).cummax(0).values
+        )
         labels = row.masked_fill(begins == 0, -100)
-        found.append({"input_ids": row, "position_ids": begins, "labels": labels})
-    return found
+        rows.append({"input_ids": row, "position_ids": begins, "labels": labels})
+    return rows
 
 
 def lines() -> list[bytes]:
@@ -51,5 +53,5 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
     """Eight or nine packed rows."""
     rows = packed(lines())
     generator = torch.Generator().manual_seed(seed)
-    some = torch.randperm(len(rows), generator=generator)[: 8 + seed % 2].tolist()
-    return {key: torch.stack([rows[row][key] for row in some]) for key in rows[0]}
+    picked = torch.randperm(len(rows), generator=generator)[: 8 + seed % 2].tolist()
+    return {key: torch.stack([rows[row][key] for row in picked]) for key in rows[0]}

@@ -30,9 +30,9 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
     lengths = torch.randint(source // 2, source + 1, (rows, 1), generator=generator)
     padding = torch.arange(source) >= lengths
-    short = torch.randint(target // 2, target + 1, (rows, 1), generator=generator)
+    target_lengths = torch.randint(target // 2, target + 1, (rows, 1), generator=generator)
     return {
         "input_ids": ids.masked_fill(padding, 0),
         "attention_mask": (~padding).long(),
-        "labels": labels.masked_fill(torch.arange(target) >= short, -100),
+        "labels": labels.masked_fill(torch.arange(target) >= target_lengths, -100),
     }

@@ -13,11 +13,11 @@ from schedlang.ir.primitive import isolated_registry
 def _alone(request: pytest.FixtureRequest) -> Iterator[None]:
     """Import what is in the folder of a test anew, and forget afterwards what it has registered."""
     path, folder = list(sys.path), Path(request.node.path).parent
-    own = {file.stem for file in folder.glob("*.py") if not file.stem.startswith("test_")}
-    _forget(own)
+    modules = {file.stem for file in folder.glob("*.py") if not file.stem.startswith("test_")}
+    _forget(modules)
     with isolated_registry():
         yield
-    _forget(own)  # who imports one of them later gets its verb
+    _forget(modules)  # who imports one of them later gets its verb
     sys.path[:] = path
 
 

@@ -24,18 +24,18 @@ def axis_row(plan: Plan, fqn: str, axis: str) -> Action | None:
     best: tuple[tuple[int, int], Action] | None = None
     for action in plan.rows_changing(Facet.PLACEMENT):
         for site in action.sites:
-            over = (b.axis for b in plan.boundaries.get(site, ()))
-            if any(axis in plan.mesh.fold(name) for name in over):
-                near = (_common_segments(site, fqn), -abs(len(site) - len(fqn)))
-                if best is None or near > best[0]:
-                    best = (near, action)
+            axes = (b.axis for b in plan.boundaries.get(site, ()))
+            if any(axis in plan.mesh.fold(name) for name in axes):
+                distance = (_common_segments(site, fqn), -abs(len(site) - len(fqn)))
+                if best is None or distance > best[0]:
+                    best = (distance, action)
     return best[1] if best is not None else None
 
 
-def _common_segments(one: str, other: str) -> int:
+def _common_segments(fqn: str, other_fqn: str) -> int:
     """Return the number of leading segments that two module names have in common."""
     count = 0
-    for a, b in zip(one.split("."), other.split(".")):
+    for a, b in zip(fqn.split("."), other_fqn.split(".")):
         if a != b:
             break
         count += 1

@@ -48,22 +48,22 @@ def check_forward(plan: Plan, run: Run) -> None:
         raise _refusal(plan, failure, tuple(_find_remedies(plan, failure, run))) from failure.error
 
 
-def _refusal(plan: Plan, failure: ForwardFailure, ways: tuple[str, ...]) -> Refusal:
+def _refusal(plan: Plan, failure: ForwardFailure, remedies: tuple[str, ...]) -> Refusal:
     """Return the refusal of a failure, at the row of the innermost cast around the module."""
     from schedlang.runtime.tracing.module_calls import line_of
 
     error, site = failure.error, failure.site
     cast = _innermost_cast(tuple(plan.casts), site or "")
     row = plan.origin(cast)
-    line, said = line_of(error), f"{type(error).__name__}: {error}".split("\n")[0]
-    what = "the loss" if site is None else quote_module(site)
+    line, message = line_of(error), f"{type(error).__name__}: {error}".split("\n")[0]
+    target = "the loss" if site is None else quote_module(site)
     label = Label(row.span) if row is not None else Label()
     return Refusal.of(
         "S895",
-        f"torch does not run {what} under `{_cast_text(cast)}`",
+        f"torch does not run {target} under `{_cast_text(cast)}`",
         label,
-        notes=(f"it raises `{said}`{line and f', at {line}'}",),
-        helps=(*ways, "or " * bool(ways) + "select other modules for this row"),
+        notes=(f"it raises `{message}`{line and f', at {line}'}",),
+        helps=(*remedies, "or " * bool(remedies) + "select other modules for this row"),
     )
 
 
@@ -74,12 +74,12 @@ def _failure(
     from schedlang.runtime.batch import run_forward
     from schedlang.runtime.tracing.meta_runs import meta_model, without_values
 
-    under, model = replace(plan, casts=tuple(casts)), meta_model(plan.model.model, {})
-    cast_modules(under, model)
+    cast_plan, model = replace(plan, casts=tuple(casts)), meta_model(plan.model.model, {})
+    cast_modules(cast_plan, model)
 
     def run() -> None:
         with without_values(sample) as (inputs, _):
-            run_forward(model.train(), inputs, cast_loss(under, loss))
+            run_forward(model.train(), inputs, cast_loss(cast_plan, loss))
 
     return try_forward(model, run)
 
@@ -95,7 +95,7 @@ def try_forward(model: nn.Module, forward: Callable[[], None]) -> ForwardFailure
         running.pop()
 
     for name, module in model.named_modules():
-        module.register_forward_pre_hook(lambda _, given, name=name: running.append(name))
+        module.register_forward_pre_hook(lambda _, args, name=name: running.append(name))
         module.register_forward_hook(leave)
     try:
         forward()
@@ -108,24 +108,27 @@ def try_forward(model: nn.Module, forward: Callable[[], None]) -> ForwardFailure
 
 def _find_remedies(plan: Plan, failure: ForwardFailure, run: Run) -> Iterator[str]:
     """Yield changes of rows, as text, under which the forward was run successfully."""
-    casts, now = tuple(plan.casts), failure
+    casts, current = tuple(plan.casts), failure
     islands = list(casts)
-    while (island := _float32_casts(plan, islands, now.site)) is not None:
+    while (island := _float32_casts(plan, islands, current.site)) is not None:
         islands += island
-        found = run(islands)
-        if found is None:
+        remaining = run(islands)
+        if remaining is None:
             rows = ", ".join(_rows_of(plan, islands[len(casts) :]))
             yield f"compute it in float32, below this row: {rows}"
             return
-        now = found
+        current = remaining
     cast = _innermost_cast(casts, failure.site or "")
-    other = replace(cast, params=not cast.params)
+    flipped_cast = replace(cast, params=not cast.params)
     row = plan.origin(cast)
     sites = row.sites if row is not None else (cast.fqn,)
-    flipped = [replace(one, params=other.params) if one.fqn in sites else one for one in casts]
+    flipped = [
+        replace(cast_row, params=flipped_cast.params) if cast_row.fqn in sites else cast_row
+        for cast_row in casts
+    ]
     if cast.dtype != "fp32" and run(flipped) is None:
-        what = "parameters too" if other.params else "operations by torch's lists"
-        yield f"cast {what}: `{_cast_text(other)}`"
+        scope = "parameters too" if flipped_cast.params else "operations by torch's lists"
+        yield f"cast {scope}: `{_cast_text(flipped_cast)}`"
 
 
 def _float32_casts(plan: Plan, casts: Sequence[Cast], site: str | None) -> list[Cast] | None:
@@ -138,24 +141,26 @@ def _float32_casts(plan: Plan, casts: Sequence[Cast], site: str | None) -> list[
     cast, sites = _innermost_cast(casts, site), plan.model.sites
     if cast.dtype == "fp32" or cast.fqn == site:
         return None
-    same = [s for s in sites if shape_of(s) == shape_of(site) and sites[s].kind == sites[site].kind]
-    under = [s for s in same if replace(_innermost_cast(casts, s), fqn=cast.fqn) == cast]
-    return [Cast(s, "fp32", False, cast.scale, cast.growth) for s in under]
+    alike = [
+        s for s in sites if shape_of(s) == shape_of(site) and sites[s].kind == sites[site].kind
+    ]
+    below = [s for s in alike if replace(_innermost_cast(casts, s), fqn=cast.fqn) == cast]
+    return [Cast(s, "fp32", False, cast.scale, cast.growth) for s in below]
 
 
-def _rows_of(plan: Plan, found: Sequence[Cast]) -> Iterator[str]:
+def _rows_of(plan: Plan, casts: Sequence[Cast]) -> Iterator[str]:
     """Yield `cast(fp32)` rows: one for the same module of all layers."""
     groups: dict[str, list[str]] = {}
-    for one in found:
-        groups.setdefault(shape_of(one.fqn), []).append(one.fqn)
+    for cast in casts:
+        groups.setdefault(shape_of(cast.fqn), []).append(cast.fqn)
     for group in groups.values():
         yield f"`{describe_group(group, plan.model.sites)}  cast(fp32)`"
 
 
 def _innermost_cast(casts: Sequence[Cast], site: str) -> Cast:
     """Return the innermost cast around a module, or the first cast if there is none."""
-    found = [one for one in casts if is_inside(site, one.fqn)]
-    return max(found, key=lambda one: len(one.fqn), default=casts[0])
+    enclosing = [cast for cast in casts if is_inside(site, cast.fqn)]
+    return max(enclosing, key=lambda cast: len(cast.fqn), default=casts[0])
 
 
 def _cast_text(cast: Cast) -> str:

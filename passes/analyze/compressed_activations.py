@@ -81,7 +81,7 @@ BitTable = Mapping[str, tuple[AllottedBits, ...]]  # by compressed module
 
 def bits_by_number(bits: BitTable, fqn: str) -> dict[int, int]:
     """Return the bits of a module's saved tensors, by their number among the floats of a call."""
-    return {one.number: one.bits for one in bits.get(fqn, ())}
+    return {allotted.number: allotted.bits for allotted in bits.get(fqn, ())}
 
 
 def find_bit_table(
@@ -94,33 +94,33 @@ def find_bit_table(
     rows = [row for row in plan.activation_codings if row.budget is not None]
     if not rows:
         return {}
-    seen = _measure_places(plan, rows, sample, loss, chains or {})
-    found: dict[str, tuple[AllottedBits, ...]] = {}
-    for number in dict.fromkeys(one.row for one in rows):
-        mine = [one for one in rows if one.row == number]
-        if mine[0].budget is not None:
-            found |= _allot_row([one.fqn for one in mine], seen, mine[0].budget)
-    return found
+    facts = _measure_places(plan, rows, sample, loss, chains or {})
+    table: dict[str, tuple[AllottedBits, ...]] = {}
+    for number in dict.fromkeys(coding.row for coding in rows):
+        parts = [coding for coding in rows if coding.row == number]
+        if parts[0].budget is not None:
+            table |= _allot_row([coding.fqn for coding in parts], facts, parts[0].budget)
+    return table
 
 
 def _allot_row(
-    names: Sequence[str], seen: Mapping[SavedPlace, PlaceFacts], budget: float
+    names: Sequence[str], facts_by_place: Mapping[SavedPlace, PlaceFacts], budget: float
 ) -> dict[str, Any]:
-    places = [(place, one) for place, one in seen.items() if place.module in names]
+    places = [(place, entry) for place, entry in facts_by_place.items() if place.module in names]
     if any(
-        one.change is None for _, one in places
+        entry.change is None for _, entry in places
     ):  # equal changes: interleave modules, so that none is filled first
-        places.sort(key=lambda each: each[0].number)
-    known = [_entry_of(place, one) for place, one in places]
-    given = allot_bits([one.elements for one in known], _relative_changes(known), budget)
-    out: dict[str, tuple[AllottedBits, ...]] = {}
-    for (place, _), one, bits in zip(places, known, given):
-        out[place.module] = (*out.get(place.module, ()), replace(one, bits=bits))
-    return out
+        places.sort(key=lambda pair: pair[0].number)
+    entries = [_entry_of(place, entry) for place, entry in places]
+    allotted = allot_bits([entry.elements for entry in entries], _relative_changes(entries), budget)
+    table: dict[str, tuple[AllottedBits, ...]] = {}
+    for (place, _), entry, bits in zip(places, entries, allotted):
+        table[place.module] = (*table.get(place.module, ()), replace(entry, bits=bits))
+    return table
 
 
-def _entry_of(place: SavedPlace, one: PlaceFacts) -> AllottedBits:
-    return AllottedBits(place.number, one.site, one.elements, _exponent(one.change))
+def _entry_of(place: SavedPlace, facts: PlaceFacts) -> AllottedBits:
+    return AllottedBits(place.number, facts.site, facts.elements, _exponent(facts.change))
 
 
 def _exponent(change: float | None) -> int | None:
@@ -132,12 +132,14 @@ def _exponent(change: float | None) -> int | None:
     return round(2 * math.log2(change)) if change > 0 else _LOWEST
 
 
-def _relative_changes(known: Sequence[AllottedBits]) -> list[float]:
+def _relative_changes(entries: Sequence[AllottedBits]) -> list[float]:
     """Return sensitivities relative to the largest; without values the numbers of elements."""
-    most = max((one.exponent for one in known if one.exponent is not None), default=0)
+    top = max((item.exponent for item in entries if item.exponent is not None), default=0)
     return [
-        float(one.elements) if one.exponent is None else 2.0 ** max(-900, (one.exponent - most) / 2)
-        for one in known
+        float(item.elements)
+        if item.exponent is None
+        else 2.0 ** max(-900, (item.exponent - top) / 2)
+        for item in entries
     ]
 
 
@@ -149,27 +151,27 @@ def allot_bits(elements: Sequence[int], changes: Sequence[float], budget: float)
     gets more, while the budget allows. The sum is convex in the bits, so at most the last step is
     lost. The result is never worse than equal bits for all tensors.
     """
-    left = budget * sum(elements) - BIT_CHOICES[0] * sum(elements)
+    budget_left = budget * sum(elements) - BIT_CHOICES[0] * sum(elements)
     bits = [BIT_CHOICES[0]] * len(elements)
     heap = [_step(k, 0, elements[k], changes[k]) for k in range(len(elements))]
     heapq.heapify(heap)
     while heap:
         _, k, level = heapq.heappop(heap)
-        more = (BIT_CHOICES[level + 1] - BIT_CHOICES[level]) * elements[k]
-        if more > left:
+        added = (BIT_CHOICES[level + 1] - BIT_CHOICES[level]) * elements[k]
+        if added > budget_left:
             continue
-        left -= more
+        budget_left -= added
         bits[k] = BIT_CHOICES[level + 1]
         if level + 2 < len(BIT_CHOICES):
             heapq.heappush(heap, _step(k, level + 1, elements[k], changes[k]))
     equal = [max(c for c in BIT_CHOICES if c <= budget)] * len(elements)
-    return min(bits, equal, key=lambda some: gradient_variance(changes, some))
+    return min(bits, equal, key=lambda allocation: gradient_variance(changes, allocation))
 
 
 def _step(k: int, level: int, elements: int, change: float) -> tuple[float, int, int]:
-    less = _rounding_variance(BIT_CHOICES[level]) - _rounding_variance(BIT_CHOICES[level + 1])
-    more = (BIT_CHOICES[level + 1] - BIT_CHOICES[level]) * elements
-    return -change * less / more, k, level
+    drop = _rounding_variance(BIT_CHOICES[level]) - _rounding_variance(BIT_CHOICES[level + 1])
+    added_bits = (BIT_CHOICES[level + 1] - BIT_CHOICES[level]) * elements
+    return -change * drop / added_bits, k, level
 
 
 def _rounding_variance(bits: int) -> float:
@@ -178,7 +180,7 @@ def _rounding_variance(bits: int) -> float:
 
 def gradient_variance(changes: Sequence[float], bits: Sequence[int]) -> float:
     """Return the variance that rounding adds to the gradient, in the unit of `changes`."""
-    return sum(change * _rounding_variance(some) for change, some in zip(changes, bits))
+    return sum(change * _rounding_variance(width) for change, width in zip(changes, bits))
 
 
 def _measure_places(
@@ -199,12 +201,12 @@ def _measure_places(
     from schedlang.runtime.tracing.meta_runs import meta_model, without_values
 
     blocks = {row.fqn: row.block for row in rows}
-    empty = is_on_meta(plan.model.model)
+    on_meta = is_on_meta(plan.model.model)
     module: Any = plan.model.reference_model
-    module = meta_model(module, {}) if empty else copy_module(module)
+    module = meta_model(module, {}) if on_meta else copy_module(module)
     module.train()
     install_recomputation(plan, module, chains)
-    if not empty:
+    if not on_meta:
         return find_places(module, blocks, lambda: backward_root(module, sample, loss))
     with without_values(sample) as (inputs, _):
         return find_places(module, blocks, lambda: backward_root(module, inputs, loss))
@@ -213,20 +215,22 @@ def _measure_places(
 def describe_bits(plan: Plan, bits: BitTable) -> Iterator[str]:
     """Yield the table of bits as text: one line for modules whose tensors have the same bits."""
     lines: dict[str, list[str]] = {}
-    for fqn, some in bits.items():
-        words = []
+    for fqn, entries in bits.items():
+        parts = []
         for level in reversed(BIT_CHOICES):
-            sites = [one.site.removeprefix(f"{fqn}.") for one in some if one.bits == level]
-            words += [f"{level} bits for {', '.join(sites)}"] if sites else []
-        lines.setdefault("; ".join(words).replace(fqn, "itself"), []).append(fqn)
-    for said, names in lines.items():
-        yield f"`compress` of {', '.join(f'`{name}`' for name in names)}: {said}"
+            sites = [item.site.removeprefix(f"{fqn}.") for item in entries if item.bits == level]
+            parts += [f"{level} bits for {', '.join(sites)}"] if sites else []
+        lines.setdefault("; ".join(parts).replace(fqn, "itself"), []).append(fqn)
+    for text, names in lines.items():
+        yield f"`compress` of {', '.join(f'`{name}`' for name in names)}: {text}"
     if bits:
-        held = [one for some in bits.values() for one in some]
-        mean = sum(one.bits * one.elements for one in held) / sum(one.elements for one in held)
-        why = " (as if all were alike, in each module: there are no values)"
-        why = why if held[0].exponent is None else ""
-        yield f"`compress` in {mean:.3g} bits for an element in the mean{why}"
+        items = [item for entries in bits.values() for item in entries]
+        mean = sum(item.bits * item.elements for item in items) / sum(
+            item.elements for item in items
+        )
+        note = " (as if all were alike, in each module: there are no values)"
+        note = note if items[0].exponent is None else ""
+        yield f"`compress` in {mean:.3g} bits for an element in the mean{note}"
 
 
 def find_saved_splits(counting: CostSubject, chains: Chains) -> SavedSplits | None:
@@ -238,16 +242,18 @@ def find_saved_splits(counting: CostSubject, chains: Chains) -> SavedSplits | No
     plan, traced = counting.plan, counting.traced
     if not weight_axes(plan):
         return _by_tokens(counting, chains)
-    if any(one.saved_operators for one in recomputed_modules(plan, chains)):
+    if any(recomputed.saved_operators for recomputed in recomputed_modules(plan, chains)):
         raise _other_operators(plan, weight_axes(plan)[0])
     local = _find_saved(replace(counting, tokens=None), chains)
-    whole = _find_saved(single_process(counting), chains, partial_modules(traced))
-    traced = replace(traced, saved_splits=compare_saved(plan, whole, local))
+    full = _find_saved(single_process(counting), chains, partial_modules(traced))
+    traced = replace(traced, saved_splits=compare_saved(plan, full, local))
     return _by_tokens(replace(counting, traced=traced), chains)
 
 
 def _other_operators(plan: Plan, axis: str) -> Refusal:
-    row = next(action for action, one in recomputing_rows(plan) if one.budget is not None)
+    row = next(
+        action for action, recomputing in recomputing_rows(plan) if recomputing.budget is not None
+    )
     return Refusal.of(
         "S857",
         "the compressed results would differ from those of a single process",
@@ -271,21 +277,27 @@ def _by_tokens(counting: CostSubject, chains: Chains) -> SavedSplits | None:
     plan, tokens = counting.plan, counting.tokens
     if tokens is None or not plan.activation_codings:
         return counting.traced.saved_splits
-    whole = _find_saved(replace(counting, tokens=None), chains)
+    full = _find_saved(replace(counting, tokens=None), chains)
     local = _find_saved(counting, chains)
     layout = tokens.layout(counting.sample)
     cut = TokenCounts(layout.total, layout.counts[0], tokens.ranks)
-    found: dict[tuple[str, str], tuple[SavedSplit, ...]] = {}
-    for fqn, each in whole.items():
-        for site in dict.fromkeys(one.site for one in (*each, *local[fqn])):
-            ours, mine = ([o.shape for o in some if o.site == site] for some in (each, local[fqn]))
-            splits = _match_splits(cut, ours, mine)
+    splits_of: dict[tuple[str, str], tuple[SavedSplit, ...]] = {}
+    for fqn, saved_full in full.items():
+        for site in dict.fromkeys(saved.site for saved in (*saved_full, *local[fqn])):
+            full_shapes, shapes = (
+                [item.shape for item in tensors if item.site == site]
+                for tensors in (saved_full, local[fqn])
+            )
+            splits = _match_splits(cut, full_shapes, shapes)
             if splits is None:
                 raise unequal_shards(
-                    plan, fqn, plan.context_axes[0], _describe_shapes(site, ours, mine)
+                    plan, fqn, plan.context_axes[0], _describe_shapes(site, full_shapes, shapes)
                 )
-            found[fqn, site] = splits
-    by_token, weights = TokenSplits(tokens.ranks, tokens.kind, found), counting.traced.saved_splits
+            splits_of[fqn, site] = splits
+    by_token, weights = (
+        TokenSplits(tokens.ranks, tokens.kind, splits_of),
+        counting.traced.saved_splits,
+    )
     if weights is None:
         return by_token
     assert isinstance(weights, WeightSplits), "weights are followed before tokens are"
@@ -295,24 +307,24 @@ def _by_tokens(counting: CostSubject, chains: Chains) -> SavedSplits | None:
 Shapes = Sequence[tuple[int, ...]]
 
 
-def _match_splits(cut: TokenCounts, whole: Shapes, local: Shapes) -> tuple[SavedSplit, ...] | None:
+def _match_splits(cut: TokenCounts, full: Shapes, local: Shapes) -> tuple[SavedSplit, ...] | None:
     """Return the split of each tensor that a rank saves, or None where the tensors do not match.
 
     A rank saves no masks of queries and keys; such full tensors are skipped.
     """
-    if not whole:
+    if not full:
         return None if local else ()
-    if len(whole) > len(local) and whole[0][-2:] == (cut.total, cut.total):
-        found = _match_splits(cut, whole[1:], local)
-        if found is not None:
-            return found
-    split = cut.split_of(whole[0], local[0]) if local else None
-    rest = _match_splits(cut, whole[1:], local[1:]) if split is not None else None
+    if len(full) > len(local) and full[0][-2:] == (cut.total, cut.total):
+        splits = _match_splits(cut, full[1:], local)
+        if splits is not None:
+            return splits
+    split = cut.split_of(full[0], local[0]) if local else None
+    rest = _match_splits(cut, full[1:], local[1:]) if split is not None else None
     return None if split is None or rest is None else (split, *rest)
 
 
-def _describe_shapes(site: str, whole: Shapes, local: Shapes) -> str:
-    sizes = [", ".join(str(list(shape)) for shape in some) or "nothing" for some in (local, whole)]
+def _describe_shapes(site: str, full: Shapes, local: Shapes) -> str:
+    sizes = [", ".join(str(list(shape)) for shape in group) or "nothing" for group in (local, full)]
     return f"{sizes[0]} for {sizes[1]}, in `{site}`"
 
 
@@ -328,7 +340,7 @@ def _find_saved(
     from schedlang.runtime.sharding.sharded_layer import mark_coded
     from schedlang.runtime.storage.saved_tensors_slot import partial_sums, wrap_modules
 
-    found: dict[str, Any] = {}
+    saved: dict[str, Any] = {}
 
     def watch(model: Any) -> None:
         stack = ModuleStack()
@@ -336,12 +348,12 @@ def _find_saved(
         wrap_modules(partial_sums, model, parts)
         install_recomputation(counting.plan, model, chains)
         stack.watch(model)
-        found.update(
+        saved.update(
             watch_saved(model, [row.fqn for row in counting.plan.activation_codings], stack)
         )
 
     with run_local_model(counting, watch):
-        return found
+        return saved
 
 
 CONFLICT_REASONS = {
@@ -359,23 +371,27 @@ def check_compressed(plan: Plan, traced: Traced, staged: Staged, slicing: Slicin
     """
     if not plan.activation_codings:
         return
-    numbers = {one.row for one in plan.activation_codings}
-    stored = {one.row: one.what for one in plan.stores}
-    coded = [action for action in plan.actions if action.row in numbers]
-    for row in coded:
+    numbers = {row_part.row for row_part in plan.activation_codings}
+    stored = {row_part.row: row_part.what for row_part in plan.stores}
+    coded_rows = [action for action in plan.actions if action.row in numbers]
+    for row in coded_rows:
         for other in plan.actions:
             facet = next((f for f in CONFLICT_REASONS if other.changes(f)), None)
-            own, what = other.primitive, stored.get(other.row)
-            idle = facet is Facet.RESIDENCE and what is None and not isinstance(own, Lowered)
-            if facet is None or idle or other.row in numbers or what in _STATE:
+            primitive, stored_kind = other.primitive, stored.get(other.row)
+            idle = (
+                facet is Facet.RESIDENCE
+                and stored_kind is None
+                and not isinstance(primitive, Lowered)
+            )
+            if facet is None or idle or other.row in numbers or stored_kind in _STATE:
                 continue  # an idle row offloads to a peer along an axis of one rank
-            _check_overlap(row, other, facet, moves=what == "activations")
+            _check_overlap(row, other, facet, moves=stored_kind == "activations")
     _check_choices(plan, traced)
     _check_results(plan)
-    _check_split(plan, coded[0])
-    _check_capacity(plan, coded[0])
-    _check_chosen_rows(plan, traced, coded)
-    _check_order(staged, slicing, coded[0])
+    _check_split(plan, coded_rows[0])
+    _check_capacity(plan, coded_rows[0])
+    _check_chosen_rows(plan, traced, coded_rows)
+    _check_order(staged, slicing, coded_rows[0])
 
 
 _STATE = ("gradients", "optimizer")  # tensors that no forward saves
@@ -383,23 +399,27 @@ _STATE = ("gradients", "optimizer")  # tensors that no forward saves
 
 def _check_overlap(row: Action, other: Action, facet: Facet, moves: bool) -> None:
     """Refuse (S857) two rows at the same module, or at modules of which one contains the other."""
-    reruns = other.primitive
-    again = isinstance(reruns, Recomputing) and reruns.reruns(other.sites, ()) is not None
+    primitive = other.primitive
+    reruns_too = (
+        isinstance(primitive, Recomputing) and primitive.reruns(other.sites, ()) is not None
+    )
     pairs = ((a, b) for a in row.sites for b in other.sites)
     pairs = (
         (a, b) for a, b in pairs if not (moves and is_inside(a, b))
     )  # integers may be offloaded
-    pairs = ((a, b) for a, b in pairs if not (again and is_inside(b, a)))  # inputs may be rounded
+    pairs = (
+        (a, b) for a, b in pairs if not (reruns_too and is_inside(b, a))
+    )  # inputs may be rounded
     overlap = next(((a, b) for a, b in pairs if is_inside(b, a) or is_inside(a, b)), None)
     if overlap is None:
         return
     label = Label(row.span or NOWHERE, f"compresses the activations of `{overlap[0]}`")
-    also = Label(other.span or NOWHERE, f"`{other.name}` selects `{overlap[1]}`")
+    other_label = Label(other.span or NOWHERE, f"`{other.name}` selects `{overlap[1]}`")
     raise Refusal.of(
         "S857",
         f"`{other.name}` and `compress(activations)` both select `{overlap[0]}`",
         label,
-        (also,),
+        (other_label,),
         (CONFLICT_REASONS[facet],),
         ("select other modules in one of the two rows, or drop one",),
     )
@@ -413,8 +433,8 @@ def _check_choices(plan: Plan, traced: Traced) -> None:
     for row, site in (
         (action, site) for action, _ in recomputing_rows(plan) for site in action.sites
     ):
-        found = next((fqn for fqn in traced.choosing_modules if is_inside(fqn, site)), None)
-        if found is not None:
+        choosing = next((fqn for fqn in traced.choosing_modules if is_inside(fqn, site)), None)
+        if choosing is not None:
             label = Label(row.span or NOWHERE, "recomputes from compressed inputs")
             raise Refusal.of(
                 "S857",
@@ -422,7 +442,7 @@ def _check_choices(plan: Plan, traced: Traced) -> None:
                 label,
                 (),
                 (
-                    f"`{traced.choosing_modules[found]}` in `{found}` depends on values",
+                    f"`{traced.choosing_modules[choosing]}` in `{choosing}` depends on values",
                     "rounded inputs may change the choice: the backward would be of a"
                     " different function",
                 ),
@@ -432,9 +452,9 @@ def _check_choices(plan: Plan, traced: Traced) -> None:
 
 def _check_results(plan: Plan) -> None:
     """Refuse (S857) saved results of collectives, which a single process does not have."""
-    for row, one in recomputing_rows(plan):
+    for row, row_part in recomputing_rows(plan):
         if not any(
-            "collective" in again.saved_classes for again in one.reruns(row.sites, ()) or ()
+            "collective" in rerun.saved_classes for rerun in row_part.reruns(row.sites, ()) or ()
         ):
             continue
         label = Label(row.span or NOWHERE, "saves results for the recomputation")
@@ -469,23 +489,23 @@ def _check_capacity(plan: Plan, row: Action) -> None:
     )
 
 
-def _check_chosen_rows(plan: Plan, traced: Traced, coded: Sequence[Action]) -> None:
+def _check_chosen_rows(plan: Plan, traced: Traced, coded_rows: Sequence[Action]) -> None:
     """Refuse (S858) compressed experts, chosen by values, on ranks that split tokens.
 
     The rows of such an expert on a rank are other rows than those of a single process.
     """
     tokens = [axis for axis in plan.context_axes if plan.mesh.size(axis) > 1]
-    shared = experts_of(plan)  # their saved tensors are not compressed
+    expert_modules = experts_of(plan)  # their saved tensors are not compressed
     pairs = (
         (row, fqn)
-        for row in coded
+        for row in coded_rows
         for site in row.sites
         for fqn in traced.choosing_modules
         if is_inside(fqn, site)
     )
     for row, fqn in pairs:
-        around = fqn.rpartition(".")[0]
-        if not tokens or any(is_inside(one, around) for one in shared):
+        parent = fqn.rpartition(".")[0]
+        if not tokens or any(is_inside(expert, parent) for expert in expert_modules):
             continue
         raise Refusal.of(
             "S858",
@@ -510,7 +530,7 @@ def _check_split(plan: Plan, row: Action) -> None:
     The blocks of a shard differ from the blocks of the full tensor; only for these splits can a
     single process reproduce them.
     """
-    data = {a for r in plan.replicas for over in r.axes for a in plan.mesh.fold(over)}
+    data = {a for r in plan.replicas for axis_name in r.axes for a in plan.mesh.fold(axis_name)}
     stage = {a for cut in plan.cuts for a in plan.mesh.fold(cut.axis)}
     split = [axis for axis in plan.mesh.sizes if plan.mesh.size(axis) > 1]
     split = [a for a in split if a in plan.used_axes and a not in data | stage]
@@ -519,24 +539,24 @@ def _check_split(plan: Plan, row: Action) -> None:
     experts = {
         a
         for n, layout in plan.layouts.items()
-        if any(is_inside(n, one) for one in expert_modules)
+        if any(is_inside(n, expert) for expert in expert_modules)
         for a in layout.axes
     }
     routed = [
         axis
         for name, layout in plan.layouts.items()
-        if not any(is_inside(name, one) for one in expert_modules)
+        if not any(is_inside(name, expert) for expert in expert_modules)
         for axis in layout.axes
         if axis in data and plan.mesh.size(axis) > 1
     ]
     tokens = [axis for axis in plan.context_axes if plan.mesh.size(axis) > 1]
-    others = [axis for axis in split if axis not in (*weights, *tokens, *experts)]
-    bad = [*others, *routed, *weights[1:]]
-    if not bad:
+    unsupported = [axis for axis in split if axis not in (*weights, *tokens, *experts)]
+    refused = [*unsupported, *routed, *weights[1:]]
+    if not refused:
         return
     raise Refusal.of(
         "S858",
-        f"activations sharded over `{bad[0]}` cannot be compressed",
+        f"activations sharded over `{refused[0]}` cannot be compressed",
         Label(row.span or NOWHERE, "rounds saved activations, block by block"),
         (),
         (
@@ -544,8 +564,8 @@ def _check_split(plan: Plan, row: Action) -> None:
             " for one axis that shards weights and one that splits tokens",
         ),
         (
-            f"leave `{bad[0]}` out: split the batch with `zero` instead",
-            f"or set `{bad[0]}` to 1: `--mesh {bad[0]}=1`",
+            f"leave `{refused[0]}` out: split the batch with `zero` instead",
+            f"or set `{refused[0]}` to 1: `--mesh {refused[0]}=1`",
         ),
     )
 
@@ -555,10 +575,10 @@ def _check_order(staged: Staged, slicing: Slicing | None, row: Action) -> None:
     stale = staged.timeline.stale
     if not stale and slicing is None:
         return
-    what = "uses several versions of the weights" if stale else "splits sequences into slices"
+    feature = "uses several versions of the weights" if stale else "splits sequences into slices"
     raise Refusal.of(
         "S859",
-        f"activations are compressed, and the order {what}",
+        f"activations are compressed, and the order {feature}",
         Label(row.span or NOWHERE, "rounds saved activations"),
         (),
         ("for such an order it is not known which tensors a single process would round",),

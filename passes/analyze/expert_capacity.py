@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 def find_capacities(plan: Plan) -> Iterator[tuple[str, Routing]]:
     """Yield the modules whose experts have a capacity, with their routing."""
-    for fqn, told in plan.kind_options.items():
-        if getattr(told, "capacity", None) is not None:
-            yield fqn, told
+    for fqn, routing in plan.kind_options.items():
+        if getattr(routing, "capacity", None) is not None:
+            yield fqn, routing
 
 
 def limit_capacity(plan: Plan, model: nn.Module) -> nn.Module:
@@ -33,23 +33,23 @@ def limit_capacity(plan: Plan, model: nn.Module) -> nn.Module:
 
     limit_experts(
         model,
-        {fqn: (told.experts.count, told.capacity or 0.0) for fqn, told in find_capacities(plan)},
+        {fqn: (route.experts.count, route.capacity or 0.0) for fqn, route in find_capacities(plan)},
     )
     return model
 
 
 def without_capacity(plan: Plan) -> Plan:
     """Return the plan without capacities: experts take all tokens."""
-    free = {fqn: replace(told, capacity=None) for fqn, told in find_capacities(plan)}
-    return replace(plan, kind_options={**plan.kind_options, **free})
+    unlimited = {fqn: replace(routing, capacity=None) for fqn, routing in find_capacities(plan)}
+    return replace(plan, kind_options={**plan.kind_options, **unlimited})
 
 
 def check_routing(plan: Plan) -> None:
     """Refuse (S422) a capacity that would count only a part of the batch's tokens."""
     for fqn, _ in find_capacities(plan):
-        over = {b.axis for b in plan.boundaries[fqn]}
-        unshared = [a for a in plan.data_axes if plan.mesh.size(a) > 1 and a not in over]
-        axes = ", ".join(a for a in plan.mesh.sizes if a in over or a in unshared)
+        expert_axes = {b.axis for b in plan.boundaries[fqn]}
+        unshared = [a for a in plan.data_axes if plan.mesh.size(a) > 1 and a not in expert_axes]
+        axes = ", ".join(a for a in plan.mesh.sizes if a in expert_axes or a in unshared)
         title = f"the capacity of `{fqn}` would be counted over only a part of the batch"
         if unshared:
             notes = (f"the batch is split over `{unshared[0]}`, but its experts are not",)

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 def state_slicing(plan: Plan) -> tuple[Replicas | None, tuple[str, ...]]:
     """Return the row that slices state, and the data axes whose ranks keep full copies."""
-    real = [r for r in plan.all_replicas if plan.mesh.size(r.axes) > 1]
-    sliced = next((r for r in real if r.stage > 0), None)
-    whole = tuple(axis for r in real if r.stage == 0 for axis in r.axes)
-    return sliced, whole
+    active = [r for r in plan.all_replicas if plan.mesh.size(r.axes) > 1]
+    sliced = next((r for r in active if r.stage > 0), None)
+    unsliced_axes = tuple(axis for r in active if r.stage == 0 for axis in r.axes)
+    return sliced, unsliced_axes
 
 
 def holdings_of(plan: Plan, staged: Staged) -> dict[str, Holding]:
@@ -38,12 +38,12 @@ def holdings_of(plan: Plan, staged: Staged) -> dict[str, Holding]:
     owners = _owners(staged) if staged.axis is not None else {}
     unsliced = _unsliced(plan, staged) if axes else frozenset()
     holdings = {}
-    for name, fact in plan.model.unique_parameters.items():
+    for name, param in plan.model.unique_parameters.items():
         stages = None
         if staged.axis is not None:
-            stages = owners.get(name) or _places_of_unread(staged, fact.names)
-        whole = not axes or name in unsliced or not fact.shape
-        cut = () if whole else _sliced_axes(plan, name, axes)
+            stages = owners.get(name) or _places_of_unread(staged, param.names)
+        unsliced_here = not axes or name in unsliced or not param.shape
+        cut = () if unsliced_here else _sliced_axes(plan, name, axes)
         holdings[name] = Holding(name, plan.effective_layout(name), cut, staged.axis, stages)
     return holdings
 
@@ -84,30 +84,30 @@ def _unsliced(plan: Plan, staged: Staged) -> frozenset[str]:
       write into a gathered copy would be lost.
     * Quantized frozen weights, which no unit gathers.
     """
-    lent = {
-        f.name
+    outside = {
+        param.name
         for n in staged.unsliceable_parameters
-        if (f := plan.model.parameters.get(n)) is not None
+        if (param := plan.model.parameters.get(n)) is not None
     }
-    lent |= {
+    outside |= {
         name for name in plan.model.unique_parameters if plan.model.coding_of(name) is not None
     }
     if staged.axis is None:
-        return frozenset(_shared_with_trunk(plan, staged)) | lent
+        return frozenset(_shared_with_trunk(plan, staged)) | outside
     units = [f"{name}." for name in staged.cut.graph.units]
-    held = {
+    unit_counts = {
         name: sum(any(n.startswith(unit) for n in fact.names) for unit in units)
         for name, fact in plan.model.unique_parameters.items()
     }
-    not_one_unit = {name for name, count in held.items() if count != 1}
-    return frozenset(staged.cut.shared) | not_one_unit | lent
+    not_one_unit = {name for name, count in unit_counts.items() if count != 1}
+    return frozenset(staged.cut.shared) | not_one_unit | outside
 
 
 def _shared_with_trunk(plan: Plan, staged: Staged) -> Iterator[str]:
     """Yield parameters of an element of the trunk that also have a name outside the element."""
-    for name, fact in plan.model.unique_parameters.items():
-        homes = {next((u for u in staged.trunk if n.startswith(f"{u}.")), "") for n in fact.names}
-        if len(homes) > 1:
+    for name, param in plan.model.unique_parameters.items():
+        units = {next((u for u in staged.trunk if n.startswith(f"{u}.")), "") for n in param.names}
+        if len(units) > 1:
             yield name
 
 
@@ -120,7 +120,7 @@ def gathers_by_rows(plan: Plan, staged: Staged) -> bool:
     return staged.axis is not None and sliced is not None and sliced.stage == 3
 
 
-def gathers_of(plan: Plan, staged: Staged, stage: int, place: int) -> tuple[int, int] | None:
+def gathers_of(plan: Plan, staged: Staged, stage: int, position: int) -> tuple[int, int] | None:
     """Return the numbers of runs of forwards and backwards during which a stage stays gathered.
 
     Returns None where rows of the timeline do not gather the stage at this place.
@@ -129,11 +129,11 @@ def gathers_of(plan: Plan, staged: Staged, stage: int, place: int) -> tuple[int,
 
     if not gathers_by_rows(plan, staged):
         return None
-    t = staged.timeline
-    found = find_runs(t)
-    mine = (t.stage[found.first] == stage) & (t.rank[found.first] == place)
-    back = int(found.backward[mine].sum())
-    return (int(mine.sum()) - back, back) if mine.any() else None
+    timeline = staged.timeline
+    runs = find_runs(timeline)
+    own_runs = (timeline.stage[runs.first] == stage) & (timeline.rank[runs.first] == position)
+    backwards = int(runs.backward[own_runs].sum())
+    return (int(own_runs.sum()) - backwards, backwards) if own_runs.any() else None
 
 
 def gathers_by_place(
@@ -143,15 +143,15 @@ def gathers_by_place(
 
     The gathers are those of ZeRO stage 3.
     """
-    often = (microbatches * staged.timeline.slices,) * 2
+    default = (microbatches * staged.timeline.slices,) * 2
     if places is None:
-        yield None, *often
+        yield None, *default
         return
     by_times: dict[tuple[int, int], set[int]] = {}
-    for place in places:
-        by_times.setdefault(gathers_of(plan, staged, stage, place) or often, set()).add(place)
-    for times, here in by_times.items():
-        yield frozenset(here), *times
+    for index in places:
+        by_times.setdefault(gathers_of(plan, staged, stage, index) or default, set()).add(index)
+    for times, places_alike in by_times.items():
+        yield frozenset(places_alike), *times
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def reductions(plan: Plan, traced: Traced, holdings: Mapping[str, Holding]) -> l
 
     A rank leaves out the names that it does not hold.
     """
-    trained = [name for name, fact in plan.model.unique_parameters.items() if fact.requires_grad]
+    trained = [name for name, param in plan.model.unique_parameters.items() if param.requires_grad]
     return [
         *(_partial(plan, traced, trained) if traced.partial else ()),
         *(_tied(holdings, trained) if plan.cuts else ()),
@@ -263,36 +263,43 @@ def sliced_names_by_unit(
     over other axes than the unit, and modules that are called while the unit does not run, when
     their parameters would not be gathered.
     """
-    left = {name for name, holding in holdings.items() if holding.sliced}
-    found = {}
+    remaining = {name for name, holding in holdings.items() if holding.sliced}
+    names_by_unit = {}
     for fqn in _with_inner_units(plan, staged, holdings, stage):
-        mine = tuple(
-            dict.fromkeys(f.name for f in plan.model.parameters_below(fqn) if f.name in left)
+        unit_names = tuple(
+            dict.fromkeys(f.name for f in plan.model.parameters_below(fqn) if f.name in remaining)
         )
-        left -= set(mine)
-        if mine or not fqn:
-            found[fqn] = mine
-    return found
+        remaining -= set(unit_names)
+        if unit_names or not fqn:
+            names_by_unit[fqn] = unit_names
+    return names_by_unit
 
 
 def _with_inner_units(
     plan: Plan, staged: Staged, holdings: Mapping[str, Holding], stage: int
 ) -> Iterator[str]:
     """Yield the units of a stage, each after the modules inside it that are units themselves."""
-    row = next((one.axes for one in plan.all_replicas if one.stage > 0), ())
-    axes, seen = plan.mesh.fold(row), set()
+    row = next((replicas.axes for replicas in plan.all_replicas if replicas.stage > 0), ())
+    axes, visited = plan.mesh.fold(row), set()
     experts = [
         fqn
         for fqn in plan.computes
-        if any(holdings[f.name].sliced not in ((), axes) for f in plan.model.parameters_below(fqn))
+        if any(
+            holdings[name.name].sliced not in ((), axes)
+            for name in plan.model.parameters_below(fqn)
+        )
     ]
     for unit in units_of_stage(plan, staged, stage):
-        inside = [f for f in experts if f not in seen and (not unit or f.startswith(f"{unit}."))]
-        lent = sorted(
-            fqn for fqn, around in staged.outside_calls if around == unit and fqn not in inside
+        inside = [
+            name
+            for name in experts
+            if name not in visited and (not unit or name.startswith(f"{unit}."))
+        ]
+        called_outside = sorted(
+            fqn for fqn, caller in staged.outside_calls if caller == unit and fqn not in inside
         )
-        seen.update(inside)
-        yield from (*inside, *lent, unit)
+        visited.update(inside)
+        yield from (*inside, *called_outside, unit)
 
 
 def slicing_axes_of(holdings: Mapping[str, Holding], names: tuple[str, ...]) -> tuple[str, ...]:

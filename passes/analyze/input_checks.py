@@ -46,64 +46,62 @@ COMPARE_KINDS = ("nothing", "build", "batches")  # what ranks compare with each 
 
 
 def check_build_arguments(
-    args: Sequence[object], others: Mapping[str, object], given: Mapping[str, Any]
+    args: Sequence[object], unknown: Mapping[str, object], values: Mapping[str, Any]
 ) -> None:
     """Refuse positional arguments, unknown names, and values of a wrong kind in a call of `build`.
 
-    `args` are positional arguments, `others` unknown ones, `given` those that `build` has.
+    `args` are positional arguments, `unknown` unknown ones, `values` those that `build` has.
     """
     _check_names(
         "build",
         args,
-        others,
+        unknown,
         BUILD_ARGUMENTS,
         "write `sch.build(batch=batch, loss=loss, optimizer=...)`",
     )
-    _check_batch(given["batch"])
-    _check_functions(given)
-    _check_optimizer(given["optimizer"])
-    _check_numbers(given)
-    _check_rendezvous(given)
-    if given["weights"] is not None and not isinstance(given["weights"], str | os.PathLike):
-        _refuse(f"`weights` is {kind_of(given['weights'])}", "give the path of a folder or a file")
+    _check_batch(values["batch"])
+    _check_functions(values)
+    _check_optimizer(values["optimizer"])
+    _check_numbers(values)
+    _check_rendezvous(values)
+    if values["weights"] is not None and not isinstance(values["weights"], str | os.PathLike):
+        _refuse(f"`weights` is {kind_of(values['weights'])}", "give the path of a folder or a file")
 
 
 def check_verify_arguments(
-    args: Sequence[object], others: Mapping[str, object], given: Mapping[str, Any]
+    args: Sequence[object], unknown: Mapping[str, object], values: Mapping[str, Any]
 ) -> None:
     """Refuse wrong arguments of `verify`.
 
     Positional strings mean a `verify` row; Python adds such a row by `sch.row`.
     """
     words = args if all(isinstance(word, str) for word in args) else ()
-    rest = () if words else args
+    extra = () if words else args
     _check_names(
-        "verify", rest, others, VERIFY_ARGUMENTS, "write `sch.verify(batch=batch, loss=loss)`"
+        "verify", extra, unknown, VERIFY_ARGUMENTS, "write `sch.verify(batch=batch, loss=loss)`"
     )
-    if words or given["batch"] is None:
+    if words or values["batch"] is None:
         row = ", ".join(f'"{word}"' for word in ("verify", *words))
         _refuse(
             "`verify` needs a batch to compare the program with the model",
             "give one: `sch.verify(batch=batch)`, and `loss=loss` if the model returns none",
             f"or add the row: `sch.row({row})`",
         )
-    _check_functions(given)
+    _check_functions(values)
 
 
 def _check_names(
     verb: str,
     args: Sequence[object],
-    others: Mapping[str, object],
+    unknown: Mapping[str, object],
     names: Sequence[str],
-    written: str,
+    usage: str,
 ) -> None:
     if args:
-        _refuse(
-            f"`{verb}` takes its arguments by name, not {kind_of(args[0])} by position", written
-        )
-    for name in others:
-        near = find_closest(name, names)
-        help_ = f"did you mean `{near}`?" if near else f"it takes {', '.join(names)}"
+        _refuse(f"`{verb}` takes its arguments by name, not {kind_of(args[0])} by position", usage)
+    for name in unknown:
+        closest = find_closest(name, names)
+        help_ = f"did you mean `{closest}`?" if closest else f"it takes {', '.join(names)}"
         _refuse(f"`{verb}` has no argument `{name}`", help_, facts=facts_of_unknown(name, names))
 
 
@@ -117,38 +115,38 @@ def _check_batch(batch: object) -> None:
         )
 
 
-def _check_functions(given: Mapping[str, Any]) -> None:
+def _check_functions(values: Mapping[str, Any]) -> None:
     signatures = {"loss": "loss(output, batch)", "weight": "weight(batch)"}
     for name, signature in signatures.items():
-        value = given[name]
+        value = values[name]
         if value is not None and not callable(value):
             _refuse(f"`{name}` is {kind_of(value)}", f"give a function `{signature}`")
 
 
 def _check_optimizer(optimizer: object) -> None:
     if optimizer is not None and (isinstance(optimizer, type) or not callable(optimizer)):
-        word = "a class" if isinstance(optimizer, type) else kind_of(optimizer)
+        kind = "a class" if isinstance(optimizer, type) else kind_of(optimizer)
         _refuse(
-            f"`optimizer` must be a function of the parameters, not {word}",
+            f"`optimizer` must be a function of the parameters, not {kind}",
             "give a function of them: `optimizer=lambda named: torch.optim.AdamW(named, lr=3e-4)`",
         )
 
 
-def _check_numbers(given: Mapping[str, Any]) -> None:
-    clip, seed = given["clip"], given["seed"]
+def _check_numbers(values: Mapping[str, Any]) -> None:
+    clip, seed = values["clip"], values["seed"]
     if clip is not None and (
         isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0
     ):
         _refuse(f"`clip` is {clip!r}", "give the maximum gradient norm, a number above 0")
-    drawn = given["dropout"]
-    if drawn is not None and drawn not in DROPOUT_KINDS:
-        _refuse(f"`dropout` is {drawn!r}", f"give one of {', '.join(map(repr, DROPOUT_KINDS))}")
+    dropout = values["dropout"]
+    if dropout is not None and dropout not in DROPOUT_KINDS:
+        _refuse(f"`dropout` is {dropout!r}", f"give one of {', '.join(map(repr, DROPOUT_KINDS))}")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         _refuse(f"`seed` is {seed!r}", "give an integer")
 
 
-def _check_rendezvous(given: Mapping[str, Any]) -> None:
-    compare, wait = given["compare"], given["wait"]
+def _check_rendezvous(values: Mapping[str, Any]) -> None:
+    compare, wait = values["compare"], values["wait"]
     if compare not in COMPARE_KINDS:
         _refuse(f"`compare` is {compare!r}", f"give {', '.join(map(repr, COMPARE_KINDS))}")
     if isinstance(wait, bool) or not isinstance(wait, int | float) or not wait > 0:
@@ -174,29 +172,29 @@ def check_batch_keys(
     A forward takes the keys that it names, or all if it has `**kwargs`. The keys that the loss
     reads are known from the trace; the weight function is called here.
     """
-    read = set[str]()
+    read_keys = set[str]()
     if weight is not None and traced.unread_keys:
         try:
-            weight(ObservedBatch(sample, read))
+            weight(ObservedBatch(sample, read_keys))
         except Exception:  # its errors are reported where its value is used
             return
-    unread = [key for key in traced.unread_keys if key not in read]
-    if unread:
-        raise Refusal(_unread_key(plan, unread[0], sample, (loss, weight)))
+    unread_keys = [key for key in traced.unread_keys if key not in read_keys]
+    if unread_keys:
+        raise Refusal(_unread_key(plan, unread_keys[0], sample, (loss, weight)))
 
 
 def _unread_key(
-    plan: Plan, key: str, batch: Mapping[str, Any], others: tuple[Any, Any]
+    plan: Plan, key: str, batch: Mapping[str, Any], given: tuple[Any, Any]
 ) -> Diagnostic:
     from schedlang.runtime.batch import named_arguments
 
     names = sorted(named_arguments(plan.model.model) or ())
     accepted = ", ".join(f"`{name}`" for name in names) or "no arguments by name"
-    functions = [f"`{n}`" for n, one in zip(("loss", "weight"), others) if one is not None]
+    functions = [f"`{n}`" for n, function in zip(("loss", "weight"), given) if function is not None]
     other_keys = (
         f"{' and '.join(functions)} of the model file read{'s' * (len(functions) == 1)} other keys"
     )
-    free = [name for name in names if name not in batch]
+    unused = [name for name in names if name not in batch]
     return Diagnostic(
         "S910",
         f"neither the forward nor the loss takes `{key}` of the batch",
@@ -207,7 +205,7 @@ def _unread_key(
         helps=(
             f"leave `{key}` out of what `batch(seed)` returns",
             f'or read it in `loss(output, batch)`: `batch["{key}"]`',
-            *((f"or rename it to an argument of the forward: `{free[0]}`",) if free else ()),
+            *((f"or rename it to an argument of the forward: `{unused[0]}`",) if unused else ()),
         ),
     )
 
@@ -232,17 +230,17 @@ def check_batch_rows(plan: Plan, sample: Mapping[str, Any]) -> None:
         and not value.is_complex()
         and int(value.max()) >= rows
     }
-    found = find_row_indices(plan.model.model, sample, suspects) if suspects else None
-    if found is None:
+    row_index = find_row_indices(plan.model.model, sample, suspects) if suspects else None
+    if row_index is None:
         return
     row = next(iter(plan.rows_changing(Facet.STATE, Facet.ORDER)), None)
     raise Refusal.of(
         "S670",
-        f"the batch cannot be split by rows: `{found.key}` holds indices of rows",
+        f"the batch cannot be split by rows: `{row_index.key}` holds indices of rows",
         Label(row.span) if row is not None else Label(),
         notes=(
-            f"it has the index {found.largest}, but a part has only {found.size} rows:"
-            f" `{found.call}`{found.line and f', at {found.line},'} would fail",
+            f"it has the index {row_index.largest}, but a part has only {row_index.size} rows:"
+            f" `{row_index.call}`{row_index.line and f', at {row_index.line},'} would fail",
         ),
         helps=(
             "do not split the batch: 1 rank on the axes of `zero`, and 1 microbatch",
@@ -260,13 +258,13 @@ def add_forward_line(model: Any) -> Iterator[None]:
     try:
         yield
     except Refusal as refusal:
-        first = refusal.diagnostic
+        diagnostic = refusal.diagnostic
         code = getattr(unwrap(type(model).forward), "__code__", None)
-        theirs = type(model).__module__.startswith(
+        is_torch = type(model).__module__.startswith(
             "torch."
         )  # torch's own forward: its line does not help
-        if first.code != "S605" or code is None or theirs:
+        if diagnostic.code != "S605" or code is None or is_torch:
             raise
         line = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
         note = f"it is given to the forward of `{type(model).__name__}`, at {line}"
-        raise Refusal(replace(first, notes=(*first.notes, note))) from None
+        raise Refusal(replace(diagnostic, notes=(*diagnostic.notes, note))) from None

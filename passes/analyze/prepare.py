@@ -64,15 +64,15 @@ def check_repeats(
         return
     model: Any = meta_model(plan.model.model, {})
     model.train()
-    given: list[str] = []
+    replaced: list[str] = []
     for site in kinds:
-        model.get_submodule(site).register_forward_pre_hook(partial(_note_replaced, given, site))
+        model.get_submodule(site).register_forward_pre_hook(partial(_note_replaced, replaced, site))
     with without_values(sample) as (inputs, _):
-        found = RepeatCheck(model, kinds).run(lambda: backward_root(model, inputs, loss))
-    if given:
-        raise Refusal(_other_weights(given[0], _label(rows, given[0])))
-    if found:
-        raise Refusal(_not_repeatable(plan, found[0], _label(rows, found[0].module)))
+        differences = RepeatCheck(model, kinds).run(lambda: backward_root(model, inputs, loss))
+    if replaced:
+        raise Refusal(_other_weights(replaced[0], _label(rows, replaced[0])))
+    if differences:
+        raise Refusal(_not_repeatable(plan, differences[0], _label(rows, differences[0].module)))
     plan.model.cache[key] = True
 
 
@@ -81,13 +81,13 @@ def _label(rows: Sequence[Action], site: str) -> Label:
     return Label(row.span) if row.span else Label()
 
 
-def _note_replaced(found: list[str], site: str, module: Any, *_: object) -> None:
+def _note_replaced(sites: list[str], site: str, module: Any, *_: object) -> None:
     """Note a module that is called with other tensors in place of its parameters."""
     from torch.nn import Parameter
 
-    held = (value for one in module.modules() for value in one._parameters.values())
-    if any(value is not None and not isinstance(value, Parameter) for value in held):
-        found.append(site)
+    values = (value for submodule in module.modules() for value in submodule._parameters.values())
+    if any(value is not None and not isinstance(value, Parameter) for value in values):
+        sites.append(site)
 
 
 def _other_weights(name: str, label: Label) -> Diagnostic:
@@ -100,20 +100,20 @@ def _other_weights(name: str, label: Label) -> Diagnostic:
     )
 
 
-def _not_repeatable(plan: Plan, found: Difference, label: Label) -> Diagnostic:
+def _not_repeatable(plan: Plan, change: Difference, label: Label) -> Diagnostic:
     runs = [
         f"with {text[:_SHOWN]}" if text else "not at all, or as a different call"
-        for text in (found.first, found.second)
+        for text in (change.first, change.second)
     ]
-    name = plan.model.sites[found.module].class_name
-    what = f"it draws from {found.drawn}" if found.drawn else f"`{found.function}` differs"
-    seen = (f"`{name}` calls it {runs[0]}, then {runs[1]}", f"at {found.place}")
+    name = plan.model.sites[change.module].class_name
+    cause = f"it draws from {change.drawn}" if change.drawn else f"`{change.function}` differs"
+    call_notes = (f"`{name}` calls it {runs[0]}, then {runs[1]}", f"at {change.place}")
     return Diagnostic(
         "S843",
-        f"recomputing `{found.module}` gives another result: {what}",
+        f"recomputing `{change.module}` gives another result: {cause}",
         label,
         notes=(
-            *(() if found.drawn else seen),
+            *(() if change.drawn else call_notes),
             "recomputation repeats the random numbers of torch's generators, and no others",
         ),
         helps=(
@@ -186,7 +186,7 @@ def prepare(
         if traced.missing_loss is not None:
             if trains:  # without a loss, any key may be a key that a loss would read
                 raise Refusal(traced.missing_loss)
-        elif any(getattr(one, "sparse", False) is True for one in plan.model.model.modules()):
+        elif any(getattr(module, "sparse", False) is True for module in plan.model.model.modules()):
             _check_dense(plan)
         if traced.missing_loss is None and traced.unread_keys:
             check_batch_keys(plan, sample, traced, loss, weight)
@@ -212,13 +212,13 @@ def prepare(
         if plan.contexts:
             tokens = tokens_of(plan, traced, sample, loss, weight)
         counting = CostSubject(plan, traced, staged, sample, loss, tokens)
-        again = plan.rows_changing(Facet.RECOMPUTE)
-        if again:
+        recompute_rows = plan.rows_changing(Facet.RECOMPUTE)
+        if recompute_rows:
             chains = chains_of(counting)
         if plan.activation_codings:
             traced = replace(traced, saved_splits=find_saved_splits(counting, chains))
-        if again:
-            check_repeats(plan, again, sample, loss)
+        if recompute_rows:
+            check_repeats(plan, recompute_rows, sample, loss)
         if bits is None:
             bits = find_bit_table(plan, sample, loss, chains) if plan.activation_codings else {}
         return Prepared(traced, staged, holdings_of(plan, staged), slicing, tokens, chains, bits)
@@ -239,10 +239,10 @@ def _hooked(name: str) -> Refusal:
 
 def _traced(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> Traced:
     """Trace a copy of the model; refuse (S867) if that writes into the model itself."""
-    before = _buffer_versions(plan)
+    versions = _buffer_versions(plan)
     traced = propagate(plan, sample, loss)
     for name, version in _buffer_versions(plan).items():
-        if before[name] != version:
+        if versions[name] != version:
             raise _write_refusal(name)
     return traced
 
@@ -250,8 +250,10 @@ def _traced(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> Traced:
 def _buffer_versions(plan: Plan) -> dict[str, int]:
     """Count the writes to each buffer of the user's own model; one on meta has no value to lose."""
     buffers = plan.model.base.model.named_buffers()
-    counted = ((name, one) for name, one in buffers if not (one.is_inference() or one.is_meta))
-    return {name: one._version for name, one in counted}
+    pairs = (
+        (name, buffer) for name, buffer in buffers if not (buffer.is_inference() or buffer.is_meta)
+    )
+    return {name: buffer._version for name, buffer in pairs}
 
 
 def _write_refusal(name: str) -> Refusal:

@@ -30,42 +30,42 @@ def check_peers(plan: Plan, staged: Staged) -> None:
     """Refuse (S851) offload to a peer where it saves no memory or cannot be executed."""
     for one in peer_stores(plan):
         _check_axis(plan, one, staged)
-    states, parked = peer_stores(plan, "optimizer"), peer_stores(plan, "activations")
-    if states and any(store.tier == "disk" for store in plan.stores):
+    state_rows, saved_rows = peer_stores(plan, "optimizer"), peer_stores(plan, "activations")
+    if state_rows and any(store.tier == "disk" for store in plan.stores):
         refuse_peer(
             plan,
-            states[0],
+            state_rows[0],
             "optimizer state cannot be sent to a peer where another row offloads to disk",
             "a step that finds the disk full is undone, but the state has been sent already",
             (HELP_STATE_ON_HOST, "or keep everything in memory: `to=cpu`"),
         )
-    if states:
-        _check_homes(plan, states[0])
-    if parked and staged.timeline.slices > 1:
+    if state_rows:
+        _check_homes(plan, state_rows[0])
+    if saved_rows and staged.timeline.slices > 1:
         refuse_peer(
             plan,
-            parked[0],
+            saved_rows[0],
             "activations of slices cannot be sent to a peer",
             "slices of one sequence share keys and values, which sending one slice would remove",
             (f"leave `slices` out, or {HELP_ON_HOST.format('activations')}",),
         )
 
 
-def _check_axis(plan: Plan, one: OffloadedTensors, staged: Staged) -> None:
+def _check_axis(plan: Plan, store: OffloadedTensors, staged: Staged) -> None:
     """Refuse (S851) a peer along another axis than the pipeline's: its ranks hold as much."""
-    over, what = one.over, one.what
-    if over == staged.axis:
+    axis, what = store.over, store.what
+    if axis == staged.axis:
         return
-    held = "state" if what == "optimizer" else f"of {what}"
+    kept = "state" if what == "optimizer" else f"of {what}"
     host_help = HELP_STATE_ON_HOST if what == "optimizer" else HELP_ON_HOST.format(what)
     other_help = {
-        "optimizer": f"or keep a shard on each rank: `zero(stage=1, over={over})`",
+        "optimizer": f"or keep a shard on each rank: `zero(stage=1, over={axis})`",
         "activations": "or save fewer of them: `layers.*  checkpoint()`",
     }
     refuse_peer(
         plan,
-        one,
-        f"`to=peer` over `{over}` saves no memory: each rank keeps as much {held}",
+        store,
+        f"`to=peer` over `{axis}` saves no memory: each rank keeps as much {kept}",
         "ranks would only exchange it: none would hold less",
         (
             f"use the axis of the pipeline: `over={staged.axis}`" if staged.axis else host_help,
@@ -74,15 +74,15 @@ def _check_axis(plan: Plan, one: OffloadedTensors, staged: Staged) -> None:
     )
 
 
-def _check_homes(plan: Plan, one: OffloadedTensors) -> None:
+def _check_homes(plan: Plan, store: OffloadedTensors) -> None:
     """Refuse (S851) state on a peer whose parameter is not on the device."""
 
-    lost = (n for n, t in tiers_of(plan).items() if t.state == "peer" and t.parameter != "device")
-    name = next(lost, None)
+    names = (n for n, t in tiers_of(plan).items() if t.state == "peer" and t.parameter != "device")
+    name = next(names, None)
     if name is not None:
         refuse_peer(
             plan,
-            one,
+            store,
             f"`{name}` is in host memory, and is updated there",
             "its optimizer state would go to the host through another rank",
             (HELP_STATE_ON_HOST, "or keep its parameters on the device"),
@@ -90,10 +90,10 @@ def _check_homes(plan: Plan, one: OffloadedTensors) -> None:
 
 
 def refuse_peer(
-    plan: Plan, one: OffloadedTensors, title: str, note: str, helps: tuple[str, ...]
+    plan: Plan, store: OffloadedTensors, title: str, note: str, helps: tuple[str, ...]
 ) -> NoReturn:
     """Raise S851 at the row that offloads to a peer."""
-    row = plan.origin(one)
+    row = plan.origin(store)
     refusal = Refusal.of("S851", title, notes=(note,), helps=helps)
     raise place_at_row(refusal, row)
 
@@ -101,16 +101,18 @@ def refuse_peer(
 def state_rounds(plan: Plan, holdings: Mapping[str, Holding], rank: int) -> Iterator[int]:
     """Yield the bytes of each round in which a rank sends optimizer state to its peer."""
 
-    out = [n for n, t in tiers_of(plan).items() if t.state == "peer" and n in holdings]
-    held = [n for n in out if holdings[n].is_held(plan.mesh, rank)]
-    facts = [
+    peer_names = [n for n, t in tiers_of(plan).items() if t.state == "peer" and n in holdings]
+    held_names = [n for n in peer_names if holdings[n].is_held(plan.mesh, rank)]
+    params = [
         plan.model.unique_parameters[n]
-        for n in held
+        for n in held_names
         if plan.model.unique_parameters[n].requires_grad
     ]
-    sizes = [f.itemsize * prod(holdings[f.name].local_shape(plan.mesh, rank)) for f in facts]
-    for turn in group_into_rounds(sizes):
-        yield sum(sizes[k] for k in turn)
+    sizes = [
+        param.itemsize * prod(holdings[param.name].local_shape(plan.mesh, rank)) for param in params
+    ]
+    for round_indices in group_into_rounds(sizes):
+        yield sum(sizes[k] for k in round_indices)
 
 
 def group_into_rounds(sizes: Sequence[int]) -> list[list[int]]:
@@ -133,14 +135,16 @@ def tiers_of(plan: Plan) -> dict[str, ParameterTiers]:
         if row.what != "activations":
             for fact in plan.model.parameters_below(row.fqn):
                 by_name.setdefault(fact.name, {})[row.what] = row.tier
-    found = {}
+    tiers_by_name = {}
     for name, tiers in by_name.items():
         parameter = tiers.get("parameters", DEVICE)
-        least = DEVICE if parameter == DEVICE else CPU
-        found[name] = ParameterTiers(
-            parameter, tiers.get("gradients", least), tiers.get("optimizer", least)
+        default_tier = DEVICE if parameter == DEVICE else CPU
+        tiers_by_name[name] = ParameterTiers(
+            parameter, tiers.get("gradients", default_tier), tiers.get("optimizer", default_tier)
         )
-    return {name: found[name] for name in plan.model.unique_parameters if name in found}
+    return {
+        name: tiers_by_name[name] for name in plan.model.unique_parameters if name in tiers_by_name
+    }
 
 
 def streamed_units(
@@ -152,54 +156,59 @@ def streamed_units(
     is applied to each element of the trunk, and to the modules outside the trunk. Another module
     that shares a streamed parameter is a streamed module, too.
     """
-    found: dict[str, tuple[OffloadedTensors, tuple[str, ...]]] = {}
+    units: dict[str, tuple[OffloadedTensors, tuple[str, ...]]] = {}
     for row in plan.stores:
         if row.what == "parameters":
             for fqn, names in _units_below(plan, row.fqn, trunk):
-                found[fqn] = (row, names)
-    streamed = {name: row for row, names in found.values() for name in names}
+                units[fqn] = (row, names)
+    streamed = {name: row for row, names in units.values() for name in names}
     for name, row in streamed.items():
         for alias in plan.model.unique_parameters[name].names:
             owner = alias.rpartition(".")[0]
-            held = any(is_inside(owner, fqn) and name in names for fqn, (_, names) in found.items())
-            if not held:
-                known = found.get(owner, (row, ()))[1]
-                found[owner] = (row, (*known, name))
-    return found
+            is_held = any(
+                is_inside(owner, fqn) and name in names for fqn, (_, names) in units.items()
+            )
+            if not is_held:
+                unit_names = units.get(owner, (row, ()))[1]
+                units[owner] = (row, (*unit_names, name))
+    return units
 
 
-def window_bytes(plan: Plan, staged: Staged, holdings: Mapping[str, Holding], place: int) -> int:
+def window_bytes(plan: Plan, staged: Staged, holdings: Mapping[str, Holding], position: int) -> int:
     """Return the largest number of bytes of streamed parameters on the device at one time."""
     from math import prod
 
-    found = []
+    sizes_ahead = []
     for row, names in streamed_units(plan, staged.trunk).values():
-        held = [holdings[n] for n in names if not holdings[n].sliced]
-        mine = [h for h in held if h.stages is None or place in h.stages]
-        sizes = [
-            plan.model.unique_parameters[h.name].itemsize * prod(h.layout.local_shape(plan.mesh))
-            for h in mine
+        unsliced = [holdings[n] for n in names if not holdings[n].sliced]
+        local = [
+            holding for holding in unsliced if holding.stages is None or position in holding.stages
         ]
-        found.append((sum(sizes), row.ahead))
-    ahead = max((ahead for _, ahead in found), default=0)
-    return sum(sorted(size for size, _ in found)[-1 - ahead :])
+        sizes = [
+            plan.model.unique_parameters[holding.name].itemsize
+            * prod(holding.layout.local_shape(plan.mesh))
+            for holding in local
+        ]
+        sizes_ahead.append((sum(sizes), row.ahead))
+    ahead = max((ahead for _, ahead in sizes_ahead), default=0)
+    return sum(sorted(size for size, _ in sizes_ahead)[-1 - ahead :])
 
 
 def _units_below(
     plan: Plan, fqn: str, trunk: frozenset[str]
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     site = plan.model.sites[fqn]
-    holds = any(one != fqn and is_inside(one, fqn) for one in trunk)
-    if fqn in trunk or not holds and not any(site.is_a(kind) for kind in CONTAINERS):
-        names = tuple(dict.fromkeys(fact.name for fact in plan.model.parameters_below(fqn)))
+    has_units = any(unit != fqn and is_inside(unit, fqn) for unit in trunk)
+    if fqn in trunk or not has_units and not any(site.is_a(kind) for kind in CONTAINERS):
+        names = tuple(dict.fromkeys(param.name for param in plan.model.parameters_below(fqn)))
         if names:
             yield fqn, names
         return
     for child in site.children:
         yield from _units_below(plan, f"{fqn}.{child}" if fqn else child, trunk)
-    own = tuple(dict.fromkeys(fact.name for fact in site.parameters.values()))
-    if own:
-        yield fqn, own
+    own_names = tuple(dict.fromkeys(param.name for param in site.parameters.values()))
+    if own_names:
+        yield fqn, own_names
 
 
 def tier_of_unit(plan: Plan, fqn: str, names: Sequence[str]) -> str:
@@ -210,17 +219,17 @@ def tier_of_unit(plan: Plan, fqn: str, names: Sequence[str]) -> str:
     from schedlang.runtime.storage.tiers import DEVICE
 
     tiers = tiers_of(plan)
-    found = {name: tiers[name].parameter if name in tiers else DEVICE for name in names}
-    kinds = sorted(set(found.values()))
+    tier_by_name = {name: tiers[name].parameter if name in tiers else DEVICE for name in names}
+    kinds = sorted(set(tier_by_name.values()))
     if len(kinds) > 1:
-        near = next(name for name, tier in found.items() if tier == kinds[-1])
-        away = next(name for name, tier in found.items() if tier == kinds[0])
+        last_name = next(name for name, tier in tier_by_name.items() if tier == kinds[-1])
+        first_name = next(name for name, tier in tier_by_name.items() if tier == kinds[0])
         unit = f"`{fqn}`" if fqn else "the part outside its list of layers"
         row = plan.origin(plan.stores[0])
         refusal = Refusal.of(
             "S854",
             f"`zero` gathers {unit} as one, but its parameters are on two devices",
-            notes=(f"`{near}` is on `{kinds[-1]}`, `{away}` on `{kinds[0]}`",),
+            notes=(f"`{last_name}` is on `{kinds[-1]}`, `{first_name}` on `{kinds[0]}`",),
             helps=(
                 "select complete layers",
                 "or leave the selector out: `offload(parameters, to=cpu)`",

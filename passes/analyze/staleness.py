@@ -51,10 +51,10 @@ def version_table_of(staged: Staged) -> VersionTable | None:
     timeline = staged.timeline
     if not timeline.stale:
         return None
-    made = tuple(update_versions(timeline).tolist())
-    if max(made) == 1:
+    versions = tuple(update_versions(timeline).tolist())
+    if max(versions) == 1:
         return None  # one update a step, of all microbatches: the plain loop
-    return VersionTable(*_versions_read(timeline), made, _stage_of_parameters(staged))
+    return VersionTable(*_versions_read(timeline), versions, _stage_of_parameters(staged))
 
 
 def _versions_read(timeline: Timeline) -> tuple[tuple[Versions, ...], tuple[Versions, ...]]:
@@ -96,8 +96,8 @@ def check_stale(plan: Plan, staged: Staged) -> None:
             f"the order uses wrong versions of weights: {error}", row, helps=(HELP_SYNCHRONOUS,)
         )
     clashes = chain(_stage_conflicts(plan, staged, row), _row_conflicts(plan, staged))
-    for title, at, note, *helps in clashes:
-        _refuse(title, at, notes=(note,), helps=tuple(helps))
+    for title, row_at, note, *helps in clashes:
+        _refuse(title, row_at, notes=(note,), helps=tuple(helps))
 
 
 def check_stale_options(staged: Staged, optimizer: Any, clip: float | None, on_meta: bool) -> None:
@@ -126,7 +126,7 @@ _WHERE = {"cpu": "in host memory", "disk": "on disk", "peer": "on a peer"}
 
 def _stage_conflicts(plan: Plan, staged: Staged, row: Action | None) -> Iterator[Clash]:
     """Yield conflicts over things that stages share: each stage is updated at its own time."""
-    places = [place for replica in staged.homes for place in replica]
+    places = [position for replica in staged.homes for position in replica]
     if len(set(places)) != len(places):
         yield (
             "two stages of one rank would be updated at different times",
@@ -137,15 +137,15 @@ def _stage_conflicts(plan: Plan, staged: Staged, row: Action | None) -> Iterator
         )
     if staged.axis is not None and staged.cut.shared:
         name, stages = next(iter(staged.cut.shared.items()))
-        said = " and ".join(map(str, stages))
+        stages_text = " and ".join(map(str, stages))
         yield (
-            f"`{name}` is used by the stages {said}, which are updated at different times",
+            f"`{name}` is used by the stages {stages_text}, which are updated at different times",
             row,
             "a tied weight needs one update for all stages that use it",
             "untie it (`tie_word_embeddings=False` in most configs)",
             HELP_SYNCHRONOUS,
         )
-    if any(one.stage and plan.mesh.size(one.axes) > 1 for one in plan.replicas):
+    if any(replicas.stage and plan.mesh.size(replicas.axes) > 1 for replicas in plan.replicas):
         yield (
             "sharded parameters cannot be kept in several versions",
             _row(plan, Facet.STATE),
@@ -157,11 +157,11 @@ def _stage_conflicts(plan: Plan, staged: Staged, row: Action | None) -> Iterator
 
 def _row_conflicts(plan: Plan, staged: Staged) -> Iterator[Clash]:
     """Yield conflicts with rows that act once a step, or that use old versions of weights."""
-    early = plan.find_overlap("gradients")
-    if early is not None:
+    overlap = plan.find_overlap("gradients")
+    if overlap is not None:
         yield (
             "`overlap(gradients)` has no effect: gradients are summed at every update of a stage",
-            plan.origin(early),
+            plan.origin(overlap),
             "the rank has no other stage whose backward could overlap with the sum",
             "use `overlap(transfers)` only",
             HELP_SYNCHRONOUS,
@@ -183,21 +183,21 @@ def _row_conflicts(plan: Plan, staged: Staged) -> Iterator[Clash]:
             HELP_SYNCHRONOUS,
         )
     # versions are stored with the weights, and no update waits for other ranks' files
-    bad = [s for s in plan.stores if s.what != "activations"]
-    bad = [s for s in bad if s.tier != "cpu" or s.what != "optimizer"]
-    if bad:
+    refused = [s for s in plan.stores if s.what != "activations"]
+    refused = [s for s in refused if s.tier != "cpu" or s.what != "optimizer"]
+    if refused:
         yield (
-            f"the {bad[0].what} of several versions cannot be kept {_WHERE[bad[0].tier]}",
-            plan.origin(bad[0]),
+            f"the {refused[0].what} of several versions cannot be kept {_WHERE[refused[0].tier]}",
+            plan.origin(refused[0]),
             "the order keeps the versions that it still needs on the device",
             "keep only the optimizer state in host memory: `offload(optimizer, to=cpu)`",
             HELP_SYNCHRONOUS,
         )
-    again = _row(plan, Facet.RECOMPUTE)
-    if again is not None and _is_backward_stale(staged):
+    recompute_row = _row(plan, Facet.RECOMPUTE)
+    if recompute_row is not None and _is_backward_stale(staged):
         yield (
             "recomputation would use other weights than the forward",
-            again,
+            recompute_row,
             "the order keeps no versions: a backward uses the newest weights",
             'use an order that keeps them: `pipeline(order="PipeDream", micro=...)`',
             "or drop this row",

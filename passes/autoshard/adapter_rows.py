@@ -22,21 +22,21 @@ class Adapters:
         Appends to `notes` each projection that cannot, with the reason.  Raises Refusal S212 where
         none can.
         """
-        legal: dict[str, list[str]] = {}  # by the module that holds them
-        said: list[str] = []
+        names_by_parent: dict[str, list[str]] = {}  # by the module that holds them
+        refusals: list[str] = []
         for name, group in blocks.modules_by_name.items():
             if "*" not in name or leaf_kind(blocks.facts.sites[group[0]]) not in PROJECTIONS:
                 continue
             if (refused := self._refused(blocks, name)) is None:
-                legal.setdefault(name.rpartition(".")[0], []).append(name)
+                names_by_parent.setdefault(name.rpartition(".")[0], []).append(name)
             else:
-                said.append(f"no adapter: {name}: {refused.diagnostic.title}")
-        if not legal:
+                refusals.append(f"no adapter: {name}: {refused.diagnostic.title}")
+        if not names_by_parent:
             title = "no projection of this model's blocks takes an adapter"
             helps = ("leave `--adapt` out",)
-            raise Refusal(Diagnostic("S212", title, notes=tuple(said[:8]), helps=helps))
-        notes += said
-        return [self._row(*names) for names in legal.values()]
+            raise Refusal(Diagnostic("S212", title, notes=tuple(refusals[:8]), helps=helps))
+        notes += refusals
+        return [self._row(*names) for names in names_by_parent.values()]
 
     def _row(self, *names: str) -> ProposedRow:
         return ProposedRow(names, make_call("adapt", self.kind, rank=self.rank))

@@ -50,26 +50,28 @@ MAX_SETTINGS = 1000  # maximal number of settings
 
 
 def settings_of(
-    tree: n.File, fixed: Mapping[str, Any], wanted: Mapping[str, Sequence[str]]
+    tree: n.File, fixed: Mapping[str, Any], choices: Mapping[str, Sequence[str]]
 ) -> list[dict[str, Any]]:
     """List every setting of the knobs of a schedule that are not `fixed`.
 
-    `wanted` gives values of some knobs; of the others all values of their domains are tried, of a
+    `choices` gives values of some knobs; of the others all values of their domains are tried, of a
     long interval its powers of two.  A knob whose domain lists nothing keeps its default.  Raises
     Refusal S106 for an unknown knob, S109 for more settings than can be tried.
     """
     knobs = expand(tree, None, Settings(fixed)).knobs
-    for name in wanted:
+    for name in choices:
         if name not in knobs:
             title = f"the schedule has no knob `{name}`"
             help_, facts = suggest_name(name, knobs, "its knobs are"), facts_of_unknown(name, knobs)
             raise Refusal.of("S106", title, helps=(help_,), facts=facts)
     menus = {
-        name: wanted.get(name) or _values(knob) for name, knob in knobs.items() if name not in fixed
+        name: choices.get(name) or _values(knob)
+        for name, knob in knobs.items()
+        if name not in fixed
     }
     _check_count(menus)
     free = {name: values for name, values in menus.items() if values}
-    return [dict(zip(free, chosen)) for chosen in product(*free.values())]
+    return [dict(zip(free, setting)) for setting in product(*free.values())]
 
 
 def _values(knob: Knob) -> list[Any]:
@@ -132,8 +134,8 @@ class PricedPlan:
 
     def fits(self, memory: int) -> bool:
         """Return whether the setting runs within so many bytes."""
-        known = self.refusal is None and self.time is not None
-        return known and self.peak <= memory and self.missing_bytes <= 0
+        is_priced = self.refusal is None and self.time is not None
+        return is_priced and self.peak <= memory and self.missing_bytes <= 0
 
 
 def price_settings(
@@ -145,38 +147,38 @@ def price_settings(
     result.
     """
 
-    def planned(given: Mapping[str, Any]) -> Plan:
-        plan = expand(tree, job.facts, Settings(given, {}, job.ranks)).plan
+    def planned(setting: Mapping[str, Any]) -> Plan:
+        plan = expand(tree, job.facts, Settings(setting, {}, job.ranks)).plan
         assert plan is not None
         return plan
 
-    for given in settings:
-        yield _tried(job, given, planned)
+    for setting in settings:
+        yield _tried(job, setting, planned)
 
 
-def rank_fitting(found: Iterable[PricedPlan], memory: int) -> list[PricedPlan]:
+def rank_fitting(plans: Iterable[PricedPlan], memory: int) -> list[PricedPlan]:
     """Return the settings that fit, the quickest first; of equally quick ones the lower peak
     first."""
-    fits = [one for one in found if one.fits(memory)]
-    return sorted(fits, key=lambda one: (one.time.seconds if one.time else 0.0, one.peak))
+    fits = [plan for plan in plans if plan.fits(memory)]
+    return sorted(fits, key=lambda plan: (plan.time.seconds if plan.time else 0.0, plan.peak))
 
 
 def _tried(
-    job: Job, given: Mapping[str, Any], planned: Callable[[Mapping[str, Any]], Plan]
+    job: Job, setting: Mapping[str, Any], planned: Callable[[Mapping[str, Any]], Plan]
 ) -> PricedPlan:
     """Price one setting; a refusal is its result."""
     try:
-        plan = planned(given)
+        plan = planned(setting)
         mesh = dict(plan.mesh.sizes)
         if plan.mesh.world != job.ranks:
             title = f"the mesh has {plan.mesh.world} ranks, but there are {job.ranks}"
-            return PricedPlan(given, mesh, refusal=Diagnostic("S607", title))
-        return price_plan(job, plan, given)
+            return PricedPlan(setting, mesh, refusal=Diagnostic("S607", title))
+        return price_plan(job, plan, setting)
     except Refusal as refusal:
-        return PricedPlan(given, {}, refusal=refusal.diagnostics[0])
+        return PricedPlan(setting, {}, refusal=refusal.diagnostics[0])
 
 
-def price_plan(job: Job, plan: Plan, given: Mapping[str, Any]) -> PricedPlan:
+def price_plan(job: Job, plan: Plan, setting: Mapping[str, Any]) -> PricedPlan:
     """Price one plan: its state first, because a plan with too large a state needs no simulated
     step."""
     from schedlang.runtime.batch import largest_part
@@ -185,19 +187,21 @@ def price_plan(job: Job, plan: Plan, given: Mapping[str, Any]) -> PricedPlan:
     sample = largest_part(job.batch, plan.share_weights, plan.micro)
     prepared = prepare(plan, sample, job.loss, job.weight)
     mesh = dict(plan.mesh.sizes)
-    state = max(one.state for one in rank_classes(plan, prepared.staged, prepared.holdings))
+    state = max(
+        rank_class.state for rank_class in rank_classes(plan, prepared.staged, prepared.holdings)
+    )
     if state > job.cluster.memory:
-        return PricedPlan(given, mesh, state)
+        return PricedPlan(setting, mesh, state)
     try:
-        played = simulate_ranks(plan, job.batch, job.loss, prepared, works=True)
+        simulated = simulate_ranks(plan, job.batch, job.loss, prepared, works=True)
     except Refusal:
         raise
     except Exception as error:  # a model may read values, which meta tensors do not have
         raise batch_refusal(error) from error
-    memories = memory_of_ranks(plan, prepared, played)
+    memories = memory_of_ranks(plan, prepared, simulated)
     lacks = missing_memory(plan, prepared.staged, memories, job.cluster)
-    time = time_step(plan, prepared, played, job.cluster)
-    return PricedPlan(given, mesh, find_heaviest(memories).peak, time, missing_bytes=lacks)
+    time = time_step(plan, prepared, simulated, job.cluster)
+    return PricedPlan(setting, mesh, find_heaviest(memories).peak, time, missing_bytes=lacks)
 
 
 TABLE_HEADS = ("step", "computing", "sending", "idle", "peak")
@@ -209,7 +213,7 @@ FOOTNOTE = (
 
 def format_tuning(
     job: Job,
-    found: Sequence[PricedPlan],
+    plans: Sequence[PricedPlan],
     top: int | None,
     title: str = "",
     width: int | None = None,
@@ -217,79 +221,87 @@ def format_tuning(
     """Format a table of the settings that fit, `top` of them; then a line for each reason of the
     others."""
     memory = job.cluster.memory
-    best = rank_fitting(found, memory)
-    below = [*_too_large(found, memory), *_refused(found), FOOTNOTE]
+    best = rank_fitting(plans, memory)
+    lines = [*_too_large(plans, memory), *_refused(plans), FOOTNOTE]
     if best and top is not None and len(best) > top:
-        below.insert(0, f"{len(best) - top} more fit: --top {len(best)}")
-    parts = [wrap_lines(title + _head(job, found, len(best)), width)]
+        lines.insert(0, f"{len(best) - top} more fit: --top {len(best)}")
+    parts = [wrap_lines(title + _head(job, plans, len(best)), width)]
     parts += ["", *_table(best[:top], width), ""] if best else []
-    return "\n".join([*parts, wrap_lines("\n".join(below), width)])
+    return "\n".join([*parts, wrap_lines("\n".join(lines), width)])
 
 
-def to_json(job: Job, found: Sequence[PricedPlan]) -> dict[str, Any]:
+def to_json(job: Job, plans: Sequence[PricedPlan]) -> dict[str, Any]:
     """Return plain values; seconds and bytes."""
     memory = job.cluster.memory
-    best = rank_fitting(found, memory)
+    best = rank_fitting(plans, memory)
     return {
         "cluster": asdict(job.cluster),
         "ranks": job.ranks,
-        "fit": [_one(one) for one in best],
-        "too_large": [_one(one) for one in found if one.refusal is None and not one.fits(memory)],
+        "fit": [_one(plan) for plan in best],
+        "too_large": [
+            _one(plan) for plan in plans if plan.refusal is None and not plan.fits(memory)
+        ],
         "refused": [
-            {**_one(one), "refusal": one.refusal.to_json()} for one in found if one.refusal
+            {**_one(plan), "refusal": plan.refusal.to_json()} for plan in plans if plan.refusal
         ],
     }
 
 
-def format_setting(given: Mapping[str, Any]) -> str:
+def format_setting(setting: Mapping[str, Any]) -> str:
     """Format the values of knobs: `tp = 2, pp = 4`."""
-    return ", ".join(f"{name} = {_value(value)}" for name, value in given.items())
+    return ", ".join(f"{name} = {_value(value)}" for name, value in setting.items())
 
 
-def _one(one: PricedPlan) -> dict[str, Any]:
-    time = None if one.time is None else asdict(one.time)
-    return {"given": dict(one.knobs), "mesh": dict(one.mesh), "peak": one.peak, "time": time}
+def _one(plan: PricedPlan) -> dict[str, Any]:
+    time = None if plan.time is None else asdict(plan.time)
+    return {"given": dict(plan.knobs), "mesh": dict(plan.mesh), "peak": plan.peak, "time": time}
 
 
-def _head(job: Job, found: Sequence[PricedPlan], fit: int) -> str:
-    refused = sum(one.refusal is not None for one in found)
-    over = len(found) - refused - fit
+def _head(job: Job, plans: Sequence[PricedPlan], fit: int) -> str:
+    refused = sum(priced.refusal is not None for priced in plans)
+    oversized = len(plans) - refused - fit
     parts = [f"{fit} fit"]
-    parts += [f"{over} need more memory"] if over else []
+    parts += [f"{oversized} need more memory"] if oversized else []
     parts += [f"{refused} refused"] if refused else []
-    return f"{job.ranks} ranks of {_cluster(job.cluster)} · {len(found)} tried: {', '.join(parts)}"
+    return f"{job.ranks} ranks of {_cluster(job.cluster)} · {len(plans)} tried: {', '.join(parts)}"
 
 
-def _cluster(one: Cluster) -> str:
-    if isinstance(one, Nodes):
-        return f"{one.name}, {one.text()}"
-    near = f"{one.link / 1e9:g} GB/s in a node of {one.node}"
-    far = f"{one.network / 1e9:g} GB/s between nodes"
-    return f"{one.name}, {format_bytes(one.memory)}, {one.speed / 1e12:g} TFLOP/s, {near}, {far}"
+def _cluster(cluster: Cluster) -> str:
+    if isinstance(cluster, Nodes):
+        return f"{cluster.name}, {cluster.text()}"
+    near = f"{cluster.link / 1e9:g} GB/s in a node of {cluster.node}"
+    far = f"{cluster.network / 1e9:g} GB/s between nodes"
+    return (
+        f"{cluster.name}, {format_bytes(cluster.memory)}, {cluster.speed / 1e12:g}"
+        f" TFLOP/s, {near}, {far}"
+    )
 
 
 def _table(best: Sequence[PricedPlan], width: int | None) -> Iterator[str]:
-    knobs, axes = list(best[0].knobs), list(dict.fromkeys(a for one in best for a in one.mesh))
-    beside = [axis for axis in axes if axis not in knobs]
-    names = [*knobs, *beside] if set(knobs) - set(axes) or not set(knobs) else axes
+    knobs, axes = (
+        list(best[0].knobs),
+        list(dict.fromkeys(a for priced in best for a in priced.mesh)),
+    )
+    mesh_columns = [axis for axis in axes if axis not in knobs]
+    names = [*knobs, *mesh_columns] if set(knobs) - set(axes) or not set(knobs) else axes
     rows = [["", *names, *TABLE_HEADS]]
-    rows += [[str(place), *_cells(one, names)] for place, one in enumerate(best, 1)]
-    wide = column_widths(rows)
-    right = [[cell.rjust(w) for cell, w in zip(row, wide)] for row in rows]
-    room = None if width is None else width + len(GAP)
-    yield from (line.removeprefix(GAP) for line in format_table(right, room))
+    rows += [[str(position), *_cells(priced, names)] for position, priced in enumerate(best, 1)]
+    widths = column_widths(rows)
+    cells = [[cell.rjust(w) for cell, w in zip(row, widths)] for row in rows]
+    room_left = None if width is None else width + len(GAP)
+    yield from (line.removeprefix(GAP) for line in format_table(cells, room_left))
 
 
-def _cells(one: PricedPlan, names: Sequence[str]) -> list[str]:
-    values = {**{axis: size for axis, size in one.mesh.items()}, **one.knobs}
-    assert one.time is not None
-    time = one.time
+def _cells(priced: PricedPlan, names: Sequence[str]) -> list[str]:
+    values = {**{axis: size for axis, size in priced.mesh.items()}, **priced.knobs}
+    assert priced.time is not None
+    time = priced.time
     shares = (part / time.seconds for part in (time.computing, time.sending, time.idle))
     return [
         *(_value(values.get(name, "-")) for name in names),
         format_seconds(time.seconds),
         *(f"{share:.0%}" for share in shares),
-        format_bytes(one.peak),
+        format_bytes(priced.peak),
     ]
 
 
@@ -297,23 +309,23 @@ def _value(value: object) -> str:
     return value if isinstance(value, str) else show_value(value).strip("`")
 
 
-def _too_large(found: Sequence[PricedPlan], memory: int) -> Iterator[str]:
-    over = [one for one in found if one.refusal is None and not one.fits(memory)]
-    if over:
-        least = min(over, key=lambda one: one.peak)
-        state = "state alone " if least.time is None else ""
-        said = format_setting(least.knobs or least.mesh)
-        needed = f"least, {state}{format_bytes(least.peak)}: {said}"
-        yield f"{len(over)} need more than {format_bytes(memory)}; {needed}"
+def _too_large(plans: Sequence[PricedPlan], memory: int) -> Iterator[str]:
+    oversized = [priced for priced in plans if priced.refusal is None and not priced.fits(memory)]
+    if oversized:
+        smallest = min(oversized, key=lambda priced: priced.peak)
+        state = "state alone " if smallest.time is None else ""
+        setting = format_setting(smallest.knobs or smallest.mesh)
+        needed = f"least, {state}{format_bytes(smallest.peak)}: {setting}"
+        yield f"{len(oversized)} need more than {format_bytes(memory)}; {needed}"
 
 
-def _refused(found: Sequence[PricedPlan]) -> Iterator[str]:
+def _refused(plans: Sequence[PricedPlan]) -> Iterator[str]:
     """Yield a line for each code, with the first setting that was refused."""
     reasons: dict[str, list[PricedPlan]] = {}
-    for one in found:
-        if one.refusal is not None:
-            reasons.setdefault(one.refusal.code, []).append(one)
-    for code, those in reasons.items():
-        assert those[0].refusal is not None
-        told = [format_setting(those[0].knobs or those[0].mesh), those[0].refusal.title]
-        yield ": ".join([f"{len(those)} refused, {code}", *filter(None, told)])
+    for priced in plans:
+        if priced.refusal is not None:
+            reasons.setdefault(priced.refusal.code, []).append(priced)
+    for code, group in reasons.items():
+        assert group[0].refusal is not None
+        description = [format_setting(group[0].knobs or group[0].mesh), group[0].refusal.title]
+        yield ": ".join([f"{len(group)} refused, {code}", *filter(None, description)])

@@ -58,39 +58,39 @@ BATCH_ROLES = ("data", "sliced", "stages", "experts")  # roles of axes that spli
 CONTEXT_METHODS = ("ring", "gather")  # the first legal one is used
 
 
-def expert_rows(finder: RowFinder, *beside: ProposedRow) -> None:
+def expert_rows(finder: RowFinder, *other_rows: ProposedRow) -> None:
     """Add a row for each kind of module with experts; note the modules that stay replicated.
 
-    `beside` are rows that must accompany it, such as the row that splits the batch.
+    `other_rows` are rows that must accompany it, such as the row that splits the batch.
     """
-    spread = make_call("expert_parallel", over=finder.axis)
+    call = make_call("expert_parallel", over=finder.axis)
     for name in experts_of(finder.trial.blocks):
-        row = ProposedRow((name,), spread, "each rank has some experts")
-        made = finder.repair_rows([row, *beside])
-        if isinstance(made, str):
-            finder.note_replicated((name,), made)
+        row = ProposedRow((name,), call, "each rank has some experts")
+        repaired = finder.repair_rows([row, *other_rows])
+        if isinstance(repaired, str):
+            finder.note_replicated((name,), repaired)
         else:
             finder.rows.append(row)
 
 
 def experts_of(blocks: Blocks) -> dict[str, int]:
     """Map common names of modules with several weights per expert to their numbers of experts."""
-    found = {}
+    counts_by_name = {}
     for name, group in blocks.modules_by_name.items():
-        shapes = [fact.shape for fact in blocks.facts.sites[group[0]].parameters.values()]
-        deep = [shape for shape in shapes if len(shape) == 3]
+        shapes = [param.shape for param in blocks.facts.sites[group[0]].parameters.values()]
+        stacked_shapes = [shape for shape in shapes if len(shape) == 3]
         counts = {shape[:1] for shape in shapes}  # () for a scalar, such as a temperature
-        if "*" in name and len(deep) > 1 and len(counts) == 1 and not counts & {(1,), ()}:
-            found[name] = deep[0][0]
-    return found
+        if "*" in name and len(stacked_shapes) > 1 and len(counts) == 1 and not counts & {(1,), ()}:
+            counts_by_name[name] = stacked_shapes[0][0]
+    return counts_by_name
 
 
 def context_rows(finder: RowFinder) -> None:
     """Add a row for each kind of attention, with the first legal method of exchanging keys."""
-    fed, blocks = finder.trial.feeds, finder.trial.blocks
+    feeds, blocks = finder.trial.feeds, finder.trial.blocks
     names = [
         parent
-        for flow in find_flows(fed.uses, blocks)
+        for flow in find_flows(feeds.uses, blocks)
         if flow.mixed
         for parent in [_parent((*flow.sources, *flow.sinks))]
         if parent in blocks.modules_by_name
@@ -98,17 +98,17 @@ def context_rows(finder: RowFinder) -> None:
     for method in CONTEXT_METHODS:
         exchange = make_call("context_parallel", method, over=finder.axis)
         rows = [ProposedRow((name,), exchange, "each rank has some tokens") for name in names]
-        made = finder.repair_rows(rows)
-        if names and isinstance(made, list):
-            refused = finder.trial.token_split_refusal(made, finder.axis, finder.ranks)
+        repaired = finder.repair_rows(rows)
+        if names and isinstance(repaired, list):
+            refused = finder.trial.token_split_refusal(repaired, finder.axis, finder.ranks)
             if refused is None:
-                finder.rows += made
+                finder.rows += repaired
             else:  # another method would not help: the model computes positions by itself
-                told = refused.diagnostic
-                finder.notes += [f"not sharded along the sequence: {told.title}", *told.notes]
+                refusal = refused.diagnostic
+                finder.notes += [f"not sharded along the sequence: {refusal.title}", *refusal.notes]
             return
         if names and method == CONTEXT_METHODS[-1]:
-            finder.notes.append(f"not sharded along the sequence: {made}")
+            finder.notes.append(f"not sharded along the sequence: {repaired}")
 
 
 def _parent(names: Sequence[str]) -> str:
@@ -128,49 +128,49 @@ def vocabulary_rows(finder: RowFinder) -> None:
     tied = {name for names in facts.ties for name in names}
     rows = make_call("shard", "vocab", over=finder.axis)
     columns = make_call("shard", "col", output=R, over=finder.axis)
-    table = [ProposedRow((n,), rows, "split by rows") for n in tables]
-    split = [ProposedRow((n,), rows, _head_remark(f"{n}.weight" in tied)) for n in heads]
-    gathered = [ProposedRow((n,), columns, "logits are gathered") for n in heads]
-    pads, why = padding_rows(finder, (*tables, *heads)), ""
-    for tried, left in (
-        ([*table, *split], ()),
-        ([*table, *gathered], ()),
-        (table, heads),
-        (gathered, tables),
+    table_rows = [ProposedRow((n,), rows, "split by rows") for n in tables]
+    head_rows = [ProposedRow((n,), rows, _head_remark(f"{n}.weight" in tied)) for n in heads]
+    gathered_rows = [ProposedRow((n,), columns, "logits are gathered") for n in heads]
+    pad_rows, reason = padding_rows(finder, (*tables, *heads)), ""
+    for tried, unsplit_names in (
+        ([*table_rows, *head_rows], ()),
+        ([*table_rows, *gathered_rows], ()),
+        (table_rows, heads),
+        (gathered_rows, tables),
     ):
-        made = finder.repair_rows([*_needed(pads, tried, finder), *tried])
-        if isinstance(made, list):
-            finder.rows += made
-            if left:
-                finder.note_replicated(left, why)
-            elif tried[-1:] == gathered[-1:] and why:
-                finder.notes.append(f"gathered: {', '.join(heads)}: {why}")
+        repaired = finder.repair_rows([*_needed(pad_rows, tried, finder), *tried])
+        if isinstance(repaired, list):
+            finder.rows += repaired
+            if unsplit_names:
+                finder.note_replicated(unsplit_names, reason)
+            elif tried[-1:] == gathered_rows[-1:] and reason:
+                finder.notes.append(f"gathered: {', '.join(heads)}: {reason}")
             return
-        why = why or made
-    finder.note_replicated((*tables, *heads), why)
+        reason = reason or repaired
+    finder.note_replicated((*tables, *heads), reason)
 
 
 def bag_rows(finder: RowFinder) -> None:
     """Add rows for bags of embeddings, each split by rows, else by columns; note the others."""
     sites = finder.trial.blocks.facts.sites
     bags = [fqn for fqn in finder.trial.feeds.uses if leaf_kind(sites[fqn]) == "EmbeddingBag"]
-    order, known = list(sites), len(finder.rows)
+    order, first_new = list(sites), len(finder.rows)
     for name in sorted(bags, key=order.index):
-        why = ""
+        reason = ""
         rows = make_call("shard", "vocab", over=finder.axis)
         columns = make_call("shard", "col", output=R, over=finder.axis)
-        for how, said in ((rows, "split by rows"), (columns, "split by columns")):
-            row = ProposedRow((name,), how, said)
-            pads = padding_rows(finder, [name]) if how is rows else []
-            made = finder.repair_rows([*pads, row])
-            if isinstance(made, list):
-                finder.rows += made
+        for call, comment in ((rows, "split by rows"), (columns, "split by columns")):
+            row = ProposedRow((name,), call, comment)
+            pad_rows = padding_rows(finder, [name]) if call is rows else []
+            repaired = finder.repair_rows([*pad_rows, row])
+            if isinstance(repaired, list):
+                finder.rows += repaired
                 break
-            why = why or made
+            reason = reason or repaired
         else:
-            finder.note_replicated([name], why)
-    added = finder.rows[known:]
-    finder.rows[known:] = sorted(added, key=lambda row: not row.changes_facet(Facet.SHAPE))
+            finder.note_replicated([name], reason)
+    added = finder.rows[first_new:]
+    finder.rows[first_new:] = sorted(added, key=lambda row: not row.changes_facet(Facet.SHAPE))
 
 
 def _head_remark(tied: bool) -> str:
@@ -187,43 +187,43 @@ def _tables_and_heads(finder: RowFinder) -> tuple[list[str], list[str]]:
         for fqn in outside
         if leaf_kind(sites[fqn]) == "Embedding"
     }
-    most = max(rows.values(), default=0)
+    largest = max(rows.values(), default=0)
     heads = [
         fqn
         for fqn in outside
-        if leaf_kind(sites[fqn]) in PROJECTIONS and outputs_of(sites[fqn]) == most
+        if leaf_kind(sites[fqn]) in PROJECTIONS and outputs_of(sites[fqn]) == largest
     ]
-    return [fqn for fqn, count in rows.items() if count == most], heads
+    return [fqn for fqn, count in rows.items() if count == largest], heads
 
 
 def padding_rows(finder: RowFinder, names: Sequence[str]) -> list[ProposedRow]:
     """Return a padding row for each weight whose rows do not divide; tied weights once."""
     facts, ranks = finder.trial.blocks.facts, finder.ranks
-    out: list[ProposedRow] = []
-    seen: set[str] = set()
+    pad_rows: list[ProposedRow] = []
+    padded: set[str] = set()
     for name in names:
         site = facts.sites[name]
         weight = site.parameters["weight"]
         dim = "vocab" if "vocab" in site.dims["weight"] else "out"
         size = weight.shape[site.dims["weight"].index(dim)]
-        if size % ranks and weight.name not in seen:
-            seen.add(weight.name)
+        if size % ranks and weight.name not in padded:
+            padded.add(weight.name)
             multiple = PADDED if PADDED % ranks == 0 and size > LARGE else ranks
-            said = f"{size} rows do not divide by {ranks}"
-            out.append(ProposedRow((name,), make_call("pad", dim, multiple=multiple), said))
-    return out
+            comment = f"{size} rows do not divide by {ranks}"
+            pad_rows.append(ProposedRow((name,), make_call("pad", dim, multiple=multiple), comment))
+    return pad_rows
 
 
 def _needed(
-    pads: Sequence[ProposedRow], rows: Sequence[ProposedRow], finder: RowFinder
+    pad_rows: Sequence[ProposedRow], rows: Sequence[ProposedRow], finder: RowFinder
 ) -> list[ProposedRow]:
     """Return the padding rows of weights that some of these rows split."""
     facts = finder.trial.blocks.facts
 
-    def weights(of: Sequence[ProposedRow]) -> set[str]:
-        return {facts.sites[row.names[0]].parameters["weight"].name for row in of}
+    def weights(padded_rows: Sequence[ProposedRow]) -> set[str]:
+        return {facts.sites[row.names[0]].parameters["weight"].name for row in padded_rows}
 
-    return [pad for pad in pads if weights([pad]) <= weights(rows)]
+    return [pad_row for pad_row in pad_rows if weights([pad_row]) <= weights(rows)]
 
 
 STYLES = {"colwise": "out", "rowwise": "in", "embedding_rowwise": "vocab"}
@@ -235,30 +235,30 @@ def headline(blocks: Blocks) -> str:
     facts = blocks.facts
     outer = [name for name in facts.sites if name in blocks.lists and "*" not in name]
     counts = ((len(facts.children(name)), name) for name in outer)
-    said = " and ".join(f"{count} block{'s' * (count > 1)} of {name}" for count, name in counts)
+    lists = " and ".join(f"{count} block{'s' * (count > 1)} of {name}" for count, name in counts)
     total = f"{format_count(facts.numel(''))} parameters"
-    return f"{total}, {said}." if said else f"{total}, no repeated blocks."
+    return f"{total}, {lists}." if lists else f"{total}, no repeated blocks."
 
 
 def notes_on_replicated(plan: Plan, finder: RowFinder) -> Iterator[str]:
     """Yield notes on large weights that no row splits or names, and that have no note yet."""
     blocks, axis = finder.trial.blocks, finder.axis
-    total, known = blocks.facts.numel(""), {name for row in finder.rows for name in row.names}
-    known |= finder.replicated_names
+    total, noted = blocks.facts.numel(""), {name for row in finder.rows for name in row.names}
+    noted |= finder.replicated_names
     groups: dict[str, dict[str, None]] = {}
-    for name, fact in blocks.facts.unique_parameters.items():
+    for name, param in blocks.facts.unique_parameters.items():
         owner = name.rpartition(".")[0]
-        split = any(s.axis == axis for s in plan.effective_layout(name).splits)
-        common = blocks.common_name(owner)
-        if split or common in known or len(fact.shape) < 2 or fact.numel * SMALL_SHARE < total:
+        is_split = any(s.axis == axis for s in plan.effective_layout(name).splits)
+        group = blocks.common_name(owner)
+        if is_split or group in noted or len(param.shape) < 2 or param.numel * SMALL_SHARE < total:
             continue
-        why = _why(blocks, owner, fact.shape, finder.trial.feeds.reading_lines)
-        groups.setdefault(why, {})[common or name] = None
-    for why, names in groups.items():
-        yield f"replicated: {names_text(list(names))}: {why}"
+        reason = _why(blocks, owner, param.shape, finder.trial.feeds.reading_lines)
+        groups.setdefault(reason, {})[group or name] = None
+    for reason, names in groups.items():
+        yield f"replicated: {names_text(list(names))}: {reason}"
 
 
-def _why(blocks: Blocks, owner: str, shape: tuple[int, ...], read: Mapping[str, str]) -> str:
+def _why(blocks: Blocks, owner: str, shape: tuple[int, ...], uses: Mapping[str, str]) -> str:
     site = blocks.facts.sites[owner]
     if leaf_kind(site) in TABLES:
         return "a small table"
@@ -270,26 +270,27 @@ def _why(blocks: Blocks, owner: str, shape: tuple[int, ...], read: Mapping[str, 
         return "a convolution of several groups"
     if not can_split_module(blocks.facts, owner):
         return f"no style fits a `{site.class_name}`"
-    elsewhere = f"is used elsewhere, at {read[owner]}" if read.get(owner) else "leaves the model"
+    elsewhere = f"is used elsewhere, at {uses[owner]}" if uses.get(owner) else "leaves the model"
     return f"no column/row pair found: its output {elsewhere}"
 
 
 def notes_on_differences(plan: Plan, blocks: Blocks, axis: str) -> Iterator[str]:
     """Yield notes where transformers' own plan for the model splits otherwise."""
-    theirs = getattr(blocks.facts.model, "tp_plan", None)
-    found: dict[str, dict[str, None]] = {}
-    for pattern, style in (theirs or {}).items() if isinstance(theirs, Mapping) else ():
-        wanted = STYLES.get(next((s for s in STYLES if str(style).startswith(s)), ""))
-        if wanted is None:
+    their_plan = getattr(blocks.facts.model, "tp_plan", None)
+    names_by_text: dict[str, dict[str, None]] = {}
+    for pattern, style in (their_plan or {}).items() if isinstance(their_plan, Mapping) else ():
+        their_dim = STYLES.get(next((s for s in STYLES if str(style).startswith(s)), ""))
+        if their_dim is None:
             continue
         regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
         for fqn in filter(regex.fullmatch, blocks.facts.sites):
-            ours = _ours(plan, blocks, fqn, axis)
-            if ours not in (wanted, None):
-                words = f"`{style}` there, {f'split along {ours}' if ours else 'replicated'} here"
-                found.setdefault(words, {})[blocks.common_name(fqn)] = None
-    for words, names in found.items():
-        yield f"transformers' own plan differs: {names_text(list(names))}: {words}"
+            our_dim = _ours(plan, blocks, fqn, axis)
+            if our_dim not in (their_dim, None):
+                here = f"split along {our_dim}" if our_dim else "replicated"
+                text = f"`{style}` there, {here} here"
+                names_by_text.setdefault(text, {})[blocks.common_name(fqn)] = None
+    for text, names in names_by_text.items():
+        yield f"transformers' own plan differs: {names_text(list(names))}: {text}"
 
 
 def _ours(plan: Plan, blocks: Blocks, fqn: str, axis: str) -> str | None:
@@ -298,8 +299,8 @@ def _ours(plan: Plan, blocks: Blocks, fqn: str, axis: str) -> str | None:
     dims = site.dims.get("weight", ())
     if not dims or "weight" not in site.parameters:
         return None
-    held = plan.effective_layout(site.parameters["weight"].name)
-    return next((dims[s.dim] for s in held.splits if s.axis == axis), "")
+    layout = plan.effective_layout(site.parameters["weight"].name)
+    return next((dims[s.dim] for s in layout.splits if s.axis == axis), "")
 
 
 Loss = Callable[..., Any]
@@ -375,30 +376,28 @@ def propose(
         raise Refusal(traced.missing_loss)
     check_batch_keys(Plan(facts), batch, traced, loss, weight)
     blocks = blocks_of(facts)
-    asked = ProposalRequest(RowTrial(facts, blocks, batch, loss, weight), blocks, mesh, batch)
+    trial = RowTrial(facts, blocks, batch, loss, weight)
+    request = ProposalRequest(trial, blocks, mesh, batch)
     notes: list[str] = []
-    splits_batch = any(mesh.get(asked.axis(role) or "", 1) > 1 for role in BATCH_ROLES)
+    splits_batch = any(mesh.get(request.axis(role) or "", 1) > 1 for role in BATCH_ROLES)
     if splits_batch and (norm := find_batch_norm(facts.model, traced)) is not None:
-        notes.append(
-            "relaxed: `{}`, a `{}`, takes separate statistics for each part of the batch".format(
-                *norm
-            )
-        )
-        asked = replace(asked, relax=RELAXED_WORD)
+        name, kind = norm
+        notes.append(f"relaxed: `{name}`, a `{kind}`, takes statistics of each part of the batch")
+        request = replace(request, relax=RELAXED_WORD)
     if adapters is not None:
-        asked = replace(asked, adapters=adapters.rows(blocks, notes))
-    rows = rows_by_role(asked, notes)
-    rest = _rest(asked)
-    stages = max(1, mesh.get(asked.axis("stages") or "", 1))
+        request = replace(request, adapters=adapters.rows(blocks, notes))
+    rows = rows_by_role(request, notes)
+    others = _rest(request)
+    stages = max(1, mesh.get(request.axis("stages") or "", 1))
     try:
-        file = _tried(asked.trial, lambda blocks: _file(asked, blocks, rows, rest, notes), stages)
+        file = _tried(trial, lambda blocks: _file(request, blocks, rows, others, notes), stages)
     except Refusal as refusal:
         if refusal.diagnostic.code != "S668":
             raise
         # trainers of such models do the same: each microbatch has its own statistics
         notes.append("relaxed: the loss takes separate statistics for each microbatch")
-        relaxed = replace(asked, relax=RELAXED_WORD)
-        file = _tried(asked.trial, lambda blocks: _file(relaxed, blocks, rows, rest, notes), stages)
+        relaxed = replace(request, relax=RELAXED_WORD)
+        file = _tried(trial, lambda blocks: _file(relaxed, blocks, rows, others, notes), stages)
     return ProposedSchedule(file, tuple(notes))
 
 
@@ -407,45 +406,45 @@ def _tried(trial: RowTrial, file: Callable[[Blocks], n.File], stages: int) -> n.
 
     Raises Refusal for what is refused.
     """
-    made = file(trial.full_blocks)
-    expand(made, trial.facts)
-    short = trial.with_fewer_blocks(stages) if trial.is_shortened else trial.full_blocks
-    plan = expand(file(short), short.facts).plan
+    schedule = file(trial.full_blocks)
+    expand(schedule, trial.facts)
+    short_blocks = trial.with_fewer_blocks(stages) if trial.is_shortened else trial.full_blocks
+    plan = expand(file(short_blocks), short_blocks.facts).plan
     assert plan is not None
     account(plan, trial.batch, trial.loss)
-    return made
+    return schedule
 
 
 def check_mesh(mesh: Mapping[str, int]) -> None:
     """Refuse (S211) axes of unknown names, and two axes of one role."""
-    legal = (
+    axis_help = (
         "it knows `dp`, `data` and `fsdp`, which split the batch, `ep` (experts), `cp`"
         " (sequences), `pp` and `pipe` (stages), `tp` and `model` (tensors)"
     )
     for name in mesh:
         if name not in ROLES:
-            raise Refusal.of("S211", f"`init` does not know the axis `{name}`", helps=(legal,))
+            raise Refusal.of("S211", f"`init` does not know the axis `{name}`", helps=(axis_help,))
     for role in set(ROLES.values()):
-        same = [name for name in mesh if ROLES[name] == role]
-        if len(same) > 1:
-            title = f"`{same[0]}` and `{same[1]}` would split the same"
-            raise Refusal.of("S211", title, helps=("keep one of them", legal))
+        alike = [name for name in mesh if ROLES[name] == role]
+        if len(alike) > 1:
+            title = f"`{alike[0]}` and `{alike[1]}` would split the same"
+            raise Refusal.of("S211", title, helps=("keep one of them", axis_help))
     if not mesh:
-        raise Refusal.of("S211", "`init` needs a mesh", helps=("`--mesh dp=2,tp=2`", legal))
+        raise Refusal.of("S211", "`init` needs a mesh", helps=("`--mesh dp=2,tp=2`", axis_help))
 
 
-def rows_by_role(asked: ProposalRequest, notes: list[str]) -> dict[str, list[ProposedRow]]:
+def rows_by_role(request: ProposalRequest, notes: list[str]) -> dict[str, list[ProposedRow]]:
     """Return the rows of each role that splits tensors; refuses an axis without any."""
-    found: dict[str, list[ProposedRow]] = {}
+    rows: dict[str, list[ProposedRow]] = {}
     for role in ("parts", "experts", "tokens"):
-        axis = asked.axis(role)
+        axis = request.axis(role)
         if axis is None:
             continue
-        said: list[str] = []
-        finder = RowFinder(asked.trial, axis, max(2, asked.mesh[axis]), [], said)
+        remarks: list[str] = []
+        finder = RowFinder(request.trial, axis, max(2, request.mesh[axis]), [], remarks)
         if role == "parts":
             add_tensor_rows(finder)
-            if asked.axis("experts") is None:
+            if request.axis("experts") is None:
                 expert_rows(finder)
             vocabulary_rows(finder)
             bag_rows(finder)
@@ -453,14 +452,14 @@ def rows_by_role(asked: ProposalRequest, notes: list[str]) -> dict[str, list[Pro
             expert_rows(finder, ProposedRow((), make_call("zero", stage=1, over=axis)))
         else:
             context_rows(finder)
-        if not finder.rows and asked.mesh[axis] > 1:
-            more = _remarks(finder) if role == "parts" else [NONE_FOUND[role]] * (not said)
-            raise _unused_axis(axis, [*said, *more])
-        found[role] = sorted(finder.rows, key=lambda row: not _first(asked.blocks, row))
-        notes += said
+        if not finder.rows and request.mesh[axis] > 1:
+            extra = _remarks(finder) if role == "parts" else [NONE_FOUND[role]] * (not remarks)
+            raise _unused_axis(axis, [*remarks, *extra])
+        rows[role] = sorted(finder.rows, key=lambda row: not _first(request.blocks, row))
+        notes += remarks
         if role == "parts":
             notes += _remarks(finder)
-    return found
+    return rows
 
 
 def _first(blocks: Blocks, row: ProposedRow) -> bool:
@@ -470,10 +469,10 @@ def _first(blocks: Blocks, row: ProposedRow) -> bool:
     return row.changes_facet(Facet.SHAPE) or (table and not blocks.is_inside(name))
 
 
-def _unused_axis(axis: str, said: list[str]) -> Refusal:
+def _unused_axis(axis: str, remarks: list[str]) -> Refusal:
     title = f"nothing of this model can be split over `{axis}`"
     helps = (f"leave `{axis}` out of the mesh, or give its ranks to another axis: `{axis}=1`",)
-    return Refusal.of("S212", title, notes=tuple(said[:8]), helps=helps)
+    return Refusal.of("S212", title, notes=tuple(remarks[:8]), helps=helps)
 
 
 def _remarks(finder: RowFinder) -> list[str]:
@@ -486,70 +485,70 @@ def _remarks(finder: RowFinder) -> list[str]:
 # -- stages and the batch -------------------------------------------------------------------------
 
 
-def _rest(asked: ProposalRequest) -> list[ProposedRow]:
+def _rest(request: ProposalRequest) -> list[ProposedRow]:
     """Return the rows of the pipeline and of data parallelism."""
     rows: list[ProposedRow] = []
-    stages, sliced = asked.axis("stages"), asked.axis("sliced")
-    data = [axis for axis in (asked.axis("data"), asked.axis("experts")) if axis is not None]
-    count = asked.mesh.get(stages or "", 1)
+    stages, sliced = request.axis("stages"), request.axis("sliced")
+    data = [axis for axis in (request.axis("data"), request.axis("experts")) if axis is not None]
+    count = request.mesh.get(stages or "", 1)
     if stages is not None:
-        rows.append(_cut(asked, stages, count))
+        rows.append(_cut(request, stages, count))
     if sliced is not None:
         rows.append(ProposedRow((), make_call("zero", stage=3, over=sliced)))
     if data:
-        over = data[0] if len(data) == 1 else tuple(data)
-        rows.append(ProposedRow((), make_call("zero", stage=0 if sliced else 1, over=over)))
+        batch_axes = data[0] if len(data) == 1 else tuple(data)
+        rows.append(ProposedRow((), make_call("zero", stage=0 if sliced else 1, over=batch_axes)))
     if stages is not None:
-        order = make_call("pipeline", order="1F1B", micro=_micro(asked, count))
+        order = make_call("pipeline", order="1F1B", micro=_micro(request, count))
         rows.append(ProposedRow((), order))
     return rows
 
 
-def _micro(asked: ProposalRequest, stages: int) -> int:
+def _micro(request: ProposalRequest, stages: int) -> int:
     """Return the number of microbatches for the rows that a rank has."""
     from schedlang.runtime.batch import row_count
 
     parts = 1
-    for name, size in asked.mesh.items():
+    for name, size in request.mesh.items():
         parts *= size if ROLES[name] in ("data", "sliced", "experts") else 1
-    return max(1, min(MICRO_PER_STAGE * stages, row_count(asked.batch) // parts))
+    return max(1, min(MICRO_PER_STAGE * stages, row_count(request.batch) // parts))
 
 
-def _cut(asked: ProposalRequest, axis: str, stages: int) -> ProposedRow:
+def _cut(request: ProposalRequest, axis: str, stages: int) -> ProposedRow:
     """Return the row that splits lists of blocks: all outermost ones, else the largest alone."""
-    facts, lists = asked.blocks.facts, asked.blocks.lists
+    facts, lists = request.blocks.facts, request.blocks.lists
     outer = [name for name in lists if "*" not in name.split(".")]
     outer.sort(key=lambda name: list(facts.sites).index(name))
     largest = sorted(outer, key=lambda name: -facts.numel(name))
-    tried = [tuple(outer), *((name,) for name in largest)]
-    first: Refusal | None = None
-    for names in dict.fromkeys(names for names in tried if names):
+    name_choices = [tuple(outer), *((name,) for name in largest)]
+    first_refusal: Refusal | None = None
+    for names in dict.fromkeys(names for names in name_choices if names):
         row = ProposedRow(names, make_call("pipeline_split", over=axis))
-        refusal = asked.trial.cut_refusal(row, axis, stages)
+        refusal = request.trial.cut_refusal(row, axis, stages)
         if refusal is None:
             return row
-        first = first or refusal
-    if first is not None:
-        raise first
-    return _cut_between(asked, axis, stages)
+        first_refusal = first_refusal or refusal
+    if first_refusal is not None:
+        raise first_refusal
+    return _cut_between(request, axis, stages)
 
 
-def _cut_between(asked: ProposalRequest, axis: str, stages: int) -> ProposedRow:
+def _cut_between(request: ProposalRequest, axis: str, stages: int) -> ProposedRow:
     """Return the row that splits a model without lists of blocks between the modules that it calls.
 
     Raises Refusal S212 where there are fewer modules than stages, or the split itself is refused.
     """
     from schedlang.runtime.tracing.units import default_units
 
-    facts = asked.blocks.facts
+    facts = request.blocks.facts
     title = "this model has no list of blocks, and cannot be cut into stages between its modules"
     try:
-        names = list(dict.fromkeys(default_units(facts.model, asked.trial.sample)))
+        names = list(dict.fromkeys(default_units(facts.model, request.trial.sample)))
         stage_of = balanced_stages([ChainUnit(name, facts.numel(name)) for name in names], stages)
         starts = {stage: name for name, stage in zip(reversed(names), reversed(stage_of)) if stage}
-        first = tuple(starts[stage] for stage in sorted(starts))
-        row = ProposedRow(first, make_call("pipeline_split", over=axis))
-        refusal = asked.trial.cut_refusal(row, axis, stages)
+        first_units = tuple(starts[stage] for stage in sorted(starts))
+        row = ProposedRow(first_units, make_call("pipeline_split", over=axis))
+        refusal = request.trial.cut_refusal(row, axis, stages)
         if refusal is None:
             return row
     except Refusal as refused:
@@ -580,21 +579,22 @@ def proof_steps(rows: Mapping[str, Sequence[ProposedRow]], blocks: Blocks) -> It
 
 
 def _file(
-    asked: ProposalRequest,
+    request: ProposalRequest,
     blocks: Blocks,
     rows: Mapping[str, list[ProposedRow]],
-    rest: list[ProposedRow],
+    others: list[ProposedRow],
     notes: list[str],
 ) -> n.File:
     """Build the schedule with its comments."""
     steps: list[n.Step] = []
-    if asked.adapters:
-        steps.append(make_step("adapters", fold_statements(asked.adapters, blocks), relax="model"))
+    if request.adapters:
+        calls = fold_statements(request.adapters, blocks)
+        steps.append(make_step("adapters", calls, relax="model"))
     steps += proof_steps(rows, blocks)
-    if rest:
-        last = [row.statement for row in sorted(rest, key=lambda row: not row.names)]
-        name = "pipeline" if rest[0].names else "data"
-        steps.append(make_step(name, last, TRAIN, asked.relax))
-    mesh = lift.mesh(asked.mesh, None, NOWHERE, f"# {headline(blocks)}")
-    below = (line for note in notes for line in wrap_comment(note))
-    return make_schedule_file("proposed", blocks.facts.class_name, mesh, steps, *below)
+    if others:
+        calls = [row.statement for row in sorted(others, key=lambda row: not row.names)]
+        name = "pipeline" if others[0].names else "data"
+        steps.append(make_step(name, calls, TRAIN, request.relax))
+    mesh = lift.mesh(request.mesh, None, NOWHERE, f"# {headline(blocks)}")
+    comment_lines = (line for note in notes for line in wrap_comment(note))
+    return make_schedule_file("proposed", blocks.facts.class_name, mesh, steps, *comment_lines)

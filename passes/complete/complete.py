@@ -55,7 +55,9 @@ def complete_plan(plan: Plan, batch: Mapping[str, Any] | None, loss: Loss | None
     Raises Refusal at the `complete` row: S426 where rows can be completed in several ways, S427
     where they cannot be completed, S605 without a batch, which the trace of the model needs.
     """
-    for axis, row in [(one.axis, plan.origin(one)) for one in plan.completions]:
+    for axis, row in [
+        (completion.axis, plan.origin(completion)) for completion in plan.completions
+    ]:
         assert row is not None
         if batch is None:
             raise Refusal.of(
@@ -75,12 +77,12 @@ def _complete_axis(
     """Return the plan with the added rows of one axis, in the order of the flows."""
     blocks = blocks_of(plan.model)
     trial = RowTrial(plan.model, blocks, batch, loss)
-    known = len(plan.actions)
+    row_count = len(plan.actions)
     for started in _find_started(plan, axis, blocks, row):
-        done = {fqn for action in plan.actions[known:] for fqn in action.sites}
-        plan = _complete_blocks(plan, axis, trial, started, row, done)
-    more, place = plan.actions[known:], plan.actions.index(row) + 1
-    actions = (*plan.actions[:place], *more, *plan.actions[place:known])
+        done_sites = {fqn for action in plan.actions[row_count:] for fqn in action.sites}
+        plan = _complete_blocks(plan, axis, trial, started, row, done_sites)
+    new_rows, index = plan.actions[row_count:], plan.actions.index(row) + 1
+    actions = (*plan.actions[:index], *new_rows, *plan.actions[index:row_count])
     return replace(plan, actions=actions)
 
 
@@ -90,11 +92,11 @@ def _complete_blocks(
     trial: RowTrial,
     started: _StartedRows,
     row: Action,
-    done: Collection[str],
+    done_sites: Collection[str],
 ) -> Plan:
     """Return the plan with the added rows of blocks that have equal rows above.
 
-    Modules in `done` have added rows already, and are skipped.
+    Modules in `done_sites` have added rows already, and are skipped.
     """
     blocks = trial.blocks
     finder = RowFinder(trial, axis, plan.mesh.size(axis), _shape_rows(plan, blocks), [])
@@ -103,12 +105,12 @@ def _complete_blocks(
             _complete_flow(finder, flow, started)
     _refuse_unpaired(finder, started)
     _complete_rest(finder, started)
-    own = (*started.rows.values(), *_shape_rows(plan, blocks))
-    added = [one for one in finder.rows if one not in own]
+    initial_rows = (*started.rows.values(), *_shape_rows(plan, blocks))
+    added = [added_row for added_row in finder.rows if added_row not in initial_rows]
     for action in _actions_of(plan, axis, blocks, added):
         places = ((fqn, blocks.enclosing_block(fqn)) for fqn in action.sites)
-        sites = [fqn for fqn, place in places if not place or place in started.places]
-        sites = [fqn for fqn in sites if fqn not in done]
+        sites = [fqn for fqn, block in places if not block or block in started.places]
+        sites = [fqn for fqn in sites if fqn not in done_sites]
         plan = _add_row(plan, action, sites, row) if sites else plan
     return plan
 
@@ -123,13 +125,13 @@ def _placement_rows(plan: Plan, axis: str, row: Action) -> Iterator[Action]:
 
 def _find_started(plan: Plan, axis: str, blocks: Blocks, row: Action) -> list[_StartedRows]:
     """Return the rows above, grouped by blocks of a list with equal rows; S425 without rows."""
-    found: dict[str, dict[str, ProposedRow]] = {}
+    rows_by_block: dict[str, dict[str, ProposedRow]] = {}
     for action in _placement_rows(plan, axis, row):
         for fqn in action.sites:
             name = blocks.common_name(fqn)
-            one = ProposedRow((name,), lift.call_of(action.primitive))
-            found.setdefault(blocks.enclosing_block(fqn), {}).setdefault(name, one)
-    if not found:
+            proposed = ProposedRow((name,), lift.call_of(action.primitive))
+            rows_by_block.setdefault(blocks.enclosing_block(fqn), {}).setdefault(name, proposed)
+    if not rows_by_block:
         raise Refusal.of(
             "S425",
             f"no row shards anything over `{axis}`",
@@ -139,19 +141,20 @@ def _find_started(plan: Plan, axis: str, blocks: Blocks, row: Action) -> list[_S
                 "or let `schedlang init` write the whole schedule",
             ),
         )
-    outside = found.pop("", {})
+    outside = rows_by_block.pop("", {})
     lists: dict[str, dict[tuple[ProposedRow, ...], list[str]]] = {}
-    for place, rows in found.items():
+    for block, rows in rows_by_block.items():
         groups = lists.setdefault(next(iter(rows)).rpartition("*")[0], {})
-        groups.setdefault(tuple(rows.values()), []).append(place)
+        groups.setdefault(tuple(rows.values()), []).append(block)
     by_list = [list(groups.items()) for groups in lists.values()]
     return [
         _StartedRows(
-            outside | {one.names[0]: one for rows, _ in chosen for one in rows},
-            frozenset(place for _, places in chosen for place in places),
+            outside
+            | {proposed.names[0]: proposed for rows, _ in groups_chosen for proposed in rows},
+            frozenset(block for _, places in groups_chosen for block in places),
             Label(row.span),
         )
-        for chosen in zip_longest(*by_list, fillvalue=((), ()))
+        for groups_chosen in zip_longest(*by_list, fillvalue=((), ()))
     ] or [_StartedRows(outside, frozenset(), Label(row.span))]
 
 
@@ -167,26 +170,26 @@ def _shape_rows(plan: Plan, blocks: Blocks) -> list[ProposedRow]:
 
 def _complete_flow(finder: RowFinder, flow: Flow, started: _StartedRows) -> None:
     """Add the missing rows of a flow; refuse (S426, S427) unless exactly one form is legal."""
-    known = (started.rows[name] for name in flow.sources if name in started.rows)
-    if any(one.argument("output") == n.Name(("R",)) for one in known):
+    source_rows = (started.rows[name] for name in flow.sources if name in started.rows)
+    if any(variant.argument("output") == n.Name(("R",)) for variant in source_rows):
         finder.rows += [started.rows[name] for name in started.of(flow)]
         return  # outputs of its sources are gathered: no other row is needed
-    legal: list[list[ProposedRow]] = []
+    solutions: list[list[ProposedRow]] = []
     reason = ""
-    for one in flow_variants(flow):
-        if not set(started.of(flow)) <= {*one.sources, *one.sinks}:
+    for variant in flow_variants(flow):
+        if not set(started.of(flow)) <= {*variant.sources, *variant.sinks}:
             continue
-        rows = [started.rows.get(row.names[0], row) for row in rows_of_flow(finder, one)]
-        made = finder.repair_rows(rows)
-        if isinstance(made, str):
-            reason = reason or made
-        elif made not in legal:
-            legal.append(made)
-    if not legal:
+        rows = [started.rows.get(row.names[0], row) for row in rows_of_flow(finder, variant)]
+        repaired = finder.repair_rows(rows)
+        if isinstance(repaired, str):
+            reason = reason or repaired
+        elif repaired not in solutions:
+            solutions.append(repaired)
+    if not solutions:
         raise Refusal(_no_completion(finder, flow, started, reason))
-    if len(legal) > 1:
-        raise Refusal(_several_completions(flow, started, legal))
-    finder.rows += legal[0]
+    if len(solutions) > 1:
+        raise Refusal(_several_completions(flow, started, solutions))
+    finder.rows += solutions[0]
 
 
 def _refuse_unpaired(finder: RowFinder, started: _StartedRows) -> None:
@@ -200,12 +203,12 @@ def _refuse_unpaired(finder: RowFinder, started: _StartedRows) -> None:
         if row in finder.rows or not splits or row.argument("output") is not None:
             continue
         readers = {
-            blocks.common_name(f)
-            for f, use in uses.items()
+            blocks.common_name(fqn)
+            for fqn, use in uses.items()
             if name in map(blocks.common_name, use.reads)
         }
-        after = make_call("shard", "row", over=finder.axis)
-        rows = [row, *(ProposedRow((reader,), after) for reader in readers)]
+        reading_call = make_call("shard", "row", over=finder.axis)
+        rows = [row, *(ProposedRow((reader,), reading_call) for reader in readers)]
         gathered = [row.with_argument("output", R)]
         if readers and isinstance(finder.repair_rows(rows), list):
             flow = Flow((name,), tuple(readers))
@@ -214,20 +217,20 @@ def _refuse_unpaired(finder: RowFinder, started: _StartedRows) -> None:
 
 def _complete_rest(finder: RowFinder, started: _StartedRows) -> None:
     """Add the rows that start no flow, and rows for other names of split weights (S427)."""
-    made = finder.repair_rows([row for row in started.rows.values() if row not in finder.rows])
-    if isinstance(made, str):
+    repaired = finder.repair_rows([row for row in started.rows.values() if row not in finder.rows])
+    if isinstance(repaired, str):
         raise Refusal.of(
             "S427",
             f"the rows over `{finder.axis}` cannot be completed",
             started.line,
-            notes=(made,),
+            notes=(repaired,),
         )
-    finder.rows += made
+    finder.rows += repaired
 
 
 def _no_completion(finder: RowFinder, flow: Flow, started: _StartedRows, reason: str) -> Diagnostic:
-    more = (row for row in rows_of_flow(finder, flow) if row.names[0] not in started.rows)
-    rows = "; ".join(f"`{row}`" for row in more)
+    tried_rows = (row for row in rows_of_flow(finder, flow) if row.names[0] not in started.rows)
+    rows = "; ".join(f"`{row}`" for row in tried_rows)
     gathered = [n for n in flow.sources if n in started.rows]
     helps = [
         f"gather its output: `{name} shard(col, output=R, over={finder.axis})`"
@@ -243,25 +246,26 @@ def _no_completion(finder: RowFinder, flow: Flow, started: _StartedRows, reason:
 
 
 def _several_completions(
-    flow: Flow, started: _StartedRows, legal: Sequence[Sequence[ProposedRow]]
+    flow: Flow, started: _StartedRows, choices: Sequence[Sequence[ProposedRow]]
 ) -> Diagnostic:
     texts = [
-        "; ".join(f"`{row}`" for row in rows if row not in started.rows.values()) for rows in legal
+        "; ".join(f"`{row}`" for row in rows if row not in started.rows.values())
+        for rows in choices
     ]
     return Diagnostic(
         "S426",
-        f"`{names_text(started.of(flow))}` can be completed in {len(legal)} ways",
+        f"`{names_text(started.of(flow))}` can be completed in {len(choices)} ways",
         started.line,
         helps=tuple(f"write one of them: {text}" for text in texts),
     )
 
 
-def _add_row(plan: Plan, action: Action, sites: Sequence[str], at: Action) -> Plan:
-    """Return the plan with one more row, at the line of the `complete` row `at`."""
+def _add_row(plan: Plan, action: Action, sites: Sequence[str], origin: Action) -> Plan:
+    """Return the plan with one more row, at the line of the `complete` row `origin`."""
     try:
-        return plan.add(action.primitive, sites, step=at.step, span=at.span)
+        return plan.add(action.primitive, sites, step=origin.step, span=origin.span)
     except Refusal as refusal:
-        raise refusal.at(at.span) from refusal
+        raise refusal.at(origin.span) from refusal
 
 
 def _actions_of(
@@ -270,8 +274,8 @@ def _actions_of(
     """Yield proposed rows, at all modules of their names, as actions of a separate plan."""
     if not rows:
         return
-    every = (*_shape_rows(plan, blocks), *rows)
-    made = plan_of_proposal(
-        every, blocks.in_model(plan.model), {axis: plan.mesh.size(axis)}, "completed"
+    all_rows = (*_shape_rows(plan, blocks), *rows)
+    proposed_plan = plan_of_proposal(
+        all_rows, blocks.in_model(plan.model), {axis: plan.mesh.size(axis)}, "completed"
     )
-    yield from (action for action in made.actions if not action.changes(Facet.SHAPE))
+    yield from (action for action in proposed_plan.actions if not action.changes(Facet.SHAPE))

@@ -74,23 +74,23 @@ class ProposedRow:
     @property
     def style(self) -> str:
         """Return the first argument if it is positional: the style of a `shard`; else ""."""
-        return next((one.text for one in self.call.args[:1] if isinstance(one, n.Name)), "")
+        return next((arg.text for arg in self.call.args[:1] if isinstance(arg, n.Name)), "")
 
     def argument(self, name: str) -> n.Expr | None:
         """Return the value of a keyword argument, or None."""
-        named = (one for one in self.call.args if isinstance(one, n.Keyword))
-        return next((one.value for one in named if one.name == name), None)
+        keywords = (arg for arg in self.call.args if isinstance(arg, n.Keyword))
+        return next((arg.value for arg in keywords if arg.name == name), None)
 
     def with_argument(self, name: str, value: object) -> ProposedRow:
         """Return the row with one more argument, before `over`; an existing one does not change."""
         if self.argument(name) is not None:
             return self
-        given = [*self.call.args]
-        over = (
-            k for k, one in enumerate(given) if isinstance(one, n.Keyword) and one.name == "over"
+        args = [*self.call.args]
+        over_index = (
+            k for k, arg in enumerate(args) if isinstance(arg, n.Keyword) and arg.name == "over"
         )
-        given.insert(next(over, len(given)), n.Keyword(name, lift.lift(value)))
-        return replace(self, call=replace(self.call, args=tuple(given)))
+        args.insert(next(over_index, len(args)), n.Keyword(name, lift.lift(value)))
+        return replace(self, call=replace(self.call, args=tuple(args)))
 
 
 RowPlace = tuple[
@@ -100,12 +100,12 @@ RowPlace = tuple[
 
 def fold_statements(rows: Sequence[ProposedRow], blocks: Blocks) -> tuple[n.Stmt, ...]:
     """Return rows as statements: one `at` per list of blocks, one row per group of equal calls."""
-    found: list[n.Stmt] = []
+    statements: list[n.Stmt] = []
     placed = _group_by_list(_place_rows(_fold_rows(rows, blocks), blocks))
-    for head, several in groupby(placed, lambda place: place[0]):
-        inner = tuple(row.at_paths(tail) for _, tail, row in several)
-        found += [n.At((head,), None, (), n.Block(inner))] if head.segs else inner
-    return tuple(found)
+    for head, head_rows in groupby(placed, lambda row_place: row_place[0]):
+        inner = tuple(row.at_paths(tail) for _, tail, row in head_rows)
+        statements += [n.At((head,), None, (), n.Block(inner))] if head.segs else inner
+    return tuple(statements)
 
 
 def make_step(
@@ -148,16 +148,16 @@ def _place_rows(rows: Sequence[ProposedRow], blocks: Blocks) -> Iterator[RowPlac
 
 def _group_by_list(placed: Iterable[RowPlace]) -> Iterator[RowPlace]:
     """Yield the rows, sorted such that consecutive rows in blocks of one list are adjacent."""
-    run: list[RowPlace] = []
-    for one in [*placed, None]:
-        if one is not None and any("*" in name for name in one[2].names):
-            run.append(one)
+    list_rows: list[RowPlace] = []
+    for row_place in [*placed, None]:
+        if row_place is not None and any("*" in name for name in row_place[2].names):
+            list_rows.append(row_place)
             continue
-        order = list(dict.fromkeys(head for head, _, _ in run))
-        yield from sorted(run, key=lambda place: order.index(place[0]))
-        run = []
-        if one is not None:
-            yield one
+        order = list(dict.fromkeys(head for head, _, _ in list_rows))
+        yield from sorted(list_rows, key=lambda place: order.index(place[0]))
+        list_rows = []
+        if row_place is not None:
+            yield row_place
 
 
 def block_paths(name: str, blocks: Blocks) -> tuple[n.Path, ...]:
@@ -166,41 +166,41 @@ def block_paths(name: str, blocks: Blocks) -> tuple[n.Path, ...]:
     if not star:
         return (n.Path(()),)
     depth = name[: len(root)].count(".")
-    everyone = blocks.modules_by_name.get(root + star, ())
-    held = dict.fromkeys(
+    all_blocks = blocks.modules_by_name.get(root + star, ())
+    names = dict.fromkeys(
         ".".join(fqn.split(".")[: depth + 1]) for fqn in blocks.modules_by_name.get(name, ())
     )
-    found = tuple(held)
-    if len(found) == len(everyone):  # numbers other than blocks' stay: `up.1.blocks.*`
-        own = path_of(root.rpartition("*")[2].strip("."), star)
+    block_names = tuple(names)
+    if len(block_names) == len(all_blocks):  # numbers other than blocks' stay: `up.1.blocks.*`
+        relative_path = path_of(root.rpartition("*")[2].strip("."), star)
         outer = block_paths(root.rstrip("."), blocks)  # a list may be in some outer blocks only
-        return tuple(n.Path((*head.segs, *own.segs)) for head in outer)
-    one = selector_path(found, everyone)
-    return tuple(map(path_of, found)) if one is None else (one,)
+        return tuple(n.Path((*head.segs, *relative_path.segs)) for head in outer)
+    path = selector_path(block_names, all_blocks)
+    return tuple(map(path_of, block_names)) if path is None else (path,)
 
 
 def _inner_path(names: Sequence[str]) -> n.Path:
     """Return the path of one or several common names inside their blocks."""
-    below = [name.rpartition("*")[2].lstrip(".") for name in names]
-    if len(below) <= 1:
-        return path_of(*below)
-    parent = below[0].rpartition(".")[0]
-    if parent and all(name.rpartition(".")[2].isdigit() for name in below):
-        found = selector_path(below, ())
-        assert found is not None  # names of one parent
-        return found
-    together = n.Seg(brace_names([name.rpartition(".")[2] for name in below]))
-    return n.Path((*path_of(parent).segs, together))
+    tails = [name.rpartition("*")[2].lstrip(".") for name in names]
+    if len(tails) <= 1:
+        return path_of(*tails)
+    parent = tails[0].rpartition(".")[0]
+    if parent and all(name.rpartition(".")[2].isdigit() for name in tails):
+        path = selector_path(tails, ())
+        assert path is not None  # names of one parent
+        return path
+    last_segment = n.Seg(brace_names([name.rpartition(".")[2] for name in tails]))
+    return n.Path((*path_of(parent).segs, last_segment))
 
 
 def brace_names(names: Sequence[str]) -> str:
     """Return names as one segment: `{q,k,v}_proj`, with common parts at `_` written once."""
-    front = os.path.commonprefix(list(names))
-    front = front[: front.rfind("_") + 1]
-    back = os.path.commonprefix([name[len(front) :][::-1] for name in names])[::-1]
-    back = back[back.find("_") :] if "_" in back else ""
-    middle = (name[len(front) : len(name) - len(back)] for name in names)
-    return f"{front}{{{','.join(middle)}}}{back}"
+    prefix = os.path.commonprefix(list(names))
+    prefix = prefix[: prefix.rfind("_") + 1]
+    suffix = os.path.commonprefix([name[len(prefix) :][::-1] for name in names])[::-1]
+    suffix = suffix[suffix.find("_") :] if "_" in suffix else ""
+    middles = (name[len(prefix) : len(name) - len(suffix)] for name in names)
+    return f"{prefix}{{{','.join(middles)}}}{suffix}"
 
 
 def names_text(names: Sequence[str]) -> str:
@@ -224,19 +224,19 @@ def wrap_comment(text: str, width: int = 88) -> list[str]:
 
 def _fold_rows(rows: Sequence[ProposedRow], blocks: Blocks) -> list[ProposedRow]:
     """Return rows in which consecutive rows of one parent, call and blocks are merged."""
-    out: list[ProposedRow] = []
-    before: object = None
+    folded: list[ProposedRow] = []
+    last_key: object = None
     for row in rows:
         parent, _, last = row.names[0].rpartition(".") if row.names else ("", "", "")
         foldable = PLAIN.fullmatch(last) is not None and bool(parent or not last.isdigit())
-        where = block_paths(row.names[0], blocks) if foldable else ()
-        key = (parent, where, row.call, row.comment, last.isdigit()) if foldable else None
-        if key is not None and key == before:
-            out[-1] = replace(out[-1], names=(*out[-1].names, *row.names))
+        paths = block_paths(row.names[0], blocks) if foldable else ()
+        key = (parent, paths, row.call, row.comment, last.isdigit()) if foldable else None
+        if key is not None and key == last_key:
+            folded[-1] = replace(folded[-1], names=(*folded[-1].names, *row.names))
         else:
-            out.append(row)
-        before = key
-    return out
+            folded.append(row)
+        last_key = key
+    return folded
 
 
 Loss = Callable[..., Any]
@@ -261,9 +261,9 @@ def plan_of_proposal(
     source = Source(step, "\n".join(map(str, rows)))
     calls: list[tuple[n.Call, Sequence[str]]] = []
     for line, (row, text) in enumerate(zip(rows, source.lines), 1):
-        made = n.with_spans(row.call, Span(source, line, 1, line, len(text) + 1))
+        call = n.with_spans(row.call, Span(source, line, 1, line, len(text) + 1))
         sites = [fqn for name in row.names for fqn in blocks.modules_of(name)]
-        calls.append((made, tuple(dict.fromkeys(sites))))  # in one call: one row cuts several lists
+        calls.append((call, tuple(dict.fromkeys(sites))))  # in one call: one row cuts several lists
     return plan_of_calls(calls, blocks.facts, Mesh(tuple(mesh.items())), step, relax)
 
 
@@ -297,18 +297,18 @@ class RowTrial:
     def _traced_blocks(self) -> tuple[Blocks, ProjectionCalls]:
         """Return the blocks of the shortest model that runs, and the feeds of its projections."""
         try:
-            short = self.with_fewer_blocks(1)
-            return short, self._uses(short)
+            short_blocks = self.with_fewer_blocks(1)
+            return short_blocks, self._uses(short_blocks)
         except Exception as error:
             # a model with its own count of layers may not run with fewer: then the full model is
             # traced, and its errors are raised below with this error as cause
-            fewer = error
+            short_error = error
         try:
             return self.full_blocks, self._uses(self.full_blocks)
         except Refusal as refusal:
-            raise refusal from fewer
+            raise refusal from short_error
         except Exception as error:
-            error.__cause__ = fewer
+            error.__cause__ = short_error
             raise batch_refusal(error) from error
 
     @property
@@ -323,13 +323,13 @@ class RowTrial:
 
     def with_fewer_blocks(self, stages: int) -> Blocks:
         """Return the model with the fewest blocks for some stages; it may not run."""
-        known: Any = self.facts.cache.setdefault("shorter", {})
-        if stages not in known:
-            known[stages] = self.full_blocks.in_model(
+        cached: Any = self.facts.cache.setdefault("shorter", {})
+        if stages not in cached:
+            cached[stages] = self.full_blocks.in_model(
                 ModelFacts(shorten_model(self.facts.model, self.full_blocks, stages))
             )
-        found: Blocks = known[stages]
-        return found
+        blocks: Blocks = cached[stages]
+        return blocks
 
     def _uses(self, blocks: Blocks) -> ProjectionCalls:
         from schedlang.runtime.propagation.sources import trace_sources
@@ -350,12 +350,14 @@ class RowTrial:
         from schedlang.runtime.batch import named_tensors, row_count, split_batch
 
         rows = row_count(self.batch)
-        whole = [t for t in named_tensors(self.batch).values() if not t.is_floating_point()]
-        longest = max((tensor.numel() // rows for tensor in whole), default=0)
-        few = max(
+        integer_tensors = [
+            t for t in named_tensors(self.batch).values() if not t.is_floating_point()
+        ]
+        longest = max((tensor.numel() // rows for tensor in integer_tensors), default=0)
+        row_limit = max(
             2, min(SAMPLE_ROWS, SAMPLE_ELEMENTS // max(1, longest))
         )  # a dim of size 1 is ambiguous
-        return split_batch(self.batch, max(1, rows // few), 1)[0][0].inputs
+        return split_batch(self.batch, max(1, rows // row_limit), 1)[0][0].inputs
 
     @property
     def is_shortened(self) -> bool:
@@ -364,11 +366,11 @@ class RowTrial:
 
     # -- trials ------------------------------------------------------------------------------------
 
-    def with_axes(self, beside: Mapping[str, int]) -> RowTrial:
+    def with_axes(self, axes: Mapping[str, int]) -> RowTrial:
         """Return the trial on a mesh with further axes."""
-        found = copy(self)
-        found.other_axes = beside
-        return found
+        trial = copy(self)
+        trial.other_axes = axes
+        return trial
 
     def find_refusal(
         self, rows: Sequence[ProposedRow], axis: str, ranks: int

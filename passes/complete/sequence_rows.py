@@ -24,16 +24,16 @@ def sequence_rows(
 
     Raises Refusal S212 where no form of these rows is legal.
     """
-    why = "no block has a projection whose output is all-reduced"
-    summed = [row for row in rows if row.style == "row" and trial.blocks.is_inside(row.names[0])]
-    for norms in _norms(trial.blocks, rows) if summed else ():
-        made = _with_norms(trial.blocks, rows, norms, axis)
-        found = trial.find_refusal(made, axis, ranks)
-        if found is None:
-            return made
-        why = found[0].diagnostic.title
+    reason = "no block has a projection whose output is all-reduced"
+    summing = [row for row in rows if row.style == "row" and trial.blocks.is_inside(row.names[0])]
+    for norms in _norms(trial.blocks, rows) if summing else ():
+        new_rows = _with_norms(trial.blocks, rows, norms, axis)
+        refused = trial.find_refusal(new_rows, axis, ranks)
+        if refused is None:
+            return new_rows
+        reason = refused[0].diagnostic.title
     title = f"activations between blocks cannot be split along the sequence over `{axis}`"
-    raise Refusal.of("S212", title, notes=(why,), helps=("split tensors alone",))
+    raise Refusal.of("S212", title, notes=(reason,), helps=("split tensors alone",))
 
 
 def _norms(blocks: Blocks, rows: Sequence[ProposedRow]) -> Iterator[list[str]]:
@@ -41,41 +41,43 @@ def _norms(blocks: Blocks, rows: Sequence[ProposedRow]) -> Iterator[list[str]]:
 
     Yields first those that are not siblings of split projections, then all.
     """
-    split = {name for row in rows for name in row.names}
-    parents = {name.rpartition(".")[0] for name in split}
-    found = []
+    split_names = {name for row in rows for name in row.names}
+    parents = {name.rpartition(".")[0] for name in split_names}
+    norms = []
     for name, group in blocks.modules_by_name.items():
-        shapes = [len(fact.shape) for fact in blocks.facts.sites[group[0]].parameters.values()]
-        if blocks.is_inside(name) and name not in split and shapes and max(shapes) == 1:
-            found.append(name)
-    direct = [name for name in found if name.rpartition(".")[0] not in parents]
-    yield direct
-    if direct != found:
-        yield found
+        shapes = [len(param.shape) for param in blocks.facts.sites[group[0]].parameters.values()]
+        if blocks.is_inside(name) and name not in split_names and shapes and max(shapes) == 1:
+            norms.append(name)
+    outer_norms = [name for name in norms if name.rpartition(".")[0] not in parents]
+    yield outer_norms
+    if outer_norms != norms:
+        yield norms
 
 
 def _with_norms(
     blocks: Blocks, rows: Sequence[ProposedRow], norms: Sequence[str], axis: str
 ) -> list[ProposedRow]:
-    parts = make_call("shard", input=SEQUENCE, output=SEQUENCE, over=axis)
-    enter = make_call("shard", input=SEQUENCE, over=axis)
-    leave = make_call("shard", input=SEQUENCE, output=R, over=axis)
-    made = [
+    split = make_call("shard", input=SEQUENCE, output=SEQUENCE, over=axis)
+    enter_call = make_call("shard", input=SEQUENCE, over=axis)
+    leave_call = make_call("shard", input=SEQUENCE, output=R, over=axis)
+    new_rows = [
         row.with_argument("output", SEQUENCE)
         if row.style == "row" and blocks.is_inside(row.names[0])
         else row
         for row in rows
     ]
-    above = [row for row in made if not blocks.is_inside(row.names[0])]
-    below = [row for row in made if blocks.is_inside(row.names[0])]
-    for trunk, after in _list_ends(blocks):
-        first = blocks.facts.children(trunk)[0]
-        above.append(
-            ProposedRow((f"{trunk}.{first}",), enter, "masks and positions are made of the whole")
+    upper = [row for row in new_rows if not blocks.is_inside(row.names[0])]
+    inner = [row for row in new_rows if blocks.is_inside(row.names[0])]
+    for trunk, module_after in _list_ends(blocks):
+        block = blocks.facts.children(trunk)[0]
+        upper.append(
+            ProposedRow(
+                (f"{trunk}.{block}",), enter_call, "masks and positions are made of the whole"
+            )
         )
-        if after:
-            above.append(ProposedRow((after,), leave))
-    return [*above, *(ProposedRow((name,), parts, "some tokens") for name in norms), *below]
+        if module_after:
+            upper.append(ProposedRow((module_after,), leave_call))
+    return [*upper, *(ProposedRow((name,), split, "some tokens") for name in norms), *inner]
 
 
 def _list_ends(blocks: Blocks) -> Iterator[tuple[str, str]]:
@@ -84,11 +86,11 @@ def _list_ends(blocks: Blocks) -> Iterator[tuple[str, str]]:
     for trunk in sorted(blocks.lists, key=lambda name: sites.index(name) if name in sites else 0):
         if "*" in trunk.split("."):
             continue
-        behind = [name for name in sites[sites.index(trunk) :] if not name.startswith(f"{trunk}")]
+        later = [name for name in sites[sites.index(trunk) :] if not name.startswith(f"{trunk}")]
         vectors = (
             name
-            for name in behind
-            if (own := blocks.facts.sites[name].parameters)
-            and max(len(fact.shape) for fact in own.values()) == 1
+            for name in later
+            if (parameters := blocks.facts.sites[name].parameters)
+            and max(len(param.shape) for param in parameters.values()) == 1
         )
         yield trunk, next(vectors, "")

@@ -79,45 +79,49 @@ def _sources_of(
 
     everywhere = not blocks.lists
     kind = leaf_kind(blocks.facts.sites[fqn])
-    found = set(use.reads) - {MIXED}
-    if kind in TABLES or STREAM in found or not (everywhere or blocks.is_inside(fqn)):
+    sources = set(use.reads) - {MIXED}
+    if kind in TABLES or STREAM in sources or not (everywhere or blocks.is_inside(fqn)):
         return set()
-    return found if all(everywhere or blocks.is_inside(name) for name in found) else set()
+    return sources if all(everywhere or blocks.is_inside(name) for name in sources) else set()
 
 
 def _merge_groups(
     groups: list[_Group], uses: Mapping[str, ProjectionUse], blocks: Blocks
 ) -> tuple[Flow, ...]:
     """Return flows with names common to all blocks; groups that share a name are merged."""
-    made: list[_Group] = []
+    merged: list[_Group] = []
     for group in reversed(groups):
-        mine = _Group(
+        common = _Group(
             {blocks.common_name(name) for name in group.sources},
             {blocks.common_name(name) for name in group.sinks},
             group.mixed,
         )
-        for other in [o for o in made if (o.sources | o.sinks) & (mine.sources | mine.sinks)]:
-            made.remove(other)
-            mine.sources |= other.sources
-            mine.sinks |= other.sinks
-            mine.mixed |= other.mixed
-        made.append(mine)
+        for overlap in [
+            earlier
+            for earlier in merged
+            if (earlier.sources | earlier.sinks) & (common.sources | common.sinks)
+        ]:
+            merged.remove(overlap)
+            common.sources |= overlap.sources
+            common.sinks |= overlap.sinks
+            common.mixed |= overlap.mixed
+        merged.append(common)
     order: dict[str, int] = {}
     readers: dict[str, set[str]] = {}
     for fqn, use in uses.items():
         order.setdefault(blocks.common_name(fqn), use.order)
         for name in use.reads:
             readers.setdefault(blocks.common_name(name), set()).add(blocks.common_name(fqn))
-    found = [_flow_of(group, order, readers) for group in made]
-    return tuple(sorted(found, key=lambda flow: min(order[name] for name in flow.names)))
+    flows = [_flow_of(group, order, readers) for group in merged]
+    return tuple(sorted(flows, key=lambda flow: min(order[name] for name in flow.names)))
 
 
 def _flow_of(group: _Group, order: Mapping[str, int], readers: Mapping[str, set[str]]) -> Flow:
     sources = sorted(group.sources - group.sinks, key=order.__getitem__)
     sinks = tuple(sorted(group.sinks, key=order.__getitem__))
-    also = {name: readers.get(name, set()) - set(sinks) for name in sources}
-    impure = frozenset(name for name in sources if also[name])
-    others = tuple(sorted(set().union(*also.values()), key=order.__getitem__))
+    other_readers = {name: readers.get(name, set()) - set(sinks) for name in sources}
+    impure = frozenset(name for name in sources if other_readers[name])
+    others = tuple(sorted(set().union(*other_readers.values()), key=order.__getitem__))
     return Flow(tuple(sources), sinks, group.mixed, impure, others)
 
 
@@ -125,10 +129,10 @@ def flow_variants(flow: Flow) -> tuple[Flow, ...]:
     """Return the flow, the flow with `others` as sinks, and the flow without impure sources."""
     if not flow.impure:
         return (flow,)
-    wide = replace(flow, sinks=(*flow.sinks, *flow.others), impure=frozenset(), others=())
+    widened = replace(flow, sinks=(*flow.sinks, *flow.others), impure=frozenset(), others=())
     pure = tuple(name for name in flow.sources if name not in flow.impure)
-    narrow = (replace(flow, sources=pure, impure=frozenset(), others=()),) if pure else ()
-    return (flow, wide, *narrow)
+    narrowed = (replace(flow, sources=pure, impure=frozenset(), others=()),) if pure else ()
+    return (flow, widened, *narrowed)
 
 
 REMEDY_ARGUMENTS = ("blocks", "heads", "uneven")  # arguments that refusals offer in their facts
@@ -154,18 +158,18 @@ class RowFinder:
         """Return rows, repaired by the remedies of their refusals, or the reason why not legal."""
         rows, reason, counted = list(rows), "", ""
         for _ in range(MAX_REMEDIES):
-            found = self.trial.find_refusal([*self.rows, *rows], self.axis, self.ranks)
-            if found is None:
+            refused = self.trial.find_refusal([*self.rows, *rows], self.axis, self.ranks)
+            if refused is None:
                 return rows
-            refusal, place = found
+            refusal, index = refused
             reason = _reason(refusal)
-            place -= len(self.rows)
-            self.blamed_row = place if 0 <= place < len(rows) else -1
-            more = self._missing_row(refusal)
-            if more is not None and more not in rows:
-                rows.append(more)
+            index -= len(self.rows)
+            self.blamed_row = index if 0 <= index < len(rows) else -1
+            missing = self._missing_row(refusal)
+            if missing is not None and missing not in rows:
+                rows.append(missing)
                 continue
-            better = self._with_remedies(rows, place, refusal) if 0 <= place < len(rows) else rows
+            better = self._with_remedies(rows, index, refusal) if 0 <= index < len(rows) else rows
             if better == rows:
                 break
             if any(row.argument("heads") for row in better) and not counted:
@@ -174,30 +178,30 @@ class RowFinder:
         return counted or reason
 
     def _with_remedies(
-        self, rows: list[ProposedRow], place: int, refusal: Refusal
+        self, rows: list[ProposedRow], index: int, refusal: Refusal
     ) -> list[ProposedRow]:
         """Return rows with the arguments that a refusal offers for one; heads change all rows."""
         offers = {
-            name: found for name in REMEDY_ARGUMENTS if (found := refusal.diagnostic.fact(name))
+            name: fact for name in REMEDY_ARGUMENTS if (fact := refusal.diagnostic.fact(name))
         }
         if "heads" in offers:
-            size = self._width(rows[place]) // _count_blocks(rows[place]) // int(offers["heads"])
+            size = self._width(rows[index]) // _count_blocks(rows[index]) // int(offers["heads"])
             return [self.with_uneven_heads(row, size) for row in rows] if size else rows
-        better = rows[place]
+        repaired = rows[index]
         for name, value in offers.items():
-            better = better.with_argument(name, _value_of(value))
-        return [*rows[:place], better, *rows[place + 1 :]]
+            repaired = repaired.with_argument(name, _value_of(value))
+        return [*rows[:index], repaired, *rows[index + 1 :]]
 
     def with_uneven_heads(self, row: ProposedRow, size: int) -> ProposedRow:
         """Return a row with `heads` and `with_uneven_heads`, if ranks do not divide its heads of
         `size`."""
         blocks = _count_blocks(row)
-        heads, rest = divmod(self._width(row), size * blocks)
-        if rest or heads % self.ranks == 0 or isinstance(row.argument("blocks"), n.List):
+        heads, remainder = divmod(self._width(row), size * blocks)
+        if remainder or heads % self.ranks == 0 or isinstance(row.argument("blocks"), n.List):
             return row
-        shared = row.style == "col" and self.ranks % heads == 0 and blocks == 1
+        is_shared = row.style == "col" and self.ranks % heads == 0 and blocks == 1
         row = row.with_argument("heads", heads)
-        return row.with_argument("uneven", "replicate" if shared else "pad")
+        return row.with_argument("uneven", "replicate" if is_shared else "pad")
 
     def _width(self, row: ProposedRow) -> int:
         """Return the size of the dim that a row splits: outputs, or inputs for the style `row`."""
@@ -214,24 +218,24 @@ class RowFinder:
         """
         module, splits = map(refusal.diagnostic.fact, ("module", "splits"))
         if module is not None and splits is not None:
-            dims = (one.split("=") for one in splits.split(", "))
-            made = make_call("shard", **{name: S(int(dim)) for name, dim in dims}, over=self.axis)
-            return ProposedRow((self.trial.blocks.common_name(module),), made, "for its heads")
+            dims = (dim_text.split("=") for dim_text in splits.split(", "))
+            call = make_call("shard", **{name: S(int(dim)) for name, dim in dims}, over=self.axis)
+            return ProposedRow((self.trial.blocks.common_name(module),), call, "for its heads")
         name = refusal.diagnostic.fact("parameter")
         if name is None:
             return None
         owner, _, parameter = name.rpartition(".")
         blocks = self.trial.blocks
         if leaf_kind(blocks.facts.sites[owner]):
-            made = make_call("shard", "vocab", over=self.axis)
+            call = make_call("shard", "vocab", over=self.axis)
         else:
-            made = make_call("shard", **{parameter: S(0)}, over=self.axis)
-        return ProposedRow((blocks.common_name(owner),), made, "the same weight")
+            call = make_call("shard", **{parameter: S(0)}, over=self.axis)
+        return ProposedRow((blocks.common_name(owner),), call, "the same weight")
 
-    def note_replicated(self, names: Sequence[str], why: str) -> None:
+    def note_replicated(self, names: Sequence[str], reason: str) -> None:
         """Note modules that stay replicated, and the reason."""
         self.replicated_names.update(names)
-        self.notes.append(f"replicated: {names_text(names)}: {why}")
+        self.notes.append(f"replicated: {names_text(names)}: {reason}")
 
 
 def add_tensor_rows(finder: RowFinder) -> None:
@@ -240,9 +244,9 @@ def add_tensor_rows(finder: RowFinder) -> None:
     for flow in find_flows(finder.trial.feeds.uses, finder.trial.blocks):
         if flow.names & taken:
             continue  # it reads the sources of an earlier flow, and became a sink of that flow
-        why = _try_flow(finder, flow)
-        if why:
-            finder.note_replicated((*flow.sources, *flow.sinks), why)
+        reason = _try_flow(finder, flow)
+        if reason:
+            finder.note_replicated((*flow.sources, *flow.sinks), reason)
         taken |= {name for row in finder.rows for name in row.names} & {*flow.others}
 
 
@@ -250,17 +254,19 @@ def _try_flow(finder: RowFinder, flow: Flow) -> str:
     """Add the rows of a flow in its first legal form and return ""; else return the reason."""
     reason = ""
     for rows in _forms(finder, flow):
-        made = finder.repair_rows(rows)
-        if isinstance(made, list):
-            finder.rows += made
+        repaired = finder.repair_rows(rows)
+        if isinstance(repaired, list):
+            finder.rows += repaired
             return ""
-        reason = made
+        reason = repaired
     convolves = any(not _kind(finder, name) for name in flow.sources)
-    for one in () if convolves else flow_variants(flow):  # full images are too large to be gathered
-        made = finder.repair_rows(_gathering_rows(finder, one))
-        if isinstance(made, list):
-            finder.rows += made
-            finder.notes.append(f"gathered: {names_text(one.sources)}: {reason}")
+    for variant in (
+        () if convolves else flow_variants(flow)
+    ):  # full images are too large to be gathered
+        repaired = finder.repair_rows(_gathering_rows(finder, variant))
+        if isinstance(repaired, list):
+            finder.rows += repaired
+            finder.notes.append(f"gathered: {names_text(variant.sources)}: {reason}")
             return ""
     return reason
 
@@ -271,17 +277,17 @@ def _forms(finder: RowFinder, flow: Flow) -> Iterator[list[ProposedRow]]:
     Where a view splits outputs twice, the first number may count blocks side by side (q, k and v)
     or heads: both are tried.
     """
-    for one in flow_variants(flow):
-        plain = rows_of_flow(finder, one)
-        sizes = {_head_size(finder, name) for name in one.sources}
+    for variant in flow_variants(flow):
+        plain_rows = rows_of_flow(finder, variant)
+        sizes = {_head_size(finder, name) for name in variant.sources}
         if len(sizes) == 1 and (size := sizes.pop()):
-            plain = [finder.with_uneven_heads(row, size) for row in plain]
-        packed = [_with_part_sizes(finder, row) for row in plain]
-        viewed = [_with_view_blocks(finder, row) for row in plain]
-        for form in (packed, viewed):
-            if form != plain:
-                yield form
-        yield plain
+            plain_rows = [finder.with_uneven_heads(row, size) for row in plain_rows]
+        packed = [_with_part_sizes(finder, row) for row in plain_rows]
+        viewed = [_with_view_blocks(finder, row) for row in plain_rows]
+        for form_rows in (packed, viewed):
+            if form_rows != plain_rows:
+                yield form_rows
+        yield plain_rows
 
 
 def rows_of_flow(finder: RowFinder, flow: Flow) -> list[ProposedRow]:
@@ -317,9 +323,9 @@ def _gathering_rows(finder: RowFinder, flow: Flow) -> list[ProposedRow]:
 def _with_part_sizes(finder: RowFinder, row: ProposedRow) -> ProposedRow:
     """Return a row with `blocks`: the sizes of the parts into which the model splits outputs."""
     blocks = finder.trial.blocks
-    first = blocks.modules_by_name[row.names[0]][0]
-    parts = finder.trial.feeds.piece_sizes.get(first, [])
-    site = blocks.facts.sites[first]
+    module = blocks.modules_by_name[row.names[0]][0]
+    parts = finder.trial.feeds.piece_sizes.get(module, [])
+    site = blocks.facts.sites[module]
     if row.style != "col" or len(parts) < 2 or sum(parts) != outputs_of(site):
         return row
     return row.with_argument("blocks", parts if len(set(parts)) > 1 else len(parts))
@@ -333,8 +339,8 @@ def _count_blocks(row: ProposedRow) -> int:
 
 def _with_view_blocks(finder: RowFinder, row: ProposedRow) -> ProposedRow:
     """Return a row with `blocks`: the first number into which a view splits outputs."""
-    first = finder.trial.blocks.modules_by_name[row.names[0]][0]
-    count = finder.trial.feeds.packed.get(first, 0)
+    module = finder.trial.blocks.modules_by_name[row.names[0]][0]
+    count = finder.trial.feeds.packed.get(module, 0)
     splits = row.style == "col" and count > 1
     return row.with_argument("blocks", count) if splits else row
 
@@ -355,9 +361,9 @@ def _kind(finder: RowFinder, name: str) -> str:
     return leaf_kind(blocks.facts.sites[blocks.modules_by_name[name][0]])
 
 
-def _value_of(fact: str) -> object:
+def _value_of(value: str) -> object:
     """Return the value of an argument in a fact: a number, a list of numbers, or a word."""
-    return json.loads(fact) if fact[:1] in "[0123456789" else fact
+    return json.loads(value) if value[:1] in "[0123456789" else value
 
 
 def _reason(refusal: Refusal) -> str:

@@ -62,43 +62,43 @@ def path_of_use(use: n.Use, above: tuple[Path, ...]) -> Path:
 
     `above` are the files that are being read now; refuses (S112) a `use` of one of these.
     """
-    holder = Path(use.span.source.name).parent if use.span else Path()
-    place = (holder / use.path).resolve()
-    if place in above:
-        chain = " -> ".join(path.name for path in (*above, place))
+    folder = Path(use.span.source.name).parent if use.span else Path()
+    used_path = (folder / use.path).resolve()
+    if used_path in above:
+        chain = " -> ".join(path.name for path in (*above, used_path))
         label = Label(use.span, chain)
         raise Refusal.of("S112", "these files use each other", label, helps=(HELP_CYCLE,))
-    return place
+    return used_path
 
 
-def tree_of_use(use: n.Use, place: Path) -> n.File:
+def tree_of_use(use: n.Use, path: Path) -> n.File:
     """Return the syntax tree of a used file, parsed once per schedule.
 
     Refuses (S003) a file that does not begin as a schedule does, without showing its text. `read`
     and `parse` may refuse, too.
     """
-    holder = Path(use.span.source.name).parent if use.span else Path()
-    name, known = str(holder / use.path), _reading.get()
-    if known is not None and name in known.files:
-        return known.files[name]
-    source = read(place, name)
+    folder = Path(use.span.source.name).parent if use.span else Path()
+    name, used_files = str(folder / use.path), _reading.get()
+    if used_files is not None and name in used_files.files:
+        return used_files.files[name]
+    source = read(path, name)
     if not SCHEDULE_START.match(source.text):
         help_ = "a schedule begins with its version and its model: `schedule 1 for Class`"
         label = Label(use.span, "used here")
         raise Refusal.of("S003", f"`{use.path}` is not a schedule", label, helps=(help_,))
     file = parse(source)
-    if known is not None:
-        known.files[name] = file
+    if used_files is not None:
+        used_files.files[name] = file
     return file
 
 
 def count_use(text: str, span: Span) -> None:
     """Count one more used file; refuse (S116) too many bytes of used files."""
-    known = _reading.get()
-    if known is None:
+    used_files = _reading.get()
+    if used_files is None:
         return
-    known.size += max(len(text), MIN_FILE_BYTES)
-    if known.size > MAX_USED_BYTES:
+    used_files.size += max(len(text), MIN_FILE_BYTES)
+    if used_files.size > MAX_USED_BYTES:
         title = f"this schedule uses more than {MAX_USED_BYTES // 2**20} MiB of other files"
         helps = ("a file counts each time it is used: use it once, at the top",)
         raise Refusal.of("S116", title, Label(span, "the limit is passed here"), helps=helps)
@@ -150,13 +150,13 @@ def open_base(use: n.Use, above: tuple[Path, ...]) -> SplicedFile:
 
     Refuses files that use each other (S112), a base with `as` (S115), an unknown knob (S106).
     """
-    place = path_of_use(use, above)
+    path = path_of_use(use, above)
     try:
-        file = tree_of_use(use, place)
+        file = tree_of_use(use, path)
     except Refusal:
         return SplicedFile()
     count_use(file.span.source.text, use.span)
-    splicer = _Splicer((*above, place))
+    splicer = _Splicer((*above, path))
     for item in file.items:
         splicer.add_item(item)
     if all(isinstance(item, LIBRARY_ITEMS) for item in splicer.items):
@@ -191,61 +191,65 @@ class _Splicer:
             case n.Use():
                 base = open_base(item, self.above)
                 self.headers += base.headers
-                for one in base.items:
-                    if isinstance(one, n.Step):
-                        self._steps[one.name] = len(self.items)
-                    self.items.append(one)
+                for base_item in base.items:
+                    if isinstance(base_item, n.Step):
+                        self._steps[base_item.name] = len(self.items)
+                    self.items.append(base_item)
                 if not base.items:
                     self.items.append(item)
             case n.Override(step):
                 self.items[self._changed_step(item, step.name)] = step
             case n.Drop(name):
-                place = self._changed_step(item, name)
-                del self.items[place]
+                index = self._changed_step(item, name)
+                del self.items[index]
                 self._steps = {
-                    known: at - (at > place) for known, at in self._steps.items() if known != name
+                    step_name: position - (position > index)
+                    for step_name, position in self._steps.items()
+                    if step_name != name
                 }
             case _:
                 self.items.append(item)
 
     def _changed_step(self, item: n.Override | n.Drop, name: str) -> int:
         """Return the index of the base's step that an item changes (S114, S101)."""
-        word = "override" if isinstance(item, n.Override) else "drop"
-        first = self._changed.get(name)
-        if first is not None:
-            also = (Label(first.span, "first changed here"),)
+        verb = "override" if isinstance(item, n.Override) else "drop"
+        earlier = self._changed.get(name)
+        if earlier is not None:
+            earlier_label = (Label(earlier.span, "first changed here"),)
             title = f"the step `{name}` is changed twice"
-            raise Refusal.of("S101", title, Label(item.span), also, (), ("keep one",))
+            raise Refusal.of("S101", title, Label(item.span), earlier_label, (), ("keep one",))
         self._changed[name] = item
         if name in self._steps:
             return self._steps[name]
-        own = any(isinstance(one, n.Step) and one.name == name for one in self.items)
-        if own:
+        is_own = any(isinstance(spliced, n.Step) and spliced.name == name for spliced in self.items)
+        if is_own:
             label = Label(item.span, "this file defines it itself")
             help_ = "change the step where it is written"
         else:
-            known = bool(self._steps)
-            label = Label(item.span, "" if known else f"no `use` above brings in a step to {word}")
-            near = suggest_name(name, self._steps, "the bases' steps are")
-            help_ = near if known else 'use a base schedule above: `use "base.sched"`'
+            any_step = bool(self._steps)
+            label = Label(
+                item.span, "" if any_step else f"no `use` above brings in a step to {verb}"
+            )
+            suggestion = suggest_name(name, self._steps, "the bases' steps are")
+            help_ = suggestion if any_step else 'use a base schedule above: `use "base.sched"`'
         title = f"no base has a step `{name}`"
-        facts = facts_of_unknown(name, () if own else self._steps)
+        facts = facts_of_unknown(name, () if is_own else self._steps)
         raise Refusal.of("S114", title, label, helps=(help_,), facts=facts)
 
 
 def _with_knobs(use: n.Use, items: Sequence[n.Item]) -> tuple[n.Item, ...]:
     """Return the items, with the values of a `use` as the new defaults of knobs (S106)."""
-    given = {arg.name: arg.value for arg in _keywords(use)}
-    known = [item.name for item in items if isinstance(item, n.Knob)]
+    values = {arg.name: arg.value for arg in _keywords(use)}
+    knobs = [item.name for item in items if isinstance(item, n.Knob)]
     for arg in _keywords(use):
-        if arg.name not in known:
+        if arg.name not in knobs:
             title = f"the schedule has no knob `{arg.name}`"
-            help_ = suggest_name(arg.name, known, "its knobs are") if known else "it has no knobs"
-            facts = facts_of_unknown(arg.name, known)
+            help_ = suggest_name(arg.name, knobs, "its knobs are") if knobs else "it has no knobs"
+            facts = facts_of_unknown(arg.name, knobs)
             raise Refusal.of("S106", title, Label(arg.span), helps=(help_,), facts=facts)
     return tuple(
-        replace(item, default=given[item.name])
-        if isinstance(item, n.Knob) and item.name in given
+        replace(item, default=values[item.name])
+        if isinstance(item, n.Knob) and item.name in values
         else item
         for item in items
     )

@@ -71,33 +71,36 @@ PARAMETER_TYPES: Mapping[str, Any] = {
 }
 
 
-def arguments_of(call: n.Call, node: n.Def, outer: Names, own: Names) -> Mapping[str, Any]:
+def arguments_of(
+    call: n.Call, node: n.Def, outer_names: Names, inner_names: Names
+) -> Mapping[str, Any]:
     """Return the value of every parameter of a `def` (S302, S304, S305).
 
-    Arguments are evaluated in `outer`, the caller's names; defaults in `own`, the definition's.
+    Arguments are evaluated in `outer_names`, the caller's names; defaults in `inner_names`, the
+    definition's.
     """
     names = [param.name for param in node.params]
     free = list(names)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for arg in call.args:
-        name = _parameter_of(call, arg, names, free, found)
+        name = _parameter_of(call, arg, names, free, values)
         inner = arg.value if isinstance(arg, n.Keyword) else arg
         param = node.params[names.index(name)]
-        found[name] = _convert(param, evaluate(inner, outer), inner, outer)
+        values[name] = _convert(param, evaluate(inner, outer_names), inner, outer_names)
     for param in node.params:
-        if param.name not in found and param.default is not None:
-            value = evaluate(param.default, own)
-            found[param.name] = _convert(param, value, param.default, own)
-    lacking = [name for name in names if name not in found]
-    if lacking:
-        also = (Label(node.span, "defined here"),) if node.span else ()
-        title = f"`{call.name.text}` needs {quote_names(lacking)}"
-        raise Refusal.of("S305", title, Label(call.span), also)
-    return found
+        if param.name not in values and param.default is not None:
+            value = evaluate(param.default, inner_names)
+            values[param.name] = _convert(param, value, param.default, inner_names)
+    missing = [name for name in names if name not in values]
+    if missing:
+        definition_label = (Label(node.span, "defined here"),) if node.span else ()
+        title = f"`{call.name.text}` needs {quote_names(missing)}"
+        raise Refusal.of("S305", title, Label(call.span), definition_label)
+    return values
 
 
 def _parameter_of(
-    call: n.Call, arg: n.Node, names: list[str], free: list[str], found: Mapping[str, Any]
+    call: n.Call, arg: n.Node, names: list[str], free: list[str], values: Mapping[str, Any]
 ) -> str:
     """Return the name of the parameter that an argument is for, and remove it from `free`."""
     title = ""
@@ -110,7 +113,7 @@ def _parameter_of(
         title = f"`{call.name.text}` takes no argument `{arg.name}`"
         helps = (suggest_name(arg.name, names, "it takes"),) if names else helps
         facts = facts_of_unknown(arg.name, names)
-        if arg.name in found:
+        if arg.name in values:
             title, helps, facts = f"`{arg.name}` is given twice", ("drop one",), ()
     elif free:
         return free.pop(0)
@@ -130,7 +133,7 @@ def _convert(param: n.Param, value: Any, node: n.Node, names: Names) -> Any:
         raise Refusal.of("S102", title, Label(param.span), helps=(help_,), facts=facts)
     kind = PARAMETER_TYPES[param.type]
     try:
-        made = convert(kind, value, names.axes)
+        converted = convert(kind, value, names.axes)
     except UnknownAxis as axis:
         _refuse_axis(str(axis), node, names)
     except Mismatch:
@@ -138,8 +141,8 @@ def _convert(param: n.Param, value: Any, node: n.Node, names: Names) -> Any:
         label = Label(node.span, f"this is {show_value(value)}")
         raise Refusal.of("S304", title, label, facts=unknown_words(value)) from None
     if kind is Axis and not isinstance(value, AxisSize):
-        return AxisSize.of(made, names.axes[made])
-    return value if kind is Axis else made
+        return AxisSize.of(converted, names.axes[converted])
+    return value if kind is Axis else converted
 
 
 def _refuse_axis(name: str, node: n.Node, names: Names) -> NoReturn:
@@ -169,10 +172,10 @@ def refuse_at(
 def check_header(node: n.Header, state: State) -> State:
     """Check that the model's class is the header's class or a subclass of it (S110)."""
     if node.model and state.facts and not state.facts.sites[""].is_a(node.model):
-        have = state.facts.class_name
-        help_ = f"a schedule for this model begins with `schedule 1 for {have}`"
+        class_name = state.facts.class_name
+        help_ = f"a schedule for this model begins with `schedule 1 for {class_name}`"
         title = f"this schedule is for the model class {node.model}"
-        refuse_at("S110", title, node.span, f"the model is of class {have}", help_)
+        refuse_at("S110", title, node.span, f"the model is of class {class_name}", help_)
     return state
 
 
@@ -183,13 +186,13 @@ def declare_knob(node: n.Knob, state: State) -> State:
 
 
 def _check_new_name(name: str, span: Span, state: State) -> None:
-    taken = name in state.knobs or name in state.axes or name in state.defs
-    taken = taken or name in state.patterns
-    if taken:
-        known = state.knobs.get(name)
-        also = (Label(known.span, "first declared here"),) if known else ()
+    is_taken = name in state.knobs or name in state.axes or name in state.defs
+    is_taken = is_taken or name in state.patterns
+    if is_taken:
+        knob = state.knobs.get(name)
+        first_label = (Label(knob.span, "first declared here"),) if knob else ()
         title = f"`{name}` is declared twice"
-        raise Refusal.of("S101", title, Label(span), also, (), ("rename one",))
+        raise Refusal.of("S101", title, Label(span), first_label, (), ("rename one",))
 
 
 # ---- mesh and views -----------------------------------------------------------------------
@@ -250,8 +253,8 @@ def _size(arg: n.Keyword, state: State) -> int | None:
         return 1
     if isinstance(size, bool) or not isinstance(size, int):
         names = list(state.knobs)
-        near = find_closest(str(size), names)
-        helps = (f"did you mean `{near}`?",) if near else ()
+        closest = find_closest(str(size), names)
+        helps = (f"did you mean `{closest}`?",) if closest else ()
         title = "the size of an axis must be a number"
         facts = facts_of_unknown(str(size), names)
         refuse_at("S111", title, arg.span, f"is {show_value(size)}", *helps, facts=facts)
@@ -282,42 +285,42 @@ def _remaining_size(node: n.Mesh, sizes: Mapping[str, int | None], settings: Set
     """
     blanks = [name for name, size in sizes.items() if size is None]
     if len(blanks) > 1:
-        given = ", ".join(f"{k}={'_' if k == blanks[0] else v or 2}" for k, v in sizes.items())
-        help_ = f"give the others a size: `mesh({given})`"
-        said = f"{len(blanks)} axes are `_`"
-        refuse_at("S111", "only one axis may be `_`", node.span, said, help_)
+        example = ", ".join(f"{k}={'_' if k == blanks[0] else v or 2}" for k, v in sizes.items())
+        help_ = f"give the others a size: `mesh({example})`"
+        label = f"{len(blanks)} axes are `_`"
+        refuse_at("S111", "only one axis may be `_`", node.span, label, help_)
     taken = math.prod(size for size in sizes.values() if size is not None)
     machine = re.fullmatch(r".*?x(\d+)", node.on or "")
     world = settings.world or (int(machine[1]) if machine else 2 * taken)
     if world % taken:
-        said = f"the other axes take {taken} of {world} ranks"
+        label = f"the other axes take {taken} of {world} ranks"
         help_ = "the product of their sizes must divide the number of ranks"
         title = f"the ranks do not divide: `{blanks[0]}` has no integer size"
-        refuse_at("S111", title, node.span, said, help_)
+        refuse_at("S111", title, node.span, label, help_)
     return world // taken
 
 
 def declare_view(node: n.View, state: State) -> State:
     """Declare a view: a name for several axes that are folded into one."""
     _check_new_name(node.name, node.span, state)
-    known = state.mesh or Mesh()
+    mesh = state.mesh or Mesh()
     for name in node.axes:
-        if name not in known.sizes:
-            note = f"the mesh is {known}"
+        if name not in mesh.sizes:
+            note = f"the mesh is {mesh}"
             help_ = (
-                suggest_name(name, known.sizes, "its axes are") if known.sizes else "declare `mesh`"
+                suggest_name(name, mesh.sizes, "its axes are") if mesh.sizes else "declare `mesh`"
             )
-            title, facts = f"the mesh has no axis `{name}`", facts_of_unknown(name, known.sizes)
+            title, facts = f"the mesh has no axis `{name}`", facts_of_unknown(name, mesh.sizes)
             refuse_at("S204", title, node.span, "", help_, note=note, facts=facts)
     if len(set(node.axes)) < len(node.axes):
         refuse_at("S111", "a view must fold different axes", node.span)
-    made = replace(known, views=(*known.views, (node.name, node.axes)))
+    new_mesh = replace(mesh, views=(*mesh.views, (node.name, node.axes)))
     if node.size is not None:
-        size, said = made.size(node.name), evaluate(node.size, state.names)
-        if said is not UNKNOWN and said != size:
-            title = f"`{node.name}` has {size} ranks, not {show_value(said)}"
-            refuse_at("S111", title, node.span, f"the mesh is {known}")
-    return state.with_mesh(made)
+        size, stated_size = new_mesh.size(node.name), evaluate(node.size, state.names)
+        if stated_size is not UNKNOWN and stated_size != size:
+            title = f"`{node.name}` has {size} ranks, not {show_value(stated_size)}"
+            refuse_at("S111", title, node.span, f"the mesh is {mesh}")
+    return state.with_mesh(new_mesh)
 
 
 # ---- require ------------------------------------------------------------------------------
@@ -328,36 +331,36 @@ def check_require(node: n.Require, state: State) -> State:
 
     A condition whose value is unknown without a model counts as true.
     """
-    holds = evaluate(node.test, state.names)
-    if holds is UNKNOWN or holds is True:
+    condition = evaluate(node.test, state.names)
+    if condition is UNKNOWN or condition is True:
         return state
-    if holds is not False:
-        said = f"this is {show_value(holds)}"
+    if condition is not False:
+        label_text = f"this is {show_value(condition)}"
         title = "`require` needs a condition: true or false"
-        refuse_at("S304", title, node.test.span, said, facts=unknown_words(holds))
+        refuse_at("S304", title, node.test.span, label_text, facts=unknown_words(condition))
     used = {part for name in walk(node.test) if isinstance(name, n.Name) for part in name.parts[:1]}
     knobs = {name: k for name, k in state.knobs.items() if name in used}
     helps = find_alternatives(
-        knobs, lambda new: evaluate(node.test, with_knobs(state, new)) is True
+        knobs, lambda values: evaluate(node.test, with_knobs(state, values)) is True
     )
     label = ""
     if isinstance(node.test, n.Chain) and isinstance(node.test.items[0], n.Node):
-        left = node.test.items[0]
-        value = evaluate(left, state.names)
+        operand = node.test.items[0]
+        value = evaluate(operand, state.names)
         value = int(value) if isinstance(value, AxisSize) else value
-        if not isinstance(left, n.Lit):
-            label = f"{printer.expr(left)} is {show_value(value)}"
+        if not isinstance(operand, n.Lit):
+            label = f"{printer.expr(operand)} is {show_value(value)}"
     note = f"with {format_settings(knobs)}" if knobs else ""
     refuse_at("S104", "`require` fails", node.span, label, *helps, note=note)
 
 
-def with_knobs(state: State, new: Mapping[str, Any]) -> Names:
-    """Return the names of a state if the knobs in `new` had other values."""
+def with_knobs(state: State, values: Mapping[str, Any]) -> Names:
+    """Return the names of a state if the knobs in `values` had other values."""
     names = state.names
     axes = {
-        axis: new.get(state.axis_knobs.get(axis, ""), size) for axis, size in names.axes.items()
+        axis: values.get(state.axis_knobs.get(axis, ""), size) for axis, size in names.axes.items()
     }
-    return replace(names, knobs={**names.knobs, **new}, axes=axes)
+    return replace(names, knobs={**names.knobs, **values}, axes=axes)
 
 
 # ---- search -------------------------------------------------------------------------------
@@ -367,9 +370,9 @@ def declare_search(node: n.Search, state: State) -> State:
     """Set a limit for the search for settings (S106, S109); only that search reads it."""
     name, value = node.limit.name, evaluate(node.limit.value, state.names)
     values = value if isinstance(value, tuple) else (value,)
-    if any(one is UNKNOWN for one in values):
+    if any(limit is UNKNOWN for limit in values):
         return state
-    sizes = tuple(int(one) if isinstance(one, AxisSize) else one for one in values)
+    sizes = tuple(int(limit) if isinstance(limit, AxisSize) else limit for limit in values)
     try:
         return replace(state, limits=state.limits.with_limit(node.how, name, sizes))
     except Refusal as refusal:
@@ -392,8 +395,8 @@ def declare_def(node: n.Def, state: State) -> State:
     problems = list(_unknown_calls(node, state))
     if problems:
         raise Refusal(*problems)
-    made = Definition(node, state.defs, state.names.knobs, state.patterns)
-    return replace(state, defs={**state.defs, node.name: made})
+    definition = Definition(node, state.defs, state.names.knobs, state.patterns)
+    return replace(state, defs={**state.defs, node.name: definition})
 
 
 def _unknown_calls(node: n.Def, state: State) -> Iterator[Diagnostic]:
@@ -406,25 +409,25 @@ def _unknown_calls(node: n.Def, state: State) -> Iterator[Diagnostic]:
 
 def use_library(node: n.Use, state: State, above: tuple[Path, ...] = ()) -> State:
     """Bring in the definitions of a library (S112); `above` are the files being read."""
-    place = base_schedules.path_of_use(node, above)
+    path = base_schedules.path_of_use(node, above)
     try:
-        file = base_schedules.tree_of_use(node, place)
+        file = base_schedules.tree_of_use(node, path)
     except Refusal as refusal:
         raise refusal.at(node.span) from None
     base_schedules.count_use(file.span.source.text, node.span)
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for arg in node.args or ():
         if not isinstance(arg, n.Keyword):
             refuse_at("S302", "a library's knobs are set by name", arg.span, "", "`(tp=4)`")
-        given[arg.name] = evaluate(arg.value, state.names)
-    inner = _execute_library(file, state, given, (*above, place))
-    refuse_unknown_settings(given, inner.knobs, node.span)
+        values[arg.name] = evaluate(arg.value, state.names)
+    inner = _execute_library(file, state, values, (*above, path))
+    refuse_unknown_settings(values, inner.knobs, node.span)
     prefix = f"{node.alias}." if node.alias else ""
-    made = {prefix + name: d for name, d in inner.defs.items()}
-    drawn = {prefix + name: p for name, p in inner.patterns.items()}
-    for name in (*made, *drawn):
+    defs = {prefix + name: d for name, d in inner.defs.items()}
+    patterns = {prefix + name: p for name, p in inner.patterns.items()}
+    for name in (*defs, *patterns):
         _check_new_name(name, node.span, state)
-    return replace(state, defs={**state.defs, **made}, patterns={**state.patterns, **drawn})
+    return replace(state, defs={**state.defs, **defs}, patterns={**state.patterns, **patterns})
 
 
 def declare_pattern(node: n.Pattern, state: State) -> State:
@@ -434,10 +437,10 @@ def declare_pattern(node: n.Pattern, state: State) -> State:
 
 
 def _execute_library(
-    file: n.File, state: State, given: Mapping[str, Any], above: tuple[Path, ...]
+    file: n.File, state: State, values: Mapping[str, Any], above: tuple[Path, ...]
 ) -> State:
     """Return the state at the end of a library: its knobs, definitions and patterns."""
-    inner = replace(initial_state(None, Settings(given)), facts=state.facts)
+    inner = replace(initial_state(None, Settings(values)), facts=state.facts)
     inner = check_header(file.header, inner)
     for item in file.items:
         match item:
@@ -489,19 +492,19 @@ def expectation_of(node: n.Expect, names: Names) -> Expectation | None:
         left, op, right = right, MIRRORED_OPERATORS[op], left
     name = _measure_of(left)
     if name is None:
-        word = left.text if isinstance(left, n.Name) else printer.expr(left)
+        measure = left.text if isinstance(left, n.Name) else printer.expr(left)
         help_, facts = (
-            suggest_name(word, MEASURES, "measures are"),
-            facts_of_unknown(word, MEASURES),
+            suggest_name(measure, MEASURES, "measures are"),
+            facts_of_unknown(measure, MEASURES),
         )
-        _refuse(node, f"`{word}` is not a measure of a plan", help_, facts=facts)
+        _refuse(node, f"`{measure}` is not a measure of a plan", help_, facts=facts)
     axes = _axes_of_measure(node, name, left, names)
     bound = evaluate(right, names)
     if bound is UNKNOWN:
         return None
     _check_bound(node, name, bound, printer.expr(right))
-    said = printer.expr(node.test)
-    return Expectation(name, axes, op, float(bound), said, node.on, node.span)
+    text = printer.expr(node.test)
+    return Expectation(name, axes, op, float(bound), text, node.on, node.span)
 
 
 def _measure_of(expr: n.Expr | str) -> str | None:
@@ -511,30 +514,30 @@ def _measure_of(expr: n.Expr | str) -> str | None:
     return text if text in MEASURES else None
 
 
-def _check_bound(node: n.Expect, name: str, bound: Any, said: str) -> None:
+def _check_bound(node: n.Expect, name: str, bound: Any, text: str) -> None:
     """Refuse (S861) a bound that is no number, or whose unit is not the measure's.
 
     A bound of a time must have a unit.
     """
     if isinstance(bound, bool) or not isinstance(bound, int | float):
         _refuse(node, f"the bound is {show_value(bound)}, not a number")
-    other = isinstance(bound, Bytes | Seconds) and not isinstance(bound, BOUND_TYPES[name])
-    if other or (name == TIME and not isinstance(bound, Seconds)):
-        what = {"bubble": "a share", TIME: "a time with its unit"}.get(name, "a number of bytes")
-        _refuse(node, f"the bound of `{name}` must be {what}, not `{said}`")
+    wrong_unit = isinstance(bound, Bytes | Seconds) and not isinstance(bound, BOUND_TYPES[name])
+    if wrong_unit or (name == TIME and not isinstance(bound, Seconds)):
+        unit = {"bubble": "a share", TIME: "a time with its unit"}.get(name, "a number of bytes")
+        _refuse(node, f"the bound of `{name}` must be {unit}, not `{text}`")
 
 
 def _axes_of_measure(node: n.Expect, name: str, measure: n.Expr, names: Names) -> tuple[str, ...]:
     """Return the axes in the arguments of a measure; `time` must have the argument `step`."""
-    given = measure.args if isinstance(measure, n.Call) else ()
-    found = [arg.text if isinstance(arg, n.Name) else "" for arg in given]
+    args = measure.args if isinstance(measure, n.Call) else ()
+    words = [arg.text if isinstance(arg, n.Name) else "" for arg in args]
     if name == TIME:
-        if found != ["step"]:
+        if words != ["step"]:
             _refuse(node, "`time` needs `step`: `time(step)`")
         return ()
-    if found and name != "comm_bytes":
+    if words and name != "comm_bytes":
         _refuse(node, f"`{name}` takes no arguments")
-    for text in found:
+    for text in words:
         if text not in names.axes:
             title = f"`{name}` takes axes of the mesh"
             help_, facts = (
@@ -542,9 +545,9 @@ def _axes_of_measure(node: n.Expect, name: str, measure: n.Expr, names: Names) -
                 facts_of_unknown(text, names.axes),
             )
             _refuse(node, title, help_, facts=facts)
-    return tuple(found)
+    return tuple(words)
 
 
 def _refuse(node: n.Expect, title: str, *helps: str, facts: Facts = ()) -> NoReturn:
-    legal = f"for example {', '.join(f'`expect {one}`' for one in MEASURES.values())}"
-    raise Refusal.of("S861", title, Label(node.span), helps=(*helps, legal), facts=facts)
+    examples = f"for example {', '.join(f'`expect {example}`' for example in MEASURES.values())}"
+    raise Refusal.of("S861", title, Label(node.span), helps=(*helps, examples), facts=facts)

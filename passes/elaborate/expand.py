@@ -85,19 +85,19 @@ def check_relaxed(primitive: Primitive, state: State, span: Span) -> None:
     """Refuse a row that gives up something that its step does not relax (S505)."""
     step = state.step
     relaxed = {"rounding", *(step.relax if step else ())}
-    beyond = sorted(primitive.gives_up - relaxed)
-    if not beyond:
+    disallowed = sorted(primitive.gives_up - relaxed)
+    if not disallowed:
         return
-    name = beyond[0]
+    name = disallowed[0]
     title = f"this row changes numerics (`{name}`): its step does not allow that"
-    also = (Label(step_title_span(step), "allows only " + _allowed_text(step)),) if step else ()
+    labels = (Label(step_title_span(step), "allows only " + _allowed_text(step)),) if step else ()
     if step:
-        names = ", ".join((*step.relax, *beyond))
+        names = ", ".join((*step.relax, *disallowed))
         help_ = f'allow it: `step "{step.name}" relax({names}) {{`'
     else:
         help_ = f'move it into a step that allows it: `step "..." relax({name}) {{`'
-    label = Label(span, f"results may differ in {', '.join(beyond)}")
-    raise Refusal.of("S505", title, label, also, (), (help_,))
+    label = Label(span, f"results may differ in {', '.join(disallowed)}")
+    raise Refusal.of("S505", title, label, labels, (), (help_,))
 
 
 def _allowed_text(step: n.Step) -> str:
@@ -114,21 +114,21 @@ def expand(file: n.File, facts: ModelFacts | None, settings: Settings | None = N
     Without `facts` only names and arguments are checked, and the state's plan is None. Raises
     Refusal with the diagnostics of every independent mistake.
     """
-    uses = any(isinstance(item, n.Use | n.Override | n.Drop) for item in file.items)
-    with base_schedules.counting_used_files() if uses else nullcontext():
-        whole = (
+    has_uses = any(isinstance(item, n.Use | n.Override | n.Drop) for item in file.items)
+    with base_schedules.counting_used_files() if has_uses else nullcontext():
+        spliced = (
             base_schedules.splice_file(file)
-            if uses
+            if has_uses
             else base_schedules.SplicedFile(file.items, (file.header,))
         )
         settings = settings or Settings()
         if settings.mesh:
-            settings = _with_sizing_knobs(whole.items, settings)
+            settings = _with_sizing_knobs(spliced.items, settings)
         runner = Expander(initial_state(facts, settings))
-        runner.problems += whole.problems
-        for header in whole.headers:
+        runner.problems += spliced.problems
+        for header in spliced.headers:
             runner.declare(partial(declare.check_header, header, runner.state))
-        for item in whole.items:
+        for item in spliced.items:
             runner.execute_item(item)
     if runner.problems:
         raise Refusal(*runner.problems)
@@ -267,21 +267,21 @@ class Expander:
         for item in base.items:
             self.execute_item(item)
         if not base.items:
-            given = partial(declare.use_library, node, self.state, above)
-            self.declare(given, f"{node.alias}.")
+            declaration = partial(declare.use_library, node, self.state, above)
+            self.declare(declaration, f"{node.alias}.")
 
     def declare(self, step: Callable[[], State], *names: str) -> bool:
         """Execute a declaration; return whether it was accepted.
 
         After a refusal, later errors about `names` are not reported.
         """
-        before = self.state.refused_names
+        refused = self.state.refused_names
         try:
             self.state = step()
             return True
         except Refusal as refusal:
             self.state = self.state.with_refused(*names)
-            if not any(self._is_consequence(d, before) for d in refusal.diagnostics):
+            if not any(self._is_consequence(problem, refused) for problem in refusal.diagnostics):
                 self.problems += refusal.diagnostics
             return False
 
@@ -352,9 +352,9 @@ class Expander:
 
     def _expect(self, node: n.Expect, names: Names) -> None:
         """Add an `expect` to the plan; its bound is checked after the plan's costs are counted."""
-        found, plan = declare.expectation_of(node, names), self.state.plan
-        if found is not None and plan is not None:
-            plan = replace(plan, expected=(*plan.expected, found))
+        expectation, plan = declare.expectation_of(node, names), self.state.plan
+        if expectation is not None and plan is not None:
+            plan = replace(plan, expected=(*plan.expected, expectation))
             self.state = replace(self.state, plan=plan)
 
     def _select(self, node: n.Rule | n.At, roots: Roots, names: Names) -> Roots:
@@ -371,8 +371,8 @@ class Expander:
         try:
             if isinstance(node, n.At):
                 return selector.select_scope(node, roots, names)
-            found = [selector.select(path, roots, names) for path in node.paths]
-            return found[0] if len(found) == 1 else selector.sort(itertools.chain(*found))
+            selected = [selector.select(path, roots, names) for path in node.paths]
+            return selected[0] if len(selected) == 1 else selector.sort(itertools.chain(*selected))
         except Refusal as refusal:
             self._note_problems(refusal)
             return None
@@ -380,13 +380,15 @@ class Expander:
     def _when(
         self, test: n.Expr, block: n.Block, orelse: n.Block | None, roots: Roots, names: Names
     ) -> None:
-        holds = evaluate(test, names)
-        if holds is not UNKNOWN and not isinstance(holds, bool):
-            label = Label(test.span, f"this is {show_value(holds)}")
+        condition = evaluate(test, names)
+        if condition is not UNKNOWN and not isinstance(condition, bool):
+            label = Label(test.span, f"this is {show_value(condition)}")
             title = "`when` needs a condition: true or false"
-            raise Refusal.of("S304", title, label, facts=unknown_words(holds))
-        taken = [block] if holds is True else [orelse] if holds is False else [block, orelse]
-        for body in taken:
+            raise Refusal.of("S304", title, label, facts=unknown_words(condition))
+        blocks = (
+            [block] if condition is True else [orelse] if condition is False else [block, orelse]
+        )
+        for body in blocks:
             for statement in body.body if body else ():
                 self.execute_statement(statement, roots, names)
 
@@ -416,16 +418,18 @@ class Expander:
 
     def _expand(self, call: n.Call, sites: Roots, names: Names) -> None:
         """Execute the body of a definition with its arguments and the names of its own file."""
-        made = self.state.defs[call.name.text]
-        given = arguments_of(call, made.node, names, replace(names, knobs=made.knobs))
-        inner = replace(names, knobs=made.knobs, arguments=given)
-        outer, known = self.state, len(self.problems)
-        self.state = replace(outer, defs=made.earlier_defs, patterns=made.patterns)
-        for statement in made.node.block.body:
+        definition = self.state.defs[call.name.text]
+        values = arguments_of(call, definition.node, names, replace(names, knobs=definition.knobs))
+        inner = replace(names, knobs=definition.knobs, arguments=values)
+        outer, count = self.state, len(self.problems)
+        self.state = replace(outer, defs=definition.earlier_defs, patterns=definition.patterns)
+        for statement in definition.node.block.body:
             self.execute_statement(statement, sites, inner)
         self.state = replace(self.state, defs=outer.defs, patterns=outer.patterns)
         caller = Label(call.span, f"in this call of `{call.name.text}`")
-        self.problems[known:] = [replace(d, also=(*d.also, caller)) for d in self.problems[known:]]
+        self.problems[count:] = [
+            replace(problem, also=(*problem.also, caller)) for problem in self.problems[count:]
+        ]
 
     def add_row(self, primitive: Primitive, sites: Roots, span: Span) -> None:
         """Add one row to the plan, at all its sites or, with a refusal, at none."""
@@ -451,9 +455,9 @@ class Expander:
             legality.check_row(plan, primitive, sites, span)
             plan = plan.add(primitive, sites, step=step.name if step else "", span=span)
         except Refusal as refusal:
-            follows = any(failed.is_cause_at(sites) for failed in self.refused_rows)
+            is_consequence = any(failed.is_cause_at(sites) for failed in self.refused_rows)
             self.refused_rows.append(RefusedRow((*sites, *legality.tied_modules(plan, sites))))
-            if follows:
+            if is_consequence:
                 return
             raise _with_earlier_row(refusal.at(span), primitive, self.state) from None
         self.state = replace(self.state, plan=plan)
@@ -471,13 +475,13 @@ def _folder_of(span: Span) -> Path:
 def _with_earlier_row(refusal: Refusal, primitive: Primitive, state: State) -> Refusal:
     """Add the place of the last row of the same verb to S5xx diagnostics that show no other row."""
     rows = state.plan.actions if state.plan else ()
-    earlier = [a.span for a in rows if type(a.primitive) is type(primitive) and a.span]
-    if not earlier:
+    earlier_spans = [a.span for a in rows if type(a.primitive) is type(primitive) and a.span]
+    if not earlier_spans:
         return refusal
-    also = (Label(earlier[-1], "the row above"),)
+    earlier_label = (Label(earlier_spans[-1], "the row above"),)
     return Refusal(
         *(
-            replace(d, also=also) if d.code.startswith("S5") and not d.also else d
+            replace(d, also=earlier_label) if d.code.startswith("S5") and not d.also else d
             for d in refusal.diagnostics
         )
     )

@@ -33,32 +33,32 @@ def check_row(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span
     if primitive.changes(Facet.RECOMPUTE):
         _check_nested_sites(sites, span)
     rows = range(len(plan.actions))
-    near = rows if primitive.foremost else sorted(plan.trail.rows_around(sites, plan.model.ties))
-    for first in map(plan.actions.__getitem__, near):
-        relation = relation_of(first.primitive, primitive)
+    nearby = rows if primitive.foremost else sorted(plan.trail.rows_around(sites, plan.model.ties))
+    for earlier in map(plan.actions.__getitem__, nearby):
+        relation = relation_of(earlier.primitive, primitive)
         if relation not in ("clash", "both"):
             continue
-        pairs = SitePairs(plan, first.sites, sites)
+        pairs = SitePairs(plan, earlier.sites, sites)
         if relation == "clash":
-            _refuse_clash(first, primitive, pairs or [(first.sites[0], sites[0])], span)
+            _refuse_clash(earlier, primitive, pairs or [(earlier.sites[0], sites[0])], span)
         if primitive.foremost and not pairs:
             continue
-        for rule in filter(None, map(RULES.get, shared_facets(first.primitive, primitive))):
-            rule(plan, first, primitive, pairs, span)
+        for rule in filter(None, map(RULES.get, shared_facets(earlier.primitive, primitive))):
+            rule(plan, earlier, primitive, pairs, span)
 
 
 class SitePairs(Sequence[SitePair]):
     """The pairs of common sites of two rows, computed on first use: most rules do not need them."""
 
-    def __init__(self, plan: Plan, first: Sequence[str], then: Sequence[str]) -> None:
-        self._arguments = plan, first, then
+    def __init__(self, plan: Plan, first_sites: Sequence[str], second_sites: Sequence[str]) -> None:
+        self._arguments = plan, first_sites, second_sites
 
     @cached_property
     def _found(self) -> list[SitePair]:
         return list(find_site_pairs(*self._arguments))
 
-    def __getitem__(self, place: Any) -> Any:
-        return self._found[place]
+    def __getitem__(self, index: Any) -> Any:
+        return self._found[index]
 
     def __len__(self) -> int:
         return len(self._found)
@@ -66,11 +66,11 @@ class SitePairs(Sequence[SitePair]):
 
 def _check_nested_sites(sites: tuple[str, ...], span: Span) -> None:
     """Refuse a row that recomputes a module and also a module inside it (S502)."""
-    here = set(sites)
-    if not all_parents_of(sites) & here:
+    site_set = set(sites)
+    if not all_parents_of(sites) & site_set:
         return
     for site in sites:
-        outer = next((h for h in parents_of(site) if h in here), None)
+        outer = next((h for h in parents_of(site) if h in site_set), None)
         if outer is not None:
             label = Label(
                 span, f"selects {quote_module(site)}, and {quote_module(outer)} around it"
@@ -80,31 +80,33 @@ def _check_nested_sites(sites: tuple[str, ...], span: Span) -> None:
             raise Refusal.of("S502", title, label, helps=helps)
 
 
-def find_site_pairs(plan: Plan, first: Sequence[str], then: Sequence[str]) -> Iterator[SitePair]:
+def find_site_pairs(
+    plan: Plan, first_sites: Sequence[str], second_sites: Sequence[str]
+) -> Iterator[SitePair]:
     """Yield pairs of sites that are equal or nested, then pairs that share a tensor."""
-    outer, inner = set(first), set(then)
-    for site in then:
+    outer, inner = set(first_sites), set(second_sites)
+    for site in second_sites:
         for holder in (site, *parents_of(site)):
             if holder in outer:
                 yield holder, site
-    for site in first:
+    for site in first_sites:
         for holder in parents_of(site):
             if holder in inner:
                 yield site, holder
     for names in plan.model.ties:
         owners = [name.rpartition(".")[0] for name in names]
-        for one in owners:
-            for other in owners:
-                if one != other and one in outer and other in inner:
-                    yield one, other
+        for owner in owners:
+            for other_owner in owners:
+                if owner != other_owner and owner in outer and other_owner in inner:
+                    yield owner, other_owner
 
 
 def tied_modules(plan: Plan, sites: Sequence[str]) -> Iterator[str]:
     """Yield the modules that share a tensor with one of `sites` or with a module inside one."""
-    here = set(sites)
+    site_set = set(sites)
     for names in plan.model.ties:
         owners = {name.rpartition(".")[0] for name in names}
-        if any(holder in here for owner in owners for holder in (owner, *parents_of(owner))):
+        if any(holder in site_set for owner in owners for holder in (owner, *parents_of(owner))):
             yield from owners
 
 
@@ -115,15 +117,15 @@ def _count_more(meetings: Sequence[SitePair]) -> tuple[str, ...]:
 def _refuse(
     code: str,
     title: str,
-    now: str,
-    before: str,
+    label: str,
+    first_label: str,
     first: Action,
     span: Span,
     notes: Iterable[str] = (),
     helps: Iterable[str] = (),
 ) -> None:
-    also = (Label(first.span, before),)
-    raise Refusal.of(code, title, Label(span, now), also, tuple(notes), tuple(helps))
+    labels = (Label(first.span, first_label),)
+    raise Refusal.of(code, title, Label(span, label), labels, tuple(notes), tuple(helps))
 
 
 NOUNS = {
@@ -138,13 +140,13 @@ def _refuse_clash(first: Action, then: Primitive, meetings: Sequence[SitePair], 
     """Refuse (S503) a row that must stand above the row `first`."""
     name = type(then).__name__
     facets = find_overturned(first.primitive, then)
-    what = " and ".join(NOUNS.get(facet, facet) for facet in facets) or "parameters"
-    one, other = meetings[0]
+    changed = " and ".join(NOUNS.get(facet, facet) for facet in facets) or "parameters"
+    first_site, site = meetings[0]
     _refuse(
         "S503",
         f"`{name}` must stand above `{first.name}`",
-        f"changes the {what} of {quote_module(other)}",
-        f"uses the {what} of {quote_module(one)}",
+        f"changes the {changed} of {quote_module(site)}",
+        f"uses the {changed} of {quote_module(first_site)}",
         first,
         span,
         _count_more(meetings),
@@ -159,21 +161,23 @@ def _check_recompute(
     plan: Plan, first: Action, then: Primitive, meetings: Sequence[SitePair], span: Span
 ) -> None:
     """Refuse equal (S501) and nested (S502) regions, which would be recomputed twice."""
-    one, other = meetings[0]
-    more = _count_more(meetings)
-    if one == other:
-        title = f"{quote_module(one)} is already checkpointed"
-        before, now = "first checkpointed here", "would recompute it twice"
-        _refuse("S501", title, now, before, first, span, more, ["drop one of the two"])
-    inner, outer = (one, other) if one.startswith(f"{other}." if other else "") else (other, one)
+    earlier, site = meetings[0]
+    notes = _count_more(meetings)
+    if earlier == site:
+        title = f"{quote_module(earlier)} is already checkpointed"
+        first_label, label = "first checkpointed here", "would recompute it twice"
+        _refuse("S501", title, label, first_label, first, span, notes, ["drop one of the two"])
+    inner, outer = (
+        (earlier, site) if earlier.startswith(f"{site}." if site else "") else (site, earlier)
+    )
     _refuse(
         "S502",
         "nested checkpoints recompute the inner module twice",
-        f"covers {quote_module(other)}",
-        f"covers {quote_module(one)}",
+        f"covers {quote_module(site)}",
+        f"covers {quote_module(earlier)}",
         first,
         span,
-        (f"{quote_module(inner)} lies inside {quote_module(outer)}", *more),
+        (f"{quote_module(inner)} lies inside {quote_module(outer)}", *notes),
         ["keep the outer `checkpoint`, and list what it saves: `checkpoint(save=[...])`"],
     )
 
@@ -190,10 +194,10 @@ def _check_placement(
     shared = sorted(_axes_of(plan, first.primitive) & _axes_of(plan, then))
     if not shared or type(then) is not type(first.primitive):
         return
-    same = [pair for pair in meetings if pair[0] == pair[1]]
-    if not same:
+    shared_sites = [pair for pair in meetings if pair[0] == pair[1]]
+    if not shared_sites:
         return
-    site = quote_module(same[0][0])
+    site = quote_module(shared_sites[0][0])
     _refuse(
         "S504",
         f"{site} is already sharded over `{shared[0]}`",
@@ -201,13 +205,13 @@ def _check_placement(
         "first sharded here",
         first,
         span,
-        ("a mesh axis can shard a tensor only once", *_count_more(same)),
+        ("a mesh axis can shard a tensor only once", *_count_more(shared_sites)),
         ["drop one of the two rows, or use another axis"],
     )
 
 
 def _one_per_module(
-    done: str,
+    action_text: str,
 ) -> Callable[[Plan, Action, Primitive, Sequence[SitePair], Span], None]:
     """Return the rule of a facet that only one row per module may change (S501)."""
 
@@ -216,14 +220,14 @@ def _one_per_module(
     ) -> None:
         if isinstance(first.primitive, Renewing) and not isinstance(then, Renewing):
             return
-        same = [pair for pair in meetings if pair[0] == pair[1]]
+        same_sites = [pair for pair in meetings if pair[0] == pair[1]]
         parts = {_part_of(first.primitive), _part_of(then)}
         different = len(parts) == 2 and "" not in parts
-        if same and not different:
-            title = f"{quote_module(same[0][0])} {done} twice"
-            now, before = "this is the second time", "first here"
+        if same_sites and not different:
+            title = f"{quote_module(same_sites[0][0])} {action_text} twice"
+            label, first_label = "this is the second time", "first here"
             helps = ["drop one of the two"]
-            _refuse("S501", title, now, before, first, span, _count_more(same), helps)
+            _refuse("S501", title, label, first_label, first, span, _count_more(same_sites), helps)
 
     return rule
 
@@ -239,11 +243,11 @@ def _check_residence(
     if type(first.primitive) is type(then) and _tensor_class(first.primitive) == _tensor_class(
         then
     ):
-        one, other = meetings[0]
-        title = f"{quote_module(other)} is offloaded already"
-        now, before = f"offloads {quote_module(other)}", f"offloads {quote_module(one)}"
+        earlier, site = meetings[0]
+        title = f"{quote_module(site)} is offloaded already"
+        label, text = f"offloads {quote_module(site)}", f"offloads {quote_module(earlier)}"
         helps = ["drop one of the two"]
-        _refuse("S501", title, now, before, first, span, _count_more(meetings), helps)
+        _refuse("S501", title, label, text, first, span, _count_more(meetings), helps)
 
 
 def _tensor_class(primitive: Primitive) -> object:
@@ -275,8 +279,8 @@ def check_cuts(plan: Plan) -> None:
         return
     chunks = needed // ranks
     row = plan.rows_changing(Facet.STAGE)[0]
-    made = f"{len(starts)} cut{'s make' if len(starts) > 1 else ' makes'} {len(starts) + 1} stages"
-    each = f"{ranks} ranks with {chunks} chunk{'s' * (chunks > 1)} each"
-    title = f"{made}, and {needed} are needed"
+    cuts = f"{len(starts)} cut{'s make' if len(starts) > 1 else ' makes'} {len(starts) + 1} stages"
+    needed_text = f"{ranks} ranks with {chunks} chunk{'s' * (chunks > 1)} each"
+    title = f"{cuts}, and {needed} are needed"
     helps = (f"select {needed - 1} modules at which stages start",)
-    raise Refusal.of("S609", title, Label(row.span), notes=(each,), helps=helps)
+    raise Refusal.of("S609", title, Label(row.span), notes=(needed_text,), helps=helps)

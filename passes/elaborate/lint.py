@@ -34,16 +34,16 @@ def lint(file: n.File, state: State | None = None) -> list[Diagnostic]:
     no module.
     """
     steps = [item for item in file.items if isinstance(item, n.Step)]
-    found = [*_unused(file), *_unverified(steps)]
+    diagnostics = [*_unused(file), *_unverified(steps)]
     if state is not None:
-        found += [
+        diagnostics += [
             *_never_true(file, state),
             *_of_one_rank(file, state),
             *_loose_tolerances(file, state),
         ]
-        found += _empty_rows(file.items, state.empty_rows)
+        diagnostics += _empty_rows(file.items, state.empty_rows)
     return list(
-        limit_messages(sorted(found, key=lambda d: (d.primary.span.line, d.primary.span.col)))
+        limit_messages(sorted(diagnostics, key=lambda d: (d.primary.span.line, d.primary.span.col)))
     )
 
 
@@ -56,16 +56,18 @@ def _unused(file: n.File) -> Iterator[Diagnostic]:
     Definitions and patterns of a library are not reported: other files use them.
     """
     used = {part for node in walk(file) for part in _uses(node)}
-    called = {row.call.name.text for row in _rows(file)}
-    library = all(isinstance(x, n.Knob | n.Require | n.Def | n.Use | n.Pattern) for x in file.items)
+    called_names = {row.call.name.text for row in _rows(file)}
+    is_library = all(
+        isinstance(x, n.Knob | n.Require | n.Def | n.Use | n.Pattern) for x in file.items
+    )
     for item in file.items:
         if isinstance(item, n.Knob) and item.name not in used:
             help_ = f"drop it, or use it: `mesh(tp={item.name})`"
             yield _warning("W101", f"the knob `{item.name}` is never used", item, help_)
-        if isinstance(item, n.Def) and not library and item.name not in called:
+        if isinstance(item, n.Def) and not is_library and item.name not in called_names:
             help_ = f"drop it, or call it in a row: `path  {item.name}(...)`"
             yield _warning("W102", f"`{item.name}` is never called", item, help_)
-        if isinstance(item, n.Pattern) and not library and item.name not in used:
+        if isinstance(item, n.Pattern) and not is_library and item.name not in used:
             help_ = f"drop it, or use it: `path  fuse({item.name})`"
             yield _warning("W103", f"the pattern `{item.name}` is never used", item, help_)
         if isinstance(item, n.View) and item.name not in used:
@@ -119,14 +121,14 @@ def _possible_values(test: n.Expr, state: State) -> set[object]:
     options = [_options(knob) for knob in knobs]
     if not all(options) or math.prod(map(len, options)) > MAX_COMBINATIONS:
         return {None}
-    found: set[object] = set()
+    results: set[object] = set()
     for values in itertools.product(*options):
-        new = {knob.name: value for knob, value in zip(knobs, values)}
+        setting = {knob.name: value for knob, value in zip(knobs, values)}
         try:
-            found.add(evaluate(test, with_knobs(state, new)))
+            results.add(evaluate(test, with_knobs(state, setting)))
         except Refusal:  # an argument of a definition, or another value for which it has no meaning
-            found.add(None)
-    return found
+            results.add(None)
+    return results
 
 
 def _options(knob: Knob) -> tuple[object, ...]:
@@ -150,33 +152,35 @@ def _of_one_rank(file: n.File, state: State) -> Iterator[Diagnostic]:
         if knob.name not in state.settings.knobs and axis not in state.settings.mesh:
             title = f"`{axis}` has 1 rank: this row does nothing"
             label = f"`{knob.name}` has its default value"
-            more = f" (and {len(rows) - 1} more like it)" if len(rows) > 1 else ""
+            count_note = f" (and {len(rows) - 1} more like it)" if len(rows) > 1 else ""
             help_ = f"set it: `--knob {knob.name}={next(o for o in knob.options if o != 1)}`"
-            yield _warning("W401", title + more, rows[0].call, help_, label=label)
+            yield _warning("W401", title + count_note, rows[0].call, help_, label=label)
 
 
 def _empty_rows(
-    body: Sequence[n.Node], idle: Sequence[Span], maybe: bool = False
+    body: Sequence[n.Node], empty: Sequence[Span], is_optional: bool = False
 ) -> list[Diagnostic]:
     """Return W201 for rows that selected no module because a selector ends in `?`."""
-    found = []
+    rows = []
     for node in body:
         match node:
             case n.Step(block=block) | n.Def(block=block):
-                found += _empty_rows(block.body, idle, maybe)
+                rows += _empty_rows(block.body, empty, is_optional)
             case n.At(paths=paths, block=block):
-                found += _empty_rows(block.body, idle, maybe or any(p.optional for p in paths))
+                rows += _empty_rows(
+                    block.body, empty, is_optional or any(p.optional for p in paths)
+                )
             case n.When(block=block, orelse=orelse):
-                found += _empty_rows(block.body, idle, maybe)
-                found += _empty_rows(orelse.body if orelse else (), idle, maybe)
+                rows += _empty_rows(block.body, empty, is_optional)
+                rows += _empty_rows(orelse.body if orelse else (), empty, is_optional)
             case n.Rule(call=call) | n.Do(call=call):
-                optional = maybe or (
+                optional = is_optional or (
                     isinstance(node, n.Rule) and any(p.optional for p in node.paths)
                 )
-                if optional and call.span in idle:
+                if optional and call.span in empty:
                     help_ = "drop the row; `schedlang tree FILE` shows the modules"
-                    found.append(_warning("W201", "this row selects no module", node, help_))
-    return found
+                    rows.append(_warning("W201", "this row selects no module", node, help_))
+    return rows
 
 
 # -- verified otherwise ----------------------------------------------------------------------------
@@ -185,7 +189,7 @@ def _empty_rows(
 def _loose_tolerances(file: n.File, state: State) -> Iterator[Diagnostic]:
     """Yield W702 for each `rtol` that is larger than usual for the model's dtype."""
     dtypes = (
-        {fact.dtype for fact in state.facts.unique_parameters.values()}
+        {param.dtype for param in state.facts.unique_parameters.values()}
         if state.facts
         else set(USUAL_RTOL)
     )
@@ -199,8 +203,8 @@ def _loose_tolerances(file: n.File, state: State) -> Iterator[Diagnostic]:
             except Refusal:  # an argument of a definition
                 continue
             if isinstance(value, float) and value > usual:
-                which = next(iter(dtypes)) if len(dtypes) == 1 else "any dtype"
-                title = f"a tolerance of {value:g} is looser than usual for {which}"
+                dtype_text = next(iter(dtypes)) if len(dtypes) == 1 else "any dtype"
+                title = f"a tolerance of {value:g} is looser than usual for {dtype_text}"
                 help_ = "leave `rtol` out"
                 yield _warning("W702", title, arg, help_, label=f"{usual:g} is usual")
 

@@ -47,19 +47,19 @@ def _malformed_places(record: Mapping[str, Any]) -> Malformed:
     if not isinstance(actions, list):
         yield "actions", "a list of rows"
         return
-    for place, action in enumerate(actions):
-        yield from _check_action(f"actions[{place}]", action)
+    for index, action in enumerate(actions):
+        yield from _check_action(f"actions[{index}]", action)
     if not isinstance(expected, list):
         yield "expected", "a list of bounds"
         return
-    for place, one in enumerate(expected):
-        at = f"expected[{place}]"
-        if not isinstance(one, dict):
-            yield at, "a bound"
+    for index, bound in enumerate(expected):
+        path = f"expected[{index}]"
+        if not isinstance(bound, dict):
+            yield path, "a bound"
             continue
-        yield from _check_place(at, one)
-        if not _is_list_of_texts(one.get("axes")):
-            yield f"{at}.axes", "names of axes"
+        yield from _check_place(path, bound)
+        if not _is_list_of_texts(bound.get("axes")):
+            yield f"{path}.axes", "names of axes"
 
 
 def _check_mesh(record: Mapping[str, Any]) -> Malformed:
@@ -70,32 +70,32 @@ def _check_mesh(record: Mapping[str, Any]) -> Malformed:
     if not isinstance(views, dict) or not all(map(_is_list_of_texts, views.values())):
         yield "views", "names, each with the axes that it folds"
         return
-    for name, over in views.items():
-        if name in axes or not over or not set(over) <= set(axes):
+    for name, folded_axes in views.items():
+        if name in axes or not folded_axes or not set(folded_axes) <= set(axes):
             yield f"views.{name}", "a name of its own for axes of the mesh"
 
 
-def _check_action(at: str, action: object) -> Malformed:
+def _check_action(path: str, action: object) -> Malformed:
     if not isinstance(action, dict):
-        yield at, "a row"
+        yield path, "a row"
         return
     if not isinstance(action.get("step"), str | None) or "step" not in action:
-        yield f"{at}.step", "the name of a step"
+        yield f"{path}.step", "the name of a step"
     if not isinstance(action.get("do"), str):
-        yield f"{at}.do", "the name of a primitive"
+        yield f"{path}.do", "the name of a primitive"
     if not action.get("at") or not _is_list_of_texts(action["at"]):
-        yield f"{at}.at", "names of modules, one or more"
+        yield f"{path}.at", "names of modules, one or more"
     if not isinstance(action.get("args", {}), dict):
-        yield f"{at}.args", "arguments by name"
-    yield from _check_place(at, action)
+        yield f"{path}.args", "arguments by name"
+    yield from _check_place(path, action)
 
 
-def _check_place(at: str, holder: Mapping[str, Any]) -> Malformed:
+def _check_place(path: str, holder: Mapping[str, Any]) -> Malformed:
     """Check `from`: the file, line and column of a row."""
-    found = holder.get("from", ["", 0, 0])
-    right = isinstance(found, list) and list(map(type, found)) == [str, int, int]
-    if not right or min(found[1:]) < 0:
-        yield f"{at}.from", "a file, a line and a column"
+    origin = holder.get("from", ["", 0, 0])
+    is_valid = isinstance(origin, list) and list(map(type, origin)) == [str, int, int]
+    if not is_valid or min(origin[1:]) < 0:
+        yield f"{path}.from", "a file, a line and a column"
 
 
 def _check_texts(names: str, record: Mapping[str, Any]) -> Malformed:
@@ -104,18 +104,18 @@ def _check_texts(names: str, record: Mapping[str, Any]) -> Malformed:
             yield name, "a text"
 
 
-def _check_values(at: str, value: object, depth: int) -> Malformed:
+def _check_values(path: str, value: object, depth: int) -> Malformed:
     """Check all values for too large numbers and too deep lists."""
     if depth > _DEEPEST:
-        yield at, "fewer lists in lists"
+        yield path, "fewer lists in lists"
     elif isinstance(value, int) and not -_LARGEST <= value < _LARGEST:
-        yield at, "a smaller number"
+        yield path, "a smaller number"
     elif isinstance(value, dict):
         for name, item in value.items():
-            yield from _check_values(f"{at}.{name}" if at else name, item, depth + 1)
+            yield from _check_values(f"{path}.{name}" if path else name, item, depth + 1)
     elif isinstance(value, list):
-        for place, item in enumerate(value):
-            yield from _check_values(f"{at}[{place}]", item, depth + 1)
+        for index, item in enumerate(value):
+            yield from _check_values(f"{path}[{index}]", item, depth + 1)
 
 
 def _is_list_of_texts(value: object) -> bool:
@@ -138,10 +138,10 @@ def plan_to_record(plan: Plan) -> dict[str, object]:
         "device": plan.mesh.device,
         "expected": [
             {
-                **{name: to_plain(getattr(one, name)) for name in EXPECTATION_FIELDS},
-                "from": _line_and_column(one.span),
+                **{name: to_plain(getattr(expectation, name)) for name in EXPECTATION_FIELDS},
+                "from": _line_and_column(expectation.span),
             }
-            for one in plan.expected
+            for expectation in plan.expected
         ],
         "relaxed": {step: list(names) for step, names in plan.relaxed},
         "actions": [
@@ -164,8 +164,8 @@ def _line_and_column(span: Any) -> list[object]:
 
 def plain_arguments(primitive: Any) -> dict[str, object]:
     """Return the arguments that differ from their defaults, as JSON values."""
-    own = ((f, getattr(primitive, f.name)) for f in dataclasses.fields(primitive))
-    return {f.name: to_plain(value) for f, value in own if value != f.default}
+    field_values = ((f, getattr(primitive, f.name)) for f in dataclasses.fields(primitive))
+    return {f.name: to_plain(value) for f, value in field_values if value != f.default}
 
 
 def to_plain(value: object) -> object:
@@ -182,25 +182,25 @@ def to_plain(value: object) -> object:
 def read_record(path: Path) -> dict[str, Any]:
     """Read the record in a file; refuse (S907) a file that holds no plan."""
     try:
-        found = json.loads(read_utf8(path))
+        record = json.loads(read_utf8(path))
     except RecursionError:
         raise _not_a_plan(path, "its lists are nested too deep") from None
     except OSError as error:
         raise _not_a_plan(path, error.strerror or str(error)) from None
     except ValueError as error:
         raise _not_a_plan(path, f"it is not JSON: {error}") from None
-    if not isinstance(found, dict) or found.get("plan") != 1:
+    if not isinstance(record, dict) or record.get("plan") != 1:
         raise _not_a_plan(path, "it does not hold a plan of version 1")
-    if not isinstance(found.get("actions"), list) or not isinstance(found.get("mesh"), dict):
+    if not isinstance(record.get("actions"), list) or not isinstance(record.get("mesh"), dict):
         raise _not_a_plan(path, "it has no `mesh` and `actions`")
-    if wrong := find_malformed(found):
-        raise _not_a_plan(path, f"`{wrong[0]}` is not {wrong[1]}")
-    return found
+    if malformed := find_malformed(record):
+        raise _not_a_plan(path, f"`{malformed[0]}` is not {malformed[1]}")
+    return record
 
 
-def _not_a_plan(path: Path, why: str) -> Refusal:
+def _not_a_plan(path: Path, reason: str) -> Refusal:
     help_ = "write one: `schedlang plan FILE --out plan.json`"
-    return Refusal.of("S907", f"`{path}` is not a plan", notes=(why,), helps=(help_,))
+    return Refusal.of("S907", f"`{path}` is not a plan", notes=(reason,), helps=(help_,))
 
 
 def plan_from_record(record: Mapping[str, Any], facts: ModelFacts) -> Plan:
@@ -214,9 +214,9 @@ def plan_from_record(record: Mapping[str, Any], facts: ModelFacts) -> Plan:
     for action in record["actions"]:
         span = _span_of(action)
         sites = tuple(action["at"])
-        gone = next((site for site in sites if site not in plan.model.sites), None)
-        if gone is not None:
-            title = f"the plan names a module `{gone}`, which the model does not have"
+        missing = next((site for site in sites if site not in plan.model.sites), None)
+        if missing is not None:
+            title = f"the plan names a module `{missing}`, which the model does not have"
             raise Refusal.of("S907", title, Label(span))
         primitive = _primitive_of(action, mesh, span)
         try:
@@ -224,17 +224,17 @@ def plan_from_record(record: Mapping[str, Any], facts: ModelFacts) -> Plan:
             plan = plan.add(primitive, sites, step=action["step"], span=span)
         except Refusal as refusal:
             raise refusal.at(span) from None
-    expected = tuple(_expectation_of(one) for one in record.get("expected", ()))
+    expected = tuple(_expectation_of(bound) for bound in record.get("expected", ()))
     return replace(plan, decisions=decisions, relaxed=relaxed, expected=expected)
 
 
-def _expectation_of(one: Mapping[str, Any]) -> Expectation:
+def _expectation_of(record: Mapping[str, Any]) -> Expectation:
     """Return a recorded `expect`; refuse (S907) a malformed one."""
     try:
-        given = {name: one[name] for name in EXPECTATION_FIELDS}
-        return Expectation(**given | {"axes": tuple(one["axes"])}, span=_span_of(one))
+        values = {name: record[name] for name in EXPECTATION_FIELDS}
+        return Expectation(**values | {"axes": tuple(record["axes"])}, span=_span_of(record))
     except (KeyError, TypeError):
-        title = f"the plan has an `expect` that is not a bound: `{one}`"
+        title = f"the plan has an `expect` that is not a bound: `{record}`"
         raise Refusal.of("S907", title) from None
 
 
@@ -250,19 +250,19 @@ def _primitive_of(action: Mapping[str, Any], mesh: Mesh, span: Span) -> Primitiv
         title = f"the plan names a primitive `{action['do']}`, which does not exist"
         raise Refusal.of("S907", title, Label(span))
     sizes = {name: mesh.size(name) for name in mesh.names}
-    given = list(_arguments_of(kind, action.get("args", {}), Names(axes=sizes), span))
-    return bind(kind, given, span, sizes)
+    arguments = list(_arguments_of(kind, action.get("args", {}), Names(axes=sizes), span))
+    return bind(kind, arguments, span, sizes)
 
 
 def _arguments_of(
     kind: type[Primitive], args: Mapping[str, Any], names: Names, span: Span
 ) -> Iterator[Argument]:
     """Yield recorded arguments as arguments of a call."""
-    form = signature_of(kind)
+    signature = signature_of(kind)
     for name, value in args.items():
-        if name == form.rest and _is_list_of_pairs(value):
+        if name == signature.rest and _is_list_of_pairs(value):
             pairs = [(key, item) for key, item in value]
-        elif name == form.many and isinstance(value, list):
+        elif name == signature.many and isinstance(value, list):
             pairs = [(None, item) for item in value]
         else:
             pairs = [(name, value)]

@@ -41,28 +41,28 @@ def plan_of_rows(plan: Plan, rows: Sequence[Action], mesh: Mesh | None = None) -
 
     Raises Refusal where these rows alone are not legal.
     """
-    made = Plan.empty(plan.model, mesh or plan.mesh)
-    made = replace(made, decisions=plan.decisions, relaxed=plan.relaxed)
+    new_plan = Plan.empty(plan.model, mesh or plan.mesh)
+    new_plan = replace(new_plan, decisions=plan.decisions, relaxed=plan.relaxed)
     for action in rows:
-        made = made.add(action.primitive, action.sites, step=action.step, span=action.span)
-    return made
+        new_plan = new_plan.add(action.primitive, action.sites, step=action.step, span=action.span)
+    return new_plan
 
 
 def describe_row(action: Action) -> str:
     """Return a row as text: its place, its modules and its primitive."""
     span = action.span
-    where = f"{span.source.name}:{span.line}: " if span else ""
+    location = f"{span.source.name}:{span.line}: " if span else ""
     sites = (
         action.sites[0]
         if len(action.sites) == 1
         else f"{action.sites[0]} and {len(action.sites) - 1} more"
     )
-    return f"{where}{sites}  {action.primitive}".rstrip()
+    return f"{location}{sites}  {action.primitive}".rstrip()
 
 
 def plan_of_lines(plan: Plan, lines: str) -> Plan:
     """Return the plan of the rows on the given lines, such as "11,14-17" (S705)."""
-    wanted: set[int] = set()
+    line_numbers: set[int] = set()
     for part in lines.split(","):
         first, _, last = part.strip().partition("-")
         if not first.isdigit() or not (last or first).isdigit():
@@ -71,8 +71,8 @@ def plan_of_lines(plan: Plan, lines: str) -> Plan:
                 f"cannot read the lines `--only {lines}`",
                 helps=("write `--only 11,14-17`",),
             )
-        wanted |= set(range(int(first), int(last or first) + 1))
-    rows = [action for action in plan.actions if action.span.line in wanted]
+        line_numbers |= set(range(int(first), int(last or first) + 1))
+    rows = [action for action in plan.actions if action.span.line in line_numbers]
     if not rows:
         raise Refusal.of(
             "S705",
@@ -100,17 +100,17 @@ def expands_to(file: n.File, plan: Plan, facts: ModelFacts, settings: Settings) 
     Returns False where the file is refused.
     """
     try:
-        made = expand(file, facts, settings).plan
+        expanded = expand(file, facts, settings).plan
     except Refusal:
         return False
-    if made is None or _count_actions(made) != _count_actions(plan):
+    if expanded is None or _count_actions(expanded) != _count_actions(plan):
         return False
-    return replace(made, actions=()) == replace(plan, actions=())
+    return replace(expanded, actions=()) == replace(plan, actions=())
 
 
 def _count_actions(plan: Plan) -> Counter[tuple[str, str, tuple[str, ...]]]:
     """Count the actions of a plan by (primitive, step, module)."""
-    return Counter((repr(a.primitive), a.step, at) for a in plan.actions for at in a.groups)
+    return Counter((repr(a.primitive), a.step, site) for a in plan.actions for site in a.groups)
 
 
 Key = TypeVar("Key")
@@ -148,32 +148,32 @@ def group_sites(
     sites: Iterable[str], key: Callable[[str], Key]
 ) -> Mapping[tuple[str, Key], tuple[str, ...]]:
     """Group sites by (`shape_of(site)`, `key(site)`), in the order of the first site of each."""
-    found: dict[tuple[str, Key], list[str]] = {}
+    sites_by_key: dict[tuple[str, Key], list[str]] = {}
     for site in sites:
-        found.setdefault((shape_of(site), key(site)), []).append(site)
-    return {place: tuple(group) for place, group in found.items()}
+        sites_by_key.setdefault((shape_of(site), key(site)), []).append(site)
+    return {group_key: tuple(group) for group_key, group in sites_by_key.items()}
 
 
-def describe_group(group: Sequence[str], everyone: Iterable[str]) -> str:
+def describe_group(group: Sequence[str], all_sites: Iterable[str]) -> str:
     """Return the path that `selector_path` finds for sites of one shape, as text for display.
 
     Without such a path: the first site and the number of the others.
     """
-    found = selector_path(group, everyone)
-    if found is None:
+    path = selector_path(group, all_sites)
+    if path is None:
         return f"{group[0]} and {len(group) - 1} more"
-    return ".".join(printer.seg(seg).replace("`", "") for seg in found.segs) or "the model"
+    return ".".join(printer.seg(seg).replace("`", "") for seg in path.segs) or "the model"
 
 
-def selector_path(group: Sequence[str], everyone: Iterable[str]) -> n.Path | None:
+def selector_path(group: Sequence[str], all_sites: Iterable[str]) -> n.Path | None:
     """Return the path that selects exactly the sites of `group`, which have one `shape_of`.
 
-    The path is `h.*` if `group` has all sites of this shape among `everyone`. Otherwise numbers
+    The path is `h.*` if `group` has all sites of this shape among `all_sites`. Otherwise numbers
     become a slice (`h[0:6]`, `h[0:6:2]`, `h[1, 5]`), or alternatives where no name precedes them.
     Returns None where several slices would select other sites, too.
     """
     shape = shape_of(group[0])
-    if len(group) == 1 or len(group) == sum(1 for site in everyone if shape_of(site) == shape):
+    if len(group) == 1 or len(group) == sum(1 for site in all_sites if shape_of(site) == shape):
         return path_of(group[0] if len(group) == 1 else shape)
     columns = [list(dict.fromkeys(column)) for column in zip(*(s.split(".") for s in group))]
     if math.prod(map(len, columns)) != len(group):
@@ -201,7 +201,7 @@ def path_of(*names: str) -> n.Path:
 def _index_of(numbers: Sequence[int]) -> tuple[str | n.Slice, ...]:
     """Return numbers as an index of the language: `[2:5]`, `[0:8:2]`, `[1, 5, 6]`."""
     first, end, step = numbers[0], numbers[-1] + 1, numbers[1] - numbers[0]
-    even = step > 0 and list(numbers) == list(range(first, end, step))
-    if even and (len(numbers) > 2 or step == 1):
+    is_regular = step > 0 and list(numbers) == list(range(first, end, step))
+    if is_regular and (len(numbers) > 2 or step == 1):
         return (n.Slice(str(first), str(end), None if step == 1 else str(step)),)
     return tuple(map(str, numbers))

@@ -53,14 +53,14 @@ def argument_texts(primitive: Primitive) -> list[tuple[str, str]]:
     The name of a positional argument is "".
     """
     pairs: list[tuple[str, str]] = []
-    for one in dataclasses.fields(primitive):  # type: ignore[arg-type]
-        value = getattr(primitive, one.name)
-        if value == one.default:
+    for member in dataclasses.fields(primitive):  # type: ignore[arg-type]
+        value = getattr(primitive, member.name)
+        if value == member.default:
             continue
-        if is_rest(one.type):
-            pairs += [(name, _value_text(each)) for name, each in value]
-        elif one.kw_only:
-            pairs.append((one.name, _value_text(value)))
+        if is_rest(member.type):
+            pairs += [(name, _value_text(item)) for name, item in value]
+        elif member.kw_only:
+            pairs.append((member.name, _value_text(value)))
         else:
             pairs += [
                 ("", _value_text(v)) for v in (value if isinstance(value, tuple) else (value,))
@@ -90,8 +90,8 @@ def _value_text(value: object) -> str:
 
 def short_dtype(dtype: str) -> str:
     """Return the short name of a dtype: f32 for float32."""
-    word = dtype.rstrip("0123456789")
-    return SHORT_DTYPES.get(word, word) + dtype[len(word) :]
+    prefix = dtype.rstrip("0123456789")
+    return SHORT_DTYPES.get(prefix, prefix) + dtype[len(prefix) :]
 
 
 # what `relax(...)` of a step may name; `rounding` is always allowed
@@ -205,24 +205,24 @@ def job_size() -> int | None:
 def unknown_primitive(name: n.Name, state: State) -> Diagnostic:
     """Return diagnostic S301: the name is neither a primitive nor a definition above."""
     load_all()
-    known = [*sorted(registry()), *state.defs]
-    helps = VERBS.get(name.text) or (suggest_name(name.text, known, "there are"),)
+    known_names = [*sorted(registry()), *state.defs]
+    helps = VERBS.get(name.text) or (suggest_name(name.text, known_names, "there are"),)
     label = Label(name.span, "neither a primitive nor a `def` above this line")
     title, facts = f"there is no primitive `{name.text}`", facts_of_unknown(name.text)
     if name.text not in VERBS:
-        facts = facts_of_unknown(name.text, known)
+        facts = facts_of_unknown(name.text, known_names)
     return Diagnostic("S301", title, label, helps=helps, facts=facts)
 
 
 def evaluate_arguments(call: n.Call, names: Names) -> list[Argument]:
     """Return the evaluated arguments of a call."""
-    found = []
+    arguments = []
     for arg in call.args:
         inner = arg.value if isinstance(arg, n.Keyword) else arg
         name = arg.name if isinstance(arg, n.Keyword) else None
         word = inner.text if isinstance(inner, n.Name) else ""
-        found.append(Argument(name, evaluate(inner, names), arg.span, inner.span, word))
-    return found
+        arguments.append(Argument(name, evaluate(inner, names), arg.span, inner.span, word))
+    return arguments
 
 
 def resolve_pattern(primitive: Primitive, state: State, span: Span) -> Primitive:

@@ -71,13 +71,13 @@ class CallMonitor:
         """Record a call."""
         dtype = kwargs.get("dtype") or _CAST_METHODS.get(func)
         if dtype is None and func in CASTS:
-            dtype = next((one for one in args[1:] if isinstance(one, torch.dtype)), None)
+            dtype = next((arg for arg in args[1:] if isinstance(arg, torch.dtype)), None)
         if dtype in _LOW_DTYPES:
             self.low_dtypes.add(str(dtype).removeprefix("torch."))
         if func in _STRIDE_BLIND:
-            several = [*args, *kwargs.values()]
-            given = [t for one in several for t in (one if isinstance(one, list) else [one])]
-            if any(isinstance(t, Tensor) and not t.is_contiguous() for t in given):
+            values = [*args, *kwargs.values()]
+            tensors = [t for arg in values for t in (arg if isinstance(arg, list) else [arg])]
+            if any(isinstance(t, Tensor) and not t.is_contiguous() for t in tensors):
                 self.strided.add((func.__name__, _user_line()))
 
     def monitor(self, func: Any, work: Any) -> Any:
@@ -103,13 +103,13 @@ def _user_line() -> str:
 def unwaited_rows(unwaited: Mapping[tuple[str, str], list[int]]) -> Iterator[Row]:
     """Yield a failing row for each line whose works are not waited for."""
     for (name, line), ranks in unwaited.items():
-        said = f"`{name}` ({line})"
+        call = f"`{name}` ({line})"
         note = f"on rank {', '.join(map(str, ranks))} {_UNWAITED_NOTE}"
-        yield Row("", COLLECTIVES, said, float("inf"), 0.0, False, None, note)
+        yield Row("", COLLECTIVES, call, float("inf"), 0.0, False, None, note)
 
 
-def low_dtype_gaps(low: set[str]) -> Iterator[Gap]:
+def low_dtype_gaps(low_dtypes: set[str]) -> Iterator[Gap]:
     """Yield a gap for each low dtype that float64 replaces."""
-    for dtype in sorted(low):
-        said = f"{dtype} (float64 stands in for it: `--dtype {dtype}` judges it)"
-        yield Gap(said, "roundings that add up, as of gradients that are added in few bits")
+    for dtype in sorted(low_dtypes):
+        text = f"{dtype} (float64 stands in for it: `--dtype {dtype}` judges it)"
+        yield Gap(text, "roundings that add up, as of gradients that are added in few bits")

@@ -60,60 +60,60 @@ class ChoiceRecorder(AmbientMode):
         out = self.run(func, types, args, kwargs)
         if func not in CHOOSING_CALLS or not takes_floats(args, kwargs):
             return out
-        noted, dim = _record(CHOOSING_CALLS[func], out, args, kwargs)
-        if noted is None:
+        recorded, dim = _record(CHOOSING_CALLS[func], out, args, kwargs)
+        if recorded is None:
             return out
-        here = self._moment()
-        right = self._hold(here, len(self.found[here]), noted) if self._hold else None
-        self.found[here].append(noted if right is None else replace(noted, chosen=right))
-        if right is None or torch.equal(right, noted.chosen):
+        moment = self._moment()
+        choice = self._hold(moment, len(self.found[moment]), recorded) if self._hold else None
+        self.found[moment].append(recorded if choice is None else replace(recorded, chosen=choice))
+        if choice is None or torch.equal(choice, recorded.chosen):
             return out
         return apply_choice(
-            CHOOSING_CALLS[func], out, _shape_choices(right, out, args, kwargs, dim), args, kwargs
+            CHOOSING_CALLS[func], out, _shape_choices(choice, out, args, kwargs, dim), args, kwargs
         )
 
     def _moment(self) -> Moment:
-        where = scope.current()
-        evaluates = where is None or bool(where.evaluation)
-        if where is not None and not evaluates:
-            self._run += where.step < self._step
-            self._step = where.step
+        current = scope.current()
+        evaluates = current is None or bool(current.evaluation)
+        if current is not None and not evaluates:
+            self._run += current.step < self._step
+            self._step = current.step
         return self._run, self._step, evaluates
 
     def gather(self) -> dict[Moment, list[RecordedChoices]]:
         """Gather what all ranks recorded; records of one shape are concatenated."""
-        found: dict[Moment, dict[tuple[int, int], list[RecordedChoices]]] = {}
-        for one in world.all_gather_object(dict(self.found)):
-            for moment, notes in one.items():
+        moments: dict[Moment, dict[tuple[int, int], list[RecordedChoices]]] = {}
+        for rank_notes in world.all_gather_object(dict(self.found)):
+            for moment, notes in rank_notes.items():
                 for note in notes:
                     shape = note.scores.shape[-1], note.chosen.shape[-1]
-                    found.setdefault(moment, {}).setdefault(shape, []).append(note)
-        return {moment: [*map(_concatenate, each.values())] for moment, each in found.items()}
+                    moments.setdefault(moment, {}).setdefault(shape, []).append(note)
+        return {moment: [*map(_concatenate, shapes.values())] for moment, shapes in moments.items()}
 
 
 def _concatenate(notes: Sequence[RecordedChoices]) -> RecordedChoices:
-    scores = torch.cat([one.scores.double() for one in notes])
-    return RecordedChoices(scores, torch.cat([one.chosen for one in notes]))
+    scores = torch.cat([note.scores.double() for note in notes])
+    return RecordedChoices(scores, torch.cat([note.chosen for note in notes]))
 
 
 def _record(
     name: str, out: Any, args: Any, kwargs: Mapping[str, Any]
 ) -> tuple[RecordedChoices | None, int]:
     """Return scores and chosen indices as rows, and the dim; None if this is not such a choice."""
-    given = args[0] if args else kwargs["input"]
+    inputs = args[0] if args else kwargs["input"]
     chosen = out if isinstance(out, Tensor) else out[1]
-    place = 2 if name in ("topk", "kthvalue") else 1
-    whole = None if name in ("argmax", "argmin") else -1
-    dim = kwargs.get("dim", args[place] if len(args) > place else whole)
-    if isinstance(given, DTensor) or isinstance(chosen, DTensor):
-        given, chosen = _local(given), _local(chosen)
-    if given is None or chosen is None or not isinstance(dim, int) or not given.dim():
+    dim_index = 2 if name in ("topk", "kthvalue") else 1
+    default_dim = None if name in ("argmax", "argmin") else -1
+    dim = kwargs.get("dim", args[dim_index] if len(args) > dim_index else default_dim)
+    if isinstance(inputs, DTensor) or isinstance(chosen, DTensor):
+        inputs, chosen = _local(inputs), _local(chosen)
+    if inputs is None or chosen is None or not isinstance(dim, int) or not inputs.dim():
         return None, 0
-    if chosen.is_floating_point() or not 0 < given.shape[dim] <= MOST_SCORES:
+    if chosen.is_floating_point() or not 0 < inputs.shape[dim] <= MOST_SCORES:
         return None, 0
-    chosen = chosen if chosen.dim() == given.dim() else chosen.unsqueeze(dim)
-    rows = (one.detach().movedim(dim, -1) for one in (given, chosen))
-    scores, places = (one.reshape(-1, one.shape[-1]).clone() for one in rows)
+    chosen = chosen if chosen.dim() == inputs.dim() else chosen.unsqueeze(dim)
+    rows = (tensor.detach().movedim(dim, -1) for tensor in (inputs, chosen))
+    scores, places = (tensor.reshape(-1, tensor.shape[-1]).clone() for tensor in rows)
     return RecordedChoices(scores, places), dim
 
 
@@ -121,20 +121,20 @@ def _local(value: Tensor) -> Tensor | None:
     """Return a tensor's local part; None for a partial DTensor."""
     if not isinstance(value, DTensor):
         return value
-    partial = any(one.is_partial() for one in value.placements)
+    partial = any(placement.is_partial() for placement in value.placements)
     return None if partial else value.to_local()
 
 
 def _shape_choices(
-    right: Tensor, out: Any, args: Any, kwargs: Mapping[str, Any], dim: int
+    choices: Tensor, out: Any, args: Any, kwargs: Mapping[str, Any], dim: int
 ) -> Tensor:
     """Return choices in rows in the layout of the operator's result."""
-    given = args[0] if args else kwargs["input"]
+    inputs = args[0] if args else kwargs["input"]
     chosen = out if isinstance(out, Tensor) else out[1]
-    kept = chosen.dim() == given.dim()
-    like = (chosen if kept else chosen.unsqueeze(dim)).movedim(dim, -1)
-    laid = right.reshape(like.shape).movedim(-1, dim)
-    return laid if kept else laid.squeeze(dim)
+    keeps_dim = chosen.dim() == inputs.dim()
+    template = (chosen if keeps_dim else chosen.unsqueeze(dim)).movedim(dim, -1)
+    shaped = choices.reshape(template.shape).movedim(-1, dim)
+    return shaped if keeps_dim else shaped.squeeze(dim)
 
 
 # ---- Choices of the original's runs.
@@ -172,122 +172,122 @@ class ChoiceReplay:
 
     def with_rank_choices(self) -> ChoiceReplay | None:
         """Return routes with these runs' score errors; None: no choice depends on roundings."""
-        places = [(m, k) for m, notes in self.exact.found.items() for k in range(len(notes))]
-        far = {place: self._score_error(*place) for place in places}
-        tips = (bool(_tipped_rows(self.exact.found[m][k], far[m, k]).any()) for m, k in places)
-        return ChoiceReplay(self.ranks, far) if any(tips) else None
+        sites = [(m, k) for m, notes in self.exact.found.items() for k in range(len(notes))]
+        errors = {site: self._score_error(*site) for site in sites}
+        tipped = (bool(_tipped_rows(self.exact.found[m][k], errors[m, k]).any()) for m, k in sites)
+        return ChoiceReplay(self.ranks, errors) if any(tipped) else None
 
     def alternative_mode(self, draw: int | None) -> ChoiceRecorder:
         """Return the mode of a run that takes all alternatives."""
 
-        def hold(moment: Moment, number: int, noted: RecordedChoices) -> Tensor | None:
-            right = self._as_exact(moment, number, noted)
+        def hold(moment: Moment, number: int, recorded: RecordedChoices) -> Tensor | None:
+            choices = self._as_exact(moment, number, recorded)
             for row, chosen in self.alternatives.get((moment, number), {}).items():
-                right = noted.chosen.clone() if right is None else right.clone()
-                right[row] = chosen
-            return right
+                choices = recorded.chosen.clone() if choices is None else choices.clone()
+                choices[row] = chosen
+            return choices
 
         return ChoiceRecorder(hold)
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the report's fact about how many choices follow the ranks'."""
-        many = sum(len(note.chosen) for notes in self.exact.found.values() for note in notes)
-        said = f"{self.held_count} of {many} as ranks made them: roundings tip these"
-        return [("choices", said)] if self.held_count else []
+        count = sum(len(note.chosen) for notes in self.exact.found.values() for note in notes)
+        text = f"{self.held_count} of {count} as ranks made them: roundings tip these"
+        return [("choices", text)] if self.held_count else []
 
     def _score_error(self, moment: Moment, number: int) -> Tensor:
-        noted, most = self.exact.found[moment][number], torch.zeros(())
+        recorded, largest = self.exact.found[moment][number], torch.zeros(())
         for draw in self.draws:
             notes = draw.found.get(moment, [])
-            if number < len(notes) and notes[number].scores.shape == noted.scores.shape:
-                error = (notes[number].scores.double() - noted.scores.double()).abs().amax(-1)
-                most = torch.maximum(most, ERROR_MARGIN * error.nan_to_num(0.0, 0.0, 0.0))
-        return most.expand(len(noted.scores))
+            if number < len(notes) and notes[number].scores.shape == recorded.scores.shape:
+                error = (notes[number].scores.double() - recorded.scores.double()).abs().amax(-1)
+                largest = torch.maximum(largest, ERROR_MARGIN * error.nan_to_num(0.0, 0.0, 0.0))
+        return largest.expand(len(recorded.scores))
 
-    def _as_exact(self, moment: Moment, number: int, noted: RecordedChoices) -> Tensor | None:
-        found = self.exact.found.get(moment, [])
-        same = number < len(found) and found[number].chosen.shape == noted.chosen.shape
-        return found[number].chosen if same else None
+    def _as_exact(self, moment: Moment, number: int, recorded: RecordedChoices) -> Tensor | None:
+        notes = self.exact.found.get(moment, [])
+        alike = number < len(notes) and notes[number].chosen.shape == recorded.chosen.shape
+        return notes[number].chosen if alike else None
 
-    def _as_ranks(self, moment: Moment, number: int, noted: RecordedChoices) -> Tensor | None:
+    def _as_ranks(self, moment: Moment, number: int, recorded: RecordedChoices) -> Tensor | None:
         """Return the ranks' choices for rows whose scores are equal but for roundings."""
-        far, seen = self.score_errors.get((moment, number)), self.ranks.get(moment, ())
-        if far is None or far.shape != noted.scores.shape[:1]:
+        errors, notes = self.score_errors.get((moment, number)), self.ranks.get(moment, ())
+        if errors is None or errors.shape != recorded.scores.shape[:1]:
             return None
-        if moment[-1] and not seen:
+        if moment[-1] and not notes:
             return None  # ranks recorded no evaluation
-        seen = [one for one in seen if one.scores.shape[-1] == noted.scores.shape[-1]]
-        right, scores = noted.chosen.clone(), noted.scores.double()
-        for row in _tipped_rows(noted, far).nonzero().flatten().tolist():
-            most = float(far[row])
-            choices = _rank_choices(scores[row], right[row], seen, most)
-            if len(choices) > 1 or not seen:
-                left = choices[1] if choices else _swap_nearest(scores[row], right[row], most)
-                self.alternatives.setdefault((moment, number), {})[row] = left
+        notes = [note for note in notes if note.scores.shape[-1] == recorded.scores.shape[-1]]
+        chosen, scores = recorded.chosen.clone(), recorded.scores.double()
+        for row in _tipped_rows(recorded, errors).nonzero().flatten().tolist():
+            reach = float(errors[row])
+            choices = _rank_choices(scores[row], chosen[row], notes, reach)
+            if len(choices) > 1 or not notes:
+                other = choices[1] if choices else _swap_nearest(scores[row], chosen[row], reach)
+                self.alternatives.setdefault((moment, number), {})[row] = other
             if choices:
-                self.held_count += not torch.equal(choices[0], right[row])
-                right[row] = choices[0]
-        return right
+                self.held_count += not torch.equal(choices[0], chosen[row])
+                chosen[row] = choices[0]
+        return chosen
 
 
-def _tipped_rows(noted: RecordedChoices, far: Tensor) -> Tensor:
+def _tipped_rows(recorded: RecordedChoices, errors: Tensor) -> Tensor:
     """Return the rows in which a chosen score is within a rounding's reach of another score."""
-    values, order = noted.scores.double().sort(-1)
-    mine = torch.zeros_like(values, dtype=torch.bool).scatter_(-1, noted.chosen, True)
-    mine = mine.gather(-1, order)
-    near = values.diff(dim=-1) <= 2 * far.unsqueeze(-1)
-    return (near & (mine[:, 1:] | mine[:, :-1])).any(-1)
+    values, order = recorded.scores.double().sort(-1)
+    is_chosen = torch.zeros_like(values, dtype=torch.bool).scatter_(-1, recorded.chosen, True)
+    is_chosen = is_chosen.gather(-1, order)
+    close = values.diff(dim=-1) <= 2 * errors.unsqueeze(-1)
+    return (close & (is_chosen[:, 1:] | is_chosen[:, :-1])).any(-1)
 
 
 def _rank_choices(
-    scores: Tensor, chosen: Tensor, seen: Sequence[RecordedChoices], far: float
+    scores: Tensor, chosen: Tensor, notes: Sequence[RecordedChoices], reach: float
 ) -> list[Tensor]:
     """Return what ranks chose for scores equal to these but for roundings, the nearest first.
 
     Two choices are returned if an equally near row chose otherwise. Rows with other scores, and
     choices that no rounding explains, are skipped.
     """
-    near = []
-    for one in seen:
-        apart = (one.scores - scores).abs().amax(-1)
-        near += [(float(apart[k]), one.chosen[k]) for k in (apart <= far).nonzero().flatten()]
-    near.sort(key=lambda pair: pair[0])
-    found: list[Tensor] = []
-    for gap, theirs in near:
-        if found and gap > 2 * near[0][0]:
+    candidates = []
+    for one in notes:
+        gaps = (one.scores - scores).abs().amax(-1)
+        candidates += [(float(gaps[k]), one.chosen[k]) for k in (gaps <= reach).nonzero().flatten()]
+    candidates.sort(key=lambda pair: pair[0])
+    accepted: list[Tensor] = []
+    for gap, indices in candidates:
+        if accepted and gap > 2 * candidates[0][0]:
             break
-        if theirs.shape != chosen.shape or any(torch.equal(theirs, one) for one in found):
+        if indices.shape != chosen.shape or any(torch.equal(indices, one) for one in accepted):
             continue
-        if bool(((scores[theirs] - scores[chosen]).abs() <= 2 * far).all()):
-            found.append(theirs)
-    return found
+        if bool(((scores[indices] - scores[chosen]).abs() <= 2 * reach).all()):
+            accepted.append(indices)
+    return accepted
 
 
-def _swap_nearest(scores: Tensor, chosen: Tensor, far: float) -> Tensor:
+def _swap_nearest(scores: Tensor, chosen: Tensor, reach: float) -> Tensor:
     """Replace a chosen score by the nearest score that is not chosen, if roundings reach it."""
-    left = torch.ones_like(scores, dtype=torch.bool).scatter_(-1, chosen, False)
-    gaps = (scores[chosen].unsqueeze(-1) - scores).abs().masked_fill(~left, math.inf)
-    place, other = divmod(int(gaps.argmin()), len(scores))
+    not_chosen = torch.ones_like(scores, dtype=torch.bool).scatter_(-1, chosen, False)
+    gaps = (scores[chosen].unsqueeze(-1) - scores).abs().masked_fill(~not_chosen, math.inf)
+    position, replacement = divmod(int(gaps.argmin()), len(scores))
     swapped = chosen.clone()
-    if float(gaps[place, other]) <= 2 * far:
-        swapped[place] = other
+    if float(gaps[position, replacement]) <= 2 * reach:
+        swapped[position] = replacement
     return swapped
 
 
-def drop_ambiguous_rows(rows: Sequence[Row], other: Sequence[Row]) -> tuple[list[Row], list[str]]:
+def drop_ambiguous_rows(rows: Sequence[Row], varied: Sequence[Row]) -> tuple[list[Row], list[str]]:
     """Drop rows that fail by no more than alternative choices explain; return the rest and a note.
 
-    `other` are the rows of the original itself with the alternative choices, for the same
+    `varied` are the rows of the original itself with the alternative choices, for the same
     bounds.
     """
-    moved = {(row.condition, row.kind, row.name, row.step): row.error for row in other}
-    out = []
+    errors = {(row.condition, row.kind, row.name, row.step): row.error for row in varied}
+    ambiguous = []
     for row in rows:
-        error = moved.get((row.condition, row.kind, row.name, row.step), 0.0)
+        error = errors.get((row.condition, row.kind, row.name, row.step), 0.0)
         if not row.ok and row.kind.endswith(IN_DTYPE) and not row.error > 1.0 + 2.0 * error:
-            out.append(row)
-    if not out:
+            ambiguous.append(row)
+    if not ambiguous:
         return list(rows), []
-    why = "choices that roundings tip are made at no known place on ranks"
-    said = f"{len(out)} rows in the working dtype, the first {out[0].place}: {why}"
-    return [row for row in rows if row not in out], [said]
+    reason = "choices that roundings tip are made at no known place on ranks"
+    text = f"{len(ambiguous)} rows in the working dtype, the first {ambiguous[0].place}: {reason}"
+    return [row for row in rows if row not in ambiguous], [text]

@@ -82,11 +82,11 @@ class DropoutCall:
         first, last = windows[0], windows[-1]
         assert first is not None and last is not None
         index = [*first[:-1], last[-2]] if kind == "attention" else first[:2]
-        place = torch.zeros([1] * len(index), dtype=torch.long)
+        positions = torch.zeros([1] * len(index), dtype=torch.long)
         for dim, (size, one) in enumerate(zip(self.shape, index)):
             shape = [-1 if d == dim else 1 for d in range(len(index))]
-            place = place * size + one.reshape(shape)
-        return place
+            positions = positions * size + one.reshape(shape)
+        return positions
 
 
 def dropout_inputs(
@@ -96,8 +96,8 @@ def dropout_inputs(
     if func in RECURRENT_FUNCTIONS:
         return "recurrent", [args[0] if args[-1] else args[0].transpose(0, 1)]
     if func is F.scaled_dot_product_attention:
-        words = ("query", "key")
-        return "attention", [args[k] if len(args) > k else kwargs[w] for k, w in enumerate(words)]
+        names = ("query", "key")
+        return "attention", [args[k] if len(args) > k else kwargs[w] for k, w in enumerate(names)]
     value = args[0] if args else kwargs["input"]
     return ("feature" if "feature" in function_text(func) else "plain"), [value]
 
@@ -164,16 +164,16 @@ class DropoutRecorder(WithoutDropout):
     def record(self, kind: str, tensors: list[Tensor]) -> None:
         """Record a dropout call with copies of its inputs."""
         site = scope.current_site()
-        kept = [one.detach().clone() for one in tensors]
+        copies = [tensor.detach().clone() for tensor in tensors]
         self.drops.append(
-            DropoutCall(site, scope.count_call(site), kind, kept, mask_shape(kind, tensors))
+            DropoutCall(site, scope.count_call(site), kind, copies, mask_shape(kind, tensors))
         )
 
 
 def in_training_step() -> bool:
     """Return whether a training step runs here; nothing is dropped in evaluation."""
-    where = scope.current()
-    return where is not None and not where.evaluation
+    current = scope.current()
+    return current is not None and not current.evaluation
 
 
 MaskPlace = tuple[str, int, "Tensor | None"]  # original's module, call, mask places
@@ -212,22 +212,22 @@ class PlaceFinder(DropoutRecorder):
         self, site: str, call: int, kind: str, tensors: list[Tensor]
     ) -> MaskPlace | None:
         assert self.names is not None
-        own = [drop for drop in self.known if drop.site == self.names.original_module(site)]
-        for drop in own:
+        local = [drop for drop in self.known if drop.site == self.names.original_module(site)]
+        for drop in local:
             full = torch.arange(math.prod(drop.shape)).reshape(drop.shape)
             declared = (
-                self.names.declared_part(site, full) if drop.call == call % len(own) else None
+                self.names.declared_part(site, full) if drop.call == call % len(local) else None
             )
             if declared is not None:
                 return drop.site, drop.call, declared
         parts = _local_tensors(tensors)
         if parts is None:
             return None
-        for some in (own, [drop for drop in self.known if drop not in own]):
-            there = [(d, p) for d in some if (p := d.find_elements(kind, parts)) is not None]
-            same = [one for one in there if one[0].call == call] if len(there) > 1 else there
-            if len(same) == 1:
-                drop, places = same[0]
+        for drops in (local, [drop for drop in self.known if drop not in local]):
+            matches = [(d, p) for d in drops if (p := d.find_elements(kind, parts)) is not None]
+            same_call = [m for m in matches if m[0].call == call] if len(matches) > 1 else matches
+            if len(same_call) == 1:
+                drop, places = same_call[0]
                 return drop.site, drop.call, places
         return None
 
@@ -240,10 +240,10 @@ def _next_state() -> bytes:
 
 
 def _digest(*tensors: Tensor) -> bytes:
-    found = hashlib.blake2b(digest_size=16)
-    for one in tensors:
-        found.update(one.detach().contiguous().numpy().tobytes())
-    return found.digest()
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().numpy().tobytes())
+    return digest.digest()
 
 
 class DropoutByMasks(WithoutDropout):
@@ -267,13 +267,13 @@ class DropoutByMasks(WithoutDropout):
             return func(*args, **kwargs)
         if func not in _DRAWS:
             return self.run(func, types, args, kwargs)
-        on = func in DROPOUTS and in_training_step() and draws_logically(func, args, kwargs)
-        if not on or draws_illogically(func, args, kwargs):
+        drops = func in DROPOUTS and in_training_step() and draws_logically(func, args, kwargs)
+        if not drops or draws_illogically(func, args, kwargs):
             return super().__torch_function__(func, types, args, kwargs)
-        drawn = self.next_place(dropout_inputs(func, args, kwargs)[1])
-        if drawn is None or drawn[0] in self.off:
+        place = self.next_place(dropout_inputs(func, args, kwargs)[1])
+        if place is None or place[0] in self.off:
             return super().__torch_function__(func, types, args, kwargs)
-        self._drawn_place, self._drawn_count = drawn, 0
+        self._drawn_place, self._drawn_count = place, 0
         return _run_on_local(lambda *a, **k: LOGICAL[func](self, func, *a, **k), args, kwargs)
 
     def next_place(self, tensors: Sequence[Tensor]) -> tuple[str, int, Tensor | None] | None:
@@ -283,29 +283,29 @@ class DropoutByMasks(WithoutDropout):
 
     def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
         """See Draw."""
-        where = scope.current()
-        assert where is not None
+        current = scope.current()
+        assert current is not None
         site, call, places = self._drawn_place
-        drawn = repr((self.seed, where.moment, site, call, self._drawn_count)).encode()
-        key = int.from_bytes(hashlib.blake2b(drawn, digest_size=8).digest(), "little", signed=True)
+        text = repr((self.seed, current.moment, site, call, self._drawn_count)).encode()
+        key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
         self._drawn_count += 1  # one dropout call of an RNN draws between any two layers
         if places is None:
             places = self._places_of_rows(shape)
-        rest = tuple(shape)[places.dim() :]  # trailing dims that no rank divides
-        if math.prod(rest) > 1:
-            more = torch.arange(math.prod(rest)).reshape(rest)
-            places = places.reshape(*places.shape, *[1] * len(rest)) * math.prod(rest) + more
+        tail = tuple(shape)[places.dim() :]  # trailing dims that no rank divides
+        if math.prod(tail) > 1:
+            offsets = torch.arange(math.prod(tail)).reshape(tail)
+            places = places.reshape(*places.shape, *[1] * len(tail)) * math.prod(tail) + offsets
         bits = stream_numbers(places.reshape(tuple(shape)) + 1, torch.tensor(key))
         return torch.ge(bits, round(p * 2**BITS))
 
     def _places_of_rows(self, shape: Sequence[int]) -> Tensor:
         """Return all places of a mask, or those of the rows that are present."""
-        each = math.prod(shape)
+        row_size = math.prod(shape)
         if self.rows is None or not shape or shape[0] % len(self.rows):
-            return torch.arange(each).reshape(tuple(shape))
-        each //= len(self.rows)
-        starts = torch.tensor(list(self.rows)) * each
-        return (starts[:, None] + torch.arange(each)).reshape(tuple(shape))
+            return torch.arange(row_size).reshape(tuple(shape))
+        row_size //= len(self.rows)
+        starts = torch.tensor(list(self.rows)) * row_size
+        return (starts[:, None] + torch.arange(row_size)).reshape(tuple(shape))
 
 
 class RankDropout(DropoutByMasks):
@@ -336,31 +336,31 @@ class RankDropout(DropoutByMasks):
 
     def begin(self, places: Mapping[str, Sequence[MaskPlace | None]]) -> None:
         """Begin a step with the places of its batch."""
-        self._places = {site: iter(found) for site, found in places.items()}
+        self._places = {site: iter(site_places) for site, site_places in places.items()}
         self._before = defaultdict(list)
         self._states.clear()
 
     def next_place(self, tensors: Sequence[Tensor]) -> tuple[str, int, Tensor | None] | None:
         """See Dropping; a recomputation drops as before, and is recognised by its values."""
         site, state = scope.current_site(), _next_state()
-        own = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-        before = self._before[site, _digest(*(one.detach().double() for one in own))]
+        parts = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+        before = self._before[site, _digest(*(tensor.detach().double() for tensor in parts))]
         if in_recomputation():
-            found = before[0] if len(before) == 1 else ("", 0, None)
+            place = before[0] if len(before) == 1 else ("", 0, None)
             self.unequal_recomputations |= set() if state in self._states[site] else {site}
         else:
-            found = next(self._places.get(site, iter(())), ("", 0, None))
-            before.append(found)
+            place = next(self._places.get(site, iter(())), ("", 0, None))
+            before.append(place)
             self._states[site].add(state)
             full = not any(
-                isinstance(one, DTensor) for one in tensors
+                isinstance(tensor, DTensor) for tensor in tensors
             )  # torch synchronises draws of DTensors
-            if full and found is not None and found[2] is not None:
-                self.generator_states.setdefault((*found[:2], _digest(found[2])), state)
-        if found is not None and found[2] is None:
+            if full and place is not None and place[2] is not None:
+                self.generator_states.setdefault((*place[:2], _digest(place[2])), state)
+        if place is not None and place[2] is None:
             self.irregular_modules.add(site)
             return None
-        return found
+        return place
 
 
 def in_recomputation() -> bool:
@@ -368,24 +368,24 @@ def in_recomputation() -> bool:
     return torch._C._current_graph_task_id() >= 0
 
 
-def _run_on_local(run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _run_on_local(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run a function on local parts of DTensors, and return a DTensor."""
-    like = next((a for a in (*args, *kwargs.values()) if isinstance(a, DTensor)), None)
-    if like is None:
-        return run(*args, **kwargs)
-    placements = [Replicate() if p.is_partial() else p for p in like.placements]
+    template = next((a for a in (*args, *kwargs.values()) if isinstance(a, DTensor)), None)
+    if template is None:
+        return call(*args, **kwargs)
+    placements = [Replicate() if p.is_partial() else p for p in template.placements]
 
     def own(value: Any) -> Any:
         if not isinstance(value, DTensor):
             return value
         return value.redistribute(placements=placements).to_local()
 
-    out = run(*map(own, args), **{k: own(v) for k, v in kwargs.items()})
-    last = out.shape[-1] if out.shape[-1] != own(like).shape[-1] else like.shape[-1]
-    shape = torch.Size((*like.shape[:-1], last))  # attention's last dim is that of its values
+    out = call(*map(own, args), **{k: own(v) for k, v in kwargs.items()})
+    last = out.shape[-1] if out.shape[-1] != own(template).shape[-1] else template.shape[-1]
+    shape = torch.Size((*template.shape[:-1], last))  # attention's last dim is that of its values
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        out, like.device_mesh, placements, run_check=False, shape=shape, stride=stride
+        out, template.device_mesh, placements, run_check=False, shape=shape, stride=stride
     )
 
 
@@ -415,10 +415,10 @@ class OriginalDropout:
 
     def read_batch(self, number: int) -> list[DropoutCall]:
         """Read the dropout calls of the original in a batch."""
-        found: list[DropoutCall] = torch.load(
+        drops: list[DropoutCall] = torch.load(
             f"{self.folder}/{number}", weights_only=False, mmap=True
         )
-        return found
+        return drops
 
 
 @dataclass(frozen=True)
@@ -436,8 +436,8 @@ class RankDropoutSites:
 
     def disabled_modules(self, drops: OriginalDropout) -> frozenset[str]:
         """Return the original's modules to disable: those of which some place is unknown."""
-        meant = frozenset(self.unknown.values())
-        return frozenset(drops.sites) if "?" in meant else meant | drops.off
+        originals = frozenset(self.unknown.values())
+        return frozenset(drops.sites) if "?" in originals else originals | drops.off
 
     def missing_modules(self, drops: OriginalDropout) -> list[str]:
         """Return the original's modules that drop on no rank; none if that cannot be determined."""

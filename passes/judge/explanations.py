@@ -58,132 +58,132 @@ def explain_rows(
     record: RunRecord,
     world: int,
     parts: BatchParts,
-    where: FirstModule,
+    module: FirstModule,
 ) -> tuple[tuple[str, str], ...]:
     """Explain failing rows: one sentence for each group of tensors with the same error.
 
-    `where`, the first wrong module, comes first.
+    `module`, the first wrong module, comes first.
     """
     assert record.holdings is not None
     sizes = {name: size for name, size in record.holdings.axes.items() if size != world}
     sizes |= {"ranks": world}
-    wrong = [row for row in report.rows if not row.ok]
-    if other := explain_initial_weights(wrong):
-        return other
-    found = _explain_gradients(wrong, expected, actual, record, world, parts, where, sizes)
-    asked = {row.name for row in report.rows if row.kind == "gradients" and row.step == 0}
+    failing = [row for row in report.rows if not row.ok]
+    if initial_lines := explain_initial_weights(failing):
+        return initial_lines
+    patterns = _explain_gradients(failing, expected, actual, record, world, parts, module, sizes)
+    tested = {row.name for row in report.rows if row.kind == "gradients" and row.step == 0}
     # if gradients are sums over parts of the batch, each module is right
-    right = bool(found) and all(isinstance(said, PartPattern) for said in found)
-    lines = [("first module", where.text)] * bool(where.text and (where.explained or not right))
-    lines += [("gradients", prefix_names(p.text, n, len(asked))) for p, n in found.items() if p]
-    lines += list(_explain_loss(wrong, expected, actual, record, world, where, parts))
-    lines = list(_explain_norm(wrong, expected, actual, record)) or lines
-    lines = [*_explain_step_changes(wrong, record), *lines]
+    right = bool(patterns) and all(isinstance(pattern, PartPattern) for pattern in patterns)
+    lines = [("first module", module.text)] * bool(module.text and (module.explained or not right))
+    lines += [("gradients", prefix_names(p.text, n, len(tested))) for p, n in patterns.items() if p]
+    lines += list(_explain_loss(failing, expected, actual, record, world, module, parts))
+    lines = list(_explain_norm(failing, expected, actual, record)) or lines
+    lines = [*_explain_step_changes(failing, record), *lines]
     first = report.first
-    if not lines and first is not None and (apart := diverged_parameters(wrong, first)):
-        names = quote_names(apart, MOST_NAMES)
+    if not lines and first is not None and (diverged := diverged_parameters(failing, first)):
+        names = quote_names(diverged, MOST_NAMES)
         text = f"{names}: with right gradients ranks hold different values after "
         lines = [("parameters", f"{text}the step: what one does is not done, or sent, on others")]
-    lines = lines or [*explain_steps(wrong, first, expected, actual, record, sizes)]
+    lines = lines or [*explain_steps(failing, first, expected, actual, record, sizes)]
     if not lines and first is not None and first.kind not in (*_STATE_KINDS, COLLECTIVES):
         text = _explain_first(first, expected, actual, sizes)
         lines = [(first.kind.split(" (")[0][:17], text)] if text else []
-    lines += list(_explain_loading(wrong))
+    lines += list(_explain_loading(failing))
     lines = [
-        *_explain_waits(wrong),
-        *_explain_strides(wrong, record),
+        *_explain_waits(failing),
+        *_explain_strides(failing, record),
         *lines,
-        *_explain_masks(wrong),
+        *_explain_masks(failing),
     ]
-    lines += list(_explain_variants(wrong, report))
+    lines += list(_explain_variants(failing, report))
     return tuple(lines[:MOST_GROUPS])
 
 
 def _explain_gradients(
-    wrong: Sequence[Row],
+    failing: Sequence[Row],
     expected: Observation,
     actual: Observation,
     record: RunRecord,
     world: int,
     parts: BatchParts,
-    where: FirstModule,
+    module: FirstModule,
     sizes: Mapping[str, int],
 ) -> dict[Pattern, list[str]]:
     """Return the patterns of the first step's wrong gradients, with their parameters."""
-    found: dict[Pattern, list[str]] = {}
-    first_ones = [*_first_gradients(wrong)]
-    least = _least_norm(expected, first_ones)
-    far = any(row.error > ROUNDING for row in first_ones)
-    for row in first_ones:
+    patterns: dict[Pattern, list[str]] = {}
+    first_rows = [*_first_gradients(failing)]
+    least_norm = _least_norm(expected, first_rows)
+    large_errors = any(row.error > ROUNDING for row in first_rows)
+    for row in first_rows:
         key = Key(row.condition, "gradients", 0, row.name)
         want, got = expected.tensors.get(key), actual.tensors.get(key)
-        if want is not None and float(want.norm()) < least:
+        if want is not None and float(want.norm()) < least_norm:
             continue  # zero but for roundings, like a key's bias before a softmax
         copies = record.gradient_copies(row.condition, row.name)
         if want is not None and got is not None and is_close(got.double(), want.double()):
             text = explain_copies(want.reshape(-1).double(), _scale_copies(copies, got))
-            found.setdefault(Pattern(text), []).append(row.name)
+            patterns.setdefault(Pattern(text), []).append(row.name)
             continue
-        counts = _possible_factors(sizes, world, where, want, got)
+        counts = _possible_factors(sizes, world, module, want, got)
         others = {
             k.name: value
             for k, value in expected.tensors.items()
             if k[:3] == key[:3] and k.name != row.name
         }
-        said = explain_gradient(want, got, _scale_copies(copies, got), counts, parts, row, others)
+        cause = explain_gradient(want, got, _scale_copies(copies, got), counts, parts, row, others)
         # a small error is no rounding if a module is known to be wrong, or others are far off
-        guess = said.short and (far or where.explained and where.text)
-        found.setdefault(NO_PATTERN if guess else said, []).append(row.name)
-    return found
+        guess = cause.short and (large_errors or module.explained and module.text)
+        patterns.setdefault(NO_PATTERN if guess else cause, []).append(row.name)
+    return patterns
 
 
-def _explain_step_changes(wrong: Sequence[Row], record: RunRecord) -> Iterator[tuple[str, str]]:
+def _explain_step_changes(failing: Sequence[Row], record: RunRecord) -> Iterator[tuple[str, str]]:
     """Report parameters that the step itself replaces or changes."""
     if record.replaced_by_step:
         names = quote_names(sorted(record.replaced_by_step), MOST_NAMES)
         text = f"the step puts other parameters for {names}"
         yield "parameters", f"{text}: the optimizer steps those that were there before"
-    if record.changed_by_step and any(row.kind == "parameters" for row in wrong):
+    if record.changed_by_step and any(row.kind == "parameters" for row in failing):
         names = quote_names(sorted(record.changed_by_step), MOST_NAMES)
         text = f"the step itself changes {names}: the judge"
         yield "parameters", f"{text} steps the optimizer after it"
 
 
-def _explain_waits(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    return ((COLLECTIVES, f"{row.name}: {row.note}") for row in wrong if row.kind == COLLECTIVES)
+def _explain_waits(failing: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    return ((COLLECTIVES, f"{row.name}: {row.note}") for row in failing if row.kind == COLLECTIVES)
 
 
-def _explain_strides(wrong: Sequence[Row], record: RunRecord) -> Iterator[tuple[str, str]]:
+def _explain_strides(failing: Sequence[Row], record: RunRecord) -> Iterator[tuple[str, str]]:
     """Report calls that send tensors in memory order, if a computed value is wrong."""
-    if record.strided and any(row.kind not in (COLLECTIVES, DROPOUT) for row in wrong):
-        called = ", ".join(f"`{name}` ({line})" for name, line in sorted(record.strided))
-        yield COLLECTIVES, f"{called}: {STRIDES_HELP}"
+    if record.strided and any(row.kind not in (COLLECTIVES, DROPOUT) for row in failing):
+        calls = ", ".join(f"`{name}` ({line})" for name, line in sorted(record.strided))
+        yield COLLECTIVES, f"{calls}: {STRIDES_HELP}"
 
 
-def _explain_masks(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
+def _explain_masks(failing: Sequence[Row]) -> Iterator[tuple[str, str]]:
     """Describe modules with wrong dropout, grouped by what is wrong."""
     names: dict[str, list[str]] = {}
-    for row in wrong:
+    for row in failing:
         if row.kind == DROPOUT:
             names.setdefault(row.note, []).append(row.name)
-    return ((DROPOUT, f"{quote_names(some, MOST_NAMES)}: {note}") for note, some in names.items())
+    return ((DROPOUT, f"{quote_names(sites, MOST_NAMES)}: {note}") for note, sites in names.items())
 
 
-def explain_initial_weights(wrong: Sequence[Row]) -> tuple[tuple[str, str], ...]:
+def explain_initial_weights(failing: Sequence[Row]) -> tuple[tuple[str, str], ...]:
     """Describe initial weights that differ; empty if none do."""
     names: dict[str, list[str]] = {}
-    for row in wrong:
+    for row in failing:
         if row.kind == INITIAL:
             names.setdefault(row.note, []).append(row.name)
-    said = [f"{len(n)} ({quote_names(n, MOST_NAMES)}): {note}" for note, n in names.items()]
-    text = "; ".join(said[:MOST_NAMES])
-    return (("weights", f"{text}; what follows differs for that, right or wrong"),) * bool(said)
+    parts = [f"{len(n)} ({quote_names(n, MOST_NAMES)}): {note}" for note, n in names.items()]
+    text = "; ".join(parts[:MOST_NAMES])
+    return (("weights", f"{text}; what follows differs for that, right or wrong"),) * bool(parts)
 
 
 def _possible_factors(
     sizes: Mapping[str, int],
     world: int,
-    where: FirstModule,
+    module: FirstModule,
     want: Tensor | None,
     got: Tensor | None,
 ) -> Mapping[str, int]:
@@ -191,27 +191,27 @@ def _possible_factors(
 
     If ranks' gradients were already averaged, only the microbatches remain.
     """
-    if where.microbatches < 2 or want is None or got is None or got.shape != want.shape:
+    if module.microbatches < 2 or want is None or got is None or got.shape != want.shape:
         return sizes
-    there = want.double()
-    factor = float((got * there).sum() / (there * there).sum()) if there.any() else 0.0
-    own = set(where.factors.values())
-    if world > 1 and len(own) == 1 and math.isclose(factor * world, own.pop(), rel_tol=1e-6):
-        return {MICROBATCHES: where.microbatches}
-    return _add_microbatches(sizes, world, where.microbatches)
+    target = want.double()
+    factor = float((got * target).sum() / (target * target).sum()) if target.any() else 0.0
+    scales = set(module.factors.values())
+    if world > 1 and len(scales) == 1 and math.isclose(factor * world, scales.pop(), rel_tol=1e-6):
+        return {MICROBATCHES: module.microbatches}
+    return _add_microbatches(sizes, world, module.microbatches)
 
 
-def _add_microbatches(sizes: Mapping[str, int], world: int, turns: int) -> Mapping[str, int]:
-    if turns < 2:
+def _add_microbatches(sizes: Mapping[str, int], world: int, microbatches: int) -> Mapping[str, int]:
+    if microbatches < 2:
         return sizes
-    if turns != world:
-        return {**sizes, MICROBATCHES: turns}
+    if microbatches != world:
+        return {**sizes, MICROBATCHES: microbatches}
     return {(f"ranks (or {MICROBATCHES})" if k == "ranks" else k): n for k, n in sizes.items()}
 
 
-def _first_gradients(wrong: Sequence[Row]) -> Iterator[Row]:
+def _first_gradients(failing: Sequence[Row]) -> Iterator[Row]:
     """Yield failing gradients of the first step, in the first condition that has some."""
-    rows = [row for row in wrong if _gradient_of(row)]
+    rows = [row for row in failing if _gradient_of(row)]
     if not rows:
         return
     names: set[str] = set()
@@ -230,25 +230,25 @@ def _least_norm(expected: Observation, rows: Sequence[Row]) -> float:
         for k, v in expected.tensors.items()
         if v is not None and k[:3] in conditions
     }
-    least = FLOOR * max(sizes.values(), default=0.0)
-    return least if any(sizes.get(row.name, 0.0) >= least for row in rows) else 0.0
+    floor = FLOOR * max(sizes.values(), default=0.0)
+    return floor if any(sizes.get(row.name, 0.0) >= floor for row in rows) else 0.0
 
 
 def _gradient_of(row: Row) -> str:
     """Return the parameter whose gradient, or whose copies, a row compares; "" for other rows."""
     if row.kind not in ("gradients", "replicas") or row.step != 0:
         return ""
-    other = row.kind == "replicas" and (row.name == "loss" or row.name.startswith("buffer "))
-    return "" if other else row.name.removeprefix("gradient of ")
+    not_gradient = row.kind == "replicas" and (row.name == "loss" or row.name.startswith("buffer "))
+    return "" if not_gradient else row.name.removeprefix("gradient of ")
 
 
-def _scale_copies(copies: Sequence[RankCopy], got: Tensor | None) -> Sequence[RankCopy]:
+def _scale_copies(copies: Sequence[RankCopy], actual: Tensor | None) -> Sequence[RankCopy]:
     """Scale the ranks' copies as the judge scaled the assembled gradient."""
-    first = next((c for c in copies if c.values is not None and bool(c.values.any())), None)
-    if first is None or got is None or first.values is None:
+    first_copy = next((c for c in copies if c.values is not None and bool(c.values.any())), None)
+    if first_copy is None or actual is None or first_copy.values is None:
         return copies
-    after = got.reshape(-1)[first.places].double()
-    factor = float((after * first.values).sum() / (first.values**2).sum())
+    assembled = actual.reshape(-1)[first_copy.places].double()
+    factor = float((assembled * first_copy.values).sum() / (first_copy.values**2).sum())
     if abs(factor - 1) < 1e-12:
         return copies
     return [replace(c, factor=c.factor * factor) for c in copies]
@@ -258,16 +258,16 @@ def _scale_copies(copies: Sequence[RankCopy], got: Tensor | None) -> Sequence[Ra
 
 
 def _explain_loss(
-    wrong: Sequence[Row],
+    failing: Sequence[Row],
     expected: Observation,
     actual: Observation,
     record: RunRecord,
     world: int,
-    where: FirstModule,
+    module: FirstModule,
     parts: BatchParts,
 ) -> Iterator[tuple[str, str]]:
     """Explain a wrong loss of the first step by the right one, or by the losses of ranks."""
-    row = next((row for row in wrong if row.kind == "loss" and row.step == 0), None)
+    row = next((row for row in failing if row.kind == "loss" and row.step == 0), None)
     if row is None:
         return
     key = Key(row.condition, "loss", 0, row.name)
@@ -276,26 +276,26 @@ def _explain_loss(
         return
     text = f"{float(got):.6g} instead of {float(want):.6g}"
     labelled = parts.label_counts(row.condition)
-    found = diagnose(
-        got, want, {**_add_microbatches({"ranks": world}, world, where.microbatches), **labelled}
+    diagnosis = diagnose(
+        got, want, {**_add_microbatches({"ranks": world}, world, module.microbatches), **labelled}
     )
-    if found and found.explains:
-        text += f": {found.text}"
+    if diagnosis and diagnosis.explains:
+        text += f": {diagnosis.text}"
     elif math.isclose(float(got - want), math.log(world), rel_tol=1e-6):
         text += f": the right value plus log(ranks) = log({world}), as if there were more classes"
     elif len(set(record.losses)) > 1 and 0.0 not in record.losses:
-        text += f"; ranks return {', '.join(f'{one:.6g}' for one in record.losses)}"
+        text += f"; ranks return {', '.join(f'{rank_loss:.6g}' for rank_loss in record.losses)}"
     if 0.0 in record.losses and any(record.losses):
-        text += f"; ranks return {', '.join(f'{one:.6g}' for one in record.losses)}"
+        text += f"; ranks return {', '.join(f'{rank_loss:.6g}' for rank_loss in record.losses)}"
     yield "loss", text
 
 
 def _explain_norm(
-    wrong: Sequence[Row], expected: Observation, actual: Observation, record: RunRecord
+    failing: Sequence[Row], expected: Observation, actual: Observation, record: RunRecord
 ) -> Iterator[tuple[str, str]]:
     """Explain a wrong gradient norm, if gradients are right: what it counts or omits."""
-    row = next((row for row in wrong if row.kind == "gradient norm" and row.step == 0), None)
-    if row is None or any(one.kind == "gradients" and one.step == 0 for one in _unclipped(wrong)):
+    row = next((row for row in failing if row.kind == "gradient norm" and row.step == 0), None)
+    if row is None or any(r.kind == "gradients" and r.step == 0 for r in _unclipped(failing)):
         return
     key = Key(row.condition, "gradient norm", 0, row.name)
     got, want = actual.tensors.get(key), expected.tensors.get(key)
@@ -304,10 +304,10 @@ def _explain_norm(
     clipped = "clipped" in row.condition
     parts = {
         name: _squared_norms(copies)
-        for (when, name), copies in record.copies.items()
-        if when == clipped
+        for (clips, name), copies in record.copies.items()
+        if clips == clipped
     }
-    held = math.sqrt(sum(each[0] for regions in parts.values() for each in regions))
+    held = math.sqrt(sum(region[0] for regions in parts.values() for region in regions))
     if math.isclose(held, float(got), rel_tol=1e-6) and not math.isclose(held, float(want)):
         text = (
             f"it is that of gradients which the step leaves {held / float(want):.6g} times as large"
@@ -315,65 +315,65 @@ def _explain_norm(
         yield "gradient norm", f"{text} as the right ones: they are clipped before they are scaled"
         return
     off = float(got) ** 2 - float(want) ** 2
-    for names, amount, words in _miscounts(parts):
+    for names, amount, description in _miscounts(parts):
         if amount and math.isclose(off, amount, rel_tol=1e-6):
-            yield "gradient norm", f"{words} {quote_names(names, MOST_NAMES)}"
+            yield "gradient norm", f"{description} {quote_names(names, MOST_NAMES)}"
             return
     yield "gradient norm", f"{float(got):.6g} instead of {float(want):.6g}"
 
 
-def _unclipped(wrong: Sequence[Row]) -> list[Row]:
-    return [row for row in wrong if "clipped" not in row.condition]
+def _unclipped(failing: Sequence[Row]) -> list[Row]:
+    return [row for row in failing if "clipped" not in row.condition]
 
 
 def _squared_norms(copies: Sequence[RankCopy]) -> list[list[float]]:
     """Return the squared norms of a parameter's copies: a list of copies for each region."""
-    found: list[tuple[RankCopy, list[float]]] = []
+    groups: list[tuple[RankCopy, list[float]]] = []
     for copy in copies:
         square = 0.0 if copy.values is None else float(copy.values.square().sum())
-        own = next(
-            (each for one, each in found if one.original_region.equals(copy.original_region)), None
+        region_norms = next(
+            (norms for c, norms in groups if c.original_region.equals(copy.original_region)), None
         )
-        if own is None:
-            found.append((copy, [square]))
+        if region_norms is None:
+            groups.append((copy, [square]))
         else:
-            own.append(square)
-    return [each for _, each in found]
+            region_norms.append(square)
+    return [norms for _, norms in groups]
 
 
 def _miscounts(
     parts: Mapping[str, Sequence[Sequence[float]]],
 ) -> Iterator[tuple[list[str], float, str]]:
     """Yield parameters, the change of the squared norm by a miscount, and its description."""
-    once = {name: sum(each[0] for each in regions) for name, regions in parts.items()}
-    copies = [name for name, regions in parts.items() if any(len(each) > 1 for each in regions)]
+    single = {name: sum(region[0] for region in regions) for name, regions in parts.items()}
+    copies = [name for name, regions in parts.items() if any(len(region) > 1 for region in regions)]
     split = [name for name, regions in parts.items() if len(regions) > 1]
     for names in (copies, *([name] for name in copies)):
-        gain = sum(sum(map(sum, parts[name])) - once[name] for name in names)
+        gain = sum(sum(map(sum, parts[name])) - single[name] for name in names)
         yield names, gain, "it counts each rank's copy of"
-        yield names, -sum(once[name] for name in names), "it leaves out"
+        yield names, -sum(single[name] for name in names), "it leaves out"
     for names in (split, *([name] for name in split)):
-        lost = sum(once[name] - parts[name][0][0] for name in names)
+        lost = sum(single[name] - parts[name][0][0] for name in names)
         yield names, -lost, "it leaves out what ranks but the first hold of"
-        yield names, -sum(once[name] for name in names), "it leaves out"
+        yield names, -sum(single[name] for name in names), "it leaves out"
 
 
-def _explain_loading(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
+def _explain_loading(failing: Sequence[Row]) -> Iterator[tuple[str, str]]:
     """Describe state that is lost or different after loading, if training itself is right."""
-    found: dict[tuple[str, str], list[str]] = {}
-    of_state = [row for row in wrong if row.kind in _STATE_KINDS]
+    names_by_note: dict[tuple[str, str], list[str]] = {}
+    state_rows = [row for row in failing if row.kind in _STATE_KINDS]
     onward = "training goes on otherwise from it"
     if all(
         row.kind == STEP_AFTER_LOADING and row.name != "loss" and " of " not in row.name
-        for row in of_state
+        for row in state_rows
     ):
         onward += ", with right gradients and state: a rate or a schedule is not loaded"
-    for row in wrong:
+    for row in failing:
         if row.kind in _STATE_KINDS:
             note = row.note or onward
-            found.setdefault((row.kind, note), []).append(row.name)
-    if len(found) and all(row.kind in _STATE_KINDS for row in wrong):
-        for (kind, note), names in found.items():
+            names_by_note.setdefault((row.kind, note), []).append(row.name)
+    if len(names_by_note) and all(row.kind in _STATE_KINDS for row in failing):
+        for (kind, note), names in names_by_note.items():
             yield kind, f"{len(names)} ({quote_names(names, MOST_NAMES)}): {note}"
 
 
@@ -384,15 +384,15 @@ def _explain_first(
         return f"{row.note}: what the program trains is not what the original trains"
     if row.kind == "replicas":
         return f"`{row.name}`: ranks hold different values"
-    found = explain_row(row, expected, actual, sizes)
-    after = "; its gradient is right: the optimizer's step is another, or a scheduler's before it"
-    return f"`{row.name}`: {found.text}{after * (row.kind == 'parameters')}" if found else ""
+    pattern = explain_row(row, expected, actual, sizes)
+    suffix = "; its gradient is right: the optimizer's step is another, or a scheduler's before it"
+    return f"`{row.name}`: {pattern.text}{suffix * (row.kind == 'parameters')}" if pattern else ""
 
 
-def _explain_variants(wrong: Sequence[Row], report: Report) -> Iterator[tuple[str, str]]:
+def _explain_variants(failing: Sequence[Row], report: Report) -> Iterator[tuple[str, str]]:
     """Report that the program is right on the given batches, and wrong only on variants."""
     derived = dict(report.facts).get("derived")
-    named = {row.condition for row in wrong if row.condition and row.kind not in _STATE_KINDS}
-    plain = next((row.condition for row in report.rows if row.condition), "")
-    if derived and named and plain not in named:
+    failed = {row.condition for row in failing if row.condition and row.kind not in _STATE_KINDS}
+    given_condition = next((row.condition for row in report.rows if row.condition), "")
+    if derived and failed and given_condition not in failed:
         yield "only where", f"batches have {derived}: as they are given all is equal"

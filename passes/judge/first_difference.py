@@ -60,16 +60,16 @@ class RecordedTensor:
 class TensorRecorder(GradientTape):
     """Tape that also records the values of tensors with some shapes."""
 
-    def __init__(self, wanted: frozenset[torch.Size]) -> None:
+    def __init__(self, shapes: frozenset[torch.Size]) -> None:
         super().__init__()
-        self.wanted, self.space = wanted, MOST_STORED
+        self.wanted, self.space = shapes, MOST_STORED
         self.values: dict[int, Tensor] = {}
 
     def watch(self, tensor: Tensor) -> None:
         """Record a tensor's value, and its gradient when backward computes it."""
         size = tensor.numel()
-        asked = tensor.shape in self.wanted and not tensor.is_leaf and size <= self.space
-        if asked and id(tensor) not in self.gradients and not isinstance(tensor, DTensor):
+        is_wanted = tensor.shape in self.wanted and not tensor.is_leaf and size <= self.space
+        if is_wanted and id(tensor) not in self.gradients and not isinstance(tensor, DTensor):
             self.space -= size
             self.values[id(tensor)] = tensor.detach().clone()
         super().watch(tensor)
@@ -83,7 +83,7 @@ class TensorRecorder(GradientTape):
 
 def output_shapes(tape: GradientTape) -> frozenset[torch.Size]:
     """Return the shapes of all function results in a step."""
-    return frozenset(one.shape for call in tape.calls for one in call.outputs)
+    return frozenset(output.shape for call in tape.calls for output in call.outputs)
 
 
 def explain_unmasked(tape: GradientTape, ranks: Sequence[Sequence[RecordedTensor]]) -> str:
@@ -92,14 +92,14 @@ def explain_unmasked(tape: GradientTape, ranks: Sequence[Sequence[RecordedTensor
         return ""
     for call in reversed(tape.calls):
         for tensor in call.outputs:
-            want = tape.gradient(tensor)
-            if want is None or int((want != 0).sum()) < LEAST_ELEMENTS:
+            expected = tape.gradient(tensor)
+            if expected is None or int((expected != 0).sum()) < LEAST_ELEMENTS:
                 continue
             value = tensor.detach()
             if any(t._version != v for t, v in call.inputs):
                 continue
             for gradients in _match_gradients(value, ranks):
-                if _is_owned(want, gradients):
+                if _is_owned(expected, gradients):
                     return (
                         f"the gradient of what {call.name} gives: each element is right on one "
                         "rank, but others add something there, where zero is due: what they "
@@ -112,7 +112,7 @@ def _match_gradients(
     value: Tensor, ranks: Sequence[Sequence[RecordedTensor]]
 ) -> Iterator[list[Tensor]]:
     """Yield the ranks' gradients of a value: the first of each rank, then the second."""
-    each = [
+    matches = [
         [
             note.gradient
             for note in notes
@@ -120,21 +120,21 @@ def _match_gradients(
         ]
         for notes in ranks
     ]
-    for one in zip(*each):
-        yield list(one)
+    for gradients in zip(*matches):
+        yield list(gradients)
 
 
-def _is_owned(want: Tensor, gradients: Sequence[Tensor]) -> bool:
+def _is_owned(expected: Tensor, gradients: Sequence[Tensor]) -> bool:
     """Return whether each element is right on exactly one rank, and some rank adds to others'."""
-    near = RTOL * float(want.abs().max())
-    there = want.abs() > near
-    right = [(one - want).abs() <= near for one in gradients]
-    count = torch.stack(right).sum(0)
-    others = [there & ~ok & (one.abs() > near) for one, ok in zip(gradients, right)]
+    tolerance = RTOL * float(expected.abs().max())
+    nonzero = expected.abs() > tolerance
+    matches = [(grad - expected).abs() <= tolerance for grad in gradients]
+    count = torch.stack(matches).sum(0)
+    strays = [nonzero & ~ok & (grad.abs() > tolerance) for grad, ok in zip(gradients, matches)]
     return (
-        bool((count[there] == 1).all())
-        and all(bool((ok & there).any()) for ok in right)
-        and any(bool(one.any()) for one in others)
+        bool((count[nonzero] == 1).all())
+        and all(bool((ok & nonzero).any()) for ok in matches)
+        and any(bool(grad.any()) for grad in strays)
     )
 
 
@@ -164,22 +164,22 @@ class FirstStep:
         """Run and record the original's step; `live` and `taken` as in
         `module_calls.record_step`."""
         case = self.trial.case
-        subject = Sequential(copy_original(case), loss=case.loss, follow=False)
+        original = Sequential(copy_original(case), loss=case.loss, follow=False)
         with enter_modes(*self._replay_choices(), *self.trial.modes, *modes):
             run = module_calls.record_step(
-                dict(subject.module.named_modules()),
-                lambda: subject.forward_backward(batch, range(count_rows(batch))),
+                dict(original.module.named_modules()),
+                lambda: original.forward_backward(batch, range(count_rows(batch))),
                 live=live,
                 taken=taken,
             )
         if live:
-            run.parameters.update(subject.module.named_parameters())
+            run.parameters.update(original.module.named_parameters())
         return run
 
     def _replay_choices(self) -> Iterator[ChoiceRecorder]:
-        def hold(_: Any, number: int, noted: RecordedChoices) -> Tensor | None:
-            right = self.choices[number].chosen if number < len(self.choices) else noted.chosen
-            return right if right.shape == noted.chosen.shape else None
+        def hold(_: Any, number: int, recorded: RecordedChoices) -> Tensor | None:
+            choices = self.choices[number].chosen if number < len(self.choices) else recorded.chosen
+            return choices if choices.shape == recorded.chosen.shape else None
 
         if self.choices:
             yield ChoiceRecorder(hold)
@@ -198,9 +198,9 @@ class FirstStep:
         eps = torch.finfo(getattr(torch, model_dtype(dtype))).eps
         return LowDtypeComparison(exact.record_original(exact.batch), run, eps)
 
-    def run_on_ranks(self, part: Callable[..., Any], *more: Any) -> list[Any]:
+    def run_on_ranks(self, part: Callable[..., Any], *args: Any) -> list[Any]:
         """Call a function on all ranks."""
-        return self.trial.run_on_ranks(part, *more)
+        return self.trial.run_on_ranks(part, *args)
 
 
 def find_first_module(
@@ -209,7 +209,7 @@ def find_first_module(
     report: Report,
     record: RunRecord,
     dtype: str | None = None,
-    chosen: ChoiceRecorder | None = None,
+    recorder: ChoiceRecorder | None = None,
 ) -> FirstModule:
     """Find the first module that is wrong in the first step; empty if it cannot be found.
 
@@ -217,101 +217,101 @@ def find_first_module(
     report's names; those of the trial have the ranks' names. In a low dtype the discrete operators
     repeat the chosen indices.
     """
-    wrong = [row for row in report.rows if not row.ok]
-    if any(row.kind == INITIAL for row in wrong):
+    failing = [row for row in report.rows if not row.ok]
+    if any(row.kind == INITIAL for row in failing):
         return FirstModule()
-    of_a_step = [row for row in wrong if row.kind.removesuffix(IN_DTYPE) in _STEP_KINDS]
-    first = next((row for row in of_a_step if row.step == 0), None)
+    step_failures = [row for row in failing if row.kind.removesuffix(IN_DTYPE) in _STEP_KINDS]
+    first = next((row for row in step_failures if row.step == 0), None)
     if first is None:
         return FirstModule()
-    place = next(k for k, one in enumerate(conditions) if one.name == first.condition)
-    asked = trial.conditions[place]
-    one = replace(asked, batches=asked.batches[:1])
-    noted = () if chosen is None else chosen.found.get((place, 0, False), ())
-    step = FirstStep(replace(trial, conditions=(one,), quiet=True), noted)
+    number = next(k for k, condition in enumerate(conditions) if condition.name == first.condition)
+    given_condition = trial.conditions[number]
+    condition = replace(given_condition, batches=given_condition.batches[:1])
+    recorded = () if recorder is None else recorder.found.get((number, 0, False), ())
+    step = FirstStep(replace(trial, conditions=(condition,), quiet=True), recorded)
     try:
-        looks, ranks = step.make_comparison(dtype), step.run_on_ranks(_record_modules)
+        comparison, ranks = step.make_comparison(dtype), step.run_on_ranks(_record_modules)
     except _FAILURES:
         return FirstModule()
-    followed = module_comparison.StepComparison(looks, ranks, {"ranks": trial.world})
-    turns, factors = followed.microbatches_and_factors()
-    cut = followed.rank_rows(count_rows(step.batch))
-    mine = (row for row in of_a_step if (row.condition, row.step) == (first.condition, 0))
-    kinds = {row.kind.removesuffix(IN_DTYPE) for row in mine}
-    found = _first_leading(step, followed, forward=bool(kinds & {"loss", "training outputs"}))
-    if found is None:
-        return FirstModule("", turns, factors, cut)
-    if trial.float64 and not found.pattern.explains:
+    steps = module_comparison.StepComparison(comparison, ranks, {"ranks": trial.world})
+    microbatches, factors = steps.microbatches_and_factors()
+    rank_rows = steps.rank_rows(count_rows(step.batch))
+    same_step = (row for row in step_failures if (row.condition, row.step) == (first.condition, 0))
+    kinds = {row.kind.removesuffix(IN_DTYPE) for row in same_step}
+    diff = _first_leading(step, steps, forward=bool(kinds & {"loss", "training outputs"}))
+    if diff is None:
+        return FirstModule("", microbatches, factors, rank_rows)
+    if trial.float64 and not diff.pattern.explains:
         with contextlib.suppress(*_FAILURES):
-            wrong_ones = [row for row in of_a_step if row.step == 0 and row.kind == "gradients"]
+            wrong_rows = [row for row in step_failures if row.step == 0 and row.kind == "gradients"]
             copies = {
-                row.name: record.gradient_copies(first.condition, row.name) for row in wrong_ones
+                row.name: record.gradient_copies(first.condition, row.name) for row in wrong_rows
             }
-            found = replace(found, cause=found.cause or _explain(step, found, copies))
-    how = found.pattern.explains or bool(found.cause)
-    return FirstModule(found.text, turns, factors, cut, how)
+            diff = replace(diff, cause=diff.cause or _explain(step, diff, copies))
+    explained = diff.pattern.explains or bool(diff.cause)
+    return FirstModule(diff.text, microbatches, factors, rank_rows, explained)
 
 
 def _first_leading(
-    step: FirstStep, followed: module_comparison.StepComparison, forward: bool
+    step: FirstStep, steps: module_comparison.StepComparison, forward: bool
 ) -> module_comparison.Difference | None:
     """Return the first difference that leads to another difference, or a wrong loss."""
     passed: set[module_calls.OutputKey] = set()
     run = None
     while True:
-        found = followed.first_difference(forward, passed)
-        if found is None or found.is_gradient or not step.trial.float64:
-            return found
+        diff = steps.first_difference(forward, passed)
+        if diff is None or diff.is_gradient or not step.trial.float64:
+            return diff
         run = run or step.record_original(step.batch, live=True)
-        later = followed.right_after(found.at)
+        later = steps.right_after(diff.at)
         if not any(
-            _leads_to(run.autograd_outputs[found.at], run.autograd_outputs[one]) for one in later
+            _leads_to(run.autograd_outputs[diff.at], run.autograd_outputs[key]) for key in later
         ):
-            return found
-        passed.add(found.at)
+            return diff
+        passed.add(diff.at)
 
 
 def _leads_to(first: Tensor, last: Tensor) -> bool:
     """Return whether `last` was computed from `first`, by the autograd graph."""
-    seen, waiting = set(), [last.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting += [one for one, _ in node.next_functions]
-    return first.grad_fn in seen
+    visited, pending = set(), [last.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in visited:
+            visited.add(node)
+            pending += [parent for parent, _ in node.next_functions]
+    return first.grad_fn in visited
 
 
 Copies = Mapping[str, Sequence[RankCopy]]  # ranks' copies of gradients, by parameter
 
 
-def _explain(step: FirstStep, found: module_comparison.Difference, copies: Copies) -> str:
+def _explain(step: FirstStep, diff: module_comparison.Difference, copies: Copies) -> str:
     """Explain a wrong output or gradient without a known pattern."""
-    if found.is_gradient:
-        return _explain_gradient(step, found, copies)
-    return _explain_inputs(step, found) or _explain_output(step, found)
+    if diff.is_gradient:
+        return _explain_gradient(step, diff, copies)
+    return _explain_inputs(step, diff) or _explain_output(step, diff)
 
 
 # ---- A gradient: its terms.
 
 
-def _explain_gradient(step: FirstStep, found: module_comparison.Difference, copies: Copies) -> str:
+def _explain_gradient(step: FirstStep, diff: module_comparison.Difference, copies: Copies) -> str:
     tape = gradient_terms.GradientTape()
     run = step.record_original(step.batch, tape, live=True)
-    got = [
+    grads = [
         gradient_terms.RankGradient(p.rank, p.value.reshape(-1), p.places.reshape(-1))
-        for p in found.parts
+        for p in diff.parts
         if p.places is not None
     ]
     with enter_modes(*step.trial.modes[:-1]):
-        said = (
-            gradient_terms.explain_by_terms(tape, run.autograd_outputs[found.at], got)
-            if got
+        text = (
+            gradient_terms.explain_by_terms(tape, run.autograd_outputs[diff.at], grads)
+            if grads
             else ""
         )
-        said = said or _explain_parameters(tape, run, copies)
-    if said or step.trial.world < 2:
-        return said
+        text = text or _explain_parameters(tape, run, copies)
+    if text or step.trial.world < 2:
+        return text
     return explain_unmasked(tape, step.run_on_ranks(_record_tensors, output_shapes(tape)))
 
 
@@ -319,68 +319,68 @@ def _explain_parameters(
     tape: gradient_terms.GradientTape, run: module_calls.RecordedStep, copies: Copies
 ) -> str:
     """Explain the first parameter gradient whose terms are known."""
-    for name, held in [*copies.items()][:MOST_PARAMETERS]:
-        got = [
+    for name, rank_copies in [*copies.items()][:MOST_PARAMETERS]:
+        grads = [
             gradient_terms.RankGradient(c.rank, c.values, c.places)
-            for c in held
+            for c in rank_copies
             if c.values is not None
         ]
-        if got and name in run.parameters:
-            said = gradient_terms.explain_by_terms(tape, run.parameters[name], got)
-            if said:
-                return f"{said} (it gives the gradient of `{name}`)"
+        if grads and name in run.parameters:
+            text = gradient_terms.explain_by_terms(tape, run.parameters[name], grads)
+            if text:
+                return f"{text} (it gives the gradient of `{name}`)"
     return ""
 
 
 # ---- An output: its module's inputs, and the positions that it depends on.
 
 
-def _explain_inputs(step: FirstStep, found: module_comparison.Difference) -> str:
+def _explain_inputs(step: FirstStep, diff: module_comparison.Difference) -> str:
     """Explain a wrong output by its module's inputs: another order, or other rows."""
-    frame, _ = found.at
-    right = step.record_original(step.batch, taken=True).calls[frame].outputs
-    seen = step.run_on_ranks(_record_calls, [step.batch], _frames_by_rank(found), True)
-    ranks = [RankCall(p.rank, seen[p.rank][0].get(p.frame, ()), p.value) for p in found.parts]
+    frame, _ = diff.at
+    expected = step.record_original(step.batch, taken=True).calls[frame].outputs
+    recorded = step.run_on_ranks(_record_calls, [step.batch], _frames_by_rank(diff), True)
+    ranks = [RankCall(p.rank, recorded[p.rank][0].get(p.frame, ()), p.value) for p in diff.parts]
     module = dict(step.trial.case.plan.model.model.named_modules())[frame[0]]
 
     def again(value: Tensor) -> Tensor | None:
-        if len(right) > 1 or any(module.children()):
+        if len(expected) > 1 or any(module.children()):
             return None
         with enter_modes(*step.trial.modes[:-1]), torch.no_grad(), contextlib.suppress(*_FAILURES):
-            made = module(value)
-            return made if isinstance(made, Tensor) else None
+            output = module(value)
+            return output if isinstance(output, Tensor) else None
         return None
 
-    return explain_inputs(right, ranks, again)
+    return explain_inputs(expected, ranks, again)
 
 
-def _explain_output(step: FirstStep, found: module_comparison.Difference) -> str:
+def _explain_output(step: FirstStep, diff: module_comparison.Difference) -> str:
     """Explain a wrong output by the positions that it depends on."""
-    frame, k = found.at
-    for made in change_batches(step.batch):
-        batches = [step.batch, *(one.batch for one in made)]
-        right = [step.record_original(batch).calls[frame].outputs[k] for batch in batches]
-        if all(torch.equal(one, right[0]) for one in right) or right[0].dim() < 2:
+    frame, k = diff.at
+    for changes in change_batches(step.batch):
+        batches = [step.batch, *(one.batch for one in changes)]
+        outputs = [step.record_original(batch).calls[frame].outputs[k] for batch in batches]
+        if all(torch.equal(one, outputs[0]) for one in outputs) or outputs[0].dim() < 2:
             continue
-        if right[0].shape[1] != batches[0][made[0].source].shape[1]:
+        if outputs[0].shape[1] != batches[0][changes[0].source].shape[1]:
             continue
-        ranks = step.run_on_ranks(_record_calls, batches, _frames_by_rank(found))
+        ranks = step.run_on_ranks(_record_calls, batches, _frames_by_rank(diff))
         parts = [
-            RankOutputs([one[part.frame][part.output] for one in ranks[part.rank]], there)
-            for part in found.parts
-            if (there := module_comparison.find_rows(part, found.anchors, right[0].shape))
+            RankOutputs([one[part.frame][part.output] for one in ranks[part.rank]], rows)
+            for part in diff.parts
+            if (rows := module_comparison.find_rows(part, diff.anchors, outputs[0].shape))
             is not None
         ]
-        return explain_dependence(right, parts, made)
+        return explain_dependence(outputs, parts, changes)
     return ""
 
 
-def _frames_by_rank(found: module_comparison.Difference) -> dict[int, set[CallFrame]]:
+def _frames_by_rank(diff: module_comparison.Difference) -> dict[int, set[CallFrame]]:
     """Return the calls that a difference is about, by rank."""
-    asked: dict[int, set[CallFrame]] = {}
-    for part in found.parts:
-        asked.setdefault(part.rank, set()).add(part.frame)
-    return asked
+    frames: dict[int, set[CallFrame]] = {}
+    for part in diff.parts:
+        frames.setdefault(part.rank, set()).add(part.frame)
+    return frames
 
 
 # ---- Functions that run on ranks.
@@ -389,42 +389,42 @@ def _frames_by_rank(found: module_comparison.Difference) -> dict[int, set[CallFr
 @contextlib.contextmanager
 def _program(task: RankTask) -> Iterator[ProgramSubject]:
     """Yield this rank's program, under the modes of its step."""
-    with task.prepare(RunRecord()) as (dropping, made), enter_modes(*task.modes, dropping):
-        yield made(task.conditions[0])
+    with task.prepare(RunRecord()) as (dropping, make_subject), enter_modes(*task.modes, dropping):
+        yield make_subject(task.conditions[0])
 
 
 def _record_modules(task: RankTask) -> tuple[module_calls.RecordedStep, dict[str, str]]:
     """Record this rank's step, and map its module names to the original's."""
-    with _program(task) as judged:
-        named = judged.named_modules()
+    with _program(task) as subject:
+        modules = subject.named_modules()
         run = module_calls.record_settled_step(
-            named, lambda: judged.forward_backward(task.conditions[0].batches[0])
+            modules, lambda: subject.forward_backward(task.conditions[0].batches[0])
         )
-    names = {name: judged.original_module(name) for name in named}
-    return run, {name: meant for name, meant in names.items() if meant is not None}
+    names = {name: subject.original_module(name) for name in modules}
+    return run, {name: original for name, original in names.items() if original is not None}
 
 
-def _record_tensors(task: RankTask, wanted: frozenset[torch.Size]) -> list[RecordedTensor]:
+def _record_tensors(task: RankTask, shapes: frozenset[torch.Size]) -> list[RecordedTensor]:
     """Record the tensors of this rank's step with some shapes, and their gradients."""
-    with _program(task) as judged, enter_modes(noting := TensorRecorder(wanted)):
-        judged.forward_backward(task.conditions[0].batches[0])
-    return noting.notes
+    with _program(task) as subject, enter_modes(recorder := TensorRecorder(shapes)):
+        subject.forward_backward(task.conditions[0].batches[0])
+    return recorder.notes
 
 
 def _record_calls(
     task: RankTask,
     batches: Sequence[Batch],
-    wanted: Mapping[int, set[CallFrame]],
+    frames: Mapping[int, set[CallFrame]],
     taken: bool = False,
 ) -> list[dict[CallFrame, list[Tensor]]]:
     """Return outputs (or inputs) of requested calls on this rank, for each batch."""
-    found = []
-    with _program(task) as judged:
-        named, mine = judged.named_modules(), wanted.get(judged.rank, set())
-        asked = {name: named[name] for name, _ in mine}
+    outputs = []
+    with _program(task) as subject:
+        modules, local = subject.named_modules(), frames.get(subject.rank, set())
+        called_modules = {name: modules[name] for name, _ in local}
         for batch in batches:
             run = module_calls.record_step(
-                asked, partial(judged.forward_backward, batch), taken=taken
+                called_modules, partial(subject.forward_backward, batch), taken=taken
             )
-            found.append({frame: run.calls[frame].outputs for frame in mine & run.calls.keys()})
-    return found
+            outputs.append({frame: run.calls[frame].outputs for frame in local & run.calls.keys()})
+    return outputs

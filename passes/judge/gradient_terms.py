@@ -70,18 +70,18 @@ class GradientTape(TorchFunctionMode):
         if type(func) is ATTRIBUTE_ACCESS or func is torch.Tensor.backward:
             return func(*args, **kwargs)
         versions = tuple((t, t._version) for t in tensors_in((args, kwargs)))
-        given = [t for t, _ in versions if t.requires_grad and t.is_floating_point()]
-        for tensor in given:
+        inputs = [t for t, _ in versions if t.requires_grad and t.is_floating_point()]
+        for tensor in inputs:
             self.watch(tensor)  # before an in-place write
-        made = func(*args, **kwargs)
-        outputs = tuple(t for t in tensors_in(made) if t.requires_grad and t.is_floating_point())
-        if given and outputs:
+        result = func(*args, **kwargs)
+        outputs = tuple(t for t in tensors_in(result) if t.requires_grad and t.is_floating_point())
+        if inputs and outputs:
             self.calls.append(
                 FunctionCall(func, args, kwargs, versions, outputs, scope.current_site())
             )
             for tensor in outputs:
                 self.watch(tensor)
-        return made
+        return result
 
     def watch(self, tensor: Tensor) -> None:
         """Record a tensor's gradient when backward computes it."""
@@ -91,40 +91,40 @@ class GradientTape(TorchFunctionMode):
 
     def _gradient_hook(self, key: int) -> Any:
         def note(gradient: Tensor) -> None:
-            before, new = self.gradients[key], gradient.detach().clone()
-            self.gradients[key] = before + new if before.numel() else new
+            previous, copied = self.gradients[key], gradient.detach().clone()
+            self.gradients[key] = previous + copied if previous.numel() else copied
 
         return note
 
     def gradient(self, tensor: Tensor) -> Tensor | None:
         """Return a tensor's gradient; None if it has none."""
-        found = self.gradients.get(id(tensor))
-        return found if found is not None and found.shape == tensor.shape else None
+        recorded = self.gradients.get(id(tensor))
+        return recorded if recorded is not None and recorded.shape == tensor.shape else None
 
     def terms(self, tensor: Tensor) -> list[GradientTerm]:
         """Return a tensor's terms by call; nothing if they do not add up to its gradient."""
         total = self.gradient(tensor)
         if total is None:
             return []
-        found = [
+        terms = [
             term
             for call in self.calls
             if any(t is tensor for t, _ in call.inputs)
             if (term := self._find_term(call, tensor)) is not None
         ]
-        whole = found and is_close(torch.stack([term.gradient for term in found]).sum(0), total)
-        return found if whole and len(found) <= MOST_TERMS else []
+        complete = terms and is_close(torch.stack([term.gradient for term in terms]).sum(0), total)
+        return terms if complete and len(terms) <= MOST_TERMS else []
 
     def _find_term(self, call: FunctionCall, tensor: Tensor) -> GradientTerm | None:
-        sent = [self.gradient(one) for one in call.outputs]
-        if all(one is None for one in sent) or any(t._version != v for t, v in call.inputs):
+        grads = [self.gradient(one) for one in call.outputs]
+        if all(one is None for one in grads) or any(t._version != v for t, v in call.inputs):
             return None
-        back = pull_back(call, tensor, sent)
-        alike = len(sent) == 1 and sent[0] is not None and sent[0].shape == tensor.shape
-        return None if back is None else GradientTerm(call, back, sent[0] if alike else None)
+        pulled = pull_back(call, tensor, grads)
+        alike = len(grads) == 1 and grads[0] is not None and grads[0].shape == tensor.shape
+        return None if pulled is None else GradientTerm(call, pulled, grads[0] if alike else None)
 
 
-def pull_back(call: FunctionCall, tensor: Tensor, sent: Sequence[Tensor | None]) -> Tensor | None:
+def pull_back(call: FunctionCall, tensor: Tensor, seeds: Sequence[Tensor | None]) -> Tensor | None:
     """Differentiate a call by itself: return a tensor's gradient for given output gradients."""
     leaf = tensor.detach().clone().requires_grad_()
 
@@ -135,13 +135,13 @@ def pull_back(call: FunctionCall, tensor: Tensor, sent: Sequence[Tensor | None])
 
     args, kwargs = pytree.tree_map(anew, (call.args, call.kwargs))
     with torch.enable_grad():
-        made = [t for t in tensors_in(call.function(*args, **kwargs)) if t.requires_grad]
-    if len(made) != len(sent):
+        results = [t for t in tensors_in(call.function(*args, **kwargs)) if t.requires_grad]
+    if len(results) != len(seeds):
         return None
-    pairs = [(one, grad) for one, grad in zip(made, sent) if grad is not None]
-    outputs, grads = [one for one, _ in pairs], [grad for _, grad in pairs]
-    (found,) = torch.autograd.grad(outputs, [leaf], grads, allow_unused=True)
-    return found
+    pairs = [(result, grad) for result, grad in zip(results, seeds) if grad is not None]
+    outputs, grads = [result for result, _ in pairs], [grad for _, grad in pairs]
+    (gradient,) = torch.autograd.grad(outputs, [leaf], grads, allow_unused=True)
+    return gradient
 
 
 # ---- Components of a wrong gradient.
@@ -165,14 +165,14 @@ class CallChain:
     def pull_back(self, gradient: Tensor) -> Tensor | None:
         """Propagate a gradient of the last tensor back to the first one."""
         for call, tensor in self.calls:
-            found = pull_back(call, tensor, [gradient])
-            if found is None:
+            pulled = pull_back(call, tensor, [gradient])
+            if pulled is None:
                 return None
-            gradient = found
+            gradient = pulled
         return gradient
 
 
-def explain_by_terms(tape: GradientTape, tensor: Tensor, got: Sequence[RankGradient]) -> str:
+def explain_by_terms(tape: GradientTape, tensor: Tensor, grads: Sequence[RankGradient]) -> str:
     """Explain the ranks' wrong gradients of a tensor by its terms; "" if no explanation fits.
 
     If only one function uses the tensor, the terms of its output are tried next, and so on.
@@ -180,17 +180,17 @@ def explain_by_terms(tape: GradientTape, tensor: Tensor, got: Sequence[RankGradi
     path = CallChain()
     for _ in range(MOST_STEPS):
         terms = tape.terms(tensor)
-        brought = [
-            (term, back) for term in terms if (back := path.pull_back(term.gradient)) is not None
+        pulled_terms = [
+            (term, grad) for term in terms if (grad := path.pull_back(term.gradient)) is not None
         ]
-        if len(brought) < len(terms) or not terms:
+        if len(pulled_terms) < len(terms) or not terms:
             return ""
         if (
-            said := _explain_missing_derivative(brought, path, got)
-            or _explain_factors(brought, got)
-            or _explain_missing_sum(brought, got)
+            text := _explain_missing_derivative(pulled_terms, path, grads)
+            or _explain_factors(pulled_terms, grads)
+            or _explain_missing_sum(pulled_terms, grads)
         ):
-            return said
+            return text
         call = terms[0].call
         if len(terms) > 1 or len(call.outputs) > 1:
             return ""
@@ -211,45 +211,45 @@ def _solve(value: Tensor, columns: Sequence[Tensor]) -> list[float] | None:
     scale = matrix.norm(dim=0)
     if not bool((scale > 0).all()) or not bool(flat.isfinite().all()):
         return None
-    found = torch.linalg.lstsq(matrix / scale, flat, driver="gelsd")
-    if int(found.rank) < len(columns) or not is_close((matrix / scale) @ found.solution, flat):
+    fit = torch.linalg.lstsq(matrix / scale, flat, driver="gelsd")
+    if int(fit.rank) < len(columns) or not is_close((matrix / scale) @ fit.solution, flat):
         return None
-    factors: list[float] = (found.solution[:, 0] / scale).tolist()
+    factors: list[float] = (fit.solution[:, 0] / scale).tolist()
     return factors
 
 
-def _is_near(number: float, wanted: float) -> bool:
-    return abs(number - wanted) <= NEAR * max(1.0, abs(wanted))
+def _is_near(number: float, target: float) -> bool:
+    return abs(number - target) <= NEAR * max(1.0, abs(target))
 
 
 def _explain_missing_derivative(
-    terms: PulledTerms, path: CallChain, got: Sequence[RankGradient]
+    terms: PulledTerms, path: CallChain, grads: Sequence[RankGradient]
 ) -> str:
     """Report a function that returns its output's gradient unchanged, without a derivative."""
-    for place, (term, back) in enumerate(terms):
-        sent = None if term.output_gradient is None else path.pull_back(term.output_gradient)
-        if sent is None or is_close(sent, back):
+    for index, (term, pulled) in enumerate(terms):
+        passed = None if term.output_gradient is None else path.pull_back(term.output_gradient)
+        if passed is None or is_close(passed, pulled):
             continue
-        columns = [sent if k == place else other for k, (_, other) in enumerate(terms)]
+        columns = [passed if k == index else other for k, (_, other) in enumerate(terms)]
         total = torch.stack(columns).sum(0).reshape(-1)
         if len(total) > SPARE_EQUATIONS and all(
-            is_close(one.value, total[one.places]) for one in got
+            is_close(grad.value, total[grad.places]) for grad in grads
         ):
             return f"{term.call.name} sends back what it is sent: its derivative is left out"
     return ""
 
 
-def _explain_factors(terms: PulledTerms, got: Sequence[RankGradient]) -> str:
+def _explain_factors(terms: PulledTerms, grads: Sequence[RankGradient]) -> str:
     """Report terms with a wrong factor, unless all have the same factor."""
     if len(terms) < 2:
         return ""
-    said: dict[str, None] = {}
-    for one in got:
-        factors = _solve(one.value, [back.reshape(-1)[one.places] for _, back in terms])
+    texts: dict[str, None] = {}
+    for grad in grads:
+        factors = _solve(grad.value, [pulled.reshape(-1)[grad.places] for _, pulled in terms])
         if factors is None or all(_is_near(f, factors[0]) for f in factors):
             return ""
-        said["; ".join(_describe_factors(terms, factors))] = None
-    return next(iter(said)) if len(said) == 1 else ""
+        texts["; ".join(_describe_factors(terms, factors))] = None
+    return next(iter(texts)) if len(texts) == 1 else ""
 
 
 def _describe_factors(terms: PulledTerms, factors: Sequence[float]) -> Iterator[str]:
@@ -260,21 +260,21 @@ def _describe_factors(terms: PulledTerms, factors: Sequence[float]) -> Iterator[
             yield f"what {term.call.name} sends back counts {factor:.4g} times"
 
 
-def _explain_missing_sum(terms: PulledTerms, got: Sequence[RankGradient]) -> str:
+def _explain_missing_sum(terms: PulledTerms, grads: Sequence[RankGradient]) -> str:
     """Report terms that need a sum over ranks, where other terms are complete on each rank."""
-    if len(got) < 2 or len(terms) < 2 or len({one.rank for one in got}) < len(got):
+    if len(grads) < 2 or len(terms) < 2 or len({grad.rank for grad in grads}) < len(grads):
         return ""
-    if any(not torch.equal(one.places, got[0].places) for one in got):
+    if any(not torch.equal(grad.places, grads[0].places) for grad in grads):
         return ""
-    columns = [back.reshape(-1)[got[0].places] for _, back in terms]
-    factors = _solve(torch.stack([one.value for one in got]).sum(0), columns)
-    if factors is None or not all(_is_near(f, 1.0) or _is_near(f, len(got)) for f in factors):
+    columns = [pulled.reshape(-1)[grads[0].places] for _, pulled in terms]
+    factors = _solve(torch.stack([grad.value for grad in grads]).sum(0), columns)
+    if factors is None or not all(_is_near(f, 1.0) or _is_near(f, len(grads)) for f in factors):
         return ""
     names = [term.call.name for (term, _), f in zip(terms, factors) if _is_near(f, 1.0)]
     if not names or len(names) == len(terms):
         return ""
-    what = " and ".join(names)
+    call_names = " and ".join(names)
     return (
-        f"what {what} sends back is a term of a sum on each rank, and is not summed; "
+        f"what {call_names} sends back is a term of a sum on each rank, and is not summed; "
         "all else is whole on every rank"
     )

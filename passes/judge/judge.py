@@ -130,15 +130,15 @@ def judge(
     _check_world(task.world)
     exact = check_trainable(_float64_case(task))
     progress("the original")
-    conditions, seen, derived = _conditions(exact, task)
+    conditions, batch_set, derived = _conditions(exact, task)
     case = exact
     if task.dtype is not None:
         case, conditions = cast_case(task.dtype, _plain_case(task, task.original), conditions)
-    sides = pool or shared_pool(), task.dtype is None, task.quiet
-    trial = Trial(case, task.make, task.world, tuple(conditions), *sides)
+    settings = pool or shared_pool(), task.dtype is None, task.quiet
+    trial = Trial(case, task.make, task.world, tuple(conditions), *settings)
     try:
         with temporary_folder() as folder:
-            report = _Judging(task, trial, exact, seen, derived).verdict(folder, progress)
+            report = _Judging(task, trial, exact, batch_set, derived).verdict(folder, progress)
     except Hang as hang:
         raise hang.with_user_calls(_CALLERS) from None
     report = replace(report, title=title, command=command)
@@ -166,39 +166,39 @@ class _Judging:
         trial, actual, record = self.trial.train(folder, progress)
         conditions, actual = adopt_optimizer(trial.conditions, actual, record)
         if self.task.dtype is None:
-            found = _in_float64(trial, conditions, actual, record)
+            result = _in_float64(trial, conditions, actual, record)
         else:
-            found = compare_low_dtype(self.task.dtype, trial, conditions, actual, record)
-        check_finite(self.exact, conditions, found.own_choices)
+            result = compare_low_dtype(self.task.dtype, trial, conditions, actual, record)
+        check_finite(self.exact, conditions, result.own_choices)
         report = Report(
             (
                 *initial_rows(trial.case.plan.model.model, record),
                 *dropout_rows(trial.drops, record),
                 *async_collectives.unwaited_rows(record.unwaited),
-                *found.rows,
-                *saved_rows(trial.case, found.actual, record, conditions),
+                *result.rows,
+                *saved_rows(trial.case, result.actual, record, conditions),
                 *(record.loaded.rows(conditions[-1]) if record.loaded else ()),
             ),
-            facts=(*self._facts(record), *found.facts),
-            gaps=self._gaps(trial, found, record),
-            unchecked=tuple(found.undecided),
+            facts=(*self._facts(record), *result.facts),
+            gaps=self._gaps(trial, result, record),
+            unchecked=tuple(result.undecided),
         )
         if all(row.ok for row in report.rows):
             return report
         progress("the kind of mistake")
-        where = find_first_module(trial, conditions, report, record, self.task.dtype, found.chosen)
-        named = replace(trial, conditions=tuple(conditions))
+        first = find_first_module(trial, conditions, report, record, self.task.dtype, result.chosen)
+        named_trial = replace(trial, conditions=tuple(conditions))
         parts = BatchParts(
-            named if trial.float64 else named.in_float64, self.seen.labels, where.rows
+            named_trial if trial.float64 else named_trial.in_float64, self.seen.labels, first.rows
         )
-        if found.bounds is None:
-            said = explain_rows(
-                report, found.expected, found.actual, record, trial.world, parts, where
+        if result.bounds is None:
+            explanation = explain_rows(
+                report, result.expected, result.actual, record, trial.world, parts, first
             )
         else:
-            about = found.bounds, found.actual, record, trial.world, parts, where
-            said = explain_low_dtype(report.rows, *about)
-        return replace(report, localised=said)
+            args = result.bounds, result.actual, record, trial.world, parts, first
+            explanation = explain_low_dtype(report.rows, *args)
+        return replace(report, localised=explanation)
 
     def _facts(self, record: RunRecord) -> Iterator[tuple[str, str]]:
         holdings, ranks = record.holdings, self.task.world
@@ -212,46 +212,46 @@ class _Judging:
         if self.derived:
             yield "derived", ", ".join(self.derived)
         if by_name := sorted(
-            {one.name for one in holdings.all_tensors if one.matched_by == "name"}
+            {tensor.name for tensor in holdings.all_tensors if tensor.matched_by == "name"}
         ):
             yield "matched by name", ", ".join(by_name[:8])
         for name, count in holdings.padding.items():
             yield "padding", f"{count} elements of {name}"
 
-    def _gaps(self, trial: Trial, found: Comparison, record: RunRecord) -> tuple[Gap, ...]:
+    def _gaps(self, trial: Trial, comparison: Comparison, record: RunRecord) -> tuple[Gap, ...]:
         assert record.holdings is not None
-        named = dict(trial.case.plan.model.model.named_parameters())
-        sizes = {name: p.numel() for name, p in named.items()}
-        drawn = len(trial.drops.sites)
-        gone = find_gaps(self.seen, sizes=record.holdings.axes, drawn=drawn, parameters=sizes)
-        left = [one for one in gone if one.condition != "no float inputs"]
-        left += dropout_gaps(trial.drops, record)
-        if all(p.requires_grad for p in named.values()):
-            left.append(Gap("no frozen parameters", "frozen weights that are updated"))
-        left += saved_gaps(record)
+        parameters = dict(trial.case.plan.model.model.named_parameters())
+        sizes = {name: p.numel() for name, p in parameters.items()}
+        drop_count = len(trial.drops.sites)
+        gaps = find_gaps(self.seen, sizes=record.holdings.axes, drawn=drop_count, parameters=sizes)
+        rest = [gap for gap in gaps if gap.condition != "no float inputs"]
+        rest += dropout_gaps(trial.drops, record)
+        if all(p.requires_grad for p in parameters.values()):
+            rest.append(Gap("no frozen parameters", "frozen weights that are updated"))
+        rest += saved_gaps(record)
         for name in sorted(record.lost_buffers):
-            left.append(Gap(f"buffer `{name}`: no rank has it by this name", "wrong values in it"))
+            rest.append(Gap(f"buffer `{name}`: no rank has it by this name", "wrong values in it"))
         return (
             *async_collectives.low_dtype_gaps(record.low_dtypes),
-            *left,
-            *unused_parameters(found.expected),
-            *missing_kinds(found.actual),
+            *rest,
+            *unused_parameters(comparison.expected),
+            *missing_kinds(comparison.actual),
         )
 
 
 def _in_float64(
-    trial: Trial, conditions: Sequence[Condition], seen: Observation, record: RunRecord
+    trial: Trial, conditions: Sequence[Condition], observed: Observation, record: RunRecord
 ) -> Comparison:
     """Train the original under the same conditions, and compare with the gates of `verify`."""
 
-    def make(one: Condition) -> Sequential:
-        options: dict[str, Any] = {"clip": one.clip, "evaluate": one.evaluate, "follow": False}
-        return Sequential(copy_original(trial.case), one.optimizer, loss=trial.case.loss, **options)
+    def make(run: Condition) -> Sequential:
+        options: dict[str, Any] = {"clip": run.clip, "evaluate": run.evaluate, "follow": False}
+        return Sequential(copy_original(trial.case), run.optimizer, loss=trial.case.loss, **options)
 
     with enter_modes(*trial.modes):
-        first = observe(make, conditions, folder=trial.drops.folder)
-    expected, actual = align_observations(first, seen, record)
-    return Comparison(compare(expected, actual), first, expected, actual)
+        original_run = observe(make, conditions, folder=trial.drops.folder)
+    expected, actual = align_observations(original_run, observed, record)
+    return Comparison(compare(expected, actual), original_run, expected, actual)
 
 
 @dataclass(frozen=True)
@@ -278,39 +278,39 @@ def load_task(
     `options` are fields of `Task`. A field that `options` names replaces what the files say.
     """
     files: dict[str, Path] = {}
-    title, make, beside = "a program", program, None
+    name, make, program_path = "a program", program, None
     if isinstance(program, Path):
         written = load_program(program)
-        title, make, beside = program.name, written.program, program
+        name, make, program_path = program.name, written.program, program
         files |= written.files
         ranks = ranks if ranks is not None else written.world
     check_ranks(ranks)
     assert ranks is not None and not isinstance(make, Path)
     seed = options.get("seed", 0)
     if "original" not in options or "batches" not in options:
-        found = load_model_file(model, beside)
-        files |= found.files
-        options.setdefault("original", found.model(seed=seed))
-        options.setdefault("loss", found.loss)
+        model_file = load_model_file(model, program_path)
+        files |= model_file.files
+        options.setdefault("original", model_file.model(seed=seed))
+        options.setdefault("loss", model_file.loss)
         if "batches" not in options:
-            options["batches"] = tuple(found.batch(seed + step) for step in range(STEPS))
-    return JudgeTask(Task(make, world=ranks, **options), title, files)
+            options["batches"] = tuple(model_file.batch(seed + step) for step in range(STEPS))
+    return JudgeTask(Task(make, world=ranks, **options), name, files)
 
 
 def _check_world(world: int) -> None:
     if world <= MOST_RANKS:
         return
-    title = f"`verify` starts at most {MOST_RANKS} ranks on one machine, not {world}"
+    message = f"`verify` starts at most {MOST_RANKS} ranks on one machine, not {world}"
     raise Refusal(
-        Diagnostic("S702", title, helps=("check the program with fewer ranks: `--ranks 4`",))
+        Diagnostic("S702", message, helps=("check the program with fewer ranks: `--ranks 4`",))
     )
 
 
 def _float64_case(task: Task) -> Case:
     """Return the original in float64 with randomised, distinct weights; the plan has no rows."""
     if any(t.is_meta for t in (*task.original.parameters(), *task.original.buffers())):
-        title = "the model has no values: it is on the meta device"
-        raise Refusal(Diagnostic("S623", title, helps=("make a small one with values",)))
+        message = "the model has no values: it is on the meta device"
+        raise Refusal(Diagnostic("S623", message, helps=("make a small one with values",)))
     module = randomise(as_float64(task.original), task.seed)
     case = _plain_case(task, module)
     return replace(case, batches=tuple(to_float64(dict(batch)) for batch in case.batches))
@@ -325,27 +325,27 @@ def _conditions(case: Case, task: Task) -> tuple[list[Condition], BatchSet, list
 
     SGD trains on the batches as given; AdamW, clipped, trains on variants of them.
     """
-    given = case.batches
+    batches = case.batches
 
     def cut(count: int) -> list[range]:
         return [part for part in split_rows(count, task.world) if part]
 
-    norm = _norm(case, given[0])
+    norm = _norm(case, batches[0])
     assert norm is not None
-    names = [n for n, v in non_float_tensors(given[0]).items() if "label" in n or "target" in n]
-    found = {name: _ignored_label(case, given, name) for name in names}
-    labels = [LabelInput(name, value) for name, value in found.items() if value is not None]
-    seen = BatchSet(given, cut, labels)
-    made, derived = list(given), []
+    names = [n for n, v in non_float_tensors(batches[0]).items() if "label" in n or "target" in n]
+    label_values = {name: _ignored_label(case, batches, name) for name in names}
+    labels = [LabelInput(name, value) for name, value in label_values.items() if value is not None]
+    batch_set = BatchSet(batches, cut, labels)
+    varied, derived = list(batches), []
     if task.vary:
-        made, said = vary_batches(seen, (PADDING, HALF_VOCABULARY))
-        for place, words in said.items():
-            if _norm(case, made[place]) is None:
-                made[place] = given[place]
+        varied, changes = vary_batches(batch_set, (PADDING, HALF_VOCABULARY))
+        for index, change_names in changes.items():
+            if _norm(case, varied[index]) is None:
+                varied[index] = batches[index]
             else:
-                derived += words
-    made_conditions = [replace(one, follow=False) for one in standard_conditions(given, norm, made)]
-    return made_conditions, replace(seen, all=(*given, *made)), derived
+                derived += change_names
+    made_conditions = [replace(c, follow=False) for c in standard_conditions(batches, norm, varied)]
+    return made_conditions, replace(batch_set, all=(*batches, *varied)), derived
 
 
 def _norm(case: Case, batch: Batch) -> float | None:
@@ -359,19 +359,19 @@ def _norm(case: Case, batch: Batch) -> float | None:
         if batch is not case.batches[0]:
             return None
         text = f"{type(error).__name__}: {error}".split("\n")[0]
-        title = f"the original rejects its batch: {text}"
+        message = f"the original rejects its batch: {text}"
         helps = ("return the keyword arguments of the model's forward from `batch(seed)`",)
-        raise Refusal(Diagnostic("S604", title, helps=helps)) from error
+        raise Refusal(Diagnostic("S604", message, helps=helps)) from error
     return norm if math.isfinite(norm) or batch is case.batches[0] else None
 
 
-def _ignored_label(case: Case, given: Sequence[Batch], name: str) -> int | None:
+def _ignored_label(case: Case, batches: Sequence[Batch], name: str) -> int | None:
     """Return the label that the loss ignores: -100 if accepted, else a negative one."""
-    least = min(int(batch[name].min()) for batch in given if batch[name].numel())
-    for value in (IGNORE_INDEX, least):
-        changed = given[0][name].clone().reshape(-1)
+    smallest = min(int(batch[name].min()) for batch in batches if batch[name].numel())
+    for value in (IGNORE_INDEX, smallest):
+        changed = batches[0][name].clone().reshape(-1)
         changed[-1:] = value
-        batch = {**given[0], name: changed.reshape(given[0][name].shape)}
+        batch = {**batches[0], name: changed.reshape(batches[0][name].shape)}
         if value < 0 and _norm(case, batch) is not None:
             return value
     return None

@@ -34,9 +34,9 @@ class ElementIndex:
         self.parameters = dict(module.named_parameters())  # tied ones under their first name
         self.shapes = {name: p.shape for name, p in self.parameters.items()}
         self.aliases: dict[str, str] = {}
-        first = {id(p): name for name, p in self.parameters.items()}
+        first_names = {id(p): name for name, p in self.parameters.items()}
         for name, p in module.named_parameters(remove_duplicate=False):
-            self.aliases[name] = first[id(p)]
+            self.aliases[name] = first_names[id(p)]
         self.starts: dict[str, int] = {}
         count = 0
         for name, p in self.parameters.items():
@@ -52,21 +52,21 @@ class ElementIndex:
         flat = [p.detach().reshape(-1).double() for p in self.parameters.values()]
         values = torch.cat(flat) if flat else torch.empty(0, dtype=torch.float64)
         ordered, order = values.sort()
-        twice = ordered[1:] == ordered[:-1]
-        alone = torch.ones_like(ordered, dtype=torch.bool)
-        alone[1:] &= ~twice
-        alone[:-1] &= ~twice
-        return ordered, order, alone
+        repeated = ordered[1:] == ordered[:-1]
+        unique = torch.ones_like(ordered, dtype=torch.bool)
+        unique[1:] &= ~repeated
+        unique[:-1] &= ~repeated
+        return ordered, order, unique
 
     def find(self, values: Tensor) -> Tensor:
         """Return the index of each element; -1 where its value is unknown, or occurs twice."""
-        ordered, order, alone = self._sorted_values
+        ordered, order, unique = self._sorted_values
         flat = values.detach().reshape(-1).double()
         if not len(ordered) or not len(flat):
             return torch.full((len(flat),), -1)
-        place = torch.searchsorted(ordered, flat).clamp(max=len(ordered) - 1)
-        there = (ordered[place] == flat) & alone[place]
-        return torch.where(there, order[place], -1)
+        positions = torch.searchsorted(ordered, flat).clamp(max=len(ordered) - 1)
+        matches = (ordered[positions] == flat) & unique[positions]
+        return torch.where(matches, order[positions], -1)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle names and shapes, without values."""
@@ -78,7 +78,7 @@ class ElementIndex:
 
     def represents(self, dtype: torch.dtype) -> bool:
         """Return whether a dtype represents some original dtype exactly; it may be wider."""
-        return any(torch.promote_types(dtype, own) == dtype for own in self.dtypes)
+        return any(torch.promote_types(dtype, original) == dtype for original in self.dtypes)
 
     def equals_elements(self, name: str, numbers: Tensor, values: Tensor) -> bool:
         """Return whether values equal a parameter's elements at these indices."""
@@ -86,15 +86,15 @@ class ElementIndex:
         if numbers.numel() != values.numel():
             return False
         region = Region.from_numbers(numbers.reshape(-1) - self.starts[name], numbers.shape)
-        here = region.read(p.reshape(-1)).reshape(values.shape)
-        return torch.equal(here, values.detach())
+        elements = region.read(p.reshape(-1)).reshape(values.shape)
+        return torch.equal(elements, values.detach())
 
-    def still_matches(self, one: RankTensor, own: Tensor) -> bool:
+    def still_matches(self, tensor: RankTensor, values: Tensor) -> bool:
         """Return whether a rank's tensor still has the values of the elements that it holds."""
-        flat = own.reshape(-1)
-        return not one.padding and all(
-            torch.equal(here.read(flat).reshape(-1), there.read(p).reshape(-1).to(own.dtype))
-            for name, (here, there) in one.pieces.items()
+        flat = values.reshape(-1)
+        return not tensor.padding and all(
+            torch.equal(local.read(flat).reshape(-1), region.read(p).reshape(-1).to(values.dtype))
+            for name, (local, region) in tensor.pieces.items()
             for p in (self.parameters[name].detach().reshape(-1),)
         )
 
@@ -107,14 +107,14 @@ class ElementIndex:
         self, index: Tensor, shape: Sequence[int]
     ) -> dict[str, tuple[Region, Region]]:
         """Return by parameter the region in a rank's tensor, and the region in the parameter."""
-        here = (index >= 0).nonzero().reshape(-1)
-        owners = torch.bucketize(index[here], self._bounds, right=True)
-        found = {}
+        matched = (index >= 0).nonzero().reshape(-1)
+        owners = torch.bucketize(index[matched], self._bounds, right=True)
+        regions = {}
         for owner in sorted(set(owners.tolist())):
-            name, mine = self.names[owner], here[owners == owner]
-            there = index[mine] - self.starts[name]
-            found[name] = Region.from_numbers(mine), Region.from_numbers(there, shape)
-        return found
+            name, local = self.names[owner], matched[owners == owner]
+            original = index[local] - self.starts[name]
+            regions[name] = Region.from_numbers(local), Region.from_numbers(original, shape)
+        return regions
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,9 @@ class RankTensor:
 
     def describes(self, name: str, p: nn.Parameter) -> bool:
         """Return whether this describes a parameter, by all facts except its values."""
-        own = local_tensor(p)
-        seen = name, tuple(own.shape), own.dtype, p.requires_grad, _mesh_axes(p)
-        return seen == (self.name, self.shape, self.dtype, self.requires_grad, self.mesh)
+        local = local_tensor(p)
+        facts = name, tuple(local.shape), local.dtype, p.requires_grad, _mesh_axes(p)
+        return facts == (self.name, self.shape, self.dtype, self.requires_grad, self.mesh)
 
 
 def local_tensor(value: Tensor) -> Tensor:
@@ -162,49 +162,49 @@ def unique_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Pa
 
 def candidate_names(name: str) -> Iterator[str]:
     """Yield possible original names: the name itself, and the name without parts from wrappers."""
-    words = name.partition(":")[2].split(".") if ":" in name else name.split(".")
-    yield ".".join(words)
+    parts = name.partition(":")[2].split(".") if ":" in name else name.split(".")
+    yield ".".join(parts)
     for count in range(1, len(WRAPPERS) + 1):
-        yield ".".join(word for word in words if word not in WRAPPERS[:count])
-    while words and words[0] == "module":
-        words = words[1:]
-        yield ".".join(words)
+        yield ".".join(part for part in parts if part not in WRAPPERS[:count])
+    while parts and parts[0] == "module":
+        parts = parts[1:]
+        yield ".".join(parts)
 
 
-def find_original_name(program: TrainingProgram, name: str, known: Mapping[str, Any]) -> str | None:
+def find_original_name(program: TrainingProgram, name: str, names: Mapping[str, Any]) -> str | None:
     """Return the original's name: from the program's `names`, or derived from the name itself."""
-    plain = name.partition(":")[2] or name
-    given_name = program.original_name(plain)
+    bare = name.partition(":")[2] or name
+    given_name = program.original_name(bare)
     if given_name is not None:
-        if given_name not in known:
-            title = f"`names` maps `{plain}` to `{given_name}`, which the original does not have"
-            helps = (f"the original has {quote_names(known)}",)
-            raise Refusal(Diagnostic("S767", title, helps=helps))
+        if given_name not in names:
+            message = f"`names` maps `{bare}` to `{given_name}`, which the original does not have"
+            helps = (f"the original has {quote_names(names)}",)
+            raise Refusal(Diagnostic("S767", message, helps=helps))
         return given_name
-    return next((one for one in candidate_names(name) if one in known), None)
+    return next((candidate for candidate in candidate_names(name) if candidate in names), None)
 
 
 def match_parameters(
     program: TrainingProgram, table: ElementIndex
 ) -> tuple[list[RankTensor], list[str]]:
     """Match this rank's parameters; also return descriptions of those without a match."""
-    found, lost = [], []
+    matched, unmatched = [], []
     for name, p in unique_parameters(program.modules):
-        own = local_tensor(p.detach())
-        if own.is_floating_point() and not table.represents(own.dtype):
-            meant = ", ".join(_dtype_name(one) for one in table.dtypes)
-            lost.append(f"`{name}` is {_dtype_name(own.dtype)}, not {meant}")
+        local = local_tensor(p.detach())
+        if local.is_floating_point() and not table.represents(local.dtype):
+            dtypes = ", ".join(_dtype_name(dtype) for dtype in table.dtypes)
+            unmatched.append(f"`{name}` is {_dtype_name(local.dtype)}, not {dtypes}")
             continue
-        numbers, by = _find_indices(program, table, name, p, own)
+        numbers, matched_by = _find_indices(program, table, name, p, local)
         if numbers is None:
-            lost.append(f"`{name}` {tuple(p.shape)}")
+            unmatched.append(f"`{name}` {tuple(p.shape)}")
             continue
-        pieces, padding = table.split_by_parameter(numbers, own.shape), int((numbers < 0).sum())
-        shape = tuple(own.shape)
-        about = name, shape, own.dtype, p.requires_grad, by
-        found.append(RankTensor(*about, _mesh_axes(p), pieces, padding))
+        pieces, padding = table.split_by_parameter(numbers, local.shape), int((numbers < 0).sum())
+        shape = tuple(local.shape)
+        facts = name, shape, local.dtype, p.requires_grad, matched_by
+        matched.append(RankTensor(*facts, _mesh_axes(p), pieces, padding))
     table.clear_cache()
-    return found, lost
+    return matched, unmatched
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -214,51 +214,51 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _mesh_axes(p: nn.Parameter) -> tuple[tuple[str, int], ...]:
     if not isinstance(p, DTensor):
         return ()
-    words = p.device_mesh.mesh_dim_names or [f"dim {k}" for k in range(p.device_mesh.ndim)]
-    return tuple(zip(words, p.device_mesh.shape))
+    names = p.device_mesh.mesh_dim_names or [f"dim {k}" for k in range(p.device_mesh.ndim)]
+    return tuple(zip(names, p.device_mesh.shape))
 
 
 def _find_indices(
-    program: TrainingProgram, table: ElementIndex, name: str, p: nn.Parameter, own: Tensor
+    program: TrainingProgram, table: ElementIndex, name: str, p: nn.Parameter, local: Tensor
 ) -> tuple[Tensor | None, str]:
     """Return the indices of a parameter's elements and how they were found; None: no match.
 
     A parameter with a known name whose values match is done; only others are looked up by value.
     """
     original = find_original_name(program, name, table.aliases)
-    known = None
+    by_name = None
     if original is not None and (
         isinstance(p, DTensor) or p.shape == table.shapes[table.aliases[original]]
     ):
-        known = _indices_by_name(program, table, name, table.aliases[original], p)
-        if known is not None and table.equals_elements(table.aliases[original], known, own):
-            return known.reshape(-1), "values" if own.numel() else "name"
-    index = table.find(own)
-    if bool((index >= 0).all()) and (own.numel() or original is None):
+        by_name = _indices_by_name(program, table, name, table.aliases[original], p)
+        if by_name is not None and table.equals_elements(table.aliases[original], by_name, local):
+            return by_name.reshape(-1), "values" if local.numel() else "name"
+    index = table.find(local)
+    if bool((index >= 0).all()) and (local.numel() or original is None):
         return index, "values"
-    if original is not None and known is None:
-        known = _indices_by_name(program, table, name, table.aliases[original], p)
-    if known is not None:
-        return known.reshape(-1), "name"
-    return (index if _is_padding(p, own, index) else None), "values"
+    if original is not None and by_name is None:
+        by_name = _indices_by_name(program, table, name, table.aliases[original], p)
+    if by_name is not None:
+        return by_name.reshape(-1), "name"
+    return (index if _is_padding(p, local, index) else None), "values"
 
 
-def _is_padding(p: nn.Parameter, own: Tensor, index: Tensor) -> bool:
+def _is_padding(p: nn.Parameter, local: Tensor, index: Tensor) -> bool:
     """Return whether unmatched elements are padding: zeros, a dim's end, a flat parameter's."""
     unknown = index < 0
     flat = type(p).__name__ == "FlatParameter"
     if flat:
         return True
     if not bool((index >= 0).any()):
-        return not own.numel()
-    if not bool(own.reshape(-1)[unknown].any()):
+        return not local.numel()
+    if not bool(local.reshape(-1)[unknown].any()):
         return True
-    shaped = unknown.reshape(own.shape)
-    for dim in range(own.dim()):
-        rows = shaped.movedim(dim, 0).reshape(own.shape[dim], -1)
-        full, some = rows.all(1), rows.any(1)
-        first = int(full.long().argmax())
-        if bool((full == some).all()) and bool(full[first:].all()):
+    shaped = unknown.reshape(local.shape)
+    for dim in range(local.dim()):
+        rows = shaped.movedim(dim, 0).reshape(local.shape[dim], -1)
+        full, partial = rows.all(1), rows.any(1)
+        first_full = int(full.long().argmax())
+        if bool((full == partial).all()) and bool(full[first_full:].all()):
             return True
     return False
 
@@ -283,23 +283,23 @@ def declared_shard(name: str, declaration: Any, full: Tensor) -> Tensor:
     """Return the part of a full tensor that this rank has by the user's declaration."""
     placement, ranks = declaration if isinstance(declaration, tuple) else (declaration, None)
     rank = comm.rank()
-    among = list(range(comm.size())) if ranks is None else list(ranks)
+    shard_ranks = list(range(comm.size())) if ranks is None else list(ranks)
     if isinstance(placement, Replicate):
         return full
-    there = isinstance(placement, Shard) and -full.dim() <= placement.dim < full.dim()
-    if not there or rank not in among:
-        what = kind_of(placement) if not isinstance(placement, Shard) else f"not of rank {rank}"
-        if isinstance(placement, Shard) and not there:
-            what = f"of dim {placement.dim}, and it has {full.dim()}"
-        title = f"the layout of `{name}` is {what}"
+    valid_dim = isinstance(placement, Shard) and -full.dim() <= placement.dim < full.dim()
+    if not valid_dim or rank not in shard_ranks:
+        reason = kind_of(placement) if not isinstance(placement, Shard) else f"not of rank {rank}"
+        if isinstance(placement, Shard) and not valid_dim:
+            reason = f"of dim {placement.dim}, and it has {full.dim()}"
+        message = f"the layout of `{name}` is {reason}"
         helps = (
             "give `Shard(dim)` or `Replicate()` for all ranks, or a pair with the list of ranks "
             "that hold the shards, including this rank: `(Shard(0), [0, 1])`",
         )
-        raise Refusal(Diagnostic("S767", title, helps=helps))
-    parts = full.chunk(len(among), placement.dim)
-    place = among.index(rank)
-    return parts[place] if place < len(parts) else full.narrow(placement.dim, 0, 0)
+        raise Refusal(Diagnostic("S767", message, helps=helps))
+    parts = full.chunk(len(shard_ranks), placement.dim)
+    index = shard_ranks.index(rank)
+    return parts[index] if index < len(parts) else full.narrow(placement.dim, 0, 0)
 
 
 # ---- Layouts of all ranks.
@@ -315,29 +315,29 @@ class RankLayouts:
     @cached_property
     def missing(self) -> dict[str, int]:
         """Number of elements that no rank holds, by parameter, where there are any."""
-        gone = {}
+        lost = {}
         for name in self.table.names:
-            there = torch.zeros(self.table.shapes[name].numel(), dtype=torch.bool)
-            for one in self.all_tensors:
-                if name in one.pieces:
-                    one.pieces[name][1].write(there, True)
-            gone[name] = int((~there).sum())
-        return {name: count for name, count in gone.items() if count}
+            held = torch.zeros(self.table.shapes[name].numel(), dtype=torch.bool)
+            for tensor in self.all_tensors:
+                if name in tensor.pieces:
+                    tensor.pieces[name][1].write(held, True)
+            lost[name] = int((~held).sum())
+        return {name: count for name, count in lost.items() if count}
 
     def still_matches(self, rank: int, modules: Sequence[nn.Module], table: ElementIndex) -> bool:
         """Return whether a rank's parameters still have the values and layouts that were found."""
-        now, before = [*unique_parameters(modules)], self.ranks[rank]
-        return len(now) == len(before) and all(
-            one.matched_by == "values"
-            and one.describes(name, p)
-            and table.still_matches(one, local_tensor(p.detach()))
-            for (name, p), one in zip(now, before, strict=True)
+        current, earlier = [*unique_parameters(modules)], self.ranks[rank]
+        return len(current) == len(earlier) and all(
+            tensor.matched_by == "values"
+            and tensor.describes(name, p)
+            and table.still_matches(tensor, local_tensor(p.detach()))
+            for (name, p), tensor in zip(current, earlier, strict=True)
         )
 
     @property
     def all_tensors(self) -> Iterator[RankTensor]:
         """All parameters of all ranks."""
-        return (one for rank in self.ranks for one in rank)
+        return (tensor for rank in self.ranks for tensor in rank)
 
     @cached_property
     def groups(self) -> dict[str, str]:
@@ -345,60 +345,62 @@ class RankLayouts:
 
         Parameters that a program fuses share one weight decay, so the original's get one, too.
         """
-        first = {name: name for name in self.table.names}
+        parents = {name: name for name in self.table.names}
 
         def of(name: str) -> str:
-            while first[name] != name:
-                name = first[name]
+            while parents[name] != name:
+                name = parents[name]
             return name
 
-        for one in self.all_tensors:
-            joined = sorted((of(name) for name in one.pieces), key=self.table.names.index)
-            for other in joined[1:]:
-                first[other] = joined[0]
-        found = {name: of(name) for name in first}
-        for one in self.all_tensors:
-            for name in one.pieces:
-                found.setdefault(one.name, found[name])
-        return found
+        for tensor in self.all_tensors:
+            joined = sorted((of(name) for name in tensor.pieces), key=self.table.names.index)
+            for joined_name in joined[1:]:
+                parents[joined_name] = joined[0]
+        group_names = {name: of(name) for name in parents}
+        for tensor in self.all_tensors:
+            for name in tensor.pieces:
+                group_names.setdefault(tensor.name, group_names[name])
+        return group_names
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype that ranks store a parameter in, by original name; maybe wider than its own."""
-        first = {name: one.dtype for one in self.all_tensors for name in one.pieces}
-        return {name: first[own] for name, own in self.table.aliases.items() if own in first}
+        stored = {name: tensor.dtype for tensor in self.all_tensors for name in tensor.pieces}
+        return {name: stored[key] for name, key in self.table.aliases.items() if key in stored}
 
     @property
     def axes(self) -> dict[str, int]:
         """Sizes of the mesh axes of all DTensors."""
-        return {name: size for one in self.all_tensors for name, size in one.mesh if size > 1}
+        return {name: size for tensor in self.all_tensors for name, size in tensor.mesh if size > 1}
 
     @property
     def padding(self) -> dict[str, int]:
         """Number of padding elements on all ranks, by tensor."""
         count: Counter[str] = Counter()
-        for one in self.all_tensors:
-            count[one.name] += one.padding
+        for tensor in self.all_tensors:
+            count[tensor.name] += tensor.padding
         return dict(+count)
 
 
 def join_layouts(
-    everyone: Sequence[tuple[list[RankTensor], list[str]]], table: ElementIndex
+    results: Sequence[tuple[list[RankTensor], list[str]]], table: ElementIndex
 ) -> RankLayouts:
     """Join all ranks' layouts; refuse (S763) tensors that match nothing in the original."""
-    lost = {text: rank for rank, (_, texts) in reversed([*enumerate(everyone)]) for text in texts}
-    holdings = RankLayouts(tuple(tuple(found) for found, _ in everyone), table)
-    if not lost:
+    unmatched = {
+        text: rank for rank, (_, texts) in reversed([*enumerate(results)]) for text in texts
+    }
+    holdings = RankLayouts(tuple(tuple(tensors) for tensors, _ in results), table)
+    if not unmatched:
         return holdings
-    (text, rank), *_ = lost.items()
-    more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
-    notes = [f"on rank {rank}: {', '.join(list(lost)[:_MOST_LISTED])}"]
+    (text, rank), *_ = unmatched.items()
+    others = f", and {len(unmatched) - 1} more" if len(unmatched) > 1 else ""
+    notes = [f"on rank {rank}: {', '.join(list(unmatched)[:_MOST_LISTED])}"]
     if holdings.missing:
         notes.append(f"no rank holds {quote_names(holdings.missing)} of the original")
     raise Refusal(
         Diagnostic(
             "S763",
-            f"{text} on rank {rank} cannot be matched with the original{more}",
+            f"{text} on rank {rank} cannot be matched with the original{others}",
             notes=tuple(notes),
             helps=(
                 "keep the values and dtype of the model that `program` gets: a weight is found by "

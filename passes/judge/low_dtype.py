@@ -54,16 +54,16 @@ class FP8Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         places = _PRODUCTS.get(func._overloadpacket.__name__, ())
-        given = [self._to_fp8(a) if k in places else a for k, a in enumerate(args)]
-        return func(*given, **(kwargs or {}))
+        operands = [self._to_fp8(a) if k in places else a for k, a in enumerate(args)]
+        return func(*operands, **(kwargs or {}))
 
     def _to_fp8(self, value: Tensor) -> Tensor:
         if not value.is_floating_point() or not value.numel():
             return value
-        wide = value.float()
-        scale = wide.abs().amax() / torch.finfo(self._dtype).max
+        value32 = value.float()
+        scale = value32.abs().amax() / torch.finfo(self._dtype).max
         scale = torch.where(scale > 0, scale, 1.0)
-        return ((wide / scale).to(self._dtype).float() * scale).to(value.dtype)
+        return ((value32 / scale).to(self._dtype).float() * scale).to(value.dtype)
 
 
 LOW_DTYPES = ("float32", "bfloat16", "float16")
@@ -98,15 +98,15 @@ def cast_case(
     products; the model is then stored in bfloat16. Refuses (S704) an unsupported dtype.
     """
     if dtype not in (*LOW_DTYPES, *FORMATS):
-        title = f"`{dtype}` is not a dtype that programs are judged in"
+        message = f"`{dtype}` is not a dtype that programs are judged in"
         helps = (f"choose one of {', '.join((*LOW_DTYPES, *FORMATS))}, or none: float64",)
-        raise Refusal(Diagnostic("S704", title, helps=helps))
-    batches = tuple({id(batch): batch for one in conditions for batch in one.batches}.values())
+        raise Refusal(Diagnostic("S704", message, helps=helps))
+    batches = tuple({id(batch): batch for run in conditions for batch in run.batches}.values())
     working = working_case(replace(case, batches=batches, dtype=model_dtype(dtype)))
     assert working is not None, "a judge in float64 is another"
-    low = {id(wide): narrow for wide, narrow in zip(batches, working.batches)}
+    cast = {id(original): lowered for original, lowered in zip(batches, working.batches)}
     return working, [
-        replace(one, batches=tuple(low[id(b)] for b in one.batches)) for one in conditions
+        replace(run, batches=tuple(cast[id(b)] for b in run.batches)) for run in conditions
     ]
 
 
@@ -139,22 +139,22 @@ def compare_low_dtype(
         run = CachedRuns(bounds.run)
         return actual, replace(bounds, exact=expected, run=run, state=True)
 
-    routes = ChoiceReplay(record.choices)
-    actual, bounds = against(routes.mode)
-    first, facts = bounds.exact, list[tuple[str, str]]()
-    rows, unsure = split_undecided(bounds.rows(actual))
-    again = routes.with_rank_choices() if any(not row.ok for row in rows) else None
-    if again is not None:
-        actual, bounds = against(again.mode)
-        rows, unsure = split_undecided(bounds.rows(actual))
-        if again.alternatives and any(not row.ok for row in rows):
-            _, other = against(again.alternative_mode)
-            rows, more = drop_ambiguous_rows(rows, bounds.rows(other.exact))
-            unsure += more
-        facts = again.facts()
+    replay = ChoiceReplay(record.choices)
+    actual, bounds = against(replay.mode)
+    own_choices, facts = bounds.exact, list[tuple[str, str]]()
+    rows, undecided = split_undecided(bounds.rows(actual))
+    rank_replay = replay.with_rank_choices() if any(not row.ok for row in rows) else None
+    if rank_replay is not None:
+        actual, bounds = against(rank_replay.mode)
+        rows, undecided = split_undecided(bounds.rows(actual))
+        if rank_replay.alternatives and any(not row.ok for row in rows):
+            _, alternatives = against(rank_replay.alternative_mode)
+            rows, dropped = drop_ambiguous_rows(rows, bounds.rows(alternatives.exact))
+            undecided += dropped
+        facts = rank_replay.facts()
     rows += [*_compare_counts(bounds.exact, actual), *_compare_copies(actual, dtype)]
-    chosen = (again or routes).exact
-    return Comparison(rows, first, bounds.exact, actual, bounds, chosen, unsure, facts)
+    chosen = (rank_replay or replay).exact
+    return Comparison(rows, own_choices, bounds.exact, actual, bounds, chosen, undecided, facts)
 
 
 def rounding_mode(dtype: str) -> Callable[[], AbstractContextManager[Any]]:
@@ -176,10 +176,10 @@ def _compare_counts(expected: Observation, actual: Observation) -> Iterator[Row]
         yield Row(key.condition, key.kind, key.name, error, 0.0, ok, key.step)
 
 
-def _compare_copies(seen: Observation, dtype: str) -> list[Row]:
+def _compare_copies(observed: Observation, dtype: str) -> list[Row]:
     """Compare copies on different ranks: they may differ by a few roundings."""
     gate = COPY_ROUNDINGS * torch.finfo(getattr(torch, model_dtype(dtype))).eps
     return [
         Row(key.condition, key.kind, key.name, error, gate, error <= gate, key.step)
-        for key, error in seen.replicas.items()
+        for key, error in observed.replicas.items()
     ]

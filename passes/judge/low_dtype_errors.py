@@ -42,9 +42,9 @@ class CachedRuns:
 
     def __call__(self, draw: int) -> Observation:
         """Run all steps."""
-        seen = self.run(draw)
-        self.steps[draw] = _first_step(seen)
-        return seen
+        observation = self.run(draw)
+        self.steps[draw] = _first_step(observation)
+        return observation
 
     def first_step(self, draw: int) -> Observation:
         """Return the first step of a run; run it only if it is not cached."""
@@ -56,11 +56,11 @@ class CachedRuns:
 def explain_low_dtype(
     rows: Sequence[Row],
     bounds: ErrorBounds,
-    seen: Observation,
+    actual: Observation,
     record: RunRecord,
     ranks: int,
     parts: BatchParts,
-    where: FirstModule,
+    first_module: FirstModule,
 ) -> tuple[tuple[str, str], ...]:
     """Explain wrong gradients of the first step, or else its wrong loss or gradient norm.
 
@@ -68,44 +68,44 @@ def explain_low_dtype(
     within the bounds of all tensors that it names. `where` is the first wrong module; `parts` give
     float64 gradients of parts of the batch.
     """
-    if other := explain_initial_weights([row for row in rows if not row.ok]):
-        return other
-    first = (("first module", where.text),) if where.text else ()
-    run = bounds.run if isinstance(bounds.run, CachedRuns) else CachedRuns(bounds.run)
-    bounds = replace(bounds, run=run.first_step)
+    if initial_lines := explain_initial_weights([row for row in rows if not row.ok]):
+        return initial_lines
+    first_line = (("first module", first_module.text),) if first_module.text else ()
+    cached = bounds.run if isinstance(bounds.run, CachedRuns) else CachedRuns(bounds.run)
+    bounds = replace(bounds, run=cached.first_step)
     sizes = {**(record.holdings.axes if record.holdings is not None else {}), "ranks": ranks}
     for kind in _KINDS:
-        left = dict.fromkeys(_failing_keys(rows, bounds, kind))
-        if not left:
+        rest = dict.fromkeys(_failing_keys(rows, bounds, kind))
+        if not rest:
             continue
-        said: dict[str, list[str]] = {}
-        factors = _fit_factors(bounds, seen, [*left])
+        texts: dict[str, list[str]] = {}
+        factors = _fit_factors(bounds, actual, [*rest])
         common = dict.fromkeys(factors, statistics.median(factors.values()) if factors else 0.0)
         corrections = [_copy_correction(record, mean) for mean in (True, False)]
         corrections += [
-            _factor_correction(sizes, each) for each in (common, _cluster_factors(factors), factors)
+            _factor_correction(sizes, fit) for fit in (common, _cluster_factors(factors), factors)
         ]
         corrections += (
-            _part_corrections(bounds, seen, [*left], parts) if kind == "gradients" else ()
+            _part_corrections(bounds, actual, [*rest], parts) if kind == "gradients" else ()
         )
         for correction in corrections:
-            for key, words in _find_corrected(bounds, seen, list(left), correction).items():
-                said.setdefault(words, []).append(key.name)
-                del left[key]
-        for key in left:
-            said.setdefault(_describe_other(seen.tensors.get(key)), []).append(key.name)
-        of = sum(k.kind == kind and k.step == 0 for k in bounds.exact.tensors) // 2 or 1
+            for key, sentence in _find_corrected(bounds, actual, list(rest), correction).items():
+                texts.setdefault(sentence, []).append(key.name)
+                del rest[key]
+        for key in rest:
+            texts.setdefault(_describe_other(actual.tensors.get(key)), []).append(key.name)
+        many = sum(k.kind == kind and k.step == 0 for k in bounds.exact.tensors) // 2 or 1
         lines = [
-            (k, f"{len(n)} of {of} ({quote_names(n, MOST_NAMES)}): {k}") for k, n in said.items()
+            (k, f"{len(n)} of {many} ({quote_names(n, MOST_NAMES)}): {k}") for k, n in texts.items()
         ]
-        return (*first, *((kind, text) for words, text in lines if words))[:MOST_GROUPS]
-    return first
+        return (*first_line, *((kind, text) for sentence, text in lines if sentence))[:MOST_GROUPS]
+    return first_line
 
 
-def _first_step(seen: Observation) -> Observation:
+def _first_step(actual: Observation) -> Observation:
     """Keep the values that can be corrected: of the first step, in runs without clipping."""
-    first = {k: v for k, v in seen.tensors.items() if not k.step and "clipped" not in k.condition}
-    return Observation({k: v for k, v in first.items() if k.kind in _KINDS})
+    kept = {k: v for k, v in actual.tensors.items() if not k.step and "clipped" not in k.condition}
+    return Observation({k: v for k, v in kept.items() if k.kind in _KINDS})
 
 
 def _failing_keys(rows: Sequence[Row], bounds: ErrorBounds, kind: str) -> Iterator[Key]:
@@ -123,19 +123,19 @@ def _failing_keys(rows: Sequence[Row], bounds: ErrorBounds, kind: str) -> Iterat
 
 
 def _find_corrected(
-    bounds: ErrorBounds, seen: Observation, keys: Sequence[Key], mended: Correction
+    bounds: ErrorBounds, actual: Observation, keys: Sequence[Key], correct: Correction
 ) -> dict[Key, str]:
     """Return the sentence for each tensor that is within its bound after a correction."""
-    found = {k: mended(k, v) for k in keys if (v := seen.tensors.get(k)) is not None}
-    known = {key: one for key, one in found.items() if one is not None}
-    if not known:
+    corrections = {k: correct(k, v) for k in keys if (v := actual.tensors.get(k)) is not None}
+    fixes = {key: one for key, one in corrections.items() if one is not None}
+    if not fixes:
         return {}
-    steps = (k for k in bounds.exact.tensors if k[:2] in {one[:2] for one in known})
-    exact = {k: bounds.exact.tensors[k] for k in steps if k in known or k.kind != "gradients"}
-    alone = replace(bounds, exact=replace(bounds.exact, tensors=exact))
-    other = replace(seen, tensors={k: value for k, (_, value) in known.items()})
-    right = {Key(r.condition, k.kind, 0, r.name) for r in alone.rows(other) for k in known if r.ok}
-    return {key: words for key, (words, _) in known.items() if key in right}
+    steps = (k for k in bounds.exact.tensors if k[:2] in {one[:2] for one in fixes})
+    exact = {k: bounds.exact.tensors[k] for k in steps if k in fixes or k.kind != "gradients"}
+    gate = replace(bounds, exact=replace(bounds.exact, tensors=exact))
+    trial = replace(actual, tensors={k: value for k, (_, value) in fixes.items()})
+    valid = {Key(r.condition, k.kind, 0, r.name) for r in gate.rows(trial) for k in fixes if r.ok}
+    return {key: sentence for key, (sentence, _) in fixes.items() if key in valid}
 
 
 def _copy_correction(record: RunRecord, mean: bool) -> Correction:
@@ -155,17 +155,17 @@ def _copy_correction(record: RunRecord, mean: bool) -> Correction:
             group[1].append(one.values.double()[order])
         if sum(len(places) for places, _ in groups.values()) != value.numel():
             return None
-        if all(torch.equal(one, each[0]) for _, each in groups.values() for one in each):
+        if all(torch.equal(one, tensors[0]) for _, tensors in groups.values() for one in tensors):
             return None
-        made = torch.zeros(value.numel(), dtype=torch.float64)
-        for places, each in groups.values():
-            total = torch.stack(each)
-            made[places] = total.mean(0) if mean else total.sum(0)
+        corrected = torch.zeros(value.numel(), dtype=torch.float64)
+        for places, tensors in groups.values():
+            total = torch.stack(tensors)
+            corrected[places] = total.mean(0) if mean else total.sum(0)
         if mean:
-            said = "ranks differ and their mean is right: they are not averaged"
+            text = "ranks differ and their mean is right: they are not averaged"
         else:
-            said = "ranks differ and their sum is right: a sum over ranks is missing"
-        return said, made.reshape(value.shape)
+            text = "ranks differ and their sum is right: a sum over ranks is missing"
+        return text, corrected.reshape(value.shape)
 
     return mended
 
@@ -174,70 +174,68 @@ def _factor_correction(sizes: Mapping[str, int], factors: Mapping[Key, float]) -
     """Make a correction: the value divided by its factor, or by the named number nearest to it."""
 
     def mended(key: Key, value: Tensor) -> tuple[str, Tensor] | None:
-        found = factors.get(key, 0.0)
-        if not found or not math.isfinite(found) or abs(found - 1.0) <= LEAST_FACTOR_GAP:
+        factor = factors.get(key, 0.0)
+        if not factor or not math.isfinite(factor) or abs(factor - 1.0) <= LEAST_FACTOR_GAP:
             return None  # too near to 1 to explain a failure
-        near = (
-            one for one in named_factors(sizes) if math.isclose(found, one[1], rel_tol=FACTOR_RTOL)
-        )
-        words, number = next(near, (f"{found:.2g}", found))
-        return f"{words} times the right value everywhere", value.double() / number
+        named = (p for p in named_factors(sizes) if math.isclose(factor, p[1], rel_tol=FACTOR_RTOL))
+        name, number = next(named, (f"{factor:.2g}", factor))
+        return f"{name} times the right value everywhere", value.double() / number
 
     return mended
 
 
 def _part_corrections(
-    bounds: ErrorBounds, seen: Observation, keys: Sequence[Key], parts: BatchParts
+    bounds: ErrorBounds, actual: Observation, keys: Sequence[Key], parts: BatchParts
 ) -> Iterator[Correction]:
     """Yield corrections for each division of a batch: a plain mean of the parts, and weighted sums.
 
     In a low dtype the weights of a sum cannot be found from one tensor, only from all together.
     """
-    each = {
+    divisions = {
         key: [
             *parts.split_by_rows(key.name, key.condition),
             *parts.split_by_tokens(key.name, key.condition),
         ]
         for key in keys
     }
-    for place in range(max(map(len, each.values()), default=0)):
-        cut = {key: found[place] for key, found in each.items() if place < len(found)}
+    for index in range(max(map(len, divisions.values()), default=0)):
+        cut = {key: cuts[index] for key, cuts in divisions.items() if index < len(cuts)}
 
         def mean(key: Key, value: Tensor, cut: Any = cut) -> tuple[str, Tensor] | None:
-            want = bounds.exact.tensors[key]
-            if key not in cut or want is None:
+            expected = bounds.exact.tensors[key]
+            if key not in cut or expected is None:
                 return None
-            made = torch.stack([*cut[key].parts]).mean(0)
-            return describe_part_mean(want, cut[key]), value.double() - made + want
+            part_mean = torch.stack([*cut[key].parts]).mean(0)
+            return describe_part_mean(expected, cut[key]), value.double() - part_mean + expected
 
         yield mean
-        times = _part_counts(bounds, seen, cut)
+        times = _part_counts(bounds, actual, cut)
         if times is None:
             continue
 
         def weighted(
             key: Key, value: Tensor, cut: Any = cut, times: Any = times
         ) -> tuple[str, Tensor] | None:
-            want = bounds.exact.tensors[key]
-            if key not in cut or want is None:
+            expected = bounds.exact.tensors[key]
+            if key not in cut or expected is None:
                 return None
             columns = torch.stack([part.reshape(-1) for part in cut[key].parts], 1)
-            weights = torch.linalg.lstsq(columns, want.reshape(-1, 1)).solution[:, 0]
-            made = (columns @ (weights * torch.tensor(times, dtype=torch.float64))).reshape(
-                want.shape
+            weights = torch.linalg.lstsq(columns, expected.reshape(-1, 1)).solution[:, 0]
+            combined = (columns @ (weights * torch.tensor(times, dtype=torch.float64))).reshape(
+                expected.shape
             )
-            return describe_part_counts(times, cut[key].unit), value.double() - made + want
+            return describe_part_counts(times, cut[key].unit), value.double() - combined + expected
 
         yield weighted
 
 
 def _part_counts(
-    bounds: ErrorBounds, seen: Observation, cut: Mapping[Key, PartGradients]
+    bounds: ErrorBounds, actual: Observation, cut: Mapping[Key, PartGradients]
 ) -> list[float] | None:
     """Find how often each part of a batch counts in all gradients; None: they are no such sums."""
     columns, got, want = list[Tensor](), list[Tensor](), list[Tensor]()
     for key, one in cut.items():
-        x, r = seen.tensors.get(key), bounds.exact.tensors[key]
+        x, r = actual.tensors.get(key), bounds.exact.tensors[key]
         if x is None or r is None or not bool(r.any()) or not bool(x.isfinite().all()):
             continue
         size = float(r.norm())
@@ -246,38 +244,38 @@ def _part_counts(
         want.append(r.reshape(-1) / size)
     if not columns:
         return None
-    both = torch.stack([torch.cat(got), torch.cat(want)], 1)
-    made = torch.linalg.lstsq(torch.cat(columns), both, driver="gelsd")
-    if int(made.rank) < both.shape[1] or not bool((made.solution[:, 1] != 0).all()):
+    targets = torch.stack([torch.cat(got), torch.cat(want)], 1)
+    solution = torch.linalg.lstsq(torch.cat(columns), targets, driver="gelsd")
+    if int(solution.rank) < targets.shape[1] or not bool((solution.solution[:, 1] != 0).all()):
         return None
-    times: list[float] = (made.solution[:, 0] / made.solution[:, 1]).tolist()
+    times: list[float] = (solution.solution[:, 0] / solution.solution[:, 1]).tolist()
     if not all(map(math.isfinite, times)):
         return None
-    near = [
+    rounded = [
         next((n for n in _ROUND_COUNTS if abs(one - n) <= FACTOR_RTOL), round(one, 2))
         for one in times
     ]
-    return near if max(near) - min(near) > FACTOR_RTOL * max(map(abs, near)) else None
+    return rounded if max(rounded) - min(rounded) > FACTOR_RTOL * max(map(abs, rounded)) else None
 
 
 _ROUND_COUNTS = (0.0, 0.25, 1 / 3, 0.5, 1.0, 2.0, 3.0, 4.0)
 
 
-def _fit_factors(bounds: ErrorBounds, seen: Observation, keys: Sequence[Key]) -> dict[Key, float]:
+def _fit_factors(bounds: ErrorBounds, actual: Observation, keys: Sequence[Key]) -> dict[Key, float]:
     """Return the least-squares factor between each value and the original's."""
-    found = {}
+    factors = {}
     for key in keys:
-        x, r = seen.tensors.get(key), bounds.exact.tensors[key]
+        x, r = actual.tensors.get(key), bounds.exact.tensors[key]
         if x is not None and r is not None and x.shape == r.shape and bool(r.any()):
             x, r = x.double(), r.double()
-            found[key] = float((x * r).sum() / (r * r).sum())
-    return found
+            factors[key] = float((x * r).sum() / (r * r).sum())
+    return factors
 
 
 def _cluster_factors(factors: Mapping[Key, float]) -> dict[Key, float]:
     """Replace each factor by the median of the group of factors near it."""
     groups: list[list[Key]] = []
-    for key in sorted(factors, key=lambda one: factors[one]):
+    for key in sorted(factors, key=lambda candidate: factors[candidate]):
         if groups and math.isclose(factors[groups[-1][0]], factors[key], rel_tol=FACTOR_RTOL):
             groups[-1].append(key)
         else:

@@ -38,10 +38,10 @@ class RecordedStep:
         default_factory=dict
     )  # of the original, if `autograd_outputs`
 
-    def tensor(self, at: OutputKey, back: bool = False) -> Tensor:
+    def tensor(self, key: OutputKey, grad: bool = False) -> Tensor:
         """Return an output, or the gradient with respect to the output."""
-        seen = self.calls[at[0]]
-        return seen.gradients[at[1]] if back else seen.outputs[at[1]]
+        call = self.calls[key[0]]
+        return call.gradients[key[1]] if grad else call.outputs[key[1]]
 
 
 def record_step(
@@ -56,14 +56,14 @@ def record_step(
     live   also store the output tensors themselves, with their autograd graph
     taken  record the inputs instead of the outputs: the local part of a DTensor, as float64
     """
-    run, turns = RecordedStep(), dict.fromkeys(modules, 0)
+    run, call_counts = RecordedStep(), dict.fromkeys(modules, 0)
 
     def hook(name: str) -> Any:
         def after(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if torch._C._current_graph_task_id() >= 0:
                 return  # a recomputation
-            frame = name, turns[name]
-            turns[name] += 1
+            frame = name, call_counts[name]
+            call_counts[name] += 1
             if taken:
                 tensors = tensors_of((args, kwargs))[0]
                 numbers = [

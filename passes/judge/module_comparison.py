@@ -65,14 +65,14 @@ class Difference:
     @property
     def text(self) -> str:
         """The difference as a sentence."""
-        place = f"{self.what} of `{self.name}`" if self.name != OF_LOSS else self.name
-        said = self.pattern.short if self.cause and self.pattern.short else self.pattern.text
-        because = f": {self.cause}" if self.cause else ""
-        before = f"; right before it: `{self.before}`" if self.before else ""
+        location = f"{self.what} of `{self.name}`" if self.name != OF_LOSS else self.name
+        description = self.pattern.short if self.cause and self.pattern.short else self.pattern.text
+        cause = f": {self.cause}" if self.cause else ""
+        right_before = f"; right before it: `{self.before}`" if self.before else ""
         terms = (
             f"; ranks have terms of a sum at {quote_names(self.pending)}" if self.pending else ""
         )
-        return f"{place}: {said}{because}{before}{terms}"
+        return f"{location}: {description}{cause}{right_before}{terms}"
 
 
 class ValueComparison:
@@ -87,41 +87,41 @@ class ValueComparison:
         self.right = right
         self._outputs: dict[OutputKey, FullTensor] = {}
 
-    def find_elements(self, at: OutputKey, value: Tensor) -> Tensor | None:
+    def find_elements(self, key: OutputKey, value: Tensor) -> Tensor | None:
         """Find the places of an output in the original's; None if it is not found."""
-        frame, k = at
-        if at not in self._outputs:
-            self._outputs[at] = FullTensor(self.right.calls[frame].outputs[k])
-        places = find_elements(value, self._outputs[at])
-        shape = self._outputs[at].values.shape
+        frame, k = key
+        if key not in self._outputs:
+            self._outputs[key] = FullTensor(self.right.calls[frame].outputs[k])
+        places = find_elements(value, self._outputs[key])
+        shape = self._outputs[key].values.shape
         return places if places is None or _covers_dims(places, shape) else None
 
-    def is_comparable(self, at: OutputKey, value: Tensor) -> bool:
+    def is_comparable(self, key: OutputKey, value: Tensor) -> bool:
         """Return whether an output that was not found is comparable: no unknown arrangement."""
-        want = self.right.calls[at[0]].outputs[at[1]]
-        larger = any(a > b for a, b in zip(value.shape, want.shape))
-        return value.dim() == want.dim() and not larger
+        expected = self.right.calls[key[0]].outputs[key[1]]
+        larger = any(a > b for a, b in zip(value.shape, expected.shape))
+        return value.dim() == expected.dim() and not larger
 
     def is_right(
-        self, at: OutputKey, back: bool, value: Tensor, places: Tensor, factor: float = 1.0
+        self, key: OutputKey, grad: bool, value: Tensor, places: Tensor, factor: float = 1.0
     ) -> bool:
         """Return whether a value equals the output or gradient at some places, times a factor."""
-        full = self.right.tensor(at, back)
-        want = factor * full.reshape(-1)[places]
-        near = back and float((value - want).norm()) <= 1e-9 * float(full.norm())
-        return near or is_close(value, want)
+        full = self.right.tensor(key, grad)
+        expected = factor * full.reshape(-1)[places]
+        negligible = grad and float((value - expected).norm()) <= 1e-9 * float(full.norm())
+        return negligible or is_close(value, expected)
 
     def is_right_sum(
-        self, at: OutputKey, back: bool, value: Tensor, places: Tensor, factor: float = 1.0
+        self, key: OutputKey, grad: bool, value: Tensor, places: Tensor, factor: float = 1.0
     ) -> bool:
         """Return whether a sum over ranks is right."""
-        return self.is_right(at, back, value, places, factor)
+        return self.is_right(key, grad, value, places, factor)
 
-    def assumed_places(self, at: OutputKey, rank: int, value: Tensor) -> Tensor:
+    def assumed_places(self, key: OutputKey, rank: int, value: Tensor) -> Tensor:
         """Return assumed places of a wrong output; if smaller, the rank's block."""
-        want = self.right.tensor(at)
-        numbers = torch.arange(want.numel()).reshape(want.shape)
-        for dim, (a, b) in enumerate(zip(value.shape, want.shape)):
+        expected = self.right.tensor(key)
+        numbers = torch.arange(expected.numel()).reshape(expected.shape)
+        for dim, (a, b) in enumerate(zip(value.shape, expected.shape)):
             if a < b:
                 count = -(-b // a)
                 numbers = numbers.chunk(count, dim)[min(rank % count, count - 1)]
@@ -131,13 +131,13 @@ class ValueComparison:
         """Return whether two copies are equal."""
         return is_close(a, b)
 
-    def factor(self, got: Tensor, want: Tensor) -> float:
+    def factor(self, actual: Tensor, expected: Tensor) -> float:
         """Return the factor of a gradient, if a third of its elements agree on it; else 1."""
-        there = want.abs() > 1e-6 * want.abs().max()
-        ratios = got[there] / want[there]
-        middle = float(ratios.median())
-        agree = (ratios - middle).abs() <= 1e-6 * abs(middle)
-        return middle if 3 * int(agree.sum()) >= len(ratios) else 1.0
+        nonzero = expected.abs() > 1e-6 * expected.abs().max()
+        ratios = actual[nonzero] / expected[nonzero]
+        median = float(ratios.median())
+        agree = (ratios - median).abs() <= 1e-6 * abs(median)
+        return median if 3 * int(agree.sum()) >= len(ratios) else 1.0
 
     def join_patterns(self, patterns: Mapping[Pattern, list[int]]) -> dict[Pattern, list[int]]:
         """Join patterns of ranks that mean the same."""
@@ -145,27 +145,27 @@ class ValueComparison:
 
     def pattern(
         self,
-        at: OutputKey,
-        back: bool,
+        key: OutputKey,
+        grad: bool,
         value: Tensor,
         places: Tensor,
         factor: float,
         sizes: Mapping[str, int],
     ) -> Pattern:
         """Explain a wrong value by the right one, or say how many of its elements are wrong."""
-        want = factor * self.right.tensor(at, back).reshape(-1)[places]
-        found = diagnose(value, want, sizes)
-        if found and found.explains and not found.short:
-            return found
-        if not back and (said := _describe_permutation(value, want)):
-            return Pattern(said)
-        off = (value - want).abs() > 1e-9 * want.abs().max()
-        text = f"{int(off.sum())} of {want.numel()} elements are wrong"
-        if found and found != NO_PATTERN:  # a guess (a rounding) needs more detail
-            text = found.text
-        if back and want.dim() > 1 and bool((want == 0).all(-1)[off.any(-1)].all()):
+        expected = factor * self.right.tensor(key, grad).reshape(-1)[places]
+        diagnosis = diagnose(value, expected, sizes)
+        if diagnosis and diagnosis.explains and not diagnosis.short:
+            return diagnosis
+        if not grad and (permutation := _describe_permutation(value, expected)):
+            return Pattern(permutation)
+        off = (value - expected).abs() > 1e-9 * expected.abs().max()
+        text = f"{int(off.sum())} of {expected.numel()} elements are wrong"
+        if diagnosis and diagnosis != NO_PATTERN:  # a guess (a rounding) needs more detail
+            text = diagnosis.text
+        if grad and expected.dim() > 1 and bool((expected == 0).all(-1)[off.any(-1)].all()):
             text += ", all in rows that are zero: what does not count (a label of -100) counts"
-        return replace(found, text=text, explains=False)
+        return replace(diagnosis, text=text, explains=False)
 
 
 @dataclass(frozen=True)
@@ -189,80 +189,80 @@ class StepComparison:
     def parts(self) -> dict[OutputKey, list[RankOutput]]:
         """Outputs of the ranks' module calls, by output of the original."""
         calls: dict[str, list[tuple[int, CallFrame, ModuleCall]]] = {}
-        for rank, (run, names) in enumerate(self.ranks):
-            for frame, seen in run.calls.items():
-                calls.setdefault(names.get(frame[0], ""), []).append((rank, frame, seen))
+        for rank, (step, names) in enumerate(self.ranks):
+            for frame, call in step.calls.items():
+                calls.setdefault(names.get(frame[0], ""), []).append((rank, frame, call))
         parts: dict[OutputKey, list[RankOutput]] = {}
-        for frame, right in self.right.calls.items():
-            turns = _count_calls(self.right, frame[0])
-            mine = [one for one in calls.get(frame[0], ()) if one[1][1] % turns == frame[1]]
-            for k, one in enumerate(right.outputs):
+        for frame, original_call in self.right.calls.items():
+            count = _count_calls(self.right, frame[0])
+            matching = [one for one in calls.get(frame[0], ()) if one[1][1] % count == frame[1]]
+            for k, one in enumerate(original_call.outputs):
                 parts[frame, k] = [
                     RankOutput(
                         rank,
-                        here,
+                        rank_frame,
                         k,
                         value,
                         self.comparison.find_elements((frame, k), value),
                         one.shape,
                     )
-                    for rank, here, seen in mine
-                    for value in seen.outputs[k : k + 1]
+                    for rank, rank_frame, call in matching
+                    for value in call.outputs[k : k + 1]
                 ]
         return parts
 
     def rank_rows(self, count: int) -> list[list[int]]:
         """Return the batch rows of the ranks' calls, if they divide `count` rows; else nothing."""
-        for at, found in self.parts.items():
-            full = self.right.tensor(at)
-            if len(full) != count or full.dim() < 2 or any(p.places is None for p in found):
+        for key, outputs in self.parts.items():
+            full = self.right.tensor(key)
+            if len(full) != count or full.dim() < 2 or any(p.places is None for p in outputs):
                 continue
             size = full[0].numel()
-            cut = {
+            row_sets = {
                 tuple(torch.unique(p.places // size).tolist())
-                for p in found
+                for p in outputs
                 if p.places is not None
             }
-            if len(cut) > 1 and sorted(itertools.chain(*cut)) == [*range(count)]:
-                return [list(part) for part in sorted(cut)]
+            if len(row_sets) > 1 and sorted(itertools.chain(*row_sets)) == [*range(count)]:
+                return [list(part) for part in sorted(row_sets)]
         return []
 
-    def gradients(self, at: OutputKey) -> list[RankOutput]:
+    def gradients(self, key: OutputKey) -> list[RankOutput]:
         """Return the ranks' gradients of an output, of parts with known places."""
-        found = []
-        for part in self.parts[at]:
+        gradients = []
+        for part in self.parts[key]:
             gradient = self.ranks[part.rank][0].calls[part.frame].gradients.get(part.output)
             if gradient is None or part.places is None or gradient.shape != part.value.shape:
                 continue
-            found.append(replace(part, value=gradient))
-        return found
+            gradients.append(replace(part, value=gradient))
+        return gradients
 
     def microbatches_and_factors(self) -> tuple[int, dict[int, float]]:
         """Return the number of microbatches, and each rank's gradient factor.
 
         The factor is that of the rank's first gradient in backward.
         """
-        turns: list[int] = []
-        for run, names in self.ranks:
-            for name, meant in names.items():
-                if once := _count_calls(self.right, meant):
-                    turns.append(_count_calls(run, name) // once)
+        counts: list[int] = []
+        for step, names in self.ranks:
+            for name, original_name in names.items():
+                if original_count := _count_calls(self.right, original_name):
+                    counts.append(_count_calls(step, name) // original_count)
         factors: dict[int, float] = {}
-        for at in self.right.backward_order:
-            self.pair_gradients(at, factors)
+        for key in self.right.backward_order:
+            self.pair_gradients(key, factors)
             if len(factors) == len(self.ranks):
                 break
-        return max(turns, default=1), factors
+        return max(counts, default=1), factors
 
     def pair_gradients(
-        self, at: OutputKey, factors: dict[int, float]
+        self, key: OutputKey, factors: dict[int, float]
     ) -> list[tuple[RankOutput, Tensor]]:
         """The gradients of ranks with the right ones; learn the factors of ranks that have none."""
-        want = self.right.tensor(at, True).reshape(-1)
-        pairs = [(p, want[p.places]) for p in self.gradients(at) if p.places is not None]
-        for part, one in pairs:
-            if part.rank not in factors and bool(one.any()):
-                factors[part.rank] = self.comparison.factor(part.value, one)
+        right_values = self.right.tensor(key, True).reshape(-1)
+        pairs = [(p, right_values[p.places]) for p in self.gradients(key) if p.places is not None]
+        for part, expected in pairs:
+            if part.rank not in factors and bool(expected.any()):
+                factors[part.rank] = self.comparison.factor(part.value, expected)
         return pairs
 
     def first_difference(
@@ -274,205 +274,208 @@ class StepComparison:
                  may return another value than the original's (before a bias is added)
         passed   outputs that are known to be such other values
         """
-        before = ""
+        last_right = ""
         anchors: tuple[RankOutput, ...] = ()
-        words: dict[int, dict[str, tuple[int, ...]]] = {}  # by rank and module, where not all
-        for at, found in self.parts.items():
-            frame = at[0]
-            if self._are_terms(at, found):
-                want = self.right.tensor(at)
-                everywhere = torch.arange(want.numel()).reshape(want.shape)
-                self.parts[at] = [replace(part, places=everywhere) for part in found]
+        by_rank: dict[int, dict[str, tuple[int, ...]]] = {}  # by rank and module, where not all
+        for key, outputs in self.parts.items():
+            frame = key[0]
+            if self._are_terms(key, outputs):
+                expected = self.right.tensor(key)
+                everywhere = torch.arange(expected.numel()).reshape(expected.shape)
+                self.parts[key] = [replace(part, places=everywhere) for part in outputs]
             elif (
-                not forward or at in passed or not frame[0]
+                not forward or key in passed or not frame[0]
             ):  # the root module of a stage may return anything
                 pass
-            elif said := self._explain_output(at, found, anchors):
-                because = _compare_positions(words)
+            elif pattern := self._explain_output(key, outputs, anchors):
+                cause = _compare_positions(by_rank)
                 return Difference(
                     describe_frame(frame),
                     _THE_OUTPUT,
-                    said,
-                    before,
+                    pattern,
+                    last_right,
                     (),
-                    at,
-                    (*found,),
+                    key,
+                    (*outputs,),
                     anchors,
-                    because,
+                    cause,
                 )
-            for part in found:
-                if (some := _positions(part, self.right.tensor(at).shape)) and frame[0]:
-                    words.setdefault(part.rank, {})[describe_frame(frame)] = some
-            if found:
-                before, anchors = describe_frame(frame), (*found, *anchors)
+            for part in outputs:
+                if (positions := _positions(part, self.right.tensor(key).shape)) and frame[0]:
+                    by_rank.setdefault(part.rank, {})[describe_frame(frame)] = positions
+            if outputs:
+                last_right, anchors = describe_frame(frame), (*outputs, *anchors)
         return self._first_gradient()
 
-    def right_after(self, at: OutputKey) -> Iterator[OutputKey]:
-        """Yield later right outputs, the last first; partly right ones if `at` is all wrong."""
+    def right_after(self, key: OutputKey) -> Iterator[OutputKey]:
+        """Yield later right outputs, the last first; partly right ones if `key` is all wrong."""
         order = [*self.parts]
-        enough = any if all(self._is_all_wrong(at, part) for part in self.parts[at]) else all
-        for one in reversed(order[order.index(at) + 1 :]):
-            found = [part.places is not None for part in self.parts[one]]
-            if one[0][0] and found and enough(found):
-                yield one
+        enough = any if all(self._is_all_wrong(key, part) for part in self.parts[key]) else all
+        for later_key in reversed(order[order.index(key) + 1 :]):
+            matched = [part.places is not None for part in self.parts[later_key]]
+            if later_key[0][0] and matched and enough(matched):
+                yield later_key
 
-    def _is_all_wrong(self, at: OutputKey, part: RankOutput) -> bool:
+    def _is_all_wrong(self, key: OutputKey, part: RankOutput) -> bool:
         """Return whether a wrong output has no right element."""
-        want = self.right.tensor(at).reshape(-1)[
-            self.comparison.assumed_places(at, part.rank, part.value)
+        expected = self.right.tensor(key).reshape(-1)[
+            self.comparison.assumed_places(key, part.rank, part.value)
         ]
-        same = want.shape == part.value.shape
-        near = NEAR * float(want.abs().max()) if want.numel() else 0.0
-        right = bool(((part.value - want).abs() <= near).any()) if same else False
-        return part.places is None and not right
+        same = expected.shape == part.value.shape
+        tolerance = NEAR * float(expected.abs().max()) if expected.numel() else 0.0
+        any_right = bool(((part.value - expected).abs() <= tolerance).any()) if same else False
+        return part.places is None and not any_right
 
     def _explain_output(
-        self, at: OutputKey, parts: Sequence[RankOutput], anchors: Sequence[RankOutput]
+        self, key: OutputKey, parts: Sequence[RankOutput], anchors: Sequence[RankOutput]
     ) -> Pattern:
         """Describe how a module's output is wrong; empty if it is right or unknown."""
         lost = [part for part in parts if part.places is None]
-        if not lost or not all(self.comparison.is_comparable(at, part.value) for part in lost):
+        if not lost or not all(self.comparison.is_comparable(key, part.value) for part in lost):
             return Pattern("")
-        shape = self.right.tensor(at).shape
-        there = [_places_of_rows(p, anchors, shape) for p in lost]
+        shape = self.right.tensor(key).shape
+        known_places = [_places_of_rows(p, anchors, shape) for p in lost]
         wrong = [
             replace(
                 p,
-                places=self.comparison.assumed_places(at, p.rank, p.value) if one is None else one,
+                places=self.comparison.assumed_places(key, p.rank, p.value) if pos is None else pos,
             )
-            for p, one in zip(lost, there)
+            for p, pos in zip(lost, known_places)
         ]
-        return self._explain_ranks(at, False, wrong, parts)
+        return self._explain_ranks(key, False, wrong, parts)
 
-    def _are_terms(self, at: OutputKey, parts: Sequence[RankOutput]) -> bool:
+    def _are_terms(self, key: OutputKey, parts: Sequence[RankOutput]) -> bool:
         """Return whether ranks have terms of the right value, to be summed later."""
-        want = self.right.tensor(at)
+        expected = self.right.tensor(key)
         if len(parts) < 2:
             return False
-        if any(p.places is not None or p.value.shape != want.shape for p in parts):
+        if any(p.places is not None or p.value.shape != expected.shape for p in parts):
             return False
-        everywhere = torch.arange(want.numel()).reshape(want.shape)
-        return self.comparison.is_right_sum(at, False, _sum(parts), everywhere)
+        everywhere = torch.arange(expected.numel()).reshape(expected.shape)
+        return self.comparison.is_right_sum(key, False, _sum(parts), everywhere)
 
     def _explain_ranks(
         self,
-        at: OutputKey,
-        back: bool,
+        key: OutputKey,
+        grad: bool,
         wrong: Sequence[RankOutput],
         parts: Sequence[RankOutput],
         factors: Mapping[int, float] | None = None,
     ) -> Pattern:
         """Join the patterns of the ranks' wrong values, and list the ranks that are right."""
-        said: dict[Pattern, list[int]] = {}
+        joined: dict[Pattern, list[int]] = {}
         for part in wrong:
             assert part.places is not None
             factor = (factors or {}).get(part.rank, 1.0)
-            one = self.comparison.pattern(at, back, part.value, part.places, factor, self.sizes)
-            said.setdefault(one, []).append(part.rank)
-        bad = {part.rank for part in wrong}
-        good = sorted({part.rank for part in parts} - bad)
-        said = self.comparison.join_patterns(said)
-        texts = [f"{one.text} (rank {_join_ranks(ranks)})" for one, ranks in said.items()]
-        short = [
-            f"{one.short or one.text} (rank {_join_ranks(ranks)})" for one, ranks in said.items()
+            one = self.comparison.pattern(key, grad, part.value, part.places, factor, self.sizes)
+            joined.setdefault(one, []).append(part.rank)
+        wrong_ranks = {part.rank for part in wrong}
+        right_ranks = sorted({part.rank for part in parts} - wrong_ranks)
+        joined = self.comparison.join_patterns(joined)
+        texts = [f"{one.text} (rank {_join_ranks(ranks)})" for one, ranks in joined.items()]
+        short_texts = [
+            f"{one.short or one.text} (rank {_join_ranks(ranks)})" for one, ranks in joined.items()
         ]
-        more, first = [], wrong[0]
+        notes, first = [], wrong[0]
         if len(wrong) > 1 and all(_same_place(part, first) for part in wrong):
             alike = all(self.comparison.are_copies(part.value, first.value) for part in wrong)
-            more.append(f"they are {'alike' if alike else 'different'} on these ranks")
-            if not alike and not back and _has_equal_rows(_sum(wrong) - self.right.tensor(at)):
-                more.append("their sum is right but for one row in all places: each adds a bias")
-        elif back and self._are_misplaced(at, wrong, factors or {}):
-            more.append("their sum is right: parts of them belong to the places of other ranks")
-            return Pattern("; ".join([*texts, *more]))
-        more += [f"right on rank {_join_ranks(good)}"] * bool(good)
-        text, short_ = ("; ".join([*one, *more]) for one in (texts, short))
-        return Pattern(text, all(one.explains for one in said), short_ if short_ != text else "")
+            notes.append(f"they are {'alike' if alike else 'different'} on these ranks")
+            if not alike and not grad and _has_equal_rows(_sum(wrong) - self.right.tensor(key)):
+                notes.append("their sum is right but for one row in all places: each adds a bias")
+        elif grad and self._are_misplaced(key, wrong, factors or {}):
+            notes.append("their sum is right: parts of them belong to the places of other ranks")
+            return Pattern("; ".join([*texts, *notes]))
+        notes += [f"right on rank {_join_ranks(right_ranks)}"] * bool(right_ranks)
+        text, short_ = ("; ".join([*one, *notes]) for one in (texts, short_texts))
+        return Pattern(text, all(one.explains for one in joined), short_ if short_ != text else "")
 
     def _are_misplaced(
-        self, at: OutputKey, wrong: Sequence[RankOutput], factors: Mapping[int, float]
+        self, key: OutputKey, wrong: Sequence[RankOutput], factors: Mapping[int, float]
     ) -> bool:
         """Return whether ranks' gradients are right as a sum, though each is misplaced."""
         if len(wrong) < 2 or len({part.value.shape for part in wrong}) > 1:
             return False
-        full = self.right.tensor(at, True).reshape(-1)
-        right = [
+        full = self.right.tensor(key, True).reshape(-1)
+        right_outputs = [
             replace(part, value=factors.get(part.rank, 1.0) * full[part.places])
             for part in wrong
             if part.places is not None
         ]
-        return is_close(_sum(wrong), _sum(right))
+        return is_close(_sum(wrong), _sum(right_outputs))
 
     # -- backward
 
     def _first_gradient(self) -> Difference | None:
         """Return the first gradient, in backward order, without its rank's factor."""
         factors: dict[int, float] = {}
-        before, pending = "", dict[str, None]()
-        what = "the gradient of the output"
-        for at in self.right.backward_order:
-            frame, want = at[0], self.right.tensor(at, True)
-            if not bool(want.any()) or all(p.places is None for p in self.parts[at]):
+        last_right, pending = "", dict[str, None]()
+        subject = "the gradient of the output"
+        for key in self.right.backward_order:
+            frame, expected = key[0], self.right.tensor(key, True)
+            if not bool(expected.any()) or all(p.places is None for p in self.parts[key]):
                 continue
-            known = bool(factors)
-            pairs = self.pair_gradients(at, factors)
+            had_factors = bool(factors)
+            pairs = self.pair_gradients(key, factors)
             if not pairs:
                 none = Pattern("no rank has one: detached, or never asked for")
-                return Difference(describe_frame(frame), what, none, before, (*pending,))
-            wrong = [part for part, _ in pairs if not self._is_right(at, part, factors)]
-            if wrong and self._are_pending_terms(at, wrong, factors):
+                return Difference(describe_frame(frame), subject, none, last_right, (*pending,))
+            wrong = [part for part, _ in pairs if not self._is_right(key, part, factors)]
+            if wrong and self._are_pending_terms(key, wrong, factors):
                 pending[describe_frame(frame)] = None
-            elif wrong and not known and self._are_pending_terms(at, [p for p, _ in pairs]):
+            elif wrong and not had_factors and self._are_pending_terms(key, [p for p, _ in pairs]):
                 factors.clear()  # terms of a sum have no factor
                 pending[describe_frame(frame)] = None
             elif wrong:
-                got = [part for part, _ in pairs]
-                found = self._explain_calls(at, pairs)
-                found = found or self._explain_ranks(at, True, wrong, got, factors)
-                if not before:
+                parts = [part for part, _ in pairs]
+                pattern = self._explain_calls(key, pairs)
+                pattern = pattern or self._explain_ranks(key, True, wrong, parts, factors)
+                if not last_right:
                     sender = describe_frame(frame)
                     text = f"the gradient that it sends back to `{sender}` is not right: "
-                    found = replace(found, text=text + found.text)
-                own = tuple(replace(p, value=p.value / factors.get(p.rank, 1.0)) for p in got)
-                name = describe_frame(frame) if before else OF_LOSS
-                return Difference(name, what, found, before, (*pending,), at, own)
+                    pattern = replace(pattern, text=text + pattern.text)
+                scaled = tuple(replace(p, value=p.value / factors.get(p.rank, 1.0)) for p in parts)
+                name = describe_frame(frame) if last_right else OF_LOSS
+                return Difference(name, subject, pattern, last_right, (*pending,), key, scaled)
             else:
-                before = describe_frame(frame)
+                last_right = describe_frame(frame)
         return None
 
-    def _is_right(self, at: OutputKey, part: RankOutput, factors: Mapping[int, float]) -> bool:
+    def _is_right(self, key: OutputKey, part: RankOutput, factors: Mapping[int, float]) -> bool:
         assert part.places is not None
         return self.comparison.is_right(
-            at, True, part.value, part.places, factors.get(part.rank, 1.0)
+            key, True, part.value, part.places, factors.get(part.rank, 1.0)
         )
 
-    def _explain_calls(self, at: OutputKey, pairs: Sequence[tuple[RankOutput, Tensor]]) -> Pattern:
+    def _explain_calls(self, key: OutputKey, pairs: Sequence[tuple[RankOutput, Tensor]]) -> Pattern:
         """Describe the factors of a rank's calls, if each call is right but for its factor.
 
         Calls are for parts of the batch, so the factor is the weight of a part.
         """
         factors: dict[int, list[float]] = {}
-        for part, want in pairs:
-            factor = self.comparison.factor(part.value, want)
-            if not self._is_right(at, part, {part.rank: factor}):
+        for part, expected in pairs:
+            factor = self.comparison.factor(part.value, expected)
+            if not self._is_right(key, part, {part.rank: factor}):
                 return Pattern("")
             factors.setdefault(part.rank, []).append(factor)
-        for rank, found in factors.items():
-            if max(found) - min(found) > self.comparison.factor_rtol * max(map(abs, found)):
-                each = ", ".join(f"{one:.4g}" for one in found)
+        for rank, values in factors.items():
+            if max(values) - min(values) > self.comparison.factor_rtol * max(map(abs, values)):
+                text = ", ".join(f"{value:.4g}" for value in values)
                 return Pattern(
-                    f"its {len(found)} parts of the batch have {each} times theirs (rank {rank})"
+                    f"its {len(values)} parts of the batch have {text} times theirs (rank {rank})"
                 )
         return Pattern("")
 
     def _are_pending_terms(
-        self, at: OutputKey, wrong: Sequence[RankOutput], factors: Mapping[int, float] | None = None
+        self,
+        key: OutputKey,
+        wrong: Sequence[RankOutput],
+        factors: Mapping[int, float] | None = None,
     ) -> bool:
         """Return whether ranks have terms of a right sum that is still to be made.
 
         Without the ranks' factors, the sum may be right but for some factor.
         """
-        want = self.right.tensor(at, True).reshape(-1)
+        expected = self.right.tensor(key, True).reshape(-1)
         groups: dict[tuple[int, ...], list[RankOutput]] = {}
         for part in wrong:
             assert part.places is not None
@@ -480,17 +483,17 @@ class StepComparison:
         for copies in groups.values():
             group: list[RankOutput] = []  # each term once, without copies of it
             for part in copies:
-                if not any(self.comparison.are_copies(part.value, one.value) for one in group):
+                if not any(self.comparison.are_copies(part.value, term.value) for term in group):
                     group.append(part)
-            first = group[0]
+            first_term = group[0]
             if len(group) < 2 or len({part.value.shape for part in group}) > 1:
                 return False
-            assert first.places is not None
+            assert first_term.places is not None
             if factors is None:
-                mean = self.comparison.factor(_sum(group), want[first.places])
+                mean = self.comparison.factor(_sum(group), expected[first_term.places])
             else:
                 mean = sum(factors.get(part.rank, 1.0) for part in group) / len(group)
-            if not self.comparison.is_right_sum(at, True, _sum(group), first.places, mean):
+            if not self.comparison.is_right_sum(key, True, _sum(group), first_term.places, mean):
                 return False
         return True
 
@@ -511,11 +514,11 @@ def _covers_dims(places: Tensor, shape: torch.Size) -> bool:
 def find_rows(part: RankOutput, anchors: Sequence[RankOutput], shape: torch.Size) -> Tensor | None:
     """Return a part's rows (of the first two dims), known from right outputs before it."""
     lead = part.value.shape[:2]
-    for one in anchors:
-        if (one.rank, one.frame[1], one.value.shape[:2]) != (part.rank, part.frame[1], lead):
+    for prior in anchors:
+        if (prior.rank, prior.frame[1], prior.value.shape[:2]) != (part.rank, part.frame[1], lead):
             continue
-        if one.places is not None and one.places.dim() > 2:
-            return one.places.flatten(2)[..., 0] // one.shape[2:].numel()
+        if prior.places is not None and prior.places.dim() > 2:
+            return prior.places.flatten(2)[..., 0] // prior.shape[2:].numel()
     full = torch.arange(shape[:2].numel()).reshape(shape[:2])
     return full if lead == shape[:2] else None
 
@@ -536,46 +539,46 @@ def _positions(part: RankOutput, shape: torch.Size) -> tuple[int, ...]:
     """Return a rank's positions along the second-to-last dim, if they are not all."""
     if part.places is None or part.places.dim() != len(shape) or len(shape) < 2:
         return ()
-    found = torch.unique(part.places[..., 0] // shape[-1] % shape[-2]).tolist()
-    return tuple(found) if len(found) < shape[-2] else ()
+    positions = torch.unique(part.places[..., 0] // shape[-1] % shape[-2]).tolist()
+    return tuple(positions) if len(positions) < shape[-2] else ()
 
 
-def _compare_positions(words: Mapping[int, Mapping[str, tuple[int, ...]]]) -> str:
+def _compare_positions(by_rank: Mapping[int, Mapping[str, tuple[int, ...]]]) -> str:
     """Report modules of a rank that have equally many positions, but different ones."""
-    for rank, known in words.items():
-        for (a, some), (b, others) in itertools.combinations(known.items(), 2):
-            if len(some) == len(others) and some != others:
+    for rank, modules in by_rank.items():
+        for (a, left), (b, right) in itertools.combinations(modules.items(), 2):
+            if len(left) == len(right) and left != right:
                 return (
-                    f"on rank {rank} `{a}` has the places {[*some]}, and `{b}` has {[*others]}: "
+                    f"on rank {rank} `{a}` has the places {[*left]}, and `{b}` has {[*right]}: "
                     "positions that are not those of its words"
                 )
     return ""
 
 
-def _describe_permutation(value: Tensor, want: Tensor) -> str:
+def _describe_permutation(value: Tensor, expected: Tensor) -> str:
     """Describe a permutation of places along a dim of a right output; "" if there is none."""
-    near = NEAR * float(want.abs().max())
-    for dim, size in enumerate(want.shape):
+    tolerance = NEAR * float(expected.abs().max())
+    for dim, size in enumerate(expected.shape):
         if not 2 <= size <= MOST_PLACES:
             continue
-        ours, right = (one.movedim(dim, 0).flatten(1) for one in (value, want))
-        same = torch.stack([(one - right).abs().amax(1) <= near for one in ours])
+        slices, right_slices = (x.movedim(dim, 0).flatten(1) for x in (value, expected))
+        matches = torch.stack([(x - right_slices).abs().amax(1) <= tolerance for x in slices])
         order: list[int] = []
-        for place, there in enumerate(
-            same
+        for index, row in enumerate(
+            matches
         ):  # equal slices: prefer its own index, then the next one
-            known = there.nonzero().reshape(-1).tolist()
-            if not known:
+            equal = row.nonzero().reshape(-1).tolist()
+            if not equal:
                 break
-            likely = [n for n in (place, order[-1] + 1 if order else 0) if n in known]
-            order.append((likely or known)[0])
+            preferred = [n for n in (index, order[-1] + 1 if order else 0) if n in equal]
+            order.append((preferred or equal)[0])
         if len(order) == size:
             return f"along dim {dim} it holds the places {order} of what is right"
     return ""
 
 
-def _count_calls(run: RecordedStep, name: str) -> int:
-    return sum(frame[0] == name for frame in run.calls)
+def _count_calls(step: RecordedStep, name: str) -> int:
+    return sum(frame[0] == name for frame in step.calls)
 
 
 def _sum(parts: Sequence[RankOutput]) -> Tensor:

@@ -44,17 +44,17 @@ def _has_places(value: object) -> bool:
 
 
 def _change_input(batch: Batch, name: str) -> Iterator[ChangedBatch]:
-    given = batch[name]
-    count = given.shape[1]
-    for place in torch.linspace(0, count - 1, min(count, MOST_PLACES)).round().long().tolist():
-        value = given.clone()
-        if given.is_floating_point():
-            value[:, place] += 1
+    original = batch[name]
+    count = original.shape[1]
+    for position in torch.linspace(0, count - 1, min(count, MOST_PLACES)).round().long().tolist():
+        value = original.clone()
+        if original.is_floating_point():
+            value[:, position] += 1
         else:  # another value that the batch contains
-            known = torch.unique(given)
-            at = torch.searchsorted(known, given[:, place].contiguous())
-            value[:, place] = known[(at + 1) % len(known)]
-        yield ChangedBatch(name, place, {**batch, name: value})
+            distinct = torch.unique(original)
+            indices = torch.searchsorted(distinct, original[:, position].contiguous())
+            value[:, position] = distinct[(indices + 1) % len(distinct)]
+        yield ChangedBatch(name, position, {**batch, name: value})
 
 
 @dataclass(frozen=True)
@@ -69,71 +69,71 @@ class RankOutputs:
 
 
 def explain_dependence(
-    right: Sequence[Tensor], parts: Sequence[RankOutputs], made: Sequence[ChangedBatch]
+    expected: Sequence[Tensor], parts: Sequence[RankOutputs], batches: Sequence[ChangedBatch]
 ) -> str:
     """Explain outputs that depend on wrong positions of an input, or do not depend on right ones.
 
-    `right` and each part hold the output for the given batch, then for each changed batch. The
+    `expected` and each part hold the output for the given batch, then for each changed batch. The
     second dim of the output is the position.
     """
-    full = _relative_changes(right)
-    length = right[0].shape[1]
-    more: set[tuple[int, int]] = set()
-    less: set[tuple[int, int]] = set()
+    full = _relative_changes(expected)
+    length = expected[0].shape[1]
+    extra: set[tuple[int, int]] = set()
+    lacking: set[tuple[int, int]] = set()
     for part in parts:
-        moved, there = _relative_changes(part.outputs), full[:, part.rows.reshape(-1)]
+        changed, required = _relative_changes(part.outputs), full[:, part.rows.reshape(-1)]
         places = part.rows.reshape(-1) % length
-        for found, pairs in (
-            (more, (moved > DEPENDENT) & (there == 0)),
-            (less, (there > DEPENDENT) & (moved <= INDEPENDENT)),
+        for collected, pairs in (
+            (extra, (changed > DEPENDENT) & (required == 0)),
+            (lacking, (required > DEPENDENT) & (changed <= INDEPENDENT)),
         ):
             for change, row in pairs.nonzero().tolist():
-                found.add((int(places[row]), made[change].place))
-    source = made[0].source
-    if more and less:
+                collected.add((int(places[row]), batches[change].place))
+    source = batches[0].source
+    if extra and lacking:
         order = _find_order(
-            full, [(_relative_changes(p.outputs), p.rows.reshape(-1)) for p in parts], made
+            full, [(_relative_changes(p.outputs), p.rows.reshape(-1)) for p in parts], batches
         )
-        text = f"{_describe_pairs(more, source, 'depends')} and not on what the original's does"
+        text = f"{_describe_pairs(extra, source, 'depends')} and not on what the original's does"
         return f"{text}: {order or 'words are in another order, or another mask is used'}"
-    said = []
-    if more:
-        text = f"{_describe_pairs(more, source, 'depends')}, where the original's does not"
-        said.append(f"{text}: a mask lets through too much")
-    if less:
-        text = f"{_describe_pairs(less, source, 'does not depend')}, where the original's does"
-        said.append(f"{text}: something is masked or missing")
-    return "; ".join(said)
+    texts = []
+    if extra:
+        text = f"{_describe_pairs(extra, source, 'depends')}, where the original's does not"
+        texts.append(f"{text}: a mask lets through too much")
+    if lacking:
+        text = f"{_describe_pairs(lacking, source, 'does not depend')}, where the original's does"
+        texts.append(f"{text}: something is masked or missing")
+    return "; ".join(texts)
 
 
 def _find_order(
-    full: Tensor, parts: Sequence[tuple[Tensor, Tensor]], made: Sequence[ChangedBatch]
+    full: Tensor, parts: Sequence[tuple[Tensor, Tensor]], batches: Sequence[ChangedBatch]
 ) -> str:
     """Return the order of positions that explains all dependences; "" if there is none."""
-    moved = torch.cat([found > DEPENDENT for found, _ in parts], 1)
-    there = torch.cat([full[:, rows] > DEPENDENT for _, rows in parts], 1)
+    depends = torch.cat([changes > DEPENDENT for changes, _ in parts], 1)
+    required = torch.cat([full[:, rows] > DEPENDENT for _, rows in parts], 1)
     order = []
-    for column in there:  # find the place with the same dependences
-        same = [k for k, one in enumerate(moved) if torch.equal(one, column)]
-        if len(same) != 1:
+    for column in required:  # find the place with the same dependences
+        matches = [k for k, candidate in enumerate(depends) if torch.equal(candidate, column)]
+        if len(matches) != 1:
             return ""
-        order.append(made[same[0]].place)
+        order.append(batches[matches[0]].place)
     return f"it has the words in the order {order}" if len(set(order)) == len(order) else ""
 
 
 def _relative_changes(outputs: Sequence[Tensor]) -> Tensor:
     """Return by change and row how far an output moves, relative to its largest element."""
-    first = outputs[0]
-    scale = float(first.abs().max()) or 1.0
-    rows = first.shape[0] * first.shape[1]
-    gaps = [(one - first).abs().reshape(rows, -1).amax(1) for one in outputs[1:]]
+    original = outputs[0]
+    scale = float(original.abs().max()) or 1.0
+    rows = original.shape[0] * original.shape[1]
+    gaps = [(output - original).abs().reshape(rows, -1).amax(1) for output in outputs[1:]]
     return torch.stack(gaps) / scale
 
 
 def _describe_pairs(pairs: set[tuple[int, int]], source: str, verb: str) -> str:
-    place, other = min(pairs)
+    position, source_position = min(pairs)
     count = f" ({len(pairs)} such pairs)" if len(pairs) > 1 else ""
-    return f"place {place} {verb} on place {other} of `{source}`{count}"
+    return f"place {position} {verb} on place {source_position} of `{source}`{count}"
 
 
 MOST_LISTED = 12  # places in a sentence
@@ -149,52 +149,52 @@ class RankCall:
 
 
 def explain_inputs(
-    right: Sequence[Tensor],
+    expected: Sequence[Tensor],
     ranks: Sequence[RankCall],
-    again: Callable[[Tensor], Tensor | None],
+    run: Callable[[Tensor], Tensor | None],
 ) -> str:
     """Explain inputs of ranks in another order, or of other rows; "" if all are right.
 
-    `again` returns the original module's output for another input; None if that is unknown.
+    `run` returns the original module's output for another input; None if that is unknown.
     """
-    same = [one for one in ranks if len(one.inputs) == len(right)]
-    for place, want in enumerate(right):
-        full = FullTensor(want)
-        found = [(one, one.inputs[place], find_elements(one.inputs[place], full)) for one in same]
-        said: dict[str, list[int]] = {}
-        for one, value, there in found:
-            if text := _describe_order(value, there, full, partial(_reproduces, again, one.output)):
-                said.setdefault(text, []).append(one.rank)
-        if said:
-            each = (f"{text} (rank {', '.join(map(str, on))})" for text, on in said.items())
-            return f"what it takes {'; '.join(each)}"
-        known = {one: there for one, _, there in found if there is not None}
-        if text := _explain_other_rows(known, want.shape):
+    alike = [call for call in ranks if len(call.inputs) == len(expected)]
+    for k, original in enumerate(expected):
+        full = FullTensor(original)
+        located = [(call, call.inputs[k], find_elements(call.inputs[k], full)) for call in alike]
+        groups: dict[str, list[int]] = {}
+        for call, value, places in located:
+            if text := _describe_order(value, places, full, partial(_reproduces, run, call.output)):
+                groups.setdefault(text, []).append(call.rank)
+        if groups:
+            texts = (f"{text} (rank {', '.join(map(str, on))})" for text, on in groups.items())
+            return f"what it takes {'; '.join(texts)}"
+        places_by_call = {call: places for call, _, places in located if places is not None}
+        if text := _explain_other_rows(places_by_call, original.shape):
             return text
     return ""
 
 
-def _reproduces(again: Callable[[Tensor], Tensor | None], output: Tensor, value: Tensor) -> bool:
-    made = again(value)
-    return made is not None and made.shape == output.shape and is_close(output, made)
+def _reproduces(run: Callable[[Tensor], Tensor | None], output: Tensor, value: Tensor) -> bool:
+    result = run(value)
+    return result is not None and result.shape == output.shape and is_close(output, result)
 
 
 def _describe_order(
-    value: Tensor, there: Tensor | None, full: FullTensor, makes: Callable[[Tensor], bool]
+    value: Tensor, found_places: Tensor | None, full: FullTensor, makes: Callable[[Tensor], bool]
 ) -> str:
     """Describe the order of a rank's input, if that is not the original's.
 
     Features (the last dim) may have any order, as weights have: `makes` must show that it is wrong.
     """
-    if there is None:
+    if found_places is None:
         mixed = value.numel() > 1 and _occurs_in(value, full.values)
-        said = "has the right numbers at other places: a reshape mixes dims, or parts are misplaced"
-        return said if mixed else ""
-    for dim, size in enumerate(there.shape):
-        line = there.movedim(dim, 0).reshape(size, -1)[:, 0]
+        text = "has the right numbers at other places: a reshape mixes dims, or parts are misplaced"
+        return text if mixed else ""
+    for dim, size in enumerate(found_places.shape):
+        line = found_places.movedim(dim, 0).reshape(size, -1)[:, 0]
         if size < 2 or bool((line.diff() > 0).all()):
             continue
-        if dim == there.dim() - 1 and not makes(value):
+        if dim == found_places.dim() - 1 and not makes(value):
             continue
         places = _varying_indices(line, full.values.shape)
         return f"holds along dim {dim} the places {_format_places(places)} of what is right"
@@ -203,46 +203,46 @@ def _describe_order(
 
 def _occurs_in(value: Tensor, full: Tensor) -> bool:
     """Return whether all values occur in `full`, and `full` has many distinct values (no ids)."""
-    known = torch.unique(full)
-    if 2 * len(known) < full.numel() or bool((known == known.round()).all()):
+    distinct = torch.unique(full)
+    if 2 * len(distinct) < full.numel() or bool((distinct == distinct.round()).all()):
         return False
-    near = 1e-9 * float(known.abs().max())
-    at = torch.searchsorted(known, value.reshape(-1) - near).clamp(max=len(known) - 1)
-    return bool(((known[at] - value.reshape(-1)).abs() <= 2 * near).all())
+    tolerance = 1e-9 * float(distinct.abs().max())
+    index = torch.searchsorted(distinct, value.reshape(-1) - tolerance).clamp(max=len(distinct) - 1)
+    return bool(((distinct[index] - value.reshape(-1)).abs() <= 2 * tolerance).all())
 
 
 def _varying_indices(line: Tensor, shape: torch.Size) -> list[int]:
     """Return the indices of a line of places along the dim in which they differ."""
     return next(
-        (one.tolist() for one in torch.unravel_index(line, shape) if len(torch.unique(one)) > 1),
+        (axis.tolist() for axis in torch.unravel_index(line, shape) if len(torch.unique(axis)) > 1),
         line.tolist(),
     )
 
 
 def _format_places(places: Sequence[int]) -> str:
-    more = ", ..." if len(places) > MOST_LISTED else ""
-    return f"[{', '.join(map(str, places[:MOST_LISTED]))}{more}]"
+    ellipsis = ", ..." if len(places) > MOST_LISTED else ""
+    return f"[{', '.join(map(str, places[:MOST_LISTED]))}{ellipsis}]"
 
 
 def _explain_other_rows(ranks: Mapping[RankCall, Tensor], shape: torch.Size) -> str:
     """Report ranks that compute the same output from different rows or positions."""
-    for first in ranks:
-        group = [one for one in ranks if one.output.shape == first.output.shape]
-        group = [one for one in group if is_close(one.output, first.output)]
-        for dim, word in ((0, "rows"), (1, "words")):
+    for reference in ranks:
+        group = [call for call in ranks if call.output.shape == reference.output.shape]
+        group = [call for call in group if is_close(call.output, reference.output)]
+        for dim, noun in ((0, "rows"), (1, "words")):
             if dim >= len(shape) or len(group) < 2:
                 continue
-            mine = {one: _distinct_indices(ranks[one], shape, dim) for one in group}
-            if len(set(mine.values())) > 1 and all(len(i) < shape[dim] for i in mine.values()):
-                who = " and ".join(
-                    f"rank {one.rank} {_format_places(i)}" for one, i in mine.items()
+            parts = {call: _distinct_indices(ranks[call], shape, dim) for call in group}
+            if len(set(parts.values())) > 1 and all(len(i) < shape[dim] for i in parts.values()):
+                holders = " and ".join(
+                    f"rank {call.rank} {_format_places(i)}" for call, i in parts.items()
                 )
                 return (
-                    f"ranks compute it together, and have other {word} there ({who}): "
+                    f"ranks compute it together, and have other {noun} there ({holders}): "
                     "those that share one copy of the model must read the same batch"
                 )
     return ""
 
 
-def _distinct_indices(there: Tensor, shape: torch.Size, dim: int) -> tuple[int, ...]:
-    return tuple(torch.unique(torch.unravel_index(there.reshape(-1), shape)[dim]).tolist())
+def _distinct_indices(places: Tensor, shape: torch.Size, dim: int) -> tuple[int, ...]:
+    return tuple(torch.unique(torch.unravel_index(places.reshape(-1), shape)[dim]).tolist())

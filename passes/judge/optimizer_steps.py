@@ -15,19 +15,19 @@ from schedlang.report import Row
 MOST_NAMES = 4
 
 
-def prefix_names(text: str, names: Sequence[str], of: int) -> str:
+def prefix_names(text: str, names: Sequence[str], total: int) -> str:
     """Prefix a sentence with the number and names of the tensors that it is about."""
-    return f"{len(names)} of {of} ({quote_names(names, MOST_NAMES)}): {text}"
+    return f"{len(names)} of {total} ({quote_names(names, MOST_NAMES)}): {text}"
 
 
-def diverged_parameters(wrong: Sequence[Row], first: Row) -> list[str]:
+def diverged_parameters(failing: Sequence[Row], first_row: Row) -> list[str]:
     """Return the parameters whose copies differ after the first row's step or an earlier one."""
     steps: dict[int, list[str]] = {}
-    for row in wrong:
-        if row.kind == "replicas" and row.condition == first.condition and row.step is not None:
+    for row in failing:
+        if row.kind == "replicas" and row.condition == first_row.condition and row.step is not None:
             steps.setdefault(row.step, []).append(row.name)
     names = steps.get(min(steps, default=0), [])
-    if not names or first.step is None or min(steps) > first.step:
+    if not names or first_row.step is None or min(steps) > first_row.step:
         return []
     if any(name.startswith("gradient of ") for name in names):
         return []
@@ -35,29 +35,31 @@ def diverged_parameters(wrong: Sequence[Row], first: Row) -> list[str]:
 
 
 def explain_steps(
-    wrong: Sequence[Row],
-    first: Row | None,
+    failing: Sequence[Row],
+    first_row: Row | None,
     expected: Observation,
     actual: Observation,
     record: RunRecord,
     sizes: Mapping[str, int],
 ) -> Iterator[tuple[str, str]]:
     """Explain how the optimizer's steps differ, if gradients are right until then."""
-    if first is None or first.kind != "parameters" or first.step is None:
+    if first_row is None or first_row.kind != "parameters" or first_row.step is None:
         return
-    found: dict[str, list[str]] = {}
-    rows = [row for row in wrong if (row.condition, row.kind, row.step) == _key_of(first)]
+    groups: dict[str, list[str]] = {}
+    rows = [row for row in failing if (row.condition, row.kind, row.step) == _key_of(first_row)]
     for row in rows:
-        key = Key(first.condition, first.kind, first.step, row.name)
-        now, want = actual.tensors.get(key), expected.tensors.get(key)
-        before = expected.tensors.get(key._replace(step=first.step - 1))
-        before = before if first.step else (record.initial or {}).get(row.name)
-        if now is None or want is None or before is None or now.shape != before.shape:
+        key = Key(first_row.condition, first_row.kind, first_row.step, row.name)
+        current, target = actual.tensors.get(key), expected.tensors.get(key)
+        before = expected.tensors.get(key._replace(step=first_row.step - 1))
+        before = before if first_row.step else (record.initial or {}).get(row.name)
+        if current is None or target is None or before is None or current.shape != before.shape:
             return
-        found.setdefault(_explain_step(now - before, want - before, sizes), []).append(row.name)
-    if not found.pop("", None):
-        for text, names in found.items():
-            count = sum(key[:3] == _key_of(first) for key in expected.tensors)
+        groups.setdefault(_explain_step(current - before, target - before, sizes), []).append(
+            row.name
+        )
+    if not groups.pop("", None):
+        for text, names in groups.items():
+            count = sum(key[:3] == _key_of(first_row) for key in expected.tensors)
             yield "parameters", f"{prefix_names(text, names, count)}; gradients are right"
 
 
@@ -65,15 +67,15 @@ def _key_of(row: Row) -> tuple[str, str, int | None]:
     return row.condition, row.kind, row.step
 
 
-def _explain_step(moved: Tensor, right: Tensor, sizes: Mapping[str, int]) -> str:
+def _explain_step(change: Tensor, right_change: Tensor, sizes: Mapping[str, int]) -> str:
     """Explain a parameter's change by the right change; "" if no rule fits."""
-    if not moved.any():
+    if not change.any():
         return "not stepped: they are what they were before"
-    still = (moved == 0) & (right != 0)
-    if still.any() and is_close(moved[~still], right[~still]):
-        return f"{int(still.sum())} of {right.numel()} elements are not stepped"
-    found = diagnose(moved, right, sizes)
-    if not found.explains or "times the right value" not in found.text:
+    unstepped = (change == 0) & (right_change != 0)
+    if unstepped.any() and is_close(change[~unstepped], right_change[~unstepped]):
+        return f"{int(unstepped.sum())} of {right_change.numel()} elements are not stepped"
+    diagnosis = diagnose(change, right_change, sizes)
+    if not diagnosis.explains or "times the right value" not in diagnosis.text:
         return ""
-    factor = found.text.partition(" times")[0]
+    factor = diagnosis.text.partition(" times")[0]
     return f"each step is {factor} times the right one: a rate, or a schedule of it, is another"

@@ -103,8 +103,8 @@ class ProgramFile:
     @property
     def program(self) -> Make:
         """`program(model)`."""
-        made: Make = self.module.program
-        return made
+        make: Make = self.module.program
+        return make
 
     @property
     def world(self) -> int | None:
@@ -122,30 +122,30 @@ def load_program(path: Path) -> ProgramFile:
 
     Raises Refusal S904, S905, or S761 if the file defines no program.
     """
-    found = path.resolve()
-    if path.is_file() and str(found.parent) not in sys.path:
-        sys.path.insert(0, str(found.parent))  # as `python program.py` has it
+    resolved = path.resolve()
+    if path.is_file() and str(resolved.parent) not in sys.path:
+        sys.path.insert(0, str(resolved.parent))  # as `python program.py` has it
     module = import_file(IMPORT_NAME, path)
     if not callable(getattr(module, "program", None)):
-        defined = [word for word in vars(module) if not word.startswith("_")]
-        title = f"`{path.name}` defines no `program(model)`"
+        defined = [name for name in vars(module) if not name.startswith("_")]
+        message = f"`{path.name}` defines no `program(model)`"
         helps = (suggest_name("program", defined, "it defines"), f"write `{FORM}`")
         raise Refusal(
-            Diagnostic("S761", title, helps=helps, facts=facts_of_unknown("program", defined))
+            Diagnostic("S761", message, helps=helps, facts=facts_of_unknown("program", defined))
         )
-    return ProgramFile(module, found)
+    return ProgramFile(module, resolved)
 
 
 def make_program(make: Make, model: nn.Module, rank: int) -> TrainingProgram:
     """Call a user's `program` on a rank; refuse (S761, S767) an invalid result."""
     with user_errors(make, "program", rank):
-        found = make(model)
-    if not isinstance(found, TrainingProgram):
-        what = "nothing" if found is None else kind_of(found)
-        title = f"`program` returns {what} on rank {rank}, not a TrainingProgram"
-        raise Refusal(Diagnostic("S761", title, helps=("return one on every rank", FORM)))
-    check_program(found, rank)
-    return found
+        program = make(model)
+    if not isinstance(program, TrainingProgram):
+        description = "nothing" if program is None else kind_of(program)
+        message = f"`program` returns {description} on rank {rank}, not a TrainingProgram"
+        raise Refusal(Diagnostic("S761", message, helps=("return one on every rank", FORM)))
+    check_program(program, rank)
+    return program
 
 
 def check_program(program: TrainingProgram, rank: int) -> None:
@@ -153,29 +153,29 @@ def check_program(program: TrainingProgram, rank: int) -> None:
     from torch import nn
 
     module = program.module
-    chunks = isinstance(module, Sequence) and all(isinstance(one, nn.Module) for one in module)
+    chunks = isinstance(module, Sequence) and all(isinstance(chunk, nn.Module) for chunk in module)
     if not chunks and not isinstance(module, nn.Module):
-        title = f"`module` of the program on rank {rank} is {kind_of(module)}"
+        message = f"`module` of the program on rank {rank} is {kind_of(module)}"
         helps = ("give a torch.nn.Module, or a list of this rank's modules",)
-        raise Refusal(Diagnostic("S761", title, helps=helps))
+        raise Refusal(Diagnostic("S761", message, helps=helps))
     if not callable(program.step):
-        title = f"`step` of the program on rank {rank} is {kind_of(program.step)}, not a function"
-        raise Refusal(Diagnostic("S761", title, helps=("give step(batch)",)))
+        message = f"`step` of the program on rank {rank} is {kind_of(program.step)}, not a function"
+        raise Refusal(Diagnostic("S761", message, helps=("give step(batch)",)))
     for part in _TAKES_BATCH:
         _check_takes_one(getattr(program, part), part, rank)
     if program.world_loss not in LOSS_REDUCTIONS:
-        title = f"`world_loss` is {program.world_loss!r}"
+        message = f"`world_loss` is {program.world_loss!r}"
         helps = (suggest_name(str(program.world_loss), LOSS_REDUCTIONS, "choose one of"),)
-        raise Refusal(Diagnostic("S767", title, helps=helps))
-    for part, (kinds, wanted) in _PARTS.items():
-        found = getattr(program, part)
-        if found is not None and not isinstance(found, kinds):
-            title = f"`{part}` of the program on rank {rank} is {kind_of(found)}, not {wanted}"
-            raise Refusal(Diagnostic("S767", title, helps=(f"give {wanted}",)))
+        raise Refusal(Diagnostic("S767", message, helps=helps))
+    for part, (kinds, expected) in _PARTS.items():
+        value = getattr(program, part)
+        if value is not None and not isinstance(value, kinds):
+            message = f"`{part}` of the program on rank {rank} is {kind_of(value)}, not {expected}"
+            raise Refusal(Diagnostic("S767", message, helps=(f"give {expected}",)))
     if program.load is not None and program.state_dict is None:
-        title = "the program has a `load` and no `state_dict`"
+        message = "the program has a `load` and no `state_dict`"
         helps = ("give the state that it loads: `state_dict=lambda: module.state_dict()`",)
-        raise Refusal(Diagnostic("S767", title, helps=helps))
+        raise Refusal(Diagnostic("S767", message, helps=helps))
 
 
 def _check_takes_one(function: Callable[..., Any] | None, part: str, rank: int) -> None:
@@ -187,9 +187,9 @@ def _check_takes_one(function: Callable[..., Any] | None, part: str, rank: int) 
         if signature is not None:
             signature.bind(None)
     except TypeError as error:
-        title = f"`{part}` of the program on rank {rank} is {part}{signature}: it takes no batch"
+        message = f"`{part}` of the program on rank {rank} is {part}{signature}: it takes no batch"
         helps = (f"write `def {part}(batch): ...`: it is called with the full batch of a step",)
-        raise Refusal(Diagnostic("S761", title, helps=helps)) from error
+        raise Refusal(Diagnostic("S761", message, helps=helps)) from error
 
 
 _TAKES_BATCH = ("step", "evaluate")
@@ -202,24 +202,24 @@ _PARTS: dict[str, tuple[Any, str]] = {
 }
 
 
-def check_optimizer(found: Any, where: str) -> Any:
+def check_optimizer(optimizer: Any, location: str) -> Any:
     """Return the user's optimizer; refuse (S767) anything else."""
-    if callable(getattr(found, "step", None)) and hasattr(found, "state"):
-        return found
-    what = "nothing" if found is None else kind_of(found)
-    title = f"`optimizer` returns {what} {where}, not a torch.optim.Optimizer"
-    raise Refusal(Diagnostic("S767", title, helps=("return `torch.optim.AdamW(named)`",)))
+    if callable(getattr(optimizer, "step", None)) and hasattr(optimizer, "state"):
+        return optimizer
+    description = "nothing" if optimizer is None else kind_of(optimizer)
+    message = f"`optimizer` returns {description} {location}, not a torch.optim.Optimizer"
+    raise Refusal(Diagnostic("S767", message, helps=("return `torch.optim.AdamW(named)`",)))
 
 
-def check_norm(found: Any, rank: int) -> float:
+def check_norm(norm: Any, rank: int) -> float:
     """Return the user's gradient norm; refuse (S767) what is not a number."""
-    value = found.full_tensor() if hasattr(found, "full_tensor") else found
+    value = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     if isinstance(value, (int, float)) or getattr(value, "numel", lambda: 0)() == 1:
         return float(value)
-    what = "nothing" if found is None else kind_of(found)
-    title = f"`clip` returns {what} on rank {rank}, not the norm"
+    description = "nothing" if norm is None else kind_of(norm)
+    message = f"`clip` returns {description} on rank {rank}, not the norm"
     helps = ("return the norm of all gradients, before they are clipped, on every rank",)
-    raise Refusal(Diagnostic("S767", title, helps=helps))
+    raise Refusal(Diagnostic("S767", message, helps=helps))
 
 
 def call_with_optimizer(function: Callable[..., Any], optimizer: Any, *args: Any) -> Any:
@@ -238,52 +238,52 @@ def check_ranks(ranks: object) -> None:
     """Refuse (S767) an invalid number of ranks."""
     if isinstance(ranks, int) and ranks > 0:
         return
-    title = (
+    message = (
         "the number of ranks is not given"
         if ranks is None
         else f"`{ranks}` ranks cannot be started"
     )
     helps = ("write `world = 4` in the program's file", "or say it: `--ranks 4`, `ranks=4`")
-    raise Refusal(Diagnostic("S767", title, helps=helps))
+    raise Refusal(Diagnostic("S767", message, helps=helps))
 
 
 @contextmanager
-def user_errors(make: Make, what: str, rank: int) -> Iterator[None]:
+def user_errors(make: Make, part: str, rank: int) -> Iterator[None]:
     """Turn an error in a user's function into a refusal (S762, S765) at its line, with the rank."""
     try:
         yield
     except Refusal:
         raise
     except (Exception, SystemExit) as error:
-        raise _refusal_of(error, make, what, rank) from error
+        raise _refusal_of(error, make, part, rank) from error
 
 
-def _refusal_of(error: BaseException, make: Make, what: str, rank: int) -> Refusal:
+def _refusal_of(error: BaseException, make: Make, part: str, rank: int) -> Refusal:
     file = file_of(make)
-    own, deeper = frames_in(file, error)
-    said = _summary(error)
+    frames, deeper = frames_in(file, error)
+    summary = _summary(error)
     code = getattr(make, "__code__", None)
-    if not own and file and code is not None:  # the call itself fails: use the definition's line
-        own = [traceback.FrameSummary(file, code.co_firstlineno, code.co_name)]
-    label = Label(at_frame(own[-1]), "here") if own else Label()
-    notes = [f"called at {Path(f.filename).name}:{f.lineno}: {f.line}" for f in own[:-1]]
+    if not frames and file and code is not None:  # the call itself fails: use the definition's line
+        frames = [traceback.FrameSummary(file, code.co_firstlineno, code.co_name)]
+    label = Label(at_frame(frames[-1]), "here") if frames else Label()
+    notes = [f"called at {Path(f.filename).name}:{f.lineno}: {f.line}" for f in frames[:-1]]
     notes += deeper
     if (root := _root_cause(error)) is not error:
         notes.append(f"it comes from {_summary(root)}")
     if _GPU.search(str(error).lower()):
-        title = f"`{what}` asks for a GPU on rank {rank}: {said}"
+        message = f"`{part}` asks for a GPU on rank {rank}: {summary}"
         helps = (
             "the judge runs ranks on CPUs, under gloo: take the device of the model's parameters, "
             "`next(model.parameters()).device`",
         )
-        return Refusal(Diagnostic("S765", title, label, notes=tuple(notes), helps=helps))
-    title = f"`{what}` raises {said} on rank {rank}"
-    helps = (_EXIT_HELP if isinstance(error, SystemExit) else _HELPS[what],)
+        return Refusal(Diagnostic("S765", message, label, notes=tuple(notes), helps=helps))
+    message = f"`{part}` raises {summary} on rank {rank}"
+    helps = (_EXIT_HELP if isinstance(error, SystemExit) else _HELPS[part],)
     if _ALREADY_JOINED.search(str(error)):
         helps = (
             "the process group exists already: make it only `if not dist.is_initialized(): ...`",
         )
-    refusal = Refusal(Diagnostic("S762", title, label, notes=tuple(notes), helps=helps))
+    refusal = Refusal(Diagnostic("S762", message, label, notes=tuple(notes), helps=helps))
     refusal.consequence = is_consequence(error)  # type: ignore[attr-defined]
     return refusal
 

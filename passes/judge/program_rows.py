@@ -40,21 +40,21 @@ def align_observations(
     slots = {k.kind for k in expected.tensors if k.kind.startswith("optimizer ")}
     if record.optimizer is not None:  # a wrapper may store its state elsewhere
         missing |= slots - {k.kind for k in actual.tensors}
-    left = dict(actual.left_out)
+    left_out = dict(actual.left_out)
     tensors = {k: v for k, v in actual.tensors.items() if k.kind not in _OUTPUTS}
-    for key, want in expected.tensors.items():
+    for key, expected_value in expected.tensors.items():
         if key.kind not in _OUTPUTS or key.kind in missing:
             continue
         parts = list(_rank_outputs(actual, key))
-        full = _assemble_output(parts, want) if want is not None else None
+        full = _assemble_output(parts, expected_value) if expected_value is not None else None
         if full is not None:
             tensors[key] = full
-        elif parts and want is not None and not _may_be_pieces(parts, want):
+        elif parts and expected_value is not None and not _may_be_pieces(parts, expected_value):
             tensors[key] = parts[0]  # another shape: the row fails and shows both
         else:
-            said = "parts of ranks do not make it"
-            left[key.name] = said if parts else "the program does not give it"
-    gone = {
+            text = "parts of ranks do not make it"
+            left_out[key.name] = text if parts else "the program does not give it"
+    lost = {
         k
         for k in expected.tensors
         if k.kind in ("other state", HIDDEN_BUFFERS)
@@ -65,16 +65,16 @@ def align_observations(
         k: v if k.kind != "state_dict keys" else v - record.lost_buffers
         for k, v in expected.sets.items()
     }
-    wanted = {k: v for k, v in expected.tensors.items() if k not in gone}
+    expected_tensors = {k: v for k, v in expected.tensors.items() if k not in lost}
     actual = replace(
         actual,
         tensors=tensors,
         missing=missing,
-        left_out=left,
+        left_out=left_out,
         order=expected.order,
         ties=expected.ties,
     )
-    return replace(expected, tensors=wanted, sets=sets), actual
+    return replace(expected, tensors=expected_tensors, sets=sets), actual
 
 
 _OUTPUTS = ("outputs", "training outputs")
@@ -89,20 +89,20 @@ def _rank_outputs(actual: Observation, key: Key) -> Iterator[Tensor]:
         yield value
 
 
-def _assemble_output(parts: Sequence[Tensor], want: Tensor) -> Tensor | None:
+def _assemble_output(parts: Sequence[Tensor], expected: Tensor) -> Tensor | None:
     """Assemble a full output from ranks' parts, equal parts once, in the arrangement that is right.
 
     If no arrangement gives the right output, return the first with its shape.
     """
-    alone: list[Tensor] = []
+    distinct: list[Tensor] = []
     for part in parts:
-        if part.shape == want.shape:
-            return part.to(want.dtype, copy=True)
-        if not any(part.shape == one.shape and torch.equal(part, one) for one in alone):
-            alone.append(part)
-    found = [one for one in _arrangements(alone, len(want.shape)) if one.shape == want.shape]
-    right = (one for one in found if one.is_floating_point() and is_close(one, want.to(one.dtype)))
-    return next(right, found[0] if found else None)
+        if part.shape == expected.shape:
+            return part.to(expected.dtype, copy=True)
+        if not any(part.shape == t.shape and torch.equal(part, t) for t in distinct):
+            distinct.append(part)
+    fits = [t for t in _arrangements(distinct, len(expected.shape)) if t.shape == expected.shape]
+    matches = (t for t in fits if t.is_floating_point() and is_close(t, expected.to(t.dtype)))
+    return next(matches, fits[0] if fits else None)
 
 
 def _arrangements(parts: Sequence[Tensor], dims: int) -> Iterator[Tensor]:
@@ -112,10 +112,10 @@ def _arrangements(parts: Sequence[Tensor], dims: int) -> Iterator[Tensor]:
         if len({part.shape for part in parts}) == 1 and parts[0].dim() > dim:
             yield torch.stack([*parts], dim + 1).flatten(dim, dim + 1)
     for count in (n for n in range(2, len(parts)) if len(parts) % n == 0):
-        runs = [parts[k : k + count] for k in range(0, len(parts), count)]
+        groups = [parts[k : k + count] for k in range(0, len(parts), count)]
         for outer, inner in itertools.permutations(range(dims), 2):
-            strips = [one for run in runs for one in _concatenate(run, inner)]
-            if len(strips) == len(runs):
+            strips = [strip for group in groups for strip in _concatenate(group, inner)]
+            if len(strips) == len(groups):
                 yield from _concatenate(strips, outer)
 
 
@@ -125,11 +125,11 @@ def _concatenate(parts: Sequence[Tensor], dim: int) -> Iterator[Tensor]:
         yield torch.cat([*parts], dim)
 
 
-def _may_be_pieces(parts: Sequence[Tensor], want: Tensor) -> bool:
+def _may_be_pieces(parts: Sequence[Tensor], expected: Tensor) -> bool:
     """Return whether parts may be pieces of a tensor, divided in an unknown way."""
-    fits = all(p.dim() == want.dim() for p in parts)
-    fits = fits and all(a <= b for p in parts for a, b in zip(p.shape, want.shape))
-    return fits and sum(part.numel() for part in parts) >= want.numel()
+    fits = all(p.dim() == expected.dim() for p in parts)
+    fits = fits and all(a <= b for p in parts for a, b in zip(p.shape, expected.shape))
+    return fits and sum(part.numel() for part in parts) >= expected.numel()
 
 
 def initial_rows(original: nn.Module, record: RunRecord) -> Iterator[Row]:
@@ -137,13 +137,13 @@ def initial_rows(original: nn.Module, record: RunRecord) -> Iterator[Row]:
     assert record.holdings is not None and record.initial is not None
     for name, p in original.named_parameters():
         value, lost = record.initial.get(name), record.holdings.missing.get(name, 0)
-        want = p.detach()
+        expected = p.detach()
         if lost or value is None:
             note = f"{lost} of its {p.numel()} elements are on no rank"
             note = "on no rank" if lost in (0, p.numel()) else note
             yield Row("", INITIAL, name, math.inf, 0.0, False, None, note, tuple(p.shape))
             continue
-        error = float((value - want).norm() / want.norm()) if p.numel() else 0.0
+        error = float((value - expected).norm() / expected.norm()) if p.numel() else 0.0
         note = "" if error == 0 else CHANGED
         if not error and (error := record.start_errors.get(name, 0.0)):
             note = UNLIKE
@@ -173,7 +173,7 @@ def saved_rows(
     assert record.holdings is not None
     condition = conditions[-1]
     last = len(condition.batches) - 1
-    held = {
+    held_tensors = {
         k.name: v
         for k, v in actual.tensors.items()
         if k.condition == condition.name
@@ -181,20 +181,20 @@ def saved_rows(
         and k.kind in ("parameters", "other state")
     }
     original = case.plan.model.model.state_dict()
-    by = ElementIndex(case.plan.model.model).aliases
+    aliases = ElementIndex(case.plan.model.model).aliases
     for name in {**original, **record.saved}:
         if name in record.lost_buffers:
             continue
-        want = held.get(name)
-        if want is not None and name in original:
+        expected = held_tensors.get(name)
+        if expected is not None and name in original:
             # parameters are assembled in float64; buffers are those of the first rank
-            wide = torch.promote_types(want.dtype, original[name].dtype)
-            want = want.to(record.holdings.dtypes.get(name, wide))
+            common_dtype = torch.promote_types(expected.dtype, original[name].dtype)
+            expected = expected.to(record.holdings.dtypes.get(name, common_dtype))
         value = record.saved.get(name)
         if value is None and record.loaded is not None:  # one name of a tied weight is enough
-            tied = (n for n in record.saved if name in by and by.get(n) == by[name])
+            tied = (n for n in record.saved if name in aliases and aliases.get(n) == aliases[name])
             value = record.saved.get(next(tied, name))
-        note = _describe_change(want, value)
+        note = _describe_change(expected, value)
         error = math.inf if note else 0.0
         yield Row(condition.name, SAVED, name, error, 0.0, not note, last, note)
 
@@ -202,11 +202,11 @@ def saved_rows(
 def dropout_gaps(drops: OriginalDropout, record: RunRecord) -> Iterator[Gap]:
     """Yield gaps of dropout and of other random numbers."""
     for name in sorted(record.dropout_sites.unknown):
-        said = f"dropout of `{name}` (its part of the whole is not known)"
-        yield Gap(said, "dropout that is wrong there")
+        text = f"dropout of `{name}` (its part of the whole is not known)"
+        yield Gap(text, "dropout that is wrong there")
     for site, function in drops.others:
-        said = f"random numbers of `{site or 'the model'}` (`{function}` stands still)"
-        yield Gap(said, "random numbers that are used wrongly")
+        text = f"random numbers of `{site or 'the model'}` (`{function}` stands still)"
+        yield Gap(text, "random numbers that are used wrongly")
     if drops.sites and record.compiled:
         yield Gap("compiled regions (they drop, and run eagerly)", "what compiling breaks")
     if drops.sites:
@@ -223,24 +223,24 @@ def saved_gaps(record: RunRecord) -> tuple[Gap, ...]:
     return gaps
 
 
-def _describe_change(want: Tensor | None, value: Tensor | None) -> str:
+def _describe_change(held: Tensor | None, value: Tensor | None) -> str:
     """Describe how a saved tensor differs from the held one; "" if it does not."""
-    if value is None or want is None:
+    if value is None or held is None:
         return "lost" if value is None else "extra"
-    if value.shape != want.shape or value.dtype != want.dtype:
-        here, there = ((v.dtype, tuple(v.shape)) for v in (value, want))
-        return f"{here[0]} {here[1]} instead of {there[0]} {there[1]}"
-    return "" if torch.equal(value, want) else "differs"
+    if value.shape != held.shape or value.dtype != held.dtype:
+        saved_facts, held_facts = ((v.dtype, tuple(v.shape)) for v in (value, held))
+        return f"{saved_facts[0]} {saved_facts[1]} instead of {held_facts[0]} {held_facts[1]}"
+    return "" if torch.equal(value, held) else "differs"
 
 
 def check_made_optimizer(optimizer: Any) -> Any:
     """Wrap a program's optimizer for the original; it refuses (S767) a function that makes none."""
-    where = "in the process of the original, which has no ranks"
-    return lambda named: check_optimizer(optimizer(named), where)
+    location = "in the process of the original, which has no ranks"
+    return lambda named: check_optimizer(optimizer(named), location)
 
 
 def adopt_optimizer(
-    conditions: Sequence[Condition], seen: Observation, record: RunRecord
+    conditions: Sequence[Condition], observation: Observation, record: RunRecord
 ) -> tuple[list[Condition], Observation]:
     """Return the original's conditions, and the observation under the names of these conditions.
 
@@ -250,23 +250,21 @@ def adopt_optimizer(
     assert record.holdings is not None
     groups, conditions = record.holdings.groups, list(conditions)
     if record.optimizer is not None:
-        own = pickle.loads(record.optimizer)
-        names = {
-            one.name: OWN_OPTIMIZER + ", clipped" * ("clipped" in one.name) for one in conditions
-        }
+        own_optimizer = pickle.loads(record.optimizer)
+        names = {c.name: OWN_OPTIMIZER + ", clipped" * ("clipped" in c.name) for c in conditions}
         conditions = [
-            replace(one, name=names[one.name], optimizer=check_made_optimizer(own))
-            for one in conditions
+            replace(c, name=names[c.name], optimizer=check_made_optimizer(own_optimizer))
+            for c in conditions
         ]
 
         def renamed(values: Mapping[Key, Any]) -> dict[Key, Any]:
             return {k._replace(condition=names[k.condition]): v for k, v in values.items()}
 
         parts = ("tensors", "sets", "replicas")
-        named: dict[str, Any] = {part: renamed(getattr(seen, part)) for part in parts}
-        seen = replace(seen, **named)
+        renames: dict[str, Any] = {part: renamed(getattr(observation, part)) for part in parts}
+        observation = replace(observation, **renames)
 
     def grouped(optimizer: Any) -> Any:
         return lambda named: optimizer([(groups.get(name, name), p) for name, p in named])
 
-    return [replace(one, optimizer=grouped(one.optimizer)) for one in conditions], seen
+    return [replace(c, optimizer=grouped(c.optimizer)) for c in conditions], observation

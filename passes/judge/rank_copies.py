@@ -40,8 +40,8 @@ class RankCopy:
         """The value of each element; None without a tensor."""
         if self.stored is None:
             return None
-        found = self.local_region.read(self.stored.read().reshape(-1)).reshape(-1)
-        return found if self.factor == 1.0 else found * self.factor
+        elements = self.local_region.read(self.stored.read().reshape(-1)).reshape(-1)
+        return elements if self.factor == 1.0 else elements * self.factor
 
 
 def assemble(
@@ -54,21 +54,21 @@ def assemble(
     """
     nothing = torch.tensor(math.nan, dtype=torch.float64)
     out = map_tensor(nothing.expand(shape.numel()), folder).read()
-    done = torch.zeros(shape.numel(), dtype=torch.bool)
-    far = 0.0
-    for one in copies:
-        values = one.values
+    filled = torch.zeros(shape.numel(), dtype=torch.bool)
+    largest_gap = 0.0
+    for copy in copies:
+        values = copy.values
         assert values is not None
-        values = values.reshape(one.original_region.shape)
-        before, known = one.original_region.read(out), one.original_region.read(done)
-        if bool(known.any()):
-            every = bool(known.all())  # avoids a copy of known elements
-            gap = before - values if every else (before - values)[known]
-            far = max(far, float(gap.norm())) if gap.isfinite().all() else math.inf
-            if every:
+        values = values.reshape(copy.original_region.shape)
+        held, overlap = copy.original_region.read(out), copy.original_region.read(filled)
+        if bool(overlap.any()):
+            all_known = bool(overlap.all())  # avoids a copy of known elements
+            gap = held - values if all_known else (held - values)[overlap]
+            largest_gap = max(largest_gap, float(gap.norm())) if gap.isfinite().all() else math.inf
+            if all_known:
                 continue
-            values = torch.where(known, before, values.double())
-        one.original_region.write(out, values)
-        one.original_region.write(done, True)
-    size = float(out.norm()) if bool(done.all()) else float(out[done].norm())
-    return out.reshape(shape), far, size
+            values = torch.where(overlap, held, values.double())
+        copy.original_region.write(out, values)
+        copy.original_region.write(filled, True)
+    size = float(out.norm()) if bool(filled.all()) else float(out[filled].norm())
+    return out.reshape(shape), largest_gap, size

@@ -28,10 +28,10 @@ class Region:
 
         The region is a grid of `shape` or a line if the indices form one, else a list.
         """
-        for form in (tuple(shape), (len(numbers),)):
-            found = _grid(numbers, form)
-            if found is not None:
-                return found
+        for grid_shape in (tuple(shape), (len(numbers),)):
+            grid = _grid(numbers, grid_shape)
+            if grid is not None:
+                return grid
         return cls(0, (len(numbers),), (1,), numbers)
 
     def __len__(self) -> int:
@@ -43,12 +43,12 @@ class Region:
         """The index of each element, in order."""
         if self.listed is not None:
             return self.listed
-        found = torch.full((1,) * len(self.shape), self.start)
+        indices = torch.full((1,) * len(self.shape), self.start)
         for dim, (size, stride) in enumerate(zip(self.shape, self.strides)):
-            form = [1] * len(self.shape)
-            form[dim] = size
-            found = found + (torch.arange(size) * stride).reshape(form)
-        return found.reshape(-1)
+            shape = [1] * len(self.shape)
+            shape[dim] = size
+            indices = indices + (torch.arange(size) * stride).reshape(shape)
+        return indices.reshape(-1)
 
     def read(self, flat: Tensor) -> Tensor:
         """Return these elements of a flat tensor in the grid's shape: a view, except for a list."""
@@ -85,7 +85,7 @@ def _grid(numbers: Tensor, shape: tuple[int, ...]) -> Region | None:
     for dim, size in enumerate(shape):
         line = placed.movedim(dim, 0).reshape(size, -1)[:, 0]
         strides.append(int(line[1] - line[0]) if size > 1 else 1)
-    one = Region(start, shape, tuple(strides))
-    if min(strides) <= 0 or not torch.equal(one.numbers, numbers):
+    region = Region(start, shape, tuple(strides))
+    if min(strides) <= 0 or not torch.equal(region.numbers, numbers):
         return None
-    return one
+    return region

@@ -53,18 +53,18 @@ class LoadErrors:
         """List what is not compared."""
         if self.optimizer:
             return ()
-        said = "saved optimizer state (`load` takes no `optimizer`, and leaves it empty)"
-        return (Gap(said, "momentum that is lost"),)
+        text = "saved optimizer state (`load` takes no `optimizer`, and leaves it empty)"
+        return (Gap(text, "momentum that is lost"),)
 
 
 def with_other_values(original: nn.Module, seed: int) -> nn.Module:
     """Copy the original with other weights, and with other persistent float buffers."""
-    other = randomise(original, seed + 1)
-    saved = other.state_dict()
-    for name, buffer in other.named_buffers():
+    changed = randomise(original, seed + 1)
+    saved = changed.state_dict()
+    for name, buffer in changed.named_buffers():
         if name in saved and buffer.is_floating_point():
             buffer.mul_(_BUFFER_FACTOR)
-    return other
+    return changed
 
 
 def check_loading(old: ProgramSubject, *, step: bool = True) -> LoadErrors | None:
@@ -75,8 +75,8 @@ def check_loading(old: ProgramSubject, *, step: bool = True) -> LoadErrors | Non
     state = _copy_state(old.save())
     if old.program.load is None:
         return None
-    other, batch = with_other_values(old.original, 0), old.condition.batches[0]
-    fresh = ProgramSubject(old.make, other, old.condition, old.record, old.begin, old)
+    other_model, batch = with_other_values(old.original, 0), old.condition.batches[0]
+    fresh = ProgramSubject(old.make, other_model, old.condition, old.record, old.begin, old)
     built = {name: _sum(value) for name, value in fresh.local_state().items()}
     fresh.load(_first_state(state))
     want, got = old.local_state(), fresh.local_state()
@@ -86,24 +86,24 @@ def check_loading(old: ProgramSubject, *, step: bool = True) -> LoadErrors | Non
         want, got = (
             {k: v for k, v in one.items() if not _is_optimizer_state(k)} for one in (want, got)
         )
-    found = {name: _load_error(name, want, got, built) for name in {**want, **got}}
-    seen = LoadErrors(_worst_errors(found), optimizer=with_optimizer)
+    state_errors = {name: _load_error(name, want, got, built) for name in {**want, **got}}
+    load_errors = LoadErrors(_worst_errors(state_errors), optimizer=with_optimizer)
     if not step:
-        return seen
+        return load_errors
     errors = {"loss": ratio(*_distance(*(one.train_step(batch) for one in (old, fresh))))}
     errors |= _relative_errors(old.local_gradients(), fresh.local_gradients())
     if with_optimizer:
         errors |= _relative_errors(old.local_state(), fresh.local_state())
     pairs = {name: (error, "") for name, error in errors.items()}
     return LoadErrors(
-        seen.state,
+        load_errors.state,
         {name: error for name, (error, _) in _worst_errors(pairs).items()},
         with_optimizer,
     )
 
 
-def _any_rank(mine: bool) -> bool:
-    return any(world.all_gather_object(mine))
+def _any_rank(value: bool) -> bool:
+    return any(world.all_gather_object(value))
 
 
 def _is_optimizer_state(name: str) -> bool:
@@ -120,12 +120,12 @@ def _copy_state(state: Any) -> Any:
 def _first_state(state: Any) -> Any:
     """Return this rank's state; if it is empty, the state of the first rank that has one."""
     empty = state is None or (isinstance(state, (Mapping, list, tuple)) and not state)
-    has = world.all_gather_object(not empty)
-    if all(has) or not any(has):
+    nonempty = world.all_gather_object(not empty)
+    if all(nonempty) or not any(nonempty):
         return state
-    first = has.index(True)
-    given = world.all_gather_object(state if world.rank() == first else None)[first]
-    return given if empty else state
+    first_rank = nonempty.index(True)
+    shared = world.all_gather_object(state if world.rank() == first_rank else None)[first_rank]
+    return shared if empty else state
 
 
 def _sum(value: Any) -> float:
@@ -165,10 +165,10 @@ def _relative_errors(want: Mapping[str, Any], got: Mapping[str, Any]) -> dict[st
     }
 
 
-def _worst_errors(mine: Mapping[str, tuple[float, str]]) -> dict[str, tuple[float, str]]:
+def _worst_errors(errors: Mapping[str, tuple[float, str]]) -> dict[str, tuple[float, str]]:
     """Return the largest error over all ranks, for each name."""
-    found: dict[str, tuple[float, str]] = {}
-    for one in world.all_gather_object(mine):
-        for name, pair in one.items():
-            found[name] = max(found.get(name, pair), pair, key=lambda p: (p[1] != "", p[0]))
-    return found
+    worst: dict[str, tuple[float, str]] = {}
+    for rank_errors in world.all_gather_object(errors):
+        for name, pair in rank_errors.items():
+            worst[name] = max(worst.get(name, pair), pair, key=lambda p: (p[1] != "", p[0]))
+    return worst

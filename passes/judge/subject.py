@@ -68,7 +68,7 @@ class ProgramSubject:
         condition: Condition,
         record: RunRecord,
         begin: Callable[[int], None] = lambda step: None,
-        like: ProgramSubject | None = None,
+        earlier: ProgramSubject | None = None,
     ) -> None:
         self.make, self.condition, self.record, self.begin = make, condition, record, begin
         self.original = original
@@ -80,16 +80,16 @@ class ProgramSubject:
         self._saved_buffers = saved - set(self.table.aliases)
         self._renames = not saved <= {*self.table.aliases, *self._buffers_of_original}
         self.program: TrainingProgram = make_program(make, model, self.rank)
-        if like is None:
+        if earlier is None:
             self.holdings = self._find_layouts()
         else:
-            self.holdings = _reuse_layouts(like, self.program)
+            self.holdings = _reuse_layouts(earlier, self.program)
         record.holdings = record.holdings or self.holdings
         record.offers |= {k for k in ("clip", "evaluate", "state_dict", "load") if self._offers(k)}
         parameters = [p for _, p in unique_parameters(self.program.modules)]
         self._parameters = list(zip(self.holdings.ranks[self.rank], parameters))
-        inside = [one for module in self.program.modules for one in module.modules()]
-        record.compiled |= any(isinstance(one, OptimizedModule) for one in inside)
+        inside = [submodule for module in self.program.modules for submodule in module.modules()]
+        record.compiled |= any(isinstance(submodule, OptimizedModule) for submodule in inside)
         self._training = [TrainingMode(module) for module in self.program.modules]
         for number, module in enumerate(self.program.modules):
             named_sites(module, self._prefix(number))
@@ -104,16 +104,16 @@ class ProgramSubject:
         self._outputs: Any = None
         self._errors: dict[str, float] = {}
         self._gradients: dict[str, Tensor | None] = {}
-        self._step: int = like._step if like is not None else 0
+        self._step: int = earlier._step if earlier is not None else 0
 
     def _find_layouts(self) -> RankLayouts:
         """Return the layouts found before if they still hold on every rank, else new ones."""
-        before = self.record.holdings
-        same = before is not None and before.still_matches(
+        known_layouts = self.record.holdings
+        still_valid = known_layouts is not None and known_layouts.still_matches(
             self.rank, self.program.modules, self.table
         )
-        if before is not None and all(world.all_gather_object(same)):
-            return before
+        if known_layouts is not None and all(world.all_gather_object(still_valid)):
+            return known_layouts
         return join_layouts(
             world.all_gather_object(match_parameters(self.program, self.table)), self.table
         )
@@ -130,9 +130,9 @@ class ProgramSubject:
         With several chunks, names begin with the chunk's number.
         """
         return {
-            name: one
+            name: submodule
             for number, module in enumerate(self.program.modules)
-            for name, one in module.named_modules(prefix=self._prefix(number))
+            for name, submodule in module.named_modules(prefix=self._prefix(number))
         }
 
     def original_module(self, name: str) -> str | None:
@@ -141,59 +141,59 @@ class ProgramSubject:
         The name follows from the weights of the module, or of the nearest enclosing module with
         weights.
         """
-        words = name.replace(":.", ":").split(".") if name else []
-        for count in range(len(words), -1, -1):
-            home = self._original_homes.get(".".join(words[:count]))
-            if home is not None:
-                rest = [word for word in words[count:] if word not in WRAPPERS]
-                found = ".".join([home] * bool(home) + rest)
-                if found in self._modules:
-                    return found
-        plain = (name.partition(":")[2] or name).lstrip(".")
-        return next((one for one in candidate_names(plain) if one in self._modules), None)
+        parts = name.replace(":.", ":").split(".") if name else []
+        for count in range(len(parts), -1, -1):
+            base = self._original_homes.get(".".join(parts[:count]))
+            if base is not None:
+                inner_names = [part for part in parts[count:] if part not in WRAPPERS]
+                candidate = ".".join([base] * bool(base) + inner_names)
+                if candidate in self._modules:
+                    return candidate
+        bare = (name.partition(":")[2] or name).lstrip(".")
+        return next((option for option in candidate_names(bare) if option in self._modules), None)
 
     @cached_property
     def _original_homes(self) -> dict[str, str | None]:
         """Names of modules here -> the original's, from the names of weights; None: ambiguous."""
         homes: dict[str, str | None] = {}
-        for one in self.holdings.ranks[self.rank]:
-            plain = one.name.partition(":")[2] or one.name
-            alike = [n for n, first in self.table.aliases.items() if [first] == list(one.pieces)]
-            named = [c for c in candidate_names(plain) if c in alike] or alike
-            if not named or len(named) > 1 and named == alike:
+        for tensor in self.holdings.ranks[self.rank]:
+            bare = tensor.name.partition(":")[2] or tensor.name
+            alike = [n for n, first in self.table.aliases.items() if [first] == list(tensor.pieces)]
+            matching = [c for c in candidate_names(bare) if c in alike] or alike
+            if not matching or len(matching) > 1 and matching == alike:
                 continue
-            mine, theirs = one.name.split("."), named[0].split(".")
-            while mine and theirs and mine.pop() == theirs.pop():
-                here, there = ".".join(mine), ".".join(theirs)
-                homes[here] = there if homes.get(here, there) == there else None
+            local_parts, original_parts = tensor.name.split("."), matching[0].split(".")
+            while local_parts and original_parts and local_parts.pop() == original_parts.pop():
+                local, original = ".".join(local_parts), ".".join(original_parts)
+                homes[local] = original if homes.get(local, original) == original else None
         return homes
 
     def declared_part(self, name: str, full: Tensor) -> Tensor | None:
         """Return the part of a mask that the user declares for a module here, or None."""
-        plain = (name.partition(":")[2] or name).lstrip(".")
-        declaration = (self.program.dropout or {}).get(plain)
-        return None if declaration is None else declared_shard(plain, declaration, full)
+        bare = (name.partition(":")[2] or name).lstrip(".")
+        declaration = (self.program.dropout or {}).get(bare)
+        return None if declaration is None else declared_shard(bare, declaration, full)
 
     def _make_optimizer(self) -> Any:
         groups = self.holdings.groups
         pairs = [
-            (next((groups[n] for n in one.pieces), groups.get(one.name, one.name)), p)
-            for one, p in self._parameters
+            (next((groups[n] for n in tensor.pieces), groups.get(tensor.name, tensor.name)), p)
+            for tensor, p in self._parameters
             if p.requires_grad
         ]
         if not pairs:
             return None
-        own = self.program.optimizer
-        if own is None:
+        factory = self.program.optimizer
+        if factory is None:
             return self.condition.optimizer(pairs)
         if self.record.optimizer is None:
-            self.record.optimizer = _pickled(own)
-        with user_errors(own, "optimizer", self.rank):
-            return check_optimizer(own(pairs), f"on rank {self.rank}")
+            self.record.optimizer = _pickled(factory)
+        with user_errors(factory, "optimizer", self.rank):
+            return check_optimizer(factory(pairs), f"on rank {self.rank}")
 
     def _train(self) -> None:
-        for one in self._training:
-            one.train()
+        for mode in self._training:
+            mode.train()
 
     # -- a step
 
@@ -204,9 +204,9 @@ class ProgramSubject:
         value = self.forward_backward(batch)
         after = self._parameter_sums()
         self.record.changed_by_step |= {name for name in before if before[name] != after[name]}
-        known = {id(p) for _, p in self._parameters}
+        parameter_ids = {id(p) for _, p in self._parameters}
         self.record.replaced_by_step |= {
-            n for n, p in unique_parameters(self.program.modules) if id(p) not in known
+            n for n, p in unique_parameters(self.program.modules) if id(p) not in parameter_ids
         }
         if isinstance(value, tuple) and len(value) == 2:
             value, self._outputs = value
@@ -215,7 +215,7 @@ class ProgramSubject:
         copies = self._copies([self._gradient(p) for _, p in self._parameters])
         if self._step == 0:
             clipped = "clipped" in self.condition.name
-            self.record.copies |= {(clipped, n): found for n, found in copies.items()}
+            self.record.copies |= {(clipped, n): rank_copies for n, rank_copies in copies.items()}
         self._gradients, errors = self._assemble(copies, keep=self._step == 0)
         self._errors |= {f"gradient of {name}": error for name, error in errors.items()}
         self._clip()
@@ -226,7 +226,7 @@ class ProgramSubject:
 
     def _parameter_sums(self) -> dict[str, float]:
         """Return the sum of each local parameter, to detect a step that changes parameters."""
-        parts = {one.name: local_tensor(p.detach()) for one, p in self._parameters}
+        parts = {tensor.name: local_tensor(p.detach()) for tensor, p in self._parameters}
         return {name: float(value.double().sum()) for name, value in parts.items()}
 
     def forward_backward(self, batch: Batch) -> Any:
@@ -241,21 +241,21 @@ class ProgramSubject:
         with enter_scope(Scope(self._step, 0, ())):
             return self._call_user("step", self.program.step, batch)
 
-    def _call_user(self, what: str, function: Callable[[Any], Any], batch: Batch) -> Any:
+    def _call_user(self, part: str, function: Callable[[Any], Any], batch: Batch) -> Any:
         """Call a user's function with a copy of the batch; refuse (S764) one that changes it."""
-        given = pytree.tree_map(
+        copied = pytree.tree_map(
             lambda v: v.detach().clone() if isinstance(v, Tensor) else v, dict(batch)
         )
-        with user_errors(self.make, what, self.rank):
-            value = function(given)
-        after, before = named_tensors(given), named_tensors(batch)
+        with user_errors(self.make, part, self.rank):
+            value = function(copied)
+        after, before = named_tensors(copied), named_tensors(batch)
         changed = [n for n, v in before.items() if n not in after or not _is_equal(after[n], v)]
         if changed:
-            title = (
-                f"`{what}` changes the batch in place on rank {self.rank}: {quote_names(changed)}"
+            message = (
+                f"`{part}` changes the batch in place on rank {self.rank}: {quote_names(changed)}"
             )
             helps = ("work on a copy: `batch = dict(batch)`, `labels = batch['labels'].clone()`",)
-            raise Refusal(Diagnostic("S764", title, helps=helps))
+            raise Refusal(Diagnostic("S764", message, helps=helps))
         return value
 
     def _loss(self, value: Any) -> Tensor:
@@ -264,22 +264,22 @@ class ProgramSubject:
             value = value.full_tensor()
         number = value is None or isinstance(value, (int, float))
         if not number and not (isinstance(value, Tensor) and value.numel() == 1):
-            title = f"`step` returns {kind_of(value)} on rank {self.rank}, not a loss"
+            message = f"`step` returns {kind_of(value)} on rank {self.rank}, not a loss"
             helps = ("return a number, None where the rank has none, or `(loss, output)`",)
-            raise Refusal(Diagnostic("S766", title, helps=helps))
-        mine = None if value is None else float(value.detach() if number is False else value)
-        found = [one for one in world.all_gather_object(mine) if one is not None]
-        if not found:
-            title = "`step` returns a loss on no rank"
+            raise Refusal(Diagnostic("S766", message, helps=helps))
+        local_loss = None if value is None else float(value.detach() if number is False else value)
+        losses = [loss for loss in world.all_gather_object(local_loss) if loss is not None]
+        if not losses:
+            message = "`step` returns a loss on no rank"
             helps = ("return the loss on the rank that computes it, None on the others",)
-            raise Refusal(Diagnostic("S766", title, helps=helps))
-        self.record.losses = self.record.losses or found
-        way = self.program.world_loss
+            raise Refusal(Diagnostic("S766", message, helps=helps))
+        self.record.losses = self.record.losses or losses
+        op = self.program.world_loss
         total = (
-            found[0] if way == "same" else math.fsum(found) / (len(found) if way == "mean" else 1)
+            losses[0] if op == "same" else math.fsum(losses) / (len(losses) if op == "mean" else 1)
         )
-        if way == "same":
-            self._errors["loss"] = ratio(max(abs(one - total) for one in found), abs(total))
+        if op == "same":
+            self._errors["loss"] = ratio(max(abs(loss - total) for loss in losses), abs(total))
         return torch.tensor(total, dtype=torch.float64)
 
     def _gradient(self, p: nn.Parameter) -> Tensor | None:
@@ -287,17 +287,17 @@ class ProgramSubject:
 
     def _clip(self) -> None:
         """Clip gradients with the program's `clip`, else by the norm of the full gradients."""
-        most = math.inf if self.condition.clip is None else self.condition.clip
+        max_norm = math.inf if self.condition.clip is None else self.condition.clip
         if self.program.clip is not None:
             with user_errors(self.make, "clip", self.rank):
-                norm = self.program.clip(most)
+                norm = self.program.clip(max_norm)
             self.grad_norm = check_norm(norm, self.rank)
             clipped = self._copies([self._gradient(p) for _, p in self._parameters])
             self._gradients = self._assemble(clipped)[0]
             return
         norms = [float(g.norm()) for g in self._gradients.values() if g is not None]
         norm = world.all_gather_object(math.hypot(*norms))[0]
-        factor = min(1.0, most / (norm + EPS))
+        factor = min(1.0, max_norm / (norm + EPS))
         if factor < 1:
             with torch.no_grad():
                 for _, p in self._parameters:
@@ -315,36 +315,36 @@ class ProgramSubject:
         """Return the output in eval mode by path, as lists over ranks; None: not offered."""
         if self.program.evaluate is None:
             return None
-        for one in self._training:
-            one.evaluate()
+        for mode in self._training:
+            mode.evaluate()
         with torch.no_grad():
             return self._by_rank(self._call_user("evaluate", self.program.evaluate, batch))
 
     def _by_rank(self, output: Any) -> dict[str, list[Tensor]]:
-        mine = {
+        local = {
             name: (v.full_tensor() if isinstance(v, DTensor) else torch.as_tensor(v)).detach()
             for name, v in flatten_output(output, set())
         }
-        everyone = world.all_gather_object(mine)
-        names = dict.fromkeys(name for one in everyone for name in one)
-        return {name: [one[name] for one in everyone if name in one] for name in names}
+        rank_outputs = world.all_gather_object(local)
+        names = dict.fromkeys(name for values in rank_outputs for name in values)
+        return {name: [values[name] for values in rank_outputs if name in values] for name in names}
 
     # -- full tensors
 
     def _copies(self, values: Sequence[Tensor | None]) -> dict[str, list[RankCopy]]:
         """Return all ranks' copies of each parameter of the original, in the order of ranks."""
-        mine = [
+        mapped = [
             None if v is None else map_tensor(v.reshape(-1), self.record.folder) for v in values
         ]
-        found: dict[str, list[RankCopy]] = {}
-        for rank, (ones, theirs) in enumerate(
-            zip(self.holdings.ranks, world.all_gather_object(mine))
+        copies: dict[str, list[RankCopy]] = {}
+        for rank, (tensors, rank_values) in enumerate(
+            zip(self.holdings.ranks, world.all_gather_object(mapped))
         ):
-            for one, value in zip(ones, theirs):
-                for name, (here, there) in one.pieces.items():
-                    copy_ = RankCopy(rank, one.name, here, there, value)
-                    found.setdefault(name, []).append(copy_)
-        return found
+            for tensor, value in zip(tensors, rank_values):
+                for name, (local_region, region) in tensor.pieces.items():
+                    copy_ = RankCopy(rank, tensor.name, local_region, region, value)
+                    copies.setdefault(name, []).append(copy_)
+        return copies
 
     def _assemble(
         self, copies: Mapping[str, Sequence[RankCopy]], keep: bool = False
@@ -359,14 +359,14 @@ class ProgramSubject:
         errors: dict[str, float] = {}
         if self.rank == 0:
             for name, shape in self.table.shapes.items():
-                there = [one for one in copies.get(name, ()) if one.stored is not None]
+                present = [entry for entry in copies.get(name, ()) if entry.stored is not None]
                 full[name] = None
-                if there:
-                    full[name], far, size = assemble(there, shape, self.record.folder)
-                    if far or len(there) > 1:
-                        errors[name] = ratio(far, size)
+                if present:
+                    full[name], gap, size = assemble(present, shape, self.record.folder)
+                    if gap or len(present) > 1:
+                        errors[name] = ratio(gap, size)
         world.barrier()
-        for copy_ in () if keep else (c for each in copies.values() for c in each):
+        for copy_ in () if keep else (c for rank_copies in copies.values() for c in rank_copies):
             if copy_.rank == self.rank and copy_.stored is not None:
                 copy_.stored.remove_file()
         return full, errors
@@ -394,15 +394,15 @@ class ProgramSubject:
             [local_tensor(p.detach()) for _, p in self._parameters]
         )
         self._errors |= errors
-        state = {name: full.get(first) for name, first in self.table.aliases.items()}
-        found = {name: value for name, value in state.items() if value is not None}
+        state = {name: full.get(first_name) for name, first_name in self.table.aliases.items()}
+        known_values = {name: value for name, value in state.items() if value is not None}
         buffers = self._buffers()
         if not self._renames or self.rank > 0:
-            return found | {n: b for n, b in buffers.items() if n in self._saved_buffers}
+            return known_values | {n: b for n, b in buffers.items() if n in self._saved_buffers}
         model = copy.deepcopy(self.original)
-        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        for name, tensor in held.items():
-            if (value := {**buffers, **found}.get(name)) is not None:
+        model_tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        for name, tensor in model_tensors.items():
+            if (value := {**buffers, **known_values}.get(name)) is not None:
                 tensor.data.copy_(value)
         saved: Mapping[str, Tensor] = model.state_dict()
         return saved
@@ -412,54 +412,54 @@ class ProgramSubject:
         return self._buffers()
 
     def _buffers(self) -> dict[str, Tensor]:
-        mine: dict[str, Tensor] = {}
-        known = self._buffers_of_original
+        local_buffers: dict[str, Tensor] = {}
+        shapes = self._buffers_of_original
         for number, module in enumerate(self.program.modules):
             for name, buffer in module.named_buffers():
-                said = find_original_name(self.program, f"{number}:{name}", known)
-                if said is not None and local_tensor(buffer).shape == known[said]:
-                    mine[said] = local_tensor(buffer).detach().clone()
-        found: dict[str, Tensor] = {}
-        for one in world.all_gather_object(mine):
-            for name, value in one.items():
-                first = found.setdefault(name, value)
-                gap = float((value.double() - first.double()).norm())
-                error = ratio(gap, float(first.double().norm()))
+                original = find_original_name(self.program, f"{number}:{name}", shapes)
+                if original is not None and local_tensor(buffer).shape == shapes[original]:
+                    local_buffers[original] = local_tensor(buffer).detach().clone()
+        buffers: dict[str, Tensor] = {}
+        for rank_buffers in world.all_gather_object(local_buffers):
+            for name, value in rank_buffers.items():
+                first_value = buffers.setdefault(name, value)
+                gap = float((value.double() - first_value.double()).norm())
+                error = ratio(gap, float(first_value.double().norm()))
                 key = f"buffer {name}"
                 self._errors[key] = max(self._errors.get(key, 0.0), error)
-        self.record.lost_buffers |= set(known) - set(found)
-        return found
+        self.record.lost_buffers |= set(shapes) - set(buffers)
+        return buffers
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
         """Return full optimizer state, by parameter and slot."""
         state = self._optimizer.state if self._optimizer is not None else {}
         slots = dict.fromkeys(k for p in state for k in state[p])
-        every = {k: None for names in world.all_gather_object(list(slots)) for k in names}
-        found: dict[str, dict[str, Any]] = {}
-        for slot in every:
-            mine = [state[p].get(slot) if p in state else None for _, p in self._parameters]
-            like = [
+        all_slots = {k: None for names in world.all_gather_object(list(slots)) for k in names}
+        full_state: dict[str, dict[str, Any]] = {}
+        for slot in all_slots:
+            local_values = [state[p].get(slot) if p in state else None for _, p in self._parameters]
+            shaped = [
                 _shard_as(v, p) if _is_elementwise(v, p) else None
-                for v, (_, p) in zip(mine, self._parameters)
+                for v, (_, p) in zip(local_values, self._parameters)
             ]
-            full, _ = self._assemble_values(like)
+            full, _ = self._assemble_values(shaped)
             numbers = {
                 name: v
-                for (one, p), v in zip(self._parameters, mine)
+                for (one, p), v in zip(self._parameters, local_values)
                 if v is not None and not _is_elementwise(v, p)
                 for name in one.pieces
             }
             for name, value in full.items():
                 if value is not None:
-                    found.setdefault(name, {})[slot] = value
+                    full_state.setdefault(name, {})[slot] = value
             for one in reversed(world.all_gather_object(numbers)):
                 for name, value in one.items():
-                    found.setdefault(name, {})[slot] = value
-        return found
+                    full_state.setdefault(name, {})[slot] = value
+        return full_state
 
     def trainable(self) -> list[str]:
         """Return the original's names of the parameters that some rank trains."""
-        names = {n for one in self.holdings.all_tensors if one.requires_grad for n in one.pieces}
+        names = {n for t in self.holdings.all_tensors if t.requires_grad for n in t.pieces}
         return [name for name in self.table.names if name in names]
 
     def replicas(self) -> Mapping[str, float]:
@@ -474,27 +474,27 @@ class ProgramSubject:
             return None
         with user_errors(self.program.state_dict, "state_dict", self.rank):
             state = call_with_optimizer(self.program.state_dict, self._optimizer)
-        found = [
+        mappings = [
             {
                 name: v.full_tensor() if isinstance(v, DTensor) else v
-                for name, v in one.items()
+                for name, v in mapping.items()
                 if isinstance(v, Tensor)
             }
-            for one in _named_mappings(state, set(self.table.aliases) | self._saved_buffers)
+            for mapping in _named_mappings(state, set(self.table.aliases) | self._saved_buffers)
         ]
         self.record.saved = MappedTensors(self.record.folder)
-        if self.rank == 0 and found:  # other mappings may be averaged weights
+        if self.rank == 0 and mappings:  # other mappings may be averaged weights
             self.record.saved.update(
-                next((one for one in found if self._is_current(one)), found[0])
+                next((mapping for mapping in mappings if self._is_current(mapping)), mappings[0])
             )
         return state
 
     def _is_current(self, state: Mapping[str, Tensor]) -> bool:
         """Return whether a state of full tensors contains this rank's current parameters."""
         pairs = [
-            (here.read(local_tensor(p.detach()).reshape(-1)), there.read(state[name].reshape(-1)))
-            for one, p in self._parameters
-            for name, (here, there) in one.pieces.items()
+            (local.read(local_tensor(p.detach()).reshape(-1)), region.read(state[name].reshape(-1)))
+            for tensor, p in self._parameters
+            for name, (local, region) in tensor.pieces.items()
             if name in state and state[name].shape == self.table.shapes[name]
         ]
         return all(torch.equal(a.reshape(-1), b.reshape(-1).to(a.dtype)) for a, b in pairs)
@@ -507,60 +507,60 @@ class ProgramSubject:
 
     def local_state(self) -> dict[str, Any]:
         """Return this rank's own parameters, persistent buffers and optimizer state, by name."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         state = self._optimizer.state if self._optimizer is not None else {}
-        for one, p in self._parameters:
-            name = next(iter(one.pieces)) if len(one.pieces) == 1 else one.name
-            found[name] = local_tensor(p.detach())
+        for tensor, p in self._parameters:
+            name = next(iter(tensor.pieces)) if len(tensor.pieces) == 1 else tensor.name
+            values[name] = local_tensor(p.detach())
             slots = state.get(p, {})
-            found |= {f"{slot} of {name}": _local_value(value) for slot, value in slots.items()}
+            values |= {f"{slot} of {name}": _local_value(value) for slot, value in slots.items()}
         for number, module in enumerate(self.program.modules):
             for name, buffer in module.named_buffers():
                 owner = module.get_submodule(name.rpartition(".")[0])
                 if name.rpartition(".")[2] not in owner._non_persistent_buffers_set:
-                    said = find_original_name(
+                    original = find_original_name(
                         self.program, f"{number}:{name}", self._buffers_of_original
                     )
-                    said = said or f"{self._prefix(number)}{name}"
-                    found[f"buffer {said}"] = local_tensor(buffer.detach())
-        return found
+                    original = original or f"{self._prefix(number)}{name}"
+                    values[f"buffer {original}"] = local_tensor(buffer.detach())
+        return values
 
     def local_gradients(self) -> dict[str, Tensor]:
         """Return this rank's own gradients as the last step left them, by parameter name."""
-        own = ((one.name, self._gradient(p)) for one, p in self._parameters)
-        return {f"gradient of {name}": g for name, g in own if g is not None}
+        gradients = ((tensor.name, self._gradient(p)) for tensor, p in self._parameters)
+        return {f"gradient of {name}": g for name, g in gradients if g is not None}
 
 
 def _local_value(value: Any) -> Any:
     return local_tensor(value.detach()) if isinstance(value, Tensor) else value
 
 
-def _named_mappings(state: Any, known: set[str]) -> list[Mapping[str, Any]]:
+def _named_mappings(state: Any, names: set[str]) -> list[Mapping[str, Any]]:
     """Return the mappings nested in a state that have the most of the original's names as keys."""
-    found: list[tuple[int, Mapping[str, Any]]] = []
+    counted: list[tuple[int, Mapping[str, Any]]] = []
     waiting = [state]
     while waiting:
-        one = waiting.pop(0)
-        if isinstance(one, Mapping):
-            waiting += one.values()
-            named = {k: v for k, v in one.items() if isinstance(k, str)}
-            found.append((sum(isinstance(named.get(k), Tensor) for k in known), named))
-        elif isinstance(one, (list, tuple)):
-            waiting += one
-    most = max((count for count, _ in found), default=0)
-    return [named for count, named in found if count == most > 0]
+        value = waiting.pop(0)
+        if isinstance(value, Mapping):
+            waiting += value.values()
+            mapping = {k: v for k, v in value.items() if isinstance(k, str)}
+            counted.append((sum(isinstance(mapping.get(k), Tensor) for k in names), mapping))
+        elif isinstance(value, (list, tuple)):
+            waiting += value
+    largest = max((count for count, _ in counted), default=0)
+    return [mapping for count, mapping in counted if count == largest > 0]
 
 
-def _reuse_layouts(like: ProgramSubject, program: TrainingProgram) -> RankLayouts:
+def _reuse_layouts(earlier: ProgramSubject, program: TrainingProgram) -> RankLayouts:
     """Return the layouts of an earlier program; refuse (S767) a program with other parameters."""
-    was = [(one.name, one.shape) for one in like.holdings.ranks[like.rank]]
-    now = [(name, tuple(local_tensor(p).shape)) for name, p in unique_parameters(program.modules)]
-    if was != now:
-        other = next(name for name, shape in now if (name, shape) not in was) if now else "nothing"
-        title = f"`program` makes a different module when it is called again: `{other}`"
+    old = [(tensor.name, tensor.shape) for tensor in earlier.holdings.ranks[earlier.rank]]
+    new = [(name, tuple(local_tensor(p).shape)) for name, p in unique_parameters(program.modules)]
+    if old != new:
+        other = next(name for name, shape in new if (name, shape) not in old) if new else "nothing"
+        message = f"`program` makes a different module when it is called again: `{other}`"
         helps = ("its result may depend only on the model and the rank",)
-        raise Refusal(Diagnostic("S767", title, helps=helps))
-    return like.holdings
+        raise Refusal(Diagnostic("S767", message, helps=helps))
+    return earlier.holdings
 
 
 def _is_elementwise(value: Any, p: nn.Parameter) -> bool:
@@ -572,8 +572,8 @@ def _shard_as(value: Any, p: nn.Parameter) -> Tensor:
     """Return this rank's part of a tensor of a parameter's shape, sharded as the parameter is."""
     if isinstance(value, DTensor) and isinstance(p, DTensor):
         value = value.redistribute(placements=p.placements)  # resolves a partial gradient
-    own: Tensor = local_tensor(value.detach())
-    return own
+    local: Tensor = local_tensor(value.detach())
+    return local
 
 
 def _pickled(optimizer: Any) -> bytes:
@@ -581,9 +581,9 @@ def _pickled(optimizer: Any) -> bytes:
     try:
         return pickling.dumps(optimizer)
     except Exception as error:
-        title = f"`optimizer` of the program cannot be given to the original: {error}"
+        message = f"`optimizer` of the program cannot be given to the original: {error}"
         helps = ("write it beside `program`: `def optimizer(named): ...`, without the module",)
-        raise Refusal(Diagnostic("S767", title.split("\n")[0], helps=helps)) from error
+        raise Refusal(Diagnostic("S767", message.split("\n")[0], helps=helps)) from error
 
 
 def _is_equal(after: Tensor, before: Tensor) -> bool:

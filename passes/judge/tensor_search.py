@@ -42,55 +42,55 @@ class FullTensor:
         full = [torch.arange(size) for size in shape]
         if part.shape == shape and self._fits(part, full):
             return full
-        found = self._look_up(part)
-        options = [] if found is None else [_complete_index(one, n) for one, n in zip(found, shape)]
+        parts = self._look_up(part)
+        options = [] if parts is None else [_complete_index(i, n) for i, n in zip(parts, shape)]
         fits: list[list[Tensor]] = []
-        for some in itertools.islice(itertools.product(*options), MOST_FITS) if options else ():
-            if self._fits(part, some):
-                fits.append(list(some))
+        for pick in itertools.islice(itertools.product(*options), MOST_FITS) if options else ():
+            if self._fits(part, pick):
+                fits.append(list(pick))
         return fits[0] if len(fits) == 1 else None if fits else self._match_slices(part)
 
     def _match_slices(self, part: Tensor) -> list[Tensor] | None:
         """Find a part that is divided along one dim only, in any order, slice by slice."""
         shape = self.values.shape
-        cut = [dim for dim, (p, w) in enumerate(zip(part.shape, shape)) if p < w]
-        if len(cut) != 1 or not part.numel() or part.shape[cut[0]] > MOST_SLICES:
+        divided = [dim for dim, (p, w) in enumerate(zip(part.shape, shape)) if p < w]
+        if len(divided) != 1 or not part.numel() or part.shape[divided[0]] > MOST_SLICES:
             return None
-        ours, theirs = (t.movedim(cut[0], 0).flatten(1) for t in (part, self.values))
-        near = [((theirs - one).abs().amax(1) <= self.atol).nonzero() for one in ours.detach()]
-        if any(len(there) != 1 for there in near):
+        parts, full = (t.movedim(divided[0], 0).flatten(1) for t in (part, self.values))
+        matches = [((full - row).abs().amax(1) <= self.atol).nonzero() for row in parts.detach()]
+        if any(len(match) != 1 for match in matches):
             return None
-        found = [torch.arange(size) for size in shape]
-        found[cut[0]] = torch.cat(near).reshape(-1)
-        return found
+        index = [torch.arange(size) for size in shape]
+        index[divided[0]] = torch.cat(matches).reshape(-1)
+        return index
 
     def _fits(self, part: Tensor, index: Sequence[Tensor]) -> bool:
-        there = self.values[torch.meshgrid(*index, indexing="ij")] if index else self.values
-        gap = (there - part.to(there.dtype)).abs()
+        window = self.values[torch.meshgrid(*index, indexing="ij")] if index else self.values
+        gap = (window - part.to(window.dtype)).abs()
         return not gap.numel() or bool(gap.max() <= self.atol)
 
     def _look_up(self, part: Tensor) -> list[Tensor] | None:
         """Return the index of each slice of a part, -1 where unknown; None: values contradict."""
         if self._sorted is None:
             values, order = self.values.reshape(-1).sort()
-            apart = torch.full((len(values) + 1,), True)
-            apart[1:-1] = values[1:] - values[:-1] > 4 * self.atol
-            self._sorted = values, order, apart[1:] & apart[:-1]
-        values, order, alone = self._sorted
+            separated = torch.full((len(values) + 1,), True)
+            separated[1:-1] = values[1:] - values[:-1] > 4 * self.atol
+            self._sorted = values, order, separated[1:] & separated[:-1]
+        values, order, unique = self._sorted
         flat = part.detach().reshape(-1).to(values.dtype)
-        some = torch.linspace(0, len(flat) - 1, min(len(flat), MOST_LOOKUPS)).round().long()
-        at = torch.searchsorted(values, flat[some] - 2 * self.atol).clamp(max=len(values) - 1)
-        good = alone[at] & ((values[at] - flat[some]).abs() <= self.atol)
-        here = torch.unravel_index(some[good], part.shape)
-        there = torch.unravel_index(order[at[good]], self.values.shape)
-        found = []
-        for size, mine, theirs in zip(part.shape, here, there):
+        sampled = torch.linspace(0, len(flat) - 1, min(len(flat), MOST_LOOKUPS)).round().long()
+        spots = torch.searchsorted(values, flat[sampled] - 2 * self.atol).clamp(max=len(values) - 1)
+        matched = unique[spots] & ((values[spots] - flat[sampled]).abs() <= self.atol)
+        part_positions = torch.unravel_index(sampled[matched], part.shape)
+        full_positions = torch.unravel_index(order[spots[matched]], self.values.shape)
+        indices = []
+        for size, part_index, full_index in zip(part.shape, part_positions, full_positions):
             index = torch.full((size,), -1)
-            index[mine] = theirs
-            if not torch.equal(index[mine], theirs):
+            index[part_index] = full_index
+            if not torch.equal(index[part_index], full_index):
                 return None
-            found.append(index)
-        return found
+            indices.append(index)
+        return indices
 
 
 def _complete_index(index: Tensor, size: int) -> list[Tensor]:
@@ -103,34 +103,34 @@ def _complete_index(index: Tensor, size: int) -> list[Tensor]:
     if len(known) > 1:
         (a, b), (x, y) = (known[0], known[-1]), (index[known[0]], index[known[-1]])
         stride = int((y - x) // (b - a))
-        made = [x + (steps - a) * stride]
+        runs = [x + (steps - a) * stride]
     elif len(known):
         strides = (1, size // count) if size > count else (1,)
-        made = [index[known[0]] + (steps - known[0]) * stride for stride in strides]
+        runs = [index[known[0]] + (steps - known[0]) * stride for stride in strides]
     else:
-        made = [start + steps for start in range(size - count + 1)]
-        made += [start + steps * (size // count) for start in range(size // count)]
-    fits = [one for one in made if int(one.min()) >= 0 and int(one.max()) < size]
-    return list({tuple(one.tolist()): one for one in fits}.values())
+        runs = [start + steps for start in range(size - count + 1)]
+        runs += [start + steps * (size // count) for start in range(size // count)]
+    fits = [run for run in runs if int(run.min()) >= 0 and int(run.max()) < size]
+    return list({tuple(run.tolist()): run for run in fits}.values())
 
 
 def find_elements(part: Tensor, full: FullTensor) -> Tensor | None:
     """Find the flat index of each element of a part in a full tensor, whose dims may be merged."""
     dims, shape = part.dim(), full.values.shape
     if dims == len(shape) + 1 and dims > 1:
-        found = find_elements(part.flatten(0, 1), full)
-        return None if found is None else found.reshape(part.shape)
+        merged = find_elements(part.flatten(0, 1), full)
+        return None if merged is None else merged.reshape(part.shape)
     numbers = torch.arange(shape.numel()).reshape(shape)
     for view in _VIEWS.get(dims - len(shape), ()):
         if view is not None and len(shape) < 2:
             continue
-        seen = full if view is None else type(full)(view(full.values))
-        window = seen.find_window(part)
+        viewed = full if view is None else type(full)(view(full.values))
+        window = viewed.find_window(part)
         if window is not None:
-            there: Tensor = (numbers if view is None else view(numbers))[
+            elements: Tensor = (numbers if view is None else view(numbers))[
                 torch.meshgrid(*window, indexing="ij")
             ]
-            return there
+            return elements
     return None
 
 
@@ -156,8 +156,8 @@ class DirectionSearch(FullTensor):
         value = part.detach().double()
         size = float(value.norm())
 
-        def off(there: Tensor) -> float:  # grows with the squared angle
-            return 1.0 - float((there * value).sum()) / (size * float(there.norm()) or 1.0)
+        def off(window: Tensor) -> float:  # grows with the squared angle
+            return 1.0 - float((window * value).sum()) / (size * float(window.norm()) or 1.0)
 
         return (
             _clear_nearest(_all_windows(value, self.values, off), 1.0 - LEAST_COSINE)
@@ -173,35 +173,37 @@ def find_nearest_window(part: Tensor, full: Tensor) -> list[Tensor] | None:
     """
     value = part.detach().double()
     unit = torch.finfo(part.dtype).eps * float(value.norm())
-    found = _all_windows(value, full.double(), lambda there: float((there - value).norm()))
-    return _clear_nearest(found, MOST_ROUNDINGS * unit, unit)
+    windows = _all_windows(value, full.double(), lambda window: float((window - value).norm()))
+    return _clear_nearest(windows, MOST_ROUNDINGS * unit, unit)
 
 
-def _all_windows(part: Tensor, full: Tensor, off: Callable[[Tensor], float]) -> Iterator[Window]:
+def _all_windows(
+    part: Tensor, full: Tensor, distance: Callable[[Tensor], float]
+) -> Iterator[Window]:
     """Yield all windows of a part's shape with their distances; none if there are too many."""
     options = [_index_ranges(p, w) for p, w in zip(part.shape, full.shape)]
     if part.numel() and math.prod(map(len, options)) <= MOST_WINDOWS:
-        for some in itertools.product(*options):
-            yield off(full[torch.meshgrid(*some, indexing="ij")] if some else full), some
+        for ranges in itertools.product(*options):
+            yield distance(full[torch.meshgrid(*ranges, indexing="ij")] if ranges else full), ranges
 
 
 def _clear_nearest(
-    windows: Iterator[Window], most: float, least: float = 0.0
+    windows: Iterator[Window], max_distance: float, min_distance: float = 0.0
 ) -> list[Tensor] | None:
     """Return the indices of the nearest window, if it is near and the others are not."""
-    found = sorted(windows, key=lambda one: one[0])
-    if not found or found[0][0] > most:
+    ranked = sorted(windows, key=lambda window: window[0])
+    if not ranked or ranked[0][0] > max_distance:
         return None
-    far = len(found) == 1 or found[1][0] > MARGIN * max(found[0][0], least)
-    return list(found[0][1]) if far else None
+    clear = len(ranked) == 1 or ranked[1][0] > MARGIN * max(ranked[0][0], min_distance)
+    return list(ranked[0][1]) if clear else None
 
 
 def _index_ranges(part: int, full: int) -> list[Tensor]:
     """Return the index ranges that ranks or microbatches take of a dim: blocks, and every n-th."""
     if part == full:
         return [torch.arange(full)]
-    step, rest = divmod(full, max(1, part))
-    starts = range(0, full - part + 1, 1 if rest else part)
+    step, remainder = divmod(full, max(1, part))
+    starts = range(0, full - part + 1, 1 if remainder else part)
     blocks = [torch.arange(start, start + part) for start in starts]
-    strided = [torch.arange(start, full, step) for start in range(step)] if not rest else []
+    strided = [torch.arange(start, full, step) for start in range(step)] if not remainder else []
     return blocks + (strided if part > 1 else [])

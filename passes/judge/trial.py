@@ -90,33 +90,35 @@ class RankTask:
 
     def _find_places(self, record: RunRecord) -> dict[int, PlacesByModule]:
         """Run every batch once without dropout, and find the places of this rank's dropout."""
-        found: dict[int, PlacesByModule] = {}
-        judged: ProgramSubject | None = None
+        places_by_batch: dict[int, PlacesByModule] = {}
+        subject: ProgramSubject | None = None
         others: set[str] = set()
         for condition, step, batch in _all_steps(self.conditions):
             number = self.drops.batch_number(condition, step)
-            if number in found:
+            if number in places_by_batch:
                 continue
-            finding = PlaceFinder(self.drops.read_batch(number))
-            with enter_modes(*self.modes, finding):
-                judged = judged or ProgramSubject(self.make, self.original, condition, record)
-                finding.names = judged
-                judged.forward_backward(batch)
-            found[number] = finding.found
-            others |= {site for site, _ in finding.others}
-        assert judged is not None
-        met, unknown = set(), {}
-        for every in found.values():
-            for site, places in every.items():
-                met |= {place[0] for place in places if place is not None}
+            finder = PlaceFinder(self.drops.read_batch(number))
+            with enter_modes(*self.modes, finder):
+                subject = subject or ProgramSubject(self.make, self.original, condition, record)
+                finder.names = subject
+                subject.forward_backward(batch)
+            places_by_batch[number] = finder.found
+            others |= {site for site, _ in finder.others}
+        assert subject is not None
+        found_sites, unknown = set(), {}
+        for site_places in places_by_batch.values():
+            for site, places in site_places.items():
+                found_sites |= {place[0] for place in places if place is not None}
                 if None in places:
-                    unknown[site] = judged.original_module(site) or "?"
-        sites, each, more = zip(*comm.all_gather_object((met, unknown, others)))
-        joined = {site: meant for one in each for site, meant in one.items()}
-        record.dropout_sites = RankDropoutSites(
-            frozenset().union(*sites), joined, frozenset().union(*more)
+                    unknown[site] = subject.original_module(site) or "?"
+        sites, unknown_names, other_sites = zip(
+            *comm.all_gather_object((found_sites, unknown, others))
         )
-        return found
+        joined = {site: original for names in unknown_names for site, original in names.items()}
+        record.dropout_sites = RankDropoutSites(
+            frozenset().union(*sites), joined, frozenset().union(*other_sites)
+        )
+        return places_by_batch
 
 
 OTHER_MASK = "it is computed again with another state of the generator: another mask"
@@ -125,19 +127,19 @@ OTHER_MASK = "it is computed again with another state of the generator: another 
 def _unequal_generators(states: Sequence[Mapping[tuple[str, int, bytes], bytes]]) -> dict[str, str]:
     """Find modules whose ranks drop the same places from generators in different states."""
     ranks: dict[tuple[str, int, bytes], dict[bytes, int]] = {}
-    for rank, drawn in enumerate(states):
-        for key, state in drawn.items():
+    for rank, rank_states in enumerate(states):
+        for key, state in rank_states.items():
             ranks.setdefault(key, {}).setdefault(state, rank)
-    said = "ranks {} have the same of it, and draw from generators in other states: other masks"
+    template = "ranks {} have the same of it, and draw from generators in other states: other masks"
     return {
-        key[0]: said.format(", ".join(map(str, first.values())))
-        for key, first in ranks.items()
-        if len(first) > 1
+        key[0]: template.format(", ".join(map(str, first_ranks.values())))
+        for key, first_ranks in ranks.items()
+        if len(first_ranks) > 1
     }
 
 
 def _all_steps(conditions: Sequence[Condition]) -> Iterator[tuple[Condition, int, Batch]]:
-    return ((one, step, batch) for one in conditions for step, batch in enumerate(one.batches))
+    return ((run, step, batch) for run in conditions for step, batch in enumerate(run.batches))
 
 
 @dataclass(frozen=True)
@@ -170,17 +172,17 @@ class Trial:
         """The same trial in float64, with the weights that the model has now."""
         case = self.case.with_model(as_float64(self.case.plan.model.model))
         conditions = [
-            replace(one, batches=tuple(to_float64(dict(b)) for b in one.batches))
-            for one in self.conditions
+            replace(run, batches=tuple(to_float64(dict(b)) for b in run.batches))
+            for run in self.conditions
         ]
         return replace(self, case=case, conditions=tuple(conditions), float64=True)
 
-    def run_on_ranks(self, part: Callable[..., Any], *more: Any, **options: Any) -> list[Any]:
+    def run_on_ranks(self, part: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         """Call a function with a `RankTask` first on all ranks; return the results by rank."""
         module = self.case.plan.model.model
         task = RankTask(self.make, module, self.conditions, self.drops, self.float64, self.quiet)
-        found: list[Any] = self.pool.run(part, self.world, task, *more, **options)
-        return found
+        results: list[Any] = self.pool.run(part, self.world, task, *args, **options)
+        return results
 
     def train(self, folder: str, progress: Progress) -> tuple[Trial, Observation, RunRecord]:
         """Train on ranks, with dropout where the places of the masks are known.
@@ -188,17 +190,17 @@ class Trial:
         If some rank's dropout calls vary from step to step, train once more without any dropout.
         The returned trial says which modules drop. Large tensors are written to files in `folder`.
         """
-        known = replace(self, drops=self._record_dropout(folder))
-        seen, record = known._train_on_ranks(progress)
+        trial = replace(self, drops=self._record_dropout(folder))
+        observation, record = trial._train_on_ranks(progress)
         if record.irregular_modules:
-            known = replace(known, drops=replace(known.drops, off=frozenset(known.drops.sites)))
-            stray = dict.fromkeys(record.irregular_modules, "?")
-            seen, record = known._train_on_ranks(progress)
+            trial = replace(trial, drops=replace(trial.drops, off=frozenset(trial.drops.sites)))
+            irregular = dict.fromkeys(record.irregular_modules, "?")
+            observation, record = trial._train_on_ranks(progress)
             record.dropout_sites = replace(
-                record.dropout_sites, unknown={**record.dropout_sites.unknown, **stray}
+                record.dropout_sites, unknown={**record.dropout_sites.unknown, **irregular}
             )
-        off = record.dropout_sites.disabled_modules(known.drops)
-        return replace(known, drops=replace(known.drops, off=off)), seen, record
+        off = record.dropout_sites.disabled_modules(trial.drops)
+        return replace(trial, drops=replace(trial.drops, off=off)), observation, record
 
     def _record_dropout(self, folder: str) -> OriginalDropout:
         """Record the inputs of the original's dropout calls in every batch, with dropout off."""
@@ -207,40 +209,40 @@ class Trial:
         sites: dict[str, None] = {}
         others: dict[tuple[str, str], None] = {}
         for condition, step, batch in _all_steps(self.conditions):
-            known = (k for k, one in enumerate(batches) if one is batch)
-            number = next(known, len(batches))
+            same_batch = (k for k, earlier in enumerate(batches) if earlier is batch)
+            number = next(same_batch, len(batches))
             numbers[condition.name, step] = number
             if number < len(batches):
                 continue
             batches.append(batch)
-            noting = DropoutRecorder()
-            with enter_modes(*self.modes[:-1], noting):
+            recorder = DropoutRecorder()
+            with enter_modes(*self.modes[:-1], recorder):
                 Sequential(copy_original(self.case), loss=self.case.loss).forward_backward(
                     batch, range(count_rows(batch))
                 )
-            torch.save(noting.drops, f"{folder}/{number}")
-            sites |= dict.fromkeys(drop.site for drop in noting.drops)
-            others |= dict.fromkeys(sorted(noting.others))
+            torch.save(recorder.drops, f"{folder}/{number}")
+            sites |= dict.fromkeys(drop.site for drop in recorder.drops)
+            others |= dict.fromkeys(sorted(recorder.others))
         return OriginalDropout(folder, self.case.seed, numbers, tuple(sites), tuple(others))
 
     def _train_on_ranks(self, progress: Progress) -> tuple[Observation, RunRecord]:
         steps = sum(len(condition.batches) for condition in self.conditions)
-        done = itertools.count(1)
+        counter = itertools.count(1)
         stage = f"{self.world} rank{'s' * (self.world > 1)}"
 
         def heard(rank: int, message: object) -> None:
             if rank == 0:
-                progress(stage, min(next(done), steps), steps)
+                progress(stage, min(next(counter), steps), steps)
 
         progress(stage, 0, steps)
-        found: tuple[Observation, RunRecord] = self.run_on_ranks(_train, on_progress=heard)[0]
-        return found
+        result: tuple[Observation, RunRecord] = self.run_on_ranks(_train, on_progress=heard)[0]
+        return result
 
 
 def _train(task: RankTask) -> tuple[Observation, RunRecord] | None:
     """Train on one rank; only rank 0 returns its observation, and what all ranks chose."""
     limit_malloc_cache()
-    record, choosing = RunRecord(folder=task.drops.folder), ChoiceRecorder()
+    record, recorder = RunRecord(folder=task.drops.folder), ChoiceRecorder()
     made: list[ProgramSubject] = []
     with task.prepare(record) as (dropping, program), enter_modes(*task.modes, dropping):
 
@@ -249,25 +251,25 @@ def _train(task: RankTask) -> tuple[Observation, RunRecord] | None:
             made.append(program(condition))
             return made[0]
 
-        with contextlib.nullcontext() if task.float64 else enter_modes(choosing):
-            seen = observe(
+        with contextlib.nullcontext() if task.float64 else enter_modes(recorder):
+            observation = observe(
                 subject, task.conditions, keep=comm.rank() == 0, folder=task.drops.folder
             )
-        record.choices = choosing.gather()
+        record.choices = recorder.gather()
         record.loaded = check_loading(made[0], step=task.float64)
-    again = {made[0].original_module(site) or site for site in dropping.unequal_recomputations}
+    recomputed = {made[0].original_module(site) or site for site in dropping.unequal_recomputations}
     calls = dropping.calls
-    asked = calls.low_dtypes, sorted({*calls.unwaited.values()}), calls.strided
-    everyone = comm.all_gather_object(
-        (dropping.irregular_modules, again, dropping.generator_states, *asked)
+    call_facts = calls.low_dtypes, sorted({*calls.unwaited.values()}), calls.strided
+    rank_facts = comm.all_gather_object(
+        (dropping.irregular_modules, recomputed, dropping.generator_states, *call_facts)
     )
-    for rank, (stray, again, _, low, left, strided) in enumerate(everyone):
-        record.irregular_modules |= stray
-        record.masks |= dict.fromkeys(again, OTHER_MASK)
-        record.low_dtypes |= low if task.float64 else set()
+    for rank, (irregular, recomputed, _, low_dtypes, unwaited, strided) in enumerate(rank_facts):
+        record.irregular_modules |= irregular
+        record.masks |= dict.fromkeys(recomputed, OTHER_MASK)
+        record.low_dtypes |= low_dtypes if task.float64 else set()
         record.strided |= strided
-        for work in left:
-            record.unwaited.setdefault(work, []).append(rank)
-    record.masks |= _unequal_generators([drawn for _, _, drawn, *_ in everyone])
+        for call in unwaited:
+            record.unwaited.setdefault(call, []).append(rank)
+    record.masks |= _unequal_generators([states for _, _, states, *_ in rank_facts])
     sys.stdout.flush()
-    return (seen, record) if comm.rank() == 0 else None
+    return (observation, record) if comm.rank() == 0 else None

@@ -45,9 +45,9 @@ class RepeatTrial:
 
 def plan_trials(rows: Sequence[Row], failure: Failure) -> list[RepeatTrial]:
     """Return trials in which these failing rows may fail again, the cheapest first."""
-    found = [trial for row in rows for trial in _trials_of_row(row, failure)]
+    trials = [trial for row in rows for trial in _trials_of_row(row, failure)]
     unique: list[RepeatTrial] = []
-    for trial in sorted(found, key=lambda t: t.cost):
+    for trial in sorted(trials, key=lambda t: t.cost):
         if trial not in unique:
             unique.append(trial)
     return unique
@@ -62,11 +62,11 @@ def _trials_of_row(row: Row, failure: Failure) -> Iterator[RepeatTrial]:
     condition = next(
         (c for c in failure.conditions if c.name == row.condition), failure.conditions[0]
     )
-    most = len(condition.batches)
+    max_count = len(condition.batches)
     saved, working = row.kind == "saved state", row.kind.endswith(" in working dtype")
-    early = saved or working or row.kind.startswith("optimizer ")
-    needed = 1 if early or row.step is None else min(row.step + 1, most)
-    for count in sorted({needed, most}):
+    is_last_step = saved or working or row.kind.startswith("optimizer ")
+    min_count = 1 if is_last_step or row.step is None else min(row.step + 1, max_count)
+    for count in sorted({min_count, max_count}):
         yield RepeatTrial(replace(condition, batches=condition.batches[:count]), saved, working)
 
 
@@ -100,9 +100,9 @@ class Repetition:
             )
             count = len(trial.condition.batches)
             working = working and replace(working, batches=working.batches[:count])
-            found = failure.compare_all(case, working, conditions, self._right)
+            compared = failure.compare_all(case, working, conditions, self._right)
             kind = " in working dtype" if trial.working else "saved state"
-            return [row for row in found if row.kind.endswith(kind)]
+            return [row for row in compared if row.kind.endswith(kind)]
         actual: Any = self.pool.run(observe_on_rank, case.plan.mesh.world, case, conditions)[0]
         return list(compare(self._right, actual, exact=not failure.case.plan.gives_up))
 
@@ -113,10 +113,10 @@ class Repetition:
         it.
         """
         first, condition = self.failure.conditions[0], self.trial.condition
-        loads = self.trial.saved and condition.name != first.name
-        before = [replace(first, batches=first.batches[:1])] if loads else []
-        own = condition.case and _case_of_rows(condition.case, rows)
-        return [*before, replace(condition, case=own)]
+        loads_state = self.trial.saved and condition.name != first.name
+        earlier = [replace(first, batches=first.batches[:1])] if loads_state else []
+        row_case = condition.case and _case_of_rows(condition.case, rows)
+        return [*earlier, replace(condition, case=row_case)]
 
 
 def _original_depends_on_rows(case: Case) -> bool:
@@ -149,31 +149,32 @@ def find_rows(rows: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> Blam
     rows together must fail. A single culprit takes about log2(n) runs. Delta debugging is from
     Zeller, Hildebrandt: Simplifying and isolating failure-inducing input, TSE 2002.
     """
-    asked = _CachedPredicate(rows, fails)
-    everything = tuple(range(len(rows)))
-    if not everything or asked(()):
-        return Blame((), 0, asked.runs)
-    low, high = 0, len(rows)  # the prefix of `low` rows passes, that of `high` rows fails
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if asked(everything[:middle]) else (middle, high)
-    culprit = high - 1
-    found = (culprit,) if asked((culprit,)) else _minimise(everything[:high], culprit, asked)
-    found = _without_pairs(found, asked)
-    return Blame(tuple(rows[i] for i in found), high, asked.runs)
+    test = _CachedPredicate(rows, fails)
+    indices = tuple(range(len(rows)))
+    if not indices or test(()):
+        return Blame((), 0, test.runs)
+    # the prefix of `passing` rows passes, that of `failing` rows fails
+    passing, failing = 0, len(rows)
+    while failing - passing > 1:
+        middle = (passing + failing) // 2
+        passing, failing = (passing, middle) if test(indices[:middle]) else (middle, failing)
+    culprit = failing - 1
+    culprits = (culprit,) if test((culprit,)) else _minimise(indices[:failing], culprit, test)
+    culprits = _without_pairs(culprits, test)
+    return Blame(tuple(rows[i] for i in culprits), failing, test.runs)
 
 
 def _without_pairs(
-    failing: tuple[int, ...], asked: Callable[[tuple[int, ...]], bool]
+    failing: tuple[int, ...], predicate: Callable[[tuple[int, ...]], bool]
 ) -> tuple[int, ...]:
     """Leave out one or two rows at a time, because two rows may be legal only together."""
     if len(failing) < 2:
         return failing
     for count in (1, 2):
-        for out in itertools.combinations(failing, count):
-            rest = tuple(i for i in failing if i not in out)
-            if rest and asked(rest):
-                return _without_pairs(rest, asked)
+        for removed in itertools.combinations(failing, count):
+            remaining = tuple(i for i in failing if i not in removed)
+            if remaining and predicate(remaining):
+                return _without_pairs(remaining, predicate)
     return failing
 
 
@@ -193,64 +194,64 @@ class _CachedPredicate(Generic[T]):
 
 
 def _minimise(
-    failing: tuple[int, ...], culprit: int, asked: Callable[[tuple[int, ...]], bool]
+    failing: tuple[int, ...], culprit: int, test: Callable[[tuple[int, ...]], bool]
 ) -> tuple[int, ...]:
     """Return a failing subset from which no row except the culprit can be left out."""
-    others = tuple(i for i in failing if i != culprit)
-    pieces = 2
-    while others:
-        pieces = min(pieces, len(others))
-        size = -(-len(others) // pieces)
-        chunks = [others[i : i + size] for i in range(0, len(others), size)]
-        less = _smaller_failing(others, chunks, lambda rest: asked((*rest, culprit)))
-        if less is not None:
-            others, pieces = less, max(2, pieces - 1)
-        elif pieces < len(others):
-            pieces = min(2 * pieces, len(others))
+    remaining = tuple(i for i in failing if i != culprit)
+    chunk_count = 2
+    while remaining:
+        chunk_count = min(chunk_count, len(remaining))
+        size = -(-len(remaining) // chunk_count)
+        chunks = [remaining[i : i + size] for i in range(0, len(remaining), size)]
+        smaller = _smaller_failing(remaining, chunks, lambda subset: test((*subset, culprit)))
+        if smaller is not None:
+            remaining, chunk_count = smaller, max(2, chunk_count - 1)
+        elif chunk_count < len(remaining):
+            chunk_count = min(2 * chunk_count, len(remaining))
         else:
             break
-    return (*others, culprit)
+    return (*remaining, culprit)
 
 
 def _smaller_failing(
-    others: tuple[int, ...],
+    candidates: tuple[int, ...],
     chunks: list[tuple[int, ...]],
     fails: Callable[[tuple[int, ...]], bool],
 ) -> tuple[int, ...] | None:
     """Return one chunk, or all rows without one chunk, that still fails."""
-    alone = [chunk for chunk in chunks if len(chunk) < len(others)]
-    without = [tuple(i for i in others if i not in chunk) for chunk in chunks]
-    return next((rest for rest in (*alone, *without) if fails(rest)), None)
+    single_chunks = [chunk for chunk in chunks if len(chunk) < len(candidates)]
+    complements = [tuple(i for i in candidates if i not in chunk) for chunk in chunks]
+    return next((subset for subset in (*single_chunks, *complements) if fails(subset)), None)
 
 
 MOST_RUNS = 24  # of a search for fewer modules
 
 
 def find_suspect_rows(
-    rows: Sequence[Action], again: Repetition, hints: Sequence[str]
+    rows: Sequence[Action], repetition: Repetition, hints: Sequence[str]
 ) -> Blame[Action]:
     """Find the rows to blame, first at suspected modules. All rows together must fail."""
-    asked = 0
-    for near in _rows_near(rows, hints):
-        asked += 1
-        if again(near):
-            found = find_rows(near, again)
-            return replace(found, runs=found.runs + asked)
-    found = find_rows(rows, again)
-    return replace(found, runs=found.runs + asked)
+    run_count = 0
+    for nearby_rows in _rows_near(rows, hints):
+        run_count += 1
+        if repetition(nearby_rows):
+            blame = find_rows(nearby_rows, repetition)
+            return replace(blame, runs=blame.runs + run_count)
+    blame = find_rows(rows, repetition)
+    return replace(blame, runs=blame.runs + run_count)
 
 
 def _rows_near(rows: Sequence[Action], hints: Sequence[str]) -> Iterator[tuple[Action, ...]]:
     """Yield rows near suspected modules: each alone, all of them, those of enclosing modules."""
-    seen: set[tuple[int, ...]] = set()
+    tried: set[tuple[int, ...]] = set()
     for hint in hints:
-        for around in _enclosing(hint):
-            at = [row for row in rows if _changes_computation(row) and _acts_on(row, around)]
-            for near in (*((row,) for row in at if around == hint), tuple(at)):
-                numbers = tuple(row.row for row in near)
-                if near and len(near) < len(rows) and numbers not in seen:
-                    seen.add(numbers)
-                    yield near
+        for outer in _enclosing(hint):
+            inside = [row for row in rows if _changes_computation(row) and _acts_on(row, outer)]
+            for group in (*((row,) for row in inside if outer == hint), tuple(inside)):
+                numbers = tuple(row.row for row in group)
+                if group and len(group) < len(rows) and numbers not in tried:
+                    tried.add(numbers)
+                    yield group
 
 
 def _enclosing(fqn: str) -> Iterator[str]:
@@ -274,45 +275,51 @@ def _touches(site: str, fqn: str) -> bool:
 
 
 def minimise_sites(
-    rows: Sequence[Action], again: Repetition, hints: Sequence[str]
+    rows: Sequence[Action], repetition: Repetition, hints: Sequence[str]
 ) -> tuple[Action, ...]:
     """Return the rows at the fewest modules that still fail; empty if each row has one module.
 
     Suspected modules are tried first.
     """
-    single = [replace(row, sites=group) for row in rows for group in row.groups]
-    if len(single) == len(rows):
+    row_sites = [replace(row, sites=group) for row in rows for group in row.groups]
+    if len(row_sites) == len(rows):
         return ()
-    fails = _limit_runs(MOST_RUNS, again)
-    wanted = {row.row for row in rows}
+    fails = _limit_runs(MOST_RUNS, repetition)
+    numbers = {row.row for row in rows}
     for hint in hints:
-        for around in _enclosing(hint):
-            near = [one for one in single if _acts_on(one, around)]
-            if len(near) < len(single) and {one.row for one in near} == wanted and fails(near):
-                return tuple(_join_rows(near))
-    places = {name: k for k, name in enumerate(again.failure.case.plan.model.sites)}
-    single.sort(key=lambda one: (places[one.sites[0]], one.row))
-    return tuple(_join_rows(find_rows(single, fails).rows))
+        for ancestor in _enclosing(hint):
+            nearby = [part for part in row_sites if _acts_on(part, ancestor)]
+            if (
+                len(nearby) < len(row_sites)
+                and {part.row for part in nearby} == numbers
+                and fails(nearby)
+            ):
+                return tuple(_join_rows(nearby))
+    site_order = {name: k for k, name in enumerate(repetition.failure.case.plan.model.sites)}
+    row_sites.sort(key=lambda part: (site_order[part.sites[0]], part.row))
+    return tuple(_join_rows(find_rows(row_sites, fails).rows))
 
 
-def _limit_runs(runs: int, again: Repetition) -> Callable[[Sequence[Action]], bool]:
+def _limit_runs(runs: int, repetition: Repetition) -> Callable[[Sequence[Action]], bool]:
     """Limit the runs of a predicate; after the last run it returns False."""
-    left = [runs]
+    runs_left = [runs]
 
-    def fails(some: Sequence[Action]) -> bool:
-        left[0] -= 1
-        return left[0] >= 0 and again(_join_rows(some))
+    def fails(rows: Sequence[Action]) -> bool:
+        runs_left[0] -= 1
+        return runs_left[0] >= 0 and repetition(_join_rows(rows))
 
     return fails
 
 
-def _join_rows(some: Sequence[Action]) -> list[Action]:
+def _join_rows(rows: Sequence[Action]) -> list[Action]:
     """Join actions of one row, in the order of rows."""
     joined: dict[int, Action] = {}
-    for one in some:
-        known = joined.get(one.row)
-        joined[one.row] = one if known is None else replace(known, sites=known.sites + one.sites)
-    return [joined[row] for row in sorted(joined)]
+    for action in rows:
+        earlier = joined.get(action.row)
+        joined[action.row] = (
+            action if earlier is None else replace(earlier, sites=earlier.sites + action.sites)
+        )
+    return [joined[number] for number in sorted(joined)]
 
 
 def locate_refusal(
@@ -323,20 +330,20 @@ def locate_refusal(
     A refusal while a model runs has no row. The refusal is returned unchanged if it has a place, or
     if the first step of the first condition does not cause it.
     """
-    if any(one.primary.span for one in refusal.diagnostics):
+    if any(diagnostic.primary.span for diagnostic in refusal.diagnostics):
         return refusal
     step = replace(conditions[0], batches=conditions[0].batches[:1])
     code = refusal.diagnostic.code
 
     def stops(rows: Sequence[Action]) -> bool:
         try:
-            some = _case_of_rows(case, rows)
+            subset_case = _case_of_rows(case, rows)
         except Refusal:
             return False  # these rows alone are not legal
         try:
-            pool.run(observe_on_rank, some.plan.mesh.world, some, [step])
-        except Refusal as other:
-            return other.diagnostic.code == code
+            pool.run(observe_on_rank, subset_case.plan.mesh.world, subset_case, [step])
+        except Refusal as rank_refusal:
+            return rank_refusal.diagnostic.code == code
         except (RankDied, Hang):
             pass
         return False
@@ -344,8 +351,8 @@ def locate_refusal(
     rows = tuple(action for action in case.plan.actions if action.has_effect)
     if not stops(rows):
         return refusal
-    found = find_rows(rows, stops).rows
-    span = found[-1].span if found else None
+    culprits = find_rows(rows, stops).rows
+    span = culprits[-1].span if culprits else None
     return refusal if span is None else refusal.at(span)
 
 
@@ -356,60 +363,64 @@ MOST_HINTS = 3
 
 def add_suspects(report: Report, failure: Failure, pool: Pool) -> Report:
     """Add to a report where its first difference arose, the pattern, and the rows to blame."""
-    bad = [row for row in report.rows if not row.ok and row.kind != DISTINCT_DRAWS]
-    if not bad:  # both sides share the function that draws: no row is to blame
+    failed = [row for row in report.rows if not row.ok and row.kind != DISTINCT_DRAWS]
+    if not failed:  # both sides share the function that draws: no row is to blame
         return report
     rows = tuple(a for a in failure.case.plan.actions if a.has_effect)
-    again = _find_trial(bad, failure, rows, pool)
-    batch = again.trial.condition.batches[-1] if again is not None else failure.case.batches[0]
-    where = None if bad[0].condition == "kernels" else _locate(bad[0], failure, batch, pool)
-    found: Blame[Action] = Blame((), 0, 0)
-    least: tuple[Action, ...] = ()
-    if again is not None:
-        hints = _hints(failure, [n for n, _ in where.guilty] if where is not None else [], bad)
-        found = find_suspect_rows(rows, again, hints)
-        least = minimise_sites(found.rows, again, hints)
+    repeat = _find_trial(failed, failure, rows, pool)
+    batch = repeat.trial.condition.batches[-1] if repeat is not None else failure.case.batches[0]
+    location = (
+        None if failed[0].condition == "kernels" else _locate(failed[0], failure, batch, pool)
+    )
+    blame: Blame[Action] = Blame((), 0, 0)
+    smallest: tuple[Action, ...] = ()
+    if repeat is not None:
+        hints = _hints(
+            failure, [n for n, _ in location.guilty] if location is not None else [], failed
+        )
+        blame = find_suspect_rows(rows, repeat, hints)
+        smallest = minimise_sites(blame.rows, repeat, hints)
     lines = [
-        *_describe_first(bad, failure.expected),
-        *(_describe_location(where, bad[0]) if where is not None else ()),
+        *_describe_first(failed, failure.expected),
+        *(_describe_location(location, failed[0]) if location is not None else ()),
     ]
-    lines += _describe_rows(rows, found, least, report.command)
+    lines += _describe_rows(rows, blame, smallest, report.command)
     return replace(
         report,
-        blamed=tuple(describe_row(action) for action in found.rows),
-        diagnosis=describe_failure(bad[0], failure, where, batch),
+        blamed=tuple(describe_row(action) for action in blame.rows),
+        diagnosis=describe_failure(failed[0], failure, location, batch),
         localised=tuple(lines),
     )
 
 
-def _hints(failure: Failure, guilty: Sequence[str], bad: Sequence[Row]) -> list[str]:
+def _hints(failure: Failure, guilty: Sequence[str], bad_rows: Sequence[Row]) -> list[str]:
     """Return modules to try first: those that are wrong alone, else owners of wrong gradients."""
     model = failure.case.plan.model
     if guilty:
         return list(guilty[:MOST_HINTS])
-    names = {row.name for row in bad if row.kind == "gradients"}
+    names = {row.name for row in bad_rows if row.kind == "gradients"}
     if 0 < len(names) <= MOST_HINTS:
         return [model.owner(name).fqn for name in sorted(names) if name in model.parameters]
     return []
 
 
 def _find_trial(
-    bad: Sequence[Row], failure: Failure, rows: tuple[Action, ...], pool: Pool
+    bad_rows: Sequence[Row], failure: Failure, rows: tuple[Action, ...], pool: Pool
 ) -> Repetition | None:
     """Return the cheapest trial in which all rows together fail again; None if there is none."""
-    for trial in plan_trials(bad, failure):
-        again = Repetition(failure, trial, pool)
-        if again(rows):
-            return again
+    for trial in plan_trials(bad_rows, failure):
+        repetition = Repetition(failure, trial, pool)
+        if repetition(rows):
+            return repetition
     return None
 
 
-def _locate(first: Row, failure: Failure, batch: Batch, pool: Pool) -> Location | None:
+def _locate(first_row: Row, failure: Failure, batch: Batch, pool: Pool) -> Location | None:
     """Find the wrong module; None if modules cannot be run separately or ranks fail."""
     if failure.case.plan.context_axes:
         return None  # ranks split the sequence: no rank has a call of the original by itself
     try:
-        name = first.name if first.kind == "gradients" else ""
+        name = first_row.name if first_row.kind == "gradients" else ""
         return find_module(failure.case, batch, pool, name)
     except (Refusal, RankDied, Hang, RuntimeError):
         return None
@@ -418,51 +429,57 @@ def _locate(first: Row, failure: Failure, batch: Batch, pool: Pool) -> Location 
 # -- in words ----------------------------------------------------------------------------------
 
 
-def _describe_first(bad: Sequence[Row], expected: Observation) -> Lines:
+def _describe_first(bad_rows: Sequence[Row], expected: Observation) -> Lines:
     """Yield the first wrong gradient in backward order, and the last right one before it."""
-    first = bad[0]
-    if first.kind != "gradients":
+    first_row = bad_rows[0]
+    if first_row.kind != "gradients":
         return
-    same = (first.condition, first.kind, first.step)
-    wrong = {row.name for row in bad if (row.condition, row.kind, row.step) == same}
+    row_key = (first_row.condition, first_row.kind, first_row.step)
+    wrong_names = {row.name for row in bad_rows if (row.condition, row.kind, row.step) == row_key}
     order = expected.order
-    yield "gradients", f"{len(wrong)} of {len(order)} differ, in backward first {first.name}"
-    before = order[: order.index(first.name)] if first.name in order else ()
-    yield "last good before", before[-1] if before else "none: it is the first"
+    yield (
+        "gradients",
+        f"{len(wrong_names)} of {len(order)} differ, in backward first {first_row.name}",
+    )
+    earlier = order[: order.index(first_row.name)] if first_row.name in order else ()
+    yield "last good before", earlier[-1] if earlier else "none: it is the first"
 
 
-def _describe_location(where: Location, first: Row) -> Lines:
-    if where.first:
-        yield "first activation", f"{where.first}   error {where.error:.1e}"
-        yield "last good before", where.before or "none: it is the first"
+def _describe_location(location: Location, first_row: Row) -> Lines:
+    if location.first:
+        yield "first activation", f"{location.first}   error {location.error:.1e}"
+        yield "last good before", location.before or "none: it is the first"
     else:
-        late = "in backward, or after it"
-        early = "where the parts of the batch are put together, or in the loss"
-        arose = early if first.kind in ("outputs", "loss") else late
-        yield "activations", f"all are equal in a step: the difference arises {arose}"
-    for name, what in where.guilty[:MOST_SUSPECTS]:
-        yield "suspect", f"{name or 'the model itself'}: given what is right, {what}"
-    if len(where.guilty) > MOST_SUSPECTS:
-        yield "suspect", f"and {len(where.guilty) - MOST_SUSPECTS} more modules"
-    if not where.guilty:
+        after_forward = "in backward, or after it"
+        before_modules = "where the parts of the batch are put together, or in the loss"
+        origin = before_modules if first_row.kind in ("outputs", "loss") else after_forward
+        yield "activations", f"all are equal in a step: the difference arises {origin}"
+    for name, symptom in location.guilty[:MOST_SUSPECTS]:
+        yield "suspect", f"{name or 'the model itself'}: given what is right, {symptom}"
+    if len(location.guilty) > MOST_SUSPECTS:
+        yield "suspect", f"and {len(location.guilty) - MOST_SUSPECTS} more modules"
+    if not location.guilty:
         yield (
             "suspect",
-            f"no module: {where.modules_tried} got right inputs, and all results are right",
+            f"no module: {location.modules_tried} got right inputs, and all results are right",
         )
-    if where.unknown:
-        yield "not tried", f"{len(where.unknown)} modules of unknown layout: {where.unknown[0]} ..."
+    if location.unknown:
+        yield (
+            "not tried",
+            f"{len(location.unknown)} modules of unknown layout: {location.unknown[0]} ...",
+        )
 
 
 def _describe_rows(
-    rows: Sequence[Action], found: Blame[Action], least: Sequence[Action], command: str
+    rows: Sequence[Action], blame: Blame[Action], smallest: Sequence[Action], command: str
 ) -> Lines:
-    if not found.rows:
-        if found.runs:  # it failed again, also without any row
+    if not blame.rows:
+        if blame.runs:  # it failed again, also without any row
             yield "bisected", "no row is needed: a plan without rows differs, too"
         return
-    yield "bisected", f"{len(found.rows)} of {len(rows)} rows are needed, {found.runs} runs"
-    for action in least:
+    yield "bisected", f"{len(blame.rows)} of {len(rows)} rows are needed, {blame.runs} runs"
+    for action in smallest:
         yield "smallest", describe_row(action)
-    lines = sorted({a.span.line for a in found.rows if a.span.line})
+    lines = sorted({a.span.line for a in blame.rows if a.span.line})
     if command and lines and "--only" not in command:
         yield "repeat these", f"{command} --only {','.join(map(str, lines))}"

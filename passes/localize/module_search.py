@@ -109,12 +109,12 @@ def find_module(case: Case, batch: Batch, pool: Pool, parameter: str = "") -> Lo
 
     Also records each rank's gradient of `parameter`.
     """
-    plain = prepare_case(replace(case, plan=_module_rows_only(case.plan)))
+    module_case = prepare_case(replace(case, plan=_module_rows_only(case.plan)))
 
     with temporary_folder() as folder:
         order = _record(case, batch, folder)
         ranks = pool.run(
-            _run_rank, case.plan.mesh.world, case, plain, batch, folder, order, parameter
+            _run_rank, case.plan.mesh.world, case, module_case, batch, folder, order, parameter
         )
     return _join_findings(order, ranks)
 
@@ -163,7 +163,12 @@ def _record(case: Case, batch: Batch, folder: str) -> tuple[CallFrame, ...]:
 
 
 def _run_rank(
-    case: Case, plain: Case, batch: Batch, folder: str, order: Sequence[CallFrame], parameter: str
+    case: Case,
+    module_case: Case,
+    batch: Batch,
+    folder: str,
+    order: Sequence[CallFrame],
+    parameter: str,
 ) -> _RankFindings:
     """Run both runs on one rank."""
     with enter_modes(Float64()):
@@ -176,20 +181,22 @@ def _run_rank(
             torch.load(f"{folder}/{replica}-{k}", weights_only=False, mmap=True)
             for k in range(len(parts))
         ]
-        watch = OutputComparison(view, calls)
-        watch.add_hooks(program.assembly.module, _opaque_modules(case.plan))
-        _watch_stages(program, watch, grad=False)
+        comparison = OutputComparison(view, calls)
+        comparison.add_hooks(program.assembly.module, _opaque_modules(case.plan))
+        _watch_stages(program, comparison, grad=False)
         program.train_step(batch)
-        held = program.assembly.parameters.get(parameter)
-        local = None if held is None else local_gradient(held)
-        program = build_program(plain)
-        view = _make_view(plain, program, order)
-        judge = IsolatedComparison(program.assembly.module, view, calls, _opaque_modules(case.plan))
-        _watch_stages(program, judge, grad=True)
+        parameter_held = program.assembly.parameters.get(parameter)
+        local = None if parameter_held is None else local_gradient(parameter_held)
+        program = build_program(module_case)
+        view = _make_view(module_case, program, order)
+        isolated = IsolatedComparison(
+            program.assembly.module, view, calls, _opaque_modules(case.plan)
+        )
+        _watch_stages(program, isolated, grad=True)
         _forward(program, parts)
-    found = tuple(worst_findings(judge.findings))
+    findings = tuple(worst_findings(isolated.findings))
     return _RankFindings(
-        watch.errors, found, frozenset(judge.judged), frozenset(judge.unknown), local
+        comparison.errors, findings, frozenset(isolated.judged), frozenset(isolated.unknown), local
     )
 
 
@@ -228,9 +235,9 @@ def _make_view(case: Case, program: Program, order: Sequence[CallFrame]) -> Rank
     stages, spanning = _stages_of_calls(ready, order)
     ranks = program.assembly.ranks
     names = {
-        (site.fqn, attribute): plan.model.parameters[fact.name].name
+        (site.fqn, attribute): plan.model.parameters[parameter_facts.name].name
         for site in plan.model.sites.values()
-        for attribute, fact in site.parameters.items()
+        for attribute, parameter_facts in site.parameters.items()
     }
     return RankView(
         plan.mesh,
@@ -256,19 +263,19 @@ def _stages_of_calls(
     for name, stage in zip(staged.cut.graph.units, staged.cut.stage_of):
         # no stage counts all calls of a module that several stages call
         units[name] = stage if units.get(name, stage) == stage else -1
-    found: dict[CallFrame, int] = {}
-    outside, now = set(), 0
+    stages: dict[CallFrame, int] = {}
+    spanning, stage_now = set(), 0
     for frame in order:
-        within = next((s for u, s in units.items() if is_inside(frame[0], u)), None)
-        now = now if within is None else within
-        found[frame] = now
-        if within is None:
-            outside.add(frame)
-    for name in {name for name, turn in found if turn}:  # calls are not counted across stages
-        frames = [frame for frame in found if frame[0] == name]
-        if len({found[frame] for frame in frames}) > 1:
-            found |= dict.fromkeys(frames, -1)
-    return found, frozenset(outside)
+        unit_stage = next((s for u, s in units.items() if is_inside(frame[0], u)), None)
+        stage_now = stage_now if unit_stage is None else unit_stage
+        stages[frame] = stage_now
+        if unit_stage is None:
+            spanning.add(frame)
+    for name in {name for name, index in stages if index}:  # calls are not counted across stages
+        frames = [frame for frame in stages if frame[0] == name]
+        if len({stages[frame] for frame in frames}) > 1:
+            stages |= dict.fromkeys(frames, -1)
+    return stages, frozenset(spanning)
 
 
 # -- the location ------------------------------------------------------------------------------
@@ -278,19 +285,23 @@ def _join_findings(order: Sequence[CallFrame], ranks: Sequence[_RankFindings]) -
     worst: dict[CallFrame, tuple[float, bool]] = {}
     for rank in ranks:
         for (_, frame), (error, ok) in rank.seen.items():
-            known = worst.get(frame, (0.0, True))
-            worst[frame] = max(known[0], error), known[1] and ok
-    first = next((frame for frame in order if not worst.get(frame, (0.0, True))[1]), None)
-    good = [f for f in order[: order.index(first)] if f in worst] if first is not None else []
-    found = _order_findings([one for rank in ranks for one in rank.findings], order)
+            worst_so_far = worst.get(frame, (0.0, True))
+            worst[frame] = max(worst_so_far[0], error), worst_so_far[1] and ok
+    first_wrong = next((frame for frame in order if not worst.get(frame, (0.0, True))[1]), None)
+    good_before = (
+        [f for f in order[: order.index(first_wrong)] if f in worst]
+        if first_wrong is not None
+        else []
+    )
+    findings = _order_findings([finding for rank in ranks for finding in rank.findings], order)
     values = next(
-        ((f.got, f.want) for f in found if f.got is not None and f.want is not None), None
+        ((f.got, f.want) for f in findings if f.got is not None and f.want is not None), None
     )
     return Location(
-        "" if first is None else describe_frame(first),
-        describe_frame(good[-1]) if good else "",
-        0.0 if first is None else worst[first][0],
-        _guilty_modules(found),
+        "" if first_wrong is None else describe_frame(first_wrong),
+        describe_frame(good_before[-1]) if good_before else "",
+        0.0 if first_wrong is None else worst[first_wrong][0],
+        _guilty_modules(findings),
         values,
         len({name for rank in ranks for name in rank.judged}),
         tuple(sorted({name for rank in ranks for name in rank.unknown})),
@@ -298,17 +309,17 @@ def _join_findings(order: Sequence[CallFrame], ranks: Sequence[_RankFindings]) -
     )
 
 
-def _order_findings(found: Sequence[Finding], order: Sequence[CallFrame]) -> list[Finding]:
+def _order_findings(findings: Sequence[Finding], order: Sequence[CallFrame]) -> list[Finding]:
     """Return findings in forward, else those in backward, in the order in which modules return."""
-    place = {frame: k for k, frame in enumerate(order)}
-    chosen = [one for one in found if not one.in_backward] or list(found)
-    return sorted(chosen, key=lambda one: place.get(one.frame, -1))
+    positions = {frame: k for k, frame in enumerate(order)}
+    relevant = [finding for finding in findings if not finding.in_backward] or list(findings)
+    return sorted(relevant, key=lambda finding: positions.get(finding.frame, -1))
 
 
-def _guilty_modules(found: Sequence[Finding]) -> tuple[tuple[str, str], ...]:
+def _guilty_modules(findings: Sequence[Finding]) -> tuple[tuple[str, str], ...]:
     """Return each guilty module once, with the first value that it makes wrong."""
     modules: dict[str, str] = {}
-    for one in found:
-        size = "" if one.error == float("inf") else f" is off by {one.error:.1e}"
-        modules.setdefault(one.frame[0], f"{one.what}{size}")
+    for finding in findings:
+        size = "" if finding.error == float("inf") else f" is off by {finding.error:.1e}"
+        modules.setdefault(finding.frame[0], f"{finding.what}{size}")
     return tuple(modules.items())

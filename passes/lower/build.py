@@ -105,7 +105,7 @@ def lower(builder: Builder, crossings: Callable[[], None]) -> None:
 
 def _phase(row: Lowered) -> int:
     return next(
-        (place for place, facet in enumerate(LOWERING_ORDER) if row.changes(facet)),
+        (phase for phase, facet in enumerate(LOWERING_ORDER) if row.changes(facet)),
         len(LOWERING_ORDER),
     )
 
@@ -119,25 +119,25 @@ def _cast(builder: Builder) -> None:
 
 def _save(builder: Builder) -> None:
     """Install compression and offload of saved tensors, in the order of rows."""
-    found: Iterable[ActivationCoding | OffloadedTensors] = chain(
+    rows: Iterable[ActivationCoding | OffloadedTensors] = chain(
         builder.plan.activation_codings, builder.plan.stores
     )
-    for one in sorted(found, key=lambda one: one.row):
-        if isinstance(one, ActivationCoding):
-            compress_activations(one, builder, builder.bits)
-        elif one.what == "activations":
-            _offload_saved(one, builder)
+    for row in sorted(rows, key=lambda row: row.row):
+        if isinstance(row, ActivationCoding):
+            compress_activations(row, builder, builder.bits)
+        elif row.what == "activations":
+            _offload_saved(row, builder)
 
 
-def compress_activations(one: ActivationCoding, copy: Copy, bits: Mapping[str, Any]) -> None:
+def compress_activations(row: ActivationCoding, copy: Copy, bits: Mapping[str, Any]) -> None:
     """Compress the tensors that a module saves; `bits` has the table of each module."""
     from schedlang.runtime.activation_memory.quantized import Quantization, quantize_saved
 
-    table = {each.number: each.bits for each in bits.get(one.fqn, ())}
-    quantize_saved(copy.at(one.fqn), one.fqn, Quantization(one.bits, one.block), bits=table)
+    table = {item.number: item.bits for item in bits.get(row.fqn, ())}
+    quantize_saved(copy.at(row.fqn), row.fqn, Quantization(row.bits, row.block), bits=table)
 
 
-def _offload_saved(one: OffloadedTensors, builder: Builder) -> None:
+def _offload_saved(row: OffloadedTensors, builder: Builder) -> None:
     """Offload the tensors that a module saves."""
     from schedlang.runtime.offload.offloaded_activations import (
         ActivationStore,
@@ -146,13 +146,13 @@ def _offload_saved(one: OffloadedTensors, builder: Builder) -> None:
     )
     from schedlang.runtime.storage.tiers import ScratchFiles
 
-    if one.tier == "peer":
-        park_activations(builder.at(one.fqn))
+    if row.tier == "peer":
+        park_activations(builder.at(row.fqn))
         return
-    scratch = builder.shared("scratch", ScratchFiles) if one.tier == "disk" else None
-    key = ("offload", one.ahead, one.tier)
-    store = builder.shared(key, lambda: ActivationStore(one.ahead, scratch=scratch))
-    offload_activations(builder.at(one.fqn), store)
+    scratch = builder.shared("scratch", ScratchFiles) if row.tier == "disk" else None
+    key = ("offload", row.ahead, row.tier)
+    store = builder.shared(key, lambda: ActivationStore(row.ahead, scratch=scratch))
+    offload_activations(builder.at(row.fqn), store)
 
 
 Loss = Callable[..., Any]
@@ -233,13 +233,13 @@ DEFAULT_OPTIONS = Options()
 
 
 def build(
-    plan: Plan, batch: Mapping[str, Any], options: Options = DEFAULT_OPTIONS, **more: Any
+    plan: Plan, batch: Mapping[str, Any], options: Options = DEFAULT_OPTIONS, **changes: Any
 ) -> Program:
     """Build the program of this rank. All ranks of the job call it together.
 
-    `batch` has the keyword arguments of a full step; only its shapes are used. `more` are options
-    by name. Raises Refusal, before any collective, where the plan cannot be built or ranks would
-    build different programs.
+    `batch` has the keyword arguments of a full step; only its shapes are used. `changes` are
+    options by name. Raises Refusal, before any collective, where the plan cannot be built or ranks
+    would build different programs.
     """
     from schedlang.runtime.comm.agreement import (
         check_agreement,
@@ -250,7 +250,7 @@ def build(
     from schedlang.runtime.launch.hang_watch import watch_ranks
     from schedlang.runtime.launch.rank_job import RECORD
 
-    options = replace(options, **more)
+    options = replace(options, **changes)
     join_world(options.wait)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun detects dead ranks, not a deadlock
         watch_ranks()
@@ -301,17 +301,19 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
         options.check(plan, batch, prepared)
     builder = _lowered_copy(plan, prepared, ranks, options)
     sliced = slice_state(plan, builder.module, ranks, prepared) if plan.replicas else {}
-    held, module = _local_parameters(builder, holdings), builder.module
+    parameters, module = _local_parameters(builder, holdings), builder.module
     offloaded = None
     if plan.stores and not options.on_meta:
-        offloaded = offload_state(builder, holdings, held, sliced, options.optimizer)
+        offloaded = offload_state(builder, holdings, parameters, sliced, options.optimizer)
     needed = reductions(plan, traced, holdings)
-    sums = build_reductions(plan, needed, held, ranks) if needed or plan.data_axes else ()
+    sums = build_reductions(plan, needed, parameters, ranks) if needed or plan.data_axes else ()
     draws = _rank_dropout(builder, prepared, batch, options) if traced.is_random else RankDropout()
     loss = cast_loss(plan, options.loss) if plan.casts else options.loss
-    early = build_early_reductions(plan, staged, held, sums) if plan.overlaps else None
-    wide = any(fact.dtype == "float64" for fact in plan.model.unique_parameters.values())
-    compressor = build_compressor(plan, needed, holdings, held, ranks) if plan.compression else None
+    early = build_early_reductions(plan, staged, parameters, sums) if plan.overlaps else None
+    has_double = any(param.dtype == "float64" for param in plan.model.unique_parameters.values())
+    compressor = (
+        build_compressor(plan, needed, holdings, parameters, ranks) if plan.compression else None
+    )
     # by labels that count; without any by rows, and by tokens where sequences are split
     weigh = weight_of if prepared.tokens is None else weight_by_tokens
     assembly = Assembly(
@@ -320,14 +322,14 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
         ranks=ranks,
         replicas=plan.data_axes,
         microbatches=plan.micro,
-        parameters=held,
+        parameters=parameters,
         holdings=holdings,
         ties=(*plan.model.ties, *plan.model.shared_buffers),
         reductions=sums,
         sliced=sliced,
         keys=tuple(plan.model.model.state_dict()),
         adapter_changes=tuple(c for c in plan.model.changes if isinstance(c, AdapterChange)),
-        loss_dtype=torch.float64 if wide else torch.float32,  # losses are sums of many terms
+        loss_dtype=torch.float64 if has_double else torch.float32,  # losses are sums of many terms
         weight=options.weight or weigh(traced, plan.shares * plan.micro),
         compressor=compressor,
         region=builder.region,
@@ -341,7 +343,9 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
         tokens=prepared.tokens,
         boundaries=plan.boundaries,
         context=plan.context_axes if plan.contexts else (),
-        row_weights=plan.share_weights if any(one.rows for one in plan.replicas) else None,
+        row_weights=plan.share_weights
+        if any(replicas.rows for replicas in plan.replicas)
+        else None,
         **(stage_fields(plan, staged, staged.axis) if staged.axis is not None else {}),
     )
     return _make_program(plan, staged, assembly, offloaded, options)
@@ -363,12 +367,12 @@ def _local_parameters(builder: Builder, holdings: Mapping[str, Holding]) -> Loca
     from schedlang.runtime.grad_reduction.gradient import LocalParameters
 
     mesh, rank = builder.plan.mesh, builder.ranks.rank
-    held = {name for name, holding in holdings.items() if holding.is_held(mesh, rank)}
-    named = builder.module.named_parameters()
-    found = LocalParameters({name: p for name, p in named if name in held})
+    held_names = {name for name, holding in holdings.items() if holding.is_held(mesh, rank)}
+    named_parameters = builder.module.named_parameters()
+    parameters = LocalParameters({name: p for name, p in named_parameters if name in held_names})
     if builder.plan.model.changes:
-        encode_weights(builder, found)
-    return found
+        encode_weights(builder, parameters)
+    return parameters
 
 
 def _make_program(
@@ -379,13 +383,13 @@ def _make_program(
     from schedlang.runtime.program import Program
     from schedlang.runtime.step_batch import BatchComparison
 
-    whole = optimizer = comparing = None
+    full_step = optimizer = comparing = None
     if options.optimizer is not None:
         if a.stage_axis is not None or any(h.layout.splits for h in a.holdings.values()):
             check_optimizer_settings(plan, a.stage_axis, a.holdings, options.optimizer)
-        whole = find_gathered_step(a, staged, options.optimizer)
-        every = {n for n, p in plan.model.model.named_parameters() if p.requires_grad}
-        optimizer = _make_optimizer(a, options.optimizer, every)
+        full_step = find_gathered_step(a, staged, options.optimizer)
+        trained_names = {n for n, p in plan.model.model.named_parameters() if p.requires_grad}
+        optimizer = _make_optimizer(a, options.optimizer, trained_names)
     if options.compare != "nothing" and not options.on_meta and shared_store() is not None:
         names = {id(parameter): name for name, parameter in a.parameters.items()}
         if options.optimizer is not None:  # on all ranks, also those that train no parameter
@@ -396,7 +400,7 @@ def _make_program(
         a,
         optimizer,
         options.clip,
-        whole=whole,
+        whole=full_step,
         offloaded=offloaded,
         loss_scale=initial_loss_scale(plan) if plan.casts else None,
         comparing=comparing,
@@ -410,9 +414,9 @@ def _prepare(plan: Plan, batch: Mapping[str, Any], options: Options) -> Prepared
 
     with add_forward_line(plan.model.model):
         sample = largest_part(batch, 1 if options.local else plan.share_weights, plan.micro)
-    found = prepare(plan, sample, options.loss, options.weight, trains=False)
+    ready = prepare(plan, sample, options.loss, options.weight, trains=False)
     # tables of bits were measured on each rank's machine, and may differ
-    return replace(found, bits=world.broadcast_object(0, found.bits)) if found.bits else found
+    return replace(ready, bits=world.broadcast_object(0, ready.bits)) if ready.bits else ready
 
 
 def _rank_dropout(
@@ -447,21 +451,21 @@ def _make_optimizer(
         return None
     names = {id(p): name for name, p in trained}
     dims = {name: count for name, count in dims_of(a.holdings).items() if name in trained_anywhere}
-    staged = a.stage_axis is not None
-    whole = groups_of(make, dims, set(names.values())) if staged else ()
-    made = make(trained)  # the last that is made: the function may keep it
-    check_closure(made)
-    groups = getattr(made, "param_groups", ())
-    held, ours = {id(p) for g in groups for p in g["params"]}, {id(p) for _, p in trained}
-    if held and not held & ours and a.stage_axis is None:
+    has_stages = a.stage_axis is not None
+    full_groups = groups_of(make, dims, set(names.values())) if has_stages else ()
+    optimizer = make(trained)  # the last that is made: the function may keep it
+    check_closure(optimizer)
+    groups = getattr(optimizer, "param_groups", ())
+    given_ids, own_ids = {id(p) for g in groups for p in g["params"]}, {id(p) for _, p in trained}
+    if given_ids and not given_ids & own_ids and a.stage_axis is None:
         raise Refusal.of(
             "S618",
             "the optimizer has none of the program's parameters",
             notes=("a program trains copies of the model's parameters, and parts of them",),
             helps=("take those that are given: `lambda named: torch.optim.AdamW(named, lr=1e-3)`",),
         )
-    fill_groups(made, whole, names)
-    return made
+    fill_groups(optimizer, full_groups, names)
+    return optimizer
 
 
 def join_job(plan: Plan, on_meta: bool = False) -> RankGroups:
@@ -474,7 +478,7 @@ def join_job(plan: Plan, on_meta: bool = False) -> RankGroups:
     check_axes(plan)
     if on_meta:
         return RankGroups(plan.mesh)
-    device = next((one.device for one in plan.model.model.parameters()), None)
+    device = next((parameter.device for parameter in plan.model.model.parameters()), None)
     return RankGroups(plan.mesh, world.current_world().device_for(device))
 
 
@@ -499,10 +503,12 @@ def _local_copy(plan: Plan, prepared: Prepared, ranks: RankGroups, options: Opti
     mesh, rank, on_meta, model = plan.mesh, ranks.rank, options.on_meta, plan.model.model
     if not on_meta and (prepared.tokens is not None or prepared.slicing is not None):
         _check_has_values(model)
-    bare = options.weights is not None or any(p.is_meta for p in model.parameters())
+    needs_values = options.weights is not None or any(p.is_meta for p in model.parameters())
     # recorded initial values, and names in files, are those of the user's model
-    source = source_of(plan.model.base.model, options.weights) if bare and not on_meta else None
-    rooms: list[TargetPart] = []
+    source = (
+        source_of(plan.model.base.model, options.weights) if needs_values and not on_meta else None
+    )
+    targets: list[TargetPart] = []
 
     def local(name: str, parameter: nn.Parameter) -> nn.Parameter:
         holding = replace(prepared.holdings[name], sliced=())
@@ -510,15 +516,15 @@ def _local_copy(plan: Plan, prepared: Prepared, ranks: RankGroups, options: Opti
             return meta_parameter(parameter)
         if on_meta:
             return meta_parameter(parameter, holding.local_shape(mesh, rank))
-        here = source is None or (options.weights is None and not parameter.is_meta)
-        make = None if here else plan.model.initializer_of(name)
-        if here or make is not None:
+        has_value = source is None or (options.weights is None and not parameter.is_meta)
+        make = None if has_value else plan.model.initializer_of(name)
+        if has_value or make is not None:
             value = parameter.detach() if make is None else make(parameter)
             part = shard_of(value, holding, mesh, rank).to(ranks.device)
         else:
             part = parameter.new_zeros(holding.local_shape(mesh, rank), device=ranks.device)
             names = plan.model.unique_parameters[name].names
-            rooms.append(TargetPart(names, parameter, part.detach(), holding.part(mesh, rank)))
+            targets.append(TargetPart(names, parameter, part.detach(), holding.part(mesh, rank)))
         return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
     saved = {id(b): n for n, b in model.named_buffers() if n in model.state_dict(keep_vars=True)}
@@ -530,15 +536,15 @@ def _local_copy(plan: Plan, prepared: Prepared, ranks: RankGroups, options: Opti
             return tensor.detach().clone().to(ranks.device)
         if id(tensor) not in saved:
             raise _no_values(model, tensor)
-        made = torch.zeros_like(tensor, device=ranks.device)
-        rooms.append(
-            TargetPart((saved[id(tensor)],), tensor, made, full_slice(tuple(tensor.shape)))
+        zeros = torch.zeros_like(tensor, device=ranks.device)
+        targets.append(
+            TargetPart((saved[id(tensor)],), tensor, zeros, full_slice(tuple(tensor.shape)))
         )
-        return made
+        return zeros
 
     module = copy_with(model, local, other)
     if source is not None:
-        source.fill(rooms)
+        source.fill(targets)
     return module
 
 
@@ -572,8 +578,8 @@ def _check_has_values(model: nn.Module) -> None:
 def _check_state(plan: Plan) -> None:
     """Refuse (S624) state that is neither parameter nor buffer: it cannot be sharded or saved."""
     model = plan.model.model
-    known = {n for n, _ in model.named_buffers(remove_duplicate=False)} | set(plan.model.parameters)
-    extra = [key for key in model.state_dict() if key not in known]
+    names = {n for n, _ in model.named_buffers(remove_duplicate=False)} | set(plan.model.parameters)
+    extra = [key for key in model.state_dict() if key not in names]
     if extra:
         raise Refusal.of(
             "S624",

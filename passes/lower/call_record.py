@@ -22,30 +22,30 @@ def begin_record() -> None:
     from schedlang.runtime.launch import rank_record
     from schedlang.runtime.launch.recorded_calls import record_calls
 
-    here, before = world.job_world(), rank_record.current_record()
-    if here.size == 1 or here.is_dry_run:
+    job_world, current = world.job_world(), rank_record.current_record()
+    if job_world.size == 1 or job_world.is_dry_run:
         return
-    made = rank_record.begin_record(here.rank, here.size)
-    if made is not None and made is not before:
-        record_calls(made)
+    record = rank_record.begin_record(job_world.rank, job_world.size)
+    if record is not None and record is not current:
+        record_calls(record)
 
 
 def describe_program(plan: Plan, program: Program) -> None:
     """Give the record, if there is one, the modules and parameters of a program, and its steps."""
     from schedlang.runtime.launch import rank_record
 
-    made, a = rank_record.current_record(), program.assembly
-    if made is None or a.ranks.world.is_dry_run:
+    record, a = rank_record.current_record(), program.assembly
+    if record is None or a.ranks.world.is_dry_run:
         return
     modules = {id(module): name for name, module in a.module.named_modules()}
-    parameters = {id(one): name for name, one in a.parameters.items()}
+    parameters = {id(parameter): name for name, parameter in a.parameters.items()}
     rank_record.name_modules(a.ranks.device.type, modules, parameters, row_finder(plan))
     step: Any = program.train_step
 
     @wraps(step)
     def recorded_step(*args: Any, **kwargs: Any) -> Any:
         result = step(*args, **kwargs)
-        made.end_step(program.step)
+        record.end_step(program.step)
         return result
 
     program.train_step = recorded_step  # type: ignore[method-assign]
@@ -81,8 +81,8 @@ def _rows_between(plan: Plan, site: str, ranks: Sequence[int]) -> list[Action]:
     """Return the row of the axis along which these ranks differ."""
     if max(ranks) >= plan.mesh.world:  # a sub-job, with its own numbers of ranks
         return []
-    at = [plan.mesh.coordinates(rank) for rank in ranks]
-    axes = [name for name in plan.mesh.sizes if len({place[name] for place in at}) > 1]
+    points = [plan.mesh.coordinates(rank) for rank in ranks]
+    axes = [name for name in plan.mesh.sizes if len({point[name] for point in points}) > 1]
     row = axis_row(plan, site, axes[0]) if len(axes) == 1 else None
     return [] if row is None else [row]
 
@@ -90,7 +90,7 @@ def _rows_between(plan: Plan, site: str, ranks: Sequence[int]) -> list[Action]:
 def _rows_at(plan: Plan, site: str) -> list[Action]:
     """Return the rows that act on a module, or on the nearest enclosing module with rows."""
     while site and site in plan.model.sites:
-        if found := [one for one in plan.rows_at(site) if one.has_effect]:
-            return found
+        if rows := [action for action in plan.rows_at(site) if action.has_effect]:
+            return rows
         site = site.rpartition(".")[0]
     return []

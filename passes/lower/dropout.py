@@ -64,19 +64,19 @@ def draws_of(plan: Plan, prepared: Prepared, rows: int) -> PlanDraws:
     base = tuple(axis for axis in plan.mesh.sizes if axis in (*plan.data_axes, *stage))
     units = staged.cut.graph.units if stage else ()
     sites: dict[str, list[ForkedDraw | None]] = {}
-    for (site, turn), shape in traced.mask_shapes.items():
-        every = traced.unbatched_masks.get((site, turn), False)
-        if shape and shape[0] % rows and not every and not _is_recurrent(plan, site):
+    for (site, call), shape in traced.mask_shapes.items():
+        unbatched = traced.unbatched_masks.get((site, call), False)
+        if shape and shape[0] % rows and not unbatched and not _is_recurrent(plan, site):
             return PlanDraws(
                 logical_reason=f"`{site or 'the model'}` draws {shape}, not rows of {rows} samples"
             )
-        axes = dict.fromkeys(a for a in base if not (every and a in plan.data_axes))
+        axes = dict.fromkeys(a for a in base if not (unbatched and a in plan.data_axes))
         try:
-            split = _split_axes(plan, prepared, (site, turn))
+            split = _split_axes(plan, prepared, (site, call))
         except LookupError as error:
             return PlanDraws(logical_reason=str(error.args[0]))
         if prepared.tokens is not None:
-            dims = prepared.tokens.draws.get((site, turn))
+            dims = prepared.tokens.draws.get((site, call))
             if dims is None:
                 return PlanDraws(
                     logical_reason=f"how `{site}` draws along the sequence is not known"
@@ -86,14 +86,14 @@ def draws_of(plan: Plan, prepared: Prepared, rows: int) -> PlanDraws:
                 axes = {a: None for a in axes if a not in plan.context_axes}
         if stage and not any(is_inside(site, unit) for unit in units):  # several stages compute it
             if any(is_inside(unit, site) for unit in units):
-                said = f"`{site or 'the model'}` draws between stages"
-                return PlanDraws(logical_reason=f"{said}, which all of them run")
+                reason = f"`{site or 'the model'}` draws between stages"
+                return PlanDraws(logical_reason=f"{reason}, which all of them run")
             axes = {a: None for a in axes if a not in stage}
-        same = not split and tuple(axes) == base
+        is_base = not split and tuple(axes) == base
         along = tuple((a, tuple(range(plan.mesh.size(a)))) for a in axes) + split
-        draw = None if same and not every else ForkedDraw(along, every)
+        draw = None if is_base and not unbatched else ForkedDraw(along, unbatched)
         sites.setdefault(site, []).append(draw)
-    return PlanDraws(base, {site: tuple(found) for site, found in sites.items()})
+    return PlanDraws(base, {site: tuple(site_draws) for site, site_draws in sites.items()})
 
 
 def why_logical(plan: Plan, prepared: Prepared, rows: int) -> str:
@@ -114,24 +114,26 @@ def _split_axes(plan: Plan, prepared: Prepared, draw: tuple[str, int]) -> MaskPl
 
     Raises LookupError where shards overlap.
     """
-    whole, tags = prepared.traced.mask_layouts.get(draw, ((), {}))
-    found = []
+    full_shape, tags = prepared.traced.mask_layouts.get(draw, ((), {}))
+    places = []
     for axis, tag in sorted(tags.items()):
-        first = _first_holders(tag, whole[tag.dim], plan.mesh.size(axis))
-        if first is None:
+        first_holders = _first_holders(tag, full_shape[tag.dim], plan.mesh.size(axis))
+        if first_holders is None:
             raise LookupError(f"ranks of `{axis}` share parts of what `{draw[0]}` draws")
-        found.append((axis, first))
-    return tuple(found)
+        places.append((axis, first_holders))
+    return tuple(places)
 
 
 @functools.lru_cache(1024)
 def _first_holders(tag: Tag, size: int, parts: int) -> tuple[int, ...] | None:
     """Return, for each place, the first place with the same shard; None where shards overlap."""
-    held = [frozenset(p for p in tag.positions(size, parts, k) if p < size) for k in range(parts)]
-    different = set(held)
-    if sum(map(len, different)) != len(frozenset().union(*different)):
+    position_sets = [
+        frozenset(p for p in tag.positions(size, parts, k) if p < size) for k in range(parts)
+    ]
+    distinct = set(position_sets)
+    if sum(map(len, distinct)) != len(frozenset().union(*distinct)):
         return None
-    return tuple(held.index(one) for one in held)
+    return tuple(position_sets.index(positions) for positions in position_sets)
 
 
 # -- on one rank -----------------------------------------------------------------------------------
@@ -158,14 +160,16 @@ def dropout_of(
     if not prepared.traced.is_random or (options.kind is None and plan.mesh.world == 1):
         return RankDropout()
     logical = options.kind == "logical" or options.on_meta
-    native, why = None, ""
+    native, reason = None, ""
     if not options.on_meta:
-        native, why = _make_native(plan, prepared, ranks, module, options)
+        native, reason = _make_native(plan, prepared, ranks, module, options)
     if native is not None and not logical:
         return RankDropout(native, native)
     if native is not None:
         native.on = False
-    return RankDropout(_make_logical(plan, prepared, ranks, module, options.seed or 0), native, why)
+    return RankDropout(
+        _make_logical(plan, prepared, ranks, module, options.seed or 0), native, reason
+    )
 
 
 @dataclass(frozen=True)
@@ -194,22 +198,22 @@ def _make_native(
     mesh, rank = plan.mesh, ranks.rank
 
     def fork_of(draw: ForkedDraw) -> DrawFork:
-        places = tuple((axis, first[mesh.index(rank, axis)]) for axis, first in draw.along)
+        places = tuple((axis, holders[mesh.index(rank, axis)]) for axis, holders in draw.along)
         return DrawFork(places, draw.every)
 
-    at = {
-        site: tuple(None if draw is None else fork_of(draw) for draw in found)
-        for site, found in draws.sites.items()
+    forks_by_site = {
+        site: tuple(None if draw is None else fork_of(draw) for draw in site_draws)
+        for site, site_draws in draws.sites.items()
     }
-    forks, plain, why = _find_forks(module, at, prepared.traced.call_counts)
-    if why:
-        return None, why
+    forks, unforked, reason = _find_forks(module, forks_by_site, prepared.traced.call_counts)
+    if reason:
+        return None, reason
     seed = options.seed
     if seed is None:  # ranks may have different seeds, for example for reading data
         seed = world.broadcast_object(0, torch.initial_seed())
     base = tuple((axis, mesh.index(rank, axis)) for axis in draws.seed_axes)
     native = NativeDropout(seed, base, default_generators([ranks.device]))
-    install_forks(module, native, forks, plain)
+    install_forks(module, native, forks, unforked)
     return native, ""
 
 
@@ -228,8 +232,8 @@ def _find_forks(
     remaining = dict(sites)
     for name, kind in _compiled_modules(module).items():
         within = {site: remaining.pop(site) for site in list(remaining) if is_inside(site, name)}
-        found = {one for draws in within.values() for one in draws}
-        if len(found) > 1:
+        distinct = {fork for draws in within.values() for fork in draws}
+        if len(distinct) > 1:
             if kind == "pattern":
                 return (
                     {},
@@ -238,22 +242,27 @@ def _find_forks(
                 )
             _make_eager(module, name)
             remaining |= within
-        elif found and None not in found:
-            forks[name] = ForkedModule(name, tuple(found), True)
-        elif found:
+        elif distinct and None not in distinct:
+            forks[name] = ForkedModule(name, tuple(distinct), True)
+        elif distinct:
             remaining[name] = (None,)
     for name, draws in remaining.items():
-        if all(one is None for one in draws):
+        if all(fork is None for fork in draws):
             continue
-        below = {one for site, found in remaining.items() if is_inside(site, name) for one in found}
-        if len(below) == 1 and name:
+        inner = {
+            fork
+            for site, distinct in remaining.items()
+            if is_inside(site, name)
+            for fork in distinct
+        }
+        if len(inner) == 1 and name:
             forks[name] = ForkedModule(name, (draws[0],), True)
             continue
         calls = entries.get(name, 1)
-        each = len(draws) // calls
-        if len(set(draws)) > 1 and tuple(draws) != tuple(draws[:each]) * calls:
+        per_call = len(draws) // calls
+        if len(set(draws)) > 1 and tuple(draws) != tuple(draws[:per_call]) * calls:
             return {}, [], f"`{name or 'the model'}` draws differently from call to call"
-        forks[name] = ForkedModule(name, tuple(draws[:each]) or (draws[0],), False)
+        forks[name] = ForkedModule(name, tuple(draws[:per_call]) or (draws[0],), False)
         framed.append(name)
     inside_one = [
         name
@@ -268,12 +277,12 @@ def _compiled_modules(module: nn.Module) -> dict[str, str]:
     from schedlang.runtime.forward import layer_of
     from schedlang.runtime.fusion.fuse import FusedForward
 
-    found: dict[str, str] = {}
-    for name, one in module.named_modules():
-        layer = layer_of(one, "fuse")
-        if layer is not None and not any(is_inside(name, outer) for outer in found):
-            found[name] = "whole" if isinstance(layer, FusedForward) else "pattern"
-    return found
+    kinds: dict[str, str] = {}
+    for name, submodule in module.named_modules():
+        layer = layer_of(submodule, "fuse")
+        if layer is not None and not any(is_inside(name, outer) for outer in kinds):
+            kinds[name] = "whole" if isinstance(layer, FusedForward) else "pattern"
+    return kinds
 
 
 def _make_eager(module: nn.Module, name: str) -> None:
@@ -307,26 +316,26 @@ def windows_of(plan: Plan, prepared: Prepared, ranks: RankGroups) -> WindowOfDra
     # the closure must not hold the plan, which holds the original model
     mesh, masks, rank = plan.mesh, prepared.traced.mask_layouts, ranks.rank
     unbatched = prepared.traced.unbatched_masks
-    split = bool(plan.boundaries) or any(
+    is_split = bool(plan.boundaries) or any(
         plan.effective_layout(name).splits for name in plan.layouts
     )
 
     def slices(site: str, call: int, shape: tuple[int, ...]) -> LogicalWindow | None:
-        whole, tags = masks.get((site, call), ((), {}))
-        here = current()
-        if here is not None and here.evaluation:
-            whole, tags = evaluation_layout(masks, site, len(shape), split)
+        full_shape, tags = masks.get((site, call), ((), {}))
+        scope = current()
+        if scope is not None and scope.evaluation:
+            full_shape, tags = evaluation_layout(masks, site, len(shape), is_split)
         if not tags:
             return None
         # dim 0 holds the samples, alone or merged with another dim
-        first = int(not is_unbatched(unbatched, site, call) and len(shape) < len(whole))
+        first_dim = int(not is_unbatched(unbatched, site, call) and len(shape) < len(full_shape))
         logical = list(shape)
         index: list[Any] = [None] * len(shape)
         for axis, tag in tags.items():
-            dim, parts = tag.dim - first, mesh.size(axis)
+            dim, parts = tag.dim - first_dim, mesh.size(axis)
             logical[dim] = tag.uneven.true_size(shape[dim], parts)
-            place = mesh.index(rank, axis)
-            index[dim] = tag.positions(logical[dim], parts, place)
+            position = mesh.index(rank, axis)
+            index[dim] = tag.positions(logical[dim], parts, position)
         return LogicalWindow(tuple(logical), tuple(index))
 
     return slices

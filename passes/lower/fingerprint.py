@@ -27,7 +27,9 @@ _NUMBERS = (bool, int, float, str)
 _OWN_TO_A_RANK = ("rank", "device", "host", "node", "pid", "path", "dir", "file")
 
 
-def program_items(plan: Plan, batch: Mapping[str, Any], given: Options) -> list[AgreementItem]:
+def program_items(
+    plan: Plan, batch: Mapping[str, Any], build_options: Options
+) -> list[AgreementItem]:
     """Return the items of which a program is built; messages name the first different item."""
     import torch
 
@@ -45,8 +47,8 @@ def program_items(plan: Plan, batch: Mapping[str, Any], given: Options) -> list[
         "axes": str(dict(plan.mesh.sizes)),
         "views": str(plan.mesh.views),
     }
-    options = {name: repr(getattr(given, name)) for name in _OPTIONS}
-    options["optimizer"] = "None" if given.optimizer is None else "a function"
+    options = {name: repr(getattr(build_options, name)) for name in _OPTIONS}
+    options["optimizer"] = "None" if build_options.optimizer is None else "a function"
     kinds = {
         name: f"{value.dtype}, {value.dim()} dims"
         if isinstance(value, torch.Tensor)
@@ -73,14 +75,14 @@ def program_items(plan: Plan, batch: Mapping[str, Any], given: Options) -> list[
         AgreementItem("options of `build`", options),
         AgreementItem(
             "functions",
-            {"loss": code_digest(given.loss), "weight": code_digest(given.weight)},
+            {"loss": code_digest(build_options.loss), "weight": code_digest(build_options.weight)},
             readable=False,
             helps=("give the same `loss` and `weight` on every rank",),
         ),
         AgreementItem("batch to build from", kinds),
         AgreementItem(
             "initial weights",
-            dict(_weight_items(model, plan.model.base.model, given)),
+            dict(_weight_items(model, plan.model.base.model, build_options)),
             readable=False,
             helps=(seed, "or load the same checkpoint on every rank"),
         ),
@@ -100,12 +102,12 @@ def optimizer_items(
         return [AgreementItem("optimizer", {}, partial=True)]
     parts = {"class": type(optimizer).__qualname__} | _plain_settings(optimizer.defaults)
     for group in optimizer.param_groups:
-        own = _plain_settings(
+        settings = _plain_settings(
             {k: v for k, v in group.items() if k not in ("params", "param_names")}
         )
-        unusual = {k: v for k, v in own.items() if parts.get(k) != v}
-        said = ", ".join(f"{k} {v}" for k, v in unusual.items()) or "as usual"
-        parts |= {names[id(p)]: said for p in group["params"] if id(p) in names}
+        unusual = {k: v for k, v in settings.items() if parts.get(k) != v}
+        text = ", ".join(f"{k} {v}" for k, v in unusual.items()) or "as usual"
+        parts |= {names[id(p)]: text for p in group["params"] if id(p) in names}
     help_ = "build it with the same settings on every rank"
     return [AgreementItem("optimizer", parts, partial=True, helps=(help_,))]
 
@@ -127,30 +129,34 @@ def check_optimizer_settings(
     def stand_in(name: str, rank: int | None) -> Any:
         if rank is None or not holdings[name].layout.splits:
             return meta_parameter(model[name])
-        held = replace(holdings[name], sliced=())  # slices are DTensors, which have full sizes
-        return meta_parameter(model[name], held.local_shape(plan.mesh, rank))
+        unsliced = replace(holdings[name], sliced=())  # slices are DTensors, which have full sizes
+        return meta_parameter(model[name], unsliced.local_shape(plan.mesh, rank))
 
     def settings(names: Iterable[str], rank: int | None = None) -> Mapping[str, str]:
-        named = [(name, stand_in(name, rank)) for name in names]
-        made = optimizer_items(make(named), {id(p): n for n, p in named})
-        parts: Mapping[str, str] = made[0].parts
+        named_parameters = [(name, stand_in(name, rank)) for name in names]
+        items = optimizer_items(make(named_parameters), {id(p): n for n, p in named_parameters})
+        parts: Mapping[str, str] = items[0].parts
         return parts  # the defaults are among them
 
-    moved: dict[str, tuple[str, str]] = {}
+    changed: dict[str, tuple[str, str]] = {}
     with suppress(Exception):  # its errors are reported when the real optimizer is made
-        every = settings(trained)
-        for place in range(1 if axis is None else plan.mesh.size(axis)):
-            at = dict.fromkeys(plan.mesh.sizes, 0) | ({} if axis is None else {axis: place})
+        full = settings(trained)
+        for position in range(1 if axis is None else plan.mesh.size(axis)):
+            coordinates = dict.fromkeys(plan.mesh.sizes, 0) | (
+                {} if axis is None else {axis: position}
+            )
             stages = ((n, holdings[n].stages) for n in trained)
-            here = [n for n, some in stages if some is None or place in some]
-            own = settings(here, plan.mesh.rank(at))
-            moved |= {n: (every[n], said) for n, said in own.items() if every.get(n) != said}
-    for name, (one, other) in moved.items():
-        whose = f"settings of `{name}` follow" if name in model else f"default `{name}` follows"
+            local_names = [
+                n for n, stage_set in stages if stage_set is None or position in stage_set
+            ]
+            local = settings(local_names, plan.mesh.rank(coordinates))
+            changed |= {n: (full[n], text) for n, text in local.items() if full.get(n) != text}
+    for name, (first, second) in changed.items():
+        subject = f"settings of `{name}` follow" if name in model else f"default `{name}` follows"
         raise Refusal.of(
             "S622",
-            f"the optimizer's {whose} from its index among the parameters, or from their sizes",
-            notes=(f"{one} among all full parameters; {other} among the shards of a rank",),
+            f"the optimizer's {subject} from its index among the parameters, or from their sizes",
+            notes=(f"{first} among all full parameters; {second} among the shards of a rank",),
             helps=(
                 'choose groups by the names: `[p for name, p in named if "bias" in name]`',
                 "take sizes from the model: `dict(model.named_parameters())[name].shape`",
@@ -176,34 +182,34 @@ def _module_items(plan: Plan) -> Iterator[tuple[str, str]]:
     Settings whose names suggest that they differ by rank are left out.
     """
     for name, module in plan.model.model.named_modules():
-        said = f"{type(module).__qualname__}({module.extra_repr()})"
-        own = (
+        text = f"{type(module).__qualname__}({module.extra_repr()})"
+        attributes = (
             f"{key}={value!r}"
             for key, value in sorted(vars(module).items())
             if type(value) in _NUMBERS
             and key[0] != "_"
             and key != "training"
-            and not any(word in key for word in _OWN_TO_A_RANK)
+            and not any(rank_word in key for rank_word in _OWN_TO_A_RANK)
         )
-        yield name or "the model", " ".join((said, *own))
-    for name, fact in plan.model.unique_parameters.items():
-        frozen = "" if fact.requires_grad else ", frozen"
-        tied = f", also {', '.join(fact.names[1:])}" if len(fact.names) > 1 else ""
-        yield name, f"{fact.dtype} {tuple(fact.shape)}{frozen}{tied}"
+        yield name or "the model", " ".join((text, *attributes))
+    for name, param in plan.model.unique_parameters.items():
+        frozen = "" if param.requires_grad else ", frozen"
+        tied = f", also {', '.join(param.names[1:])}" if len(param.names) > 1 else ""
+        yield name, f"{param.dtype} {tuple(param.shape)}{frozen}{tied}"
 
 
 def _row_items(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "knobs", str(dict(plan.decisions))
-    for place, action in enumerate(plan.actions, 1):
-        where = next(iter(action.sites), "") or "the model"
+    for number, action in enumerate(plan.actions, 1):
+        location = next(iter(action.sites), "") or "the model"
         if len(action.sites) > 1:
             sites = hashlib.blake2b(repr(action.sites).encode(), digest_size=4).hexdigest()
-            where += f" and {len(action.sites) - 1} more ({sites})"
-        yield f"row {place}", f"{action.primitive} at {where}"
+            location += f" and {len(action.sites) - 1} more ({sites})"
+        yield f"row {number}", f"{action.primitive} at {location}"
     yield "relaxed", str(sorted(plan.relaxed))
 
 
-def _weight_items(model: nn.Module, base: nn.Module, given: Options) -> Iterator[tuple[str, str]]:
+def _weight_items(model: nn.Module, base: nn.Module, options: Options) -> Iterator[tuple[str, str]]:
     """Yield a checksum of each tensor of the state dict, and a digest of the source of values.
 
     `base` is the user's model; `model` may be a changed copy of it.
@@ -217,8 +223,8 @@ def _weight_items(model: nn.Module, base: nn.Module, given: Options) -> Iterator
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 yield name, checksum(buffer)
-    if given.weights is not None or any(p.is_meta for p in model.parameters()):
-        yield "their source", source_of(base, given.weights).digest()
+    if options.weights is not None or any(p.is_meta for p in model.parameters()):
+        yield "their source", source_of(base, options.weights).digest()
 
 
 # -- code --------------------------------------------------------------------------------------
@@ -233,34 +239,34 @@ def _code_items(model: nn.Module) -> Iterator[tuple[str, str]]:
         if base is not object and not base.__module__.startswith("torch.")
     )
     digests: dict[str, list[str]] = {}
-    for one in sorted(classes, key=lambda c: (c.__module__, c.__qualname__)):
-        found = [(name, code_digest(value)) for name, value in sorted(vars(one).items())]
-        own = digests.setdefault(one.__qualname__, [])
-        own.extend(f"{name} {said}" for name, said in found if said)
-    return ((name, " ".join(said)) for name, said in digests.items())
+    for class_ in sorted(classes, key=lambda c: (c.__module__, c.__qualname__)):
+        members = [(name, code_digest(value)) for name, value in sorted(vars(class_).items())]
+        class_digests = digests.setdefault(class_.__qualname__, [])
+        class_digests.extend(f"{name} {digest}" for name, digest in members if digest)
+    return ((name, " ".join(digest)) for name, digest in digests.items())
 
 
 def code_digest(function: Callable[..., Any] | Any) -> str:
     """Return a digest of a function's code, without file names and line numbers; "" for others."""
     inner = getattr(function, "__func__", function)
     inner = getattr(inner, "__wrapped__", inner)
-    found = getattr(inner, "__code__", None)
-    if not isinstance(found, CodeType):
+    code = getattr(inner, "__code__", None)
+    if not isinstance(code, CodeType):
         return ""
-    return _digest(found)
+    return _digest(code)
 
 
 @lru_cache(maxsize=1 << 12)  # the programs of one proof have the same code
-def _digest(found: CodeType) -> str:
-    return hashlib.blake2b(repr(_plain_constant(found)).encode(), digest_size=8).hexdigest()
+def _digest(code: CodeType) -> str:
+    return hashlib.blake2b(repr(_plain_constant(code)).encode(), digest_size=8).hexdigest()
 
 
 def _plain_constant(value: object) -> object:
     if isinstance(value, CodeType):
-        inside = [_plain_constant(one) for one in value.co_consts]
-        return (value.co_code, value.co_names, value.co_varnames, value.co_freevars, inside)
+        constants = [_plain_constant(constant) for constant in value.co_consts]
+        return (value.co_code, value.co_names, value.co_varnames, value.co_freevars, constants)
     if isinstance(value, frozenset):  # its order is another in every process
         return sorted(map(repr, value))
     if isinstance(value, tuple):
-        return [_plain_constant(one) for one in value]
+        return [_plain_constant(constant) for constant in value]
     return repr(value)

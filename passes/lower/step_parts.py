@@ -71,32 +71,39 @@ def slice_state(
     if sliced is None:
         return {}
     axes = plan.mesh.fold(sliced.axes)
-    every = dict.fromkeys((axes, *(h.sliced for h in holdings.values() if h.sliced)))
-    meshes = {over: ranks.device_mesh(over) for over in every}  # created by all ranks, in one order
+    axis_sets = dict.fromkeys((axes, *(h.sliced for h in holdings.values() if h.sliced)))
+    meshes = {
+        unit_axes: ranks.device_mesh(unit_axes) for unit_axes in axis_sets
+    }  # created by all ranks, in one order
     ignored = {
         p
         for n, p in module.named_parameters()
         if not holdings[n].sliced or not holdings[n].is_held(plan.mesh, ranks.rank)
     }
-    place = plan.mesh.index(ranks.rank, staged.axis) if staged.axis is not None else 0
+    position = plan.mesh.index(ranks.rank, staged.axis) if staged.axis is not None else 0
     reached = prepared.traced.reached_parameters
     # where values choose among modules, a later batch may reach other parameters
     anywhere = bool(prepared.traced.varying_modules)
-    met = {p for n, p in module.named_parameters() if anywhere or n in reached}
-    out = {}
-    for stage in staged.stages_at(place):
-        asked = prepared.traced.reads_values
-        out[stage] = one = ShardedStage(sliced.stage, meshes[axes], ignored, sliced.reshard, asked)
+    reached_now = {p for n, p in module.named_parameters() if anywhere or n in reached}
+    stages = {}
+    for stage in staged.stages_at(position):
+        reads_values = prepared.traced.reads_values
+        stages[stage] = sharded = ShardedStage(
+            sliced.stage, meshes[axes], ignored, sliced.reshard, reads_values
+        )
         for fqn, names in sliced_names_by_unit(plan, staged, holdings, stage).items():
-            over, tier = slicing_axes_of(holdings, names) or axes, tier_of_unit(plan, fqn, names)
-            low = gather_dtype(plan, names)
+            unit_axes, tier = (
+                slicing_axes_of(holdings, names) or axes,
+                tier_of_unit(plan, fqn, names),
+            )
+            dtype = gather_dtype(plan, names)
             overwrites = fqn in prepared.traced.overwriting_modules
-            unit = ShardedUnit(not fqn, _has_late_compute(plan, fqn), tier, low, overwrites)
-            one.add_unit(module.get_submodule(fqn), meshes[over], unit, met)
-        one.prefetch(sliced.prefetch)
+            unit = ShardedUnit(not fqn, _has_late_compute(plan, fqn), tier, dtype, overwrites)
+            sharded.add_unit(module.get_submodule(fqn), meshes[unit_axes], unit, reached_now)
+        sharded.prefetch(sliced.prefetch)
     if staged.axis is not None:
-        join_stages(list(out.values()))
-    return out
+        join_stages(list(stages.values()))
+    return stages
 
 
 def _has_late_compute(plan: Plan, fqn: str) -> bool:
@@ -106,7 +113,7 @@ def _has_late_compute(plan: Plan, fqn: str) -> bool:
 
 
 def build_reductions(
-    plan: Plan, planned: Sequence[Reduction], found: Mapping[str, nn.Parameter], ranks: RankGroups
+    plan: Plan, planned: Sequence[Reduction], params: Mapping[str, nn.Parameter], ranks: RankGroups
 ) -> tuple[GradientReduction, ...]:
     """Return the gradient reductions of this rank after the last backward.
 
@@ -118,19 +125,19 @@ def build_reductions(
     if data := plan.data_axes:
         for axes in (data, plan.row_axes, plan.context_axes):
             ranks.group(axes)  # created on all ranks, although only some gather outputs over it
-    for one in planned:
-        names = tuple(name for name in one.names if name in found)
-        if one.stages is not None:  # every rank takes part in creating these groups
-            ends = sorted(one.stages)
-            groups = [tuple(line[s] for s in ends) for line in plan.mesh.groups(one.axes)]
-            group = ranks.subset(one.axes[0], groups)
+    for reduction in planned:
+        names = tuple(name for name in reduction.names if name in params)
+        if reduction.stages is not None:  # every rank takes part in creating these groups
+            stages = sorted(reduction.stages)
+            groups = [tuple(line[s] for s in stages) for line in plan.mesh.groups(reduction.axes)]
+            group = ranks.subset(reduction.axes[0], groups)
         else:
-            group = ranks.group(one.axes)
-            if one.kind == "replicas" and plan.find_overlap("gradients"):
+            group = ranks.group(reduction.axes)
+            if reduction.kind == "replicas" and plan.find_overlap("gradients"):
                 # begins during a backward, which sends on the other group
-                group = replace(group, pg=ranks.another_group(one.axes, "early"))
-        if one.kind != "compressed" and group is not None and names:
-            sums.append(GradientReduction(group, names, one.kind, one.bucket))
+                group = replace(group, pg=ranks.another_group(reduction.axes, "early"))
+        if reduction.kind != "compressed" and group is not None and names:
+            sums.append(GradientReduction(group, names, reduction.kind, reduction.bucket))
     return tuple(sums)
 
 
@@ -138,22 +145,25 @@ def build_compressor(
     plan: Plan,
     planned: Sequence[Reduction],
     holdings: Mapping[str, Holding],
-    found: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, nn.Parameter],
     ranks: RankGroups,
 ) -> Compressor | None:
     """Return the compressor of this rank's gradients; None without a compressed reduction."""
     from schedlang.runtime.checkpointing.holdings import zero_padding
     from schedlang.runtime.grad_reduction.compressed import Compressor
 
-    how, one = plan.compression, next((one for one in planned if one.kind == "compressed"), None)
-    if how is None or one is None:
+    coding, reduction = (
+        plan.compression,
+        next((reduction for reduction in planned if reduction.kind == "compressed"), None),
+    )
+    if coding is None or reduction is None:
         return None
-    names = tuple(name for name in one.names if name in found)
+    names = tuple(name for name in reduction.names if name in parameters)
 
     def clean(name: str, part: Tensor) -> Tensor:
         return zero_padding(part, holdings[name], plan.mesh, ranks.rank)
 
-    return Compressor(how.codec, ranks.group(one.axes), names, clean)
+    return Compressor(coding.codec, ranks.group(reduction.axes), names, clean)
 
 
 Loss = Callable[..., Any]
@@ -186,19 +196,20 @@ def build_pipeline(
     halves: Mapping[int, Mapping[str, Any]] = {}
     if (staged.timeline.kind == Kind.W).any():
         late = _late_parameters(plan)
-        each = range(staged.cut.stages)
+        numbers = range(staged.cut.stages)
         halves = {
-            s: {"split": _can_split_backward(plan, staged, s, sliced), "late": late} for s in each
+            s: {"split": _can_split_backward(plan, staged, s, sliced), "late": late}
+            for s in numbers
         }
         keep_buffers()
     if staged.axis is None:
         stage = Stage(module, staged.cut, 0, loss=loss, **halves.get(0, {}))
-        alone = (ranks.rank,)
-        return Pipeline({0: stage}, staged.timeline, alone, device=device, slices=slices)
+        own_rank = (ranks.rank,)
+        return Pipeline({0: stage}, staged.timeline, own_rank, device=device, slices=slices)
     group = ranks.group(staged.axis)
     up = ranks.message_group(staged.axis)
     down = ranks.message_group(staged.axis, "down") if ranks.messages_may_deadlock else None
-    place = plan.mesh.index(ranks.rank, staged.axis)
+    position = plan.mesh.index(ranks.rank, staged.axis)
     switch = CallSwitch(module, staged.cut.graph.units)
     stub = _stub_of(plan, prepared, ranks)
     stages = {
@@ -212,13 +223,13 @@ def build_pipeline(
             **halves.get(s, {}),
             through=sliced[s].run_forward if s in sliced else None,
         )
-        for s in staged.stages_at(place)
+        for s in staged.stages_at(position)
     }
     return Pipeline(
         stages,
         staged.timeline,
         group.ranks,
-        place,
+        position,
         group=up,
         down=down,
         device=device,
@@ -244,13 +255,13 @@ def _stub_of(plan: Plan, prepared: Prepared, ranks: RankGroups) -> Stub:
     from schedlang.runtime.pipeline.stage import Stub
 
     if _last.made is not None:
-        of, ready, known = _last.made
-        if of() is plan and ready() is prepared:
-            return known
-    of, ready, cut = ref(plan), ref(prepared), prepared.staged.cut
+        plan_ref, prepared_ref, last_stub = _last.made
+        if plan_ref() is plan and prepared_ref() is prepared:
+            return last_stub
+    plan_ref, prepared_ref, cut = ref(plan), ref(prepared), prepared.staged.cut
 
     def copied() -> nn.Module:
-        plan, prepared = of(), ready()
+        plan, prepared = plan_ref(), prepared_ref()
         assert plan is not None and prepared is not None, "a proof holds what it proves"
         skeleton = local_skeleton(plan, prepared.traced)
         install_attention(plan, skeleton, prepared.tokens, ranks)
@@ -259,16 +270,19 @@ def _stub_of(plan: Plan, prepared: Prepared, ranks: RankGroups) -> Stub:
     model, recorded = plan.model.model, prepared.staged.recorded
     known_outputs = {} if recorded is None else recorded.outputs_for(model)
     if prepared.outputs:  # known from a proof: the copy is hardly ever needed
-        made = Stub(model, cut, {**known_outputs, **prepared.outputs}, copied)
+        stub = Stub(model, cut, {**known_outputs, **prepared.outputs}, copied)
     else:
-        made = Stub(copied(), cut, known_outputs)
+        stub = Stub(copied(), cut, known_outputs)
     if prepared.tokens is None:  # else the copy has process groups of this rank
-        _last.made = of, ready, made
-    return made
+        _last.made = plan_ref, prepared_ref, stub
+    return stub
 
 
 def build_early_reductions(
-    plan: Plan, staged: Staged, found: Mapping[str, nn.Parameter], sums: Sequence[GradientReduction]
+    plan: Plan,
+    staged: Staged,
+    params: Mapping[str, nn.Parameter],
+    sums: Sequence[GradientReduction],
 ) -> OverlappedReduction | None:
     """Return the reductions that begin before the step ends, if a row allows this; else None."""
     from schedlang.runtime.pipeline.overlapped_reduction import OverlappedReduction
@@ -276,10 +290,10 @@ def build_early_reductions(
     if plan.find_overlap("gradients") is None:
         return None
     if staged.axis is None:
-        return OverlappedReduction(found, sums, dict.fromkeys(found, frozenset([0])))
-    held = [(stage, staged.cut.parameters(stage)) for stage in range(staged.cut.stages)]
-    stages = {name: frozenset(s for s, names in held if name in names) for name in found}
-    return OverlappedReduction(found, sums, stages)
+        return OverlappedReduction(params, sums, dict.fromkeys(params, frozenset([0])))
+    by_stage = [(stage, staged.cut.parameters(stage)) for stage in range(staged.cut.stages)]
+    stages = {name: frozenset(s for s, names in by_stage if name in names) for name in params}
+    return OverlappedReduction(params, sums, stages)
 
 
 def _can_split_backward(plan: Plan, staged: Staged, stage: int, sliced: Mapping[int, Any]) -> bool:
@@ -291,8 +305,8 @@ def _can_split_backward(plan: Plan, staged: Staged, stage: int, sliced: Mapping[
     if stage in sliced:
         return False
     units = [staged.cut.graph.units[k] for k in staged.cut.units(stage)]
-    again = {site for a in plan.rows_changing(Facet.RECOMPUTE) for site in a.sites}
-    return not any(are_nested(unit, site) for unit in units for site in again)
+    recomputed = {site for a in plan.rows_changing(Facet.RECOMPUTE) for site in a.sites}
+    return not any(are_nested(unit, site) for unit in units for site in recomputed)
 
 
 def _eviction_groups(staged: Staged, ranks: RankGroups) -> tuple[Any, ...]:
@@ -301,7 +315,7 @@ def _eviction_groups(staged: Staged, ranks: RankGroups) -> tuple[Any, ...]:
 
     if staged.axis is None or not (staged.timeline.kind == Kind.EVICT).any():
         return ()
-    groups = [ranks.message_group(staged.axis, f"parked {way}") for way in range(4)]
+    groups = [ranks.message_group(staged.axis, f"parked {direction}") for direction in range(4)]
     return (*groups, ranks.host_group(staged.axis, "parked sizes"))
 
 
@@ -312,24 +326,24 @@ def _late_parameters(plan: Plan) -> frozenset[str] | None:
     inside = tuple(f"{fqn}." if fqn else "" for fqn in plan.deferred_weight_grads)
     return frozenset(
         name
-        for fact in plan.model.unique_parameters.values()
-        for name in fact.names
-        if any(other.startswith(inside) for other in fact.names)
+        for param in plan.model.unique_parameters.values()
+        for name in param.names
+        if any(alias.startswith(inside) for alias in param.names)
     )
 
 
-def encode_weights(builder: Builder, found: Mapping[str, nn.Parameter]) -> None:
+def encode_weights(builder: Builder, params: Mapping[str, nn.Parameter]) -> None:
     """Encode this rank's shards of quantized weights, and install decoding in their modules."""
     from schedlang.runtime.offload.decoded_weights import decode_weight
     from schedlang.runtime.storage.quantized_parameters import QuantizedParameter
 
-    facts = builder.plan.model
-    for name, parameter in found.items():
-        coding = facts.coding_of(name)
+    model = builder.plan.model
+    for name, parameter in params.items():
+        coding = model.coding_of(name)
         if coding is not None:
-            held = QuantizedParameter(parameter, coding)
-            for each in facts.parameters[name].names:
-                decode_weight(builder.at(each.rpartition(".")[0]), held)
+            quantized = QuantizedParameter(parameter, coding)
+            for alias in model.parameters[name].names:
+                decode_weight(builder.at(alias.rpartition(".")[0]), quantized)
 
 
 # -- offload ---------------------------------------------------------------------------------------
@@ -338,7 +352,7 @@ def encode_weights(builder: Builder, found: Mapping[str, nn.Parameter]) -> None:
 def offload_state(
     builder: Builder,
     holdings: Mapping[str, Holding],
-    found: Mapping[str, nn.Parameter],
+    params: Mapping[str, nn.Parameter],
     sliced: Mapping[int, ShardedStage],
     optimizer: Callable[..., torch.optim.Optimizer] | None,
 ) -> OffloadedState | None:
@@ -356,25 +370,27 @@ def offload_state(
     if not disk and all(row.what == "activations" for row in plan.stores):
         return None
     scratch, window = builder.shared("scratch", ScratchFiles), Window()
-    tiers = {name: one for name, one in tiers_of(plan).items() if name in found}
-    homes = {**_offload_slices(found, sliced, scratch, tiers)}
-    homes |= _stream_parameters(builder, staged, found, window, scratch, tiers, frozenset(homes))
-    for tier, to in ((CPU, None), (DISK, scratch)):
-        leave = {name: found[name] for name, one in tiers.items() if one.gradient == tier}
+    tiers = {name: tier_set for name, tier_set in tiers_of(plan).items() if name in params}
+    homes = {**_offload_slices(params, sliced, scratch, tiers)}
+    homes |= _stream_parameters(builder, staged, params, window, scratch, tiers, frozenset(homes))
+    for tier, target_files in ((CPU, None), (DISK, scratch)):
+        selected = {
+            name: params[name] for name, tier_set in tiers.items() if tier_set.gradient == tier
+        }
         # fully_shard copies gradients to the tier of slices, and waits for this if there are hooks
-        shards = [p for n, p in leave.items() if n in homes and isinstance(homes[n], ZeroSlice)]
-        offload_gradients(leave.values(), to, shards if to is None else ())
+        shards = [p for n, p in selected.items() if n in homes and isinstance(homes[n], ZeroSlice)]
+        offload_gradients(selected.values(), target_files, shards if target_files is None else ())
     dims = dims_of(holdings)
     tensorwise = optimizer is None or is_tensorwise(optimizer, dims)
-    files = any(r.tier == DISK and r.what in ("parameters", "optimizer") for r in plan.stores)
-    ring = build_peer(builder, found, tiers, optimizer, dims)
-    made = OffloadedState(found, tiers, homes, window, scratch, disk, files, tensorwise, ring)
-    made.check("the program was not built")
-    return made
+    on_disk = any(r.tier == DISK and r.what in ("parameters", "optimizer") for r in plan.stores)
+    ring = build_peer(builder, params, tiers, optimizer, dims)
+    state = OffloadedState(params, tiers, homes, window, scratch, disk, on_disk, tensorwise, ring)
+    state.check("the program was not built")
+    return state
 
 
 def _offload_slices(
-    found: Mapping[str, nn.Parameter],
+    params: Mapping[str, nn.Parameter],
     sliced: Mapping[int, ShardedStage],
     scratch: ScratchFiles,
     tiers: Mapping[str, ParameterTiers],
@@ -383,23 +399,23 @@ def _offload_slices(
     from schedlang.runtime.adapters.fully_shard import shards_of
     from schedlang.runtime.storage.tiers import DEVICE, DISK, set_tier
 
-    held: dict[str, OffloadedStorage] = {}
+    storages: dict[str, OffloadedStorage] = {}
     shards = shards_of(unit for one in sliced.values() for unit in one.units)
     for name, one in tiers.items():
-        shard = shards.get(found[name])
+        shard = shards.get(params[name])
         if shard is not None and one.parameter != DEVICE:
-            held[name] = shard
+            storages[name] = shard
             if one.parameter == DISK:
                 shard.set_home(scratch.store(shard.home))
             else:
                 set_tier(shard.home, one.parameter)
-    return held
+    return storages
 
 
 def _stream_parameters(
     builder: Builder,
     staged: Staged,
-    found: Mapping[str, nn.Parameter],
+    params: Mapping[str, nn.Parameter],
     window: Window,
     scratch: ScratchFiles,
     tiers: Mapping[str, ParameterTiers],
@@ -409,21 +425,23 @@ def _stream_parameters(
     from schedlang.runtime.offload.streamed_parameters import StreamedParameter, stream_parameters
     from schedlang.runtime.storage.tiers import DISK, host_copy
 
-    held: dict[str, StreamedParameter] = {}
+    streams: dict[str, StreamedParameter] = {}
     for fqn, (row, names) in streamed_units(builder.plan, staged.trunk).items():
-        mine = [name for name in names if name in found and name not in sliced]
-        for name in mine:
-            if name not in held:
-                put = scratch.store if tiers[name].parameter == DISK else host_copy
-                held[name] = StreamedParameter(found[name], put(found[name].detach()))
-        if mine:
-            stream_parameters(builder.at(fqn), [held[name] for name in mine], window, row.ahead)
-    return {**held}
+        local_names = [name for name in names if name in params and name not in sliced]
+        for name in local_names:
+            if name not in streams:
+                store_copy = scratch.store if tiers[name].parameter == DISK else host_copy
+                streams[name] = StreamedParameter(params[name], store_copy(params[name].detach()))
+        if local_names:
+            stream_parameters(
+                builder.at(fqn), [streams[name] for name in local_names], window, row.ahead
+            )
+    return {**streams}
 
 
 def build_peer(
     builder: Builder,
-    found: Mapping[str, nn.Parameter],
+    params: Mapping[str, nn.Parameter],
     tiers: Mapping[str, ParameterTiers],
     optimizer: Callable[..., torch.optim.Optimizer] | None,
     dims: Mapping[str, int],
@@ -448,12 +466,14 @@ def build_peer(
             "the state is moved back for only a few parameters at a time",
             ("use an elementwise optimizer (SGD, Adam, AdamW, ...)", HELP_STATE_ON_HOST),
         )
-    names = [n for n, t in tiers.items() if t.state == "peer" and found[n].requires_grad]
-    sizes = [local_tensor(found[n]).nbytes for n in names]
-    turns = [[names[k] for k in turn] for turn in group_into_rounds(sizes)]
+    names = [n for n, t in tiers.items() if t.state == "peer" and params[n].requires_grad]
+    sizes = [local_tensor(params[n]).nbytes for n in names]
+    rounds = [[names[k] for k in round_indices] for round_indices in group_into_rounds(sizes)]
     axis = rows[0].over
     assert axis is not None
-    everyone = world.all_gather_object(len(turns))
+    round_counts = world.all_gather_object(len(rounds))
     group = replace(builder.ranks.group(axis), pg=builder.ranks.another_group(axis, "peer"))
-    most = max(everyone[rank] for rank in group.ranks)
-    return PeerState(group, found, turns, most, builder.ranks.host_group(axis, "peer sizes"))
+    max_rounds = max(round_counts[rank] for rank in group.ranks)
+    return PeerState(
+        group, params, rounds, max_rounds, builder.ranks.host_group(axis, "peer sizes")
+    )

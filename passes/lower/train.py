@@ -55,10 +55,10 @@ class MeasuredStep:
     @cached_property
     def costs(self) -> Floats:
         """Return, for each row, the mean time of operations of its kind at its stage."""
-        t, took = self.timeline, self.end - self.start
+        t, durations = self.timeline, self.end - self.start
         key = (t.kind.astype(np.int64) * t.stages + t.stage) * t.replicas + t.replica
         count = np.maximum(np.bincount(key), 1)
-        mean: Floats = (np.bincount(key, took) / count)[key]
+        mean: Floats = (np.bincount(key, durations) / count)[key]
         return mean
 
     @cached_property
@@ -68,10 +68,10 @@ class MeasuredStep:
         Only consumers that waited for the value count.
         """
         t = self.timeline
-        made, used = dependencies(t)
-        remote = t.rank[made] != t.rank[used]
+        producers, consumers = dependencies(t)
+        remote = t.rank[producers] != t.rank[consumers]
         latest = np.full(len(t), -np.inf)
-        np.maximum.at(latest, used[remote], self.end[made[remote]])
+        np.maximum.at(latest, consumers[remote], self.end[producers[remote]])
         waited = np.isfinite(latest) & (self.start - self.turn > MIN_WAIT) & (latest >= self.turn)
         return max(0.0, float(np.median((self.start - latest)[waited]))) if waited.any() else 0.0
 
@@ -84,12 +84,12 @@ class MeasuredStep:
         """Return the mean seconds of each kind of operation at each stage."""
         t = self.timeline
         pairs = zip(t.kind.tolist(), t.stage.tolist(), self.costs.tolist())
-        work = {
+        cost_by_op = {
             (Kind(kind).name, stage): cost
             for kind, stage, cost in pairs
             if Kind(kind) in COMPUTE_KINDS
         }
-        return dict(sorted(work.items(), key=lambda item: (Kind[item[0][0]], item[0][1])))
+        return dict(sorted(cost_by_op.items(), key=lambda item: (Kind[item[0][0]], item[0][1])))
 
     def to_json(self) -> dict[str, Any]:
         """Return measured and simulated figures, and the mean costs, in seconds."""
@@ -124,7 +124,7 @@ def _figures(times: Timing) -> dict[str, float]:
     }
 
 
-def join_measured(timeline: Timeline, ran: Sequence[Sequence[MeasuredOp]]) -> MeasuredStep:
+def join_measured(timeline: Timeline, measured_ops: Sequence[Sequence[MeasuredOp]]) -> MeasuredStep:
     """Join the notes of each place of a pipeline on one step, in the order of the rows.
 
     Rows without notes (evicted activations, updates) get the time when the row before ended.
@@ -132,15 +132,15 @@ def join_measured(timeline: Timeline, ran: Sequence[Sequence[MeasuredOp]]) -> Me
     t = timeline.compute()
     turn, start, end = (np.zeros(len(t)) for _ in range(3))
     for rank in range(t.ranks):
-        notes, last = list(ran[rank]), 0.0
+        rank_ops, last = list(measured_ops[rank]), 0.0
         for row, op in zip(range(int(t.starts[rank]), int(t.starts[rank + 1])), t.rows(rank)):
-            if notes and notes[0].op == op:
-                _, turn[row], start[row], end[row] = notes.pop(0)
+            if rank_ops and rank_ops[0].op == op:
+                _, turn[row], start[row], end[row] = rank_ops.pop(0)
             else:
                 assert op.kind not in (Kind.F, Kind.B, Kind.I, Kind.W), f"{op} was not noted"
                 turn[row] = start[row] = end[row] = last
             last = end[row]
-        assert not notes, f"{notes[0].op} was noted and not planned"
+        assert not rank_ops, f"{rank_ops[0].op} was noted and not planned"
     return MeasuredStep(t, turn, start, end)
 
 
@@ -148,8 +148,8 @@ def median_step(
     timeline: Timeline, steps: Sequence[Sequence[Sequence[MeasuredOp]]]
 ) -> MeasuredStep:
     """Return the step of median duration; `steps` is indexed [place][step]."""
-    found = [join_measured(timeline, one) for one in zip(*steps)]
-    return sorted(found, key=lambda one: float(one.times.makespan))[len(found) // 2]
+    measured = [join_measured(timeline, rank_ops) for rank_ops in zip(*steps)]
+    return sorted(measured, key=lambda rank_ops: float(rank_ops.times.makespan))[len(measured) // 2]
 
 
 DEFAULT_RATES = {"adamw": 3e-3, "sgd": 0.1}  # by optimizer
@@ -222,8 +222,8 @@ class TrainingResult:
             "unit": self.steps[0].unit,
             "per_second": self.per_second,
             "step_seconds": self.median,
-            "memory": [one.to_json() for one in self.memory],
-            "left": [str(one) for one in self.declined_calls],
+            "memory": [calls_declined.to_json() for calls_declined in self.memory],
+            "left": [str(calls_declined) for calls_declined in self.declined_calls],
             "activations": "not measured" if self.memory[0].peak is None else "in the peak",
         } | ({} if self.measured is None else {"pipeline": self.measured.to_json()})
 
@@ -231,42 +231,42 @@ class TrainingResult:
 OnStep = Callable[[StepResult], None]
 
 
-def train(course: TrainingRun, tell: OnStep | None = None) -> TrainingResult:
+def train(training_run: TrainingRun, on_step: OnStep | None = None) -> TrainingResult:
     """Run the training on this rank. All ranks of the job call it together.
 
-    `tell` is called after each step, on every rank. By default a rank of a Pool reports to its
+    `on_step` is called after each step, on every rank. By default a rank of a Pool reports to its
     parent process.
     """
     from schedlang.passes.lower.build import build
     from schedlang.runtime.declined_calls import merge_declined
     from schedlang.runtime.launch.pool import report_progress
 
-    tell = tell or report_progress
-    home = _to_model_device(course.plan)
-    batch = home(course.batch(course.seed))
+    on_step = on_step or report_progress
+    to_device = _to_model_device(training_run.plan)
+    batch = to_device(training_run.batch(training_run.seed))
     program = build(
-        course.plan,
+        training_run.plan,
         batch,
-        loss=course.loss,
-        weight=course.weight,
-        seed=course.seed,
+        loss=training_run.loss,
+        weight=training_run.weight,
+        seed=training_run.seed,
         dropout="native",
-        optimizer=make_optimizer(course.optimizer, course.lr),
-        prepared=course.prepared,
-        check=course.check,
+        optimizer=make_optimizer(training_run.optimizer, training_run.lr),
+        prepared=training_run.prepared,
+        check=training_run.check,
     )
-    watch = _make_watch(program) if course.timed_steps else None
+    watch = _make_watch(program) if training_run.timed_steps else None
     steps = []
-    for number in range(course.steps):
-        batch = home(course.batch(course.seed + number)) if number else batch
-        program.watch = watch if number >= course.steps - course.timed_steps else None
+    for number in range(training_run.steps):
+        batch = to_device(training_run.batch(training_run.seed + number)) if number else batch
+        program.watch = watch if number >= training_run.steps - training_run.timed_steps else None
         with program.watch.step() if program.watch is not None else nullcontext():
             steps.append(_step(program, number, batch))
-        tell(steps[-1])
-    seen = None if watch is None else _median_watched(course.plan, program, watch)
-    everyone = _gather_ranks(program)
-    left = merge_declined(one for _, mine in everyone for one in mine)
-    return TrainingResult(tuple(steps), tuple(memory for memory, _ in everyone), seen, left)
+        on_step(steps[-1])
+    measured = None if watch is None else _median_watched(training_run.plan, program, watch)
+    results = _gather_ranks(program)
+    declined = merge_declined(calls for _, rank_calls in results for calls in rank_calls)
+    return TrainingResult(tuple(steps), tuple(memory for memory, _ in results), measured, declined)
 
 
 def _make_watch(program: Program) -> StepTimer:
@@ -280,10 +280,10 @@ def _median_watched(plan: Plan, program: Program, watch: StepTimer) -> MeasuredS
     """Return the median timed step of the pipeline at place 0 of all other axes."""
     from schedlang.runtime.pipeline.measured_times import gather_times
 
-    everyone, axis = gather_times(watch), plan.cuts[0].axis
+    ops_by_rank, axis = gather_times(watch), plan.cuts[0].axis
     zero = dict.fromkeys(plan.mesh.sizes, 0)
-    places = [plan.mesh.rank(zero | {axis: k}) for k in range(plan.mesh.size(axis))]
-    return median_step(program.assembly.pipeline.timeline, [everyone[rank] for rank in places])
+    ranks = [plan.mesh.rank(zero | {axis: k}) for k in range(plan.mesh.size(axis))]
+    return median_step(program.assembly.pipeline.timeline, [ops_by_rank[rank] for rank in ranks])
 
 
 def _step(program: Any, number: int, batch: Mapping[str, Any]) -> StepResult:
@@ -311,9 +311,9 @@ def _to_model_device(plan: Plan) -> Callable[[Mapping[str, Any]], dict[str, Any]
 
     from schedlang.ir import pytree
 
-    where = next((p.device for p in plan.model.model.parameters()), None)
-    home = lambda value: value.to(where) if isinstance(value, Tensor) else value  # noqa: E731
-    return lambda batch: pytree.tree_map(home, dict(batch))
+    device = next((p.device for p in plan.model.model.parameters()), None)
+    to_device = lambda value: value.to(device) if isinstance(value, Tensor) else value  # noqa: E731
+    return lambda batch: pytree.tree_map(to_device, dict(batch))
 
 
 def make_optimizer(name: str, rate: float) -> Callable[..., Any]:

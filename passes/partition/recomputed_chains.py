@@ -67,27 +67,27 @@ def _choose(
 ) -> list[tuple[tuple[str, ...], Any]]:
     from schedlang.diagnostics.diagnostic import Refusal
 
-    found = []
+    choices = []
     assert counting.staged is not None
     for names, share in _sites_by_stage(counting.staged, action.sites):
         try:
             chain = [costs[name] for name in names]
-            run = partial(_run_with_choice, counting, budget, names)
-            chosen = budget.fit(chain, int(budget.memory / share), run)
+            run_choice = partial(_run_with_choice, counting, budget, names)
+            choice = budget.fit(chain, int(budget.memory / share), run_choice)
         except Refusal as refusal:
             raise refusal.at(action.span) from None
-        found.append((names, chosen))
-    return found
+        choices.append((names, choice))
+    return choices
 
 
 def describe_chains(plan: Plan, chains: Chains) -> list[str]:
     """Return descriptions of the choices of rows with a memory limit, one line per stage."""
     return [
         f"`{action.name}` of {' to '.join(dict.fromkeys((names[0], names[-1])))}:"
-        f" {row.budget.describe(found)}"
+        f" {row.budget.describe(choice)}"
         for action, row in plan.rows_with(Recomputing)
         if row.budget is not None
-        for names, found in chains.get(action.sites, ())
+        for names, choice in chains.get(action.sites, ())
     ]
 
 
@@ -99,23 +99,23 @@ def _sites_by_stage(staged: Staged, sites: tuple[str, ...]) -> list[tuple[tuple[
     if staged.axis is None:
         return [(sites, 1.0)]
     graph, stage_of = staged.cut.graph, staged.cut.stage_of
-    homes: dict[int, list[str]] = {}
+    by_stage: dict[int, list[str]] = {}
     for site in sites:
-        inside = [
+        stages_inside = [
             stage_of[k]
             for k, unit in enumerate(graph.units)
             if unit == site or unit.startswith(f"{site}.")
         ]
-        homes.setdefault(min(inside, default=0), []).append(site)
-    alive = max_in_flight(staged.timeline)
-    found = []
-    for stage, names in homes.items():
+        by_stage.setdefault(min(stages_inside, default=0), []).append(site)
+    in_flight = max_in_flight(staged.timeline)
+    groups = []
+    for stage, names in by_stage.items():
         in_flight_there = max(
-            sum(alive[other] for other in staged.stages_at(place) if other in homes)
-            for place in staged.places(stage)
+            sum(in_flight[local] for local in staged.stages_at(position) if local in by_stage)
+            for position in staged.places(stage)
         )
-        found.append((tuple(names), max(1.0, in_flight_there)))
-    return found
+        groups.append((tuple(names), max(1.0, in_flight_there)))
+    return groups
 
 
 @dataclass(frozen=True)
@@ -152,12 +152,12 @@ def install_recomputation(plan: Plan, model: Any, chains: Chains) -> None:
 
 
 def _run_with_choice(
-    counting: CostSubject, budget: Budgeted, names: tuple[str, ...], chosen: Any
+    counting: CostSubject, budget: Budgeted, names: tuple[str, ...], choice: Any
 ) -> Any:
     """Return the local model after a forward and a backward with a choice for some modules."""
 
     def change(model: Any) -> None:
-        budget.lower([(names, chosen)], Skeleton(counting.plan, model, {}))
+        budget.lower([(names, choice)], Skeleton(counting.plan, model, {}))
 
     with run_local_model(counting, change) as (model, root):
         if root is not None:
@@ -204,11 +204,11 @@ def costs_of(counting: CostSubject, names: Sequence[str]) -> list[ModuleCost]:
         counting, lambda model: None, lambda model: counting_costs(menu, model, names)
     ):
         pass
-    known = sum(menu.flops)  # 0: no operator has a formula; then all modules count the same
-    own = zip(menu.flops, menu.saved, menu.given)
+    total_flops = sum(menu.flops)  # 0: no operator has a formula; then all modules count the same
+    unit_costs = zip(menu.flops, menu.saved, menu.given)
     return [
         ModuleCost(
-            float(flops) if known else 1.0,
+            float(flops) if total_flops else 1.0,
             saved,
             given,
             menu.operators(unit),
@@ -216,7 +216,7 @@ def costs_of(counting: CostSubject, names: Sequence[str]) -> list[ModuleCost]:
             menu.forward[unit],
             menu.small[unit],
         )
-        for unit, (flops, saved, given) in enumerate(own)
+        for unit, (flops, saved, given) in enumerate(unit_costs)
     ]
 
 
@@ -243,36 +243,38 @@ def time_weight_of(
     rows with a memory limit need in the memory of the stage.
     """
     tokens = tokens_of(counting.plan, counting.traced, counting.sample, counting.loss, None)
-    whole = replace(counting, tokens=tokens)
+    with_tokens = replace(counting, tokens=tokens)
     names = tuple(dict.fromkeys(site for action, _ in rows for site in action.sites))
-    costs = dict(zip(names, costs_of(whole, names)))
-    homes = _limited_modules(graph.units, costs)
-    works = [float(flops) if home is None else 0.0 for flops, home in zip(graph.flops, homes)]
+    costs = dict(zip(names, costs_of(with_tokens, names)))
+    limits = _limited_modules(graph.units, costs)
+    flops_of = [float(flops) if limit is None else 0.0 for flops, limit in zip(graph.flops, limits)]
     for name, cost in costs.items():
-        if name in homes:
-            works[homes.index(name)] += cost.forward
-    sums = [0.0, *accumulate(works)]
+        if name in limits:
+            flops_of[limits.index(name)] += cost.forward
+    sums = [0.0, *accumulate(flops_of)]
     in_flight_there = _stage_in_flight(timeline)
-    made = [
-        _make_row(action.sites, budget, costs, homes, in_flight_there) for action, budget in rows
+    chains = [
+        _make_row(action.sites, budget, costs, limits, in_flight_there) for action, budget in rows
     ]
 
-    def weight(stage: int, low: int, high: int) -> float:
-        again = sum(r.repeated.of(stage, r.before[low], r.before[high]) for r in made)
-        return (1 + BACKWARD_RATIO) * (sums[high] - sums[low]) + again
+    def weight(stage: int, begin: int, end: int) -> float:
+        rerun = sum(
+            chain.repeated.of(stage, chain.before[begin], chain.before[end]) for chain in chains
+        )
+        return (1 + BACKWARD_RATIO) * (sums[end] - sums[begin]) + rerun
 
     return weight
 
 
 def _limited_modules(units: Sequence[str], costs: Mapping[str, Any]) -> list[str | None]:
     """Return, for each unit, the module with a memory limit that is or contains the unit."""
-    found = []
+    limited = []
     for unit in units:
-        above = unit
-        while above and above not in costs:
-            above = above.rpartition(".")[0]
-        found.append(above or None)
-    return found
+        ancestor = unit
+        while ancestor and ancestor not in costs:
+            ancestor = ancestor.rpartition(".")[0]
+        limited.append(ancestor or None)
+    return limited
 
 
 def _make_row(
@@ -282,12 +284,14 @@ def _make_row(
     homes: Sequence[str | None],
     in_flight_there: Sequence[float],
 ) -> _Row:
-    firsts = {name: place for place, name in reversed(list(enumerate(homes))) if name is not None}
-    mine = sorted((firsts[name], name) for name in sites if name in firsts)
-    starts = [place for place, _ in mine]
-    before = tuple(sum(place < unit for place in starts) for unit in range(len(homes) + 1))
+    first_units = {
+        name: unit_at for unit_at, name in reversed(list(enumerate(homes))) if name is not None
+    }
+    own_sites = sorted((first_units[name], name) for name in sites if name in first_units)
+    starts = [unit_at for unit_at, _ in own_sites]
+    counts = tuple(sum(unit_at < unit for unit_at in starts) for unit in range(len(homes) + 1))
     memory = [int(budget.memory / share) for share in in_flight_there]
-    return _Row(RunCosts([costs[name] for _, name in mine], memory), before)
+    return _Row(RunCosts([costs[name] for _, name in own_sites], memory), counts)
 
 
 def _stage_in_flight(timeline: Timeline) -> list[float]:
@@ -295,18 +299,18 @@ def _stage_in_flight(timeline: Timeline) -> list[float]:
 
     All stages of a rank count.
     """
-    alive = max_in_flight(timeline)
-    homes = timeline.replica_ranks.tolist()
-    found = []
+    in_flight = max_in_flight(timeline)
+    positions_of = timeline.replica_ranks.tolist()
+    peaks = []
     for stage in range(timeline.stages):
-        places = {row[stage] for row in homes}
-        kept = [
+        places = {row[stage] for row in positions_of}
+        position_sums = [
             sum(
-                alive[other]
-                for other in range(timeline.stages)
-                if any(row[other] == place for row in homes)
+                in_flight[local_stage]
+                for local_stage in range(timeline.stages)
+                if any(row[local_stage] == position for row in positions_of)
             )
-            for place in places
+            for position in places
         ]
-        found.append(max(1.0, *kept))
-    return found
+        peaks.append(max(1.0, *position_sums))
+    return peaks

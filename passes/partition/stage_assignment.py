@@ -56,26 +56,26 @@ class ChainUnit:
 def stages_starting_at(units: Sequence[ChainUnit], starts: Sequence[str]) -> tuple[int, ...]:
     """Return the stage of each unit, where a new stage starts at each module in `starts` (S613)."""
     names = [unit.name for unit in units]
-    places = [_index_of(names, start) for start in starts]
-    if len(places) != len(set(places)) or 0 in places:
+    start_indices = [_index_of(names, start) for start in starts]
+    if len(start_indices) != len(set(start_indices)) or 0 in start_indices:
         raise refusal(
             "S613",
             "",
             f"`{names[0]}` is the first module: no stage would be before it"
-            if 0 in places
+            if 0 in start_indices
             else "two stages start at one module",
             f"stages may start at {quote_names(names[1:])}",
         )
-    return _stage_numbers(len(units), places)
+    return _stage_numbers(len(units), start_indices)
 
 
 def _index_of(names: Sequence[str], start: str) -> int:
     """Return the index of the first unit that is the module `start` or is inside it."""
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         if name == start or name.startswith((f"{start}.", f"{start}#")):
-            return place
-    near, facts = find_closest(start, names), facts_of_unknown(start, names)
-    helps = (f"did you mean `{near}`?",) if near else (", ".join(names),)
+            return index
+    closest, facts = find_closest(start, names), facts_of_unknown(start, names)
+    helps = (f"did you mean `{closest}`?",) if closest else (", ".join(names),)
     title = "is not a module at which a stage can start"
     raise refusal("S613", start, title, *helps, facts=facts)
 
@@ -88,8 +88,8 @@ def even_stages(units: Sequence[ChainUnit], stages: int) -> tuple[int, ...]:
     """
     trunk = [unit.name for unit in units if unit.trunk]
     _check_count(len(trunk), stages)
-    size, more = divmod(len(trunk), stages)
-    starts = list(accumulate(size + (k < more) for k in range(stages - 1)))
+    size, remainder = divmod(len(trunk), stages)
+    starts = list(accumulate(size + (k < remainder) for k in range(stages - 1)))
     return stages_starting_at(units, [trunk[start] for start in starts])
 
 
@@ -113,15 +113,17 @@ def balanced_stages(
 
     def menu(first: int, last: int, devices: range, after: int) -> Iterator[StageOption]:
         """Yield the option of a stage; the order of units is reversed."""
-        low, high = bounds[count - last], bounds[count - first]
-        yield StageOption(weight(after, low, high) if weight else sums[high] - sums[low], 0.0)
+        begin, end = bounds[count - last], bounds[count - first]
+        yield StageOption(weight(after, begin, end) if weight else sums[end] - sums[begin], 0.0)
 
-    found = find_partition(
+    partition = find_partition(
         PartitionProblem(count, menu, devices=stages, stages=stages, prefer_long_first=True),
         SLOWEST,
     )
-    assert found is not None  # there is no memory limit
-    return _stage_numbers(len(units), [bounds[at] for at in accumulate(found.units[:0:-1])])
+    assert partition is not None  # there is no memory limit
+    return _stage_numbers(
+        len(units), [bounds[start] for start in accumulate(partition.units[:0:-1])]
+    )
 
 
 REGIONS = {Facet.RECOMPUTE: "recomputes", Facet.STRUCTURE: "computes"}
@@ -132,24 +134,26 @@ def check_regions(plan: Plan, graph: StageGraph, stage_of: Sequence[int]) -> Non
     rows = [(a, f) for a in plan.actions for f in REGIONS if a.changes(f)]
     for action, facet in rows:
         for region in action.inseparable_groups:
-            inside = [
+            units_in = [
                 k
                 for k, name in enumerate(graph.units)
                 if any(name.startswith(f"{site}.") for site in region)
                 or len(region) > 1
                 and name in region
             ]
-            cuts = [graph.labels[b] for a, b in pairwise(inside) if stage_of[a] != stage_of[b]]
+            cuts = [graph.labels[b] for a, b in pairwise(units_in) if stage_of[a] != stage_of[b]]
             if cuts:
-                does = REGIONS[facet]
-                what = "checkpointed" if facet == Facet.RECOMPUTE else "replaced"
+                verb = REGIONS[facet]
+                kind = "checkpointed" if facet == Facet.RECOMPUTE else "replaced"
                 ends = dict.fromkeys((region[0], region[-1]))
-                one = Label(action.span, f"{does} {' to '.join(map(_quoted, ends))} as one")
+                region_label = Label(
+                    action.span, f"{verb} {' to '.join(map(_quoted, ends))} as one"
+                )
                 raise Refusal.of(
                     "S603",
-                    f"a {what} region cannot span a pipeline cut",
+                    f"a {kind} region cannot span a pipeline cut",
                     Label(text=f"cuts it in two before `{cuts[0]}`"),
-                    (one,),
+                    (region_label,),
                     helps=(
                         f"cut before `{region[0]}` or after `{region[-1]}`",
                         f"or let `{action.name}` select the modules one by one",
@@ -169,13 +173,13 @@ def trunk_modules(plan: Plan, cut: StageCut) -> tuple[str, ...]:
         inside = [n for name, n in unrolled.items() if name == fqn or name.startswith(f"{fqn}.")]
         return max(1, sum(inside))
 
-    found = []
+    names_called = []
     for trunk in cut.trunks:
         site = plan.model.sites[trunk]
-        whole = trunk in unrolled or not any(site.is_a(kind) for kind in MODULE_LISTS)
-        names = [trunk] if whole else [f"{trunk}.{child}" for child in site.children]
-        found += [name for name in names for _ in range(calls(name))]
-    return tuple(found)
+        is_unit = trunk in unrolled or not any(site.is_a(kind) for kind in MODULE_LISTS)
+        names = [trunk] if is_unit else [f"{trunk}.{child}" for child in site.children]
+        names_called += [name for name in names for _ in range(calls(name))]
+    return tuple(names_called)
 
 
 def _check_count(units: int, stages: int) -> None:
@@ -185,11 +189,11 @@ def _check_count(units: int, stages: int) -> None:
 
 
 def _stage_numbers(count: int, starts: Sequence[int]) -> tuple[int, ...]:
-    stage, found = 0, []
+    stage, numbers = 0, []
     for unit in range(count):
         stage += unit in starts
-        found.append(stage)
-    return tuple(found)
+        numbers.append(stage)
+    return tuple(numbers)
 
 
 def weight_of(balance: str, plan: Plan, graph: StageGraph, timeline: Timeline) -> RunWeight:
@@ -204,18 +208,20 @@ def weight_of(balance: str, plan: Plan, graph: StageGraph, timeline: Timeline) -
     """
     if balance == "time":
         sums = [0, *accumulate(graph.flops)]
-        return lambda stage, low, high: sums[high] - sums[low]
-    held = _parameters_read(plan, graph)
+        return lambda stage, first, end: sums[end] - sums[first]
+    parameters_read = _parameters_read(plan, graph)
     if balance == "params":
         table = _distinct_sums(
-            held, {n: float(f.numel) for n, f in plan.model.unique_parameters.items()}
+            parameters_read, {n: float(f.numel) for n, f in plan.model.unique_parameters.items()}
         )
-        return lambda stage, low, high: table[low][high]
+        return lambda stage, first, end: table[first][end]
     table = _distinct_sums(
-        held, {name: state_bytes(plan, name) for name in plan.model.unique_parameters}
+        parameters_read, {name: state_bytes(plan, name) for name in plan.model.unique_parameters}
     )
-    alive, sums = max_in_flight(timeline), [0, *accumulate(_saved_bytes(plan, graph))]
-    return lambda stage, low, high: table[low][high] + alive[stage] * (sums[high] - sums[low])
+    in_flight, sums = max_in_flight(timeline), [0, *accumulate(_saved_bytes(plan, graph))]
+    return lambda stage, first, end: (
+        table[first][end] + in_flight[stage] * (sums[end] - sums[first])
+    )
 
 
 def max_in_flight(timeline: Timeline) -> tuple[float, ...]:
@@ -224,52 +230,52 @@ def max_in_flight(timeline: Timeline) -> tuple[float, ...]:
     A slice of a microbatch counts as a fraction.
     """
     t = timeline
-    made = (t.kind == Kind.F).astype(np.int64) - ((t.kind == Kind.B) | (t.kind == Kind.W))
+    changes = (t.kind == Kind.F).astype(np.int64) - ((t.kind == Kind.B) | (t.kind == Kind.W))
     slices = max(1, int(t.slice.max(initial=0)) + 1)
-    found = []
+    peak_by_stage = []
     for stage in range(t.stages):
         peaks = [
-            int(np.cumsum(made[(t.stage == stage) & (t.replica == replica)]).max(initial=0))
+            int(np.cumsum(changes[(t.stage == stage) & (t.replica == replica)]).max(initial=0))
             for replica in range(t.replicas)
         ]
-        found.append(max(peaks) / slices)
-    return tuple(found)
+        peak_by_stage.append(max(peaks) / slices)
+    return tuple(peak_by_stage)
 
 
 def state_bytes(plan: Plan, name: str) -> float:
     """Return the bytes of a parameter's shard, its gradient and moments on one rank."""
-    fact = plan.model.unique_parameters[name]
-    part = float(fact.itemsize)
+    param = plan.model.unique_parameters[name]
+    local_bytes = float(param.itemsize)
     for dim in plan.effective_layout(name).local_shape(plan.mesh):
-        part *= dim
+        local_bytes *= dim
     kinds = (3, 2, 1)  # the stage of ZeRO from which each is sliced: parameters, gradients, moments
-    trained = part if fact.requires_grad else 0.0
+    trained = local_bytes if param.requires_grad else 0.0
     total = 0.0
-    for least, size in zip(kinds, (part, trained, trained * ADAMW_MOMENTS)):
+    for min_stage, size in zip(kinds, (local_bytes, trained, trained * ADAMW_MOMENTS)):
         for row in plan.replicas:
-            size /= plan.mesh.size(row.axes) if row.stage >= least else 1.0
+            size /= plan.mesh.size(row.axes) if row.stage >= min_stage else 1.0
         total += size
     return total
 
 
 def _parameters_read(plan: Plan, graph: StageGraph) -> list[set[str]]:
     """Return the parameters (first names) that each unit reads."""
-    held: list[set[str]] = [set() for _ in graph.units]
+    names_by_unit: list[set[str]] = [set() for _ in graph.units]
     for name, owners in graph.owners.items():
         for unit in owners:
-            held[unit].add(plan.model.parameters[name].name)
-    return held
+            names_by_unit[unit].add(plan.model.parameters[name].name)
+    return names_by_unit
 
 
-def _distinct_sums(held: Sequence[set[str]], sizes: Mapping[str, float]) -> list[list[float]]:
+def _distinct_sums(name_sets: Sequence[set[str]], sizes: Mapping[str, float]) -> list[list[float]]:
     """Return a table [low][high] of sums over the names of units low to high - 1, each once."""
     table = []
-    for low in range(len(held)):
-        seen: set[str] = set()
-        row, total = [0.0] * (low + 1), 0.0
-        for names in held[low:]:
-            total += sum(sizes[name] for name in names - seen)
-            seen |= names
+    for first_unit in range(len(name_sets)):
+        counted_names: set[str] = set()
+        row, total = [0.0] * (first_unit + 1), 0.0
+        for names in name_sets[first_unit:]:
+            total += sum(sizes[name] for name in names - counted_names)
+            counted_names |= names
             row.append(total)
         table.append(row)
     return table
@@ -278,17 +284,17 @@ def _distinct_sums(held: Sequence[set[str]], sizes: Mapping[str, float]) -> list
 def _saved_bytes(plan: Plan, graph: StageGraph) -> list[int]:
     """Return the bytes that each unit saves for the backward of one microbatch."""
     rows = plan.rows_changing(Facet.RECOMPUTE)
-    first = {  # module -> the first module of its recomputed region, whose input is saved
+    first_of = {  # module -> the first module of its recomputed region, whose input is saved
         site: region[0]
         for action in rows
         for region in action.inseparable_groups
         for site in region
     }
-    found = []
+    sizes = []
     for name, saved, given in zip(graph.units, graph.saved_bytes, graph.argument_bytes):
-        above = name
-        while above and above not in first:
-            above = above.rpartition(".")[0]
-        inside = above in first
-        found.append((given if first[above] == above else 0) if inside else saved)
-    return found
+        ancestor = name
+        while ancestor and ancestor not in first_of:
+            ancestor = ancestor.rpartition(".")[0]
+        inside = ancestor in first_of
+        sizes.append((given if first_of[ancestor] == ancestor else 0) if inside else saved)
+    return sizes

@@ -65,56 +65,56 @@ def _link_as_stage(
 ) -> Callable[..., Vector]:
     """Return the function of a link that behaves like a stage: transfers overlap."""
 
-    def link(known: Vector, seconds: float, micro: int) -> Vector:
-        return stage(known, StageOption(seconds, seconds), micro, 0) if seconds else known
+    def link(vector: Vector, seconds: float, micro: int) -> Vector:
+        return stage(vector, StageOption(seconds, seconds), micro, 0) if seconds else vector
 
     return link
 
 
-def _link_both_directions(known: Vector, seconds: float, micro: int) -> Vector:
-    first, ended, below = known
-    return 2 * seconds + first, seconds + ended, 2 * seconds + below
+def _link_both_directions(vector: Vector, seconds: float, micro: int) -> Vector:
+    first, ended, round_trip = vector
+    return 2 * seconds + first, seconds + ended, 2 * seconds + round_trip
 
 
-def _stage_slowest(known: Vector, way: StageOption, micro: int, after: int) -> Vector:
-    return (max(known[0], way.seconds),)
+def _stage_slowest(vector: Vector, option: StageOption, micro: int, after: int) -> Vector:
+    return (max(vector[0], option.seconds),)
 
 
-def _stage_sum(known: Vector, way: StageOption, micro: int, after: int) -> Vector:
-    return known[0] + way.seconds, max(known[1], way.seconds)
+def _stage_sum(vector: Vector, option: StageOption, micro: int, after: int) -> Vector:
+    return vector[0] + option.seconds, max(vector[1], option.seconds)
 
 
-def _stage_sum_and_sync(known: Vector, way: StageOption, micro: int, after: int) -> Vector:
-    return (*_stage_sum(known[:2], way, micro, after), max(known[2], way.sync))
+def _stage_sum_and_sync(vector: Vector, option: StageOption, micro: int, after: int) -> Vector:
+    return (*_stage_sum(vector[:2], option, micro, after), max(vector[2], option.sync))
 
 
-def _stage_peak(known: Vector, way: StageOption, micro: int, after: int) -> Vector:
-    return (max(known[0], way.held + min(after + 1, micro) * way.kept),)
+def _stage_peak(vector: Vector, option: StageOption, micro: int, after: int) -> Vector:
+    return (max(vector[0], option.held + min(after + 1, micro) * option.kept),)
 
 
-def _stage_pivot(known: Vector, way: StageOption, micro: int, after: int) -> Vector:
+def _stage_pivot(vector: Vector, option: StageOption, micro: int, after: int) -> Vector:
     """Return the longest paths that turn in one stage and stay there for the other microbatches."""
-    first = max(micro * way.seconds, way.seconds + known[0])
-    return first, max(way.forward + known[1], first + way.sync)
+    first = max(micro * option.seconds, option.seconds + vector[0])
+    return first, max(option.forward + vector[1], first + option.sync)
 
 
-def _stage_rounds(known: Vector, way: StageOption, micro: int, after: int) -> Vector:
+def _stage_rounds(vector: Vector, option: StageOption, micro: int, after: int) -> Vector:
     """Extend `_stage_pivot` by paths that go down and up all stages, then again from one stage."""
-    first, ended, below = known
-    below += way.seconds
-    stays = micro - 2 - after
-    again = 2 * below + stays * way.seconds if stays >= 0 else 0.0
-    first = max(micro * way.seconds, way.seconds + first, again)
-    return first, max(way.forward + ended, first + way.sync), below
+    first, ended, round_trip = vector
+    round_trip += option.seconds
+    stages_left = micro - 2 - after
+    repeated = 2 * round_trip + stages_left * option.seconds if stages_left >= 0 else 0.0
+    first = max(micro * option.seconds, option.seconds + first, repeated)
+    return first, max(option.forward + ended, first + option.sync), round_trip
 
 
-def _stage_phases(known: Vector, way: StageOption, micro: int, after: int) -> Vector:
+def _stage_phases(vector: Vector, option: StageOption, micro: int, after: int) -> Vector:
     """AdaPipe's phases of 1F1B: begin, end, and a microbatch of the steady phase."""
-    begin, end, steady = known
+    begin, end, steady = vector
     return (
-        way.forward + max(begin, after * way.forward),
-        way.backward + max(end, after * way.backward),
-        max(steady, way.seconds),
+        option.forward + max(begin, after * option.forward),
+        option.backward + max(end, after * option.backward),
+        max(steady, option.seconds),
     )
 
 
@@ -228,9 +228,9 @@ class PartitionProblem:
     ) -> Iterator[StageOption]:
         """Yield the options of a stage that fit in the memory of its devices."""
         flight = self.in_flight_at(after)
-        for way in self.menu(first, last, devices, after):
-            if way.held + flight * way.kept <= self.memory:
-                yield way
+        for option in self.menu(first, last, devices, after):
+            if option.held + flight * option.kept <= self.memory:
+                yield option
 
 
 @dataclass(frozen=True)
@@ -274,34 +274,34 @@ def _even_value(problem: PartitionProblem, objective: Objective) -> float:
     stages, micro = problem.stages, problem.micro
     if stages is None or stages != problem.devices or 1 not in problem.sizes:
         return math.inf
-    ends = [at * problem.units // stages for at in range(stages + 1)]
-    known = objective.empty
+    ends = [device * problem.units // stages for device in range(stages + 1)]
+    vector = objective.empty
     for after in range(stages):
         first, last = ends[stages - after - 1], ends[stages - after]
-        at = stages - after - 1
-        way = next(problem.fitting_options(first, last, range(at, at + 1), after), None)
-        if way is None or first == last:
+        device = stages - after - 1
+        option = next(problem.fitting_options(first, last, range(device, device + 1), after), None)
+        if option is None or first == last:
             return math.inf
-        seconds = problem.send(last, at + 1) if after else 0.0
-        known = objective.stage(objective.link(known, seconds, micro), way, micro, after)
-    return objective.total(known, micro) * (1 + 1e-12)
+        seconds = problem.send(last, device + 1) if after else 0.0
+        vector = objective.stage(objective.link(vector, seconds, micro), option, micro, after)
+    return objective.total(vector, micro) * (1 + 1e-12)
 
 
 def _minimize(
     problem: PartitionProblem, objective: Objective, limit: float, width: int | None
 ) -> StagePartition | None:
-    most = problem.stages or min(problem.units, problem.devices)
+    max_stages = problem.stages or min(problem.units, problem.devices)
     ends: Ends = {(problem.units, problem.devices): [_End(objective.empty)]}
     best: _End | None = None
 
     def total(end: _End) -> float:
         return objective.total(end.known, problem.micro)
 
-    for after in range(most):
+    for after in range(max_stages):
         ends = _add_stage(problem, objective, ends, after, limit, width)
-        whole = ends.pop((0, 0), [])
-        if whole and problem.stages in (None, after + 1):
-            best = min(whole + ([best] if best else []), key=total)
+        complete = ends.pop((0, 0), [])
+        if complete and problem.stages in (None, after + 1):
+            best = min(complete + ([best] if best else []), key=total)
             limit = min(limit, total(best))
     return _cut_of(total(best), best) if best else None
 
@@ -315,40 +315,40 @@ def _add_stage(
     width: int | None,
 ) -> Ends:
     """Return the ends with one more stage, without ends that another end dominates."""
-    found: Ends = {}
+    new_ends: Ends = {}
     micro = problem.micro
     remaining = problem.stages - after - 1 if problem.stages else None  # stages still to add
-    for (last, behind), tails in ends.items():
-        seconds = problem.send(last, behind) if after else 0.0
-        known = [objective.link(tail.known, seconds, micro) for tail in tails]
-        if min(objective.total(before, micro) for before in known) > limit:
+    for (last, end_at), tails in ends.items():
+        seconds = problem.send(last, end_at) if after else 0.0
+        vectors = [objective.link(tail.known, seconds, micro) for tail in tails]
+        if min(objective.total(tail_vector, micro) for tail_vector in vectors) > limit:
             continue
-        for first, at in _first_places(problem, last, behind, remaining):
-            for way in problem.fitting_options(first, last, range(at, behind), after):
-                for tail, before in zip(tails, known, strict=True):
-                    vector = objective.stage(before, way, micro, after)
+        for first, device in _first_places(problem, last, end_at, remaining):
+            for option in problem.fitting_options(first, last, range(device, end_at), after):
+                for tail, tail_vector in zip(tails, vectors, strict=True):
+                    vector = objective.stage(tail_vector, option, micro, after)
                     if objective.total(vector, micro) <= limit:
-                        end = _End(vector, last - first, behind - at, way, tail)
-                        found.setdefault((first, at), []).append(end)
+                        end = _End(vector, last - first, end_at - device, option, tail)
+                        new_ends.setdefault((first, device), []).append(end)
     if problem.prefer_long_first:
-        found = {key: sorted(ends, key=lambda end: -end.units) for key, ends in found.items()}
-    return {key: _pareto_front(ends, objective, micro, width) for key, ends in found.items()}
+        new_ends = {key: sorted(ends, key=lambda end: -end.units) for key, ends in new_ends.items()}
+    return {key: _pareto_front(ends, objective, micro, width) for key, ends in new_ends.items()}
 
 
 def _first_places(
-    problem: PartitionProblem, last: int, behind: int, remaining: int | None
+    problem: PartitionProblem, last: int, end_device: int, remaining: int | None
 ) -> Iterator[tuple[int, int]]:
     """Yield (first unit, first device) of a stage, with `remaining` stages to add (None: any)."""
     for size in problem.sizes:
-        at = behind - size
+        first_device = end_device - size
         if remaining == 0:
-            if at == 0:
+            if first_device == 0:
                 yield 0, 0
-        elif at >= (remaining or 0):
+        elif first_device >= (remaining or 0):
             # the first stage has all remaining units and devices
             lowest = remaining if remaining else 1
-            yield from ((first, at) for first in range(lowest, last) if at)
-            if remaining is None and at == 0:
+            yield from ((first, first_device) for first in range(lowest, last) if first_device)
+            if remaining is None and first_device == 0:
                 yield 0, 0
 
 
@@ -366,13 +366,13 @@ def _pareto_front(
 
 def _cut_of(value: float, end: _End) -> StagePartition:
     stages: list[_End] = []
-    at: _End | None = end
-    while at is not None and at.way is not None:
-        stages.append(at)
-        at = at.rest
-    ways = tuple(each.way for each in stages if each.way is not None)
+    current: _End | None = end
+    while current is not None and current.way is not None:
+        stages.append(current)
+        current = current.rest
+    options = tuple(stage.way for stage in stages if stage.way is not None)
     return StagePartition(
-        value, tuple(s.units for s in stages), tuple(s.devices for s in stages), ways
+        value, tuple(s.units for s in stages), tuple(s.devices for s in stages), options
     )
 
 
@@ -385,7 +385,7 @@ def find_by_ceilings(problem: PartitionProblem) -> StagePartition | None:
     added = Objective(
         "added",
         (0.0,),
-        lambda known, way, micro, after: (known[0] + way.seconds,),
+        lambda known, option, micro, after: (known[0] + option.seconds,),
         lambda known, seconds, micro: (known[0] + seconds,),
         lambda known, micro: known[0],
     )
@@ -394,24 +394,24 @@ def find_by_ceilings(problem: PartitionProblem) -> StagePartition | None:
         if best and (problem.micro - 1) * ceiling >= best.value:
             break
 
-        def below(first: int, last: int, devices: range, after: int, most: float = ceiling) -> Any:
-            ways = problem.menu(first, last, devices, after)
-            return (way for way in ways if way.seconds <= most)
+        def below(first: int, last: int, devices: range, after: int, limit: float = ceiling) -> Any:
+            options = problem.menu(first, last, devices, after)
+            return (option for option in options if option.seconds <= limit)
 
-        found = _minimize(replace(problem, menu=below), added, math.inf, 1)
-        if found:
-            slowest = max(way.seconds for way in found.options)
-            value = found.value + (problem.micro - 1) * slowest
-            best = replace(found, value=value) if not best or value < best.value else best
+        partition = _minimize(replace(problem, menu=below), added, math.inf, 1)
+        if partition:
+            slowest = max(option.seconds for option in partition.options)
+            value = partition.value + (problem.micro - 1) * slowest
+            best = replace(partition, value=value) if not best or value < best.value else best
     return best
 
 
 def _stage_times(problem: PartitionProblem) -> Iterator[float]:
-    most = problem.stages or min(problem.units, problem.devices)
+    max_stages = problem.stages or min(problem.units, problem.devices)
     for last in range(1, problem.units + 1):
         for first in range(last):
             for size in problem.sizes:
-                for at in range(problem.devices - size + 1):
-                    for after in range(most):
-                        ways = problem.menu(first, last, range(at, at + size), after)
-                        yield from (way.seconds for way in ways)
+                for device in range(problem.devices - size + 1):
+                    for after in range(max_stages):
+                        options = problem.menu(first, last, range(device, device + size), after)
+                        yield from (option.seconds for option in options)

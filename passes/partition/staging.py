@@ -71,19 +71,19 @@ class Staged:
         """Return the place of each stage of replica 0."""
         return self.homes[0]
 
-    def stages_at(self, place: int) -> tuple[int, ...]:
+    def stages_at(self, position: int) -> tuple[int, ...]:
         """Return the stages of any replica that a place runs; all stages without a pipeline."""
         if self.axis is None:
             return tuple(range(self.cut.stages))
-        return tuple(s for s in range(self.cut.stages) if place in self.places(s))
+        return tuple(s for s in range(self.cut.stages) if position in self.places(s))
 
-    def count_microbatches(self, stage: int, place: int, replica: int | None = None) -> int:
+    def count_microbatches(self, stage: int, position: int, replica: int | None = None) -> int:
         """Return the number of microbatches per step of a stage at a place, or of one replica."""
         from schedlang.pipeline.timeline.table import Kind
 
         t = self.timeline
-        here = (t.kind == Kind.F) & (t.stage == stage) & (t.rank == place) & (t.slice == 0)
-        return int((here if replica is None else here & (t.replica == replica)).sum())
+        stage_ops = (t.kind == Kind.F) & (t.stage == stage) & (t.rank == position) & (t.slice == 0)
+        return int((stage_ops if replica is None else stage_ops & (t.replica == replica)).sum())
 
     def places(self, *stages: int) -> frozenset[int]:
         """Return the places that hold any of these stages, over all replicas."""
@@ -118,9 +118,9 @@ def shard_modules(model: nn.Module, traced: Traced, with_group: Callable[[Any], 
         module = model.get_submodule(fqn)
         wrap(module, "sizes", SizesLayer(module, counted))
     for fqn, parts in traced.narrowed_arguments.items():
-        own = tuple(replace(part, edge=with_group(part.edge)) for part in parts)
+        grouped_parts = tuple(replace(part, edge=with_group(part.edge)) for part in parts)
         module = model.get_submodule(fqn)
-        wrap(module, "parts", ArgumentLayer(module, own))
+        wrap(module, "parts", ArgumentLayer(module, grouped_parts))
     arrivals = _shared_arrivals(model, traced) if traced.sharing_modules else {}
     for fqn, edges in traced.edges.items():
         module, cache = model.get_submodule(fqn), arrivals.get(fqn)
@@ -130,8 +130,8 @@ def shard_modules(model: nn.Module, traced: Traced, with_group: Callable[[Any], 
         module = model.get_submodule(fqn)
         wrap(module, "sharded", ShardedLayer(module, UNCALLED, (), name=fqn))
     if traced.statistics is not None:
-        mine = with_group(traced.statistics)
-        gather_statistics(model, mine.sums, sum_over(mine.group))
+        statistics = with_group(traced.statistics)
+        gather_statistics(model, statistics.sums, sum_over(statistics.group))
 
 
 def _shared_arrivals(model: nn.Module, traced: Traced) -> dict[str, RedistributionCache]:
@@ -148,19 +148,19 @@ def _shared_arrivals(model: nn.Module, traced: Traced) -> dict[str, Redistributi
     for fqn in (fqn for fqn in traced.edges if fqn in traced.sharing_modules):
         block = ""
         for end, letter in enumerate(fqn):
-            above = fqn[:end]
+            ancestor = fqn[:end]
             # a list in a list is never called
-            if letter == "." and not block and above.rpartition(".")[2].isdigit():
-                called = type(model.get_submodule(above)).forward is not Module.forward
-                block = above if called else ""
+            if letter == "." and not block and ancestor.rpartition(".")[2].isdigit():
+                has_forward = type(model.get_submodule(ancestor)).forward is not Module.forward
+                block = ancestor if has_forward else ""
         blocks.setdefault(block, []).append(fqn)
-    found: dict[str, RedistributionCache] = {}
-    for block, inside in blocks.items():
-        if len(inside) > 1:
+    caches: dict[str, RedistributionCache] = {}
+    for block, fqns_inside in blocks.items():
+        if len(fqns_inside) > 1:
             cache = RedistributionCache(traced.is_shared_input_written)
             wrap(model.get_submodule(block), "arrivals", cache)
-            found |= dict.fromkeys(inside, cache)
-    return found
+            caches |= dict.fromkeys(fqns_inside, cache)
+    return caches
 
 
 def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss | None) -> Staged:
@@ -179,14 +179,14 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
             _check_call_counts(plan, traced)
         trunk = _trunk(plan) if plan.replicas or plan.stores else frozenset()
         trunk -= {
-            around for _, around in traced.outside_parameters
+            caller for _, caller in traced.outside_parameters
         }  # the root module gathers instead
         outside = traced.outside_calls
         if traced.varying_modules:  # ranks would gather and reduce different modules together
             trunk -= {
-                around for fqn, around in outside if fqn in traced.varying_modules
+                caller for fqn, caller in outside if fqn in traced.varying_modules
             } | traced.varying_modules
-            outside = frozenset(one for one in outside if traced.varying_modules.isdisjoint(one))
+            outside = frozenset(pair for pair in outside if traced.varying_modules.isdisjoint(pair))
         return Staged(UNSPLIT, timeline, ((0,),), None, trunk, outside, traced.rewritten_parameters)
     check_cuts(plan)
     skeleton = local_skeleton(plan, traced)
@@ -197,18 +197,22 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
             counting = CostSubject(plan, traced, None, batch, loss)
             numbers = _stage_numbers(counting, graph, timeline)
         check_regions(plan, graph, numbers)
-        made = split_graph(graph, numbers)
+        split = split_graph(graph, numbers)
         _check_derived(traced, graph)
         _check_reentered(traced, graph, numbers)
     except Refusal as refusal:
         raise place_at_facet(refusal, plan, Facet.STAGE) from refusal
     homes = tuple(tuple(row) for row in timeline.replica_ranks.tolist())
-    lent = frozenset(name for name, around in traced.outside_parameters if around in graph.units)
-    lent |= traced.rewritten_parameters
+    unsliced = frozenset(
+        name for name, caller in traced.outside_parameters if caller in graph.units
+    )
+    unsliced |= traced.rewritten_parameters
     # with casts, slices or split tokens the outputs of units differ from the recorded outputs
-    sure = not plan.casts and not plan.contexts and timeline.slices == 1
-    known = recorded if sure else None
-    staged = Staged(made, timeline, homes, axis, _trunk(plan), traced.outside_calls, lent, known)
+    is_exact = not plan.casts and not plan.contexts and timeline.slices == 1
+    outputs = recorded if is_exact else None
+    staged = Staged(
+        split, timeline, homes, axis, _trunk(plan), traced.outside_calls, unsliced, outputs
+    )
     return with_eviction(plan, staged)
 
 
@@ -224,17 +228,17 @@ def _record_graph(
     from schedlang.runtime.tracing.recording import record_forward
     from schedlang.runtime.tracing.units import units_of
 
-    at = [fqn for c in plan.cuts for fqn in c.before]
+    starts = [fqn for c in plan.cuts for fqn in c.before]
     trunks, unrolled = [fqn for c in plan.cuts for fqn in c.trunks], dict(plan.unrolled)
-    seen = calls_from_counts(plan.model.model, traced.call_counts)
-    if seen is not None:
+    calls = calls_from_counts(plan.model.model, traced.call_counts)
+    if calls is not None:
         try:
-            names = units_of(skeleton, batch, at, trunks=trunks, unrolled=unrolled, calls=seen)
+            names = units_of(skeleton, batch, starts, trunks=trunks, unrolled=unrolled, calls=calls)
             recorded = RecordedOutputs(skeleton, names)
             return record_forward(skeleton, names, batch, loss=loss, met=recorded), recorded
         except Refusal:
             pass  # a forward called by name is no unit; the next lines refuse where necessary
-    names = units_of(skeleton, batch, at, trunks=trunks, unrolled=unrolled)
+    names = units_of(skeleton, batch, starts, trunks=trunks, unrolled=unrolled)
     recorded = RecordedOutputs(skeleton, names)
     return record_forward(skeleton, names, batch, loss=loss, met=recorded), recorded
 
@@ -253,8 +257,8 @@ def timeline_of(plan: Plan) -> Timeline:
     """Return the timeline of the plan's order, with split backwards where rows request them."""
     from schedlang.pipeline.timeline.table import SINGLE_STAGE, split_backwards
 
-    made = _timeline_of_order(plan) if plan.cuts or plan.order is not None else SINGLE_STAGE
-    return made if plan.deferred_weight_grads is None else split_backwards(made)
+    timeline = _timeline_of_order(plan) if plan.cuts or plan.order is not None else SINGLE_STAGE
+    return timeline if plan.deferred_weight_grads is None else split_backwards(timeline)
 
 
 def _timeline_of_order(plan: Plan) -> Timeline:
@@ -265,19 +269,19 @@ def _timeline_of_order(plan: Plan) -> Timeline:
     from schedlang.pipeline.schedules import OrderError, find_order, make_order
 
     axis = plan.cuts[0].axis if plan.cuts else None
-    wanted = plan.order
+    order = plan.order
     try:
-        if wanted is None:
+        if order is None:
             return make_order("GPipe", plan.mesh.size(plan.cuts[0].axis), 1)
         if axis is not None:
-            return wanted.timeline(plan.mesh.size(axis))
-        known = None if wanted.table else find_order(wanted.name)
-        if known is not None and (wanted.slices > 1 or known.relaxed):
-            return wanted.timeline(1)
+            return order.timeline(plan.mesh.size(axis))
+        known_order = None if order.table else find_order(order.name)
+        if known_order is not None and (order.slices > 1 or known_order.relaxed):
+            return order.timeline(1)
         # one stage: each forward, then its backward. With 1F1B, parameters on the host would be
         # gathered also for the microbatch before, and the optimizer would not wait for this
-        away = any(one.what == "parameters" for one in plan.stores)
-        return make_order("GPipe" if away else "1F1B", 1, wanted.micro)
+        offloads = any(store.what == "parameters" for store in plan.stores)
+        return make_order("GPipe" if offloads else "1F1B", 1, order.micro)
     except OrderError as error:
         diagnostic = Diagnostic("S608", error.reason, helps=(error.legal,))
         raise place_at_facet(Refusal(diagnostic), plan, Facet.ORDER) from error
@@ -289,10 +293,10 @@ def _stage_numbers(counting: CostSubject, graph: StageGraph, timeline: Timeline)
 
     plan = counting.plan
     trunks = [fqn for c in plan.cuts for fqn in c.trunks]
-    inside = is_in_trunk(plan.model.model, graph.units, trunks, dict(plan.unrolled))
+    in_trunk = is_in_trunk(plan.model.model, graph.units, trunks, dict(plan.unrolled))
     units = [
         ChainUnit(label, plan.model.numel(name), trunk)
-        for name, label, trunk in zip(graph.units, graph.labels, inside)
+        for name, label, trunk in zip(graph.units, graph.labels, in_trunk)
     ]
     starts = [fqn for c in plan.cuts for fqn in c.before]
     if starts:
@@ -371,9 +375,11 @@ def _trunk(plan: Plan) -> frozenset[str]:
         if site.is_a("torch.nn.modules.container.ModuleList")
     ]
     outer = [
-        f for f in lists if not any(f.startswith(f"{other}.") for other in lists if other != f)
+        f
+        for f in lists
+        if not any(f.startswith(f"{outer_list}.") for outer_list in lists if outer_list != f)
     ]
-    return frozenset(one for fqn in outer for one in _elements(plan, fqn))
+    return frozenset(element for fqn in outer for element in _elements(plan, fqn))
 
 
 def _elements(plan: Plan, fqn: str) -> Iterator[str]:
@@ -396,11 +402,11 @@ def buffer_stages(staged: Staged) -> dict[str, frozenset[int] | None]:
     """Return, by buffer, the places along the pipeline's axis that hold it; {} without stages."""
     if staged.axis is None:
         return {}
-    found: dict[str, set[int]] = {}
+    positions: dict[str, set[int]] = {}
     for stage in range(staged.cut.stages):
         for name in staged.cut.buffers(stage):
-            found.setdefault(name, set()).update(staged.places(stage))
-    return {name: frozenset(places) for name, places in found.items()}
+            positions.setdefault(name, set()).update(staged.places(stage))
+    return {name: frozenset(places) for name, places in positions.items()}
 
 
 def buffer_homes(staged: Staged) -> tuple[dict[str, int], ...]:
@@ -411,12 +417,12 @@ def buffer_homes(staged: Staged) -> tuple[dict[str, int], ...]:
     """
     if staged.axis is None:
         return ()
-    found: list[dict[str, int]] = [{} for _ in staged.homes]
+    homes_by_replica: list[dict[str, int]] = [{} for _ in staged.homes]
     for stage in range(staged.cut.stages):
         for name in staged.cut.buffers(stage):
-            for homes, row in zip(found, staged.homes):
+            for homes, row in zip(homes_by_replica, staged.homes):
                 homes[name] = min(homes.get(name, row[stage]), row[stage])
-    return tuple(found)
+    return tuple(homes_by_replica)
 
 
 def stage_fields(plan: Plan, staged: Staged, axis: str) -> dict[str, Any]:
@@ -464,37 +470,37 @@ def without_eviction(plan: Plan, staged: Staged) -> Staged:
     return replace(staged, timeline=t.pick((t.kind != Kind.EVICT) & (t.kind != Kind.LOAD)))
 
 
-def are_nested(one: str, other: str) -> bool:
+def are_nested(fqn: str, other_fqn: str) -> bool:
     """Return whether two modules are equal, or one is inside the other."""
-    a, b = f"{one}.".lstrip("."), f"{other}.".lstrip(".")
+    a, b = f"{fqn}.".lstrip("."), f"{other_fqn}.".lstrip(".")
     return a.startswith(b) or b.startswith(a)
 
 
 def _load_ahead(plan: Plan, staged: Staged) -> dict[int, int]:
     """Return, by stage, how many operations ahead its activations are loaded."""
-    found: dict[int, int] = {}
-    for one in peer_stores(plan, "activations"):
-        if one.over != staged.axis:
+    ahead_by_stage: dict[int, int] = {}
+    for store in peer_stores(plan, "activations"):
+        if store.over != staged.axis:
             continue  # refused elsewhere
         for stage in range(staged.cut.stages):
             units = [staged.cut.graph.units[k] for k in staged.cut.units(stage)]
-            if any(are_nested(unit, one.fqn) for unit in units):
-                found[stage] = max(found.get(stage, 0), one.ahead)
-    return found
+            if any(are_nested(unit, store.fqn) for unit in units):
+                ahead_by_stage[stage] = max(ahead_by_stage.get(stage, 0), store.ahead)
+    return ahead_by_stage
 
 
 def _check_order(plan: Plan, timeline: Timeline) -> None:
     from schedlang.pipeline.timeline.table import Kind
 
-    own = [kind for kind in (Kind.EVICT, Kind.OFFLOAD, Kind.RECOMPUTE) if kind in timeline.kind]
-    if not own:
+    kinds = [kind for kind in (Kind.EVICT, Kind.OFFLOAD, Kind.RECOMPUTE) if kind in timeline.kind]
+    if not kinds:
         return
     order = plan.order.name if plan.order is not None else ""
     row = plan.origin(peer_stores(plan, "activations")[0])
     refusal = Refusal.of(
         "S851",
         f"the order `{order}` already decides what happens to saved activations",
-        notes=(f"its timeline has {own[0].name} operations",),
+        notes=(f"its timeline has {kinds[0].name} operations",),
         helps=(
             "drop this row",
             'or use an order without them: `pipeline(order="1F1B", micro=4)`',

@@ -54,22 +54,22 @@ class Aim:
     deadline: float = math.inf
     eta: float = 1.0
 
-    def worth(self, seconds: float, on: Cluster, most: float) -> float:
+    def worth(self, seconds: float, nodes: Cluster, max_watts: float) -> float:
         """Return the seconds, money, or joules as Zeus weights them, of a training on nodes."""
-        if self.name == TIME or not isinstance(on, Nodes):
+        if self.name == TIME or not isinstance(nodes, Nodes):
             return seconds
         if self.name == COST:
-            return seconds * on.price_per_second(on.ranks)
-        return energy_cost(TrainingCost(seconds, on.watts(on.ranks)), most, self.eta)
+            return seconds * nodes.price_per_second(nodes.ranks)
+        return energy_cost(TrainingCost(seconds, nodes.watts(nodes.ranks)), max_watts, self.eta)
 
-    def describe(self, seconds: float, on: Cluster) -> str:
+    def describe(self, seconds: float, nodes: Cluster) -> str:
         """Describe a training on nodes: `41.2 h, 1,204.50`."""
-        found = [_duration(seconds)]
-        if self.name == COST and isinstance(on, Nodes):
-            found.append(f"{seconds * on.price_per_second(on.ranks):,.2f} at these prices")
-        if self.name == ENERGY and isinstance(on, Nodes):
-            found.append(f"{seconds * on.watts(on.ranks) / KWH:,.4g} kWh")
-        return ", ".join(found)
+        parts = [_duration(seconds)]
+        if self.name == COST and isinstance(nodes, Nodes):
+            parts.append(f"{seconds * nodes.price_per_second(nodes.ranks):,.2f} at these prices")
+        if self.name == ENERGY and isinstance(nodes, Nodes):
+            parts.append(f"{seconds * nodes.watts(nodes.ranks) / KWH:,.4g} kWh")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class ResourceChoice:
         flops = sum(
             run.count * op.flops * op.count
             for run in chain.runs
-            for work in (run.unit.forward, run.unit.backward)
-            for op in work.operators
+            for direction in (run.unit.forward, run.unit.backward)
+            for op in direction.operators
         )
         speed = sum(self.job.cluster.device_of(rank).speed for rank in range(self.job.ranks))
         return self.steps * self.job.rows * flops / speed
@@ -107,19 +107,19 @@ class EvaluatedChoice:
 
 def check_cluster(aim: Aim, cluster: Cluster) -> None:
     """Refuse (S109) a cluster without the figure that the aim needs."""
-    need = NEEDED_FIELDS.get(aim.name)
-    if need is None:
+    figure = NEEDED_FIELDS.get(aim.name)
+    if figure is None:
         return
-    said = {"price": "price = 24.5", "power": "power = 400"}[need]
-    unit = {"price": "of an hour of the node", "power": "watts of a rank"}[need]
-    help_ = f"write `{said}`, {unit}, into each `[[node]]` of a file: `--on cluster.toml`"
+    example = {"price": "price = 24.5", "power": "power = 400"}[figure]
+    unit = {"price": "of an hour of the node", "power": "watts of a rank"}[figure]
+    help_ = f"write `{example}`, {unit}, into each `[[node]]` of a file: `--on cluster.toml`"
     if not isinstance(cluster, Nodes):
-        title = f"`--aim {aim.name}` asks for a {need}, and `{cluster.name}` says none"
-        raise Refusal.of("S109", title, helps=(help_,))
-    for number, one in zip(cluster.numbers, cluster.nodes):
-        if getattr(one, need) is None:
-            title = f"`--aim {aim.name}`: node {number} of `{cluster.name}` says no `{need}`"
-            raise Refusal.of("S109", title, helps=(help_,))
+        message = f"`--aim {aim.name}` asks for a {figure}, and `{cluster.name}` says none"
+        raise Refusal.of("S109", message, helps=(help_,))
+    for number, node in zip(cluster.numbers, cluster.nodes):
+        if getattr(node, figure) is None:
+            message = f"`--aim {aim.name}`: node {number} of `{cluster.name}` says no `{figure}`"
+            raise Refusal.of("S109", message, helps=(help_,))
 
 
 def list_choices(job: Job, aim: Aim) -> list[ResourceChoice]:
@@ -128,52 +128,52 @@ def list_choices(job: Job, aim: Aim) -> list[ResourceChoice]:
 
     Raises Refusal S109 for too many.
     """
-    some = [(job.cluster, job.ranks, "")]
+    menu = [(job.cluster, job.ranks, "")]
     if isinstance(job.cluster, Nodes) and aim.name != TIME:
-        some = [(one, one.ranks, text) for one, text in _chosen(job.cluster, aim.name == ENERGY)]
-    found = []
+        menu = [(part, part.ranks, text) for part, text in _chosen(job.cluster, aim.name == ENERGY)]
+    choices = []
     for rows, samples in aim.samples.items():
-        for cluster, ranks, text in some:
-            words = [text] * bool(text) + [f"{rows} rows"] * (len(aim.samples) > 1)
-            each = replace(job, ranks=ranks, rows=rows, cluster=cluster)
-            found.append(
-                ResourceChoice(each, math.ceil(samples / rows), ", ".join(words) or "all nodes")
+        for cluster, ranks, text in menu:
+            parts = [text] * bool(text) + [f"{rows} rows"] * (len(aim.samples) > 1)
+            variant = replace(job, ranks=ranks, rows=rows, cluster=cluster)
+            choices.append(
+                ResourceChoice(variant, math.ceil(samples / rows), ", ".join(parts) or "all nodes")
             )
-    return found
+    return choices
 
 
 def _chosen(nodes: Nodes, limited: bool) -> Iterator[tuple[Nodes, str]]:
     """Yield subsets of nodes, the first ones of each kind, and their descriptions."""
     kinds: dict[Node, list[int]] = {}
-    for at, one in enumerate(nodes.nodes):
-        kinds.setdefault(one, []).append(at)
+    for spots, node in enumerate(nodes.nodes):
+        kinds.setdefault(node, []).append(spots)
     menus = [
         [
-            (0, one),
+            (0, node),
             *(
-                (k + 1, h)
-                for h in (one.with_power_limits if limited else (one,))
-                for k in range(len(at))
+                (k + 1, limited_node)
+                for limited_node in (node.with_power_limits if limited else (node,))
+                for k in range(len(spots))
             ),
         ]
-        for one, at in kinds.items()
+        for node, spots in kinds.items()
     ]
     if (many := math.prod(map(len, menus)) - 1) > MAX_OFFERS:
-        title = (
+        message = (
             f"{many} choices of nodes and limits are too many: at most {MAX_OFFERS} are looked at"
         )
-        raise Refusal.of("S109", title, helps=("give fewer `limits`, or fewer nodes: `--gpus`",))
-    for chosen in product(*menus):
-        places = {p: one for (k, one), at in zip(chosen, kinds.values()) for p in at[:k]}
+        raise Refusal.of("S109", message, helps=("give fewer `limits`, or fewer nodes: `--gpus`",))
+    for selection in product(*menus):
+        places = {p: node for (k, node), spots in zip(selection, kinds.values()) for p in spots[:k]}
         if places:
-            told = [
-                f"{k} node{'s' * (k > 1)} of {one.device.node} {one.device.name}"
-                + f" at {one.power:g} W" * (one not in kinds)
-                for k, one in chosen
+            parts = [
+                f"{k} node{'s' * (k > 1)} of {node.device.node} {node.device.name}"
+                + f" at {node.power:g} W" * (node not in kinds)
+                for k, node in selection
                 if k
             ]
             order = sorted(places)
-            yield nodes.select(order, [places[at] for at in order]), ", ".join(told)
+            yield nodes.select(order, [places[spots] for spots in order]), ", ".join(parts)
 
 
 @dataclass
@@ -193,30 +193,30 @@ class ChoiceSearch:
     def __post_init__(self) -> None:
         check_cluster(self.aim, self.job.cluster)
         self.offers = list_choices(self.job, self.aim)
-        whole = self.job.cluster
-        self.most = whole.watts(whole.ranks) if isinstance(whole, Nodes) else 0.0
+        cluster = self.job.cluster
+        self.most = cluster.watts(cluster.ranks) if isinstance(cluster, Nodes) else 0.0
 
     def iter_evaluated(self) -> Iterator[EvaluatedChoice]:
         """Yield bids that end within the deadline, the least worth first (lambda-DNN, Xu et al.,
         IEEE Transactions on Computers 2022)."""
-        row, turn = self.profiles(Placement()), count()
+        row, tie_breaker = self.profiles(Placement()), count()
         heap: list[tuple[float, int, ResourceChoice | EvaluatedChoice]] = []
-        for one in self.offers:
-            if (floor := one.floor(row)) <= self.aim.deadline:
-                heapq.heappush(heap, (self.worth(one, floor), next(turn), one))
+        for offer in self.offers:
+            if (floor := offer.floor(row)) <= self.aim.deadline:
+                heapq.heappush(heap, (self.worth(offer, floor), next(tie_breaker), offer))
         while heap:
-            *_, at = heapq.heappop(heap)
-            if isinstance(at, EvaluatedChoice):
-                yield at
+            *_, candidate = heapq.heappop(heap)
+            if isinstance(candidate, EvaluatedChoice):
+                yield candidate
                 continue
-            found = self.find(at.job)
-            if found.best is None or found.best.priced is None:
+            result = self.find(candidate.job)
+            if result.best is None or result.best.priced is None:
                 continue
-            took = at.steps * found.best.least
-            bid = EvaluatedChoice(at, found, took, self.worth(at, took))
+            seconds = candidate.steps * result.best.least
+            bid = EvaluatedChoice(candidate, result, seconds, self.worth(candidate, seconds))
             self.evaluated.append(bid)
-            if took <= self.aim.deadline:
-                heapq.heappush(heap, (bid.worth, next(turn), bid))
+            if seconds <= self.aim.deadline:
+                heapq.heappush(heap, (bid.worth, next(tie_breaker), bid))
 
     def worth(self, offer: ResourceChoice, seconds: float) -> float:
         """Weight the seconds of a training on an offer's nodes."""
@@ -224,9 +224,9 @@ class ChoiceSearch:
 
     def describe(self, bid: EvaluatedChoice) -> RejectedSetting:
         """Describe a bid that was not chosen."""
-        said = self.aim.describe(bid.seconds, bid.offer.job.cluster)
+        text = self.aim.describe(bid.seconds, bid.offer.job.cluster)
         late = ": too late" if bid.seconds > self.aim.deadline else ""
-        return RejectedSetting(bid.offer.text, bid.found.best, said + late)
+        return RejectedSetting(bid.offer.text, bid.found.best, text + late)
 
 
 def tune_for_aim(
@@ -242,11 +242,11 @@ def tune_for_aim(
     for tries, bid in enumerate(auction.iter_evaluated(), 1):
         if best is not None and bid.worth >= best[0]:
             break
-        made = _tuned_bid(profiles, auction, bid, find)
-        took = math.inf if made.written is None else bid.offer.steps * made.written.seconds
-        worth = auction.worth(bid.offer, took)
-        if took <= aim.deadline and (best is None or worth < best[0]):
-            best = worth, bid.offer.job, made
+        result = _tuned_bid(profiles, auction, bid, find)
+        seconds = math.inf if result.written is None else bid.offer.steps * result.written.seconds
+        worth = auction.worth(bid.offer, seconds)
+        if seconds <= aim.deadline and (best is None or worth < best[0]):
+            best = worth, bid.offer.job, result
         if tries == MAX_SEARCHES:
             break
     if best is not None:
@@ -255,8 +255,8 @@ def tune_for_aim(
     if not late:
         row = profiles(Placement())
         floor, text = min((offer.floor(row), offer.text) for offer in auction.offers)
-        why = f"{_duration(floor)} at least, all operations at full speed: too late"
-        late = [RejectedSetting(text, None, why)]
+        reason = f"{_duration(floor)} at least, all operations at full speed: too late"
+        late = [RejectedSetting(text, None, reason)]
     return job, TuningResult(SearchResult(None, 0.0, Counts(), tuple(late), done=True), None, job)
 
 
@@ -265,16 +265,16 @@ def _tuned_bid(
 ) -> TuningResult:
     """Write and simulate the schedule of a bid, with the other bids as reasons."""
     offer, aim = bid.offer, auction.aim
-    others = sorted((one for one in auction.evaluated if one is not bid), key=lambda one: one.worth)
-    rejected = (*map(auction.describe, others[: MAX_REASONS - 1]), *bid.found.rejected)
-    first = replace(bid.found, rejected=rejected)
+    other_bids = sorted((b for b in auction.evaluated if b is not bid), key=lambda b: b.worth)
+    rejected = (*map(auction.describe, other_bids[: MAX_REASONS - 1]), *bid.found.rejected)
+    first_result = replace(bid.found, rejected=rejected)
 
     def find_first(profiles: Profiles, job: Job) -> SearchResult:
-        return first if job is offer.job else find(profiles, job)
+        return first_result if job is offer.job else find(profiles, job)
 
-    def say(took: float) -> Iterator[str]:
+    def say(seconds: float) -> Iterator[str]:
         rows = f"{offer.steps:,} steps of {offer.job.rows} rows"
-        yield f"Training: {rows} take {aim.describe(offer.steps * took, offer.job.cluster)}."
+        yield f"Training: {rows} take {aim.describe(offer.steps * seconds, offer.job.cluster)}."
         within = "" if aim.deadline == math.inf else f" within {_duration(aim.deadline)}"
         best = f"least {aim.name} of {len(auction.offers)} choices{within}"
         yield f"On {offer.text}: {best}, of which {len(auction.evaluated)} were searched."
@@ -300,9 +300,9 @@ class TrainingCost:
     watts: float
 
 
-def energy_cost(run: TrainingCost, most: float, eta: float = 0.5) -> float:
-    """Cost of a run in joules: eta of its energy, and 1 - eta of its time at `most` watts.
+def energy_cost(training: TrainingCost, max_watts: float, eta: float = 0.5) -> float:
+    """Cost of a run in joules: eta of its energy, and 1 - eta of its time at `max_watts` watts.
 
     Zeus (You et al., NSDI 2023).
     """
-    return eta * run.seconds * run.watts + (1 - eta) * run.seconds * most
+    return eta * training.seconds * training.watts + (1 - eta) * training.seconds * max_watts

@@ -58,45 +58,45 @@ class ChainTimes:
     _cuts: dict[object, tuple[int, ...]] = field(default_factory=dict)
     _spans: dict[object, float] = field(default_factory=dict)
 
-    def split_stages(self, way: Setting) -> tuple[Setting, float]:
+    def split_stages(self, setting: Setting) -> tuple[Setting, float]:
         """Split into stages so that the slowest is as quick as possible; also return the pipeline's
         floor."""
-        if way.cuts:
-            return way, pipeline_floor(self, way)
-        key = way.pp, way.chunks, self.ranks_in_node(way)
+        if setting.cuts:
+            return setting, pipeline_floor(self, setting)
+        key = setting.pp, setting.chunks, self.ranks_in_node(setting)
         if (cuts := self._cuts.get(key)) is None:
-            each = tuple(self.times(way)[:2].sum(0).tolist())
-            cuts = self._cuts[key] = split_evenly(self.chain, way.pp * way.chunks, each)
-        split, known = replace(way, cuts=cuts), (*key, way.order)
-        if (span := self._spans.get(known)) is None:
-            span = self._spans[known] = pipeline_floor(self, split)
+            times = tuple(self.times(setting)[:2].sum(0).tolist())
+            cuts = self._cuts[key] = split_evenly(self.chain, setting.pp * setting.chunks, times)
+        split, span_key = replace(setting, cuts=cuts), (*key, setting.order)
+        if (span := self._spans.get(span_key)) is None:
+            span = self._spans[span_key] = pipeline_floor(self, split)
         return split, span
 
     def ranks_in_node(self, setting: Setting) -> tuple[int, ...]:
         """Ranks of each of the chain's axes that share a node: times depend on nothing else."""
-        where, node = sending_axes(setting), self.job.cluster.node
-        return tuple(max(1, min(size, node // far)) for _, size, far in where if size > 1)
+        axes, node = sending_axes(setting), self.job.cluster.node
+        return tuple(max(1, min(size, node // stride)) for _, size, stride in axes if size > 1)
 
     def times(self, setting: Setting | None = None) -> Floats:
         """Return seconds [3, runs] for the axes of a setting, whatever its rows and offloading.
 
         Without a setting: seconds as if ranks of every axis were adjacent, which no setting beats.
         """
-        one = self.chain.placement
-        where = sending_axes(Setting(one) if setting is None else replace(setting, placement=one))
+        base = self.chain.placement
+        axes = sending_axes(Setting(base) if setting is None else replace(setting, placement=base))
         if setting is None:
-            where = tuple((axis, size, min(far, 1)) for axis, size, far in where)
+            axes = tuple((axis, size, min(stride, 1)) for axis, size, stride in axes)
         key = None if setting is None else self.ranks_in_node(setting)
         if key not in self._known:
-            tables = run_seconds(self.chain, where, self.job.cluster)[1]
-            ahead, back, _, fore, hind = (one.sum(1) for one in tables)
-            least = ahead + fore, back + np.minimum(0.0, hind), np.maximum(0.0, hind)
-            self._known[key] = np.array(least)
+            tables = run_seconds(self.chain, axes, self.job.cluster)[1]
+            fwd, bwd, _, re_fwd, re_bwd = (base.sum(1) for base in tables)
+            seconds = fwd + re_fwd, bwd + np.minimum(0.0, re_bwd), np.maximum(0.0, re_bwd)
+            self._known[key] = np.array(seconds)
         return self._known[key]
 
 
 def step_bounds(
-    ways: Candidates, clocks: Sequence[ChainTimes], laid: bool = True
+    pool: Candidates, clocks: Sequence[ChainTimes], laid: bool = True
 ) -> tuple[Floats, Floats]:
     """Lower bounds and estimates of the seconds of a step of each candidate, for any split into
     stages; also for any order of its axes where it is not `laid`.
@@ -107,64 +107,64 @@ def step_bounds(
     closed forms of orders: one microbatch's share for each other rank, divided by the stages on a
     rank, and a third of that where backwards are split.
     """
-    ahead, back, longest = _units(ways, clocks, laid)
-    both, share = ahead + back, (ahead + back) / ways.pp / clocks[0].job.relative_speed
-    busy = ways.passes * np.maximum(share, longest)
-    alone = (ways.chunks == 1) & (ways.pp > 1)
-    waits = _flushed_seconds(both, ways.pp, ways.passes)
-    first = ahead * _first_slice_share(ways.chain.placement.slices)
-    last = _last_rank_seconds(first, both - first, ways.pp, ways.passes)
-    waits = np.where(_has_order(ways, ONE_STAGE_ORDERS), waits, last)
+    fwd, bwd, longest = _units(pool, clocks, laid)
+    total, share = fwd + bwd, (fwd + bwd) / pool.pp / clocks[0].job.relative_speed
+    busy = pool.passes * np.maximum(share, longest)
+    one_stage = (pool.chunks == 1) & (pool.pp > 1)
+    waits = _flushed_seconds(total, pool.pp, pool.passes)
+    first_forward = fwd * _first_slice_share(pool.chain.placement.slices)
+    last = _last_rank_seconds(first_forward, total - first_forward, pool.pp, pool.passes)
+    waits = np.where(_has_order(pool, ONE_STAGE_ORDERS), waits, last)
     idle = (
-        np.where(_has_order(ways, WHOLE_BACKWARD_ORDERS), 1.0, 1 / 3) * (ways.pp - 1) / ways.chunks
+        np.where(_has_order(pool, WHOLE_BACKWARD_ORDERS), 1.0, 1 / 3) * (pool.pp - 1) / pool.chunks
     )
-    hoped: Floats = share * (ways.passes + idle)
-    return np.where(alone, np.maximum(busy, waits), busy), hoped
+    estimate: Floats = share * (pool.passes + idle)
+    return np.where(one_stage, np.maximum(busy, waits), busy), estimate
 
 
 def _units(
-    ways: Candidates, clocks: Sequence[ChainTimes], laid: bool
+    pool: Candidates, clocks: Sequence[ChainTimes], laid: bool
 ) -> tuple[Floats, Floats, Floats]:
     """Seconds of all units, forward and backward, and of the longest unit, for each candidate."""
-    each, near = (
-        _distinct_settings(ways, clocks) if laid else ([None], np.zeros(len(ways), dtype=np.int64))
+    settings, setting_index = (
+        _distinct_settings(pool, clocks) if laid else ([None], np.zeros(len(pool), dtype=np.int64))
     )
-    which, at = _distinct(ways.one, near)
-    pairs = zip(ways.one[at].tolist(), near[at].tolist())
-    table = np.array([_unit_times(clocks[one], each[place]) for one, place in pairs])
-    ahead, back, longest = table[which].T
-    return ahead, back, longest
+    row_of, samples = _distinct(pool.one, setting_index)
+    pairs = zip(pool.one[samples].tolist(), setting_index[samples].tolist())
+    table = np.array([_unit_times(clocks[chain], settings[index]) for chain, index in pairs])
+    forward, backward, longest = table[row_of].T
+    return forward, backward, longest
 
 
-def _unit_times(clock: ChainTimes, near: Setting | None) -> tuple[float, float, float]:
+def _unit_times(clock: ChainTimes, setting: Setting | None) -> tuple[float, float, float]:
     """Seconds of all units of one chain, and of its longest unit.
 
     Each chain has runs of its own: units that are equal for few rows may differ for many.
     """
-    times = clock.times(near)[:2]
-    ahead, back = times @ [run.count for run in clock.chain.runs]
-    return ahead, back, times.sum(0).max()
+    times = clock.times(setting)[:2]
+    forward, backward = times @ [run.count for run in clock.chain.runs]
+    return forward, backward, times.sum(0).max()
 
 
 def _distinct_settings(
-    ways: Candidates, clocks: Sequence[ChainTimes]
+    pool: Candidates, clocks: Sequence[ChainTimes]
 ) -> tuple[list[Setting | None], Ints]:
     """List settings whose units take different times, and the index of each candidate's setting."""
-    which, at = _distinct(ways.pp, ways.axes)
+    row_of, samples = _distinct(pool.pp, pool.axes)
     settings: list[Setting | None] = []
-    places, found = dict[tuple[int, ...], int](), []
-    for one in at.tolist():
-        key = clocks[0].ranks_in_node(setting := ways.setting(one))
-        if key not in places:
+    numbers, setting_index = dict[tuple[int, ...], int](), []
+    for sample in samples.tolist():
+        key = clocks[0].ranks_in_node(setting := pool.setting(sample))
+        if key not in numbers:
             settings.append(setting)
-        found.append(places.setdefault(key, len(places)))
-    return settings, np.array(found, dtype=np.int64)[which]
+        setting_index.append(numbers.setdefault(key, len(numbers)))
+    return settings, np.array(setting_index, dtype=np.int64)[row_of]
 
 
-def _has_order(ways: Candidates, orders: Sequence[str]) -> NDArray[np.bool_]:
+def _has_order(pool: Candidates, orders: Sequence[str]) -> NDArray[np.bool_]:
     """Find the candidates whose order is one of `orders`."""
-    found: NDArray[np.bool_] = np.array([name in orders for name in ways.names])[ways.order]
-    return found
+    matches: NDArray[np.bool_] = np.array([name in orders for name in pool.names])[pool.order]
+    return matches
 
 
 def _first_slice_share(slices: int) -> float:
@@ -173,7 +173,7 @@ def _first_slice_share(slices: int) -> float:
     return 2 / (slices + 1)
 
 
-def _flushed_seconds(both: Floats, ranks: Ints, micro: Ints) -> Floats:
+def _flushed_seconds(total: Floats, ranks: Ints, micro: Ints) -> Floats:
     """Seconds of a pipeline whose backwards are not split, for any split into stages.
 
     The first microbatch goes down to a rank, the rank computes, and the last one goes back up: the
@@ -182,24 +182,24 @@ def _flushed_seconds(both: Floats, ranks: Ints, micro: Ints) -> Floats:
     microbatches in flight below s, then s alone: T + sum(t[s:]) + (m - 1 - p + s) t[s]; these are
     all equal for equal stages.
     """
-    down = both / (1 - (1 - 1 / micro) ** ranks)
-    return np.where(micro > ranks, np.maximum(down, both * (1 + (micro - 1) / ranks)), down)
+    down = total / (1 - (1 - 1 / micro) ** ranks)
+    return np.where(micro > ranks, np.maximum(down, total * (1 + (micro - 1) / ranks)), down)
 
 
-def _last_rank_seconds(ahead: Floats, back: Floats, ranks: Ints, micro: Ints) -> Floats:
+def _last_rank_seconds(forward: Floats, backward: Floats, ranks: Ints, micro: Ints) -> Floats:
     """Seconds of any pipeline with one stage on each rank, for any split into stages.
 
     The last rank waits for the first forward, F + (m - 1) t.  If its own t is small, the other
     ranks have more than the mean, m (T - t) / (p - 1).  The smallest bound has the t that makes
     both equal.
     """
-    both = ahead + back
-    least = np.maximum(0.0, (micro * both - ahead * (ranks - 1)) / (micro * ranks - ranks + 1))
-    found: Floats = ahead + (micro - 1) * least
-    return found
+    total = forward + backward
+    last = np.maximum(0.0, (micro * total - forward * (ranks - 1)) / (micro * ranks - ranks + 1))
+    bound: Floats = forward + (micro - 1) * last
+    return bound
 
 
-def replica_floor(ways: Candidates, job: Job, laid: bool = True) -> tuple[Floats, Floats]:
+def replica_floor(pool: Candidates, job: Job, laid: bool = True) -> tuple[Floats, Floats]:
     """Lower bounds of the seconds in which each candidate's replicas send, for any split into
     stages; also for any order of its axes where it is not `laid`.
 
@@ -207,8 +207,8 @@ def replica_floor(ways: Candidates, job: Job, laid: bool = True) -> tuple[Floats
     sent after the last backward, and includes the update.  The fullest rank has at least the mean
     of the parameters.
     """
-    one, numbers = ways.chain.placement, _count_parameters(ways.chain)
-    held = np.array([numbers[0] - numbers[1], numbers[1]], dtype=float)
+    one, counts = pool.chain.placement, _count_parameters(pool.chain)
+    numels = np.array([counts[0] - counts[1], counts[1]], dtype=float)
     ranks = job.ranks // (one.tp * one.cp)
 
     @cache
@@ -216,29 +216,29 @@ def replica_floor(ways: Candidates, job: Job, laid: bool = True) -> tuple[Floats
         """Seconds of an all-reduce, of a reduce-scatter, of an all-gather."""
         setting = Setting(one, ranks // pp, pp, axes=AXIS_ORDERS[axes])
         return np.array(
-            [_collective_floor(op, ways.chain, setting, job) for op in (SUM, SCATTER, GATHER)]
+            [_collective_floor(op, pool.chain, setting, job) for op in (SUM, SCATTER, GATHER)]
         )
 
     @cache
     def updated(hosted: bool, pp: int) -> list[float]:
         """Seconds of the update, by stage of ZeRO."""
-        at = replace(one, offload="optimizer" if hosted else "none")
-        setting = Setting(at, ranks // pp, pp)
-        each = (replace(setting, zero=zero) for zero in range(4))
-        return [optimizer_seconds(zero, held / pp, job.cluster, job.recipe) for zero in each]
+        hosted_placement = replace(one, offload="optimizer" if hosted else "none")
+        setting = Setting(hosted_placement, ranks // pp, pp)
+        settings = (replace(setting, zero=zero) for zero in range(4))
+        return [optimizer_seconds(zero, numels / pp, job.cluster, job.recipe) for zero in settings]
 
-    hosted = np.array([chain.placement.offloads_optimizer for chain in ways.chains])[ways.one]
-    which, at = _distinct(ways.pp, ways.axes, hosted)
+    hosted = np.array([chain.placement.offloads_optimizer for chain in pool.chains])[pool.one]
+    row_of, rows = _distinct(pool.pp, pool.axes, hosted)
     sums, updates = [], []
-    for pp, axes, away in zip(*(one[at].tolist() for one in (ways.pp, ways.axes, hosted))):
-        some = (axes,) if laid else ways.axis_orders[pp]
-        sums.append(np.min([summed(pp, order) for order in some], 0))
-        updates.append(updated(away, pp))
-    every, zero = np.array(sums)[which], ways.zero
-    once = every[:, 1] + every[:, 2]
-    after = np.select([zero == 0, zero < 3], [every[:, 0], once]) + np.array(updates)[which, zero]
-    scattered, often = (ways.passes - 1) * every[:, 1], ways.passes * (once + every[:, 2])
-    return np.select([zero == 2, zero == 3], [scattered, often]), after
+    for pp, axes, offloaded in zip(*(one[rows].tolist() for one in (pool.pp, pool.axes, hosted))):
+        axis_orders = (axes,) if laid else pool.axis_orders[pp]
+        sums.append(np.min([summed(pp, order) for order in axis_orders], 0))
+        updates.append(updated(offloaded, pp))
+    sent, zero = np.array(sums)[row_of], pool.zero
+    once = sent[:, 1] + sent[:, 2]
+    after = np.select([zero == 0, zero < 3], [sent[:, 0], once]) + np.array(updates)[row_of, zero]
+    scattered, every_pass = (pool.passes - 1) * sent[:, 1], pool.passes * (once + sent[:, 2])
+    return np.select([zero == 2, zero == 3], [scattered, every_pass]), after
 
 
 SUM, SCATTER, GATHER = "all_reduce", "reduce_scatter", "all_gather"
@@ -247,67 +247,67 @@ SUM, SCATTER, GATHER = "all_reduce", "reduce_scatter", "all_gather"
 def _distinct(*columns: NDArray[Any]) -> tuple[Ints, Ints]:
     """Number the distinct combinations of columns: the number of each row, and a row of each."""
     key = np.zeros(len(columns[0]), dtype=np.int64)
-    for one in columns:
-        key = key * (int(one.max(initial=0)) + 1) + one
-    _, at, which = np.unique(key, return_index=True, return_inverse=True)
-    return which, at
+    for column in columns:
+        key = key * (int(column.max(initial=0)) + 1) + column
+    _, samples, row_of = np.unique(key, return_index=True, return_inverse=True)
+    return row_of, samples
 
 
 def _collective_floor(op: str, chain: Chain, setting: Setting, job: Job) -> float:
     """Seconds of one collective of replicas over the mean share of all parameters."""
-    one, recipe = setting.placement, job.recipe
-    far, ranks = replica_stride(setting, job.cluster), setting.dp * one.cp
+    placement, recipe = setting.placement, job.recipe
+    stride, ranks = replica_stride(setting, job.cluster), setting.dp * placement.cp
     size = (recipe.parameter if op == GATHER else recipe.gradient) / setting.pp
-    numbers, spread = _count_parameters(chain)
-    plain = _collective_seconds(job.cluster, op, (numbers - spread) * size, ranks, far)
-    if not spread:
-        return plain
-    return plain + _collective_seconds(
-        job.cluster, op, spread * size, ranks // one.ep, far * one.ep
+    numel, expert_numel = _count_parameters(chain)
+    seconds = _collective_seconds(job.cluster, op, (numel - expert_numel) * size, ranks, stride)
+    if not expert_numel:
+        return seconds
+    return seconds + _collective_seconds(
+        job.cluster, op, expert_numel * size, ranks // placement.ep, stride * placement.ep
     )
 
 
 @lru_cache(100_000)
-def _collective_seconds(cluster: Cluster, op: str, size: float, ranks: int, apart: int) -> float:
-    return collective_seconds(cluster, op, size, ranks, apart)
+def _collective_seconds(cluster: Cluster, op: str, size: float, ranks: int, stride: int) -> float:
+    return collective_seconds(cluster, op, size, ranks, stride)
 
 
 def _count_parameters(chain: Chain) -> tuple[int, int]:
     """Parameters of a chain (tied ones once), and the experts' parameters among them."""
     tied = {max(pair) for pair in chain.tied}
-    runs = [run for at, run in enumerate(chain.runs) if at not in tied]
+    runs = [run for index, run in enumerate(chain.runs) if index not in tied]
     return (
         sum(run.unit.numel * run.count for run in runs),
         sum(run.unit.expert_numel * run.count for run in runs),
     )
 
 
-def bytes_floor(ways: Candidates, job: Job) -> Floats:
+def bytes_floor(pool: Candidates, job: Job) -> Floats:
     """Lower bound of the bytes of the fullest rank of each candidate, for any split into stages.
 
     The fullest rank holds at least the mean: of the state, and of what one microbatch saves where
     all units are recomputed, less gradients that may not exist yet.
     """
-    recipe, one = job.recipe, ways.chain.placement
-    numbers, spread = _count_parameters(ways.chain)
-    each = []
-    for chain in ways.chains:
-        at = chain.placement
+    recipe, placement = job.recipe, pool.chain.placement
+    numel, expert_numel = _count_parameters(pool.chain)
+    rows = []
+    for chain in pool.chains:
+        place = chain.placement
         kept = sum(
-            _least_saved(run.unit, at.offloads_activations) * run.count for run in chain.runs
+            _least_saved(run.unit, place.offloads_activations) * run.count for run in chain.runs
         )
-        least = min(run.unit.peak for run in chain.runs)
-        each.append(
-            (recipe.state(at.offloads_optimizer), max(0.0, kept - numbers * recipe.gradient), least)
+        peak = min(run.unit.peak for run in chain.runs)
+        rows.append(
+            (recipe.state(place.offloads_optimizer), max(0.0, kept - numel * recipe.gradient), peak)
         )
-    state, kept, least = np.array(each, dtype=float)[ways.one].T
-    held = np.zeros(len(ways))
+    state, kept, peak = np.array(rows, dtype=float)[pool.one].T
+    state_bytes = np.zeros(len(pool))
     for stage, size in enumerate((state, recipe.gradient, recipe.parameter)):
-        split = np.where(ways.zero > stage, ways.dp * one.cp, 1)
-        apart = np.where(ways.zero > stage, np.maximum(1, ways.dp * one.cp // one.ep), 1)
-        held += size * ((numbers - spread) / split + spread / apart)
-    found: Floats = (held + kept) / ways.pp + least
-    return found
+        split = np.where(pool.zero > stage, pool.dp * placement.cp, 1)
+        over = np.where(pool.zero > stage, np.maximum(1, pool.dp * placement.cp // placement.ep), 1)
+        state_bytes += size * ((numel - expert_numel) / split + expert_numel / over)
+    floor: Floats = (state_bytes + kept) / pool.pp + peak
+    return floor
 
 
 def _least_saved(unit: Unit, parked: bool) -> float:
@@ -323,13 +323,13 @@ def pipeline_floor(clock: ChainTimes, setting: Setting) -> float:
     Each rank waits for the first microbatch to reach its first stage, computes, and, where
     backwards are not split, waits until the last one has gone back to the first stage of the model.
     """
-    ahead, back, once_more = clock.times(setting)
-    first = _first_slice_share(setting.placement.slices)
-    made, again = units_by_stage(clock.chain, setting.cuts, setting.again)
-    forward, backward = made @ ahead, made @ back + again @ once_more
+    unit_forward, unit_backward, unit_again = clock.times(setting)
+    first_share = _first_slice_share(setting.placement.slices)
+    counts, recomputed = units_by_stage(clock.chain, setting.cuts, setting.again)
+    forward, backward = counts @ unit_forward, counts @ unit_backward + recomputed @ unit_again
     rank = stage_ranks(setting.order, setting.pp, setting.chunks)
     busy = np.bincount(rank, forward + backward, setting.pp) * setting.passes
-    whole = setting.order in WHOLE_BACKWARD_ORDERS
-    before = forward[: setting.pp] + (backward[: setting.pp] if whole else 0.0)
-    waits = np.concatenate([[0.0], np.cumsum(before)[:-1]]) * first
+    unsplit = setting.order in WHOLE_BACKWARD_ORDERS
+    warmup = forward[: setting.pp] + (backward[: setting.pp] if unsplit else 0.0)
+    waits = np.concatenate([[0.0], np.cumsum(warmup)[:-1]]) * first_share
     return float((busy + waits).max())

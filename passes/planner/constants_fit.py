@@ -44,53 +44,55 @@ def fit_constants(model: Model, start: Array) -> Fit:
     Levenberg-Marquardt steps in logarithms keep constants above 0.  A constant that no run depends
     on keeps its assumed value.
     """
-    found, damping = start, 1e-2
-    predicted = np.maximum(model(found), MIN_SHARE)
-    least, slope = huber_loss(predicted, found, start), _slope(model, found, predicted)
+    logs, damping = start, 1e-2
+    predicted = np.maximum(model(logs), MIN_SHARE)
+    best_loss, slope = huber_loss(predicted, logs, start), _slope(model, logs, predicted)
     for _ in range(MAX_STEPS):
         if damping > 1e9:
             break
         weight, curve = _curve(slope, predicted)
-        down = slope.T @ (weight * np.log(predicted) / NOISE) + (found - start) / PRIOR**2
-        step = np.linalg.solve(curve + damping * np.diag(np.diag(curve)), -down)
-        tried = found + np.clip(step, -1, 1)
-        new = np.maximum(model(tried), MIN_SHARE)
-        loss = huber_loss(new, tried, start)
-        if not loss < least - 1e-6:  # also rejects NaN
+        gradient = slope.T @ (weight * np.log(predicted) / NOISE) + (logs - start) / PRIOR**2
+        step = np.linalg.solve(curve + damping * np.diag(np.diag(curve)), -gradient)
+        tried = logs + np.clip(step, -1, 1)
+        tried_shares = np.maximum(model(tried), MIN_SHARE)
+        loss = huber_loss(tried_shares, tried, start)
+        if not loss < best_loss - 1e-6:  # also rejects NaN
             damping *= 4
             continue
-        found, predicted, least, damping = tried, new, loss, damping / 4
-        slope = _slope(model, found, predicted)
+        logs, predicted, best_loss, damping = tried, tried_shares, loss, damping / 4
+        slope = _slope(model, logs, predicted)
     weight, curve = _curve(slope, predicted)
     spread = np.linalg.inv(curve)
     leverage = weight * ((slope @ spread) * slope).sum(1)  # leverage of each run
     off = np.log(predicted)
-    return Fit(found, np.sqrt(np.diag(spread)), off, off / (1 - np.minimum(leverage, 1 - 1e-9)))
+    return Fit(logs, np.sqrt(np.diag(spread)), off, off / (1 - np.minimum(leverage, 1 - 1e-9)))
 
 
 MIN_SHARE = 1e-9  # smallest share of measured seconds: causes that overlap may subtract more
 
 
-def _slope(model: Model, found: Array, told: Array) -> Array:
+def _slope(model: Model, values: Array, predicted: Array) -> Array:
     """Derivatives of errors by each constant [runs, constants]; by backward differences, since
     shares end at 1."""
-    less = [model(found - SLOPE_STEP * one) for one in np.eye(len(found))]
-    logs = np.log(np.maximum(np.array(less).reshape(len(found), len(told)), MIN_SHARE))
-    slopes: Array = (np.log(told) - logs).T / SLOPE_STEP / NOISE
+    shares = [model(values - SLOPE_STEP * unit) for unit in np.eye(len(values))]
+    log_shares = np.log(
+        np.maximum(np.array(shares).reshape(len(values), len(predicted)), MIN_SHARE)
+    )
+    slopes: Array = (np.log(predicted) - log_shares).T / SLOPE_STEP / NOISE
     return slopes
 
 
-def _curve(slope: Array, told: Array) -> tuple[Array, Array]:
+def _curve(slope: Array, predicted: Array) -> tuple[Array, Array]:
     """Weights of runs (smaller for outliers), and the curvature of the negative log likelihood."""
-    weight = np.minimum(1, HUBER_THRESHOLD / np.maximum(abs(np.log(told)) / NOISE, 1e-9))
+    weight = np.minimum(1, HUBER_THRESHOLD / np.maximum(abs(np.log(predicted)) / NOISE, 1e-9))
     return weight, slope.T @ (weight[:, None] * slope) + np.eye(slope.shape[1]) / PRIOR**2
 
 
-def huber_loss(told: Array, found: Array, start: Array) -> float:
+def huber_loss(predicted: Array, logs: Array, start: Array) -> float:
     """Huber's loss of the logarithms of predicted over measured seconds, plus the prior's
     penalty."""
-    off = abs(np.log(told)) / NOISE
-    far = np.where(
-        off < HUBER_THRESHOLD, off**2 / 2, HUBER_THRESHOLD * off - HUBER_THRESHOLD**2 / 2
+    errors = abs(np.log(predicted)) / NOISE
+    losses = np.where(
+        errors < HUBER_THRESHOLD, errors**2 / 2, HUBER_THRESHOLD * errors - HUBER_THRESHOLD**2 / 2
     )
-    return float(far.sum() + (((found - start) / PRIOR) ** 2).sum() / 2)
+    return float(losses.sum() + (((logs - start) / PRIOR) ** 2).sum() / 2)

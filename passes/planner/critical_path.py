@@ -37,15 +37,15 @@ class CriticalPath:
 
     def seconds(self, forward: Array, inputs: Array, weights: Array, send: float) -> float:
         """Return the seconds of the path, for operations that take so long."""
-        took = self.forward @ forward.ravel() + self.inputs @ inputs.ravel()
-        return float(took + self.weights @ weights.ravel() + self.sends * send)
+        total = self.forward @ forward.ravel() + self.inputs @ inputs.ravel()
+        return float(total + self.weights @ weights.ravel() + self.sends * send)
 
-    def extrapolate(self, other: CriticalPath, often: float) -> CriticalPath:
-        """Extrapolate: add `often` times the difference between this path and the other."""
-        more = (
-            getattr(self, n) + often * (getattr(self, n) - getattr(other, n)) for n in PATH_FIELDS
+    def extrapolate(self, fewer: CriticalPath, factor: float) -> CriticalPath:
+        """Extrapolate: add `factor` times the difference between this path and the other."""
+        counts = (
+            getattr(self, n) + factor * (getattr(self, n) - getattr(fewer, n)) for n in PATH_FIELDS
         )
-        return CriticalPath(*more)
+        return CriticalPath(*counts)
 
 
 PATH_FIELDS = ("forward", "inputs", "weights", "sends")
@@ -72,8 +72,8 @@ def find_critical_path(
     forward, inputs, weights = forward.ravel(), inputs.ravel(), weights.ravel()
     backward, slices = inputs + weights, len(forward) // (ranks * chunks)
     if ranks * chunks == 1:
-        each = np.full(slices, float(micro))
-        return CriticalPath(each, each, each, 0.0)
+        counts = np.full(slices, float(micro))
+        return CriticalPath(counts, counts, counts, 0.0)
     if chunks == slices == 1 and order in CLOSED_FORMS and micro > ranks:
         return CLOSED_FORMS[order](forward, backward, micro, send)
     period = -(-ranks // slices)
@@ -85,8 +85,8 @@ def find_critical_path(
 
     if micro <= few + period:
         return path(micro)
-    more = path(few + period)
-    return more.extrapolate(path(few), (micro - few - period) / period)
+    longer = path(few + period)
+    return longer.extrapolate(path(few), (micro - few - period) / period)
 
 
 # -- closed forms ----------------------------------------------------------------------------------
@@ -103,25 +103,25 @@ def path_of_1f1b(forward: Array, backward: Array, micro: int, send: float) -> Cr
     """
     times = forward + backward
     count = len(times)
-    place, length = _windows(count)
+    stage, length = _windows(count)
     total = np.concatenate([[0.0], np.cumsum(times)])
     slowest = np.maximum.accumulate(np.where(length > 0, times, 0.0), 1)  # [first, last]
     around = total[None, 1:] - total[:-1, None] + 2 * send * (length - 1)
-    below = np.where(place < count - 1, count - place, 0)  # microbatches of the first round
-    first = np.where(below > 0, total[-1] - total[:-1] + 2 * send * (count - 1 - place), 0.0)
-    every = total[-1] + 2 * send * (count - 1)
-    own = total[1:] + 2 * send * place + (count - 1 - place) * times
+    first_round = np.where(stage < count - 1, count - stage, 0)  # microbatches of the first round
+    first = np.where(first_round > 0, total[-1] - total[:-1] + 2 * send * (count - 1 - stage), 0.0)
+    round_trip = total[-1] + 2 * send * (count - 1)
+    warm_seconds = total[1:] + 2 * send * stage + (count - 1 - stage) * times
 
-    def ends(start: Array, left: Array) -> Array:
-        rounds, rest = np.divmod(left, np.maximum(length, 1))
-        found = start + rounds * around + rest * slowest
-        return np.where((length > 0) & (left >= 0), found, -1.0)
+    def ends(start: Array, remaining: Array) -> Array:
+        rounds, remainder = np.divmod(remaining, np.maximum(length, 1))
+        end_times = start + rounds * around + remainder * slowest
+        return np.where((length > 0) & (remaining >= 0), end_times, -1.0)
 
-    deep = ends(every + first, micro - 1 - below)
-    flat = ends(own, micro - count + place)
-    sits = total[1:] + 2 * send * place + (micro - 1) * times
-    best = [int(found.argmax()) for found in (deep, flat, sits)]
-    top = max(range(3), key=lambda at: (deep, flat, sits)[at].flat[best[at]])
+    deep_ends = ends(round_trip + first, micro - 1 - first_round)
+    flat_ends = ends(warm_seconds, micro - count + stage)
+    stay_ends = total[1:] + 2 * send * stage + (micro - 1) * times
+    best = [int(end_times.argmax()) for end_times in (deep_ends, flat_ends, stay_ends)]
+    top = max(range(3), key=lambda k: (deep_ends, flat_ends, stay_ends)[k].flat[best[k]])
     low, high = (best[2], best[2]) if top == 2 else divmod(best[top], count)
     passes = np.ones(count)
     passes[high + 1 :] = top == 0
@@ -141,8 +141,8 @@ def path_of_1f1b(forward: Array, backward: Array, micro: int, send: float) -> Cr
 @cache
 def _windows(count: int) -> tuple[Array, Array]:
     """First stages, and the numbers of consecutive stages from a first to a last [first, last]."""
-    place = np.arange(count)
-    return place.astype(float), (place[None, :] - place[:, None] + 1).astype(float)
+    stage = np.arange(count)
+    return stage.astype(float), (stage[None, :] - stage[:, None] + 1).astype(float)
 
 
 def path_of_gpipe(forward: Array, backward: Array, micro: int, send: float) -> CriticalPath:
@@ -189,23 +189,23 @@ class _Network:
 
     def longest(self, forward: Array, inputs: Array, weights: Array, send: float) -> CriticalPath:
         """Find the critical path, with every operation as early as possible."""
-        took = np.zeros((len(Kind), len(forward)))
-        took[Kind.F] = took[Kind.RECOMPUTE] = forward
-        took[Kind.B], took[Kind.I], took[Kind.W] = inputs + weights, inputs, weights
-        each, lag = took[self.kind, self.stage], send * self.apart
-        end, low = np.zeros(len(each) + 1), 0
-        for high in self.levels:
-            ready = (end[self.before[low:high]] + lag[low:high]).max(1)
-            np.add(ready, each[low:high], out=end[low:high])
-            low = high
-        passed, sends, at = np.zeros(took.shape), 0.0, int(end[:-1].argmax())
-        while at < len(each):
-            passed[self.kind[at], self.stage[at]] += 1
-            which = int((end[self.before[at]] + lag[at]).argmax())
-            sends += self.apart[at, which]
-            at = int(self.before[at, which])
-        ahead, whole = passed[Kind.F] + passed[Kind.RECOMPUTE], passed[Kind.B]
-        return CriticalPath(ahead, whole + passed[Kind.I], whole + passed[Kind.W], float(sends))
+        times = np.zeros((len(Kind), len(forward)))
+        times[Kind.F] = times[Kind.RECOMPUTE] = forward
+        times[Kind.B], times[Kind.I], times[Kind.W] = inputs + weights, inputs, weights
+        seconds, lag = times[self.kind, self.stage], send * self.apart
+        end, begin = np.zeros(len(seconds) + 1), 0
+        for level_end in self.levels:
+            ready = (end[self.before[begin:level_end]] + lag[begin:level_end]).max(1)
+            np.add(ready, seconds[begin:level_end], out=end[begin:level_end])
+            begin = level_end
+        passed, sends, row = np.zeros(times.shape), 0.0, int(end[:-1].argmax())
+        while row < len(seconds):
+            passed[self.kind[row], self.stage[row]] += 1
+            column = int((end[self.before[row]] + lag[row]).argmax())
+            sends += self.apart[row, column]
+            row = int(self.before[row, column])
+        fwd, bwd = passed[Kind.F] + passed[Kind.RECOMPUTE], passed[Kind.B]
+        return CriticalPath(fwd, bwd + passed[Kind.I], bwd + passed[Kind.W], float(sends))
 
 
 @lru_cache(256)
@@ -213,42 +213,42 @@ def _network(order: str, ranks: int, micro: int, chunks: int, slices: int) -> _N
     """Sort the operations of an order by level."""
     line = order_timeline(order, ranks, micro, chunks, slices)
     count = len(line)
-    made, used = dependencies(line)
-    ahead = np.flatnonzero(line.rank[1:] == line.rank[:-1])
-    made, used = np.concatenate([made, ahead]), np.concatenate([used, ahead + 1])
-    levels = _levels(count, made, used)
+    sources, targets = dependencies(line)
+    earlier = np.flatnonzero(line.rank[1:] == line.rank[:-1])
+    sources, targets = np.concatenate([sources, earlier]), np.concatenate([targets, earlier + 1])
+    levels = _levels(count, sources, targets)
     rows = np.concatenate(levels)
-    place = np.empty(count + 1, dtype=np.int64)
-    place[rows], place[-1] = np.arange(count), count
-    made, used = place[made], place[used]
-    sort = np.argsort(used, kind="stable")
-    made, used = made[sort], used[sort]
-    needs = np.bincount(used, minlength=count)
-    column = np.arange(len(used)) - (np.cumsum(needs) - needs)[used]
-    before = np.full((count, max(1, int(needs.max()))), count)
-    before[used, column] = made
+    position = np.empty(count + 1, dtype=np.int64)
+    position[rows], position[-1] = np.arange(count), count
+    sources, targets = position[sources], position[targets]
+    sort = np.argsort(targets, kind="stable")
+    sources, targets = sources[sort], targets[sort]
+    counts = np.bincount(targets, minlength=count)
+    column = np.arange(len(targets)) - (np.cumsum(counts) - counts)[targets]
+    before = np.full((count, max(1, int(counts.max()))), count)
+    before[targets, column] = sources
     apart = np.zeros(before.shape)
-    apart[used, column] = line.rank[rows[made]] != line.rank[rows[used]]
+    apart[targets, column] = line.rank[rows[sources]] != line.rank[rows[targets]]
     ends = np.cumsum([len(level) for level in levels]).tolist()
-    each = line.stage.astype(np.int64) * slices + line.slice
-    kind, stage = line.kind[rows].astype(np.int64), each[rows]
+    stage_slice = line.stage.astype(np.int64) * slices + line.slice
+    kind, stage = line.kind[rows].astype(np.int64), stage_slice[rows]
     return _Network(tuple(ends), kind, stage, before, apart)
 
 
 def _levels(count: int, sources: Rows, targets: Rows) -> list[Rows]:
     """Rows without dependencies, then rows that depend only on these, and so on (Kahn 1962)."""
     sort = np.argsort(sources, kind="stable")
-    users, first = targets[sort], np.searchsorted(sources[sort], np.arange(count + 1))
+    users, starts = targets[sort], np.searchsorted(sources[sort], np.arange(count + 1))
     pending = np.bincount(targets, minlength=count)
-    found, level = list[Rows](), np.flatnonzero(pending == 0)
+    levels, level = list[Rows](), np.flatnonzero(pending == 0)
     while len(level):
-        found.append(level)
-        low, counts = first[level], first[level + 1] - first[level]
+        levels.append(level)
+        begin, counts = starts[level], starts[level + 1] - starts[level]
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        freed = users[np.repeat(low, counts) + within]
+        freed = users[np.repeat(begin, counts) + within]
         np.subtract.at(pending, freed, 1)
         level = np.unique(freed[pending[freed] == 0])
-    return found
+    return levels
 
 
 @lru_cache(256)
@@ -289,9 +289,9 @@ def count_in_flight(
     """
     if chunks == 1 and order in KNOWN_IN_FLIGHT:
         early = order in ("1F1B", "Seq1F1B")
-        most = ranks - np.arange(ranks) + slices - 1 if early else np.full(ranks, micro * slices)
-        flying = np.minimum(most, micro * slices)
-        return np.array([flying, np.zeros(ranks), np.ones(ranks)], dtype=float)
+        counts = ranks - np.arange(ranks) + slices - 1 if early else np.full(ranks, micro * slices)
+        in_flight = np.minimum(counts, micro * slices)
+        return np.array([in_flight, np.zeros(ranks), np.ones(ranks)], dtype=float)
     stages = ranks * chunks
     sizes = np.stack(
         [
@@ -300,16 +300,16 @@ def count_in_flight(
             np.zeros(stages) if grown is None else grown,
         ]
     )
-    found = np.zeros((3, stages))
+    held = np.zeros((3, stages))
     line = order, ranks, min(micro, 2 * FEW * ranks), chunks
     rank = stage_ranks(order, ranks, chunks)
     split = np.array(apart or (True,) * stages)
-    for one in range(ranks):
-        mine = np.flatnonzero(rank == one)
-        moments = _moments(*line, one, tuple(split[mine].tolist()))
-        best = moments[(moments * sizes[:, mine]).sum((1, 2)).argmax()]
-        found[:, mine] = best
-    return found
+    for own_rank in range(ranks):
+        rank_stages = np.flatnonzero(rank == own_rank)
+        moments = _moments(*line, own_rank, tuple(split[rank_stages].tolist()))
+        best = moments[(moments * sizes[:, rank_stages]).sum((1, 2)).argmax()]
+        held[:, rank_stages] = best
+    return held
 
 
 @lru_cache(4096)
@@ -323,22 +323,22 @@ def _moments(
     """
     line = order_timeline(order, ranks, micro, chunks)
     rows = slice(line.starts[rank], line.starts[rank + 1])
-    mine, stage = np.unique(line.stage[rows], return_inverse=True)
-    kind, whole = line.kind[rows], ~np.array(apart)[stage]
+    stages, stage = np.unique(line.stage[rows], return_inverse=True)
+    kind, unsplit = line.kind[rows], ~np.array(apart)[stage]
     first, second = kind == Kind.I, kind == Kind.W
-    ends = (kind == Kind.B) | np.where(whole, first, second)
-    changes = np.zeros((len(kind), 3, len(mine)), dtype=np.int64)
-    at = np.arange(len(kind))
-    changes[at, 0, stage] = (kind == Kind.F).astype(int) - ends
-    changes[at, 1, stage] = (first.astype(int) - second) * (~whole & (mine > 0)[stage])
-    changes[at, 2, stage] = ends
-    levels, found = changes.cumsum(0), list[Rows]()
+    ends = (kind == Kind.B) | np.where(unsplit, first, second)
+    changes = np.zeros((len(kind), 3, len(stages)), dtype=np.int64)
+    moments = np.arange(len(kind))
+    changes[moments, 0, stage] = (kind == Kind.F).astype(int) - ends
+    changes[moments, 1, stage] = (first.astype(int) - second) * (~unsplit & (stages > 0)[stage])
+    changes[moments, 2, stage] = ends
+    levels, maximal = changes.cumsum(0), list[Rows]()
     levels[:, 2] = levels[:, 2] > 0
     flat = levels.reshape(len(kind), -1)
     while len(flat):  # no other moment dominates the one with the largest sum
-        found.append(flat[flat.sum(1).argmax()])
-        flat = flat[(flat > found[-1]).any(1)]
-    return np.array(found).reshape(-1, 3, len(mine))
+        maximal.append(flat[flat.sum(1).argmax()])
+        flat = flat[(flat > maximal[-1]).any(1)]
+    return np.array(maximal).reshape(-1, 3, len(stages))
 
 
 @lru_cache(512)

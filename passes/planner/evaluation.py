@@ -42,10 +42,10 @@ class EvaluatedSetting:
     room: float | None = None
 
 
-def evaluation_key(one: EvaluatedSetting) -> tuple[bool, float, float]:
+def evaluation_key(evaluated: EvaluatedSetting) -> tuple[bool, float, float]:
     """Return a sort key, smaller is better: settings that fit by time, others by how full they
     are."""
-    return one.priced is None, one.least, one.needs / (one.room or np.inf)
+    return evaluated.priced is None, evaluated.least, evaluated.needs / (evaluated.room or np.inf)
 
 
 @dataclass(frozen=True)
@@ -61,70 +61,70 @@ class Evaluator:
     def evaluate(
         self,
         clock: ChainTimes,
-        way: Setting,
+        setting: Setting,
         worst: float = np.inf,
-        beside: float = 0.0,
+        during: float = 0.0,
         after: float = 0.0,
     ) -> EvaluatedSetting:
         """Split a candidate into stages, find what must be recomputed, and price it if it may beat
         `worst`.
 
-        `beside` and `after` are lower bounds of the seconds that its replicas send: while the
+        `during` and `after` are lower bounds of the seconds that its replicas send: while the
         pipeline runs, and after it.
         """
         chain = clock.chain
-        cut, span = clock.split_stages(way)
-        least = max(span, beside) + after
+        cut, span = clock.split_stages(setting)
+        least = max(span, during) + after
         if least >= worst:
             return EvaluatedSetting(cut, least, 0.0)
         key = replace(cut, axes=())
         if key not in self._least:  # the same for all orders of the axes
-            held = RecomputeBytes(chain, self.job, cut)
-            self._least[key] = self._some(held), held.fullest
-        some, fullest = self._least[key]
-        found = []
-        for again in some:
-            full, one = replace(cut, again=again), None
-            low = max(pipeline_floor(clock, full), beside) + after if again else least
-            if low < worst:
-                one = price(chain, full, self.job.cluster, self.job.recipe)
-                low, fullest, worst = one.seconds, one.peak, min(worst, one.seconds)
-            found.append(EvaluatedSetting(full, low, fullest, one))
-        return min(found, key=evaluation_key, default=EvaluatedSetting(cut, least, fullest))
+            usage = RecomputeBytes(chain, self.job, cut)
+            self._least[key] = self._some(usage), usage.fullest
+        options, fullest = self._least[key]
+        evaluated = []
+        for again in options:
+            recomputed, priced = replace(cut, again=again), None
+            floor = max(pipeline_floor(clock, recomputed), during) + after if again else least
+            if floor < worst:
+                priced = price(chain, recomputed, self.job.cluster, self.job.recipe)
+                floor, fullest, worst = priced.seconds, priced.peak, min(worst, priced.seconds)
+            evaluated.append(EvaluatedSetting(recomputed, floor, fullest, priced))
+        return min(evaluated, key=evaluation_key, default=EvaluatedSetting(cut, least, fullest))
 
-    def _some(self, held: RecomputeBytes) -> list[UnitCounts]:
+    def _some(self, usage: RecomputeBytes) -> list[UnitCounts]:
         """Numbers of recomputed units that may be the quickest.
 
         These are the fewest with which all ranks fit; and with offloaded activations also all
         units, because then only their inputs are offloaded.
         """
-        memory, bounds = self.job.cluster.memory, self._bounds(held.cut)
-        found, every = held.fewest_recomputed(memory, *bounds), np.array(held.cut.cuts)
-        if found is None:
+        memory, bounds = self.job.cluster.memory, self._bounds(usage.cut)
+        fewest, all_units = usage.fewest_recomputed(memory, *bounds), np.array(usage.cut.cuts)
+        if fewest is None:
             return []
-        both = [found]
+        options = [fewest]
         if (
-            held.cut.placement.offloads_activations
+            usage.cut.placement.offloads_activations
             and bounds[2]
-            and (held.bytes(every) <= memory).all()
+            and (usage.bytes(all_units) <= memory).all()
         ):
-            both.append(every)
-        return [tuple(one.tolist()) if one.any() else () for one in both]
+            options.append(all_units)
+        return [tuple(counts.tolist()) if counts.any() else () for counts in options]
 
-    def split_by_programme(self, clock: ChainTimes, filled: EvaluatedSetting) -> EvaluatedSetting:
+    def split_by_programme(self, clock: ChainTimes, result: EvaluatedSetting) -> EvaluatedSetting:
         """Split into stages by the dynamic programme, each with what it must recompute, if that is
         quicker.
 
         Settings with several stages on a rank, and chains that are too long, stay as they are.
         """
-        setting, chain = filled.setting, clock.chain
+        setting, chain = result.setting, clock.chain
         if setting.chunks > 1 or setting.pp * chain.length**2 > MAX_PROGRAMME:
-            return filled
-        found = find_partition(self._problem(clock, setting), ROUNDS)
-        if found is None or found.units == setting.cuts:
-            return filled
-        one = self.evaluate(clock, replace(setting, cuts=found.units, again=()), filled.least)
-        return filled if one.priced is None or one.least >= filled.least else one
+            return result
+        partition = find_partition(self._problem(clock, setting), ROUNDS)
+        if partition is None or partition.units == setting.cuts:
+            return result
+        tried = self.evaluate(clock, replace(setting, cuts=partition.units, again=()), result.least)
+        return result if tried.priced is None or tried.least >= result.least else tried
 
     def _problem(self, clock: ChainTimes, setting: Setting) -> PartitionProblem:
         """The stages of a setting as a problem for the programme; bytes are approximated by sums
@@ -132,25 +132,25 @@ class Evaluator:
         chain, recipe, cluster = clock.chain, self.job.recipe, self.job.cluster
         counts = [run.count for run in chain.runs]
         sizes = (recipe.moments + recipe.master, recipe.gradient, recipe.parameter)
-        each = sum(z / setting.dp if setting.zero > at else z for at, z in enumerate(sizes))
+        param_bytes = sum(z / setting.dp if setting.zero > k else z for k, z in enumerate(sizes))
         units = [run.unit for run in chain.runs]
-        spares = [max(0.0, one.kept - one.input) for one in units]
-        rows = [(one.numel * each, one.kept, spare) for one, spare in zip(units, spares)]
+        spares = [max(0.0, u.kept - u.input) for u in units]
+        rows = [(u.numel * param_bytes, u.kept, spare) for u, spare in zip(units, spares)]
         sums = np.repeat(np.vstack([clock.times(setting), np.array(rows).T]), counts, axis=1)
-        ahead, back, again, state, kept, spare = np.pad(sums.cumsum(1), ((0, 0), (1, 0)))
-        flying = count_in_flight(
+        fwd, bwd, recomputed, state, kept, spare = np.pad(sums.cumsum(1), ((0, 0), (1, 0)))
+        in_flight = count_in_flight(
             setting.order, setting.pp, setting.micro, 1, slices=setting.placement.slices
         )[0].tolist()[::-1]
-        room = cluster.memory - max(one.peak for one in units)
+        room = cluster.memory - max(u.peak for u in units)
 
-        def menu(first: int, last: int, devices: range, after: int) -> Iterator[StageOption]:
-            over = state[last] - state[first] + flying[after] * (kept[last] - kept[first]) - room
-            often = int(np.searchsorted(spare, spare[first] + over / flying[after]))
-            if (many := max(first, often)) <= last:
-                more = again[many] - again[first]
-                yield StageOption(ahead[last] - ahead[first], back[last] - back[first] + more)
+        def menu(begin: int, end: int, devices: range, after: int) -> Iterator[StageOption]:
+            excess = state[end] - state[begin] + in_flight[after] * (kept[end] - kept[begin]) - room
+            needed = int(np.searchsorted(spare, spare[begin] + excess / in_flight[after]))
+            if (reached := max(begin, needed)) <= end:
+                extra = recomputed[reached] - recomputed[begin]
+                yield StageOption(fwd[end] - fwd[begin], bwd[end] - bwd[begin] + extra)
 
-        link, ends = setting.stride("pp"), np.repeat([one.output for one in units], counts)
+        link, ends = setting.stride("pp"), np.repeat([u.output for u in units], counts)
         sends = [
             collective_seconds(cluster, "send", float(size), setting.pp, link) for size in ends
         ]
@@ -164,7 +164,7 @@ class Evaluator:
         )
 
     def move_units(
-        self, clock: ChainTimes, filled: EvaluatedSetting, moves: int
+        self, clock: ChainTimes, result: EvaluatedSetting, moves: int
     ) -> EvaluatedSetting:
         """Try up to `moves` moves of a unit between stages, and keep each that makes a step
         quicker.
@@ -172,15 +172,15 @@ class Evaluator:
         A rank that must recompute much so gets fewer units than the others.  Of several stages on a
         rank, the stages that no other rank waits for recompute more.
         """
-        best, moved = filled, True
+        best, moved = result, True
         while moved:
             moved = False
-            for one in self._near(clock, best):
+            for neighbour in self._near(clock, best):
                 if not moves:
                     return best
                 moves -= 1
-                if one.priced is not None and one.least < best.least * (1 - 1e-6):
-                    best, moved = one, True
+                if neighbour.priced is not None and neighbour.least < best.least * (1 - 1e-6):
+                    best, moved = neighbour, True
                     break
         return best
 
@@ -188,17 +188,17 @@ class Evaluator:
         """Evaluate settings with one unit more or less on some stages, or recomputed there."""
         setting, job = best.setting, self.job
         for again in _shifts(setting):
-            one = replace(setting, again=again if any(again) else ())
-            priced = price(clock.chain, one, job.cluster, job.recipe)
-            if priced.peak <= job.cluster.memory and satisfies_limits(self.limits, one):
-                yield EvaluatedSetting(one, priced.seconds, priced.peak, priced)
+            candidate = replace(setting, again=again if any(again) else ())
+            priced = price(clock.chain, candidate, job.cluster, job.recipe)
+            if priced.peak <= job.cluster.memory and satisfies_limits(self.limits, candidate):
+                yield EvaluatedSetting(candidate, priced.seconds, priced.peak, priced)
         for cuts in neighbour_splits(setting.cuts):
             yield self.evaluate(clock, replace(setting, cuts=cuts, again=()), best.least)
 
     def _bounds(self, cut: Setting) -> tuple[bool, bool, bool]:
         """Return whether no unit, some units, all units may be recomputed."""
-        none, some, every = (self.limits.admits("again", name) for name in ("none", "some", "all"))
-        return none, some, every
+        none, some, all_ = (self.limits.admits("again", name) for name in ("none", "some", "all"))
+        return none, some, all_
 
 
 def _shifts(setting: Setting) -> Iterator[tuple[int, ...]]:
@@ -208,11 +208,11 @@ def _shifts(setting: Setting) -> Iterator[tuple[int, ...]]:
     free = (
         setting.chunks > 1 or setting.placement.offloads_activations
     )  # otherwise fewer would not fit
-    for one in np.flatnonzero(setting.again) if free else ():
-        others = [at for at in np.flatnonzero(rank == rank[one]) if at != one]
-        for other in (None, *others):
+    for stage in np.flatnonzero(setting.again) if free else ():
+        peers = [peer for peer in np.flatnonzero(rank == rank[stage]) if peer != stage]
+        for other in (None, *peers):
             shifted = list(setting.again)
-            shifted[one] -= 1
+            shifted[stage] -= 1
             if other is not None:
                 shifted[other] += 1
             if other is None or shifted[other] <= setting.cuts[other]:
@@ -222,14 +222,14 @@ def _shifts(setting: Setting) -> Iterator[tuple[int, ...]]:
 def neighbour_splits(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Yield splits with one unit moved from one stage to another, small distances first."""
     stages = range(len(cuts))
-    for far in range(1, min(len(cuts), MAX_DISTANCE + 1)):
-        for one in stages:
-            for other in (one - far, one + far):
-                if cuts[one] > 1 and other in stages:
-                    moved = list(cuts)
-                    moved[one] -= 1
-                    moved[other] += 1
-                    yield tuple(moved)
+    for distance in range(1, min(len(cuts), MAX_DISTANCE + 1)):
+        for source in stages:
+            for target in (source - distance, source + distance):
+                if cuts[source] > 1 and target in stages:
+                    split = list(cuts)
+                    split[source] -= 1
+                    split[target] += 1
+                    yield tuple(split)
 
 
 @dataclass
@@ -264,55 +264,55 @@ class RecomputeBytes:
             self.fullest = float(self.bytes(cuts).max())
             return cuts if every and self.fullest <= memory else None
         ends = self._ends(rank)
-        low, high = np.zeros_like(free, dtype=np.int64), np.where(free <= memory, 0, -1)
-        needs = free
+        lower, upper = np.zeros_like(free, dtype=np.int64), np.where(free <= memory, 0, -1)
+        least_bytes = free
         for end in ends.T:
-            if (high >= 0).all():
+            if (upper >= 0).all():
                 break
-            held = self.bytes(self._spread(end, rank, cuts))
-            needs = np.minimum(needs, held)
-            low = np.where((high < 0) & (held > memory), end, low)
-            high = np.where((high < 0) & (held <= memory), end, high)
-        self.fullest = float(needs.max())
-        if (high < 0).any():
+            end_bytes = self.bytes(self._spread(end, rank, cuts))
+            least_bytes = np.minimum(least_bytes, end_bytes)
+            lower = np.where((upper < 0) & (end_bytes > memory), end, lower)
+            upper = np.where((upper < 0) & (end_bytes <= memory), end, upper)
+        self.fullest = float(least_bytes.max())
+        if (upper < 0).any():
             return None
-        while (unfinished := high - low > 1).any():  # high fits, low does not
-            middle = np.where(unfinished, (low + high) // 2, high)
+        while (unfinished := upper - lower > 1).any():  # high fits, low does not
+            middle = np.where(unfinished, (lower + upper) // 2, upper)
             fits = self.bytes(self._spread(middle, rank, cuts)) <= memory
-            high, low = (
-                np.where(unfinished & fits, middle, high),
-                np.where(unfinished & ~fits, middle, low),
+            upper, lower = (
+                np.where(unfinished & fits, middle, upper),
+                np.where(unfinished & ~fits, middle, lower),
             )
-        return self._permitted(self._spread(high, rank, cuts), none, every)
+        return self._permitted(self._spread(upper, rank, cuts), none, every)
 
     def _ends(self, rank: Ints) -> Ints:
         """Units of each place up to the end of each of its runs [places, runs], in order."""
-        made, _ = units_by_stage(self.chain, self.cut.cuts)
+        counts, _ = units_by_stage(self.chain, self.cut.cuts)
         ends: list[list[int]] = [[] for _ in range(self.cut.pp)]
-        for stage, runs in enumerate(made.astype(np.int64).tolist()):
-            mine = ends[rank[stage]]
+        for stage, runs in enumerate(counts.astype(np.int64).tolist()):
+            row = ends[rank[stage]]
             for count in filter(None, runs):
-                mine.append((mine[-1] if mine else 0) + count)
+                row.append((row[-1] if row else 0) + count)
         longest = max(map(len, ends))
-        return np.array([mine + mine[-1:] * (longest - len(mine)) for mine in ends])
+        return np.array([row + row[-1:] * (longest - len(row)) for row in ends])
 
-    def _permitted(self, found: Ints, none: bool, every: bool) -> Ints | None:
+    def _permitted(self, counts: Ints, none: bool, every: bool) -> Ints | None:
         """Adjust the number found where recomputing no unit, or all units, is not permitted."""
-        if not found.any() and not none:
-            found[0] = 1
-        if (found == np.array(self.cut.cuts)).all() and not every:
+        if not counts.any() and not none:
+            counts[0] = 1
+        if (counts == np.array(self.cut.cuts)).all() and not every:
             return None
-        return found
+        return counts
 
-    def _spread(self, often: Ints, rank: Ints, cuts: Ints) -> Ints:
+    def _spread(self, rank_counts: Ints, rank: Ints, cuts: Ints) -> Ints:
         """Distribute a number of units of each rank over its stages."""
-        found, left = np.zeros_like(cuts), often.copy()
+        counts, remaining = np.zeros_like(cuts), rank_counts.copy()
         for stage in range(len(cuts)):
-            found[stage] = min(cuts[stage], left[rank[stage]])
-            left[rank[stage]] -= found[stage]
-        return found
+            counts[stage] = min(cuts[stage], remaining[rank[stage]])
+            remaining[rank[stage]] -= counts[stage]
+        return counts
 
     def bytes(self, again: Ints) -> Floats:
         """Bytes of the rank of each place at its fullest moment."""
-        made, more = units_by_stage(self.chain, self.cut.cuts, tuple(again.tolist()))
-        return np.array(peak_bytes(self.chain, self.cut, self.job.recipe, made, more))
+        counts, recomputed = units_by_stage(self.chain, self.cut.cuts, tuple(again.tolist()))
+        return np.array(peak_bytes(self.chain, self.cut, self.job.recipe, counts, recomputed))

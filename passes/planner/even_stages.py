@@ -33,31 +33,31 @@ def _even(counts: tuple[int, ...], stages: int, times: tuple[float, ...]) -> tup
     while high - low > 1e-6 * low:
         middle = (low + high) / 2
         low, high = (middle, high) if _reached(sums, middle, stages) < count else (low, middle)
-    most = high * (1 + 1e-9)
-    last = _latest(total, most, stages)
+    allowed = high * (1 + 1e-9)
+    last = _latest(total, allowed, stages)
     ends = [0]
     for stage in range(1, stages):
         begin = ends[-1]
-        reach = int(np.searchsorted(total, total[begin] + most, side="right")) - 1
-        near = int(np.abs(total - total[-1] * stage / stages).argmin())
-        least = max(begin + 1, last[stage])
-        ends.append(min(max(near, least), max(reach, least), count - stages + stage))
+        reach = int(np.searchsorted(total, total[begin] + allowed, side="right")) - 1
+        closest = int(np.abs(total - total[-1] * stage / stages).argmin())
+        minimum = max(begin + 1, last[stage])
+        ends.append(min(max(closest, minimum), max(reach, minimum), count - stages + stage))
     ends.append(count)
     return tuple(b - a for a, b in zip(ends, ends[1:]))
 
 
-def _reached(total: list[float], most: float, stages: int) -> int:
-    """Count the units that so many stages hold, each as many as `most` seconds allow."""
-    at = 0
+def _reached(total: list[float], allowed: float, stages: int) -> int:
+    """Count the units that so many stages hold, each as many as `allowed` seconds allow."""
+    unit = 0
     for _ in range(stages):
-        at = bisect_right(total, total[at] + most) - 1
-    return at
+        unit = bisect_right(total, total[unit] + allowed) - 1
+    return unit
 
 
-def _latest(total: Array, most: float, stages: int) -> list[int]:
+def _latest(total: Array, allowed: float, stages: int) -> list[int]:
     """Smallest end of each stage from which the stages behind it can still hold all other units."""
-    at, found = len(total) - 1, [len(total) - 1]
+    unit, ends = len(total) - 1, [len(total) - 1]
     for _ in range(stages):
-        at = int(np.searchsorted(total, total[at] - most, side="left"))
-        found.append(at)
-    return found[::-1]
+        unit = int(np.searchsorted(total, total[unit] - allowed, side="left"))
+        ends.append(unit)
+    return ends[::-1]

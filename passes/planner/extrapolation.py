@@ -25,29 +25,31 @@ def extrapolate_slices(few: Chain, more: Chain, rows: int, slices: int) -> Chain
     A slice has as many tokens as so many fewer rows.  Its attention sees half of all earlier keys,
     and half of its own.  Keys and values are passed from each slice to the next, and stay saved.
     """
-    found = extrapolate_rows(few, more, rows, slices)
-    if found is None:
+    chain = extrapolate_rows(few, more, rows, slices)
+    if chain is None:
         return None
 
     def with_slices(work: Work, carried: int) -> Work:
-        calls = [one for one in work.operators if one.kind == "attention"]
-        seen, later = (slices + 1) / (2 * slices), carried * (slices - 1) / slices
-        some = [one for one in work.operators if one.kind != "attention"]
-        some += [replace(one, flops=one.flops * seen) for one in calls]
-        some += [OperatorCost("other", 0.0, one.moved / 2, one.count * later) for one in calls]
-        return replace(work, operators=tuple(some))
+        attention = [op for op in work.operators if op.kind == "attention"]
+        key_share, carry_count = (slices + 1) / (2 * slices), carried * (slices - 1) / slices
+        operators = [op for op in work.operators if op.kind != "attention"]
+        operators += [replace(op, flops=op.flops * key_share) for op in attention]
+        operators += [
+            OperatorCost("other", 0.0, op.moved / 2, op.count * carry_count) for op in attention
+        ]
+        return replace(work, operators=tuple(operators))
 
-    def cut(one: Unit) -> Unit:
-        calls = (op for op in one.forward.operators if op.kind == "attention")
+    def cut(unit: Unit) -> Unit:
+        calls = (op for op in unit.forward.operators if op.kind == "attention")
         keys = sum(op.moved / 2 * op.count for op in calls)  # with values: about half of all
-        ahead, back = (
-            with_slices(one.forward, CARRY_OPERATORS[0]),
-            with_slices(one.backward, CARRY_OPERATORS[1]),
+        forward, backward = (
+            with_slices(unit.forward, CARRY_OPERATORS[0]),
+            with_slices(unit.backward, CARRY_OPERATORS[1]),
         )
-        return replace(one, forward=ahead, backward=back, kept=one.kept + keys)
+        return replace(unit, forward=forward, backward=backward, kept=unit.kept + keys)
 
-    runs = tuple(UnitRun(cut(run.unit), run.count) for run in found.runs)
-    return replace(found, placement=replace(found.placement, slices=slices), runs=runs)
+    runs = tuple(UnitRun(cut(run.unit), run.count) for run in chain.runs)
+    return replace(chain, placement=replace(chain.placement, slices=slices), runs=runs)
 
 
 def extrapolate_rows(few: Chain, more: Chain, rows: int, parts: int = 1) -> Chain | None:
@@ -56,68 +58,68 @@ def extrapolate_rows(few: Chain, more: Chain, rows: int, parts: int = 1) -> Chai
 
     None where the two differ: other operators ran, or other units were equal.
     """
-    low, high = few.placement.rows, more.placement.rows
-    share = (rows / parts - low) / (high - low)
+    few_rows, more_rows = few.placement.rows, more.placement.rows
+    share = (rows / parts - few_rows) / (more_rows - few_rows)
 
     def line(first: float, second: float) -> float:
         return max(0.0, first + (second - first) * share)
 
     runs = []
-    for one, other in zip(few.runs, more.runs):
-        unit = _unit(one.unit, other.unit, line) if one.count == other.count else None
+    for few_run, more_run in zip(few.runs, more.runs):
+        unit = _unit(few_run.unit, more_run.unit, line) if few_run.count == more_run.count else None
         if unit is None:
             return None
-        runs.append(UnitRun(unit, one.count))
+        runs.append(UnitRun(unit, few_run.count))
     if len(few.runs) != len(more.runs) or few.tied != more.tied:
         return None
     return replace(few, placement=replace(few.placement, rows=rows), runs=tuple(runs))
 
 
-def _unit(one: Unit, other: Unit, line: Line) -> Unit | None:
+def _unit(few: Unit, more: Unit, line: Line) -> Unit | None:
     forward, backward = (
-        _work(getattr(one, n), getattr(other, n), line) for n in ("forward", "backward")
+        _work(getattr(few, name), getattr(more, name), line) for name in ("forward", "backward")
     )
     if forward is None or backward is None:
         return None
-    kept, given, most, handed, entering, waiting = map(line, _sizes(one), _sizes(other))
+    kept, input_bytes, peak, output, entering, waiting = map(line, _sizes(few), _sizes(more))
     return replace(
-        one,
+        few,
         forward=forward,
         backward=backward,
         kept=kept,
-        input=given,
-        peak=most,
-        output=handed,
+        input=input_bytes,
+        peak=peak,
+        output=output,
         entering=entering,
         waiting=waiting,
     )
 
 
-def _sizes(one: Unit) -> tuple[float, ...]:
+def _sizes(unit: Unit) -> tuple[float, ...]:
     """All bytes of a unit."""
-    return one.kept, one.input, one.peak, one.output, one.entering, one.waiting
+    return unit.kept, unit.input, unit.peak, unit.output, unit.entering, unit.waiting
 
 
-def _work(one: Work, other: Work, line: Line) -> Work | None:
+def _work(few: Work, more: Work, line: Line) -> Work | None:
     """The work of a unit; operators are paired by size within their kind."""
-    pairs = list(zip(_each(one), _each(other)))
-    sent = list(zip(one.collectives, other.collectives))
-    same = (
-        len(_each(one)) == len(_each(other))
+    pairs = list(zip(_each(few), _each(more)))
+    sent = list(zip(few.collectives, more.collectives))
+    alike = (
+        len(_each(few)) == len(_each(more))
         and all(a.kind == b.kind for a, b in pairs)
-        and len(one.collectives) == len(other.collectives)
+        and len(few.collectives) == len(more.collectives)
         and all((a.op, a.axis, a.count) == (b.op, b.axis, b.count) for a, b in sent)
     )
-    if not same:
+    if not alike:
         return None
-    often = Counter((a.kind, line(a.flops, b.flops), line(a.moved, b.moved)) for a, b in pairs)
+    op_counts = Counter((a.kind, line(a.flops, b.flops), line(a.moved, b.moved)) for a, b in pairs)
     return Work(
-        tuple(OperatorCost(*key, float(count)) for key, count in often.items()),
+        tuple(OperatorCost(*key, float(count)) for key, count in op_counts.items()),
         tuple(CollectiveCost(a.op, a.axis, line(a.bytes, b.bytes), a.count) for a, b in sent),
     )
 
 
 def _each(work: Work) -> list[OperatorCost]:
     """Repeat every operator as often as it runs."""
-    found = [replace(one, count=1) for one in work.operators for _ in range(round(one.count))]
-    return sorted(found, key=lambda one: (one.kind, one.flops, one.moved))
+    operators = [replace(op, count=1) for op in work.operators for _ in range(round(op.count))]
+    return sorted(operators, key=lambda op: (op.kind, op.flops, op.moved))

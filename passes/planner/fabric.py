@@ -48,33 +48,33 @@ def traffic_of(plan: Plan, sent: Iterable[Collective], host: Callable[[int], int
     """
     messages: defaultdict[tuple[int, ...], float] = defaultdict(float)
     rings: defaultdict[tuple[int, ...], float] = defaultdict(float)
-    for one in sent:
-        for ranks in _groups(plan, one):
-            on = tuple(dict.fromkeys(map(host, ranks)))
-            if len(on) < 2:
+    for call in sent:
+        for ranks in _groups(plan, call):
+            hosts = tuple(dict.fromkeys(map(host, ranks)))
+            if len(hosts) < 2:
                 continue
-            if one.kind == "send" and one.to is not None:
-                messages[on] += one.total
-            elif one.kind == "all-to-all":
+            if call.kind == "send" and call.to is not None:
+                messages[hosts] += call.total
+            elif call.kind == "all-to-all":
                 for pair in ((host(a), host(b)) for a in ranks for b in ranks):
-                    messages[pair] += one.total // len(ranks) * (pair[0] != pair[1])
+                    messages[pair] += call.total // len(ranks) * (pair[0] != pair[1])
             else:
-                known = RING_COSTS.get(one.kind.replace("-", "_"))
-                rings[tuple(sorted(on))] += one.total * (known(len(ranks))[1] if known else 1)
-    return Traffic(0.0, {(a, b): much for (a, b), much in messages.items()}, dict(rings))
+                cost = RING_COSTS.get(call.kind.replace("-", "_"))
+                rings[tuple(sorted(hosts))] += call.total * (cost(len(ranks))[1] if cost else 1)
+    return Traffic(0.0, {(a, b): size for (a, b), size in messages.items()}, dict(rings))
 
 
-def _groups(plan: Plan, one: Collective) -> Iterator[tuple[int, ...]]:
+def _groups(plan: Plan, call: Collective) -> Iterator[tuple[int, ...]]:
     """Yield the ranks of each group of a collective; for sends of stages the two ends of each
     message."""
     mesh, axis = plan.mesh, plan.cuts[0].axis if plan.cuts else ""
-    for ranks in mesh.groups(one.axes):
-        at = {rank: mesh.coordinates(rank).get(axis, 0) for rank in ranks}
-        if one.kind == "send" and one.to is not None:
-            own = {place: rank for rank, place in at.items()}
-            yield from ((own[place], own[one.to]) for place in one.places or ())
+    for ranks in mesh.groups(call.axes):
+        pos = {rank: mesh.coordinates(rank).get(axis, 0) for rank in ranks}
+        if call.kind == "send" and call.to is not None:
+            rank_at = {place: rank for rank, place in pos.items()}
+            yield from ((rank_at[place], rank_at[call.to]) for place in call.places or ())
         else:
-            yield tuple(rank for rank in ranks if one.places is None or at[rank] in one.places)
+            yield tuple(rank for rank in ranks if call.places is None or pos[rank] in call.places)
 
 
 def ring_strides(hosts: int) -> Strides:
@@ -83,55 +83,55 @@ def ring_strides(hosts: int) -> Strides:
     return tuple(k for k in range(1, hosts) if math.gcd(k, hosts) == 1)
 
 
-def link_seconds(hosts: int, chosen: Strides, traffic: Traffic, link: float) -> float:
+def link_seconds(hosts: int, strides: Strides, traffic: Traffic, link: float) -> float:
     """Seconds of the most loaded link.
 
     Rings are spread over all strides that visit exactly their hosts.  Messages take shortest
     routes, and so do rings that no stride fits.  A host has one link of `link` bytes a second for
     each stride.  Infinite where hosts cannot reach each other.
     """
-    if math.gcd(hosts, *chosen) > 1:
+    if math.gcd(hosts, *strides) > 1:
         return math.inf
-    load = {(host, stride): 0.0 for host in range(hosts) for stride in chosen}
+    load = {(host, stride): 0.0 for host in range(hosts) for stride in strides}
     messages, rings = defaultdict(float, traffic.messages), defaultdict(float, traffic.rings)
     rings[tuple(range(hosts))] += 2 * (hosts - 1) / hosts * traffic.all_reduced
     for group, size in rings.items():
-        around = strides_around(hosts, chosen, group)
+        around = strides_around(hosts, strides, group)
         for stride in around:
             for host in group:
                 load[host, stride] += size / len(around)
         for pair in () if around else zip(group, (*group[1:], group[0])):
             messages[pair] += size
     for (source, target), size in messages.items():
-        at = source
-        for stride in routes(hosts, chosen)[(target - source) % hosts]:
-            load[at, stride] += size
-            at = (at + stride) % hosts
+        current = source
+        for stride in routes(hosts, strides)[(target - source) % hosts]:
+            load[current, stride] += size
+            current = (current + stride) % hosts
     return max(load.values()) / link
 
 
-def strides_around(hosts: int, chosen: Strides, group: tuple[int, ...]) -> Strides:
+def strides_around(hosts: int, strides: Strides, group: tuple[int, ...]) -> Strides:
     """Return the strides that visit exactly these hosts: hosts at equal distances all the way
     round."""
-    apart = hosts // len(group)
-    if group != tuple(range(group[0], hosts, apart)) or len(group) * apart != hosts:
+    distance = hosts // len(group)
+    if group != tuple(range(group[0], hosts, distance)) or len(group) * distance != hosts:
         return ()
-    return tuple(stride for stride in chosen if math.gcd(stride, hosts) == apart)
+    return tuple(stride for stride in strides if math.gcd(stride, hosts) == distance)
 
 
 @lru_cache(4096)
-def routes(hosts: int, chosen: Strides) -> tuple[Strides, ...]:
+def routes(hosts: int, strides: Strides) -> tuple[Strides, ...]:
     """Find a shortest route to the host at each distance, as strides; empty where there is none."""
-    found: dict[int, Strides] = {0: ()}
+    paths: dict[int, Strides] = {0: ()}
     queue = deque([0])
     while queue:
-        at = queue.popleft()
-        for stride in chosen:
-            there = (at + stride) % hosts
-            if there not in found:
-                found[there] = (*found[at], stride)
-                queue.append(there)
-    return tuple(found.get(distance, ()) for distance in range(hosts))
+        current = queue.popleft()
+        for stride in strides:
+            neighbour = (current + stride) % hosts
+            if neighbour not in paths:
+                paths[neighbour] = (*paths[current], stride)
+                queue.append(neighbour)
+    return tuple(paths.get(distance, ()) for distance in range(hosts))
 
 
 def choose_strides(hosts: int, degree: int, traffic: Traffic, link: float) -> tuple[Strides, float]:
@@ -142,7 +142,7 @@ def choose_strides(hosts: int, degree: int, traffic: Traffic, link: float) -> tu
     if math.comb(hosts - 1, degree) > MAX_SETS:
         return choose_strides_greedily(hosts, degree, traffic, link)
     sets = combinations(range(1, hosts), degree)
-    return min(((s, link_seconds(hosts, s, traffic, link)) for s in sets), key=lambda one: one[1])
+    return min(((s, link_seconds(hosts, s, traffic, link)) for s in sets), key=lambda pair: pair[1])
 
 
 def choose_strides_greedily(
@@ -151,9 +151,9 @@ def choose_strides_greedily(
     """Choose strides greedily, each the one that helps most: for many hosts."""
     chosen: Strides = ()
     for _ in range(degree):
-        left = [k for k in range(1, hosts) if k not in chosen]
-        more = ((*chosen, k) for k in left)
-        chosen = min(more, key=lambda s: link_seconds(hosts, tuple(sorted(s)), traffic, link))
+        unused = [k for k in range(1, hosts) if k not in chosen]
+        extended = ((*chosen, k) for k in unused)
+        chosen = min(extended, key=lambda s: link_seconds(hosts, tuple(sorted(s)), traffic, link))
         chosen = tuple(sorted(chosen))
     return chosen, link_seconds(hosts, chosen, traffic, link)
 

@@ -11,23 +11,23 @@ from schedlang.passes.planner.values import Setting
 
 def setting_values(setting: Setting) -> dict[str, Value]:
     """Return the value of every name that limits know, of a setting that has its stages."""
-    one, again = setting.placement, sum(setting.again)
+    placement, recomputed = setting.placement, sum(setting.again)
     return {
         "dp": setting.dp,
         "pp": setting.pp,
-        "tp": one.tp,
-        "cp": one.cp,
-        "ep": one.ep,
-        "rows": one.rows,
+        "tp": placement.tp,
+        "cp": placement.cp,
+        "ep": placement.ep,
+        "rows": placement.rows,
         "micro": setting.micro,
         "chunks": setting.chunks,
-        "slices": one.slices,
+        "slices": placement.slices,
         "zero": setting.zero,
-        "sequence": one.sequence,
+        "sequence": placement.sequence,
         "order": setting.order,
         "axes": "-".join(setting.axes),
-        "offload": one.offload,
-        "again": "none" if not again else "all" if setting.again == setting.cuts else "some",
+        "offload": placement.offload,
+        "again": "none" if not recomputed else "all" if setting.again == setting.cuts else "some",
     }
 
 
@@ -43,13 +43,13 @@ def parse_limits(
 
     Raises Refusal S106 for an unknown name, S109 for a value that cannot be read or met.
     """
-    found = Limits()
-    for how, option, texts in ((PIN, "--pin", pin), (FORBID, "--forbid", forbid)):
+    limits = Limits()
+    for kind, option, texts in ((PIN, "--pin", pin), (FORBID, "--forbid", forbid)):
         for text in texts:
-            found = found.with_limit(how, *_read(option, text))
+            limits = limits.with_limit(kind, *_read(option, text))
     for text in least:
-        found = found.with_limit(LEAST, *_read("--least", text))
-    return found
+        limits = limits.with_limit(LEAST, *_read("--least", text))
+    return limits
 
 
 def parse_question(text: str) -> Limits:
@@ -60,8 +60,8 @@ def parse_question(text: str) -> Limits:
 def _read(option: str, text: str) -> tuple[str, tuple[Value, ...]]:
     name, equals, values = (part.strip() for part in text.partition("="))
     if not equals or not values:
-        title = f"cannot read `{option} {text}`"
-        raise Refusal.of("S109", title, helps=(f"write a name and its value: `{option} tp=4`",))
+        message = f"cannot read `{option} {text}`"
+        raise Refusal.of("S109", message, helps=(f"write a name and its value: `{option} tp=4`",))
     return name, tuple(_value(value.strip()) for value in values.split(","))
 
 

@@ -61,14 +61,14 @@ def read_runs(path: Path) -> list[MeasuredRun]:
         raise _wrong(path, str(error).splitlines()[0]) from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise _wrong(path, "runs are a list of objects, one each")
-    found = [one for at, row in enumerate(rows, 1) if (one := _run(path, at, row)) is not None]
-    if len(found) < MIN_RUNS:
-        count = f"{len(found)} run{'s' * (len(found) != 1)} with `{SECONDS_COLUMN}`"
+    runs = [run for line, row in enumerate(rows, 1) if (run := _run(path, line, row)) is not None]
+    if len(runs) < MIN_RUNS:
+        count = f"{len(runs)} run{'s' * (len(runs) != 1)} with `{SECONDS_COLUMN}`"
         raise _wrong(path, f"{count}: at least {MIN_RUNS} are needed")
-    return found
+    return runs
 
 
-def _run(path: Path, at: int, row: Mapping[Any, Any]) -> MeasuredRun | None:
+def _run(path: Path, line: int, row: Mapping[Any, Any]) -> MeasuredRun | None:
     """Parse a row; None where it has no time."""
     for name in row:
         if name not in COLUMNS:
@@ -76,20 +76,20 @@ def _run(path: Path, at: int, row: Mapping[Any, Any]) -> MeasuredRun | None:
                 suggest_name(str(name), COLUMNS, "columns are"),
                 facts_of_unknown(str(name), COLUMNS),
             )
-            raise _wrong(path, f"row {at}: there is no column `{name}`", helps, facts)
-    given = {
-        name: _value(path, at, name, value) for name, value in row.items() if _has_value(value)
+            raise _wrong(path, f"row {line}: there is no column `{name}`", helps, facts)
+    values = {
+        name: _value(path, line, name, value) for name, value in row.items() if _has_value(value)
     }
-    took = given.pop(SECONDS_COLUMN, None)
-    if took is None:
+    seconds = values.pop(SECONDS_COLUMN, None)
+    if seconds is None:
         return None
-    again = given.pop("again", "none")
-    placed = {name: given.pop(name) for name in PLACEMENT_COLUMNS if name in given}
-    setting = Setting(Placement(**placed), **{"zero": 0, **given})
+    again = values.pop("again", "none")
+    placed = {name: values.pop(name) for name in PLACEMENT_COLUMNS if name in values}
+    setting = Setting(Placement(**placed), **{"zero": 0, **values})
     stages = setting.pp * setting.chunks
     if isinstance(again, str):
         again = (ALL_UNITS,) * stages if again == "all" else ()
-    return MeasuredRun(replace(setting, again=again), took, at)
+    return MeasuredRun(replace(setting, again=again), seconds, line)
 
 
 PLACEMENT_COLUMNS = ("rows", "tp", "sequence", "cp", "ep", "offload", "slices")
@@ -100,14 +100,14 @@ def _has_value(value: object) -> bool:
     return value is not None and str(value).strip() != ""
 
 
-def _value(path: Path, at: int, name: str, value: object) -> Any:
+def _value(path: Path, line: int, name: str, value: object) -> Any:
     """Parse a field to the value of a setting."""
     text = " ".join(map(str, value)) if isinstance(value, list) else str(value).strip()
-    needs, read = _reading(name)
+    rule, read = _reading(name)
     try:
         return read(text)
     except ValueError:
-        raise _wrong(path, f"row {at}: `{name}` is {text[:40]!r}", f"{name} {needs}") from None
+        raise _wrong(path, f"row {line}: `{name}` is {text[:40]!r}", f"{name} {rule}") from None
 
 
 def _reading(name: str) -> tuple[str, Callable[[str], Any]]:
@@ -122,13 +122,13 @@ def _reading(name: str) -> tuple[str, Callable[[str], Any]]:
     if name == "sequence":
         return "is true or false", lambda text: bool(("false", "true").index(text.lower()))
     if name == "offload":
-        known = CHOICES[name]
-        return f"is one of {', '.join(known)}", lambda text: known[known.index(text)]
+        choices = CHOICES[name]
+        return f"is one of {', '.join(choices)}", lambda text: choices[choices.index(text)]
     if name == "again":
         return "is none, all, or units of each stage: `2 2 1 0`", _again
     if name == "cuts":
         units = "are units of each stage: `7 8 8 7`"
-        return units, lambda text: tuple(int(_positive(int(one))) for one in text.split())
+        return units, lambda text: tuple(int(_positive(int(part))) for part in text.split())
     if name == "axes":
         return "are dp, pp, cp and tp, the slowest first: `pp dp cp tp`", _axes
     return "is the name of an order", str
@@ -150,9 +150,9 @@ def _axes(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-def _wrong(path: Path, why: str, help_: str = "", facts: Facts = ()) -> Refusal:
-    title = f"no machine can be fitted to `{path}`"
-    return Refusal.of("S938", title, notes=(why,), helps=(help_,) if help_ else (), facts=facts)
+def _wrong(path: Path, reason: str, help_: str = "", facts: Facts = ()) -> Refusal:
+    text = f"no machine can be fitted to `{path}`"
+    return Refusal.of("S938", text, notes=(reason,), helps=(help_,) if help_ else (), facts=facts)
 
 
 # -- the machine -----------------------------------------------------------------------------------
@@ -166,29 +166,29 @@ def chains_of(
     recipe: Recipe = DEFAULT_RECIPE,
 ) -> list[Chain]:
     """Profile each run; raises Refusal S938 for a setting that the model cannot have."""
-    found = []
-    for one in runs:
-        chain, stages = profiles(one.setting.placement), one.setting.pp * one.setting.chunks
+    chains = []
+    for run in runs:
+        chain, stages = profiles(run.setting.placement), run.setting.pp * run.setting.chunks
         if isinstance(chain, Refusal):
-            first = chain.diagnostics[0]
-            why = f"row {one.row}: {first.code}: {first.title}"
-            raise _wrong(path, why, "; ".join(first.helps))
+            diagnostic = chain.diagnostics[0]
+            reason = f"row {run.row}: {diagnostic.code}: {diagnostic.title}"
+            raise _wrong(path, reason, "; ".join(diagnostic.helps))
         try:
-            if one.setting.dp % one.setting.placement.ep:
+            if run.setting.dp % run.setting.placement.ep:
                 raise ValueError("`ep` does not divide `dp`")
             for axis in ("tp", "cp", "ep"):
-                size = getattr(one.setting.placement, axis)
+                size = getattr(run.setting.placement, axis)
                 if size > 1 and axis not in _sending(chain):
                     raise ValueError(f"nothing of this model is split over `{axis}` = {size}")
-            if one.setting.again and len(one.setting.again) != stages:
+            if run.setting.again and len(run.setting.again) != stages:
                 raise ValueError(f"`again` is to be {stages} numbers")
-            price(chain, one.setting, base, recipe)
+            price(chain, run.setting, base, recipe)
         except OrderError as error:
-            raise _wrong(path, f"row {one.row}: {error.reason}", error.legal) from None
+            raise _wrong(path, f"row {run.row}: {error.reason}", error.legal) from None
         except ValueError as error:
-            raise _wrong(path, f"row {one.row}: {error}") from None
-        found.append(chain)
-    return found
+            raise _wrong(path, f"row {run.row}: {error}") from None
+        chains.append(chain)
+    return chains
 
 
 def _sending(chain: Chain) -> set[str]:
@@ -224,10 +224,10 @@ class FittedRuns:
     predicted: Sequence[float]
     left_out: Sequence[float]
 
-    def error(self, told: Sequence[float]) -> float:
+    def error(self, predicted: Sequence[float]) -> float:
         """Mean relative error of predicted seconds."""
-        took = [one.seconds for one in self.runs]
-        return float(np.mean([abs(a / b - 1) for a, b in zip(told, took, strict=True)]))
+        measured = [run.seconds for run in self.runs]
+        return float(np.mean([abs(a / b - 1) for a, b in zip(predicted, measured, strict=True)]))
 
 
 def fitted_to_runs(
@@ -241,49 +241,49 @@ def fitted_to_runs(
 
     `chains` are the chains of the runs, in order.
     """
-    took = np.array([one.seconds for one in runs])
+    actual = np.array([run.seconds for run in runs])
 
     def fit(names: Sequence[str]) -> Fit:
         def model(logs: Array) -> Array:
             machine = _with_constants(base, names, logs)
             pairs = zip(chains, runs, strict=True)
-            told = [price(chain, one.setting, machine, recipe).seconds for chain, one in pairs]
-            shares: Array = np.array(told) / took
+            predicted = [price(chain, run.setting, machine, recipe).seconds for chain, run in pairs]
+            shares: Array = np.array(predicted) / actual
             return shares
 
         return fit_constants(model, np.log([getattr(base, name) for name in names]))
 
     names = [name for name in CONSTANTS if 0 < getattr(base, name) < math.inf]
-    found = fit(names)
-    wide = dict(
-        zip(names, np.expm1(found.deviations).tolist(), strict=True)
+    best = fit(names)
+    spread = dict(
+        zip(names, np.expm1(best.deviations).tolist(), strict=True)
     )  # with all constants free
-    while len(names) > 1 and found.deviations.max() > IDENTIFIED:
-        names.pop(int(found.deviations.argmax()))
-        found = fit(names)
-    kept = tuple(name for name in CONSTANTS if name not in names)
-    how = dict.fromkeys(kept, "not told by the runs: as it was")
-    how |= {name: f"fitted to {len(runs)} runs, within {wide[name]:.0%}" for name in names}
-    made = _with_legal_shares(
-        _with_constants(replace(base, name=f"{base.name}_fitted"), names, found.logs)
+    while len(names) > 1 and best.deviations.max() > IDENTIFIED:
+        names.pop(int(best.deviations.argmax()))
+        best = fit(names)
+    unfitted = tuple(name for name in CONSTANTS if name not in names)
+    remarks = dict.fromkeys(unfitted, "not told by the runs: as it was")
+    remarks |= {name: f"fitted to {len(runs)} runs, within {spread[name]:.0%}" for name in names}
+    cluster = _with_legal_shares(
+        _with_constants(replace(base, name=f"{base.name}_fitted"), names, best.logs)
     )
-    told = [(np.exp(off) * took).tolist() for off in (found.log_errors, found.left_out_log_errors)]
-    return FittedRuns(made, how, kept, runs, *told)
+    pair = [(np.exp(off) * actual).tolist() for off in (best.log_errors, best.left_out_log_errors)]
+    return FittedRuns(cluster, remarks, unfitted, runs, *pair)
 
 
 def _with_constants(base: Cluster, names: Sequence[str], logs: Array) -> Cluster:
     values = dict(zip(names, np.exp(logs).tolist(), strict=True))
     if "overlap" in values:
         values["overlap"] = min(1.0, values["overlap"])
-    made: Cluster = replace(base, **values)
-    return made
+    machine: Cluster = replace(base, **values)
+    return machine
 
 
-def _with_legal_shares(one: Cluster) -> Cluster:
+def _with_legal_shares(machine: Cluster) -> Cluster:
     """Raise the data sheet's figure where a share would be above 1."""
     for rate in dict.fromkeys(SHARES.values()):
-        shares = {name: getattr(one, name) for name, of in SHARES.items() if of == rate}
-        most = max(1.0, *shares.values())
-        changed = {name: share / most for name, share in shares.items()}
-        one = replace(one, **{rate: getattr(one, rate) * most}, **changed)
-    return one
+        shares = {name: getattr(machine, name) for name, figure in SHARES.items() if figure == rate}
+        largest = max(1.0, *shares.values())
+        changed = {name: share / largest for name, share in shares.items()}
+        machine = replace(machine, **{rate: getattr(machine, rate) * largest}, **changed)
+    return machine

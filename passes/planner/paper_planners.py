@@ -89,36 +89,36 @@ class SearchPlanner:
     ) -> EvaluatedSetting | None:
         """Find the quickest setting within the planner's limits and `limits`; None where none
         fits."""
-        both = replace(self, limits=limits.combined_with(self.limits))
+        planner = replace(self, limits=limits.combined_with(self.limits))
         if self.steps:
-            return both._walked(profiles, job, seed)
-        *_, last = search(profiles, job, both.limits)
+            return planner._walked(profiles, job, seed)
+        *_, last = search(profiles, job, planner.limits)
         return last.best
 
     def _walked(self, profiles: Profiles, job: Job, seed: int) -> EvaluatedSetting | None:
-        filler, known = Evaluator(job, self.limits), dict[Setting, EvaluatedSetting]()
+        evaluator, evaluated = Evaluator(job, self.limits), dict[Setting, EvaluatedSetting]()
         clocks: dict[Placement, ChainTimes] = {}
         space = sorted(self._space(profiles, job, clocks), key=_ranks_of_model)
-        near: dict[tuple[object, ...], list[Setting]] = {}
-        for way in space:
+        neighbours: dict[tuple[object, ...], list[Setting]] = {}
+        for setting in space:
             for part in SETTING_PARTS:
-                near.setdefault((part, *_parts_except(way, part)), []).append(way)
+                neighbours.setdefault((part, *_parts_except(setting, part)), []).append(setting)
 
-        def cost(way: Setting) -> float:
-            if way not in known:
-                known[way] = filler.evaluate(clocks[way.placement], way)
-            priced = known[way].priced
+        def cost(setting: Setting) -> float:
+            if setting not in evaluated:
+                evaluated[setting] = evaluator.evaluate(clocks[setting.placement], setting)
+            priced = evaluated[setting].priced
             return priced.seconds if priced is not None else math.inf
 
-        def propose(way: Setting, chance: random.Random) -> Setting:
+        def propose(setting: Setting, chance: random.Random) -> Setting:
             """Return a setting that differs in one part alone, if there is one."""
             part = chance.choice(SETTING_PARTS)
-            return chance.choice(near[part, *_parts_except(way, part)])
+            return chance.choice(neighbours[part, *_parts_except(setting, part)])
 
-        start = next((way for way in space if cost(way) < math.inf), None)
+        start = next((setting for setting in space if cost(setting) < math.inf), None)
         if start is None:
             return None
-        return known[walk(start, propose, cost, self.steps, seed=seed).plan]
+        return evaluated[walk(start, propose, cost, self.steps, seed=seed).plan]
 
     def _space(
         self, profiles: Profiles, job: Job, clocks: dict[Placement, ChainTimes]
@@ -126,30 +126,30 @@ class SearchPlanner:
         for group in iter_placements(job, self.limits):
             for rows in microbatch_rows(job, group, self.limits):
                 chain = profiles(replace(group, rows=rows))
-                found = (
+                candidates = (
                     list_candidates(job, chain, self.limits) if isinstance(chain, Chain) else None
                 )
-                if found is not None:
-                    clocks[found.chain.placement] = ChainTimes(found.chain, job)
-                    yield from map(found.setting, range(len(found)))
+                if candidates is not None:
+                    clocks[candidates.chain.placement] = ChainTimes(candidates.chain, job)
+                    yield from map(candidates.setting, range(len(candidates)))
 
 
-def _ranks_of_model(way: Setting) -> int:
+def _ranks_of_model(setting: Setting) -> int:
     """Number of ranks that share one model: 1 for data parallelism alone."""
-    return way.pp * way.placement.tp * way.placement.cp
+    return setting.pp * setting.placement.tp * setting.placement.cp
 
 
 SETTING_PARTS = ("axes", "rows", "order", "zero")
 
 
-def _parts_except(way: Setting, part: str) -> tuple[object, ...]:
+def _parts_except(setting: Setting, part: str) -> tuple[object, ...]:
     """Return all parts of a setting except one; microbatches follow from axes and rows."""
-    at = way.placement
+    placed = setting.placement
     parts: dict[str, object] = {
-        "axes": (way.dp, way.pp, at.tp, at.cp, at.ep, at.sequence),
-        "rows": at.rows,
-        "order": (way.order, way.chunks),
-        "zero": way.zero,
+        "axes": (setting.dp, setting.pp, placed.tp, placed.cp, placed.ep, placed.sequence),
+        "rows": placed.rows,
+        "order": (setting.order, setting.chunks),
+        "zero": setting.zero,
     }
     return tuple(value for name, value in parts.items() if name != part)
 
@@ -194,10 +194,10 @@ def layers_of(
 
     For replicas with unequal rows, bytes of activations are those of the most rows.
     """
-    split, most = setting.dp, max(_parts(setting))
+    split, largest = setting.dp, max(_parts(setting))
     sizes = (recipe.moments + recipe.master, recipe.gradient, recipe.parameter)
-    each = sum(size / split if setting.zero > at else size for at, size in enumerate(sizes))
-    found: list[Layer] = []
+    param_bytes = sum(size / split if setting.zero > k else size for k, size in enumerate(sizes))
+    layers: list[Layer] = []
     for run in chain.runs:
         unit = run.unit
         forward, backward, _ = unit_seconds(unit, setting, cluster)
@@ -205,13 +205,13 @@ def layers_of(
             forward,
             backward,
             unit.numel * recipe.gradient,
-            unit.numel * each,
-            most * unit.kept,
-            most * unit.input,
-            most * unit.output,
+            unit.numel * param_bytes,
+            largest * unit.kept,
+            largest * unit.input,
+            largest * unit.output,
         )
-        found += [layer] * run.count
-    return tuple(found)
+        layers += [layer] * run.count
+    return tuple(layers)
 
 
 def devices_of(setting: Setting, chain: Chain, cluster: Cluster) -> Devices:
@@ -222,22 +222,22 @@ def devices_of(setting: Setting, chain: Chain, cluster: Cluster) -> Devices:
     slowest of all.
     """
     parts = _parts(setting)
-    aside = max(parts) * max(run.unit.peak + run.unit.kept for run in chain.runs)
+    reserved = max(parts) * max(run.unit.peak + run.unit.kept for run in chain.runs)
     machines = _machines(setting, cluster)
 
-    def took(one: Cluster) -> float:
-        return float(_before(chain, setting, one)[-1])
+    def took(machine: Cluster) -> float:
+        return float(_before(chain, setting, machine)[-1])
 
-    first, places = took(machines[0][0]), list(zip(*machines))
-    speeds = [first / max(took(m) * part for m, part in zip(at, parts)) for at in places]
-    rooms = [max(0.0, min(one.memory for one in at) - aside) for at in places]
-    every = [one.device for one in cluster.nodes] if isinstance(cluster, Nodes) else [cluster]
+    base, places = took(machines[0][0]), list(zip(*machines))
+    speeds = [base / max(took(m) * part for m, part in zip(group, parts)) for group in places]
+    rooms = [max(0.0, min(device.memory for device in group) - reserved) for group in places]
+    kinds = [device.device for device in cluster.nodes] if isinstance(cluster, Nodes) else [cluster]
     return Devices(
         setting.pp,
         max(rooms),
-        max(1, min(one.node for one in every) // setting.stride("pp")),
-        min(one.link for one in every),
-        min(one.network for one in every),
+        max(1, min(device.node for device in kinds) // setting.stride("pp")),
+        min(device.link for device in kinds),
+        min(device.network for device in kinds),
         speeds=tuple(speeds),
         memories=tuple(rooms) if len(set(rooms)) > 1 else (),
     )
@@ -250,8 +250,8 @@ def _parts(setting: Setting) -> list[float]:
 
 def _before(chain: Chain, setting: Setting, cluster: Cluster) -> Floats:
     """Seconds of a microbatch in the units before each unit, and in all units."""
-    took = [sum(unit_seconds(run.unit, setting, cluster)[:2]) for run in chain.runs]
-    return np.append(0.0, np.repeat(took, [run.count for run in chain.runs]).cumsum())
+    unit_times = [sum(unit_seconds(run.unit, setting, cluster)[:2]) for run in chain.runs]
+    return np.append(0.0, np.repeat(unit_times, [run.count for run in chain.runs]).cumsum())
 
 
 def _machines(setting: Setting, cluster: Cluster) -> Sequence[Sequence[Cluster]]:
@@ -271,8 +271,8 @@ def split_as_planner(
     for several stages on a rank and for fewer units than stages, TypeError for unequal nodes if the
     planner takes all devices to be equal.
     """
-    found = _cut(name, chain, setting, cluster, recipe)
-    return found and found[0]
+    split = _cut(name, chain, setting, cluster, recipe)
+    return split and split[0]
 
 
 def _cut(
@@ -283,7 +283,7 @@ def _cut(
         check_equal_ranks(cluster)
     if setting.chunks != 1:
         raise ValueError(f"{name} gives each rank one stage, and {setting.order} has several")
-    says = tuple(
+    choices = tuple(
         choice
         for choice in STAGE_PLANNERS[name].choices
         if choice in (keep_activations, recompute_forward)
@@ -294,34 +294,34 @@ def _cut(
         arranges_devices=False,
         sizes=one_device,
         degrees=one_device,
-        choices=says,
+        choices=choices,
     )
     if planner.replicas in (reduce_each_step, spread_reduction):
         planner = replace(planner, replicas=_copied(planner.replicas, setting, cluster))
-    flying: Sequence[float] = count_in_flight(setting.order, setting.pp, setting.micro, 1)[
+    in_flight: Sequence[float] = count_in_flight(setting.order, setting.pp, setting.micro, 1)[
         0
     ].tolist()
     layers = layers_of(chain, setting, _machines(setting, cluster)[0][0], recipe)
     if len(layers) < setting.pp:
         raise ValueError(f"{len(layers)} units do not make {setting.pp} stages")
     devices = devices_of(setting, chain, cluster)
-    found = planner.solve(
-        layers, devices, setting.micro, setting.pp, lambda after: flying[setting.pp - 1 - after]
+    result = planner.solve(
+        layers, devices, setting.micro, setting.pp, lambda after: in_flight[setting.pp - 1 - after]
     )
-    if found is None:
+    if result is None:
         return None
-    often = tuple(way.name.count("again") for way in found.options)
-    return replace(setting, cuts=found.units, again=often if any(often) else ()), found.value
+    again = tuple(option.name.count("again") for option in result.options)
+    return replace(setting, cuts=result.units, again=again if any(again) else ()), result.value
 
 
 def _copied(replicas: Replicas, setting: Setting, cluster: Cluster) -> Replicas:
     """Bind the all-reduce of a setting's replicas in this cluster to a planner's model of
     replicas."""
 
-    def over(way: StageOption, weights: float, copies: int, link: float, micro: int) -> StageOption:
-        took = collective_seconds(cluster, "all_reduce", weights, setting.dp, setting.stride("dp"))
+    def over(opt: StageOption, weights: float, copies: int, link: float, micro: int) -> StageOption:
+        time = collective_seconds(cluster, "all_reduce", weights, setting.dp, setting.stride("dp"))
         ring = 2 * (setting.dp - 1) / setting.dp * weights
-        return replicas(way, weights, setting.dp, ring / took, micro) if took else way
+        return replicas(opt, weights, setting.dp, ring / time, micro) if time else opt
 
     return over
 
@@ -334,8 +334,8 @@ def case_of(profiles: Profiles, job: Job) -> JobFacts:
 
     Raises ValueError for a model that cannot be placed without splitting tensors.
     """
-    whole = profiles(Placement())
-    if not isinstance(whole, Chain):
+    full_chain = profiles(Placement())
+    if not isinstance(full_chain, Chain):
         raise ValueError("the model cannot be placed on one rank")
     recipe, cluster = job.recipe, job.cluster
     number = recipe.parameter + recipe.gradient + recipe.moments + recipe.master
@@ -350,13 +350,13 @@ def case_of(profiles: Profiles, job: Job) -> JobFacts:
         chain = profiles(Placement(rows))
         if not isinstance(chain, Chain):
             return math.inf, math.inf
-        one = Setting(chain.placement)
-        each = [(unit_seconds(run.unit, one, cluster), run.count) for run in chain.runs]
-        return sum(t[0] * n for t, n in each), sum(t[1] * n for t, n in each)
+        setting = Setting(chain.placement)
+        unit_times = [(unit_seconds(run.unit, setting, cluster), run.count) for run in chain.runs]
+        return sum(t[0] * n for t, n in unit_times), sum(t[1] * n for t, n in unit_times)
 
-    units = [run.unit.numel * number for run in whole.runs]
-    state = float(sum(size * run.count for size, run in zip(units, whole.runs)))
-    layers = max(run.count for run in whole.runs)
+    units = [run.unit.numel * number for run in full_chain.runs]
+    state = float(sum(size * run.count for size, run in zip(units, full_chain.runs)))
+    layers = max(run.count for run in full_chain.runs)
     return JobFacts(
         job.ranks,
         cluster.node,
@@ -377,60 +377,60 @@ def case_of(profiles: Profiles, job: Job) -> JobFacts:
 
 def describe_planners() -> str:
     """List all planners as text: name, paper, and what is left out."""
-    told = [(name, one.paper, one.omits) for name, one in PLANNERS.items()]
-    told.append(("unity", *UNITY))
-    return "\n".join(f"{name:12} {paper}; leaves out {leaves}" for name, paper, leaves in told)
+    rows = [(name, planner.paper, planner.omits) for name, planner in PLANNERS.items()]
+    rows.append(("unity", *UNITY))
+    return "\n".join(f"{name:12} {paper}; leaves out {omitted}" for name, paper, omitted in rows)
 
 
 def find_planner(name: str) -> Planner:
     """Return the planner of a name; raises Refusal S106 where there is none."""
     if name not in PLANNERS:
         helps = (suggest_name(name, PLANNERS, "they are"),)
-        title = f"there is no planner `{name}`"
-        raise Refusal.of("S106", title, helps=helps, facts=facts_of_unknown(name, PLANNERS))
+        message = f"there is no planner `{name}`"
+        raise Refusal.of("S106", message, helps=helps, facts=facts_of_unknown(name, PLANNERS))
     return PLANNERS[name]
 
 
 def plan_with(
-    name: str, profiles: Profiles, job: Job, every: SearchResult, limits: Limits = NO_LIMITS
+    name: str, profiles: Profiles, job: Job, full: SearchResult, limits: Limits = NO_LIMITS
 ) -> SearchResult:
-    """Let a planner choose for a job, and compare its setting with the search's result `every`.
+    """Let a planner choose for a job, and compare its setting with the search's result `full`.
 
     A planner that splits stages does so on the axes that are quickest for each number of stages,
     and chooses among these by its own model.  The result has no best where nothing that the planner
     chooses fits.  Raises Refusal S109 for unequal nodes where the planner takes all devices to be
     equal.
     """
-    planner, unlike = find_planner(name), isinstance(job.cluster, Nodes)
-    if unlike and not (isinstance(planner, StagePlanner) and planner.heterogeneous):
-        title = f"`{name}` assumes equal ranks, but `{job.cluster.name}` has different nodes"
-        known = ", ".join(f"`{name}`" for name, one in STAGE_PLANNERS.items() if one.heterogeneous)
-        raise Refusal.of("S109", title, helps=(f"search without a planner, or ask {known}",))
-    says = {StagePlanner: _staged, RulePlanner: _ruled, SearchPlanner: _searched}[type(planner)]
-    said = says(name, profiles, job, limits)
-    by = (f"Planner {name}: {planner.paper}; leaves out {planner.omits}.",)
+    planner, unequal = find_planner(name), isinstance(job.cluster, Nodes)
+    if unequal and not (isinstance(planner, StagePlanner) and planner.heterogeneous):
+        message = f"`{name}` assumes equal ranks, but `{job.cluster.name}` has different nodes"
+        names = ", ".join(f"`{name}`" for name, one in STAGE_PLANNERS.items() if one.heterogeneous)
+        raise Refusal.of("S109", message, helps=(f"search without a planner, or ask {names}",))
+    choose = {StagePlanner: _staged, RulePlanner: _ruled, SearchPlanner: _searched}[type(planner)]
+    answer = choose(name, profiles, job, limits)
+    credit = (f"Planner {name}: {planner.paper}; leaves out {planner.omits}.",)
     memory = job.cluster.memory
-    if said is None:
+    if answer is None:
         return replace(
-            every,
+            full,
             best=None,
             rejected=(RejectedSetting(name, None, "nothing fits"),),
-            attribution=by,
+            attribution=credit,
         )
-    setting, words = said
-    if unlike:
+    setting, value = answer
+    if unequal:
         one = price_on_nodes(profiles, job, setting)
     else:
         priced = price(_chain(profiles, setting), setting, job.cluster, job.recipe)
         fits = priced if priced.peak <= memory else None
         one = EvaluatedSetting(setting, priced.seconds, priced.peak, fits)
-    best, others = one if one.priced else None, list[RejectedSetting]()
+    best, rejected = one if one.priced else None, list[RejectedSetting]()
     if best is None:
-        others.append(compare_with_best(None, one, memory, name))
-    elif every.best is not None:
-        others.append(compare_with_best(best, every.best, memory, "the best of the whole search"))
+        rejected.append(compare_with_best(None, one, memory, name))
+    elif full.best is not None:
+        rejected.append(compare_with_best(best, full.best, memory, "the best of the whole search"))
     return replace(
-        every, best=best, rejected=tuple(others), attribution=(*by, f"By its model: {words}.")
+        full, best=best, rejected=tuple(rejected), attribution=(*credit, f"By its model: {value}.")
     )
 
 
@@ -438,8 +438,8 @@ def find_setting(
     profiles: Profiles, job: Job, limits: Limits, planner: str | None = None
 ) -> SearchResult:
     """Search, or let a planner choose where `planner` names one."""
-    *_, every = search(profiles, job, limits)
-    return every if planner is None else plan_with(planner, profiles, job, every, limits)
+    *_, full = search(profiles, job, limits)
+    return full if planner is None else plan_with(planner, profiles, job, full, limits)
 
 
 PlannerAnswer = (
@@ -454,8 +454,8 @@ def _chain(profiles: Profiles, setting: Setting) -> Chain:
 
 
 def _searched(name: str, profiles: Profiles, job: Job, limits: Limits) -> PlannerAnswer:
-    found = SEARCH_PLANNERS[name].plan(profiles, job, limits=limits)
-    return None if found is None else (found.setting, f"{format_seconds(found.least)} a step")
+    result = SEARCH_PLANNERS[name].plan(profiles, job, limits=limits)
+    return None if result is None else (result.setting, f"{format_seconds(result.least)} a step")
 
 
 def _ruled(name: str, profiles: Profiles, job: Job, limits: Limits) -> PlannerAnswer:
@@ -467,22 +467,22 @@ def _ruled(name: str, profiles: Profiles, job: Job, limits: Limits) -> PlannerAn
             and satisfies_limits(limits, setting)
         )
 
-    found = RULE_PLANNERS[name].plan(case_of(profiles, job), legal)
-    return found and (found[0], f"{found[1].when}: {found[1].why}")
+    choice = RULE_PLANNERS[name].plan(case_of(profiles, job), legal)
+    return choice and (choice[0], f"{choice[1].when}: {choice[1].why}")
 
 
 def _staged(name: str, profiles: Profiles, job: Job, limits: Limits) -> PlannerAnswer:
     planner, best = STAGE_PLANNERS[name], math.inf
-    flat: dict[str, tuple[Value, ...]] = {
+    fixed: dict[str, tuple[Value, ...]] = {
         "order": ("1F1B",),
         "chunks": (1,),
         "offload": ("none",),
     }
     if recompute_forward not in planner.choices:
-        flat["again"] = ("none",)
-    found: PlannerAnswer = None
+        fixed["again"] = ("none",)
+    answer: PlannerAnswer = None
     for pp in limits.filter_admitted("pp", divisors(job.ranks)):
-        own = Limits(pinned={"pp": (pp,)}).combined_with(limits).combined_with(Limits(pinned=flat))
+        own = Limits(pinned={"pp": (pp,)}).combined_with(limits).combined_with(Limits(pinned=fixed))
         *_, last = search(profiles, job, own, moves=0)
         if last.best is None or last.best.setting.chunks > 1:
             continue
@@ -493,8 +493,8 @@ def _staged(name: str, profiles: Profiles, job: Job, limits: Limits) -> PlannerA
                 continue
             value = cut[1] * (setting.micro if planner.objective is SLOWEST else 1)
             if value < best:
-                best, found = value, (cut[0], _valued(planner, cut[1]))
-    return found
+                best, answer = value, (cut[0], _valued(planner, cut[1]))
+    return answer
 
 
 def _standing(name: str, chain: Chain, setting: Setting, job: Job) -> Iterator[Setting]:
@@ -509,28 +509,28 @@ def _standing(name: str, chain: Chain, setting: Setting, job: Job) -> Iterator[S
         yield setting
         return
     for axes, order in product(NODE_AXIS_ORDERS, node_orders(cluster.nodes)):
-        way = replace(setting, axes=axes, nodes=order, rows=())
-        yield way
+        trial = replace(setting, axes=axes, nodes=order, rows=())
+        yield trial
         paces = [
-            _pace([_before(chain, way, one) for one in some]) for some in _machines(way, cluster)
+            _pace([_before(chain, trial, one) for one in row]) for row in _machines(trial, cluster)
         ]
-        rows = split_rows(way.dp * way.placement.rows, [partial(mul, pace) for pace in paces])
-        if way.placement.ep == 1:
-            near = (rows, *neighbour_splits(rows))
-            yield from (replace(way, rows=one) for one in near if len(set(one)) > 1)
+        rows = split_rows(trial.dp * trial.placement.rows, [partial(mul, pace) for pace in paces])
+        if trial.placement.ep == 1:
+            row_splits = (rows, *neighbour_splits(rows))
+            yield from (replace(trial, rows=one) for one in row_splits if len(set(one)) > 1)
 
 
-def _pace(before: Sequence[Floats]) -> float:
+def _pace(cumulative: Sequence[Floats]) -> float:
     """Seconds of a replica's slowest stage, given seconds of the units before each unit at each
     place."""
-    cuts = split_for_slowest([before])
+    cuts = split_for_slowest([cumulative])
     assert cuts is not None
     ends = list(pairwise([0, *accumulate(cuts)]))
-    return max(float(one[end] - one[start]) for one, (start, end) in zip(before, ends))
+    return max(float(sums[end] - sums[start]) for sums, (start, end) in zip(cumulative, ends))
 
 
 def _valued(planner: StagePlanner, value: float) -> str:
     if planner.objective is PEAK:
         return f"{format_bytes(round(value))} of the fullest rank"
-    what = "for a microbatch in the slowest stage" if planner.objective is SLOWEST else "a step"
-    return f"{format_seconds(value)} {what}"
+    scope = "for a microbatch in the slowest stage" if planner.objective is SLOWEST else "a step"
+    return f"{format_seconds(value)} {scope}"

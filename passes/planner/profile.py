@@ -82,16 +82,16 @@ class Profiles:
     def __call__(self, placement: Placement) -> Chain | Refusal:
         """Return the chain of a placement, or the refusal why there is none."""
         if placement.offload != "none":  # the simulation is the same with offloading
-            stays = self(replace(placement, offload="none"))
-            return stays if isinstance(stays, Refusal) else replace(stays, placement=placement)
-        found = self._known.get(placement)
-        if found is None:
+            base = self(replace(placement, offload="none"))
+            return base if isinstance(base, Refusal) else replace(base, placement=placement)
+        chain = self._known.get(placement)
+        if chain is None:
             try:
-                found = self._of_few(placement) or self.simulate(placement)
+                chain = self._of_few(placement) or self.simulate(placement)
             except Refusal as refusal:
-                found = refusal
-            self._known[placement] = found
-        return found
+                chain = refusal
+            self._known[placement] = chain
+        return chain
 
     def _of_few(self, placement: Placement) -> Chain | None:
         """Extrapolate to many rows, or to slices; None for rows that are simulated, and where the
@@ -106,16 +106,16 @@ class Profiles:
         if sliced and self.slicing_refusal is not None:
             raise self.slicing_refusal
         first, second = (self(replace(placement, rows=rows, slices=1)) for rows in SIMULATED_ROWS)
-        for one in (first, second):
-            if isinstance(one, Refusal):
-                raise one
+        for chain in (first, second):
+            if isinstance(chain, Refusal):
+                raise chain
         assert isinstance(first, Chain) and isinstance(second, Chain)
         if not sliced:
             return extrapolate_rows(first, second, placement.rows)
-        found = extrapolate_slices(first, second, placement.rows, placement.slices)
-        if found is None:
+        extrapolated = extrapolate_slices(first, second, placement.rows, placement.slices)
+        if extrapolated is None:
             raise no_slice_price("its units run other operators in many rows than in few")
-        return found
+        return extrapolated
 
     @cached_property
     def slicing_refusal(self) -> Refusal | None:
@@ -147,20 +147,20 @@ class Profiles:
         Rows that split sequences do not depend on rows that split tensors and experts: each set is
         found once.
         """
-        one = placement
-        found = self._split(Placement(tp=one.tp, sequence=one.sequence, ep=one.ep))
-        return found | self._split(Placement(cp=one.cp))
+        split = placement
+        tensor_rows = self._split(Placement(tp=split.tp, sequence=split.sequence, ep=split.ep))
+        return tensor_rows | self._split(Placement(cp=split.cp))
 
-    def _split(self, one: Placement) -> dict[str, list[ProposedRow]]:
-        if one not in self._rows:
-            mesh = {axis: size for axis in AXES if (size := getattr(one, axis)) > 1}
-            found = rows_by_role(
+    def _split(self, placement: Placement) -> dict[str, list[ProposedRow]]:
+        if placement not in self._rows:
+            mesh = {axis: size for axis in AXES if (size := getattr(placement, axis)) > 1}
+            rows = rows_by_role(
                 ProposalRequest(self.trial, self.trial.full_blocks, mesh, self.batch), []
             )
-            if one.sequence and one.tp > 1:
-                found["parts"] = sequence_rows(self.trial, found["parts"], "tp", one.tp)
-            self._rows[one] = found
-        return self._rows[one]
+            if placement.sequence and placement.tp > 1:
+                rows["parts"] = sequence_rows(self.trial, rows["parts"], "tp", placement.tp)
+            self._rows[placement] = rows
+        return self._rows[placement]
 
     @cached_property
     def trial(self) -> RowTrial:
@@ -191,23 +191,23 @@ class Profiles:
     def simulate(self, placement: Placement) -> Chain:
         """Simulate a step of a placement now; raises Refusal where that is impossible."""
         try:
-            plan, seen = self._seen(placement, self.reduced, self.reduced.units)
+            plan, profiles = self._seen(placement, self.reduced, self.reduced.units)
         except LookupError:
-            plan, seen = self._seen(placement, self.full, ())
+            plan, profiles = self._seen(placement, self.full, ())
         except Refusal:
             raise
         except Exception as error:  # a model may read values, which meta tensors do not have
             raise batch_refusal(error) from error
-        return self._whole(placement, plan, seen)
+        return self._whole(placement, plan, profiles)
 
     def _seen(
-        self, placement: Placement, short: ReducedModel, units: Sequence[str]
+        self, placement: Placement, reduced: ReducedModel, units: Sequence[str]
     ) -> tuple[Plan, Sequence[UnitProfile]]:
-        plan = self._plan(placement, short.blocks)
-        one = self.sample_rows(placement.rows)
-        prepared = prepare(plan, one, self.loss, self.weight)
+        plan = self._plan(placement, reduced.blocks)
+        sample = self.sample_rows(placement.rows)
+        prepared = prepare(plan, sample, self.loss, self.weight)
         return plan, profile_units(
-            SimulatedStep(plan, prepared, one, self.loss, self.weight), units
+            SimulatedStep(plan, prepared, sample, self.loss, self.weight), units
         )
 
     def _plan(self, placement: Placement, blocks: Blocks) -> Plan:
@@ -224,137 +224,137 @@ class Profiles:
         """Return a microbatch: the first row of the batch, repeated."""
         from schedlang.runtime.batch import row_count, split_batch
 
-        first = split_batch(self.batch, row_count(self.batch), 1)[0][0].inputs
-        return repeat_sample(first, rows)
+        first_row = split_batch(self.batch, row_count(self.batch), 1)[0][0].inputs
+        return repeat_sample(first_row, rows)
 
     # -- from few layers to all --------------------------------------------------------------------
 
-    def _whole(self, placement: Placement, plan: Plan, seen: Sequence[UnitProfile]) -> Chain:
-        held = _held(plan, seen)
-        made = {
-            one.name: _unit(one, after, plan, held[one.name], self.trial.full_blocks)
-            for one, after in zip(seen, [*seen[1:], None])
+    def _whole(self, placement: Placement, plan: Plan, profiles: Sequence[UnitProfile]) -> Chain:
+        numels = _held(plan, profiles)
+        units_by_name = {
+            profile.name: _unit(profile, after, plan, numels[profile.name], self.trial.full_blocks)
+            for profile, after in zip(profiles, [*profiles[1:], None])
         }
-        played = self.reduced.match_units(tuple(made), self.trial.full_blocks)
-        self.names = _starts(seen, tuple(played))
-        units = [made[name] for name in played.values()]
-        runs = tuple(UnitRun(unit, len(list(same))) for unit, same in groupby(units))
-        return Chain(placement, runs, _tied(plan, seen, runs, units, list(played.values())))
+        matched = self.reduced.match_units(tuple(units_by_name), self.trial.full_blocks)
+        self.names = _starts(profiles, tuple(matched))
+        units = [units_by_name[name] for name in matched.values()]
+        runs = tuple(UnitRun(unit, len(list(group))) for unit, group in groupby(units))
+        return Chain(placement, runs, _tied(plan, profiles, runs, units, list(matched.values())))
 
 
 CAST_RECIPE = Recipe(gradient=4)  # of `cast(bf16, params=true)`: gradients have the masters' dtype
 
 
-def no_slice_price(why: str) -> Refusal:
+def no_slice_price(reason: str) -> Refusal:
     """Return the refusal of a model whose slices have no price."""
     help_ = 'use an order without slices: `pipeline(order="1F1B", micro=...)`'
-    return Refusal.of("S655", "slices of this model have no price", notes=(why,), helps=(help_,))
+    return Refusal.of("S655", "slices of this model have no price", notes=(reason,), helps=(help_,))
 
 
 def recipe_of(facts: ModelFacts) -> Recipe:
     """Return the bytes of numbers that are all as they are stored."""
-    wide = max((fact.itemsize for fact in facts.unique_parameters.values()), default=4)
-    return Recipe(wide, wide, 2 * wide, 0)
+    width = max((fact.itemsize for fact in facts.unique_parameters.values()), default=4)
+    return Recipe(width, width, 2 * width, 0)
 
 
 def _unit(
-    one: UnitProfile, after: UnitProfile | None, plan: Plan, held: tuple[int, int], blocks: Blocks
+    unit: UnitProfile, after: UnitProfile | None, plan: Plan, sizes: tuple[int, int], blocks: Blocks
 ) -> Unit:
-    name = {HEAD: "first", TAIL: "last"}.get(one.name) or blocks.common_name(one.name)
-    numbers, spread = held
+    name = {HEAD: "first", TAIL: "last"}.get(unit.name) or blocks.common_name(unit.name)
+    numel, expert_numel = sizes
     return Unit(
         name,
-        numbers,
-        _work(one.forward, plan.mesh),
-        _work(one.backward, plan.mesh),
-        float(one.saved),
+        numel,
+        _work(unit.forward, plan.mesh),
+        _work(unit.backward, plan.mesh),
+        float(unit.saved),
         float(
-            one.new_inputs if one.name not in (HEAD, TAIL) else one.saved
+            unit.new_inputs if unit.name not in (HEAD, TAIL) else unit.saved
         ),  # no module to recompute
-        float(one.peak),
+        float(unit.peak),
         float(after.inputs if after is not None else 0),
-        spread,
-        float(one.freed_inputs),
-        float(one.outputs),
+        expert_numel,
+        float(unit.freed_inputs),
+        float(unit.outputs),
     )
 
 
-def _work(played: SegmentWork, mesh: Mesh) -> Work:
+def _work(recorded: SegmentWork, mesh: Mesh) -> Work:
     """Convert recorded work to the planner's values, without messages that this rank receives."""
     operators = tuple(
-        OperatorCost(cast(Kind, kind), flops, float(moved), float(often))
-        for (kind, flops, moved), often in played.operators.items()
+        OperatorCost(cast(Kind, kind), flops, float(moved), float(count))
+        for (kind, flops, moved), count in recorded.operators.items()
     )
     sent: dict[CollectiveCost, float] = {}
-    for message, often in played.messages.items():
+    for message, count in recorded.messages.items():
         axis = _axis_of(message, mesh)
         if axis is not None and message.op != "recv":
-            one = CollectiveCost(message.op, axis, float(message.bytes))
-            sent[one] = sent.get(one, 0.0) + often
-    return Work(operators, tuple(replace(one, count=often) for one, often in sent.items()))
+            cost = CollectiveCost(message.op, axis, float(message.bytes))
+            sent[cost] = sent.get(cost, 0.0) + count
+    return Work(operators, tuple(replace(cost, count=count) for cost, count in sent.items()))
 
 
 def _axis_of(message: TrafficMessage, mesh: Mesh) -> str | None:
     """The mesh axis along which the ranks of a message differ; of several the slowest."""
-    first, *others = map(mesh.coordinates, message.ends or message.ranks)
-    axes = {axis for other in others for axis in other if other[axis] != first[axis]}
+    first, *other_ranks = map(mesh.coordinates, message.ends or message.ranks)
+    axes = {axis for point in other_ranks for axis in point if point[axis] != first[axis]}
     return next((axis for axis in mesh.sizes if axis in axes), None)
 
 
-def _starts(seen: Sequence[UnitProfile], names: Sequence[str]) -> tuple[str, ...]:
+def _starts(profiles: Sequence[UnitProfile], names: Sequence[str]) -> tuple[str, ...]:
     """The module at which each unit starts; "" for the first, and where no module starts."""
-    last = next(iter(seen[-1].modules), "") if len(seen) > 1 else ""
+    last = next(iter(profiles[-1].modules), "") if len(profiles) > 1 else ""
     return tuple(last if name == TAIL else name for name in names)
 
 
 # -- parameters ------------------------------------------------------------------------------------
 
 
-def _names(plan: Plan, seen: Sequence[UnitProfile]) -> dict[str, set[str]]:
+def _names(plan: Plan, profiles: Sequence[UnitProfile]) -> dict[str, set[str]]:
     """The parameters of each unit, by their first names; uncalled modules belong to the first
     unit."""
-    owner = {name: one.name for one in seen for name in one.modules}
-    units = [one.name for one in seen if one.name not in (HEAD, TAIL)]
-    found: dict[str, set[str]] = {one.name: set() for one in seen}
+    owner = {name: profile.name for profile in profiles for name in profile.modules}
+    units = [profile.name for profile in profiles if profile.name not in (HEAD, TAIL)]
+    names: dict[str, set[str]] = {profile.name: set() for profile in profiles}
     for name, fact in plan.model.parameters.items():
         module = name.rpartition(".")[0]
         unit = next((unit for unit in units if is_inside(module, unit)), owner.get(module, HEAD))
-        found[unit].add(fact.name)
-    return found
+        names[unit].add(fact.name)
+    return names
 
 
-def _held(plan: Plan, seen: Sequence[UnitProfile]) -> dict[str, tuple[int, int]]:
+def _held(plan: Plan, profiles: Sequence[UnitProfile]) -> dict[str, tuple[int, int]]:
     """Count the parameters that a rank holds of each unit, and those among them that `ep`
     splits."""
-    found = {}
-    for unit, names in _names(plan, seen).items():
+    numels = {}
+    for unit, names in _names(plan, profiles).items():
         sizes = {
             name: math.prod(plan.effective_layout(name).local_shape(plan.mesh)) for name in names
         }
         spread = [n for n in names if any(s.axis == "ep" for s in plan.effective_layout(n).splits)]
-        found[unit] = sum(sizes.values()), sum(sizes[name] for name in spread)
-    return found
+        numels[unit] = sum(sizes.values()), sum(sizes[name] for name in spread)
+    return numels
 
 
 def _tied(
     plan: Plan,
-    seen: Sequence[UnitProfile],
+    profiles: Sequence[UnitProfile],
     runs: Sequence[UnitRun],
     units: Sequence[Unit],
-    played: Sequence[str],
+    simulated: Sequence[str],
 ) -> tuple[tuple[int, int], ...]:
     """List pairs of runs that share parameters."""
-    names = _names(plan, seen)
-    place, at = {}, 0
+    names = _names(plan, profiles)
+    run_of, begin = {}, 0
     for k, run in enumerate(runs):
-        for one in played[at : at + run.count]:
-            place[one] = k
-        at += run.count
+        for unit_name in simulated[begin : begin + run.count]:
+            run_of[unit_name] = k
+        begin += run.count
     pairs = set()
-    for first, mine in names.items():
-        for second, others in names.items():
-            if first in place and second in place and mine & others:
-                pairs.add((place[first], place[second]))
+    for first, first_names in names.items():
+        for second, second_names in names.items():
+            if first in run_of and second in run_of and first_names & second_names:
+                pairs.add((run_of[first], run_of[second]))
     return tuple(sorted(pair for pair in pairs if pair[0] < pair[1]))
 
 
@@ -382,53 +382,53 @@ class ReducedModel:
             for child in self.blocks.facts.children(fqn)
         )
 
-    def match_units(self, played: Sequence[str], whole: Blocks) -> dict[str, str]:
+    def match_units(self, simulated: Sequence[str], full: Blocks) -> dict[str, str]:
         """Map every unit of the full model, in call order, to the simulated unit that stands for
         it."""
-        found: dict[str, str] = {}
-        for trunk, mine in groupby(played, lambda name: name.rpartition(".")[0]):
-            names = list(mine)
+        matches: dict[str, str] = {}
+        for trunk, group in groupby(simulated, lambda name: name.rpartition(".")[0]):
+            names = list(group)
             if trunk not in self.indices:
-                found |= dict(zip(names, names))
+                matches |= dict(zip(names, names))
                 continue
             if trunk not in self._places:
-                self._places[trunk] = _representatives(whole, trunk, self.indices[trunk])
-            for child, place in zip(whole.facts.children(trunk), self._places[trunk]):
-                found[f"{trunk}.{child}"] = names[place]
-        return found
+                self._places[trunk] = _representatives(full, trunk, self.indices[trunk])
+            for child, index in zip(full.facts.children(trunk), self._places[trunk]):
+                matches[f"{trunk}.{child}"] = names[index]
+        return matches
 
 
-def _representatives(whole: Blocks, trunk: str, kept: Sequence[int]) -> list[int]:
+def _representatives(full: Blocks, trunk: str, kept: Sequence[int]) -> list[int]:
     """Pick for each block of a list the index of an equal block among those kept, if possible one
     with equal neighbours."""
-    facts = whole.facts
+    facts = full.facts
     kinds = [module_kind(facts, f"{trunk}.{child}") for child in facts.children(trunk)]
     ends = ["first", *kinds, "last"]
-    beside = list(zip(ends, kinds, ends[2:]))
-    near: dict[object, int] = {}
-    for at, place in enumerate(kept):
-        near.setdefault(beside[place], at)
-        near[kinds[place]] = near.get(kinds[place], at) if at == len(kept) - 1 else at
-    return [near.get(beside[k], near[kind]) for k, kind in enumerate(kinds)]
+    contexts = list(zip(ends, kinds, ends[2:]))
+    position_of: dict[object, int] = {}
+    for n, index in enumerate(kept):
+        position_of.setdefault(contexts[index], n)
+        position_of[kinds[index]] = position_of.get(kinds[index], n) if n == len(kept) - 1 else n
+    return [position_of.get(contexts[k], position_of[kind]) for k, kind in enumerate(kinds)]
 
 
-def reduce_layers(whole: Blocks) -> ReducedModel:
+def reduce_layers(full: Blocks) -> ReducedModel:
     """Build the model with the fewest blocks that show all kinds and neighbours, at least LEAST of
     each list."""
     from schedlang.runtime.tracing.meta_runs import meta_model
 
     kept: dict[str, Sequence[int]] = {}
-    for trunk in whole.lists:
-        children = whole.facts.children(trunk) if "*" not in trunk.split(".") else ()
-        places = fewest_layers([module_kind(whole.facts, f"{trunk}.{child}") for child in children])
-        more = (place for place in range(len(children)) if place not in places)
-        places = sorted(
-            [*places, *(place for place, _ in zip(more, range(MIN_LAYERS - len(places))))]
+    for trunk in full.lists:
+        children = full.facts.children(trunk) if "*" not in trunk.split(".") else ()
+        indices = fewest_layers([module_kind(full.facts, f"{trunk}.{child}") for child in children])
+        additional = (index for index in range(len(children)) if index not in indices)
+        indices = sorted(
+            [*indices, *(index for index, _ in zip(additional, range(MIN_LAYERS - len(indices))))]
         )
-        if len(places) < len(children):
-            kept[trunk] = places
+        if len(indices) < len(children):
+            kept[trunk] = indices
     names = {
-        trunk: [whole.facts.children(trunk)[place] for place in places]
-        for trunk, places in kept.items()
+        trunk: [full.facts.children(trunk)[index] for index in indices]
+        for trunk, indices in kept.items()
     }
-    return ReducedModel(whole.in_model(ModelFacts(meta_model(whole.facts.model, {}, names))), kept)
+    return ReducedModel(full.in_model(ModelFacts(meta_model(full.facts.model, {}, names))), kept)

@@ -35,19 +35,19 @@ def walk(
     FlexFlow (Jia et al., MLSys 2019) walks over strategies of operators in this way.
     """
     chance = random.Random(seed)
-    here, now = start, cost(start)
-    best, least = here, now
+    current, current_cost = start, cost(start)
+    best, best_cost = current, current_cost
     for _ in range(steps):
-        there = propose(here, chance)
-        then = cost(there)
-        if _accepted(now, then, heat, chance):
-            here, now = there, then
-            if now < least:
-                best, least = here, now
-    return WalkResult(best, least)
+        proposed = propose(current, chance)
+        proposed_cost = cost(proposed)
+        if _accepted(current_cost, proposed_cost, heat, chance):
+            current, current_cost = proposed, proposed_cost
+            if current_cost < best_cost:
+                best, best_cost = current, current_cost
+    return WalkResult(best, best_cost)
 
 
-def _accepted(now: float, then: float, heat: float, chance: random.Random) -> bool:
-    if then <= now:
+def _accepted(current: float, proposed: float, heat: float, chance: random.Random) -> bool:
+    if proposed <= current:
         return True
-    return chance.random() < math.exp((now - then) / (heat * now))
+    return chance.random() < math.exp((current - proposed) / (heat * current))

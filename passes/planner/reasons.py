@@ -47,12 +47,12 @@ class BestByKind:
     fit: dict[tuple[str, Value], EvaluatedSetting] = field(default_factory=dict)
     large: dict[tuple[str, Value], EvaluatedSetting] = field(default_factory=dict)
 
-    def note(self, one: EvaluatedSetting) -> None:
+    def note(self, evaluated: EvaluatedSetting) -> None:
         """Record a setting where it is the quickest of one of its kinds."""
-        known = self.large if one.priced is None else self.fit
-        for kind in setting_values(one.setting).items():
-            if kind not in known or one.least < known[kind].least:
-                known[kind] = one
+        best_of = self.large if evaluated.priced is None else self.fit
+        for kind in setting_values(evaluated.setting).items():
+            if kind not in best_of or evaluated.least < best_of[kind].least:
+                best_of[kind] = evaluated
 
     def list_rejected(
         self, best: EvaluatedSetting | None, memory: float
@@ -65,76 +65,76 @@ class BestByKind:
         if best is None:
             nearest = sorted(self.large.items(), key=lambda item: item[1].needs)
             return tuple(_distinct(best, nearest, memory))
-        mine = setting_values(best.setting)
+        values = setting_values(best.setting)
         large, fit = (
             sorted(
-                ((kind, one) for kind, one in known.items() if mine[kind[0]] != kind[1]),
+                ((kind, entry) for kind, entry in best_of.items() if values[kind[0]] != kind[1]),
                 key=lambda item: item[1].least,
             )
-            for known in (self.large, self.fit)
+            for best_of in (self.large, self.fit)
         )
-        large = [(kind, one) for kind, one in large if one.least < best.least]
-        fit = [(kind, one) for kind, one in fit if kind[0] in KINDS]
+        large = [(kind, entry) for kind, entry in large if entry.least < best.least]
+        fit = [(kind, entry) for kind, entry in fit if kind[0] in KINDS]
         return (*_distinct(best, large[:1], memory), *_distinct(best, fit, memory))
 
 
 def _distinct(
     best: EvaluatedSetting | None,
-    some: Iterable[tuple[tuple[str, Value], EvaluatedSetting]],
+    items: Iterable[tuple[tuple[str, Value], EvaluatedSetting]],
     memory: float,
 ) -> Iterable[RejectedSetting]:
     """Yield no name and no setting twice, and no name whose value follows from other names."""
     names, settings = {"dp", "micro"}, set[Setting]()
-    for (name, value), one in some:
-        if name not in names and one.setting not in settings:
+    for (name, value), evaluated in items:
+        if name not in names and evaluated.setting not in settings:
             names.add(name)
-            settings.add(one.setting)
-            yield compare_with_best(best, one, memory, f"{name} = {format_value(value)}")
+            settings.add(evaluated.setting)
+            yield compare_with_best(best, evaluated, memory, f"{name} = {format_value(value)}")
 
 
 def compare_with_best(
-    best: EvaluatedSetting | None, one: EvaluatedSetting | None, memory: float, kind: str
+    best: EvaluatedSetting | None, other: EvaluatedSetting | None, memory: float, kind: str
 ) -> RejectedSetting:
     """Compare one setting with the best: why it is not the best."""
-    if one is None:
+    if other is None:
         return RejectedSetting(kind, None, "there is no such setting")
-    if one.priced is None:
-        room = memory if one.room is None else one.room
-        least = "needs" if one.setting.cuts else "needs at least"  # a bound, without stages
+    if other.priced is None:
+        room = memory if other.room is None else other.room
+        verb = "needs" if other.setting.cuts else "needs at least"  # a bound, without stages
         return RejectedSetting(
-            kind, one, f"{least} {format_bytes(round(one.needs))} of {format_bytes(round(room))}"
+            kind, other, f"{verb} {format_bytes(round(other.needs))} of {format_bytes(round(room))}"
         )
     if best is None or best.priced is None:
-        return RejectedSetting(kind, one, "")
-    return RejectedSetting(kind, one, describe_slowdown(best.priced, one.priced))
+        return RejectedSetting(kind, other, "")
+    return RejectedSetting(kind, other, describe_slowdown(best.priced, other.priced))
 
 
-def describe_smallest(one: EvaluatedSetting, memory: float) -> RejectedSetting:
+def describe_smallest(tried: EvaluatedSetting, memory: float) -> RejectedSetting:
     """Describe the candidate that needs the fewest bytes, where none fits and none was evaluated:
     the values in which it differs from one rank."""
-    plain = setting_values(Setting(Placement(), zero=0)) | {"axes": "-".join(one.setting.axes)}
-    other = {
-        name: value for name, value in setting_values(one.setting).items() if value != plain[name]
+    base = setting_values(Setting(Placement(), zero=0)) | {"axes": "-".join(tried.setting.axes)}
+    differing = {
+        name: value for name, value in setting_values(tried.setting).items() if value != base[name]
     }
-    way = ", ".join(f"{name} = {format_value(value)}" for name, value in other.items())
-    found = compare_with_best(None, one, memory, "what needs least")
-    return replace(found, reason=f"{found.reason}: {way or 'one rank'}")
+    text = ", ".join(f"{name} = {format_value(value)}" for name, value in differing.items())
+    rejected = compare_with_best(None, tried, memory, "what needs least")
+    return replace(rejected, reason=f"{rejected.reason}: {text or 'one rank'}")
 
 
-def describe_slowdown(best: Price, one: Price) -> str:
+def describe_slowdown(best: Price, price: Price) -> str:
     """Describe a slowdown: `12 % slower: tp sends 0.8 s more`."""
-    share = one.seconds / best.seconds - 1
+    share = price.seconds / best.seconds - 1
     if abs(share) < 5e-4:
         return "as quick"
-    much = f"{abs(share):.1%}" if abs(share) < 1 else f"{abs(share):.0%}"
+    percent = f"{abs(share):.1%}" if abs(share) < 1 else f"{abs(share):.0%}"
     sign = 1 if share > 0 else -1
-    said = f"{much} {'slower' if share > 0 else 'quicker'}"
-    more = {
-        cause: sign * (one.parts.get(cause, 0.0) - best.parts.get(cause, 0.0))
-        for cause in sorted({*best.parts, *one.parts})
+    text = f"{percent} {'slower' if share > 0 else 'quicker'}"
+    slower_by = {
+        cause: sign * (price.parts.get(cause, 0.0) - best.parts.get(cause, 0.0))
+        for cause in sorted({*best.parts, *price.parts})
     }
-    cause = max(more, key=more.__getitem__, default="")
-    if more.get(cause, 0.0) <= 0:
-        return said
-    does = ACTIVITIES.get(cause, f"{cause} sends")
-    return f"{said}: {does} {more[cause]:.3g} s {'more' if share > 0 else 'less'}"
+    cause = max(slower_by, key=slower_by.__getitem__, default="")
+    if slower_by.get(cause, 0.0) <= 0:
+        return text
+    activity = ACTIVITIES.get(cause, f"{cause} sends")
+    return f"{text}: {activity} {slower_by[cause]:.3g} s {'more' if share > 0 else 'less'}"

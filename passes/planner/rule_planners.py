@@ -75,21 +75,21 @@ class RulePlanner:
     margin: float = 1.0
 
     def plan(
-        self, case: JobFacts, legal: Callable[[Setting], bool] = lambda setting: True
+        self, case: JobFacts, is_legal: Callable[[Setting], bool] = lambda setting: True
     ) -> tuple[Setting, Rule] | None:
         """Return the first legal setting that fits, and its rule; None where none does."""
         for rule in self.rules:
             if rule.holds(case):
                 for setting in rule.settings(case):
                     room = self.margin * case.memory
-                    fits = case.divides(setting) and legal(setting)
+                    fits = case.divides(setting) and is_legal(setting)
                     if fits and self.counts(case, setting) <= room:
                         return setting, rule
         return None
 
 
-def _divisors(number: int, most: float = inf) -> list[int]:
-    return [k for k in range(1, number + 1) if number % k == 0 and k <= most]
+def _divisors(number: int, limit: float = inf) -> list[int]:
+    return [k for k in range(1, number + 1) if number % k == 0 and k <= limit]
 
 
 def _tp_degrees(case: JobFacts) -> list[int]:
@@ -143,9 +143,9 @@ def _megatron(case: JobFacts) -> Iterator[Setting]:
 def _rows(case: JobFacts, tp: int, pp: int) -> int:
     """Rows b of a microbatch that minimise (b'/b + p - 1) (tf(b) + tb(b)), with b' rows of a
     replica."""
-    own = case.rows // (case.ranks // (tp * pp))
-    fit = [b for b in _divisors(own) if case.needs(case.setting(tp, pp, b)) <= case.memory]
-    return min(fit or [1], key=lambda b: (own / b + pp - 1) * sum(case.times(b)))
+    replica_rows = case.rows // (case.ranks // (tp * pp))
+    fit = [b for b in _divisors(replica_rows) if case.needs(case.setting(tp, pp, b)) <= case.memory]
+    return min(fit or [1], key=lambda b: (replica_rows / b + pp - 1) * sum(case.times(b)))
 
 
 def _pipelined(case: JobFacts) -> Iterator[Setting]:

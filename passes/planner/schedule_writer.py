@@ -42,9 +42,9 @@ def write_schedule(profiles: Profiles, setting: Setting, remarks: Sequence[str] 
         steps.append(precision_step(profiles.dtype, FORWARD))
     steps += proof_steps(rows, blocks)
     cuts = stage_units(chain, setting)
-    again = list(_recomputed(profiles.names, cuts, setting))
-    if again:
-        steps.append(make_step("memory", again, FORWARD))
+    checkpoint_rows = list(_recomputed(profiles.names, cuts, setting))
+    if checkpoint_rows:
+        steps.append(make_step("memory", checkpoint_rows, FORWARD))
     last = [
         *_offloaded(profiles.names, chain, setting),
         *_training_rows(profiles.names, cuts, setting),
@@ -53,9 +53,9 @@ def write_schedule(profiles: Profiles, setting: Setting, remarks: Sequence[str] 
         parted = setting.dp > 1 or setting.passes > 1
         relax = profiles.relax if parted else ""
         steps.append(make_step("training", last, TRAIN, relax))
-    said = [line for remark in remarks for line in wrap_comment(remark)]
-    above = (f"# {headline(blocks)}", "", *said, *[""] * bool(said))
-    mesh = lift.mesh(_mesh(setting), None, NOWHERE, *above)
+    comments = [line for remark in remarks for line in wrap_comment(remark)]
+    header = (f"# {headline(blocks)}", "", *comments, *[""] * bool(comments))
+    mesh = lift.mesh(_mesh(setting), None, NOWHERE, *header)
     return make_schedule_file("search", blocks.facts.class_name, mesh, steps)
 
 
@@ -65,10 +65,10 @@ def stage_units(chain: Chain, setting: Setting) -> tuple[int, ...]:
     Raises ValueError for numbers that the chain does not have.
     """
     stages = setting.pp * setting.chunks
-    work = [
+    flops = [
         sum(op.flops * op.count for op in run.unit.forward.operators) + 1.0 for run in chain.runs
     ]
-    cuts = setting.cuts or split_evenly(chain, stages, tuple(work))
+    cuts = setting.cuts or split_evenly(chain, stages, tuple(flops))
     if len(cuts) != stages or sum(cuts) != chain.length or min(cuts) < 1:
         raise ValueError(f"{cuts} does not cut {chain.length} units into {stages} stages")
     return cuts
@@ -76,9 +76,9 @@ def stage_units(chain: Chain, setting: Setting) -> tuple[int, ...]:
 
 def _mesh(setting: Setting) -> dict[str, int]:
     """Axes of several ranks, slowest first; experts are along some of the replicas."""
-    at = setting.placement
-    sizes = {"dp": setting.dp // at.ep, "ep": at.ep, "pp": setting.pp, "cp": at.cp, "tp": at.tp}
-    order = [one for axis in setting.axes for one in ((axis, "ep") if axis == "dp" else (axis,))]
+    p = setting.placement
+    sizes = {"dp": setting.dp // p.ep, "ep": p.ep, "pp": setting.pp, "cp": p.cp, "tp": p.tp}
+    order = [name for axis in setting.axes for name in ((axis, "ep") if axis == "dp" else (axis,))]
     return {axis: sizes[axis] for axis in order if sizes[axis] > 1} or {"dp": 1}
 
 
@@ -88,48 +88,48 @@ def _recomputed(names: Sequence[str], cuts: Sequence[int], setting: Setting) -> 
     if not any(setting.again):
         return
     firsts = [0, *accumulate(cuts)]
-    chosen = {
-        names[first + k]
-        for first, count, many in zip(firsts, cuts, setting.again)
-        for k in range(min(count, many))
-        if names[first + k] in names[1:-1]
+    recomputed = {
+        names[start + k]
+        for start, count, limit in zip(firsts, cuts, setting.again)
+        for k in range(min(count, limit))
+        if names[start + k] in names[1:-1]
     }
     for _parent, group in groupby(names[1:-1], lambda name: name.rpartition(".")[0]):
-        everyone = list(group)
-        mine = [name for name in everyone if name in chosen]
-        for run in _runs(mine, everyone):
-            yield lift.row([_path(run, everyone)], make_call("checkpoint"))
+        siblings = list(group)
+        selected = [name for name in siblings if name in recomputed]
+        for run in _runs(selected, siblings):
+            yield lift.row([_path(run, siblings)], make_call("checkpoint"))
 
 
 def _offloaded(names: Sequence[str], chain: Chain, setting: Setting) -> Iterator[n.Stmt]:
     """Rows that offload activations of modules, and the optimizer's state."""
     units = [run.unit for run in chain.runs for _ in range(run.count)]
-    named = (
+    named_units = (
         list(zip(names, units, strict=True))[1:-1] if setting.placement.offloads_activations else []
     )
-    for _parent, group in groupby(named, lambda pair: pair[0].rpartition(".")[0]):
-        every = list(group)
-        mine = [name for name, unit in every if name and unit.input < unit.kept]
-        for run in _runs(mine, [name for name, _ in every]):
-            selected = _path(run, [name for name, _ in every])
+    for _parent, group in groupby(named_units, lambda pair: pair[0].rpartition(".")[0]):
+        siblings = list(group)
+        selected_names = [name for name, unit in siblings if name and unit.input < unit.kept]
+        for run in _runs(selected_names, [name for name, _ in siblings]):
+            selected = _path(run, [name for name, _ in siblings])
             yield lift.row([selected], make_call("offload", "activations"))
     if setting.placement.offloads_optimizer:
         yield lift.row((), make_call("offload", "optimizer"))
 
 
-def _path(run: Sequence[str], everyone: Sequence[str]) -> n.Path:
+def _path(run: Sequence[str], siblings: Sequence[str]) -> n.Path:
     """Build the path of modules of one parent."""
-    found = selector_path(run, everyone)
-    assert found is not None
-    return found
+    path = selector_path(run, siblings)
+    assert path is not None
+    return path
 
 
-def _runs(mine: Sequence[str], everyone: Sequence[str]) -> Iterator[list[str]]:
+def _runs(selected: Sequence[str], siblings: Sequence[str]) -> Iterator[list[str]]:
     """Group names that follow one another."""
     runs: list[list[str]] = []
-    for k, name in enumerate(everyone):
-        if name in mine:
-            joins = k > 0 and runs and runs[-1][-1] == everyone[k - 1]
+    for k, name in enumerate(siblings):
+        if name in selected:
+            joins = k > 0 and runs and runs[-1][-1] == siblings[k - 1]
             if joins:
                 runs[-1].append(name)
             else:
@@ -139,7 +139,7 @@ def _runs(mine: Sequence[str], everyone: Sequence[str]) -> Iterator[list[str]]:
 
 def _training_rows(names: Sequence[str], cuts: Sequence[int], setting: Setting) -> Iterator[n.Stmt]:
     """The rows of the pipeline and of the replicas."""
-    starts = [names[at] for at in accumulate(cuts[:-1])]
+    starts = [names[index] for index in accumulate(cuts[:-1])]
     if any(not name for name in starts):
         raise ValueError("a stage would start where no module does")
     if starts:
@@ -149,12 +149,12 @@ def _training_rows(names: Sequence[str], cuts: Sequence[int], setting: Setting) 
         )
     if setting.dp > 1:
         data = ("dp",) * (setting.dp > setting.placement.ep) + ("ep",) * (setting.placement.ep > 1)
-        over = data[0] if len(data) == 1 else data
-        least = math.gcd(*setting.rows)
-        rows = {"rows": [one // least for one in setting.rows]} if setting.rows else {}
-        yield lift.row((), make_call("zero", stage=setting.zero, over=over, **rows))
+        axes = data[0] if len(data) == 1 else data
+        divisor = math.gcd(*setting.rows)
+        rows = {"rows": [share // divisor for share in setting.rows]} if setting.rows else {}
+        yield lift.row((), make_call("zero", stage=setting.zero, over=axes, **rows))
     if setting.pp > 1 or setting.micro > 1:
         parts = {"chunks": setting.chunks, "slices": setting.placement.slices}
-        more = {name: count for name, count in parts.items() if count > 1}
+        options = {name: count for name, count in parts.items() if count > 1}
         order = n.Lit(f'"{setting.order}"')
-        yield lift.row((), make_call("pipeline", order=order, micro=setting.micro, **more))
+        yield lift.row((), make_call("pipeline", order=order, micro=setting.micro, **options))

@@ -124,12 +124,12 @@ def search(
     fits.  Raises Refusal S109 for a pinned order that cannot be priced.
     """
     check_pinned_orders(limits)
-    filler = evaluator_of(profiles, job, limits)
+    evaluator = evaluator_of(profiles, job, limits)
     bound = bounding_job(job, limits)
     if bound is not job:  # the evaluator for unequal nodes tries orders of axes itself
         usual = limits.filter_admitted("axes", map("-".join, AXIS_ORDERS))[:1]
         limits = replace(limits, pinned={**limits.pinned, "axes": tuple(usual)})
-    return _Search(profiles, bound, limits, progress, moves, filler).run()
+    return _Search(profiles, bound, limits, progress, moves, evaluator).run()
 
 
 @dataclass
@@ -146,26 +146,26 @@ class _Opened:
 
     def unlike(self, setting: Setting, name: str) -> NDArray[np.bool_]:
         """Find the candidates whose value of `name` differs from the setting's."""
-        mine, ways = setting_values(setting)[name], self.ways
+        best_value, pool = setting_values(setting)[name], self.ways
         if name == "order":
-            values = np.array(ways.names)[ways.order]
+            values = np.array(pool.names)[pool.order]
         elif name == "axes":
-            values = np.array(["-".join(order) for order in AXIS_ORDERS])[ways.axes]
-        elif hasattr(ways, name):
-            values = getattr(ways, name)
+            values = np.array(["-".join(order) for order in AXIS_ORDERS])[pool.axes]
+        elif hasattr(pool, name):
+            values = getattr(pool, name)
         else:
-            values = np.array([getattr(one.placement, name) for one in ways.chains])[ways.one]
-        found: NDArray[np.bool_] = np.not_equal(values, mine)
-        return found
+            values = np.array([getattr(chain.placement, name) for chain in pool.chains])[pool.one]
+        mask: NDArray[np.bool_] = np.not_equal(values, best_value)
+        return mask
 
 
-def _opened(ways: Candidates, clocks: Sequence[ChainTimes], job: Job, with_order: bool) -> _Opened:
+def _opened(pool: Candidates, clocks: Sequence[ChainTimes], job: Job, with_order: bool) -> _Opened:
     """Compute bounds of candidates: for their order of the axes if `laid`, else for any order."""
-    beside, after = replica_floor(ways, job, with_order)
+    during, after = replica_floor(pool, job, with_order)
     floors, hopes = (
-        np.maximum(one, beside) + after for one in step_bounds(ways, clocks, with_order)
+        np.maximum(seconds, during) + after for seconds in step_bounds(pool, clocks, with_order)
     )
-    return _Opened(ways, clocks, floors, hopes, beside, after, np.zeros(len(ways), dtype=np.int64))
+    return _Opened(pool, clocks, floors, hopes, during, after, np.zeros(len(pool), dtype=np.int64))
 
 
 @dataclass
@@ -189,17 +189,17 @@ class _Search:
         """Open all placements, and evaluate the most promising candidate of each group that splits
         tensors in the same way; then all candidates in all orders of axes; then the best of other
         kinds."""
-        for _, some in groupby(
-            iter_placements(self.job, self.limits), lambda one: replace(one, offload="")
+        for _, placements in groupby(
+            iter_placements(self.job, self.limits), lambda placement: replace(placement, offload="")
         ):
-            opened = self._open(list(some))
+            opened = self._open(list(placements))
             if opened is not None:
                 self.opened.append(opened)
                 yield from self._glance(opened)
-        turns = sorted(range(len(self.opened)), key=lambda at: self.opened[at].hopes.min())
-        for at in turns:
-            self.opened[at] = self._laid(self.opened[at])
-            yield from self._glance(self.opened[at])
+        order = sorted(range(len(self.opened)), key=lambda index: self.opened[index].hopes.min())
+        for index in order:
+            self.opened[index] = self._laid(self.opened[index])
+            yield from self._glance(self.opened[index])
         yield from self._descend()
         yield from self._move()
         self._others()
@@ -207,107 +207,107 @@ class _Search:
 
     # -- placements ------------------------------------------------------------------------------
 
-    def _open(self, some: list[Placement]) -> _Opened | None:
+    def _open(self, placements: list[Placement]) -> _Opened | None:
         """Open all candidates of placements that differ in what is offloaded, with any rows.
 
         More rows need more bytes: after the first count of rows without a fitting candidate, larger
         counts have none either.
         """
-        found, clocks = list[Candidates](), list[ChainTimes]()
-        for rows in microbatch_rows(self.job, some[0], self.limits):
-            chains = self._chains([replace(one, rows=rows) for one in some])
-            mine = list_candidates(self.job, chains[0], self.limits) if chains else None
-            if mine is None:
+        kept, clocks = list[Candidates](), list[ChainTimes]()
+        for rows in microbatch_rows(self.job, placements[0], self.limits):
+            chains = self._chains([replace(one, rows=rows) for one in placements])
+            candidates = list_candidates(self.job, chains[0], self.limits) if chains else None
+            if candidates is None:
                 continue
-            every = mine.for_chains(chains)
-            needed = bytes_floor(every, self.job)
+            expanded = candidates.for_chains(chains)
+            needed = bytes_floor(expanded, self.job)
             fits = needed <= self.job.cluster.memory
-            each = every.count_axis_orders(np.arange(len(every)))
-            self.counts["all"] += int(each.sum())
-            self.counts["large"] += int(each[~fits].sum())
+            order_counts = expanded.count_axis_orders(np.arange(len(expanded)))
+            self.counts["all"] += int(order_counts.sum())
+            self.counts["large"] += int(order_counts[~fits].sum())
             if not fits.any():
-                self._note(every, needed)
+                self._note(expanded, needed)
                 break
-            known = dict[bool, dict[object, Floats]]()
-            at = [known.setdefault(one.placement.offloads_activations, {}) for one in chains]
-            clocks += [ChainTimes(*pair) for pair in zip(chains, repeat(self.job), at)]
-            found.append(every.select(np.flatnonzero(fits)))
-        return _opened(concatenate_candidates(found), clocks, self.job, False) if found else None
+            cache = dict[bool, dict[object, Floats]]()
+            caches = [cache.setdefault(one.placement.offloads_activations, {}) for one in chains]
+            clocks += [ChainTimes(*pair) for pair in zip(chains, repeat(self.job), caches)]
+            kept.append(expanded.select(np.flatnonzero(fits)))
+        return _opened(concatenate_candidates(kept), clocks, self.job, False) if kept else None
 
-    def _chains(self, some: list[Placement]) -> list[Chain]:
+    def _chains(self, placements: list[Placement]) -> list[Chain]:
         """Profile placements that differ in offloading alone; empty where the first has no
         chain."""
-        chain = self.profiles(some[0])
+        chain = self.profiles(placements[0])
         if isinstance(chain, Chain):
-            return [replace(chain, placement=one) for one in some]
-        self.counts["refused"] += len(some)
+            return [replace(chain, placement=placement) for placement in placements]
+        self.counts["refused"] += len(placements)
         if chain is not None:
-            self.refused.setdefault(chain.diagnostics[0].code, (some[0], chain))
+            self.refused.setdefault(chain.diagnostics[0].code, (placements[0], chain))
         return []
 
-    def _laid(self, one: _Opened) -> _Opened:
+    def _laid(self, group: _Opened) -> _Opened:
         """Expand candidates that may beat the best to every order of their axes.
 
         The other candidates keep one order: they are needed for reasons only.
         """
-        promising = one.floors < self._worst
+        promising = group.floors < self._worst
         if not promising.any():
-            return one
-        rows, every = one.ways.in_all_axis_orders(np.flatnonzero(promising))
-        others = np.flatnonzero(~promising)
-        bounds = (getattr(one, name)[others] for name in BOUND_COLUMNS)
-        rest = _Opened(one.ways.select(others), one.clocks, *bounds)
-        more = _opened(every, one.clocks, self.job, True)
-        first = every.axes == one.ways.axes[rows]
-        more.looks = np.where(first, one.looks[rows], 0)
-        both = (np.concatenate([getattr(more, n), getattr(rest, n)]) for n in BOUND_COLUMNS)
-        return _Opened(every.concatenate(rest.ways), one.clocks, *both)
+            return group
+        rows, candidates = group.ways.in_all_axis_orders(np.flatnonzero(promising))
+        other_rows = np.flatnonzero(~promising)
+        bounds = (getattr(group, name)[other_rows] for name in BOUND_COLUMNS)
+        rest = _Opened(group.ways.select(other_rows), group.clocks, *bounds)
+        expanded = _opened(candidates, group.clocks, self.job, True)
+        unchanged = candidates.axes == group.ways.axes[rows]
+        expanded.looks = np.where(unchanged, group.looks[rows], 0)
+        columns = (np.concatenate([getattr(expanded, n), getattr(rest, n)]) for n in BOUND_COLUMNS)
+        return _Opened(candidates.concatenate(rest.ways), group.clocks, *columns)
 
-    def _note(self, found: Candidates, needed: Floats) -> None:
+    def _note(self, candidates: Candidates, needed: Floats) -> None:
         """Keep the candidate that needs the fewest bytes, of candidates that are all too large."""
-        at = int(needed.argmin())
-        if self.nearest is None or needed[at] < self.nearest.needs:
-            self.nearest = EvaluatedSetting(found.setting(at), 0.0, float(needed[at]))
+        index = int(needed.argmin())
+        if self.nearest is None or needed[index] < self.nearest.needs:
+            self.nearest = EvaluatedSetting(candidates.setting(index), 0.0, float(needed[index]))
 
-    def _glance(self, one: _Opened) -> Iterator[SearchResult]:
+    def _glance(self, group: _Opened) -> Iterator[SearchResult]:
         """Evaluate the most promising candidate of a group."""
-        at = int(one.hopes.argmin())
-        if one.floors[at] < self._worst and one.looks[at] < 2:
-            yield from self._better(self._try(one, at, self._worst), 0.0)
+        index = int(group.hopes.argmin())
+        if group.floors[index] < self._worst and group.looks[index] < 2:
+            yield from self._better(self._try(group, index, self._worst), 0.0)
 
     # -- candidates --------------------------------------------------------------------------------
 
     def _descend(self) -> Iterator[SearchResult]:
         """Evaluate all candidates that may be better than the best, the most promising first."""
-        order, floors = self._in_turn([one.looks < 2 for one in self.opened], self._worst)
-        left = np.minimum.accumulate(floors[::-1])[::-1]
-        for done, (one, at) in enumerate(order):
-            if left[done] >= self._worst:
+        order, floors = self._in_turn([group.looks < 2 for group in self.opened], self._worst)
+        bounds = np.minimum.accumulate(floors[::-1])[::-1]
+        for step, (group, index) in enumerate(order):
+            if bounds[step] >= self._worst:
                 break
             if self.progress is not None:
-                self.progress(done, len(floors))
-            if floors[done] < self._worst:
-                yield from self._better(self._try(one, at, self._worst), float(left[done]))
+                self.progress(step, len(floors))
+            if floors[step] < self._worst:
+                yield from self._better(self._try(group, index, self._worst), float(bounds[step]))
 
     def _in_turn(
         self, masks: list[NDArray[np.bool_]], worst: float
     ) -> tuple[Iterator[tuple[_Opened, int]], Floats]:
         """Sort the candidates of `masks` that may beat `worst`, the most promising first; with
         floors."""
-        some = self.opened
-        each = [np.flatnonzero(mask & (one.floors < worst)) for mask, one in zip(masks, some)]
-        hopes, floors, at, whose = (
-            np.concatenate([np.zeros(0), *found])
-            for found in (
-                [one.hopes[at] for one, at in zip(some, each)],
-                [one.floors[at] for one, at in zip(some, each)],
-                each,
-                [np.full(len(at), k) for k, at in enumerate(each)],
+        groups = self.opened
+        rows = [np.flatnonzero(mask & (group.floors < worst)) for mask, group in zip(masks, groups)]
+        hopes, floors, index, group_of = (
+            np.concatenate([np.zeros(0), *columns])
+            for columns in (
+                [group.hopes[index] for group, index in zip(groups, rows)],
+                [group.floors[index] for group, index in zip(groups, rows)],
+                rows,
+                [np.full(len(index), k) for k, index in enumerate(rows)],
             )
         )
         order = np.argsort(hopes, kind="stable")
-        turns = zip(whose[order].astype(int).tolist(), at[order].astype(int).tolist())
-        return ((some[k], place) for k, place in turns), floors[order]
+        pairs = zip(group_of[order].astype(int).tolist(), index[order].astype(int).tolist())
+        return ((groups[k], candidate) for k, candidate in pairs), floors[order]
 
     def _move(self) -> Iterator[SearchResult]:
         """Move units between stages of the best, as split so far and as the programme splits it."""
@@ -318,82 +318,82 @@ class _Search:
                 self.best,
                 self.filler.split_by_programme(clock := ChainTimes(chain, self.job), self.best),
             )
-            for one in (even,) if cut is even else (even, cut):
-                yield from self._better(self.filler.move_units(clock, one, self.moves), self._worst)
+            for fit in (even,) if cut is even else (even, cut):
+                yield from self._better(self.filler.move_units(clock, fit, self.moves), self._worst)
 
     def _others(self) -> None:
         """Search briefly for the best settings that differ from the best in one name each."""
         if self.best is None:
             return
-        mine, counts = setting_values(self.best.setting), dict(self.counts)
+        best_values, counts = setting_values(self.best.setting), dict(self.counts)
         for name in KINDS:
-            known = [
+            seconds = [
                 one.least
                 for (kind, value), one in self.seen.fit.items()
-                if kind == name and value != mine[name]
+                if kind == name and value != best_values[name]
             ]
-            worst, left = min(known, default=np.inf), TRIES_PER_KIND
+            worst, tries = min(seconds, default=np.inf), TRIES_PER_KIND
             masks = [one.unlike(self.best.setting, name) & (one.looks < 2) for one in self.opened]
-            for (one, at), floor in zip(*self._in_turn(masks, worst)):
-                if not left:
+            for (one, index), floor in zip(*self._in_turn(masks, worst)):
+                if not tries:
                     break
                 if floor < worst:
-                    filled = self._try(one, at, worst)
-                    worst = min(worst, filled.least) if filled.priced is not None else worst
-                    left -= 1
+                    result = self._try(one, index, worst)
+                    worst = min(worst, result.least) if result.priced is not None else worst
+                    tries -= 1
         self.counts = counts
 
     @property
     def _worst(self) -> float:
         return np.inf if self.best is None else self.best.least
 
-    def _try(self, one: _Opened, at: int, worst: float) -> EvaluatedSetting:
+    def _try(self, group: _Opened, index: int, worst: float) -> EvaluatedSetting:
         """Evaluate one candidate, if it may beat `worst`; its bounds hold for any order of the
         axes."""
-        sums = float(one.beside[at]), float(one.after[at])
-        clock = one.clocks[one.ways.one[at]]
-        filled = self.filler.evaluate(clock, one.ways.setting(at), worst, *sums)
-        self.counts["cut"] -= int(one.looks[at] == 1)
-        self.counts["cut" if filled.priced is None else "priced"] += 1
-        one.looks[at] = max(1, one.looks[at])
-        room = self.job.cluster.memory if filled.room is None else filled.room
-        if filled.priced is not None or filled.needs > room:
-            one.looks[at] = 2
-            self.seen.note(filled)
-        return filled
+        sums = float(group.beside[index]), float(group.after[index])
+        clock = group.clocks[group.ways.one[index]]
+        result = self.filler.evaluate(clock, group.ways.setting(index), worst, *sums)
+        self.counts["cut"] -= int(group.looks[index] == 1)
+        self.counts["cut" if result.priced is None else "priced"] += 1
+        group.looks[index] = max(1, group.looks[index])
+        room = self.job.cluster.memory if result.room is None else result.room
+        if result.priced is not None or result.needs > room:
+            group.looks[index] = 2
+            self.seen.note(result)
+        return result
 
-    def _better(self, filled: EvaluatedSetting, floor: float) -> Iterator[SearchResult]:
+    def _better(self, result: EvaluatedSetting, floor: float) -> Iterator[SearchResult]:
         """Keep a result where it is better than the best, and yield it."""
-        if filled.priced is not None and filled.least < self._worst:
-            self.best = filled
+        if result.priced is not None and result.least < self._worst:
+            self.best = result
             yield self._found(floor, False)
 
     def _found(self, floor: float, done: bool) -> SearchResult:
         memory = self.job.cluster.memory
-        others = self.seen.list_rejected(self.best, memory)
-        if self.best is None and self.nearest is not None and not others:
-            others = (describe_smallest(self.nearest, memory),)
+        rejected = self.seen.list_rejected(self.best, memory)
+        if self.best is None and self.nearest is not None and not rejected:
+            rejected = (describe_smallest(self.nearest, memory),)
         refused = tuple(self.refused.values())
-        return SearchResult(self.best, floor, Counts(**self.counts), others, refused, done)
+        return SearchResult(self.best, floor, Counts(**self.counts), rejected, refused, done)
 
 
 # -- other limits ----------------------------------------------------------------------------------
 
 
 def explain_rejection(
-    profiles: Profiles, job: Job, asked: Limits, best: SearchResult, limits: Limits = NO_LIMITS
+    profiles: Profiles, job: Job, question: Limits, best: SearchResult, limits: Limits = NO_LIMITS
 ) -> RejectedSetting:
     """Search under other limits, and say why that result is not the best of all.
 
-    `asked` binds in addition to the `limits` under which `best` was found.
+    `question` binds in addition to the `limits` under which `best` was found.
     """
-    *_, last = search(profiles, job, asked.combined_with(limits))
+    *_, last = search(profiles, job, question.combined_with(limits))
     return compare_with_best(
-        best.best, last.best or _nearest(last), job.cluster.memory, asked.text()
+        best.best, last.best or _nearest(last), job.cluster.memory, question.text()
     )
 
 
-def _nearest(found: SearchResult) -> EvaluatedSetting | None:
+def _nearest(result: SearchResult) -> EvaluatedSetting | None:
     """Return the setting that needs the fewest bytes, of settings that do not fit."""
-    large = [one.filled for one in found.rejected if one.filled is not None]
-    return min(large, key=lambda one: one.needs, default=None)
+    large = [candidate.filled for candidate in result.rejected if candidate.filled is not None]
+    return min(large, key=lambda candidate: candidate.needs, default=None)

@@ -115,65 +115,65 @@ class Candidates:
         """Number of candidates, in all orders of their axes."""
         return int(self.count_axis_orders(np.arange(len(self))).sum())
 
-    def setting(self, at: int) -> Setting:
-        """Return candidate number `at`."""
-        one, pp, dp, micro, order, chunks, zero, axes = (
-            int(getattr(self, name)[at]) for name in COLUMNS
+    def setting(self, index: int) -> Setting:
+        """Return candidate number `index`."""
+        chain_index, pp, dp, micro, order, chunks, zero, axes = (
+            int(getattr(self, name)[index]) for name in COLUMNS
         )
-        placement, laid = self.chains[one].placement, AXIS_ORDERS[axes]
-        return Setting(placement, dp, pp, micro, self.names[order], chunks, zero, axes=laid)
+        placement, axis_order = self.chains[chain_index].placement, AXIS_ORDERS[axes]
+        return Setting(placement, dp, pp, micro, self.names[order], chunks, zero, axes=axis_order)
 
-    def select(self, some: Ints, **columns: Ints) -> Candidates:
+    def select(self, indices: Ints, **columns: Ints) -> Candidates:
         """Return the candidates of some indices, with other columns."""
-        return replace(self, **{n: getattr(self, n)[some] for n in COLUMNS} | columns)
+        return replace(self, **{n: getattr(self, n)[indices] for n in COLUMNS} | columns)
 
     def concatenate(self, other: Candidates) -> Candidates:
         """Concatenate these candidates and others of the same chains."""
-        both = dict[str, Any]()
+        columns = dict[str, Any]()
         for name in COLUMNS:
-            both[name] = np.concatenate([getattr(self, name), getattr(other, name)])
-        return replace(self, **both)
+            columns[name] = np.concatenate([getattr(self, name), getattr(other, name)])
+        return replace(self, **columns)
 
     def for_chains(self, chains: Sequence[Chain]) -> Candidates:
         """Repeat the candidates for each of `chains`, in the place of the first chain."""
-        every = np.arange(len(self))
-        some, one = np.tile(every, len(chains)), np.repeat(np.arange(len(chains)), len(self))
-        return replace(self.select(some, one=one), chains=tuple(chains))
+        indices = np.arange(len(self))
+        rows, index = np.tile(indices, len(chains)), np.repeat(np.arange(len(chains)), len(self))
+        return replace(self.select(rows, one=index), chains=tuple(chains))
 
-    def count_axis_orders(self, some: Ints) -> Ints:
+    def count_axis_orders(self, indices: Ints) -> Ints:
         """Count the orders of axes of each candidate of some indices."""
-        known, which = np.unique(self.pp[some], return_inverse=True)
-        return np.array([len(self.axis_orders[pp]) for pp in known.tolist()], dtype=np.int64)[which]
+        sizes, index = np.unique(self.pp[indices], return_inverse=True)
+        return np.array([len(self.axis_orders[pp]) for pp in sizes.tolist()], dtype=np.int64)[index]
 
-    def in_all_axis_orders(self, some: Ints) -> tuple[Ints, Candidates]:
+    def in_all_axis_orders(self, indices: Ints) -> tuple[Ints, Candidates]:
         """Repeat the candidates of some indices in every order of axes; also return each one's
         index."""
-        rows, axes = [some[:0]], [some[:0]]
-        for pp, lays in self.axis_orders.items():
-            mine = some[self.pp[some] == pp]
-            rows.append(np.repeat(mine, len(lays)))
-            axes.append(np.tile(np.array(lays), len(mine)))
-        every = np.concatenate(rows)
-        return every, self.select(every, axes=np.concatenate(axes))
+        rows, axes = [indices[:0]], [indices[:0]]
+        for pp, orders in self.axis_orders.items():
+            selected = indices[self.pp[indices] == pp]
+            rows.append(np.repeat(selected, len(orders)))
+            axes.append(np.tile(np.array(orders), len(selected)))
+        repeated = np.concatenate(rows)
+        return repeated, self.select(repeated, axes=np.concatenate(axes))
 
 
 COLUMNS = ("one", "pp", "dp", "micro", "order", "chunks", "zero", "axes")
 
 
-def concatenate_candidates(some: Sequence[Candidates]) -> Candidates:
+def concatenate_candidates(parts: Sequence[Candidates]) -> Candidates:
     """Concatenate candidates of placements that split tensors in the same way."""
-    first = np.cumsum([0, *(len(ways.chains) for ways in some)])
-    columns = {n: np.concatenate([getattr(ways, n) for ways in some]) for n in COLUMNS}
-    columns["one"] += np.repeat(first[:-1], [len(ways) for ways in some])
-    chains = tuple(chain for ways in some for chain in ways.chains)
-    lays = {pp: lays for ways in some for pp, lays in ways.axis_orders.items()}
-    return Candidates(chains, names=some[0].names, axis_orders=lays, **columns)
+    offsets = np.cumsum([0, *(len(part.chains) for part in parts)])
+    columns = {n: np.concatenate([getattr(part, n) for part in parts]) for n in COLUMNS}
+    columns["one"] += np.repeat(offsets[:-1], [len(part) for part in parts])
+    chains = tuple(chain for part in parts for chain in part.chains)
+    orders = {pp: orders for part in parts for pp, orders in part.axis_orders.items()}
+    return Candidates(chains, names=parts[0].names, axis_orders=orders, **columns)
 
 
 def divisors(number: int) -> list[int]:
     """List all divisors of a number, in order."""
-    low = [k for k in range(1, int(number**0.5) + 1) if number % k == 0]
-    return sorted({*low, *(number // k for k in low)})
+    small = [k for k in range(1, int(number**0.5) + 1) if number % k == 0]
+    return sorted({*small, *(number // k for k in small)})
 
 
 def iter_placements(job: Job, limits: Limits) -> Iterator[Placement]:
@@ -188,75 +188,77 @@ def iter_placements(job: Job, limits: Limits) -> Iterator[Placement]:
         for cp in _contexts(job, limits, job.ranks // tp)
         for ep in _experts(job, limits, job.ranks // tp // cp)
     ]
-    away = job.can_offload and ("offload" in limits.pinned or not isinstance(job.cluster, Nodes))
-    hosts = limits.filter_admitted("offload", CHOICES["offload"] if away else ("none",))
+    hosted = job.can_offload and ("offload" in limits.pinned or not isinstance(job.cluster, Nodes))
+    offloads = limits.filter_admitted("offload", CHOICES["offload"] if hosted else ("none",))
     for _, ep, tp, cp in sorted(sizes):
         for sequence in limits.filter_admitted("sequence", (False, True) if tp > 1 else (False,)):
-            plain = cp == ep == 1 and not sequence
-            cut = {offload: _slices(job, limits, plain and offload == "none") for offload in hosts}
-            for slices in sorted({k for some in cut.values() for k in some}):
-                for offload in hosts:
-                    if slices in cut[offload]:
+            single = cp == ep == 1 and not sequence
+            slices_of = {
+                offload: _slices(job, limits, single and offload == "none") for offload in offloads
+            }
+            for slices in sorted({k for counts in slices_of.values() for k in counts}):
+                for offload in offloads:
+                    if slices in slices_of[offload]:
                         yield Placement(1, tp, bool(sequence), cp, ep, str(offload), slices)
 
 
 def distinct_axis_orders(
-    job: Job, one: Placement, pp: int, dp: int, limits: Limits
+    job: Job, placement: Placement, pp: int, dp: int, limits: Limits
 ) -> tuple[int, ...]:
     """Return orders of axes, as indices into LAYS, no two of which cost the same.
 
     Two orders cost the same where a node has equally many ranks of each axis in both.
     """
     found: dict[tuple[int, ...], int] = {}
-    some = [at for at, order in enumerate(AXIS_ORDERS) if limits.admits("axes", "-".join(order))]
+    permitted = [i for i, order in enumerate(AXIS_ORDERS) if limits.admits("axes", "-".join(order))]
     if isinstance(job.cluster, Nodes) or job.ranks <= job.cluster.node:
-        return tuple(some[:1])
-    sizes, node = {"dp": dp, "pp": pp, "cp": one.cp, "tp": one.tp}, job.cluster.node
+        return tuple(permitted[:1])
+    sizes, node = {"dp": dp, "pp": pp, "cp": placement.cp, "tp": placement.tp}, job.cluster.node
     # replicas are ranks of two axes, and tied weights of two stages may cross all of them
-    most = {"dp": dp * one.cp, "pp": 2 * pp, "cp": dp * one.cp, "tp": one.tp}
-    for at in some:
-        order = AXIS_ORDERS[at]
-        far = [math.prod(sizes[inner] for inner in order[k + 1 :]) for k in range(len(order))]
-        near = {a: min(most[a], max(1, node // each)) for a, each in zip(order, far)}
-        found.setdefault(tuple(near[axis] * (sizes[axis] > 1) for axis in AXES), at)
+    extent = {"dp": dp * placement.cp, "pp": 2 * pp, "cp": dp * placement.cp, "tp": placement.tp}
+    for i in permitted:
+        order = AXIS_ORDERS[i]
+        strides = [math.prod(sizes[inner] for inner in order[k + 1 :]) for k in range(len(order))]
+        inside = {a: min(extent[a], max(1, node // stride)) for a, stride in zip(order, strides)}
+        found.setdefault(tuple(inside[axis] * (sizes[axis] > 1) for axis in AXES), i)
     return tuple(found.values())
 
 
-def _slices(job: Job, limits: Limits, alone: bool = True) -> list[int]:
+def _slices(job: Job, limits: Limits, single: bool = True) -> list[int]:
     """Numbers of slices of a row, where slices are known to run: never together with axes that
     split tokens."""
     pinned = [int(k) for k in limits.pinned.get("slices", ())]
-    can_slice = job.can_slice and alone and not isinstance(job.cluster, Nodes)
-    legal = (
+    can_slice = job.can_slice and single and not isinstance(job.cluster, Nodes)
+    counts = (
         k
         for k in pinned or (SLICE_COUNTS if can_slice else (1,))
         if k == 1 or (can_slice and job.length >= k * (1 if pinned else MIN_TOKENS))
     )
-    return _counts(limits, "slices", (k for k in legal if job.length % k == 0))
+    return _counts(limits, "slices", (k for k in counts if job.length % k == 0))
 
 
 def _tensors(job: Job, limits: Limits) -> list[int]:
-    most = job.ranks if job.tp_across_nodes or "tp" in limits.pinned else job.cluster.node
-    return _counts(limits, "tp", (k for k in divisors(job.ranks) if k <= most))
+    limit = job.ranks if job.tp_across_nodes or "tp" in limits.pinned else job.cluster.node
+    return _counts(limits, "tp", (k for k in divisors(job.ranks) if k <= limit))
 
 
 def _contexts(job: Job, limits: Limits, ranks: int) -> list[int]:
-    least = 2 if "cp" in limits.pinned else MIN_TOKENS
-    legal = (
+    min_tokens = 2 if "cp" in limits.pinned else MIN_TOKENS
+    sizes = (
         k
         for k in divisors(ranks)
-        if k == 1 or (job.length % (2 * k) == 0 and job.length >= k * least)
+        if k == 1 or (job.length % (2 * k) == 0 and job.length >= k * min_tokens)
     )
-    return _counts(limits, "cp", legal)
+    return _counts(limits, "cp", sizes)
 
 
 def _experts(job: Job, limits: Limits, replicas: int) -> list[int]:
-    legal = (k for k in divisors(replicas) if k == 1 or (job.experts and job.experts % k == 0))
-    return _counts(limits, "ep", legal)
+    sizes = (k for k in divisors(replicas) if k == 1 or (job.experts and job.experts % k == 0))
+    return _counts(limits, "ep", sizes)
 
 
-def _counts(limits: Limits, name: str, legal: Iterable[int]) -> list[int]:
-    return [int(value) for value in limits.filter_admitted(name, legal)]
+def _counts(limits: Limits, name: str, values: Iterable[int]) -> list[int]:
+    return [int(value) for value in limits.filter_admitted(name, values)]
 
 
 def microbatch_rows(job: Job, group: Placement, limits: Limits) -> list[int]:
@@ -264,8 +266,8 @@ def microbatch_rows(job: Job, group: Placement, limits: Limits) -> list[int]:
 
     Slices are tried for want of rows: with slices only the fewest rows count, unless pinned.
     """
-    found = _counts(limits, "rows", divisors(job.rows))
-    return found[:1] if group.slices > 1 and "slices" not in limits.pinned else found
+    row_counts = _counts(limits, "rows", divisors(job.rows))
+    return row_counts[:1] if group.slices > 1 and "slices" not in limits.pinned else row_counts
 
 
 def list_candidates(job: Job, chain: Chain, limits: Limits) -> Candidates | None:
@@ -275,81 +277,81 @@ def list_candidates(job: Job, chain: Chain, limits: Limits) -> Candidates | None
     The rules: all ranks are used, the batch fills the microbatches, experts fit into the replicas,
     each stage has at least one unit, the order exists for its sizes.
     """
-    one, found, each = chain.placement, [], dict[int, tuple[int, ...]]()
-    rest, most = job.ranks // (one.tp * one.cp), chain.length
-    more = [str(name) for name in limits.pinned.get("order", ()) if name not in job.orders]
-    known = SLICED_ORDERS if one.slices > 1 else (*job.orders, *more)
-    names = tuple(name for name in known if limits.admits("order", name))
+    placement, rows, axis_orders = chain.placement, [], dict[int, tuple[int, ...]]()
+    ranks_left, max_stages = job.ranks // (placement.tp * placement.cp), chain.length
+    pinned = [str(name) for name in limits.pinned.get("order", ()) if name not in job.orders]
+    tried = SLICED_ORDERS if placement.slices > 1 else (*job.orders, *pinned)
+    names = tuple(name for name in tried if limits.admits("order", name))
     # ZeRO would gather shards again for a second half, so both halves run at once: only by a pin
-    halved = {
-        at
-        for at, name in enumerate(names)
+    split_orders = {
+        index
+        for index, name in enumerate(names)
         if name in SPLIT_BACKWARD_ORDERS and "order" not in limits.pinned
     }
-    for pp in _counts(limits, "pp", (k for k in divisors(rest) if k <= most)):
-        dp = rest // pp
-        if dp % one.ep or job.rows % (dp * one.rows) or not limits.admits("dp", dp):
+    for pp in _counts(limits, "pp", (k for k in divisors(ranks_left) if k <= max_stages)):
+        dp = ranks_left // pp
+        if dp % placement.ep or job.rows % (dp * placement.rows) or not limits.admits("dp", dp):
             continue
-        micro = job.rows // (dp * one.rows)
+        micro = job.rows // (dp * placement.rows)
         if not limits.admits("micro", micro):
             continue
         zeros = _counts(limits, "zero", range(4) if dp > 1 else (0,))
-        orders = _orders(names, pp, micro, most // pp, limits, one.slices)
+        orders = _orders(names, pp, micro, max_stages // pp, limits, placement.slices)
         gathered = {zero for zero in zeros if zero and dp > 1}
-        each[pp] = distinct_axis_orders(job, one, pp, dp, limits)
-        found += [
-            (0, pp, dp, micro, *way, zero, first)
-            for first in each[pp][:1]
-            for way in orders
+        axis_orders[pp] = distinct_axis_orders(job, placement, pp, dp, limits)
+        rows += [
+            (0, pp, dp, micro, *order_chunks, zero, axis_order)
+            for axis_order in axis_orders[pp][:1]
+            for order_chunks in orders
             for zero in zeros
-            if zero not in gathered or way[0] not in halved
+            if zero not in gathered or order_chunks[0] not in split_orders
         ]
-    if not found:
+    if not rows:
         return None
-    columns = dict(zip(COLUMNS, np.array(found, dtype=np.int64).T))
-    return Candidates((chain,), names=names, axis_orders=each, **columns)
+    columns = dict(zip(COLUMNS, np.array(rows, dtype=np.int64).T))
+    return Candidates((chain,), names=names, axis_orders=axis_orders, **columns)
 
 
 def _orders(
-    names: Sequence[str], pp: int, micro: int, most: int, limits: Limits, slices: int = 1
+    names: Sequence[str], pp: int, micro: int, max_chunks: int, limits: Limits, slices: int = 1
 ) -> list[tuple[int, int]]:
     """Orders by their indices in `names`, with chunks; a single stage needs one order only."""
     if pp == 1:
-        alone = [(at, 1) for at, name in enumerate(names) if name == "1F1B"]
-        return alone if limits.admits("chunks", 1) else []
+        single = [(index, 1) for index, name in enumerate(names) if name == "1F1B"]
+        return single if limits.admits("chunks", 1) else []
     return [
-        (at, chunks)
-        for at, name in enumerate(names)
+        (index, chunks)
+        for index, name in enumerate(names)
         for chunks in _chunks(name, limits)
-        if chunks <= most and has_order(name, pp, micro, chunks, slices)
+        if chunks <= max_chunks and has_order(name, pp, micro, chunks, slices)
     ]
 
 
 def _chunks(name: str, limits: Limits) -> list[int]:
-    own = ORDERS.get(name) or find_order(name).chunks or (2, 3, 4, 6, 8)
-    if "chunks" in limits.pinned and len(own) > 1:
-        own = tuple(int(value) for value in limits.pinned["chunks"])
-    return _counts(limits, "chunks", own)
+    counts = ORDERS.get(name) or find_order(name).chunks or (2, 3, 4, 6, 8)
+    if "chunks" in limits.pinned and len(counts) > 1:
+        counts = tuple(int(value) for value in limits.pinned["chunks"])
+    return _counts(limits, "chunks", counts)
 
 
 def check_job_limits(job: Job, limits: Limits) -> None:
     """Refuse (S109) limits that no value of an axis, or of `rows`, can meet in this job."""
-    every, alike = divisors(job.ranks), not isinstance(job.cluster, Nodes)
-    free = Limits({"cp": tuple(every)} if "cp" in limits.pinned else {})
-    legal: dict[str, Sequence[Value]] = {
-        **dict.fromkeys(("dp", "pp", "tp"), every),
+    rank_counts, equal_ranks = divisors(job.ranks), not isinstance(job.cluster, Nodes)
+    free = Limits({"cp": tuple(rank_counts)} if "cp" in limits.pinned else {})
+    permitted: dict[str, Sequence[Value]] = {
+        **dict.fromkeys(("dp", "pp", "tp"), rank_counts),
         "cp": _contexts(job, free, job.ranks),
         "ep": _experts(job, Limits(), job.ranks),
         "rows": divisors(job.rows),
         "slices": sorted({*_slices(job, Limits()), *_slices(job, limits.for_name("slices"))}),
-        "axes": ["-".join(order) for order in AXIS_ORDERS if alike or order[2:] == AXES[2:]],
+        "axes": ["-".join(order) for order in AXIS_ORDERS if equal_ranks or order[2:] == AXES[2:]],
     }
-    for name, values in legal.items():
+    for name, values in permitted.items():
         if not limits.filter_admitted(name, values):
             sized = f"{job.rows} rows" if name == "rows" else f"{job.ranks} ranks"
-            title = f"no way to lay {sized} has {limits.for_name(name).text()}"
+            message = f"no way to lay {sized} has {limits.for_name(name).text()}"
             one_of = f"`{name}` may be {', '.join(map(str, values))}"
-            raise Refusal.of("S109", title, helps=(one_of,))
+            raise Refusal.of("S109", message, helps=(one_of,))
 
 
 def check_pinned_orders(limits: Limits) -> None:
@@ -362,8 +364,8 @@ def check_pinned_orders(limits: Limits) -> None:
             except OrderError as error:
                 reason = error
         else:
-            title = f"a search does not price `{name}`: {reason.reason}"
-            raise Refusal.of("S109", title, helps=(reason.legal,))
+            message = f"a search does not price `{name}`: {reason.reason}"
+            raise Refusal.of("S109", message, helps=(reason.legal,))
 
 
 @lru_cache(maxsize=100_000)

@@ -54,19 +54,19 @@ class Devices:
     speeds: tuple[float, ...] = ()
     memories: tuple[float, ...] = ()
 
-    def speed(self, some: range) -> float:
+    def speed(self, span: range) -> float:
         """Return the speed of the slowest device of a range."""
-        return min(self.speeds[some.start : some.stop]) if self.speeds else 1.0
+        return min(self.speeds[span.start : span.stop]) if self.speeds else 1.0
 
-    def memory_scale(self, some: range) -> float:
+    def memory_scale(self, span: range) -> float:
         """Return the factor by which bytes count more on the smallest device of a range."""
         if not self.memories or math.isinf(self.memory):
             return 1.0
-        return self.memory / max(1e-9, min(self.memories[some.start : some.stop]))
+        return self.memory / max(1e-9, min(self.memories[span.start : span.stop]))
 
-    def bandwidth(self, some: range) -> float:
+    def bandwidth(self, span: range) -> float:
         """Return the bandwidth of a ring through a range: that of its slowest link."""
-        inside = some.start // self.node == (some.stop - 1) // self.node
+        inside = span.start // self.node == (span.stop - 1) // self.node
         return self.link if inside else self.network
 
 
@@ -80,8 +80,8 @@ def keep_activations(layer: Layer, devices: Devices) -> StageOption:
 
 def recompute_forward(layer: Layer, devices: Devices) -> StageOption:
     """Save only the input, and recompute the forward."""
-    took = layer.forward + layer.backward
-    return StageOption(layer.forward, took, 0.0, layer.state, layer.input, ("again",))
+    backward = layer.forward + layer.backward
+    return StageOption(layer.forward, backward, 0.0, layer.state, layer.input, ("again",))
 
 
 def offload_to_host(layer: Layer, devices: Devices) -> StageOption:
@@ -96,8 +96,8 @@ def offload_to_peer(layer: Layer, devices: Devices) -> StageOption:
 
 def _offload(layer: Layer, link: float, name: str) -> StageOption:
     copy = layer.kept / link
-    sides = max(layer.forward, copy), max(layer.backward, copy)
-    return StageOption(*sides, 0.0, layer.state, 0.0, (name,))
+    seconds = max(layer.forward, copy), max(layer.backward, copy)
+    return StageOption(*seconds, 0.0, layer.state, 0.0, (name,))
 
 
 # -- a stage of them -------------------------------------------------------------------------------
@@ -132,8 +132,8 @@ class StageOptions:
         if math.isinf(self.devices.memory):
             flight = 1.0  # irrelevant
         link, speed = self.devices.bandwidth(devices), self.devices.speed(devices)
-        start, fills = devices.start % self.devices.node, self.devices.memory_scale(devices)
-        key = first, last, len(devices), start, link, speed, fills, flight
+        start, memory_scale = devices.start % self.devices.node, self.devices.memory_scale(devices)
+        key = first, last, len(devices), start, link, speed, memory_scale, flight
         if key not in self._stages:
             self._stages[key] = list(self._ways(first, last, devices, flight))
         return self._stages[key]
@@ -141,15 +141,15 @@ class StageOptions:
     def _ways(self, first: int, last: int, devices: range, flight: float) -> Iterator[StageOption]:
         weights = sum(layer.weights for layer in self.layers[first:last])
         link, speed = self.devices.bandwidth(devices), self.devices.speed(devices)
-        fills = self.devices.memory_scale(devices)
+        memory_scale = self.devices.memory_scale(devices)
         for degree in self.degrees(len(devices)):
-            copies, rest = divmod(len(devices), degree)
-            if rest:
+            copies, remainder = divmod(len(devices), degree)
+            if remainder:
                 continue
-            groups = (range(at, at + degree) for at in range(devices.start, devices.stop, degree))
-            meet = min(map(self.devices.bandwidth, groups))
-            for way in self._front(first, last, flight / copies, degree, meet):
-                shared = _scaled(way, 1 / speed / copies, fills, fills / copies)
+            groups = (range(i, i + degree) for i in range(devices.start, devices.stop, degree))
+            bandwidth = min(map(self.devices.bandwidth, groups))
+            for option in self._front(first, last, flight / copies, degree, bandwidth):
+                shared = _scaled(option, 1 / speed / copies, memory_scale, memory_scale / copies)
                 yield self.replicas(shared, weights / degree, copies, link, self.micro)
 
     def _front(
@@ -161,69 +161,69 @@ class StageOptions:
             return [StageOption(0.0, 0.0, name=())]
         key = first, last, flight, ranks, link
         if key not in self._fronts:
-            more = self._front(first + 1, last, flight, ranks, link)
-            one = [self._split(self.layers[first], choice, ranks, link) for choice in self.choices]
-            joined = [add_options(mine, rest) for mine in one for rest in more]
+            tails = self._front(first + 1, last, flight, ranks, link)
+            opts = [self._split(self.layers[first], choice, ranks, link) for choice in self.choices]
+            joined = [add_options(head, tail) for head in opts for tail in tails]
             room = self.devices.memory
-            fits = [way for way in joined if _bytes(way, flight) <= room]
+            fits = [option for option in joined if _bytes(option, flight) <= room]
             self._fronts[key] = _pareto_front(fits, 0.0 if math.isinf(room) else flight)
         return self._fronts[key]
 
     def _split(self, layer: Layer, choice: Choice, ranks: int, link: float) -> StageOption:
         """Split one layer over ranks that all-reduce in a ring: once in each direction, and once
         more where the layer is recomputed."""
-        way = choice(layer, self.devices)
-        meet = 2 * (ranks - 1) / ranks * layer.exchanged / link
-        twice = 2 if way.name == ("again",) else 1
+        option = choice(layer, self.devices)
+        exchange = 2 * (ranks - 1) / ranks * layer.exchanged / link
+        factor = 2 if option.name == ("again",) else 1
         return replace(
-            way,
-            forward=way.forward / ranks + meet,
-            backward=way.backward / ranks + twice * meet,
-            held=way.held / ranks,
-            kept=way.kept / ranks,
+            option,
+            forward=option.forward / ranks + exchange,
+            backward=option.backward / ranks + factor * exchange,
+            held=option.held / ranks,
+            kept=option.kept / ranks,
         )
 
 
-def _scaled(way: StageOption, time: float, held: float, kept: float) -> StageOption:
+def _scaled(option: StageOption, time: float, held: float, kept: float) -> StageOption:
     return replace(
-        way,
-        forward=way.forward * time,
-        backward=way.backward * time,
-        held=way.held * held,
-        kept=way.kept * kept,
+        option,
+        forward=option.forward * time,
+        backward=option.backward * time,
+        held=option.held * held,
+        kept=option.kept * kept,
     )
 
 
-def add_options(one: StageOption, other: StageOption) -> StageOption:
+def add_options(first: StageOption, second: StageOption) -> StageOption:
     """Combine the options of two layers that run one after the other on the same device."""
     return StageOption(
-        one.forward + other.forward,
-        one.backward + other.backward,
-        one.sync + other.sync,
-        one.held + other.held,
-        one.kept + other.kept,
-        one.name + other.name,
+        first.forward + second.forward,
+        first.backward + second.backward,
+        first.sync + second.sync,
+        first.held + second.held,
+        first.kept + second.kept,
+        first.name + second.name,
     )
 
 
-def _bytes(way: StageOption, flight: float) -> float:
-    return way.held + flight * way.kept
+def _bytes(option: StageOption, flight: float) -> float:
+    return option.held + flight * option.kept
 
 
-def _pareto_front(ways: list[StageOption], flight: float) -> list[StageOption]:
+def _pareto_front(options: list[StageOption], flight: float) -> list[StageOption]:
     """Pareto front in time and bytes; bytes do not count where nothing is in flight."""
 
-    def costs(way: StageOption) -> tuple[float, ...]:
-        size = _bytes(way, flight) if flight else 0.0
-        return way.forward, way.backward, way.sync, size
+    def costs(option: StageOption) -> tuple[float, ...]:
+        size = _bytes(option, flight) if flight else 0.0
+        return option.forward, option.backward, option.sync, size
 
     front: list[StageOption] = []
-    for way in sorted(ways, key=costs):
-        mine = costs(way)
+    for option in sorted(options, key=costs):
+        cost = costs(option)
         if not any(
-            all(a * TIE_RATIO <= b for a, b in zip(costs(f), mine, strict=True)) for f in front
+            all(a * TIE_RATIO <= b for a, b in zip(costs(f), cost, strict=True)) for f in front
         ):
-            front.append(way)
+            front.append(option)
     return front
 
 
@@ -235,26 +235,26 @@ def _ring(weights: float, copies: int, link: float) -> float:
 
 
 def reduce_each_step(
-    way: StageOption, weights: float, copies: int, link: float, micro: int
+    option: StageOption, weights: float, copies: int, link: float, micro: int
 ) -> StageOption:
     """Replicas share each microbatch, and all-reduce gradients once a step."""
-    return replace(way, sync=_ring(weights, copies, link))
+    return replace(option, sync=_ring(weights, copies, link))
 
 
 def spread_reduction(
-    way: StageOption, weights: float, copies: int, link: float, micro: int
+    option: StageOption, weights: float, copies: int, link: float, micro: int
 ) -> StageOption:
     """Replicas take turns; a step's all-reduce of gradients is spread over its microbatches
     (Piper)."""
-    return replace(way, backward=way.backward + _ring(weights, copies, link) / micro)
+    return replace(option, backward=option.backward + _ring(weights, copies, link) / micro)
 
 
 def reduce_each_microbatch(
-    way: StageOption, weights: float, copies: int, link: float, micro: int
+    option: StageOption, weights: float, copies: int, link: float, micro: int
 ) -> StageOption:
     """Replicas take turns, and each all-reduces gradients after each of its microbatches.
 
     PipeDream counts a ring twice, for gradients and for weights of a server, overlapped with
     computing.
     """
-    return replace(way, backward=way.backward + 2 * _ring(weights, copies, link) / copies)
+    return replace(option, backward=option.backward + 2 * _ring(weights, copies, link) / copies)

@@ -122,13 +122,13 @@ class StagePlanner:
         layers   with seconds of one microbatch on one device
         stages   how many (None: as many as the planner's model prefers)
         """
-        found = [
+        partitions = [
             planner.solve(layers, order, micro, count)
             for order in self._orders(devices)
             for planner, count in self._grids(layers, devices, stages)
         ]
-        fits = [each for each in found if each is not None]
-        return min(fits, key=lambda each: each.value, default=None)
+        fits = [partition for partition in partitions if partition is not None]
+        return min(fits, key=lambda partition: partition.value, default=None)
 
     def solve(
         self,
@@ -144,11 +144,11 @@ class StagePlanner:
         The first choice is quicker than the others: if its best stages fit, no others are better.
         """
         if len(self.choices) > 1 and not devices.memories:
-            first = replace(self, choices=self.choices[:1])
-            free = first.problem(layers, replace(devices, memory=math.inf), micro, stages, flight)
-            found = self.solver(free, self.objective)
-            if found is not None and _fits(found, devices.memory, free):
-                return found
+            planner = replace(self, choices=self.choices[:1])
+            free = planner.problem(layers, replace(devices, memory=math.inf), micro, stages, flight)
+            partition = self.solver(free, self.objective)
+            if partition is not None and _fits(partition, devices.memory, free):
+                return partition
         return self.solver(self.problem(layers, devices, micro, stages, flight), self.objective)
 
     def _orders(self, devices: Devices) -> Iterator[Devices]:
@@ -168,16 +168,16 @@ class StagePlanner:
             yield self, stages
             return
         for count in range(1, min(len(layers), devices.count) + 1):
-            size, rest = divmod(devices.count, count)
-            if rest == 0 and stages in (None, count):
+            size, remainder = divmod(devices.count, count)
+            if remainder == 0 and stages in (None, count):
                 for degree in self.degrees(size):
                     yield replace(self, sizes=_only(size), degrees=_only(degree)), count
 
 
-def _fits(found: StagePartition, memory: float, problem: PartitionProblem) -> bool:
-    stages = len(found.options)
-    flights = (problem.in_flight_at(stages - 1 - at) for at in range(stages))
-    return all(way.held + n * way.kept <= memory for way, n in zip(found.options, flights))
+def _fits(partition: StagePartition, memory: float, problem: PartitionProblem) -> bool:
+    stages = len(partition.options)
+    counts = (problem.in_flight_at(stages - 1 - k) for k in range(stages))
+    return all(stage.held + n * stage.kept <= memory for stage, n in zip(partition.options, counts))
 
 
 def _only(number: int) -> Sizes:

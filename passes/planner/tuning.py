@@ -37,8 +37,8 @@ def length_of(batch: Mapping[str, Any]) -> int:
     """Return the tokens of a row; 0 where rows have none."""
     from schedlang.runtime.batch import named_tensors
 
-    whole = [v for v in named_tensors(batch).values() if v.ndim > 1]
-    return next((v.shape[1] for v in whole if not v.is_floating_point()), 0)
+    token_tensors = [v for v in named_tensors(batch).values() if v.ndim > 1]
+    return next((v.shape[1] for v in token_tensors if not v.is_floating_point()), 0)
 
 
 def job_of(
@@ -57,15 +57,15 @@ def job_of(
     batch = profiles.batch
     count = next(iter(experts_of(profiles.trial.blocks).values()), 0)
     rows = rows or row_count(batch)
-    asked = any(k != 1 for one in limits for k in one.pinned.get("slices", ()))
-    free = all(one.admits("slices", 2) for one in limits) and profiles.has_values
+    pinned = any(k != 1 for limit in limits for k in limit.pinned.get("slices", ()))
+    allowed = all(limit.admits("slices", 2) for limit in limits) and profiles.has_values
     length = length_of(batch)
-    sliced = bool(length and ranks > 1 and (asked or free)) and profiles.slicing_refusal is None
-    if asked and profiles.slicing_refusal is not None:
+    sliced = bool(length and ranks > 1 and (pinned or allowed)) and profiles.slicing_refusal is None
+    if pinned and profiles.slicing_refusal is not None:
         raise profiles.slicing_refusal
     job = Job(ranks, rows, cluster, profiles.recipe, length, count, sliced)
-    for one in limits:
-        check_job_limits(job, one)
+    for limit in limits:
+        check_job_limits(job, limit)
     return job
 
 
@@ -98,77 +98,77 @@ class TuningResult:
 
 
 def tune_model(
-    profiles: Profiles, job: Job, find: FindSetting, say: DescribeStep = lambda took: ()
+    profiles: Profiles, job: Job, find: FindSetting, describe: DescribeStep = lambda took: ()
 ) -> TuningResult:
     """Search for the best setting whose simulated step fits: the bytes of a price are approximate.
 
-    `say` adds lines to the comments.  Raises Refusal where the written schedule is refused, and
-    where no candidate exists at all.
+    `describe` adds lines to the comments.  Raises Refusal where the written schedule is refused,
+    and where no candidate exists at all.
     """
     room = job
     for _ in range(MAX_SEARCHES):
-        found = find(profiles, room)
-        if not found.counts.all and found.refused:  # the model is refused under every placement
-            raise found.refused[0][1]
-        if found.best is None or found.best.priced is None:
-            return TuningResult(found, None, room)
-        made = _simulated(profiles, job, found, say)
-        if made.fits:
-            return TuningResult(found, made, room)
-        share = min(0.99, found.best.priced.peak / made.peak)
+        result = find(profiles, room)
+        if not result.counts.all and result.refused:  # the model is refused under every placement
+            raise result.refused[0][1]
+        if result.best is None or result.best.priced is None:
+            return TuningResult(result, None, room)
+        written = _simulated(profiles, job, result, describe)
+        if written.fits:
+            return TuningResult(result, written, room)
+        share = min(0.99, result.best.priced.peak / written.peak)
         room = replace(room, cluster=room.cluster.with_memory_share(share))
-    return TuningResult(found, None, room)
+    return TuningResult(result, None, room)
 
 
 def _simulated(
-    profiles: Profiles, job: Job, found: SearchResult, say: DescribeStep
+    profiles: Profiles, job: Job, result: SearchResult, describe: DescribeStep
 ) -> WrittenSchedule:
     """Write the best setting, and simulate a step of it."""
-    assert found.best is not None
-    plan = expand(write_schedule(profiles, found.best.setting), profiles.facts).plan
+    assert result.best is not None
+    plan = expand(write_schedule(profiles, result.best.setting), profiles.facts).plan
     assert plan is not None
-    whole = knob_tuning.Job(
+    knob_job = knob_tuning.Job(
         profiles.facts,
         expand_rows(profiles.batch, job.rows),
         profiles.loss,
         profiles.weight,
-        job.cluster.in_order(found.best.setting.nodes),
+        job.cluster.in_order(result.best.setting.nodes),
         job.ranks,
     )
-    tried = knob_tuning.price_plan(whole, plan, {})
-    took = found.best.least if tried.time is None else tried.time.seconds
-    said = (*say(took), *_figures(job, found, took, tried.peak))
-    remarks = [*said, *_reasons(found.rejected)]
+    tried = knob_tuning.price_plan(knob_job, plan, {})
+    seconds = result.best.least if tried.time is None else tried.time.seconds
+    comments = (*describe(seconds), *_figures(job, result, seconds, tried.peak))
+    remarks = [*comments, *_reasons(result.rejected)]
     fits = tried.peak <= job.cluster.memory and tried.missing_bytes <= 0
-    file = write_schedule(profiles, found.best.setting, remarks)
-    return WrittenSchedule(file, took, tried.peak, fits, said)
+    file = write_schedule(profiles, result.best.setting, remarks)
+    return WrittenSchedule(file, seconds, tried.peak, fits, comments)
 
 
 # -- comments --------------------------------------------------------------------------------------
 
 
-def _figures(job: Job, found: SearchResult, took: float, peak: int) -> Iterator[str]:
+def _figures(job: Job, result: SearchResult, seconds: float, peak: int) -> Iterator[str]:
     """Describe the simulated step: its time, the shares of the price, memory of a rank, the
     planner."""
-    best = found.best
+    best = result.best
     assert best is not None and best.priced is not None
     parts = sorted(best.priced.parts.items(), key=lambda part: -part[1])
     shares = [f"{name} {part / best.priced.seconds:.0%}" for name, part in parts if part]
-    step = f"{format_seconds(took)} a step of {job.rows} rows"
+    step = f"{format_seconds(seconds)} a step of {job.rows} rows"
     yield f"Predicted on {job.ranks} ranks of {job.cluster.name}: {step}; {', '.join(shares)}."
-    peaks = dict.fromkeys(format_bytes(int(one)) for one in best.priced.peaks)
+    peaks = dict.fromkeys(format_bytes(int(place_peak)) for place_peak in best.priced.peaks)
     places = f"; by place in the pipeline about {', '.join(peaks)}" if len(peaks) > 1 else ""
     memory = format_bytes(job.cluster.memory)
     yield f"Memory of the fullest rank: {format_bytes(peak)} of {memory}{places}."
     if isinstance(job.cluster, Nodes):
-        nodes, said = best.setting.nodes, ""
+        nodes, order_text = best.setting.nodes, ""
         order = list(job.cluster.in_order(nodes).numbers)
         if order != [*range(1, len(order) + 1)]:
-            said = f": `order = {order}` in its file, with hosts in that order"
-        yield f"Ranks lie node by node on {job.cluster.text(nodes)}{said}."
-    yield from found.attribution
+            order_text = f": `order = {order}` in its file, with hosts in that order"
+        yield f"Ranks lie node by node on {job.cluster.text(nodes)}{order_text}."
+    yield from result.attribution
 
 
 def _reasons(rejected: Sequence[RejectedSetting]) -> Iterator[str]:
-    for one in rejected[:MAX_REASONS]:
-        yield f"Rejected: {one.kind}: {one.reason}."
+    for rejection in rejected[:MAX_REASONS]:
+        yield f"Rejected: {rejection.kind}: {rejection.reason}."

@@ -189,10 +189,10 @@ class Setting:
 
     def stride(self, axis: str) -> int:
         """Return the distance in ranks to a neighbour along an axis; ep is folded into dp."""
-        at = self.placement
-        sizes = {"dp": self.dp, "pp": self.pp, "cp": at.cp, "tp": at.tp}
-        place = self.axes.index("dp" if axis == "ep" else axis)
-        return math.prod(sizes[inner] for inner in self.axes[place + 1 :])
+        placement = self.placement
+        sizes = {"dp": self.dp, "pp": self.pp, "cp": placement.cp, "tp": placement.tp}
+        position = self.axes.index("dp" if axis == "ep" else axis)
+        return math.prod(sizes[inner] for inner in self.axes[position + 1 :])
 
 
 @dataclass(frozen=True)

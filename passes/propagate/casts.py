@@ -28,7 +28,7 @@ def cast_modules(plan: Plan, model: nn.Module, keeps: bool = False) -> CastRegio
 
     if not plan.casts:
         return None
-    return cast_model(model, ((one.fqn, one.dtype, one.params) for one in plan.casts), keeps)
+    return cast_model(model, ((cast.fqn, cast.dtype, cast.params) for cast in plan.casts), keeps)
 
 
 def has_stable_parameters(plan: Plan, timeline: Timeline) -> bool:
@@ -37,9 +37,9 @@ def has_stable_parameters(plan: Plan, timeline: Timeline) -> bool:
     Returns False where parameters are gathered or fetched for each use: a cached cast would be a
     copy of a freed parameter. Returns False also where updates are made inside a step.
     """
-    gathered = any(one.stage == 3 for one in plan.replicas)
-    fetched = any(one.what == "parameters" for one in plan.stores)
-    return not (gathered or fetched or timeline.stale)
+    is_gathered = any(row.stage == 3 for row in plan.replicas)
+    is_fetched = any(row.what == "parameters" for row in plan.stores)
+    return not (is_gathered or is_fetched or timeline.stale)
 
 
 def cast_loss(plan: Plan, loss: Loss | None) -> Loss | None:
@@ -54,7 +54,7 @@ def cast_loss(plan: Plan, loss: Loss | None) -> Loss | None:
 
 def root_cast(plan: Plan) -> Cast | None:
     """Return the cast of the root module, or None."""
-    return next((one for one in plan.casts if not one.fqn), None)
+    return next((cast for cast in plan.casts if not cast.fqn), None)
 
 
 def gather_dtype(plan: Plan, names: Iterable[str]) -> str | None:
@@ -64,16 +64,18 @@ def gather_dtype(plan: Plan, names: Iterable[str]) -> str | None:
     dtype: a module that computes in the stored dtype needs the stored values.
     """
     ties = {name: tie for tie in plan.model.ties for name in tie}
-    found = {_cast_dtype(plan, name) for first in names for name in ties.get(first, (first,))}
-    return found.pop() if len(found) == 1 else None
+    dtypes = {_cast_dtype(plan, name) for untied in names for name in ties.get(untied, (untied,))}
+    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _cast_dtype(plan: Plan, name: str) -> str | None:
     """Return the dtype to which the innermost row casts a parameter; None: it is not cast."""
-    rows = [one for one in plan.casts if is_inside(name, one.fqn)]
-    row = max(rows, key=lambda one: len(one.fqn), default=None)
+    casts = [cast for cast in plan.casts if is_inside(name, cast.fqn)]
+    cast_row = max(casts, key=lambda cast: len(cast.fqn), default=None)
     stored = plan.model.parameters[name].dtype
-    return row.dtype if row is not None and row.params and stored == "float32" else None
+    return (
+        cast_row.dtype if cast_row is not None and cast_row.params and stored == "float32" else None
+    )
 
 
 def coarsest_epsilon(plan: Plan) -> float:
@@ -82,8 +84,8 @@ def coarsest_epsilon(plan: Plan) -> float:
 
     from schedlang.runtime.mixed_precision import DTYPES
 
-    low = [torch.finfo(DTYPES[one.dtype]).eps for one in plan.casts if one.dtype != "fp32"]
-    return max(low, default=0.0)
+    epsilons = [torch.finfo(DTYPES[cast.dtype]).eps for cast in plan.casts if cast.dtype != "fp32"]
+    return max(epsilons, default=0.0)
 
 
 def initial_loss_scale(plan: Plan) -> LossScale | None:

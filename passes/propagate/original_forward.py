@@ -132,54 +132,56 @@ def record_original(
 
     parts = plan.data_axes or plan.cuts or plan.order or plan.stores
     model, stack = _watched_copy(plan, leaves, accesses=bool(parts))
-    draws = draws or any(isinstance(one, Dropout) and one.p > 0 for one in model.modules())
-    watched, read = DrawObserver(lambda: stack.frames[-1][0]) if draws else None, set[str]()
-    tried = None if loss is None else partial(_call_loss, loss, read)
-    failed: Exception | None = None
+    draws = draws or any(isinstance(module, Dropout) and module.p > 0 for module in model.modules())
+    draws_seen, read_keys = DrawObserver(lambda: stack.frames[-1][0]) if draws else None, set[str]()
+    loss_function = None if loss is None else partial(_call_loss, loss, read_keys)
+    failure: Exception | None = None
     with restore_global_state(plan.model.model, loss), without_values(batch) as (inputs, values):
-        seen = RecordedForward(stack, inputs, values, draws)
-        values.drew = values.drew if watched is None else watched.observe_operator
-        with watched or nullcontext(), Trace(stack, seen, asked=truths) as trace:
+        recorded = RecordedForward(stack, inputs, values, draws)
+        values.drew = values.drew if draws_seen is None else draws_seen.observe_operator
+        with draws_seen or nullcontext(), Trace(stack, recorded, asked=truths) as trace:
             try:
-                output, value = run_forward(model, inputs, tried)
+                output, value = run_forward(model, inputs, loss_function)
             except Refusal:
                 raise
             except Exception as error:
-                failed = error
-    if failed is not None:
+                failure = error
+    if failure is not None:
         if trace.answered:
             return record_original(plan, batch, loss, leaves, draws, truths=True)
-        raise batch_refusal(failed, find_unused_keys(plan.model.model, batch), batch) from failed
+        raise batch_refusal(failure, find_unused_keys(plan.model.model, batch), batch) from failure
     if values.random and not draws:
         return record_original(plan, batch, loss, leaves, True, truths)
-    found = value if loss is None or is_loss(value) else None
-    trained, reenters, others = find_reached_parameters(model, found, plan.model.base.model, loss)
-    no_loss = found is None or others or not found.requires_grad
-    given = accepted_inputs(plan.model.model, batch)
+    loss_value = value if loss is None or is_loss(value) else None
+    trained, reentrant, foreign = find_reached_parameters(
+        model, loss_value, plan.model.base.model, loss
+    )
+    no_loss = loss_value is None or foreign or not loss_value.requires_grad
+    input_names = accepted_inputs(plan.model.model, batch)
     original = Original(
-        labels=tuple(seen.labels),
-        label_counts=tuple(seen.counted),
-        loss_keys=frozenset(read),
-        unread_keys=tuple(key for key in batch if key not in given and key not in read),
-        is_random=watched is not None and watched.random,
-        mask_shapes=seen.drawn,
-        unbatched_masks=_unbatched(plan, batch, loss, seen) if seen.sourceless else {},
-        unequal_draws={} if watched is None else watched.apart,
+        labels=tuple(recorded.labels),
+        label_counts=tuple(recorded.counted),
+        loss_keys=frozenset(read_keys),
+        unread_keys=tuple(key for key in batch if key not in input_names and key not in read_keys),
+        is_random=draws_seen is not None and draws_seen.random,
+        mask_shapes=recorded.drawn,
+        unbatched_masks=_unbatched(plan, batch, loss, recorded) if recorded.sourceless else {},
+        unequal_draws={} if draws_seen is None else draws_seen.apart,
         reached_parameters=trained,
-        has_reentrant_checkpoints=reenters,
+        has_reentrant_checkpoints=reentrant,
         outside_calls=frozenset(stack.outside),
         overwriting_modules=frozenset(stack.overwrites),
-        missing_loss=_missing_loss(model, batch, loss, output, value, others) if no_loss else None,
+        missing_loss=_missing_loss(model, batch, loss, output, value, foreign) if no_loss else None,
         reads_values=values.read_unknown,
         uses_batch_conditions=truths,
         call_counts=stack.turns,
-        choosing_modules=seen.choices,
+        choosing_modules=recorded.choices,
     )
     if values.read_unknown or values.read_known or trace.answered:
         original = _with_other_values(plan, batch, loss, leaves, original)
     if stack.access is not None:
         original = replace(original, **stack.access.as_arguments())
-    return Recording(seen.frames, original)
+    return Recording(recorded.frames, original)
 
 
 def _watched_copy(
@@ -215,7 +217,7 @@ def _with_other_values(
     Each rank has its own rows, so values differ between ranks. A model that does not run with
     other values counts as one that reads values.
     """
-    if not any(one.stage > 0 for one in plan.all_replicas):
+    if not any(row.stage > 0 for row in plan.all_replicas):
         return original
     from torch.random import fork_rng
 
@@ -227,21 +229,28 @@ def _with_other_values(
     model, stack = _watched_copy(plan, leaves)
     trace = Trace(stack, other=True)
     try:
-        kept = restore_global_state(plan.model.model, loss)
-        with kept, fork_rng(devices=[]), without_values(batch, True) as (inputs, _), trace:
+        state_restored = restore_global_state(plan.model.model, loss)
+        with (
+            state_restored,
+            fork_rng(devices=[]),
+            without_values(batch, True) as (inputs, _),
+            trace,
+        ):
             run_forward(model, inputs, loss)
     except Exception:  # an impossible shape, an index out of range
         return replace(original, reads_values=True)
-    mine, others = original.call_counts, stack.turns
-    wanders = {fqn for fqn in (*mine, *others) if mine.get(fqn) != others.get(fqn)}
-    if [fqn for fqn in mine if fqn not in wanders] != [f for f in others if f not in wanders]:
-        wanders = {*mine, *others}
-    if not wanders:
+    counts, other_counts = original.call_counts, stack.turns
+    varying = {fqn for fqn in (*counts, *other_counts) if counts.get(fqn) != other_counts.get(fqn)}
+    if [fqn for fqn in counts if fqn not in varying] != [
+        f for f in other_counts if f not in varying
+    ]:
+        varying = {*counts, *other_counts}
+    if not varying:
         return original
-    wanders |= {fqn for fqn in plan.model.sites if fqn not in mine}
+    varying |= {fqn for fqn in plan.model.sites if fqn not in counts}
     outside = original.outside_calls | stack.outside
     return replace(
-        original, reads_values=True, varying_modules=frozenset(wanders), outside_calls=outside
+        original, reads_values=True, varying_modules=frozenset(varying), outside_calls=outside
     )
 
 
@@ -251,11 +260,11 @@ def _missing_loss(
     loss: Loss | None,
     output: Any,
     value: Any,
-    others: Mapping[str, bool],
+    foreign: Mapping[str, bool],
 ) -> Diagnostic | None:
     """Return the message about a loss that is missing or that trains nothing, or None.
 
-    Without labels a batch can still be evaluated. `others` are parameters with which the loss is
+    Without labels a batch can still be evaluated. `foreign` are parameters with which the loss is
     computed and that no program trains; the value says whether they belong to the model.
     """
     from torch import is_grad_enabled
@@ -268,13 +277,13 @@ def _missing_loss(
             if loss is None
             else bad_loss_diagnostic(value, model, batch)
         )
-    if others:
-        own = "the model's own: what is trained is a copy of it"
-        other = "of the loss, and what is trained are the model's"
+    if foreign:
+        own_text = "the model's own: what is trained is a copy of it"
+        loss_text = "of the loss, and what is trained are the model's"
         return Diagnostic(
             "S615",
-            f"the loss is computed with {quote_names(others)}, which no program trains",
-            notes=(f"they are parameters {own if all(others.values()) else other}",),
+            f"the loss is computed with {quote_names(foreign)}, which no program trains",
+            notes=(f"they are parameters {own_text if all(foreign.values()) else loss_text}",),
             helps=("let the model's forward compute this part, and return it with the output",),
         )
     if not is_grad_enabled() or not any(p.requires_grad for p in model.parameters()):
@@ -306,23 +315,23 @@ def record_many_rows(plan: Plan, batch: Mapping[str, Any], loss: Loss | None) ->
     from schedlang.runtime.propagation.trace import RecordedForward, Trace, run_with_prime_rows
 
     def run(bare: nn.Module, inputs: dict[str, Any], stack: ModuleStack, rows: int) -> ManyRows:
-        seen = RecordedForward(stack, inputs, draws=True, calls=False)
-        sums = BatchSumLattice(stack, rows, seen.means)
-        with Trace(stack, seen, sums):
+        recorded = RecordedForward(stack, inputs, draws=True, calls=False)
+        sums = BatchSumLattice(stack, rows, recorded.means)
+        with Trace(stack, recorded, sums):
             _, value = run_forward(bare, inputs, sums.wrap_loss(loss))
-        return ManyRows(seen.drawn, None if value is None else sums.sums_of(value))
+        return ManyRows(recorded.drawn, None if value is None else sums.sums_of(value))
 
-    known: Any = plan.model.cache.setdefault("many rows", {})
+    cached: Any = plan.model.cache.setdefault("many rows", {})
     key = signature(batch), id(loss)
-    if key not in known:  # the cache holds the loss, so that its id is not used again
+    if key not in cached:  # the cache holds the loss, so that its id is not used again
         with restore_loss_state(loss):
-            known[key] = run_with_prime_rows(plan.model.model, batch, run), loss
-    found: ManyRows | None = known[key][0]
-    return found
+            cached[key] = run_with_prime_rows(plan.model.model, batch, run), loss
+    many_rows: ManyRows | None = cached[key][0]
+    return many_rows
 
 
 def _unbatched(
-    plan: Plan, batch: Mapping[str, Any], loss: Loss | None, seen: RecordedForward
+    plan: Plan, batch: Mapping[str, Any], loss: Loss | None, recorded: RecordedForward
 ) -> dict[tuple[str, int], bool]:
     """Return for each draw whether it has no dim of samples; empty where all have one.
 
@@ -330,19 +339,21 @@ def _unbatched(
     Only draws that do not depend on a tensor of the batch are checked, since their shape may have
     been computed from the number of rows.
     """
-    again = record_many_rows(plan, batch, loss)
-    if again is None:
+    many = record_many_rows(plan, batch, loss)
+    if many is None:
         return {}
-    alike = {at for at in seen.sourceless if again.mask_shapes.get(at) == seen.drawn[at]}
-    return {at: at in alike for at in seen.drawn} if alike else {}
+    equal = {
+        draw for draw in recorded.sourceless if many.mask_shapes.get(draw) == recorded.drawn[draw]
+    }
+    return {draw: draw in equal for draw in recorded.drawn} if equal else {}
 
 
 class ObservedBatch(dict[str, Any]):
     """A batch that records which keys are read; all other methods read by the two methods below."""
 
-    def __init__(self, batch: Mapping[str, Any], seen: set[str]) -> None:
+    def __init__(self, batch: Mapping[str, Any], read_keys: set[str]) -> None:
         super().__init__(batch)
-        self.read_keys = seen
+        self.read_keys = read_keys
 
     def __getitem__(self, key: str) -> Any:
         self.read_keys.add(key)
@@ -370,9 +381,9 @@ def _call_loss(loss: Loss, read: set[str], output: Any, batch: Mapping[str, Any]
 def _is_about_values(error: Exception) -> bool:
     """Return whether an error says that values of a meta tensor were needed."""
     text = str(error)
-    wanted = "on meta tensors" in text or "CPU" in text and "but got" in text and " meta " in text
-    wanted |= "unallocated storage" in text or "meta tensor without output_size" in text
-    return isinstance(error, NotImplementedError) or wanted
+    is_match = "on meta tensors" in text or "CPU" in text and "but got" in text and " meta " in text
+    is_match |= "unallocated storage" in text or "meta tensor without output_size" in text
+    return isinstance(error, NotImplementedError) or is_match
 
 
 def find_unused_keys(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
@@ -394,20 +405,20 @@ def describe_packed_tensors(batch: Mapping[str, Any]) -> tuple[str, ...]:
     except Refusal:  # a batch without rows: the model's own error is reported first
         return ()
     sizes = {name: tensor.shape[:1] for name, tensor in named_tensors(batch).items()}
-    found = [(name, size[0]) for name, size in sizes.items() if size and size[0] > max(1, rows)]
+    oversized = [(name, size[0]) for name, size in sizes.items() if size and size[0] > max(1, rows)]
     return tuple(
         f"`{name}` has {count} entries in dim 0 where the batch has {rows} rows: it is not split"
         " by rows, and each part has all of it"
-        for name, count in found
+        for name, count in oversized
     )
 
 
 def batch_refusal(
-    error: Exception, others: Sequence[str] = (), batch: Mapping[str, Any] | None = None
+    error: Exception, unused_keys: Sequence[str] = (), batch: Mapping[str, Any] | None = None
 ) -> Refusal:
     """Return the refusal for an error that the model raised on the meta device.
 
-    `others`: keys of the batch that the forward does not take; one may be misspelled.
+    `unused_keys`: keys of the batch that the forward does not take; one may be misspelled.
     `batch`: the batch with which the model ran.
     """
     from schedlang.runtime.tracing.module_calls import line_of, value_refusal
@@ -429,7 +440,7 @@ def batch_refusal(
         "the model rejects this batch",
         notes=(
             f"on the meta device it raised `{text}`{line and f', at {line}'}",
-            *(f"its forward does not take `{key}` of the batch" for key in others),
+            *(f"its forward does not take `{key}` of the batch" for key in unused_keys),
             *packed,
         ),
         helps=tuple(helps),
@@ -484,11 +495,11 @@ def with_statistics(
     Refuses (S668) sums that microbatches split. `weighed`: the user gave a weight function.
     """
     if plan.micro > 1 and not is_statistics_relaxed(plan) and not weighed:
-        found = _known_sums(plan, sample, loss)
+        sums = _known_sums(plan, sample, loss)
         # with a mean over labels, no other sum is a mean of means, for any number of rows
-        certain = [one for one, linear in found.sums.items() if not linear] if found else []
-        if found is not None and found.labels and certain:
-            raise _split_statistics(plan, certain[0])
+        nonlinear = [term for term, linear in sums.sums.items() if not linear] if sums else []
+        if sums is not None and sums.labels and nonlinear:
+            raise _split_statistics(plan, nonlinear[0])
     return replace(traced, statistics=statistics_of(plan, sample, loss, weighed))
 
 
@@ -525,7 +536,7 @@ def check_microbatches(
         raise _split_statistics(plan, sums[0])
 
 
-def _split_statistics(plan: Plan, first: BatchSum) -> Refusal:
+def _split_statistics(plan: Plan, batch_sum: BatchSum) -> Refusal:
     micro = plan.micro
     row = plan.origin(plan.order) if plan.order is not None else None
     return Refusal.of(
@@ -533,8 +544,8 @@ def _split_statistics(plan: Plan, first: BatchSum) -> Refusal:
         f"the loss needs statistics of the full batch, not of {micro} microbatches",
         Label((row and row.span) or NOWHERE),
         notes=(
-            f"the forward of {quote_module(first.fqn)} takes a {first.name} over all rows"
-            + (f", {first.line}" if first.line else ""),
+            f"the forward of {quote_module(batch_sum.fqn)} takes a {batch_sum.name} over all rows"
+            + (f", {batch_sum.line}" if batch_sum.line else ""),
             "the backward of a microbatch starts before later microbatches are computed",
         ),
         helps=("use one microbatch, `micro=1`: ranks compute the statistics together", HELP_RELAX),
@@ -554,17 +565,17 @@ def find_shared_sums(
     A loss with labels is weighted by labels: any other sum in the loss needs all rows. A loss
     without labels is weighted by rows: a mean over rows (a linear sum) needs no other rows.
     """
-    found = _known_sums(plan, sample, loss)
-    if found is None:
+    loss_sums = _known_sums(plan, sample, loss)
+    if loss_sums is None:
         return ()
-    counted = weighed or found.labels
-    return tuple(one for one, linear in found.sums.items() if counted or not linear)
+    counted = weighed or loss_sums.labels
+    return tuple(batch_sum for batch_sum, linear in loss_sums.sums.items() if counted or not linear)
 
 
 def _known_sums(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> LossSums | None:
     """Return the sums over rows in the loss; None where they are unknown."""
-    found = record_many_rows(plan, sample, loss)
-    return found.sums if found is not None else None
+    many_rows = record_many_rows(plan, sample, loss)
+    return many_rows.sums if many_rows is not None else None
 
 
 def _is_recomputed(plan: Plan, fqn: str) -> bool:

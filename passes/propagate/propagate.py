@@ -130,57 +130,57 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
     if not leaves:
         return Traced(**vars(recording.original))
     # divisions that worked before are tried first: the comparison proves them again
-    served: Any = plan.model.cache.setdefault(("divided", plan.mesh.axes), [])
-    laid = (plan.boundaries, plan.layouts, plan.computes)
-    lies = (plan.mesh.axes, *(tuple(one.items()) for one in laid))
+    successful: Any = plan.model.cache.setdefault(("divided", plan.mesh.axes), [])
+    placement_maps = (plan.boundaries, plan.layouts, plan.computes)
+    key = (plan.mesh.axes, *(tuple(mapping.items()) for mapping in placement_maps))
     hoists: Any = plan.model.cache.setdefault("hoisted", {})
-    gathers: list[tuple[str, str]] = [*hoists.get(lies, ())]  # by which module, over which axis
+    gathers: list[tuple[str, str]] = [*hoists.get(key, ())]  # by which module, over which axis
     for fqn, axis in gathers:
         leaves[fqn] = hoist_gather(fqn, leaves.get(fqn), axis)
     # divided numbers; the call and the reason of the failure without the last of them
     tries: list[tuple[frozenset[Choice], tuple[int, str]]] = [
-        (found, (-1, "")) for found in (frozenset(), *served)
+        (division, (-1, "")) for division in (frozenset(), *successful)
     ]
     pairs: list[tuple[frozenset[Choice], tuple[int, str]]] = []
     tried: set[frozenset[Choice]] = set()
-    idle: set[tuple[frozenset[Choice], tuple[int, str]]] = set()
+    unhelpful: set[tuple[frozenset[Choice], tuple[int, str]]] = set()
     best: Mismatch | None = None
     for _ in range(MOST_RUNS + len(plan.model.sites)):
         if not tries and not pairs:
             break
         single = bool(tries)
         divided, reached = (tries or pairs).pop()
-        if not single and any((divided - {number}, reached) in idle for number in divided):
+        if not single and any((divided - {number}, reached) in unhelpful for number in divided):
             continue  # one of the two numbers changes nothing here
-        run = ShardedRun(plan, batch, loss, leaves, recording, divided)
+        attempt_run = ShardedRun(plan, batch, loss, leaves, recording, divided)
         try:
-            failure = run.attempt()
-        except Hoist as place:
-            for fqn in same_module_of_layers(plan, place.fqn):
-                leaves[fqn] = hoist_gather(fqn, leaves.get(fqn), place.axis)
-                gathers.append((fqn, place.axis))
+            failure = attempt_run.attempt()
+        except Hoist as hoist:
+            for fqn in same_module_of_layers(plan, hoist.fqn):
+                leaves[fqn] = hoist_gather(fqn, leaves.get(fqn), hoist.axis)
+                gathers.append((fqn, hoist.axis))
             tries.append((divided, reached))
             continue
         except Refusal as refusal:
             raise _at_sharding_row(plan, refusal) from refusal
         if failure is None:
-            if divided and divided not in served:
-                served.append(divided)
-            hoists[lies] = tuple(gathers)
-            return _traced(recording, run)
+            if divided and divided not in successful:
+                successful.append(divided)
+            hoists[key] = tuple(gathers)
+            return _traced(recording, attempt_run)
         if best is None or _report_key(failure) > _report_key(best):
             best = failure
         if failure.place <= reached[0]:  # this division alone did not help
             # but if it changed something, two numbers may stand in a call: `split([q, k, k])`
             if (failure.place, failure.reason) == reached:
-                idle.add((divided, reached))
+                unhelpful.add((divided, reached))
             elif single:
-                more = [divided | {number} for number in run.candidates(failure)]
-                pairs += [(both, reached) for both in more if both not in tried]
-                tried.update(more)
+                larger = [divided | {number} for number in attempt_run.candidates(failure)]
+                pairs += [(union, reached) for union in larger if union not in tried]
+                tried.update(larger)
             continue
-        now = failure.place, failure.reason
-        tries += [(divided | {number}, now) for number in run.candidates(failure)]
+        progress = failure.place, failure.reason
+        tries += [(divided | {number}, progress) for number in attempt_run.candidates(failure)]
     assert best is not None
     raise _refusal(plan, best)
 
@@ -214,7 +214,7 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
     """Return a failure as a refusal at the row that shards the failing module."""
     fqn = failure.frame[0]
     action = _blamed_row(plan, failure)
-    heads, asked = _heads_message(plan, failure)
+    heads, row_facts = _heads_message(plan, failure)
     line = f", at {failure.line}" if failure.line else ""
     notes: tuple[str, ...] = (f"in the forward of `{fqn or plan.model.class_name}`{line}",)
     title = heads[0] if heads else failure.reason
@@ -228,12 +228,13 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
         if heads
         else failure.helps or _boundary_helps(plan, action, fqn)
     )
-    made = () if heads else tuple(_missing_splits(plan, failure))
-    said = (
-        (site, ", ".join(f"{name}=S({dim})" for name, dim in dims.items())) for site, dims in made
+    missing = () if heads else tuple(_missing_splits(plan, failure))
+    texts = (
+        (site, ", ".join(f"{name}=S({dim})" for name, dim in dims.items()))
+        for site, dims in missing
     )
-    too = (f"{site}  shard({splits}, over={failure.axis})" for site, splits in said)
-    helps = (*(f"shard the other one, too: `{row}`" for row in too), *helps)
+    other_rows = (f"{site}  shard({splits}, over={failure.axis})" for site, splits in texts)
+    helps = (*(f"shard the other one, too: `{row}`" for row in other_rows), *helps)
     if not heads and action is not None:
         helps = (*_missing_rows(plan, failure, action), *helps)
     if line and not heads and failure.call in RESHAPES and failure.integers:
@@ -248,9 +249,9 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
         notes=notes,
         helps=helps,
         facts=(
-            *(fact for site, dims in made[:1] for fact in _missing_row_facts(site, dims)),
+            *(fact for site, dims in missing[:1] for fact in _missing_row_facts(site, dims)),
             *((("line", line),) if line else ()),
-            *(asked if heads else failure.row_arguments),
+            *(row_facts if heads else failure.row_arguments),
         ),
     )
 
@@ -267,17 +268,17 @@ def _missing_splits(plan: Plan, failure: Mismatch) -> Iterator[tuple[str, Mappin
     An example is a table of biases.
     """
     names, size = failure.made
-    found: dict[str, dict[str, int]] = {}
+    dims_by_site: dict[str, dict[str, int]] = {}
     for name in sorted(names, reverse=True) if failure.axis is not None else ():
-        fact, site = plan.model.parameters[name], plan.model.owner(name)
-        dims = [dim for dim, whole in enumerate(fact.shape) if whole == size]
+        param, site = plan.model.parameters[name], plan.model.owner(name)
+        dims = [dim for dim, full_size in enumerate(param.shape) if full_size == size]
         if (
             len(dims) == 1
             and not site.dims
             and failure.axis not in plan.effective_layout(name).axes
         ):
-            found.setdefault(str(site), {})[name.rpartition(".")[2]] = dims[0]
-    yield from found.items()  # a norm's weight and its bias are sharded together
+            dims_by_site.setdefault(str(site), {})[name.rpartition(".")[2]] = dims[0]
+    yield from dims_by_site.items()  # a norm's weight and its bias are sharded together
 
 
 COMBINED = ("add", "iadd", "radd", "mul", "imul", "rmul", "sub", "isub", "rsub")  # two tensors
@@ -289,66 +290,73 @@ def _missing_rows(plan: Plan, failure: Mismatch, action: Action) -> Iterator[str
     Both are in the same forward, and have the same size along the split dim; an example is the
     second projection of LoRA. Yields nothing where several projections fit.
     """
-    fqn, by, axis, sites = failure.frame[0], failure.by, failure.axis, plan.model.sites
+    fqn, source, axis, sites = failure.frame[0], failure.by, failure.axis, plan.model.sites
     holder = f"{fqn}." if fqn else ""
     combines = failure.call.strip("_") in COMBINED
-    if not combines or axis is None or by not in action.sites or not by.startswith(holder):
+    if not combines or axis is None or source not in action.sites or not source.startswith(holder):
         return
-    found: list[str] = []
+    helps: list[str] = []
     cuts = {
-        name: plan.effective_layout(fact.name).splits for name, fact in sites[by].parameters.items()
+        name: plan.effective_layout(param.name).splits
+        for name, param in sites[source].parameters.items()
     }
-    split = {(name, one.dim) for name, some in cuts.items() for one in some if one.axis == axis}
-    sizes = {(name, dim, sites[by].parameters[name].shape[dim]) for name, dim in split}
+    split = {
+        (name, shard.dim) for name, splits in cuts.items() for shard in splits if shard.axis == axis
+    }
+    sizes = {(name, dim, sites[source].parameters[name].shape[dim]) for name, dim in split}
     for site in sites.values():
-        own = {name: fact for name, fact in site.parameters.items() if name in cuts}
-        outside = site.fqn in action.sites or not site.fqn.startswith(holder)
-        if outside or not site.dims or "weight" not in own:
+        params = {name: param for name, param in site.parameters.items() if name in cuts}
+        excluded = site.fqn in action.sites or not site.fqn.startswith(holder)
+        if excluded or not site.dims or "weight" not in params:
             continue
-        known = ((own[name].shape[dim : dim + 1], size) for name, dim, size in sizes if name in own)
-        fits = all(shape == (size,) for shape, size in known)  # a norm's weight has one dim
-        if fits and not any(axis in plan.effective_layout(fact.name).axes for fact in own.values()):
-            stem, tail = by.removeprefix(holder), site.fqn.removeprefix(holder)
-            alike = [f"{one.removesuffix(stem)}{tail}" for one in action.sites]
-            where = _selector_of([one for one in alike if one in sites], sites)
-            found.append(f"shard what it is combined with, too: `{where}  {action.primitive}`")
-    if len(found) == 1:  # of several it is not known which
-        yield found[0]
+        pairs = (
+            (params[name].shape[dim : dim + 1], size) for name, dim, size in sizes if name in params
+        )
+        fits = all(shape == (size,) for shape, size in pairs)  # a norm's weight has one dim
+        if fits and not any(
+            axis in plan.effective_layout(param.name).axes for param in params.values()
+        ):
+            stem, tail = source.removeprefix(holder), site.fqn.removeprefix(holder)
+            similar = [f"{shard.removesuffix(stem)}{tail}" for shard in action.sites]
+            selector = _selector_of([shard for shard in similar if shard in sites], sites)
+            helps.append(f"shard what it is combined with, too: `{selector}  {action.primitive}`")
+    if len(helps) == 1:  # of several it is not known which
+        yield helps[0]
 
 
 def _selector_of(alike: Sequence[str], sites: Mapping[str, object]) -> str:
     """Return a selector of modules: one path with `*` for different segments, else all names."""
-    parts = [set(found) for found in zip(*(one.split(".") for one in alike))]
-    path = [next(iter(found)) if len(found) == 1 else "*" for found in parts]
-    names = [one.split(".") for one in sites if one.count(".") == len(path) - 1]
-    met = [one for one in names if all(p in ("*", name) for p, name in zip(path, one))]
-    return ".".join(path) if len(met) == len(alike) else ", ".join(alike)
+    parts = [set(segments) for segments in zip(*(fqn.split(".") for fqn in alike))]
+    path = [next(iter(segments)) if len(segments) == 1 else "*" for segments in parts]
+    names = [fqn.split(".") for fqn in sites if fqn.count(".") == len(path) - 1]
+    matching = [fqn for fqn in names if all(p in ("*", name) for p, name in zip(path, fqn))]
+    return ".".join(path) if len(matching) == len(alike) else ", ".join(alike)
 
 
 def _boundary_helps(plan: Plan, action: Action | None, fqn: str) -> tuple[str, ...]:
     """Return helps that change the layouts at the edges of a row; `fqn` is the failing module."""
     if action is None or len(action.primitive.along) != 1:
         return ()
-    (over,) = action.primitive.along
-    around = [b for site in action.sites for b in plan.boundaries.get(site, ()) if b.axis == over]
-    if not around or over in (one.axis for one in plan.completions):
+    (axis,) = action.primitive.along
+    edges = [b for site in action.sites for b in plan.boundaries.get(site, ()) if b.axis == axis]
+    if not edges or axis in (completion.axis for completion in plan.completions):
         return ()
-    own = [boundary for boundary in around if boundary.row == action.row]
+    own_boundaries = [boundary for boundary in edges if boundary.row == action.row]
     within = any(fqn != site and is_inside(fqn, site) for site in action.sites)
-    split = next((b.input for b in own if isinstance(b.input, S)), None)
+    split = next((b.input for b in own_boundaries if isinstance(b.input, S)), None)
     if within and split is not None:  # a module inside gets a shard
         return (f"drop `input=` of this row: what is inside needs more than a part of {split}",)
-    missing = f"add the missing rows: `complete(over={over})`, below"
-    if any(isinstance(boundary.output, Replicate) for boundary in own):
+    missing = f"add the missing rows: `complete(over={axis})`, below"
+    if any(isinstance(boundary.output, Replicate) for boundary in own_boundaries):
         return (missing,)
     return (missing, "or gather its output: `output=R`")
 
 
 def _at_sharding_row(plan: Plan, refusal: Refusal) -> Refusal:
     """Return a refusal without a place, placed at the last row that shards its module."""
-    named = {value for d in refusal.diagnostics for fact, value in d.facts if fact == "site"}
+    sites = {value for d in refusal.diagnostics for kind, value in d.facts if kind == "site"}
     shards = list(plan.rows_changing(Facet.PLACEMENT))
-    row = next((a for a in reversed(shards) if named & set(a.sites)), None)
+    row = next((a for a in reversed(shards) if sites & set(a.sites)), None)
     return refusal if row is None else refusal.at(row.span)
 
 
@@ -357,9 +365,9 @@ def _blamed_row(plan: Plan, failure: Mismatch) -> Action | None:
 
     It is the row of the failing module, else the row that split the tensor, else one inside.
     """
-    fqn, by = failure.frame[0], failure.by
+    fqn, source = failure.frame[0], failure.by
     shards = plan.rows_changing(Facet.PLACEMENT)
-    exact = (a for name in (fqn, by) if name for a in reversed(shards) if name in a.sites)
+    exact = (a for name in (fqn, source) if name for a in reversed(shards) if name in a.sites)
     return next(exact, next((a for a in shards if shards_module(a, fqn)), None))
 
 
@@ -374,14 +382,14 @@ def _heads_message(plan: Plan, failure: Mismatch) -> tuple[tuple[str, ...], Fact
     ranks, row = plan.mesh.size(axis), _head_row(plan, failure.by, axis)
     if count % ranks == 0 or (row is not None and row.settles_heads):
         return (), ()
-    legal = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+    divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
     title = f"{count} heads of `{failure.frame[0]}` cannot be split over {axis}={ranks}"
-    helps = [f"`{axis}` may be one of {legal}"]
-    asked: Facts = ()
+    helps = [f"`{axis}` may be one of {divisors}"]
+    row_facts: Facts = ()
     if row is not None:
-        more, asked = row.remedies(failure.by, count, ranks, len(failure.counted) > 2)
-        helps += more
-    return (title, *helps), asked
+        row_helps, row_facts = row.remedies(failure.by, count, ranks, len(failure.counted) > 2)
+        helps += row_helps
+    return (title, *helps), row_facts
 
 
 def _head_row(plan: Plan, fqn: str, axis: str) -> SplittingHeads | None:

@@ -58,20 +58,20 @@ class WeightSplits:
     same_turns: Mapping[tuple[str, Turn], Turn | None] = field(default_factory=dict)
 
     def change_shards(
-        self, at: SavedPlace, tensor: Tensor, change: Callable[[Tensor], Tensor]
+        self, place: SavedPlace, tensor: Tensor, change: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """Return a full tensor in which `change` was applied to each rank's shard."""
         import torch
 
-        dim = self.split_dim(at.fqn, at.site, tensor)
+        dim = self.split_dim(place.fqn, place.site, tensor)
         if dim is None:
             return change(tensor)
-        sizes = self.blocks.get(at.site, ())
+        sizes = self.blocks.get(place.site, ())
         if sizes and sum(sizes) == tensor.shape[dim]:
             return self._in_blocks(tensor, dim, sizes, change)
         if dim:
             return torch.cat([change(part) for part in tensor.chunk(self.ranks, dim)], dim)
-        runs = self._runs(tensor.shape[0], at.samples)  # samples, with heads in one dim
+        runs = self._runs(tensor.shape[0], place.samples)  # samples, with heads in one dim
         by_sample = tensor.reshape(runs, -1, *tensor.shape[1:])
         parts = [change(part) for part in by_sample.chunk(self.ranks, 1)]
         return torch.cat(parts, 1).flatten(0, 1)
@@ -82,21 +82,23 @@ class WeightSplits:
         """Apply `change` to each rank's shards of all blocks, concatenated into one tensor."""
         import torch
 
-        mine = [size // self.ranks for size in sizes]
-        pieces = [block.chunk(self.ranks, dim) for block in torch.split(tensor, list(sizes), dim)]
-        made = [
-            torch.split(change(torch.cat([piece[rank] for piece in pieces], dim)), mine, dim)
+        local = [size // self.ranks for size in sizes]
+        blocks = [block.chunk(self.ranks, dim) for block in torch.split(tensor, list(sizes), dim)]
+        changed = [
+            torch.split(
+                change(torch.cat([block_parts[rank] for block_parts in blocks], dim)), local, dim
+            )
             for rank in range(self.ranks)
         ]
-        return torch.cat([torch.cat(parts, dim) for parts in zip(*made)], dim)
+        return torch.cat([torch.cat(parts, dim) for parts in zip(*changed)], dim)
 
     def split_dim(self, fqn: str, site: str, tensor: Tensor) -> int | None:
         """Return the dim along which ranks split a full tensor, or None."""
         for name in _enclosing_modules(site):  # a module whose inside is not traced has the entry
-            known = self.splits.get((fqn, name, tensor.dim()))
-            if known is not None:
-                dims = set(known.values())
-                return dims.pop() if len(dims) == 1 else known.get(_shape_key(tensor.shape))
+            dims_by_shape = self.splits.get((fqn, name, tensor.dim()))
+            if dims_by_shape is not None:
+                dims = set(dims_by_shape.values())
+                return dims.pop() if len(dims) == 1 else dims_by_shape.get(_shape_key(tensor.shape))
         return None
 
     def _runs(self, size: int, samples: int) -> int:
@@ -104,12 +106,12 @@ class WeightSplits:
         return samples if fits else 1
 
 
-def next_turn(before: Iterable[Turn], site: str, split: bool) -> Turn:
+def next_turn(earlier: Iterable[Turn], site: str, split: bool) -> Turn:
     """Return the turn of the next tensor that a module saves in a call.
 
     Masks are not split; they are counted separately, since a batch without padding has none.
     """
-    return site, split, 1 + sum(turn[:2] == (site, split) for turn in before)
+    return site, split, 1 + sum(turn[:2] == (site, split) for turn in earlier)
 
 
 def _shape_key(shape: Sequence[int]) -> _ShapeKey:
@@ -136,15 +138,15 @@ def experts_of(plan: Plan) -> tuple[str, ...]:
 
 def weight_axes(plan: Plan) -> list[str]:
     """Return the axes that split weights (without experts') and whose ranks have equal samples."""
-    data = {a for row in plan.replicas for over in row.axes for a in plan.mesh.fold(over)}
+    data = {a for row in plan.replicas for axis_name in row.axes for a in plan.mesh.fold(axis_name)}
     experts = experts_of(plan)
-    found = {
+    sharding_axes = {
         axis
         for name, layout in plan.layouts.items()
         if not _inside(name, experts)
         for axis in layout.axes
     }
-    return sorted(axis for axis in found - data if plan.mesh.size(axis) > 1)
+    return sorted(axis for axis in sharding_axes - data if plan.mesh.size(axis) > 1)
 
 
 def recomputed_modules(plan: Plan, chains: Chains | None = None) -> tuple[RecomputedRegion, ...]:
@@ -152,12 +154,14 @@ def recomputed_modules(plan: Plan, chains: Chains | None = None) -> tuple[Recomp
 
     `chains`: the choices of rows with a memory limit, once these are known.
     """
-    found: dict[RecomputedRegion, None] = {}
+    regions: dict[RecomputedRegion, None] = {}
     for action, row in recomputing_rows(plan):
-        chosen = (chains or {}).get(action.sites, ())
-        found |= dict.fromkeys(row.reruns(action.sites, chosen) or ())
-    coded = [row.fqn for row in plan.activation_codings]
-    return tuple(one for one in found if any(_inside(site, coded) for site in one.modules))
+        choice = (chains or {}).get(action.sites, ())
+        regions |= dict.fromkeys(row.reruns(action.sites, choice) or ())
+    coded_modules = [row.fqn for row in plan.activation_codings]
+    return tuple(
+        region for region in regions if any(_inside(site, coded_modules) for site in region.modules)
+    )
 
 
 def partial_modules(traced: Traced) -> tuple[str, ...]:
@@ -178,13 +182,13 @@ def recomputing_rows(plan: Plan) -> list[tuple[Action, Recomputing]]:
     return [(a, row) for a, row in rows if any(_inside(site, coded) for site in a.sites)]
 
 
-def _inside(fqn: str, coded: Sequence[str]) -> bool:
-    return any(fqn == one or fqn.startswith(f"{one}.") for one in coded)
+def _inside(fqn: str, modules: Sequence[str]) -> bool:
+    return any(fqn == module or fqn.startswith(f"{module}.") for module in modules)
 
 
 def compare_saved(
     plan: Plan,
-    whole: Mapping[str, Sequence[SavedTensor]],
+    full_saved: Mapping[str, Sequence[SavedTensor]],
     local: Mapping[str, Sequence[SavedTensor]],
 ) -> WeightSplits | None:
     """Compare the tensors that the original and a rank save, by compressed module.
@@ -193,28 +197,28 @@ def compare_saved(
     other tensors than equal shards of the original's.
     """
     axes = weight_axes(plan)
-    if not whole or len(axes) != 1:  # several axes are refused elsewhere
+    if not full_saved or len(axes) != 1:  # several axes are refused elsewhere
         return None
     ranks = plan.mesh.size(axes[0])
     splits: dict[_Place, dict[_ShapeKey, int | None]] = {}
-    same: dict[tuple[str, Turn], Turn | None] = {}
-    for fqn, saved in whole.items():
-        mine = local[fqn]
-        if len(saved) != len(mine):
-            what = f"{len(mine)} tensors a rank, {len(saved)} of the model"
-            raise unequal_shards(plan, fqn, axes[0], what)
+    same_as: dict[tuple[str, Turn], Turn | None] = {}
+    for fqn, saved in full_saved.items():
+        local_saved = local[fqn]
+        if len(saved) != len(local_saved):
+            difference = f"{len(local_saved)} tensors a rank, {len(saved)} of the model"
+            raise unequal_shards(plan, fqn, axes[0], difference)
         turns: dict[tuple[str, int] | None, Turn] = {}  # (module, turn) on a rank -> turn
-        for one, part in zip(saved, mine):
-            dim = _split(one, part, ranks)
-            turn = next_turn(turns.values(), one.site, dim is not None)
-            turns[part.site, part.turn] = turn
-            if one.same != part.same:
-                same[fqn, turn] = turns.get(part.same)
-            known = splits.setdefault((fqn, one.site, len(one.shape)), {})
-            if isinstance(dim, str) or known.setdefault(_shape_key(one.shape), dim) != dim:
-                what = dim if isinstance(dim, str) else "one size, split and whole"
-                raise unequal_shards(plan, fqn, axes[0], f"{what}, in `{one.site}`")
-    return WeightSplits(ranks, splits, _blocks(plan, axes[0]), same)
+        for full, local_tensor in zip(saved, local_saved):
+            dim = _split(full, local_tensor, ranks)
+            turn = next_turn(turns.values(), full.site, dim is not None)
+            turns[local_tensor.site, local_tensor.turn] = turn
+            if full.same != local_tensor.same:
+                same_as[fqn, turn] = turns.get(local_tensor.same)
+            dims = splits.setdefault((fqn, full.site, len(full.shape)), {})
+            if isinstance(dim, str) or dims.setdefault(_shape_key(full.shape), dim) != dim:
+                difference = dim if isinstance(dim, str) else "one size, split and whole"
+                raise unequal_shards(plan, fqn, axes[0], f"{difference}, in `{full.site}`")
+    return WeightSplits(ranks, splits, _blocks(plan, axes[0]), same_as)
 
 
 def _blocks(plan: Plan, axis: str) -> dict[str, tuple[int, ...]]:
@@ -227,31 +231,33 @@ def _blocks(plan: Plan, axis: str) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _split(whole: SavedTensor, part: SavedTensor, ranks: int) -> int | None | str:
+def _split(full_tensor: SavedTensor, local_tensor: SavedTensor, ranks: int) -> int | None | str:
     """Return the dim along which a rank saves an equal shard, or None for the full tensor.
 
     Returns a text that describes the difference where the rank's tensor is neither.
     """
-    if whole.site != part.site or len(whole.shape) != len(part.shape):
-        return f"{list(part.shape)} in `{part.site}` for {list(whole.shape)}"
-    pairs = list(zip(whole.shape, part.shape))
-    found = [dim for dim, (all_, mine) in enumerate(pairs) if all_ != mine]
-    if not found:
+    if full_tensor.site != local_tensor.site or len(full_tensor.shape) != len(local_tensor.shape):
+        return f"{list(local_tensor.shape)} in `{local_tensor.site}` for {list(full_tensor.shape)}"
+    pairs = list(zip(full_tensor.shape, local_tensor.shape))
+    dims = [dim for dim, (full_size, local) in enumerate(pairs) if full_size != local]
+    if not dims:
         return None
-    if len(found) > 1 or pairs[found[0]][0] != ranks * pairs[found[0]][1]:
-        return f"{list(part.shape)} for {list(whole.shape)}"
-    return found[0]
+    if len(dims) > 1 or pairs[dims[0]][0] != ranks * pairs[dims[0]][1]:
+        return f"{list(local_tensor.shape)} for {list(full_tensor.shape)}"
+    return dims[0]
 
 
-def unequal_shards(plan: Plan, fqn: str, axis: str, what: str) -> Refusal:
+def unequal_shards(plan: Plan, fqn: str, axis: str, difference: str) -> Refusal:
     """Return S935: ranks save other tensors than equal shards of the model's saved tensors."""
-    row = next((plan.origin(one) for one in plan.activation_codings if one.fqn == fqn), None)
+    row = next(
+        (plan.origin(coding) for coding in plan.activation_codings if coding.fqn == fqn), None
+    )
     label = Label((row and row.span) or NOWHERE, "rounds saved activations, block by block")
     return Refusal.of(
         "S935",
         f"ranks of `{axis}` save unequal shards of activations of `{fqn}`",
         label,
-        notes=(what, "a single process would round other blocks"),
+        notes=(difference, "a single process would round other blocks"),
         helps=(
             "select modules whose activations are replicated, or sharded in equal parts",
             f"or set `{axis}` to 1: `--mesh {axis}=1`",
@@ -285,20 +291,20 @@ class TokenSplits:
     splits: Mapping[tuple[str, str], tuple[SavedSplit, ...]]
 
     def change_shards(
-        self, at: SavedPlace, tensor: Tensor, change: Callable[[Tensor], Tensor]
+        self, place: SavedPlace, tensor: Tensor, change: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """Return a full tensor in which `change` was applied to each rank's shard."""
-        known = self.splits.get((at.fqn, at.site), (SavedSplit(),))
-        split = known[(at.turn - 1) % len(known)]
+        site_splits = self.splits.get((place.fqn, place.site), (SavedSplit(),))
+        split = site_splits[(place.turn - 1) % len(site_splits)]
         copies = split.copies if _has_copies(tensor, split.copies) else 1
         single = tensor[:, ::copies] if copies > 1 else tensor
         if split.heads:
-            made = _change_heads(single, self.ranks, change)
+            changed = _change_heads(single, self.ranks, change)
         elif split.tokens is None:
-            made = change(single)
+            changed = change(single)
         else:
-            made = self._tokens(single, split.tokens, at.samples, change)
-        return made.repeat_interleave(copies, 1) if copies > 1 else made
+            changed = self._tokens(single, split.tokens, place.samples, change)
+        return changed.repeat_interleave(copies, 1) if copies > 1 else changed
 
     def _tokens(
         self, tensor: Tensor, dim: int, samples: int, change: Callable[[Tensor], Tensor]
@@ -325,11 +331,11 @@ class WeightAndTokenSplits:
     tokens: TokenSplits
 
     def change_shards(
-        self, at: SavedPlace, tensor: Tensor, change: Callable[[Tensor], Tensor]
+        self, place: SavedPlace, tensor: Tensor, change: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """Return a full tensor in which `change` was applied to each rank's shard."""
         return self.weights.change_shards(
-            at, tensor, lambda part: self.tokens.change_shards(at, part, change)
+            place, tensor, lambda part: self.tokens.change_shards(place, part, change)
         )
 
 
@@ -356,7 +362,9 @@ def _change_placed(
     tensor: Tensor, dim: int, layout: SequenceLayout, change: Callable[[Tensor], Tensor]
 ) -> Tensor:
     places = range(len(layout.runs))
-    return layout.concatenate([change(layout.take(tensor, dim, place)) for place in places], dim)
+    return layout.concatenate(
+        [change(layout.take(tensor, dim, position)) for position in places], dim
+    )
 
 
 class TokenCounts(NamedTuple):
@@ -366,33 +374,37 @@ class TokenCounts(NamedTuple):
     local: int
     ranks: int
 
-    def split_of(self, whole: tuple[int, ...], part: tuple[int, ...]) -> SavedSplit | None:
+    def split_of(self, full: tuple[int, ...], local: tuple[int, ...]) -> SavedSplit | None:
         """Return the rank's shard of a tensor from both shapes; None where no known split fits."""
-        if len(whole) != len(part):
+        if len(full) != len(local):
             return None
-        found = SavedSplit()
-        for dim, (all_, mine) in enumerate(zip(whole, part)):
-            if all_ == mine:
+        split = SavedSplit()
+        for dim, (size, part_size) in enumerate(zip(full, local)):
+            if size == part_size:
                 continue
-            if dim == 1 and self._has_heads(whole) and all_ % mine == 0:
-                many = self.ranks if part[2] == self.total else 1  # with all tokens, some heads
-                found = found._replace(heads=many > 1, copies=all_ // mine // many)
-                if mine * many * found.copies != all_:
+            if dim == 1 and self._has_heads(full) and size % part_size == 0:
+                head_ranks = (
+                    self.ranks if local[2] == self.total else 1
+                )  # with all tokens, some heads
+                split = split._replace(heads=head_ranks > 1, copies=size // part_size // head_ranks)
+                if part_size * head_ranks * split.copies != size:
                     return None
             elif (
-                dim < 3 and found.tokens is None and self._counts_tokens(all_, mine, first=dim == 0)
+                dim < 3
+                and split.tokens is None
+                and self._counts_tokens(size, part_size, first=dim == 0)
             ):
-                found = found._replace(tokens=dim)
+                split = split._replace(tokens=dim)
             else:
                 return None
-        return found
+        return split
 
     def _has_heads(self, shape: tuple[int, ...]) -> bool:
         """Return whether dims 1 and 2 are heads and tokens; of 3 dims they may be tokens, width."""
         heads = len(shape) == 4 or (len(shape) == 3 and shape[1] != self.total)
         return heads and shape[2] == self.total
 
-    def _counts_tokens(self, all_: int, mine: int, *, first: bool) -> bool:
+    def _counts_tokens(self, full_size: int, local_size: int, *, first: bool) -> bool:
         """Return whether two sizes count tokens: of one sample, or in dim 0 of several samples."""
-        samples = all_ // self.total if first and all_ % self.total == 0 else 1
-        return (all_, mine) == (samples * self.total, samples * self.local)
+        samples = full_size // self.total if first and full_size % self.total == 0 else 1
+        return (full_size, local_size) == (samples * self.total, samples * self.local)

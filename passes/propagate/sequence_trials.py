@@ -80,7 +80,7 @@ class TrialQuestion(Generic[T]):
     refusal: Callable[..., Refusal]
 
 
-def answer_by_trial(subject: TrialSubject, count: int, ask: TrialQuestion[T]) -> T:
+def answer_by_trial(subject: TrialSubject, count: int, question: TrialQuestion[T]) -> T:
     """Return the answer of a short stand-in, or else of a stand-in of full length and depth.
 
     Raises the probe's Refusal, or OwnError if the stand-in runs alone but its probe fails.
@@ -88,26 +88,26 @@ def answer_by_trial(subject: TrialSubject, count: int, ask: TrialQuestion[T]) ->
     from schedlang.runtime.context_parallel.plain_run import can_run
 
     if is_on_meta(subject.model):
-        return ask.guess(subject.make_trial(count, short=True))
+        return question.guess(subject.make_trial(count, short=True))
     try:
-        return ask.probe(subject.make_trial(count, short=True))
+        return question.probe(subject.make_trial(count, short=True))
     except Exception as error:
         # any error, also a refusal: missing blocks or too short sequences may be its only cause;
         # the full stand-in is closer to the model, and decides
-        short = error
+        short_error = error
     trial = subject.make_trial(count, short=False)
     try:
-        return ask.probe(trial)
+        return question.probe(trial)
     except (Refusal, OwnError) as refusal:
-        raise refusal from short
+        raise refusal from short_error
     except Exception as error:
-        error.__cause__ = short
+        error.__cause__ = short_error
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         if can_run(trial):
             kind = type(subject.model).__name__
             raise OwnError(f"`{kind}` runs alone on a small batch", message) from error
         title = f"`{type(subject.model).__name__}` does not run on a small batch, to be tried"
-        raise ask.refusal(title, message) from error
+        raise question.refusal(title, message) from error
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -137,24 +137,24 @@ def tokens_of(
         return None
     try:
         _check_axes(plan)
-        found = _probe_tokens(TrialSubject(plan, traced, sample, loss, weight))
-        found.layout(sample)  # are there enough tokens?
+        token_split = _probe_tokens(TrialSubject(plan, traced, sample, loss, weight))
+        token_split.layout(sample)  # are there enough tokens?
     except Refusal as refusal:
         raise place_at_row(refusal, last_context_row(plan)) from refusal
     row = last_context_row(plan)
-    return found if row is None else replace(found, row=row.span)
+    return token_split if row is None else replace(token_split, row=row.span)
 
 
 def token_layout_of(plan: Plan) -> str:
     """Return the layout of tokens over ranks: that of some row, else "contiguous"."""
-    layouts = {one.layout for rows in plan.contexts.values() for one in rows} - {None}
+    layouts = {context.layout for rows in plan.contexts.values() for context in rows} - {None}
     return next(iter(layouts), None) or "contiguous"
 
 
 def last_context_row(plan: Plan) -> Action | None:
     """Return the last row that splits sequences, or None."""
-    found = [one for rows in plan.contexts.values() for one in rows]
-    return plan.origin(max(found, key=lambda one: one.row)) if found else None
+    contexts = [context for rows in plan.contexts.values() for context in rows]
+    return plan.origin(max(contexts, key=lambda context: context.row)) if contexts else None
 
 
 @contextmanager
@@ -175,16 +175,16 @@ def _check_axes(plan: Plan) -> None:
             helps=("leave `slices` out: `slices=1`", "or leave `context_parallel` out"),
         )
     axes = {
-        site: plan.mesh.fold([a for one in rows for a in one.axes])
+        site: plan.mesh.fold([a for context in rows for a in context.axes])
         for site, rows in plan.contexts.items()
     }
-    for site, mine in axes.items():
-        if mine != plan.context_axes:
-            rest = ", ".join(axis for axis in plan.context_axes if axis not in mine)
+    for site, site_axes in axes.items():
+        if site_axes != plan.context_axes:
+            other_axes = ", ".join(axis for axis in plan.context_axes if axis not in site_axes)
             raise Refusal.of(
                 "S660",
                 f"`{site}` does not attend to the keys of all ranks",
-                notes=(f"rows at other modules split sequences over `{rest}`, too",),
+                notes=(f"rows at other modules split sequences over `{other_axes}`, too",),
                 helps=("use the same axes in the rows of all attentions",),
             )
 
@@ -197,21 +197,23 @@ def _probe_tokens(subject: TrialSubject) -> TokenSplit:
         unrunnable_refusal,
     )
 
-    without = image_refusal(subject.sample)
-    if without is not None:
-        raise without
+    no_tokens = image_refusal(subject.sample)
+    if no_tokens is not None:
+        raise no_tokens
     plan = subject.plan
     ranks, kind = plan.mesh.size(plan.context_axes), token_layout_of(plan)
 
-    def tried(one: Trial) -> TokenSplit:
-        held = {name for name, _ in one.model.named_modules()}
-        return probe(one, kind, ranks, [site for site in plan.contexts if site in held])
+    def tried(trial: Trial) -> TokenSplit:
+        module_names = {name for name, _ in trial.model.named_modules()}
+        return probe(trial, kind, ranks, [site for site in plan.contexts if site in module_names])
 
     def refusal(title: str, message: str) -> Refusal:
         return unrunnable_refusal(subject.model, title, message)
 
     return answer_by_trial(
-        subject, ranks, TrialQuestion(lambda one: guess_tokens(one, kind, ranks), tried, refusal)
+        subject,
+        ranks,
+        TrialQuestion(lambda trial: guess_tokens(trial, kind, ranks), tried, refusal),
     )
 
 
@@ -247,11 +249,11 @@ def first_rank_inputs(
         return batch, nullcontext()
 
     def group(axes: str | tuple[str, ...]) -> Group:
-        plain = plan.mesh.fold(axes)
-        return Group(plain, plan.mesh.group(0, plain), 0)
+        folded = plan.mesh.fold(axes)
+        return Group(folded, plan.mesh.group(0, folded), 0)
 
-    hows = {site: _method_of(site, rows, group) for site, rows in plan.contexts.items()}
-    install_context(model, tokens, hows)
+    methods = {site: _method_of(site, rows, group) for site, rows in plan.contexts.items()}
+    install_context(model, tokens, methods)
     part = tokens.take_part(BatchPart(dict(batch), ()), 0, MetaExchange())
     return part.inputs, ShardContext(tokens).enter_shard(part.token_shard, nullcontext())
 
@@ -262,16 +264,16 @@ def _method_of(
     """Return the attention method of a module and its process groups, outermost first."""
     from schedlang.runtime.context_parallel.local_tokens import AttentionMethod
 
-    outer = sorted(rows, key=lambda one: one.method == "ulysses")
-    axes = [axis for one in outer for axis in _levels_of(one)]
-    methods = [one.method for one in outer for _ in _levels_of(one)]
+    outer = sorted(rows, key=lambda context: context.method == "ulysses")
+    axes = [axis for context in outer for axis in _levels_of(context)]
+    methods = [context.method for context in outer for _ in _levels_of(context)]
     groups = [replace(group(axis), label=site) for axis in axes]
-    real = [k for k, group in enumerate(groups) if group.size > 1]
-    if len(rows) == 1 and len(real) == len(groups):
+    active = [k for k, group in enumerate(groups) if group.size > 1]
+    if len(rows) == 1 and len(active) == len(groups):
         return AttentionMethod(METHOD_NAMES.get(methods[0], methods[0]), tuple(groups))
-    if len(real) == 2:
+    if len(active) == 2:
         return AttentionMethod("usp", tuple(groups))
-    (k,) = real
+    (k,) = active
     return AttentionMethod(_one_level_method(methods[k], k), (groups[k],))
 
 
@@ -286,9 +288,11 @@ def _one_level_method(method: str, level: int) -> str:
     return method if inner is None else ("ring", inner)[level]
 
 
-def _levels_of(one: ContextSplit) -> list[str | tuple[str, ...]]:
+def _levels_of(context: ContextSplit) -> list[str | tuple[str, ...]]:
     """Return the levels of a row: each axis for two-level methods, else all axes as one level."""
-    return list(one.axes) if one.method in ("usp", "double_ring", "nbody") else [one.axes]
+    return (
+        list(context.axes) if context.method in ("usp", "double_ring", "nbody") else [context.axes]
+    )
 
 
 def slicing_of(
@@ -307,10 +311,10 @@ def slicing_of(
     if count == 1:
         return None
     try:
-        found = _probe_slices(TrialSubject(plan, traced, sample, loss, weight), count)
-        found = replace(found, multiple=_length_multiple(traced))
-        found.split_batch(sample)  # are there enough tokens?
-        return found
+        slicing = _probe_slices(TrialSubject(plan, traced, sample, loss, weight), count)
+        slicing = replace(slicing, multiple=_length_multiple(traced))
+        slicing.split_batch(sample)  # are there enough tokens?
+        return slicing
     except Refusal as refusal:
         raise place_at_row(refusal, next(iter(plan.rows_changing(Facet.ORDER)), None)) from refusal
 
@@ -320,10 +324,10 @@ def _probe_slices(subject: TrialSubject, count: int) -> Slicing:
     from schedlang.runtime.sequence_pipelining.slices import Slicing
 
     Slicing(count, "calls").split_batch(subject.sample)
-    ask = TrialQuestion(
-        lambda one: guess_slicing(one, count), lambda one: probe(one, count), split_refusal
+    question = TrialQuestion(
+        lambda trial: guess_slicing(trial, count), lambda trial: probe(trial, count), split_refusal
     )
-    return answer_by_trial(subject, count, ask)
+    return answer_by_trial(subject, count, question)
 
 
 def _length_multiple(traced: Traced) -> int:
@@ -336,13 +340,13 @@ def _length_multiple(traced: Traced) -> int:
         *(
             edge.group.size
             for edge in edges
-            for place in (
+            for placement in (
                 edge.input_before,
                 edge.input_after,
                 edge.output_before,
                 edge.output_after,
             )
-            if isinstance(place, S) and dim_of(place) == 1
+            if isinstance(placement, S) and dim_of(placement) == 1
         )
     )
 

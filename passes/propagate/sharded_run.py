@@ -48,39 +48,40 @@ def leaves_of(plan: Plan) -> dict[str, ShardedLeaf]:
         _check_ties(plan)
     leaves = {}
     for fqn, boundaries in plan.boundaries.items():
-        real = [b for b in boundaries if plan.mesh.size(b.axis) > 1]
-        if not real:
+        active = [b for b in boundaries if plan.mesh.size(b.axis) > 1]
+        if not active:
             continue
         site = plan.model.sites[fqn]
         kind = plan.computes.get(fqn) or next((k for k in CLASSES if site.is_a(k)), "")
-        kind = kind or ("norm" if _is_split_norm(plan, site, real) else "")
+        kind = kind or ("norm" if _is_split_norm(plan, site, active) else "")
         make = WANTED.get(kind, _wanted_by_projection)
-        wanted = tuple(make(plan, fqn, kind, b) for b in real)
-        split = any(plan.effective_layout(fact.name).splits for fact in site.parameters.values())
-        names = tuple(fact.name for fact in site.parameters.values())
-        pending = any(isinstance(w.computes, P) for w in wanted)
+        requests = tuple(make(plan, fqn, kind, b) for b in active)
+        names = tuple(param.name for param in site.parameters.values())
+        is_split = any(plan.effective_layout(name).splits for name in names)
+        pending = any(isinstance(request.computes, P) for request in requests)
         bias = site.parameters.get("bias")
-        own = split or fqn in plan.computes or kind in NORMS or any(w.parts for w in wanted)
-        last = bias.name if bias and pending else None
-        inner = _full_adapter_parameters(plan, site, wanted) if len(site.dims) > 2 else ()
-        leaves[fqn] = ShardedLeaf(fqn, kind if own else "", wanted, names, last, inner)
+        special = is_split or fqn in plan.computes or kind in NORMS
+        special = special or any(request.parts for request in requests)
+        last_bias = bias.name if bias and pending else None
+        inner = _full_adapter_parameters(plan, site, requests) if len(site.dims) > 2 else ()
+        leaves[fqn] = ShardedLeaf(fqn, kind if special else "", requests, names, last_bias, inner)
     return leaves
 
 
 def _full_adapter_parameters(
-    plan: Plan, site: Site, wanted: tuple[AxisRequest, ...]
+    plan: Plan, site: Site, requests: tuple[AxisRequest, ...]
 ) -> tuple[tuple[str, str], ...]:
     """Return pairs of a split axis of the weight and an adapter's parameter without this split."""
     from schedlang.runtime.low_rank_adapters import AdaptedProjection
 
     inner = AdaptedProjection.inner if site.is_a("AdaptedProjection") else ()
-    axes = [one.axis for one in wanted if one.splits]
-    facts = [site.parameters[name] for name in inner if name in site.parameters]
+    axes = [request.axis for request in requests if request.splits]
+    params = [site.parameters[name] for name in inner if name in site.parameters]
     return tuple(
-        (axis, fact.name)
+        (axis, param.name)
         for axis in axes
-        for fact in facts
-        if not set(plan.mesh.fold(axis)) & plan.split_axes(fact.name)
+        for param in params
+        if not set(plan.mesh.fold(axis)) & plan.split_axes(param.name)
     )
 
 
@@ -88,13 +89,13 @@ def _is_split_norm(plan: Plan, site: Site, boundaries: list[Boundary]) -> bool:
     """Return whether a module's parameters have one dim, split like the last dim of its tensors."""
     from schedlang.runtime.sharding.edges import dim_of
 
-    facts = site.parameters.values()
-    inside = all(len(f.shape) == 1 and plan.effective_layout(f.name).splits for f in facts)
+    params = site.parameters.values()
+    split = all(len(p.shape) == 1 and plan.effective_layout(p.name).splits for p in params)
     ends = [end for b in boundaries for end in (b.input, b.output)]
-    last = all(isinstance(end, S) and dim_of(end) == -1 for end in ends)
+    is_last_dim = all(isinstance(end, S) and dim_of(end) == -1 for end in ends)
     replaced = any(site.fqn in a.sites for a in plan.rows_changing(Facet.STRUCTURE))
-    one = len(boundaries) == 1 and not site.children and not replaced
-    return bool(facts) and inside and last and one
+    is_alone = len(boundaries) == 1 and not site.children and not replaced
+    return bool(params) and split and is_last_dim and is_alone
 
 
 def _check_ties(plan: Plan) -> None:
@@ -105,19 +106,19 @@ def _check_ties(plan: Plan) -> None:
             owner = plan.model.owner(used).fqn
             if not any(plan.model.sites[owner].is_a(kind) for kind in CLASSES):
                 continue  # only holds the parameter; its operations are traced
-            known = {a for b in plan.boundaries.get(owner, ()) for a in plan.mesh.fold(b.axis)}
+            known_axes = {a for b in plan.boundaries.get(owner, ()) for a in plan.mesh.fold(b.axis)}
             for split in plan.effective_layout(name).splits:
-                if not known.issuperset(plan.mesh.fold(split.axis)):
+                if not known_axes.issuperset(plan.mesh.fold(split.axis)):
                     raise Refusal(_missing_row(plan, name, used, split))
 
 
 def _missing_row(plan: Plan, name: str, used: str, split: Split) -> Diagnostic:
     site, axis = plan.model.owner(used), split.axis
-    owners = [plan.model.owner(other) for other in plan.model.parameters[name].names]
+    owners = [plan.model.owner(alias) for alias in plan.model.parameters[name].names]
     owned = {owner.fqn for owner in owners}
     row = next(a for a in plan.actions if owned & {*a.sites} or shards_module(a, name))
-    words = any(owner.is_a("Embedding") for owner in owners)
-    styles = ("vocab" if words else "col", "col" if site.is_a("Embedding") else "row")
+    has_embedding = any(owner.is_a("Embedding") for owner in owners)
+    styles = ("vocab" if has_embedding else "col", "col" if site.is_a("Embedding") else "row")
     style = styles[split.dim ^ site.is_a("Conv1D")] if split.dim < 2 else styles[0]
     return Diagnostic(
         "S506",
@@ -137,13 +138,13 @@ def same_module_of_layers(plan: Plan, fqn: str) -> list[str]:
     return [name for name, s in sites if pattern.fullmatch(name) and s.kind == kind]
 
 
-def hoist_gather(fqn: str, known: ShardedLeaf | None, axis: str) -> ShardedLeaf:
+def hoist_gather(fqn: str, leaf: ShardedLeaf | None, axis: str) -> ShardedLeaf:
     """Return the leaf of a module that also gathers its input, for its children."""
     from schedlang.runtime.propagation.dry_run import AxisRequest, ShardedLeaf
 
-    before = known.requests if known is not None else ()
-    wanted = AxisRequest(axis, R, None, None, splits=False, hoisted=True)
-    return ShardedLeaf(fqn, "", (*before, wanted))
+    requests = leaf.requests if leaf is not None else ()
+    hoisted = AxisRequest(axis, R, None, None, splits=False, hoisted=True)
+    return ShardedLeaf(fqn, "", (*requests, hoisted))
 
 
 def _wanted_by_projection(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> AxisRequest:
@@ -164,9 +165,9 @@ def _wanted_by_projection(plan: Plan, fqn: str, kind: str, boundary: Boundary) -
     if name == "in" and isinstance(entry, S):
         entry = replace(weight_layout, dim=entry.dim)  # inputs have the layout of the weight
     if name in ("out", "hidden"):
-        head = isinstance(output, S) and output.dim == "vocab"
-        cut = weight.shape[split.dim] if head else None
-        return AxisRequest(axis, entry, output, weight_layout, splits=True, cut=cut, head=head)
+        is_head = isinstance(output, S) and output.dim == "vocab"
+        size = weight.shape[split.dim] if is_head else None
+        return AxisRequest(axis, entry, output, weight_layout, splits=True, cut=size, head=is_head)
     return AxisRequest(axis, entry, output, P(), splits=True)
 
 
@@ -186,8 +187,8 @@ def _wanted_by_convolution(plan: Plan, fqn: str, kind: str, boundary: Boundary) 
         return AxisRequest(axis, S(1, blocks), output, P(), splits=True)
     if plan.model.model.get_submodule(fqn).groups == 1:
         return AxisRequest(axis, entry or R, output, S(1, blocks), splits=True)
-    own = S(1, blocks)  # each group has its own channels
-    return AxisRequest(axis, own, output, own, splits=False)
+    channel_layout = S(1, blocks)  # each group has its own channels
+    return AxisRequest(axis, channel_layout, output, channel_layout, splits=False)
 
 
 def _wanted_by_window(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> AxisRequest:
@@ -213,10 +214,11 @@ def _wanted_on_cube(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Axis
     """Return the layouts of a module on a cube: two lines split inputs, the third one results."""
     from schedlang.runtime.propagation.dry_run import AxisRequest
 
-    place = plan.boundaries[fqn].index(boundary)
+    line_index = plan.boundaries[fqn].index(boundary)
     _check_data(plan, fqn)
-    if place < len(CUBE_LINES):
-        return AxisRequest(boundary.axis, None, None, R, splits=False, variant=CUBE_LINES[place])
+    if line_index < len(CUBE_LINES):
+        variant = CUBE_LINES[line_index]
+        return AxisRequest(boundary.axis, None, None, R, splits=False, variant=variant)
     if boundary.output is None:
         return AxisRequest(boundary.axis, boundary.input, R, R, splits=True, variant="in")
     return replace(_wanted_results(plan, fqn, boundary), variant="out")
@@ -227,14 +229,14 @@ def _wanted_results(plan: Plan, fqn: str, boundary: Boundary) -> AxisRequest:
     from schedlang.runtime.propagation.dry_run import AxisRequest
 
     site, entry, output = plan.model.sites[fqn], boundary.input, boundary.output
-    weight, head = site.parameters["weight"], isinstance(output, S) and output.dim == "vocab"
+    weight, is_head = site.parameters["weight"], isinstance(output, S) and output.dim == "vocab"
     if site.is_a("Embedding"):
         return AxisRequest(boundary.axis, None, output, S(-1), splits=False)
-    outer = site.dims["weight"].index("out")
-    blocks = next((s.blocks for s in plan.layout(weight.name).splits if s.dim == outer), (1,))
+    out_dim = site.dims["weight"].index("out")
+    blocks = next((s.blocks for s in plan.layout(weight.name).splits if s.dim == out_dim), (1,))
     computes = S(-1, blocks if len(set(blocks)) > 1 else len(blocks))
-    cut = weight.shape[outer] if head else None
-    return AxisRequest(boundary.axis, entry, output, computes, splits=False, cut=cut, head=head)
+    size = weight.shape[out_dim] if is_head else None
+    return AxisRequest(boundary.axis, entry, output, computes, splits=False, cut=size, head=is_head)
 
 
 def _wanted_by_norm(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> AxisRequest:
@@ -246,25 +248,25 @@ def _wanted_by_norm(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Axis
 
 def _check_data(plan: Plan, fqn: str) -> None:
     """Refuse (S510) a grid where not exactly the first axis splits the batch."""
-    first, *others = (plan.mesh.fold(b.axis) for b in plan.boundaries[fqn])
+    batch_axes, *other_axes = (plan.mesh.fold(b.axis) for b in plan.boundaries[fqn])
     row = next(a for a in plan.rows_changing(Facet.PLACEMENT) if fqn in a.sites)
     label = Label(row.span)
-    if plan.mesh.size(first) > 1 and not set(first) <= set(plan.data_axes):
-        said = f"no row splits the batch over `{first[0]}`, for the grid of `{fqn}`"
-        helps = (f"add `zero(stage=0, over={first[0]})` at the end",)
-        raise Refusal.of("S510", said, label, helps=helps)
-    for axis in {plain for axes in others for plain in axes} & set(plan.data_axes):
+    if plan.mesh.size(batch_axes) > 1 and not set(batch_axes) <= set(plan.data_axes):
+        message = f"no row splits the batch over `{batch_axes[0]}`, for the grid of `{fqn}`"
+        helps = (f"add `zero(stage=0, over={batch_axes[0]})` at the end",)
+        raise Refusal.of("S510", message, label, helps=helps)
+    for axis in {folded_axis for axes in other_axes for folded_axis in axes} & set(plan.data_axes):
         if plan.mesh.size(axis) > 1:
-            said = f"`{axis}` cannot shard both the batch and the hidden dim of `{fqn}`"
-            raise Refusal.of("S510", said, label, helps=(f"leave `{axis}` out of `zero`",))
+            message = f"`{axis}` cannot shard both the batch and the hidden dim of `{fqn}`"
+            raise Refusal.of("S510", message, label, helps=(f"leave `{axis}` out of `zero`",))
 
 
 def _wanted_by_experts(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> AxisRequest:
     """Return the layouts of experts: tokens are sent on data axes, results summed on others."""
     from schedlang.runtime.propagation.dry_run import AxisRequest
 
-    axis, told = boundary.axis, plan.kind_options[fqn]
-    if axis == told.within and set(plan.mesh.fold(axis)) & set(plan.data_axes):
+    axis, routing = boundary.axis, plan.kind_options[fqn]
+    if axis == routing.within and set(plan.mesh.fold(axis)) & set(plan.data_axes):
         raise Refusal.of(
             "S428",
             f"`{axis}` cannot shard both the batch and each expert of `{fqn}`",
@@ -272,8 +274,8 @@ def _wanted_by_experts(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> A
             helps=("use an axis that no `zero` row names: `inner=tp`",),
         )
     if axis in plan.data_axes:
-        return AxisRequest(axis, None, None, None, splits=False, variant=told)
-    return AxisRequest(axis, R, R, P(), splits=True, variant=told)
+        return AxisRequest(axis, None, None, None, splits=False, variant=routing)
+    return AxisRequest(axis, R, R, P(), splits=True, variant=routing)
 
 
 # kind of a module (its class, or chosen by a row in plan.computes) -> its layouts on one axis
@@ -308,18 +310,18 @@ class NumberChoice(NamedTuple):
 
 def _may_explain(failure: Mismatch, number: NumberChoice) -> bool:
     """Return whether a number may be the origin of sizes in the failing call."""
-    sized = any(whole and whole % number.value == 0 for whole in failure.integers)
+    sized = any(full_size and full_size % number.value == 0 for full_size in failure.integers)
     if number.value == failure.unit or sized:  # or of a full tensor with as many heads
         return True
     return "." not in number.attribute and bool(failure.integers or failure.mixed)
 
 
-def _local_values(below: InnerSplits, value: int) -> Iterator[int]:
+def _local_values(inner: InnerSplits, value: int) -> Iterator[int]:
     """Yield possible values on one rank: its share, and that of ranks with the same shard."""
-    found = set()
-    for _, _, ranks, uneven in below:
-        found |= {value * uneven.wide / ranks, Fraction(value, uneven.repeat)}
-    yield from (n.numerator for n in sorted(found) if n.denominator == 1 and n != value)
+    candidates = set()
+    for _, _, ranks, uneven in inner:
+        candidates |= {value * uneven.wide / ranks, Fraction(value, uneven.repeat)}
+    yield from (n.numerator for n in sorted(candidates) if n.denominator == 1 and n != value)
 
 
 class ArgumentChoice(NamedTuple):
@@ -376,14 +378,14 @@ class ShardedRun:
         from schedlang.runtime.propagation.follower import Follower
         from schedlang.runtime.propagation.trace import ModuleStack
 
-        plan, known = self.plan, self.recording
+        plan, recording = self.plan, self.recording
         self.stack = ModuleStack(observer=self._note_layouts)
-        over = (b.axis for boundaries in plan.boundaries.values() for b in boundaries)
-        self.sizes = {name: plan.mesh.size(name) for name in (*plan.mesh.names, *over)}
-        splits = {fqn: [w.axis for w in leaf.requests] for fqn, leaf in self.leaves.items()}
+        boundary_axes = (b.axis for boundaries in plan.boundaries.values() for b in boundaries)
+        self.sizes = {name: plan.mesh.size(name) for name in (*plan.mesh.names, *boundary_axes)}
+        splits = {fqn: [r.axis for r in leaf.requests] for fqn, leaf in self.leaves.items()}
         tried: Any = plan.model.cache.setdefault("by parts", {})
-        draws = known.original.is_random
-        self.follower = Follower(known.frames, self.stack, self.sizes, splits, draws, tried)
+        draws = recording.original.is_random
+        self.follower = Follower(recording.frames, self.stack, self.sizes, splits, draws, tried)
 
     @cached_property
     def inner_splits(self) -> Mapping[str, InnerSplits]:
@@ -391,16 +393,16 @@ class ShardedRun:
 
         A module that gathers its outputs is split only for itself, not for modules around it.
         """
-        found: dict[str, list[Any]] = {}
+        splits_by_module: dict[str, list[Any]] = {}
         for leaf in self.leaves.values():
             names = leaf.fqn.split(".")
             for depth in range(len(names) + 1):
                 fqn, path = ".".join(names[:depth]), ".".join(names[depth:])
-                mine = (w for w in leaf.requests if w.splits and not (path and w.gathers))
-                split = [(path, w.axis, self.sizes[w.axis], w.uneven) for w in mine]
+                requests = (r for r in leaf.requests if r.splits and not (path and r.gathers))
+                split = [(path, r.axis, self.sizes[r.axis], r.uneven) for r in requests]
                 if split:
-                    found.setdefault(fqn, []).extend(split)
-        return {fqn: tuple(split) for fqn, split in found.items()}
+                    splits_by_module.setdefault(fqn, []).extend(split)
+        return {fqn: tuple(split) for fqn, split in splits_by_module.items()}
 
     def _note_layouts(self, frame: tuple[str, int], tree: Any) -> None:
         """Note the layouts of a call's inputs, or of its outputs."""
@@ -408,8 +410,8 @@ class ShardedRun:
 
         if frame not in self.call_inputs and frame[0]:
             self.call_inputs[frame] = tree  # inputs come first
-        known = not self.follower.after_logits
-        notes = tuple(map(self.follower.of, tensors_in(tree))) if known else None
+        is_tracked = not self.follower.after_logits
+        notes = tuple(map(self.follower.of, tensors_in(tree))) if is_tracked else None
         self.layouts.setdefault(frame, []).append(notes)
 
     def attempt(self) -> Mismatch | None:
@@ -421,12 +423,12 @@ class ShardedRun:
 
         model = self._copy()
         try:
-            kept = restore_global_state(self.plan.model.model, self.loss)
-            with kept, without_values(self.batch) as (inputs, _):
-                for given in tensors_in(inputs):
-                    self.follower.put(given, Note(data=True))
-                asked = self.recording.original.uses_batch_conditions
-                with Trace(self.stack, self.follower, asked=asked):
+            state_restored = restore_global_state(self.plan.model.model, self.loss)
+            with state_restored, without_values(self.batch) as (inputs, _):
+                for input_tensor in tensors_in(inputs):
+                    self.follower.put(input_tensor, Note(data=True))
+                uses_conditions = self.recording.original.uses_batch_conditions
+                with Trace(self.stack, self.follower, asked=uses_conditions):
                     output, _ = run_forward(model, inputs, self.loss)
             for tensor in tensors_in(output):
                 for axis, tag in self.follower.of(tensor).tags.items():
@@ -440,9 +442,9 @@ class ShardedRun:
                 return Mismatch(("", 0), str(error), None, (), -1)
             if not is_model_error(error):
                 raise
-            found = self.follower.refuse(str(error).split("\n")[0], None)
-            found.frame, found.raw = self.stack.failed_frame, True
-            return found
+            mismatch = self.follower.refuse(str(error).split("\n")[0], None)
+            mismatch.frame, mismatch.raw = self.stack.failed_frame, True
+            return mismatch
         return None
 
     def _copy(self) -> nn.Module:
@@ -469,8 +471,8 @@ class ShardedRun:
             self._divide(model)
         for fqn, leaf in self.leaves.items():
             module = model.get_submodule(fqn)
-            before = module.forward
-            module.forward = partial(dry_forward, leaf, module, before, self.follower, self.edges)
+            forward = module.forward
+            module.forward = partial(dry_forward, leaf, module, forward, self.follower, self.edges)
         self.stack.watch(model, {fqn for fqn, leaf in self.leaves.items() if leaf.kind})
         return model
 
@@ -488,13 +490,13 @@ class ShardedRun:
         )
 
         for fqn, numbers in self._chosen(NumberChoice):
-            whole = self.plan.model.model.get_submodule(fqn)
-            for one in numbers:
-                if number_at(whole, one.attribute) == one.value:
-                    set_number(model.get_submodule(fqn), one.attribute, one.local)
-                    self.numbers.append((fqn, one.attribute, one.local))
+            full_module = self.plan.model.model.get_submodule(fqn)
+            for choice in numbers:
+                if number_at(full_module, choice.attribute) == choice.value:
+                    set_number(model.get_submodule(fqn), choice.attribute, choice.local)
+                    self.numbers.append((fqn, choice.attribute, choice.local))
         for fqn, sizes in self._chosen(SizeChoice):
-            counted = tuple(SizeArgument(one.name, one.dim, one.parts) for one in sizes)
+            counted = tuple(SizeArgument(choice.name, choice.dim, choice.parts) for choice in sizes)
             module, self.counted_sizes[fqn] = model.get_submodule(fqn), counted
             wrap(module, "sizes", SizesLayer(module, counted))
         for fqn, cuts in self._chosen(ArgumentChoice):
@@ -506,23 +508,23 @@ class ShardedRun:
             note = partial(self._note_cut, fqn)
             module.forward = dry_run_arguments(module, parts, self.follower, note)
 
-    def _note_cut(self, fqn: str, part: ArgumentShard, now: ArgumentShard | None) -> None:
+    def _note_cut(self, fqn: str, part: ArgumentShard, shard: ArgumentShard | None) -> None:
         """Note how an argument is split; raise Mismatch if two calls differ."""
         from schedlang.runtime.propagation.dry_run import repeated_call_mismatch
 
-        if self.argument_splits.setdefault((fqn, part.name), now) != now:
+        if self.argument_splits.setdefault((fqn, part.name), shard) != shard:
             axis = part.edge.group.axes[0]
             raise repeated_call_mismatch(self.follower, f"`{fqn}`", f"`{part.name}`", axis)
-        if now is not None and now not in self.parts.get(fqn, ()):
-            self.parts[fqn] = (*self.parts.get(fqn, ()), now)
+        if shard is not None and shard not in self.parts.get(fqn, ()):
+            self.parts[fqn] = (*self.parts.get(fqn, ()), shard)
 
     def _chosen(self, kind: type[C]) -> Iterator[tuple[str, list[C]]]:
         """Yield modules with the choices of a kind that fit their class and their splits."""
-        chosen: list[Any] = sorted((c for c in self.divided if isinstance(c, kind)), key=repr)
-        for fqn, below in self.inner_splits.items():
-            of = self.plan.model.sites[fqn].classes[0], below
-            if mine := [one for one in chosen if one[:2] == of]:
-                yield fqn, mine
+        choices: list[Any] = sorted((c for c in self.divided if isinstance(c, kind)), key=repr)
+        for fqn, inner in self.inner_splits.items():
+            class_key = self.plan.model.sites[fqn].classes[0], inner
+            if own_choices := [choice for choice in choices if choice[:2] == class_key]:
+                yield fqn, own_choices
 
     def candidates(self, failure: Mismatch) -> list[Choice]:
         """Return divisions that might repair the failure: sizes, numbers and arguments."""
@@ -532,35 +534,37 @@ class ShardedRun:
         """Return sizes of full arguments of the failing module, if modules inside are sharded."""
         from schedlang.runtime.sharding.module_sizes import named_arguments
 
-        (fqn, _), given = failure.frame, self.call_inputs.get(failure.frame)
-        below = self.inner_splits.get(fqn, ())
-        ranks = {n for _, axis, n, uneven in below if axis == failure.axis and uneven == EVEN}
-        if not failure.integers or given is None or len(ranks) != 1:
+        (fqn, _), call_args = failure.frame, self.call_inputs.get(failure.frame)
+        inner = self.inner_splits.get(fqn, ())
+        ranks = {n for _, axis, n, uneven in inner if axis == failure.axis and uneven == EVEN}
+        if not failure.integers or call_args is None or len(ranks) != 1:
             return []
         (parts,), kind = ranks, self.plan.model.sites[fqn].classes[0]
-        wanted = self.leaves[fqn].requests if fqn in self.leaves else ()
-        gathered, found = any(w.axis == failure.axis and w.input == R for w in wanted), []
-        for name, tensor in named_arguments(self.plan.model.model.get_submodule(fqn), *given):
-            whole = gathered or failure.axis not in self.follower.of(tensor).tags
-            for dim in {-1, 1 - tensor.ndim} if whole and tensor.is_floating_point() else ():
+        requests = self.leaves[fqn].requests if fqn in self.leaves else ()
+        gathered = any(r.axis == failure.axis and r.input == R for r in requests)
+        choices = []
+        for name, tensor in named_arguments(self.plan.model.model.get_submodule(fqn), *call_args):
+            is_full = gathered or failure.axis not in self.follower.of(tensor).tags
+            for dim in {-1, 1 - tensor.ndim} if is_full and tensor.is_floating_point() else ():
                 if tensor.ndim > 1 and tensor.shape[dim] % parts == 0:
-                    found.append(SizeChoice(kind, below, name, dim, parts))
-        return [one for one in found if one not in self.divided]
+                    choices.append(SizeChoice(kind, inner, name, dim, parts))
+        return [choice for choice in choices if choice not in self.divided]
 
     def _parts(self, failure: Mismatch) -> list[ArgumentChoice]:
         """Return full arguments of the failing module that may need a split by heads or tokens."""
         from schedlang.runtime.propagation.argument_shards import find_full_arguments
 
-        fqn, given = failure.frame[0], self.call_inputs.get(failure.frame)
-        below = self.inner_splits.get(fqn, ())
-        if not failure.unit or failure.axis is None or given is None or not below:
+        fqn, call_args = failure.frame[0], self.call_inputs.get(failure.frame)
+        inner = self.inner_splits.get(fqn, ())
+        if not failure.unit or failure.axis is None or call_args is None or not inner:
             return []
         kind = self.plan.model.sites[fqn].classes[0]
         module = self.plan.model.model.get_submodule(fqn)
         tokens = (failure.by, failure.axis) in self.follower.tokens
-        found = find_full_arguments(module, given, failure.axis, failure.unit, tokens)
+        full_args = find_full_arguments(module, call_args, failure.axis, failure.unit, tokens)
         unit = 0 if tokens else failure.unit
-        return [ArgumentChoice(kind, below, name, dim, unit, failure.axis) for name, dim in found]
+        axis = failure.axis
+        return [ArgumentChoice(kind, inner, name, dim, unit, axis) for name, dim in full_args]
 
     def _numbers(self, failure: Mismatch) -> list[NumberChoice]:
         """Return attributes of the running modules whose division might repair the failure."""
@@ -568,29 +572,29 @@ class ShardedRun:
 
         if not failure.integers and not failure.mixed and not failure.unit:
             return []
-        known = {one[:-1] for one in self.divided if isinstance(one, NumberChoice)}
-        found: list[NumberChoice] = []
+        tried_keys = {choice[:-1] for choice in self.divided if isinstance(choice, NumberChoice)}
+        choices: list[NumberChoice] = []
         names = failure.frame[0].split(".")
         for depth in range(len(names), 0, -1):
             fqn = ".".join(names[:depth])
-            below = self.inner_splits.get(fqn, ())
+            inner = self.inner_splits.get(fqn, ())
             module = self.plan.model.model.get_submodule(fqn)
             kind = self.plan.model.sites[fqn].classes[0]
-            for attribute, value in numbers_of(module) if below else ():
-                for local in _local_values(below, value):
-                    number = NumberChoice(kind, below, attribute, value, local)
-                    if number[:-1] not in known and _may_explain(failure, number):
-                        found.append(number)
+            for attribute, value in numbers_of(module) if inner else ():
+                for local in _local_values(inner, value):
+                    number = NumberChoice(kind, inner, attribute, value, local)
+                    if number[:-1] not in tried_keys and _may_explain(failure, number):
+                        choices.append(number)
         # the last is tried first: attributes whose value is in the failing call, and numbers of
         # the module before those of its configuration
-        return sorted(found, key=lambda n: (n.value in failure.integers, "." not in n.attribute))
+        return sorted(choices, key=lambda n: (n.value in failure.integers, "." not in n.attribute))
 
-    def _returns_shard(self, axis: str, by: str) -> Mismatch:
-        """Return the mismatch for a sharded tensor that the model returns; `by` sharded it."""
+    def _returns_shard(self, axis: str, source: str) -> Mismatch:
+        """Return the mismatch for a sharded tensor that the model returns; `source` sharded it."""
         from schedlang.runtime.propagation.trace import Mismatch
 
         reason = f"the model returns a tensor that is sharded over `{axis}`"
         helps = ("gather it: `output=R` on the row of its module",)
         failure = Mismatch(("", 0), reason, axis, (), self.follower.agreed, helps)
-        failure.by = by
+        failure.by = source
         return failure

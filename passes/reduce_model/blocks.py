@@ -30,21 +30,21 @@ BLOCK_LISTS = ("ModuleList", "Sequential", "ModuleDict")
 Kind = object  # equal for equal layers that have the same rows of the schedule
 
 
-def layer_kinds(plan: Plan, trunk: str, telling: Set[tuple[str, str]]) -> list[Kind]:
+def layer_kinds(plan: Plan, trunk: str, attributes: Set[tuple[str, str]]) -> list[Kind]:
     """Return the kind of each child of a list: its modules and the rows that act on them.
 
-    `telling` are the attributes in which layers of the full model differ.
+    `attributes` are the attributes in which layers of the full model differ.
     """
     facts = plan.model
     cuts = [fqn for cut in plan.cuts for fqn in cut.before]
-    out: list[Kind] = []
+    kinds: list[Kind] = []
     for child in facts.children(trunk):
         root = f"{trunk}.{child}"
         modules = frozenset(
             (
                 f[len(root) :],
                 facts.sites[f].kind,
-                _distinguishing_attributes(facts.module(f), f[len(root) :], telling),
+                _distinguishing_attributes(facts.module(f), f[len(root) :], attributes),
                 tuple(p.requires_grad for p in facts.sites[f].parameters.values()),
             )
             for f in modules_below(facts, root)
@@ -56,8 +56,8 @@ def layer_kinds(plan: Plan, trunk: str, telling: Set[tuple[str, str]]) -> list[K
             if is_inside(site, root)
         )
         starts = tuple(k for k, fqn in enumerate(cuts) if is_inside(fqn, root))
-        out.append((modules, rows, starts))
-    return out
+        kinds.append((modules, rows, starts))
+    return kinds
 
 
 def _distinguishing_attributes(
@@ -91,21 +91,24 @@ def adjacent_kinds(sequence: Sequence[Kind]) -> set[tuple[Kind, Kind]]:
 def shows_all_kinds(old: Plan, new: Plan, lists: Sequence[str]) -> bool:
     """Return whether a shorter model has the same kinds of layers, adjacent pairs, and stages."""
     for trunk in lists:
-        telling = differing_attributes(
+        attributes = differing_attributes(
             old.model, [f"{trunk}.{child}" for child in old.model.children(trunk)]
         )
-        before, after = layer_kinds(old, trunk, telling), layer_kinds(new, trunk, telling)
-        if adjacent_kinds(before) != adjacent_kinds(after):
+        old_kinds, new_kinds = (
+            layer_kinds(old, trunk, attributes),
+            layer_kinds(new, trunk, attributes),
+        )
+        if adjacent_kinds(old_kinds) != adjacent_kinds(new_kinds):
             return False
         stages_old, stages_new = _count_stages(old, trunk), _count_stages(new, trunk)
         if stages_old == 1:
             continue
-        if len(after) < min(2, len(before) // stages_old) * stages_new:
+        if len(new_kinds) < min(2, len(old_kinds) // stages_old) * stages_new:
             return False
-        if (len(before) % stages_old == 0) != (len(after) % stages_new == 0):
+        if (len(old_kinds) % stages_old == 0) != (len(new_kinds) % stages_new == 0):
             return False
-        everywhere = set.intersection(*_kinds_by_share(before, stages_old))
-        if not all(everywhere <= share for share in _kinds_by_share(after, stages_new)):
+        common_kinds = set.intersection(*_kinds_by_share(old_kinds, stages_old))
+        if not all(common_kinds <= share for share in _kinds_by_share(new_kinds, stages_new)):
             return False
     return True
 
@@ -118,12 +121,12 @@ def _count_stages(plan: Plan, trunk: str) -> int:
 
 def _kinds_by_share(sequence: Sequence[Kind], stages: int) -> list[set[Kind]]:
     """Return the kinds in each share of the layers, for shares of equal size."""
-    size, more = divmod(len(sequence), stages)
-    shares, at = [], 0
+    size, remainder = divmod(len(sequence), stages)
+    shares, start = [], 0
     for k in range(stages):
-        end = at + size + (k < more)
-        shares.append(set(sequence[at:end]))
-        at = end
+        end = start + size + (k < remainder)
+        shares.append(set(sequence[start:end]))
+        start = end
     return shares
 
 
@@ -133,12 +136,12 @@ def full_model_name(name: str, shorter: Mapping[str, tuple[int, int]]) -> str:
     `shorter` maps each list to its numbers of layers in the shorter and in the full model.
     The shorter model has the layers from both ends of the list.
     """
-    for trunk, (now, before) in shorter.items():
+    for trunk, (new_count, old_count) in shorter.items():
         if name.startswith(f"{trunk}."):
-            rest = name[len(trunk) + 1 :]
-            index, dot, tail = rest.partition(".")
-            if index.isdigit() and int(index) >= (now + 1) // 2:
-                name = f"{trunk}.{int(index) + before - now}{dot}{tail}"
+            suffix = name[len(trunk) + 1 :]
+            index, dot, tail = suffix.partition(".")
+            if index.isdigit() and int(index) >= (new_count + 1) // 2:
+                name = f"{trunk}.{int(index) + old_count - new_count}{dot}{tail}"
     return name
 
 
@@ -179,10 +182,10 @@ class Blocks:
 
     def common_name(self, fqn: str) -> str:
         """Return the name of a module that is common to all blocks: `model.layers.*.mlp.up`."""
-        out: list[str] = []
+        parts: list[str] = []
         for part in fqn.split("."):
-            out.append("*" if ".".join(out) in self.lists and out else part)
-        return ".".join(out)
+            parts.append("*" if ".".join(parts) in self.lists and parts else part)
+        return ".".join(parts)
 
     def is_inside(self, fqn: str) -> bool:
         """Return whether a module is a block or inside a block."""
@@ -194,17 +197,17 @@ class Blocks:
 
     def enclosing_block(self, fqn: str) -> str:
         """Return the innermost block around a module; "" outside blocks."""
-        common = self.common_name(fqn)
-        depth = common.rpartition("*")[0].count(".")
-        return ".".join(fqn.split(".")[: depth + 1]) if "*" in common else ""
+        common_name = self.common_name(fqn)
+        depth = common_name.rpartition("*")[0].count(".")
+        return ".".join(fqn.split(".")[: depth + 1]) if "*" in common_name else ""
 
     @cached_property
     def modules_by_name(self) -> Mapping[str, tuple[str, ...]]:
         """Return the modules of each common name, in the order of the model."""
-        found: dict[str, list[str]] = {}
+        names: dict[str, list[str]] = {}
         for fqn in self.facts.sites:
-            found.setdefault(self.common_name(fqn), []).append(fqn)
-        return {name: tuple(group) for name, group in found.items()}
+            names.setdefault(self.common_name(fqn), []).append(fqn)
+        return {name: tuple(group) for name, group in names.items()}
 
     def modules_of(self, name: str) -> tuple[str, ...]:
         """Return the modules of a common name, or the single module of a full name."""
@@ -220,39 +223,39 @@ def blocks_of(facts: ModelFacts) -> Blocks:
 
     A block has at least two projections.
     """
-    below: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for fqn, site in facts.sites.items():
-        weights = (fact for fact in site.parameters.values() if len(fact.shape) > 1)
+        weights = (param for param in site.parameters.values() if len(param.shape) > 1)
         if any(True for _ in weights) and leaf_kind(site) not in TABLES:
             parts = fqn.split(".")
-            below.update(".".join(parts[:k]) for k in range(1, len(parts)))
-    made = Blocks(facts, frozenset())
+            counts.update(".".join(parts[:k]) for k in range(1, len(parts)))
+    blocks = Blocks(facts, frozenset())
     for fqn, site in facts.sites.items():
-        if fqn and any(site.is_a(kind) for kind in BLOCK_LISTS) and _repeats(facts, site, below):
-            made = Blocks(facts, made.lists | {made.common_name(fqn)})
-    return made
+        if fqn and any(site.is_a(kind) for kind in BLOCK_LISTS) and _repeats(facts, site, counts):
+            blocks = Blocks(facts, blocks.lists | {blocks.common_name(fqn)})
+    return blocks
 
 
-def _repeats(facts: ModelFacts, site: Site, below: Counter[str]) -> bool:
+def _repeats(facts: ModelFacts, site: Site, projection_counts: Counter[str]) -> bool:
     blocks = [f"{site.fqn}.{child}" for child in site.children]
-    enough = [fqn for fqn in blocks if below[fqn] >= MIN_PROJECTIONS]
-    classes = Counter(facts.sites[fqn].class_name for fqn in enough)
-    return len(blocks) == len(enough) and (len(blocks) == 1 or max(classes.values(), default=0) > 1)
+    names = [fqn for fqn in blocks if projection_counts[fqn] >= MIN_PROJECTIONS]
+    classes = Counter(facts.sites[fqn].class_name for fqn in names)
+    return len(blocks) == len(names) and (len(blocks) == 1 or max(classes.values(), default=0) > 1)
 
 
 def shorten_model(model: nn.Module, blocks: Blocks, stages: int = 1) -> nn.Module:
     """Return the model on the meta device with the fewest blocks that have all kinds and pairs."""
     from schedlang.runtime.tracing.meta_runs import meta_model
 
-    kept = {}
-    for common in blocks.lists:
-        for fqn in blocks.modules_by_name.get(common, ()):
+    layers_kept = {}
+    for list_name in blocks.lists:
+        for fqn in blocks.modules_by_name.get(list_name, ()):
             children = blocks.facts.children(fqn)
             kinds = [module_kind(blocks.facts, f"{fqn}.{child}") for child in children]
-            places = fewest_layers(kinds, stages)
-            if len(places) < len(children):
-                kept[fqn] = [children[place] for place in places]
-    return meta_model(model, {}, kept)
+            indices = fewest_layers(kinds, stages)
+            if len(indices) < len(children):
+                layers_kept[fqn] = [children[index] for index in indices]
+    return meta_model(model, {}, layers_kept)
 
 
 def fewest_layers(kinds: Sequence[object], stages: int = 1) -> list[int]:
@@ -261,13 +264,13 @@ def fewest_layers(kinds: Sequence[object], stages: int = 1) -> list[int]:
     With several stages their number is divisible by the stages if the list's length is, and each
     stage has two layers if the list has two per stage.
     """
-    whole, count = adjacent_kinds(kinds), len(kinds)
-    least = min(count, min(2, max(1, count // stages)) * stages)
-    for size in range(max(1, least), count):
+    all_kinds, count = adjacent_kinds(kinds), len(kinds)
+    min_layers = min(count, min(2, max(1, count // stages)) * stages)
+    for size in range(max(1, min_layers), count):
         if (size % stages == 0) != (count % stages == 0):
             continue
-        for front in range(size, -1, -1):
-            places = [*range(front), *range(count - size + front, count)]
-            if adjacent_kinds([kinds[place] for place in places]) == whole:
-                return places
+        for first_layers in range(size, -1, -1):
+            indices = [*range(first_layers), *range(count - size + first_layers, count)]
+            if adjacent_kinds([kinds[index] for index in indices]) == all_kinds:
+                return indices
     return list(range(count))

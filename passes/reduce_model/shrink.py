@@ -63,13 +63,13 @@ def small_meshes(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
         yield dict(axes)
         return
     ranges = [range(1, min(size, MAX_SMALL_RANKS) + 1) for size in axes.values()]
-    found = [
+    meshes = [
         dict(zip(axes, sizes))
         for sizes in itertools.product(*ranges)
         if math.prod(sizes) <= MAX_SMALL_RANKS
     ]
     yield from sorted(
-        (mesh for mesh in found if max(mesh.values()) > 1), key=lambda m: _cost(m, axes)
+        (mesh for mesh in meshes if max(mesh.values()) > 1), key=lambda m: _cost(m, axes)
     )
 
 
@@ -100,9 +100,9 @@ class FullSchedule:
         facts.python_replacements.update(
             self.plan.model.replacements
         )  # the model was made by its class, not by the model file
-        made = expand(self._tree(requires), facts, self._set(mesh)).plan
-        assert made is not None
-        return made
+        plan = expand(self._tree(requires), facts, self._set(mesh)).plan
+        assert plan is not None
+        return plan
 
     def accepted_meshes(self, requires: bool) -> Iterator[Mapping[str, int]]:
         """Yield small meshes that the file's knobs accept, the best first."""
@@ -118,8 +118,8 @@ class FullSchedule:
 
     def _tree(self, requires: bool) -> n.File:
         items = self.tree.items
-        kept = tuple(item for item in items if requires or not isinstance(item, n.Require))
-        return replace(self.tree, items=kept)
+        kept_items = tuple(item for item in items if requires or not isinstance(item, n.Require))
+        return replace(self.tree, items=kept_items)
 
     def _set(self, mesh: Mapping[str, int]) -> Settings:
         """Return settings for a mesh, without the knobs that size its axes."""
@@ -201,8 +201,8 @@ class ReductionData:
 class ModelReducer:
     """The search for a smaller model; results are cached between meshes."""
 
-    def __init__(self, whole: FullSchedule, recipe: ModelRecipe, data: ReductionData) -> None:
-        self.whole, self.recipe, self.data = whole, recipe, data
+    def __init__(self, full: FullSchedule, recipe: ModelRecipe, data: ReductionData) -> None:
+        self.whole, self.recipe, self.data = full, recipe, data
         self._fewest_layers: dict[tuple[tuple[str, int], ...], dict[str, int]] = {}
         self._known: dict[tuple[tuple[str, int], ...], list[SizedQuantity]] = {}
 
@@ -225,19 +225,18 @@ class ModelReducer:
         Raises S752, S753, or the first refusal of the rows, if no choice of sizes is accepted.
         """
         fixed = self._fewest(mesh)
-        known = self._learned(fixed)
-        fixed = fixed | {
-            name: min(self.recipe.sizes[name], MAX_FREE_SIZE) for name in find_free_sizes(known)
-        }
-        known = [q for q in known if not set(q.depends) & set(fixed)]
+        quantities = self._learned(fixed)
+        free = find_free_sizes(quantities)
+        fixed = fixed | {name: min(self.recipe.sizes[name], MAX_FREE_SIZE) for name in free}
+        quantities = [quantity for quantity in quantities if not set(quantity.depends) & set(fixed)]
         rules = _rules(self.whole.plan, self._shallow(fixed), mesh)
         reasons: list[Refusal] = []
-        for tried, chosen in enumerate(SizeSearch(self.recipe.sizes, known, rules)):
-            if tried == MAX_MADE or len(reasons) == MAX_PLANNED:
+        for attempt, new_sizes in enumerate(SizeSearch(self.recipe.sizes, quantities, rules)):
+            if attempt == MAX_MADE or len(reasons) == MAX_PLANNED:
                 break
-            sizes = fixed | chosen
-            made = self.recipe.make_on_meta(sizes)
-            if made is None or not satisfies_rules(known, read_quantities(made), rules):
+            sizes = fixed | new_sizes
+            model = self.recipe.make_on_meta(sizes)
+            if model is None or not satisfies_rules(quantities, read_quantities(model), rules):
                 continue
             try:
                 return *_make_reduced(
@@ -253,9 +252,9 @@ class ModelReducer:
         )
 
     def _shallow(self, fixed: Mapping[str, int]) -> nn.Module:
-        made = self.recipe.make_on_meta(fixed)
-        assert made is not None, "the sizes chosen so far make a model"
-        return made
+        model = self.recipe.make_on_meta(fixed)
+        assert model is not None, "the sizes chosen so far make a model"
+        return model
 
     def _learned(self, fixed: Mapping[str, int]) -> list[SizedQuantity]:
         key = tuple(fixed.items())
@@ -276,24 +275,24 @@ class ModelReducer:
 
 
 def _fewest_layers(
-    whole: FullSchedule,
+    full: FullSchedule,
     recipe: ModelRecipe,
-    deep: LayerSize,
+    layer_size: LayerSize,
     fixed: Mapping[str, int],
     sizes: Mapping[str, int],
 ) -> int:
-    for layers in range(1, deep.layers):
-        made = recipe.make_on_meta({**fixed, deep.name: layers})
-        if made is None:
+    for layers in range(1, layer_size.layers):
+        model = recipe.make_on_meta({**fixed, layer_size.name: layers})
+        if model is None:
             continue
-        _copy_flags(whole.plan.model, made)
+        _copy_flags(full.plan.model, model)
         try:
-            plan = whole.plan_for(made, sizes, requires=False)
+            plan = full.plan_for(model, sizes, requires=False)
         except Refusal:
             continue
-        if shows_all_kinds(whole.plan, plan, deep.lists):
+        if shows_all_kinds(full.plan, plan, layer_size.lists):
             return layers
-    return deep.layers
+    return layer_size.layers
 
 
 # -- widths ------------------------------------------------------------------------------------
@@ -301,10 +300,10 @@ def _fewest_layers(
 
 def _rules(plan: Plan, model: nn.Module, mesh: Mapping[str, int]) -> SizeRules:
     """Return the rules for sizes that follow from the rows of the schedule."""
-    named = [name for layout in plan.layouts.values() for name in layout.axes]
-    named += [b.axis for boundaries in plan.boundaries.values() for b in boundaries]
-    over = {axis for name in named for axis in plan.mesh.fold(name)}
-    splits = {AxisRanks(size, mesh[axis]) for axis, size in plan.mesh.axes if axis in over}
+    axis_names = [name for layout in plan.layouts.values() for name in layout.axes]
+    axis_names += [b.axis for boundaries in plan.boundaries.values() for b in boundaries]
+    sharding_axes = {axis for name in axis_names for axis in plan.mesh.fold(name)}
+    splits = {AxisRanks(size, mesh[axis]) for axis, size in plan.mesh.axes if axis in sharding_axes}
     rows = frozenset(
         QuantityPlace(fqn, name, dim)
         for fqn, site in ModelFacts(model).sites.items()
@@ -315,22 +314,22 @@ def _rules(plan: Plan, model: nn.Module, mesh: Mapping[str, int]) -> SizeRules:
 
 def _tables(site: Site) -> list[tuple[str, int]]:
     """Return (parameter, dim) of a module's parameters that have a row for each id."""
-    named = [(name, dims) for name, dims in site.dims.items() if name in site.parameters]
-    return [(name, dims.index("vocab")) for name, dims in named if "vocab" in dims]
+    dims_by_name = [(name, dims) for name, dims in site.dims.items() if name in site.parameters]
+    return [(name, dims.index("vocab")) for name, dims in dims_by_name if "vocab" in dims]
 
 
 def _pads(plan: Plan) -> list[tuple[int, int]]:
     """Return (size, multiple) of the padded dims."""
-    return [(one.size, one.multiple) for one in plan.padded]
+    return [(padded.size, padded.multiple) for padded in plan.padded]
 
 
 # -- values ------------------------------------------------------------------------------------
 
 
 def _make_reduced(
-    whole: FullSchedule,
+    full: FullSchedule,
     recipe: ModelRecipe,
-    chosen: Mapping[str, int],
+    sizes: Mapping[str, int],
     mesh: Mapping[str, int],
     requires: bool,
     data: ReductionData,
@@ -340,14 +339,14 @@ def _make_reduced(
 
     torch.manual_seed(data.seed)
     with torch.device("cpu"):
-        made = recipe.make(chosen)
-    _copy_flags(whole.plan.model, made)
-    plan = whole.plan_for(made, mesh, requires)
-    cutting = _cutting(whole.plan, plan, recipe, chosen)
-    fewer = tuple(reduce_batch(batch, cutting) for batch in data.batches)
-    check_reduced_run(made, fewer, data.loss)
-    trace_plan(plan, fewer[0], data.loss)
-    return plan, fewer
+        model = recipe.make(sizes)
+    _copy_flags(full.plan.model, model)
+    plan = full.plan_for(model, mesh, requires)
+    cutting = _cutting(full.plan, plan, recipe, sizes)
+    reduced_batches = tuple(reduce_batch(batch, cutting) for batch in data.batches)
+    check_reduced_run(model, reduced_batches, data.loss)
+    trace_plan(plan, reduced_batches[0], data.loss)
+    return plan, reduced_batches
 
 
 def _copy_flags(old: ModelFacts, made: nn.Module) -> None:
@@ -359,23 +358,23 @@ def _copy_flags(old: ModelFacts, made: nn.Module) -> None:
         if fqn in old.sites and len(site.children) < len(old.children(fqn))
     }
     for name, tensor in made.named_parameters():
-        like = old.model.get_parameter(full_model_name(name, lists))
-        tensor.requires_grad_(like.requires_grad)
-        tensor.data = tensor.data.to(like.dtype)
+        original = old.model.get_parameter(full_model_name(name, lists))
+        tensor.requires_grad_(original.requires_grad)
+        tensor.data = tensor.data.to(original.dtype)
     for fqn, module in made.named_modules():
         module.training = old.model.get_submodule(full_model_name(fqn, lists)).training
 
 
 def _cutting(
-    old: Plan, new: Plan, recipe: ModelRecipe, chosen: Mapping[str, int]
+    old: Plan, new: Plan, recipe: ModelRecipe, new_sizes: Mapping[str, int]
 ) -> BatchReduction:
     tables: dict[int, int] = {}
     for fqn, site in new.model.sites.items():
         for name, dim in _tables(site):
-            before = old.model.sites[fqn].parameters[name].shape[dim]
-            tables[before] = site.parameters[name].shape[dim]
+            old_size = old.model.sites[fqn].parameters[name].shape[dim]
+            tables[old_size] = site.parameters[name].shape[dim]
     sizes: dict[int, set[int]] = {}
-    for name, size in chosen.items():
+    for name, size in new_sizes.items():
         sizes.setdefault(recipe.sizes[name], set()).add(size)
     dims = {old: new.pop() for old, new in sizes.items() if len(new) == 1}
     return BatchReduction(
@@ -471,7 +470,7 @@ def reduce_to_given(
 
 
 def _first_accepted(
-    full: FullSchedule, at: Callable[[Mapping[str, int], bool], ReducedModel]
+    full: FullSchedule, reduce_on: Callable[[Mapping[str, int], bool], ReducedModel]
 ) -> ReducedModel:
     """Return the model reduced for the first mesh that is accepted.
 
@@ -482,12 +481,12 @@ def _first_accepted(
     for requires in (True, False):
         for mesh in full.accepted_meshes(requires):
             try:
-                found = at(mesh, requires)
+                reduced = reduce_on(mesh, requires)
             except Refusal as refusal:
                 reasons.append(refusal)
                 continue
             left_out = Gap("`require` on the reduced model", "nothing: they hold at full size")
-            return found if requires else replace(found, gaps=(*found.gaps, left_out))
+            return reduced if requires else replace(reduced, gaps=(*reduced.gaps, left_out))
         if reasons and "S104" not in codes_of(reasons):
             break
     raise (
@@ -501,39 +500,39 @@ def _first_accepted(
 
 def _find_recipe(model: nn.Module, make: Callable[..., nn.Module] | None) -> ModelRecipe:
     """Return a recipe that makes the full model again; refuse (S751) if there is none."""
-    wrong: list[Refusal] = []
+    refusals: list[Refusal] = []
     for recipe in find_recipes(model, make):
         try:
             _check_same_model(recipe, model)
             return recipe
         except Refusal as refusal:
-            wrong.append(refusal)
-    if wrong:
-        raise wrong[0]
-    also = "; it is on the meta device, and cannot run" if has_meta_parameters(model) else ""
+            refusals.append(refusal)
+    if refusals:
+        raise refusals[0]
+    meta_note = "; it is on the meta device, and cannot run" if has_meta_parameters(model) else ""
     raise reduction_refusal(
         "S751",
-        f"it has no `config` as in transformers, and `model()` takes no sizes{also}",
+        f"it has no `config` as in transformers, and `model()` takes no sizes{meta_note}",
         "or let `model()` take sizes: `def model(width: int = 8192)`",
     )
 
 
 def _check_same_model(recipe: ModelRecipe, model: nn.Module) -> None:
     """Refuse (S751) a recipe whose full model differs from the model."""
-    again = recipe.make_on_meta({})
-    if again is None:
+    rebuilt = recipe.make_on_meta({})
+    if rebuilt is None:
         raise reduction_refusal("S751", "its class cannot be called with only its configuration")
-    old, new = ModelFacts(model), ModelFacts(again)
+    old, new = ModelFacts(model), ModelFacts(rebuilt)
     if {f: s.classes for f, s in old.sites.items()} != {f: s.classes for f, s in new.sites.items()}:
         raise reduction_refusal(
             "S751", "its modules differ from those that its class builds: they were changed"
         )
-    shapes = {name: fact.shape for name, fact in old.parameters.items()}
-    if shapes != {name: fact.shape for name, fact in new.parameters.items()}:
+    shapes = {name: param.shape for name, param in old.parameters.items()}
+    if shapes != {name: param.shape for name, param in new.parameters.items()}:
         raise reduction_refusal(
             "S751", "its shapes differ from those that its class builds: they were changed"
         )
-    if old.ties != new.ties or plain_attributes(model) != plain_attributes(again):
+    if old.ties != new.ties or plain_attributes(model) != plain_attributes(rebuilt):
         raise reduction_refusal("S751", "ties, hooks or attributes were changed after it was built")
 
 
@@ -541,12 +540,12 @@ def _check_same_model(recipe: ModelRecipe, model: nn.Module) -> None:
 
 
 def _describe_reduction(
-    recipe: ModelRecipe, chosen: Mapping[str, int], old: Plan, new: Plan
+    recipe: ModelRecipe, new_sizes: Mapping[str, int], old: Plan, new: Plan
 ) -> str:
     parts = [
-        f"{name} {size} -> {chosen[name]}"
+        f"{name} {size} -> {new_sizes[name]}"
         for name, size in recipe.sizes.items()
-        if chosen.get(name, size) != size
+        if new_sizes.get(name, size) != size
     ]
     if old.mesh != new.mesh:
         parts.append(f"mesh {old.mesh} -> {new.mesh}")
@@ -555,14 +554,16 @@ def _describe_reduction(
 
 def _gaps(old: Plan, new: Plan) -> tuple[Gap, ...]:
     hidden = "overflow of numbers, tiles of kernels, memory, and what else only size shows"
-    found = [Gap("the sizes of the whole model", hidden)]
+    gaps = [Gap("the sizes of the whole model", hidden)]
     for axis, size in old.mesh.axes:
-        now = new.mesh.size(axis)
-        if 1 < now < size:
-            found.append(Gap(f"more than {now} ranks along `{axis}`", "mistakes of a longer ring"))
-        if now == 1 < size:
-            found.append(Gap(f"the axis `{axis}`", "every mistake of the rows that use it"))
-    return tuple(found)
+        new_size = new.mesh.size(axis)
+        if 1 < new_size < size:
+            gaps.append(
+                Gap(f"more than {new_size} ranks along `{axis}`", "mistakes of a longer ring")
+            )
+        if new_size == 1 < size:
+            gaps.append(Gap(f"the axis `{axis}`", "every mistake of the rows that use it"))
+    return tuple(gaps)
 
 
 def with_reduction(report: Report, small: ReducedModel | None) -> Report:
@@ -592,7 +593,7 @@ def reduce_model_file(
     """Return the reduction of a model file's model: by its `small()`, or by its sizes."""
     smaller = file.small(seed)
     if smaller is not None:
-        own = [file.small_batch(seed + step) for step in range(len(batches))]
-        return reduce_to_given(tree, settings, model, smaller, own, file.loss)
+        small_batches = [file.small_batch(seed + step) for step in range(len(batches))]
+        return reduce_to_given(tree, settings, model, smaller, small_batches, file.loss)
     make = file.module.model
     return shrink(tree, settings, model, batches, loss=file.loss, make=make, seed=seed)

@@ -80,14 +80,20 @@ def find_recipes(
     if config is not None and hasattr(config, "to_dict"):
         yield ModelRecipe(
             {name: value for name, value in _numbers(config) if not name.endswith(TOKEN_ID_ENDS)},
-            lambda changed: type(model)(change_config(config, changed)),
+            lambda new_sizes: type(model)(change_config(config, new_sizes)),
             tuple(
-                sorted({v for name, v in _numbers(config, least=0) if name.endswith(TOKEN_ID_ENDS)})
+                sorted(
+                    {
+                        token_id
+                        for name, token_id in _numbers(config, least=0)
+                        if name.endswith(TOKEN_ID_ENDS)
+                    }
+                )
             ),
         )
     numbers = _defaults(function) if function is not None else {}
     if function is not None and numbers:
-        yield ModelRecipe(numbers, lambda changed: function(**{**numbers, **changed}))
+        yield ModelRecipe(numbers, lambda new_sizes: function(**{**numbers, **new_sizes}))
 
 
 def _defaults(function: Callable[..., Any]) -> dict[str, int]:
@@ -103,7 +109,7 @@ def _numbers(config: Any, prefix: str = "", least: int = 2) -> Iterator[tuple[st
         if type(value) is int and value >= least:
             yield prefix + name, value
         elif isinstance(value, list | tuple) and name.endswith(TOKEN_ID_ENDS):
-            yield from ((prefix + name, one) for one in value if type(one) is int)
+            yield from ((prefix + name, token_id) for token_id in value if type(token_id) is int)
         elif hasattr(value, "to_dict"):
             yield from _numbers(value, f"{prefix}{name}.", least)
 
@@ -114,38 +120,44 @@ def change_config(config: Any, changed: Mapping[str, int]) -> Any:
     Lists with an entry per layer are cut to the number of layers; ids of tokens are mapped into
     the vocabulary.
     """
-    new = copy.deepcopy(config)
+    new_config = copy.deepcopy(config)
     for path, value in changed.items():
-        *above, name = path.split(".")
-        holder, before = new, config
-        for part in above:
-            holder, before = getattr(holder, part), getattr(before, part)
-        old = getattr(before, name)
+        *parents, name = path.split(".")
+        holder, old_holder = new_config, config
+        for part in parents:
+            holder, old_holder = getattr(holder, part), getattr(old_holder, part)
+        old_size = getattr(old_holder, name)
         setattr(holder, name, value)
-        for key, entry in vars(before).items() if LAYER_WORD in name else ():
-            if value < old and isinstance(entry, list | tuple) and len(entry) == old:
+        for key, entry in vars(old_holder).items() if LAYER_WORD in name else ():
+            if value < old_size and isinstance(entry, list | tuple) and len(entry) == old_size:
                 setattr(holder, key, entry[:value])
-    _fold_token_ids(new, None)
-    return new
+    _fold_token_ids(new_config, None)
+    return new_config
 
 
-def _fold_token_ids(config: Any, above: int | None) -> None:
+def _fold_token_ids(config: Any, outer: int | None) -> None:
     """Replace ids beyond the vocabulary by its last ids; different ids stay different."""
     inner = [value for value in vars(config).values() if hasattr(value, "to_dict")]
-    own = getattr(config, "vocab_size", None)
+    own_size = getattr(config, "vocab_size", None)
     size = (
-        own or above or next((s for s in (getattr(c, "vocab_size", None) for c in inner) if s), 0)
+        own_size
+        or outer
+        or next((s for s in (getattr(c, "vocab_size", None) for c in inner) if s), 0)
     )
-    named = {
+    entries = {
         key: entry
         for key, entry in vars(config).items()
         if key.endswith(TOKEN_ID_ENDS) and entry is not None and size
     }
-    known = [v for e in named.values() for v in (e if isinstance(e, list | tuple) else (e,))]
-    folded = special_ids(tuple(v for v in known if type(v) is int), size)
-    for key, entry in named.items():
+    ids = [
+        value_id
+        for e in entries.values()
+        for value_id in (e if isinstance(e, list | tuple) else (e,))
+    ]
+    folded = special_ids(tuple(value_id for value_id in ids if type(value_id) is int), size)
+    for key, entry in entries.items():
         if isinstance(entry, list | tuple):
-            setattr(config, key, type(entry)(folded.get(v, v) for v in entry))
+            setattr(config, key, type(entry)(folded.get(value_id, value_id) for value_id in entry))
         else:
             setattr(config, key, folded.get(entry, entry))
     for value in inner:
@@ -155,8 +167,8 @@ def _fold_token_ids(config: Any, above: int | None) -> None:
 def special_ids(ids: tuple[int, ...], size: int) -> dict[int, int]:
     """Map special ids into a vocabulary of `size`: an id is unchanged, or becomes a last id."""
     ids = tuple(sorted({v for v in ids if v >= 0}))
-    high = [v for v in ids if v >= size - len(ids)]
-    return {v: v for v in ids} | {v: size - len(high) + k for k, v in enumerate(high)}
+    high_ids = [v for v in ids if v >= size - len(ids)]
+    return {v: v for v in ids} | {v: size - len(high_ids) + k for k, v in enumerate(high_ids)}
 
 
 @dataclass(frozen=True)
@@ -178,20 +190,24 @@ def find_layer_sizes(recipe: ModelRecipe, facts: ModelFacts) -> list[LayerSize]:
         for fqn, site in facts.sites.items()
         if any(site.is_a(kind) for kind in BLOCK_LISTS)
     }
-    shapes = {name: fact.shape for name, fact in facts.parameters.items()}
-    found = []
+    shapes = {name: param.shape for name, param in facts.parameters.items()}
+    layer_sizes = []
     for name, size in recipe.sizes.items():
         if not any(abs(size - length) <= 2 for length in lengths.values()):
             continue
-        made = recipe.make_on_meta({name: size - 1})
-        if made is None:
+        shorter_model = recipe.make_on_meta({name: size - 1})
+        if shorter_model is None:
             continue
-        less = ModelFacts(made)
-        shorter = [f for f, n in lengths.items() if f in less.sites and n > len(less.children(f))]
-        same = all(f.shape == shapes.get(n) for n, f in less.parameters.items())
-        if shorter and same:
-            found.append(LayerSize(name, size, tuple(shorter)))
-    return found
+        shorter_facts = ModelFacts(shorter_model)
+        shorter = [
+            f
+            for f, n in lengths.items()
+            if f in shorter_facts.sites and n > len(shorter_facts.children(f))
+        ]
+        same_shapes = all(f.shape == shapes.get(n) for n, f in shorter_facts.parameters.items())
+        if shorter and same_shapes:
+            layer_sizes.append(LayerSize(name, size, tuple(shorter)))
+    return layer_sizes
 
 
 # -- dims and numbers as functions of sizes --------------------------------------------------------
@@ -228,14 +244,14 @@ class SizeFormula:
 
     def evaluate(self, sizes: Mapping[str, int]) -> int | None:
         """Return the value for some sizes; None where it is not an integer."""
-        over, under = self.factor.numerator, self.factor.denominator
+        numerator, denominator = self.factor.numerator, self.factor.denominator
         for name, power in self.powers:
             if power > 0:
-                over *= sizes[name] ** power
+                numerator *= sizes[name] ** power
             else:
-                under *= sizes[name] ** -power
-        whole, rest = divmod(over, under)
-        return None if rest else whole + self.shift
+                denominator *= sizes[name] ** -power
+        quotient, remainder = divmod(numerator, denominator)
+        return None if remainder else quotient + self.shift
 
     @property
     def degree(self) -> int:
@@ -255,30 +271,30 @@ class SizedQuantity:
 
 def read_quantities(model: nn.Module) -> dict[QuantityPlace, int]:
     """Return all dims of parameters and all positive integer attributes of modules."""
-    found: dict[QuantityPlace, int] = {}
+    quantities: dict[QuantityPlace, int] = {}
     for fqn, module in model.named_modules():
         for name, value in vars(module).items():
             if type(value) is int and not name.startswith("_") and value > 0:
-                found[QuantityPlace(fqn, name)] = value
+                quantities[QuantityPlace(fqn, name)] = value
         for name, tensor in module._parameters.items():
             if tensor is not None:
-                found |= {
+                quantities |= {
                     QuantityPlace(fqn, name, dim): size for dim, size in enumerate(tensor.shape)
                 }
-    return found
+    return quantities
 
 
 def plain_attributes(model: nn.Module) -> list[tuple[object, ...]]:
     """Return plain attributes of each module, its number of hooks, and whether it has `forward`."""
-    plain = (bool, int, float, str, type(None))
-    found: list[tuple[object, ...]] = []
+    plain_types = (bool, int, float, str, type(None))
+    attributes: list[tuple[object, ...]] = []
     for fqn, module in model.named_modules():
         for name, value in sorted(vars(module).items()):
-            if type(value) in plain and not name.startswith("_") and name != "training":
-                found.append((fqn, name, value))
+            if type(value) in plain_types and not name.startswith("_") and name != "training":
+                attributes.append((fqn, name, value))
         hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
-        found.append((fqn, hooks, "forward" in vars(module)))
-    return found
+        attributes.append((fqn, hooks, "forward" in vars(module)))
+    return attributes
 
 
 def learn_quantities(recipe: ModelRecipe, fixed: Mapping[str, int]) -> list[SizedQuantity]:
@@ -289,17 +305,17 @@ def learn_quantities(recipe: ModelRecipe, fixed: Mapping[str, int]) -> list[Size
     base_model = recipe.make_on_meta(fixed)
     assert base_model is not None, "the sizes chosen so far make a model"
     base = read_quantities(base_model)
-    seen: dict[str, list[tuple[Fraction, dict[QuantityPlace, int]]]] = {}
+    counts_of: dict[str, list[tuple[Fraction, dict[QuantityPlace, int]]]] = {}
     for name, size in recipe.sizes.items():
         if name in fixed:
             continue
         tries = [f for f in FACTORS if (size * f).denominator == 1 and size * f > 0]
         models = [(f, recipe.make_on_meta({**fixed, name: int(size * f)})) for f in tries]
-        seen[name] = [(f, read_quantities(m)) for f, m in models if m is not None]
-    out = []
+        counts_of[name] = [(f, read_quantities(model)) for f, model in models if model is not None]
+    quantities = []
     for name, size in recipe.sizes.items():  # the size itself, if something depends on it
-        if name not in fixed and any(counts != base for _, counts in seen[name]):
-            out.append(
+        if name not in fixed and any(counts != base for _, counts in counts_of[name]):
+            quantities.append(
                 SizedQuantity(
                     QuantityPlace(SIZES_MODULE, name),
                     size,
@@ -309,28 +325,28 @@ def learn_quantities(recipe: ModelRecipe, fixed: Mapping[str, int]) -> list[Size
             )
     for key, value in base.items():
         depends = tuple(
-            name for name, tries in seen.items() if any(c.get(key) != value for _, c in tries)
+            name for name, tries in counts_of.items() if any(c.get(key) != value for _, c in tries)
         )
         if depends:
-            form = _fit_form(key, value, {n: seen[n] for n in depends}, recipe.sizes)
-            out.append(SizedQuantity(key, value, depends, form))
-    return out
+            formula = _fit_form(key, value, {n: counts_of[n] for n in depends}, recipe.sizes)
+            quantities.append(SizedQuantity(key, value, depends, formula))
+    return quantities
 
 
 def _fit_form(
     key: QuantityPlace,
     value: int,
-    seen: Mapping[str, Sequence[tuple[Fraction, dict[QuantityPlace, int]]]],
+    counts_by_size: Mapping[str, Sequence[tuple[Fraction, dict[QuantityPlace, int]]]],
     sizes: Mapping[str, int],
 ) -> SizeFormula | None:
     """Return the form that fits the observed values, or None."""
     powers: list[tuple[str, int]] = []
-    for name, tries in seen.items():
+    for name, tries in counts_by_size.items():
         pairs = [(factor, counts[key]) for factor, counts in tries if key in counts]
-        fits = {p: sum(Fraction(got) == value * f**p for f, got in pairs) for p in POWERS}
+        fits = {p: sum(Fraction(count) == value * f**p for f, count in pairs) for p in POWERS}
         power = max(fits, key=lambda p: fits[p])
         if fits[power] < 2:
-            return _fit_line(name, value, pairs, sizes[name]) if len(seen) == 1 else None
+            return _fit_line(name, value, pairs, sizes[name]) if len(counts_by_size) == 1 else None
         powers.append((name, power))
     factor = Fraction(value)
     for name, power in powers:
@@ -342,7 +358,7 @@ def _fit_line(
     name: str, value: int, pairs: Sequence[tuple[Fraction, int]], size: int
 ) -> SizeFormula | None:
     """Return the form factor x size + shift through all observed values, or None."""
-    slopes = {Fraction(got - value) / (size * (f - 1)) for f, got in pairs}
+    slopes = {Fraction(count - value) / (size * (f - 1)) for f, count in pairs}
     if len(pairs) < 2 or len(slopes) != 1:
         return None
     factor = slopes.pop()
@@ -406,8 +422,8 @@ class SizeRules:
         if old <= MAX_FIXED and all(s.before == s.after for s in dividing):
             return new == old
         for split in dividing:  # two elements on each rank show a wrong order
-            each = min(old // split.before, 2) if q.key.is_dim else 1
-            if new % split.after or new < each * split.after:
+            min_per_rank = min(old // split.before, 2) if q.key.is_dim else 1
+            if new % split.after or new < min_per_rank * split.after:
                 return False
             if old // split.before > 1 and new < MAX_FIXED:
                 return False
@@ -415,17 +431,19 @@ class SizeRules:
             return False
         if new % 2 != old % 2 and (old % 2 == 0 or not dividing):
             return False
-        least = MIN_ROWS if q.key in self.tables else MAX_FIXED if not dividing else 1
-        return new >= min(old, least) and (q.key not in self.tables or self._padded(old, new))
+        min_size = MIN_ROWS if q.key in self.tables else MAX_FIXED if not dividing else 1
+        return new >= min(old, min_size) and (q.key not in self.tables or self._padded(old, new))
 
-    def fit_dims(self, made: Iterable[tuple[SizedQuantity, int | None]], dims: Dims) -> Dims | None:
+    def fit_dims(
+        self, pairs: Iterable[tuple[SizedQuantity, int | None]], dims: Dims
+    ) -> Dims | None:
         """Return `dims` with the new sizes of some quantities, by old size.
 
         Returns None where a new size is no integer or not allowed, or where the order of sizes
         would change.
         """
         dims = dict(dims)
-        for q, new in made:
+        for q, new in pairs:
             if new is None or not self.allow(q, new):
                 return None
             if q.key.is_dim and dims.setdefault(q.value, new) != new:
@@ -437,11 +455,11 @@ class SizeRules:
         """Return whether padding of a dim stays: the last rank's shard must not be all padding."""
         for value, multiple in self.pads:
             if value == old:
-                whole = -(-new // multiple) * multiple
+                padded = -(-new // multiple) * multiple
                 ranks = max((s.after for s in self.splits), default=1)
-                if any(whole % s.after for s in self.splits):
+                if any(padded % s.after for s in self.splits):
                     return False
-                if bool(new % multiple) != bool(old % multiple) or new <= whole - whole // ranks:
+                if bool(new % multiple) != bool(old % multiple) or new <= padded - padded // ranks:
                     return False
         return True
 
@@ -458,13 +476,15 @@ class SizeSearch:
         self.names = sorted(names, key=sizes.__getitem__)
         self.visited = 0
         self.decided: list[list[tuple[SizeFormula, SizedQuantity]]] = [[] for _ in self.names]
-        known: set[tuple[SizeFormula, bool, bool]] = set()  # quantities of one form have one value
+        known_kinds: set[tuple[SizeFormula, bool, bool]] = (
+            set()
+        )  # quantities of one form have one value
         for q in quantities:
             if q.formula is None:
                 continue
             kind = (q.formula, q.key.is_dim, q.key in rules.tables)
-            if kind not in known:
-                known.add(kind)
+            if kind not in known_kinds:
+                known_kinds.add(kind)
                 last = max(self.names.index(name) for name, _ in q.formula.powers)
                 self.decided[last].append((q.formula, q))
 
@@ -472,60 +492,60 @@ class SizeSearch:
         self.visited = 0
         yield from self._search_below({}, {})
 
-    def _search_below(self, chosen: dict[str, int], dims: Dims) -> Iterator[dict[str, int]]:
-        if len(chosen) == len(self.names):
-            yield dict(chosen)
+    def _search_below(self, sizes_chosen: dict[str, int], dims: Dims) -> Iterator[dict[str, int]]:
+        if len(sizes_chosen) == len(self.names):
+            yield dict(sizes_chosen)
             return
-        name = self.names[len(chosen)]
+        name = self.names[len(sizes_chosen)]
         for value in self.values[name]:
             self.visited += 1
             if self.visited > MAX_NODES:
                 return
-            tried = {**chosen, name: value}
-            found = self._fit_dims(self.decided[len(chosen)], tried, dims)
-            if found is not None:
-                yield from self._search_below(tried, found)
+            tried = {**sizes_chosen, name: value}
+            new_dims = self._fit_dims(self.decided[len(sizes_chosen)], tried, dims)
+            if new_dims is not None:
+                yield from self._search_below(tried, new_dims)
 
     @cached_property
     def values(self) -> dict[str, list[int]]:
         """Return, for each size, the values allowed by quantities that depend on this size only."""
-        out = {}
-        for place, name in enumerate(self.names):
-            single = [(f, q) for f, q in self.decided[place] if len(f.powers) == 1]
+        choices = {}
+        for index, name in enumerate(self.names):
+            single = [(f, q) for f, q in self.decided[index] if len(f.powers) == 1]
             size = self.sizes[name]
-            wanted = (*range(1, min(size, MAX_TRIED)), size)
-            out[name] = [v for v in wanted if self._fit_dims(single, {name: v}, {}) is not None]
-        return out
+            tried = (*range(1, min(size, MAX_TRIED)), size)
+            choices[name] = [v for v in tried if self._fit_dims(single, {name: v}, {}) is not None]
+        return choices
 
     def _fit_dims(
         self,
-        known: Sequence[tuple[SizeFormula, SizedQuantity]],
-        chosen: Mapping[str, int],
+        formulas: Sequence[tuple[SizeFormula, SizedQuantity]],
+        sizes: Mapping[str, int],
         dims: Dims,
     ) -> Dims | None:
-        return self.rules.fit_dims(((q, form.evaluate(chosen)) for form, q in known), dims)
+        return self.rules.fit_dims(((q, formula.evaluate(sizes)) for formula, q in formulas), dims)
 
 
 def satisfies_rules(
-    quantities: Sequence[SizedQuantity], now: Mapping[QuantityPlace, int], rules: SizeRules
+    quantities: Sequence[SizedQuantity], sizes: Mapping[QuantityPlace, int], rules: SizeRules
 ) -> bool:
     """Return whether the quantities of a reduced model satisfy all rules."""
     # modules that the reduced model does not have are skipped
-    made = ((q, now[q.key]) for q in quantities if q.key in now)
-    return rules.fit_dims(made, {}) is not None and _keeps_order(quantities, now)
+    pairs = ((q, sizes[q.key]) for q in quantities if q.key in sizes)
+    return rules.fit_dims(pairs, {}) is not None and _keeps_order(quantities, sizes)
 
 
-def _keeps_order(quantities: Sequence[SizedQuantity], now: Mapping[QuantityPlace, int]) -> bool:
+def _keeps_order(quantities: Sequence[SizedQuantity], sizes: Mapping[QuantityPlace, int]) -> bool:
     """Return whether sizes of a module stay above its unchanged small numbers.
 
     For example, num_experts stays above top_k.
     """
-    kept: dict[str, int] = {}
+    largest: dict[str, int] = {}
     for q in quantities:
         if not q.key.is_dim and q.value <= MAX_FIXED:
-            kept[q.key.fqn] = max(kept.get(q.key.fqn, 0), q.value)
+            largest[q.key.fqn] = max(largest.get(q.key.fqn, 0), q.value)
     return all(
-        now.get(q.key, q.value) > kept[q.key.fqn]
+        sizes.get(q.key, q.value) > largest[q.key.fqn]
         for q in quantities
-        if q.key.fqn in kept and q.value > kept[q.key.fqn]
+        if q.key.fqn in largest and q.value > largest[q.key.fqn]
     )

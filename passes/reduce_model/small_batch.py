@@ -29,7 +29,7 @@ class BatchReduction:
     parts: tuple[int, int]
 
 
-def reduce_batch(batch: Batch, how: BatchReduction) -> dict[str, Any]:
+def reduce_batch(batch: Batch, reduction: BatchReduction) -> dict[str, Any]:
     """Return the batch with fewer rows, shorter sequences, smaller dims, and ids in the vocabulary.
 
     Of a long sequence some positions, spread over its length, stay; they are the same in all
@@ -40,21 +40,21 @@ def reduce_batch(batch: Batch, how: BatchReduction) -> dict[str, Any]:
     from torch import Tensor
 
     rows = _rows(batch)
-    kept = _new_rows(rows, *how.parts)
+    rows_kept = _new_rows(rows, *reduction.parts)
     lengths = _lengths(batch)
-    out: dict[str, Any] = {}
+    reduced: dict[str, Any] = {}
     for key, value in batch.items():
         if isinstance(value, Tensor):
-            value = value[:kept] if value.dim() and value.shape[0] == rows else value
+            value = value[:rows_kept] if value.dim() and value.shape[0] == rows else value
             if value.dim() == 1 and key != "labels" and _counts_tokens(value, lengths):
                 raise reduction_refusal(
                     "S753", f"`{key}` may count tokens, but sequences were shortened"
                 )
-            value = _shorten(value, lengths, how.dims)
+            value = _shorten(value, lengths, reduction.dims)
             if _are_ids(value):
-                value = _fold_ids(value, int(batch[key].max()), how)
-        out[key] = value
-    return out
+                value = _fold_ids(value, int(batch[key].max()), reduction)
+        reduced[key] = value
+    return reduced
 
 
 def _rows(batch: Batch) -> int:
@@ -63,9 +63,9 @@ def _rows(batch: Batch) -> int:
     return max((len(v) for v in batch.values() if isinstance(v, Tensor) and v.dim()), default=0)
 
 
-def _new_rows(rows: int, before: int, after: int) -> int:
+def _new_rows(rows: int, old_parts: int, new_parts: int) -> int:
     """Return two rows per part, and one more where the full batch was not divisible."""
-    return min(rows, 2 * after + (1 if rows % before and after > 1 else 0))
+    return min(rows, 2 * new_parts + (1 if rows % old_parts and new_parts > 1 else 0))
 
 
 def _lengths(batch: Batch) -> list[int]:
@@ -77,16 +77,16 @@ def _lengths(batch: Batch) -> list[int]:
 
 def _counts_tokens(value: Tensor, lengths: Sequence[int]) -> bool:
     """Return whether a number of some row is above LENGTH and at most the length of a sequence."""
-    whole = not value.is_floating_point() and value.numel() > 0
-    return whole and any(LENGTH < int(value.max()) <= length for length in lengths)
+    is_integer = not value.is_floating_point() and value.numel() > 0
+    return is_integer and any(LENGTH < int(value.max()) <= length for length in lengths)
 
 
 def _are_ids(value: Tensor) -> bool:
     """Return whether a tensor may hold ids: integers, with two dims or more."""
     import torch
 
-    whole = not value.is_floating_point() and value.dtype != torch.bool
-    return whole and value.dim() >= 2 and value.numel() > 0
+    is_integer = not value.is_floating_point() and value.dtype != torch.bool
+    return is_integer and value.dim() >= 2 and value.numel() > 0
 
 
 def _shorten(value: Tensor, lengths: Sequence[int], dims: Mapping[int, int]) -> Tensor:
@@ -100,20 +100,20 @@ def _shorten(value: Tensor, lengths: Sequence[int], dims: Mapping[int, int]) -> 
     return value
 
 
-def _fold_ids(ids: Tensor, largest: int, how: BatchReduction) -> Tensor:
+def _fold_ids(ids: Tensor, largest: int, reduction: BatchReduction) -> Tensor:
     """Return ids mapped into the reduced vocabulary.
 
     The full vocabulary is the smallest table with more rows than the largest id.
     """
     import torch
 
-    old = min((size for size in how.tables if size > largest), default=None)
-    if old is None or how.tables[old] >= old:
+    old_size = min((size for size in reduction.tables if size > largest), default=None)
+    if old_size is None or reduction.tables[old_size] >= old_size:
         return ids
-    size = how.tables[old]
-    specials = special_ids(how.specials, size) if old == max(how.tables) else {}
-    plain = [v for v in range(size) if v not in specials.values()]
-    new = torch.tensor(plain, dtype=ids.dtype)[ids % len(plain)]
-    for before, after in specials.items():
-        new = torch.where(ids == before, after, new)
-    return torch.where(ids < 0, ids, new)
+    size = reduction.tables[old_size]
+    specials = special_ids(reduction.specials, size) if old_size == max(reduction.tables) else {}
+    plain_ids = [v for v in range(size) if v not in specials.values()]
+    folded = torch.tensor(plain_ids, dtype=ids.dtype)[ids % len(plain_ids)]
+    for old_id, new_id in specials.items():
+        folded = torch.where(ids == old_id, new_id, folded)
+    return torch.where(ids < 0, ids, folded)

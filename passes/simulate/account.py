@@ -34,26 +34,28 @@ if TYPE_CHECKING:
 
 
 def peer_activation_sends(
-    plan: Plan, prepared: Prepared, played: Callable[[], SimulatedRanks]
+    plan: Plan, prepared: Prepared, simulate: Callable[[], SimulatedRanks]
 ) -> Iterator[Collective]:
     """Yield the sends of activations to a peer and back, once each for each such microbatch.
 
-    Messages with sizes are not counted.  A step is simulated (`played`) only where something is
+    Messages with sizes are not counted.  A step is simulated (`simulate`) only where something is
     moved, to find the bytes that forwards save.
     """
     from schedlang.pipeline.timeline.table import Kind
 
     axis, t = prepared.staged.axis, prepared.staged.timeline
-    away = t.pick(t.kind == Kind.EVICT)
-    if axis is None or not len(away):
+    evictions = t.pick(t.kind == Kind.EVICT)
+    if axis is None or not len(evictions):
         return
-    parked, row = played().partner_bytes, _row(plan)
-    counts = Counter(zip(away.stage.tolist(), away.rank.tolist(), away.peer.tolist()))
-    there = "forward", "activations to a peer"
-    back = "backward", "activations to their owner"
+    bytes_by_stage, row = simulate().partner_bytes, _row(plan)
+    counts = Counter(
+        zip(evictions.stage.tolist(), evictions.rank.tolist(), evictions.peer.tolist())
+    )
+    sent = "forward", "activations to a peer"
+    returned = "backward", "activations to their owner"
     for (stage, *ends), count in sorted(counts.items()):
-        size = parked[stage]
-        yield from send_and_return(axis, (ends[0], ends[1]), there, back, size, row, count=count)
+        size = bytes_by_stage[stage]
+        yield from send_and_return(axis, (ends[0], ends[1]), sent, returned, size, row, count=count)
 
 
 def _row(plan: Plan) -> int | None:
@@ -100,28 +102,30 @@ class Account:
 
         return None if self.timeline is None else float(simulate_timeline(self.timeline).bubble)
 
-    def collectives_at(self, place: int | None) -> tuple[Collective, ...]:
+    def collectives_at(self, position: int | None) -> tuple[Collective, ...]:
         """Return the collectives in which a rank at one pipeline place takes part."""
         return tuple(
-            one
-            for one in self.collectives or ()
-            if one.places is None or place is None or place in one.places
+            collective
+            for collective in self.collectives or ()
+            if collective.places is None or position is None or position in collective.places
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; bytes throughout."""
-        classes, found = self.classes, self.collectives
+        classes, collectives = self.classes, self.collectives
         memory = self.memory
         return {
             "activations": NOT_ESTIMATED if memory is None else max(m.activations for m in memory),
-            "memory": None if memory is None else [one.to_json() for one in memory],
-            "ranks": None if classes is None else [one.to_json() for one in classes],
-            "collectives": None if found is None else [one.to_json() for one in found],
+            "memory": None if memory is None else [item.to_json() for item in memory],
+            "ranks": None if classes is None else [item.to_json() for item in classes],
+            "collectives": None
+            if collectives is None
+            else [item.to_json() for item in collectives],
             "stages": dict(self.stages),
             "bubble": self.bubble,
             "timeline": None if self.timeline is None else self.timeline.text().split("\n"),
             "notes": list(self.notes),
-            "fused": [one.to_json() for one in self.gains],
+            "fused": [item.to_json() for item in self.gains],
         }
 
 
@@ -168,51 +172,58 @@ def _of_a_step(
     notes = [_MOMENTS]
     if not splits_evenly(batch, plan.share_weights, plan.micro):
         notes.append("microbatches differ in rows; bytes are those of the largest")
-    if why := why_logical(plan, prepared, row_count(sample)):
-        notes.append(f"dropout is drawn logically in training, too: {why}")
-    played = cache(lambda: simulate_ranks(plan, batch, loss, prepared))  # at most once
-    sent = list_collectives(plan, prepared, sample, loss)
-    parked, why = _try_simulation(lambda: [*peer_activation_sends(plan, prepared, played)], _UNSENT)
-    sent, notes = (*sent, *(parked or ())), [*notes, *([why] if why else [])]
-    if any(one.what == "tokens" for one in sent):
+    if reason := why_logical(plan, prepared, row_count(sample)):
+        notes.append(f"dropout is drawn logically in training, too: {reason}")
+    simulate = cache(lambda: simulate_ranks(plan, batch, loss, prepared))  # at most once
+    collectives = list_collectives(plan, prepared, sample, loss)
+    peer_sends, reason = _try_simulation(
+        lambda: [*peer_activation_sends(plan, prepared, simulate)], _UNSENT
+    )
+    collectives, notes = (
+        (*collectives, *(peer_sends or ())),
+        [*notes, *([reason] if reason else [])],
+    )
+    if any(item.what == "tokens" for item in collectives):
         notes.append("tokens are counted as if all experts were chosen equally often")
     memories: tuple[RankMemory, ...] | None = None
-    gained: tuple[RowGain, ...] = ()
+    gains: tuple[RowGain, ...] = ()
     if memory:
         notes += [
             *describe_chains(plan, prepared.chains),
             *compressed_activations.describe_bits(plan, prepared.bits),
         ]
-        gained = count_gains(plan, sample)
-        memories, why = _try_simulation(lambda: memory_of_ranks(plan, prepared, played()), _UNTOLD)
-        notes += [why] if why else []
-        notes += dict.fromkeys(f"W703: {said}" for one in memories or () for said in one.left)
+        gains = count_gains(plan, sample)
+        memories, reason = _try_simulation(
+            lambda: memory_of_ranks(plan, prepared, simulate()), _UNTOLD
+        )
+        notes += [reason] if reason else []
+        notes += dict.fromkeys(f"W703: {calls}" for item in memories or () for calls in item.left)
     staged = prepared.staged
     return Account(
         rank_classes(plan, staged, prepared.holdings),
-        sent,
+        collectives,
         _timeline(staged),
         _stages(staged),
         staged.ranks,
         tuple(notes),
         memories,
-        gained,
+        gains,
     )
 
 
-def _try_simulation(play: Callable[[], T], said: str) -> tuple[T | None, str]:
+def _try_simulation(simulation: Callable[[], T], prefix: str) -> tuple[T | None, str]:
     """Return the result of a simulated step; or None, and the reason why it cannot be simulated."""
     from schedlang.runtime.comm.fake_rank import can_fake_rank
 
     if not can_fake_rank():
-        return None, f"{said}: this process is a rank of a job, and cannot simulate others"
+        return None, f"{prefix}: this process is a rank of a job, and cannot simulate others"
     try:
-        return play(), ""
+        return simulation(), ""
     except Refusal as refusal:
-        return None, f"{said}: {refusal.diagnostics[0].title}"
+        return None, f"{prefix}: {refusal.diagnostics[0].title}"
     except Exception as error:  # a model may read values, a kernel may need a device
-        first = f"{type(error).__name__}: {error}".split("\n")[0]
-        return None, f"{said}: {first}"
+        message = f"{type(error).__name__}: {error}".split("\n")[0]
+        return None, f"{prefix}: {message}"
 
 
 _UNTOLD = "memory over the step is not estimated"
@@ -296,36 +307,40 @@ def compare_accounts(old: Account, new: Account) -> tuple[CostChange, ...]:
     A figure that neither plan has (the peak, where no memory was requested) is left out.
     """
     return tuple(
-        CostChange(name, unit, before, after)
-        for (name, unit, before), (_, _, after) in zip(_figures(old), _figures(new))
-        if not (name.startswith(PEAK) and before is None and after is None)
+        CostChange(name, unit, old_value, new_value)
+        for (name, unit, old_value), (_, _, new_value) in zip(_figures(old), _figures(new))
+        if not (name.startswith(PEAK) and old_value is None and new_value is None)
     )
 
 
-def _peaks(one: Account) -> Iterator[tuple[str, str, float | None]]:
+def _peaks(costs: Account) -> Iterator[tuple[str, str, float | None]]:
     """Yield the peak of the fullest rank, and its bytes by class at that moment."""
-    top = find_heaviest(one.memory) if one.memory else None
-    yield PEAK, "bytes", None if top is None else top.peak
+    heaviest = find_heaviest(costs.memory) if costs.memory else None
+    yield PEAK, "bytes", None if heaviest is None else heaviest.peak
     for name in CLASSES:
-        yield f"{PEAK}: {name}", "bytes", None if top is None else top.classes[name]
+        yield f"{PEAK}: {name}", "bytes", None if heaviest is None else heaviest.classes[name]
 
 
-def _figures(one: Account) -> Iterator[tuple[str, str, float | None]]:
-    yield from _peaks(one)
-    classes = one.classes
+def _figures(costs: Account) -> Iterator[tuple[str, str, float | None]]:
+    yield from _peaks(costs)
+    classes = costs.classes
     for name in ("parameters", "gradients", "optimizer"):
-        most = None if classes is None else max(getattr(c, name) for c in classes)
-        yield f"{name} per rank, at most", "bytes", most
-    counted = one.collectives is not None
-    mine = [one.collectives_at(c.place) for c in classes or ()]
+        largest = None if classes is None else max(getattr(c, name) for c in classes)
+        yield f"{name} per rank, at most", "bytes", largest
+    counted = costs.collectives is not None
+    by_rank = [costs.collectives_at(c.place) for c in classes or ()]
     yield (
         "collectives of a step per rank, at most",
         "times",
-        max((sum(x.count for x in m) for m in mine), default=None) if counted else None,
+        max((sum(x.count for x in of_rank) for of_rank in by_rank), default=None)
+        if counted
+        else None,
     )
     yield (
         "their bytes, at most",
         "bytes",
-        max((sum(x.total for x in m) for m in mine), default=None) if counted else None,
+        max((sum(x.total for x in of_rank) for of_rank in by_rank), default=None)
+        if counted
+        else None,
     )
-    yield "bubble", "share", one.bubble or 0.0
+    yield "bubble", "share", costs.bubble or 0.0

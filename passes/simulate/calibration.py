@@ -37,18 +37,18 @@ def fit_line(samples: Iterable[tuple[float, float, float]]) -> tuple[float, floa
         raise ValueError("nothing was measured")
     if len(table) == 1:
         table = np.array([[0.0, *table[0, 1:]]])  # all of it is work
-    parts, took = table[:, :2], table[:, 2:]
+    parts, seconds = table[:, :2], table[:, 2:]
     best = (np.inf, np.zeros(2))
-    for chosen in ([0, 1], [0], [1]):
-        scaled = parts[:, chosen] / took
-        found = np.zeros(2)
-        found[chosen] = np.linalg.lstsq(scaled, np.ones(len(table)), rcond=None)[0]
-        off = float(np.abs(parts @ found / took[:, 0] - 1).mean())
-        if (found >= 0).all() and off < best[0]:
-            best = (off, found)
-    off, (start, per) = best
-    reached = float((parts[:, 1] / took[:, 0]).max())  # used where the fit gives work no time
-    return float(start), float(1 / per) if per > 0 else reached, off
+    for columns in ([0, 1], [0], [1]):
+        scaled = parts[:, columns] / seconds
+        solution = np.zeros(2)
+        solution[columns] = np.linalg.lstsq(scaled, np.ones(len(table)), rcond=None)[0]
+        error = float(np.abs(parts @ solution / seconds[:, 0] - 1).mean())
+        if (solution >= 0).all() and error < best[0]:
+            best = (error, solution)
+    error, (start, per_unit) = best
+    best_rate = float((parts[:, 1] / seconds[:, 0]).max())  # used where the fit gives work no time
+    return float(start), float(1 / per_unit) if per_unit > 0 else best_rate, error
 
 
 def fit_machine(
@@ -58,59 +58,68 @@ def fit_machine(
 
     FLOPs are counted as 16-bit ones, those in 32 bits twice; so is the speed.
     """
-    start = next(one.seconds for one in rates if one.what == "start")
-    copies = [(1.0, one.bytes, one.seconds) for one in rates if one.what == "copy"][
+    start = next(item.seconds for item in rates if item.what == "start")
+    copies = [(1.0, item.bytes, item.seconds) for item in rates if item.what == "copy"][
         -LARGEST_COPIES:
     ]
-    _, stream, off = fit_line(copies)
-    how = {"start": "1 size", "stream": _said(copies, off)}
-    found: dict[str, float] = {"start": start, "stream": stream, "streaming": 1.0}
+    _, stream, error = fit_line(copies)
+    remarks = {"start": "1 size", "stream": _said(copies, error)}
+    fields: dict[str, float] = {"start": start, "stream": stream, "streaming": 1.0}
     products = {
         name: [(1.0, r.flops, r.seconds) for r in rates if (r.what, r.dtype) == ("product", name)]
         for name in DTYPE_BYTES
     }
-    peaks = {name: fit_line(some)[1] for name, some in products.items() if some}
-    ramp, rate, off = fit_line(products[dtype])
-    how |= dict.fromkeys(("speed", "ramp"), _said(products[dtype], off))
-    wide = DTYPE_BYTES[dtype] / 2
-    found |= {"speed": rate * wide, "product": 1.0, "ramp": max(0.0, ramp - start)}
-    attended = [one for one in rates if (one.what, one.dtype) == ("attention", dtype)]
-    if attended:
-        reached = max(one.flops / one.seconds for one in attended)
-        found["attention"] = min(1.0, reached / rate)
-        how["attention"] = f"{len(attended)} sizes, the best"
-    made = replace(base, peaks=tuple(sorted(peaks.items())), **found)  # type: ignore[arg-type]
+    peaks = {name: fit_line(samples)[1] for name, samples in products.items() if samples}
+    ramp, rate, error = fit_line(products[dtype])
+    remarks |= dict.fromkeys(("speed", "ramp"), _said(products[dtype], error))
+    width_ratio = DTYPE_BYTES[dtype] / 2
+    fields |= {"speed": rate * width_ratio, "product": 1.0, "ramp": max(0.0, ramp - start)}
+    attention = [item for item in rates if (item.what, item.dtype) == ("attention", dtype)]
+    if attention:
+        reached = max(item.flops / item.seconds for item in attention)
+        fields["attention"] = min(1.0, reached / rate)
+        remarks["attention"] = f"{len(attention)} sizes, the best"
+    fitted = replace(base, peaks=tuple(sorted(peaks.items())), **fields)  # type: ignore[arg-type]
     if not sent:
-        return FittedMachine(made, how)
-    shared = [(*RING_COSTS[one.what](ranks), one.bytes, one.seconds) for one in sent]
-    hop, link, off = fit_line((steps, share * size, took) for steps, share, size, took in shared)
-    how |= {"hop": (said := _said(shared, off)), "link": said}
-    how |= dict.fromkeys(("network", "far"), "not measured: as within the node")
-    over = {"link": link, "network": link, "hop": hop, "far": hop, "linked": 1.0, "routed": 1.0}
-    over |= {"node": ranks}
-    return FittedMachine(replace(made, library="", **over), how)  # type: ignore[arg-type]
+        return FittedMachine(fitted, remarks)
+    shared = [(*RING_COSTS[item.what](ranks), item.bytes, item.seconds) for item in sent]
+    hop, link, error = fit_line(
+        (steps, share * size, seconds) for steps, share, size, seconds in shared
+    )
+    remarks |= {"hop": (remark := _said(shared, error)), "link": remark}
+    remarks |= dict.fromkeys(("network", "far"), "not measured: as within the node")
+    link_fields = {
+        "link": link,
+        "network": link,
+        "hop": hop,
+        "far": hop,
+        "linked": 1.0,
+        "routed": 1.0,
+    }
+    link_fields |= {"node": ranks}
+    return FittedMachine(replace(fitted, library="", **link_fields), remarks)  # type: ignore[arg-type]
 
 
 def _said(samples: Sequence[object], off: float) -> str:
     return f"{len(samples)} sizes, {off:.0%} off in the mean"
 
 
-def machine_toml(found: FittedMachine) -> str:
+def machine_toml(fitted: FittedMachine) -> str:
     """Format the machine as a table of a TOML file, without fields that have their defaults."""
-    one, plain = found.cluster, {field.name: field.default for field in fields(Cluster)}
-    rows = [f"[{one.name}]"]
-    for name, default in list(plain.items())[1:]:
-        value = getattr(one, name)
+    cluster, defaults = fitted.cluster, {field.name: field.default for field in fields(Cluster)}
+    rows = [f"[{cluster.name}]"]
+    for name, default in list(defaults.items())[1:]:
+        value = getattr(cluster, name)
         if value == default:
             continue
-        said = f"  # {found.remarks[name]}" if name in found.remarks else ""
-        rows.append(f"{name} = {_value(value)}{said}")
+        remark = f"  # {fitted.remarks[name]}" if name in fitted.remarks else ""
+        rows.append(f"{name} = {_value(value)}{remark}")
     return "\n".join(rows) + "\n"
 
 
 def _value(value: object) -> str:
     if isinstance(value, tuple):
-        return "{ " + ", ".join(f"{name} = {_value(each)}" for name, each in value) + " }"
+        return "{ " + ", ".join(f"{name} = {_value(item)}" for name, item in value) + " }"
     if isinstance(value, str):
         return f'"{value}"'
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -52,12 +52,12 @@ def unit_kinds(plan: Plan, prepared: Prepared) -> dict[str, object]:
         for site in action.sites:
             rows.setdefault(site, []).append(action.row)
     hooked = {unit for unit, leaf in graph.leaves if leaf < 0}  # hooks inside these units
-    found: dict[str, object] = {}
+    kinds: dict[str, object] = {}
     for unit, name in enumerate(graph.units):
         modules = tuple(
             (
                 fqn[len(name) :],
-                tuple(one.requires_grad for one in plan.model.sites[fqn].parameters.values()),
+                tuple(param.requires_grad for param in plan.model.sites[fqn].parameters.values()),
                 tuple(rows.get(fqn, ())),
                 plan.boundaries.get(fqn, ()),
                 tuple(replace(e, group=replace(e.group, label="")) for e in traced.edges[fqn])
@@ -67,54 +67,58 @@ def unit_kinds(plan: Plan, prepared: Prepared) -> dict[str, object]:
             )
             for fqn in modules_below(plan.model, name)
         )
-        ran = (
+        unit_costs = (
             graph.operator_classes[2 * unit + 1],
             graph.saved_bytes[unit],
             graph.argument_bytes[unit],
         )
-        alone = name if unit in hooked else ""
-        found[name] = module_kind(plan.model, name), modules, ran, alone
-    return found
+        own_name = name if unit in hooked else ""
+        kinds[name] = module_kind(plan.model, name), modules, unit_costs, own_name
+    return kinds
 
 
 def expand_to_all(
-    heard: Sequence[Exchange], kinds: Mapping[str, object], reached: Mapping[str, object]
+    exchanges: Sequence[Exchange], kinds: Mapping[str, object], reached: Mapping[str, object]
 ) -> list[Exchange] | None:
     """Return the sends of all units: skipped units get those of others of their kind.
 
     None where units of a kind do not send the same, or backward has not `reached` them equally.
     """
-    own: dict[str, list[list[Exchange]]] = {name: [[], []] for name in kinds}
-    passed: dict[str, list[int]] = {}
-    for one in heard:
-        if not one.kind:
-            passed.setdefault(one.fqn, [0, 0])[one.backward] += 1
+    by_unit: dict[str, list[list[Exchange]]] = {name: [[], []] for name in kinds}
+    pass_counts: dict[str, list[int]] = {}
+    for exchange in exchanges:
+        if not exchange.kind:
+            pass_counts.setdefault(exchange.fqn, [0, 0])[exchange.backward] += 1
             continue
-        for name in (one.fqn, *parents_of(one.fqn)):
-            if name in own:
-                own[name][one.backward].append(replace(one, fqn=one.fqn[len(name) :]))
-    ran: dict[object, list[str]] = {}
+        for name in (exchange.fqn, *parents_of(exchange.fqn)):
+            if name in by_unit:
+                by_unit[name][exchange.backward].append(
+                    replace(exchange, fqn=exchange.fqn[len(name) :])
+                )
+    names_by_kind: dict[object, list[str]] = {}
     for name, kind in kinds.items():
-        if name not in passed:
-            ran.setdefault(kind, []).append(name)
-    for name, (forward, backward) in passed.items():
-        first, second = ran[kinds[name]]
-        same = own[first] == own[second] and reached[first] == reached[second] == reached[name]
-        if not same or any(own[name]) or (forward, backward) != (1, bool(reached[name])):
+        if name not in pass_counts:
+            names_by_kind.setdefault(kind, []).append(name)
+    for name, (forward, backward) in pass_counts.items():
+        first, second = names_by_kind[kinds[name]]
+        equal = (
+            by_unit[first] == by_unit[second] and reached[first] == reached[second] == reached[name]
+        )
+        if not equal or any(by_unit[name]) or (forward, backward) != (1, bool(reached[name])):
             return None
-    return [*_spread(heard, kinds, own, ran)]
+    return [*_spread(exchanges, kinds, by_unit, names_by_kind)]
 
 
 def _spread(
-    heard: Sequence[Exchange],
+    exchanges: Sequence[Exchange],
     kinds: Mapping[str, object],
-    own: Mapping[str, list[list[Exchange]]],
-    ran: Mapping[object, Sequence[str]],
+    by_unit: Mapping[str, list[list[Exchange]]],
+    names_of: Mapping[object, Sequence[str]],
 ) -> Iterator[Exchange]:
     """Yield each exchange; for a skipped unit those of the second unit of its kind."""
-    for one in heard:
-        if one.kind:
-            yield one
+    for exchange in exchanges:
+        if exchange.kind:
+            yield exchange
             continue
-        for like in own[ran[kinds[one.fqn]][-1]][one.backward]:
-            yield replace(like, fqn=one.fqn + like.fqn)
+        for recorded in by_unit[names_of[kinds[exchange.fqn]][-1]][exchange.backward]:
+            yield replace(recorded, fqn=exchange.fqn + recorded.fqn)

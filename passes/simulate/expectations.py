@@ -37,16 +37,20 @@ FASTER_HELP = (
 
 def time_expectations(plan: Plan) -> tuple[Expectation, ...]:
     """Return the plan's expectations of times for its mesh."""
-    return tuple(one for one in plan.expected if one.measure == TIME and one.applies(plan.mesh))
+    return tuple(
+        expectation
+        for expectation in plan.expected
+        if expectation.measure == TIME and expectation.applies(plan.mesh)
+    )
 
 
-def check_times(plan: Plan, took: StepSeconds) -> Iterator[Diagnostic]:
+def check_times(plan: Plan, step_seconds: StepSeconds) -> Iterator[Diagnostic]:
     """Yield a diagnostic (S860) for each expectation that a step of this length breaks."""
-    for one in time_expectations(plan):
-        if not one.holds(took.seconds):
-            label = Label(one.span)
-            title = f"`{one.said}` does not hold: it is {took.seconds * 1e3:.4g} ms"
-            yield Diagnostic("S860", title, label, notes=took.how, helps=(FASTER_HELP,))
+    for expectation in time_expectations(plan):
+        if not expectation.holds(step_seconds.seconds):
+            label = Label(expectation.span)
+            title = f"`{expectation.said}` does not hold: it is {step_seconds.seconds * 1e3:.4g} ms"
+            yield Diagnostic("S860", title, label, notes=step_seconds.how, helps=(FASTER_HELP,))
 
 
 # -- counted costs ---------------------------------------------------------------------------------
@@ -78,7 +82,9 @@ def unmet_expectations(plan: Plan, account: Account) -> tuple[Diagnostic, ...]:
     Expectations of times are not included: see `check_times`.
     """
     return tuple(
-        problem for one in cost_expectations(plan) for problem in _problems(plan, account, one)
+        problem
+        for expectation in cost_expectations(plan)
+        for problem in _problems(plan, account, expectation)
     )
 
 
@@ -89,33 +95,33 @@ def list_bounds(
 
     Where the plan cannot be built for this batch, each bound has the reason instead of a cost.
     """
-    mine = cost_expectations(plan)
-    later = [
-        CostExpectation(one.said, None, why=(NOT_TIMED,), left=True)
-        for one in time_expectations(plan)
+    expectations = cost_expectations(plan)
+    timed = [
+        CostExpectation(item.said, None, why=(NOT_TIMED,), left=True)
+        for item in time_expectations(plan)
     ]
     try:
-        costs = count_costs(plan, batch, loss, weight) if mine else None
+        costs = count_costs(plan, batch, loss, weight) if expectations else None
     except Refusal as refusal:
-        why = tuple(one.title for one in refusal.diagnostics)
-        return (*(CostExpectation(one.said, None, why=why) for one in mine), *later)
-    made = []
-    for one in mine:
+        reasons = tuple(item.title for item in refusal.diagnostics)
+        return (*(CostExpectation(item.said, None, why=reasons) for item in expectations), *timed)
+    results = []
+    for item in expectations:
         assert costs is not None
-        found, problem = _found(plan, costs, one), next(_problems(plan, costs, one), None)
-        said = "" if found is None else _text(one, found)
-        why = () if problem is None else (*problem.notes, *problem.helps)
-        made.append(
-            CostExpectation(one.said, None if found is None else problem is None, said, why)
+        value, problem = _found(plan, costs, item), next(_problems(plan, costs, item), None)
+        text = "" if value is None else _text(item, value)
+        reasons = () if problem is None else (*problem.notes, *problem.helps)
+        results.append(
+            CostExpectation(item.said, None if value is None else problem is None, text, reasons)
         )
-    return (*made, *later)
+    return (*results, *timed)
 
 
 def count_costs(
     plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None, weight: Weight | None = None
 ) -> Account:
     """Account for the plan, with memory only where an expectation needs it."""
-    memory = any(one.measure == "peak_memory" for one in cost_expectations(plan))
+    memory = any(expectation.measure == "peak_memory" for expectation in cost_expectations(plan))
     return account(plan, batch, loss, weight=weight, memory=memory)
 
 
@@ -133,79 +139,91 @@ def require_costs(
     for problem in problems:
         if problem.code == NOT_COMPUTED:
             warnings.warn(problem.render(DEFAULT_COLUMNS), stacklevel=3)
-    wrong = [problem for problem in problems if problem.code != NOT_COMPUTED]
-    if wrong:
-        raise Refusal(*wrong)
+    unmet = [problem for problem in problems if problem.code != NOT_COMPUTED]
+    if unmet:
+        raise Refusal(*unmet)
 
 
 def cost_expectations(plan: Plan) -> list[Expectation]:
     """Return the expectations of this plan that are compared with counted costs."""
-    return [one for one in plan.expected if one.measure != TIME and one.applies(plan.mesh)]
+    return [
+        expectation
+        for expectation in plan.expected
+        if expectation.measure != TIME and expectation.applies(plan.mesh)
+    ]
 
 
-def _problems(plan: Plan, account: Account, one: Expectation) -> Iterator[Diagnostic]:
-    label = Label(one.span)
-    found = _found(plan, account, one)
-    if found is None:
-        title = f"`{one.said}` cannot be computed"
+def _problems(plan: Plan, account: Account, expectation: Expectation) -> Iterator[Diagnostic]:
+    label = Label(expectation.span)
+    value = _found(plan, account, expectation)
+    if value is None:
+        title = f"`{expectation.said}` cannot be computed"
         batch = ("define `batch(seed)` in the model file",)
         yield Diagnostic(NOT_COMPUTED, title, label, notes=account.notes, helps=batch)
-    elif not one.holds(found):
-        notes, helps = _why(plan, account, one)
-        title = f"`{one.said}` does not hold: it is {_text(one, found)}"
+    elif not expectation.holds(value):
+        notes, helps = _why(plan, account, expectation)
+        title = f"`{expectation.said}` does not hold: it is {_text(expectation, value)}"
         yield Diagnostic("S860", title, label, notes=notes, helps=helps)
 
 
-def _found(plan: Plan, account: Account, one: Expectation) -> float | None:
+def _found(plan: Plan, account: Account, expectation: Expectation) -> float | None:
     """Return the measured cost; None where the plan does not have it."""
-    if one.measure == "peak_memory":
+    if expectation.measure == "peak_memory":
         return None if not account.memory else find_heaviest(account.memory).peak
-    if one.measure == "bubble":
+    if expectation.measure == "bubble":
         return 0.0 if account.bubble is None and not plan.cuts else account.bubble
-    return None if account.collectives is None else max(_sent(plan, account, one).values())
+    return None if account.collectives is None else max(_sent(plan, account, expectation).values())
 
 
-def _sent(plan: Plan, account: Account, one: Expectation) -> dict[int | None, int]:
+def _sent(plan: Plan, account: Account, expectation: Expectation) -> dict[int | None, int]:
     """Return the bytes of sends over the axes, for each pipeline place."""
-    wanted = set(plan.mesh.fold(one.axes)) if one.axes else set(plan.mesh.sizes)
-    places = {each.place for each in account.classes or ()} or {None}
+    axes = set(plan.mesh.fold(expectation.axes)) if expectation.axes else set(plan.mesh.sizes)
+    positions = {rank_class.place for rank_class in account.classes or ()} or {None}
     return {
-        place: sum(
-            c.total for c in account.collectives_at(place) if wanted & set(plan.mesh.fold(c.axes))
+        position: sum(
+            c.total for c in account.collectives_at(position) if axes & set(plan.mesh.fold(c.axes))
         )
-        for place in places
+        for position in positions
     }
 
 
-def _why(plan: Plan, account: Account, one: Expectation) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _why(
+    plan: Plan, account: Account, expectation: Expectation
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Say where a cost is largest, what it consists of, and what would lower it."""
-    if one.measure == "peak_memory":
-        top = find_heaviest(account.memory or ())
-        parts = sorted(top.classes.items(), key=lambda item: -item[1])
-        said = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts if count)
-        where = f"rank {top.first}" if top.place is None else f"{plan.cuts[0].axis}={top.place}"
-        return (f"on {where}, in {top.top.what}: {said}",), _helps(plan, parts[0][0])
-    if one.measure == "bubble":
+    if expectation.measure == "peak_memory":
+        heaviest = find_heaviest(account.memory or ())
+        parts = sorted(heaviest.classes.items(), key=lambda item: -item[1])
+        parts_text = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts if count)
+        location = (
+            f"rank {heaviest.first}"
+            if heaviest.place is None
+            else f"{plan.cuts[0].axis}={heaviest.place}"
+        )
+        return (f"on {location}, in {heaviest.top.what}: {parts_text}",), _helps(plan, parts[0][0])
+    if expectation.measure == "bubble":
         return (), ("use more microbatches, or an order with a smaller bubble: docs/pipelines.md",)
-    wanted = set(plan.mesh.fold(one.axes)) if one.axes else set(plan.mesh.sizes)
+    axes = set(plan.mesh.fold(expectation.axes)) if expectation.axes else set(plan.mesh.sizes)
     totals: dict[str, int] = {}
-    for each in account.collectives or ():
-        if wanted & set(plan.mesh.fold(each.axes)):
-            word = f"{each.kind} of {each.what}"
-            totals[word] = totals.get(word, 0) + each.total
-    most = sorted(totals.items(), key=lambda item: -item[1])[:3]
-    said = ", ".join(f"{word} {format_bytes(count)}" for word, count in most)
-    return (f"most of it: {said}",), ("use fewer ranks along the axis, or smaller microbatches",)
-
-
-def _helps(plan: Plan, what: str) -> tuple[str, ...]:
-    """Return help that lowers bytes of a class, on the mesh of the plan."""
-    axes = plan.mesh.names
-    return tuple(
-        one if isinstance(one, str) else one[0] + offer_row(one[1], axes, "replicas")
-        for one in HELP_BY_CLASS[what]
+    for collective in account.collectives or ():
+        if axes & set(plan.mesh.fold(collective.axes)):
+            kind = f"{collective.kind} of {collective.what}"
+            totals[kind] = totals.get(kind, 0) + collective.total
+    largest = sorted(totals.items(), key=lambda item: -item[1])[:3]
+    parts_text = ", ".join(f"{kind} {format_bytes(count)}" for kind, count in largest)
+    return (f"most of it: {parts_text}",), (
+        "use fewer ranks along the axis, or smaller microbatches",
     )
 
 
-def _text(one: Expectation, found: Any) -> str:
-    return f"{found:.3g}" if one.measure == "bubble" else format_bytes(int(found))
+def _helps(plan: Plan, memory_class: str) -> tuple[str, ...]:
+    """Return help that lowers bytes of a class, on the mesh of the plan."""
+    axes = plan.mesh.names
+    return tuple(
+        help_ if isinstance(help_, str) else help_[0] + offer_row(help_[1], axes, "replicas")
+        for help_ in HELP_BY_CLASS[memory_class]
+    )
+
+
+def _text(expectation: Expectation, value: Any) -> str:
+    return f"{value:.3g}" if expectation.measure == "bubble" else format_bytes(int(value))

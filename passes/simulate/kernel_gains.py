@@ -23,9 +23,9 @@ class RowGain:
 
     def __str__(self) -> str:
         before, after = self.gain.before, self.gain.after
-        more = f" and {len(self.sites) - 1} more" if len(self.sites) > 1 else ""
+        rest_text = f" and {len(self.sites) - 1} more" if len(self.sites) > 1 else ""
         return (
-            f"`{self.what}` at `{self.sites[0]}`{more}: {before.forward} kernels forward and"
+            f"`{self.what}` at `{self.sites[0]}`{rest_text}: {before.forward} kernels forward and"
             f" {before.backward} backward become {after.forward} and {after.backward},"
             f" {before.bytes} bytes {after.bytes}"
         )
@@ -55,16 +55,16 @@ def count_gains(plan: Plan, batch: Mapping[str, Any]) -> tuple[RowGain, ...]:
             kind = plan.model.sites[fqn].kind
             groups.setdefault((action.row, kind), (action, []))[1].append(fqn)
     calls = _calls(plan, batch, {sites[0] for _, sites in groups.values()}) if groups else {}
-    found = []
+    gains = []
     for action, sites in groups.values():
         if sites[0] not in calls:
             continue  # a module that this batch does not reach
         gain = rows[action.row].gain(plan.model.sites[sites[0]], plan, calls[sites[0]])
         if gain is not None:
-            found.append(RowGain(action.row, str(action.primitive), tuple(sites), gain))
+            gains.append(RowGain(action.row, str(action.primitive), tuple(sites), gain))
             if not gain.any:
                 raise _nothing(action, sites[0], gain)
-    return tuple(found)
+    return tuple(gains)
 
 
 def count_step_gains(plan: Plan, batch: Mapping[str, Any]) -> tuple[RowGain, ...]:
@@ -89,17 +89,17 @@ def _nothing(action: Action, site: str, gain: Gain) -> Refusal:
         f"{before.kernels} kernels and {before.bytes} bytes become {after.kernels} kernels and "
         f"{after.bytes} bytes, forward and backward"
     )
-    place = Label(action.span) if action.span else Label()
+    label = Label(action.span) if action.span else Label()
     return Refusal.of(
         "S888",
         f"`{action.primitive}` gains nothing at `{site}`",
-        place,
+        label,
         notes=(note,),
         helps=("drop the row", "or select a larger module"),
     )
 
 
-def _calls(plan: Plan, batch: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]:
+def _calls(plan: Plan, batch: Mapping[str, Any], sites: set[str]) -> dict[str, Any]:
     """Record the arguments of one call of each module, without values."""
     import torch
 
@@ -109,8 +109,8 @@ def _calls(plan: Plan, batch: Mapping[str, Any], wanted: set[str]) -> dict[str, 
     from schedlang.runtime.tracing.meta_runs import meta_batch, meta_model, on_meta
 
     model, inputs = meta_model(plan.model.model, {}), meta_batch(dict(batch))
-    kept, noted = restore_global_state(plan.model.model), record_first_calls(model, wanted)
+    restored, recorded = restore_global_state(plan.model.model), record_first_calls(model, sites)
     meta = torch.device("meta")
-    with kept, torch.no_grad(), meta, on_meta(dict(batch), inputs), noted as calls:
+    with restored, torch.no_grad(), meta, on_meta(dict(batch), inputs), recorded as calls:
         run_model(model, inputs)
     return calls

@@ -94,21 +94,21 @@ class Cluster:
 
     # -- operators -----------------------------------------------------------------------------
 
-    def operator_seconds(self, kind: str, flops: float, moved: float) -> float:
+    def operator_seconds(self, kind: str, flops: float, bytes_moved: float) -> float:
         """Seconds of one operator: its start, and operations or bytes, whichever takes longer.
 
         Roofline (Williams et al. 2009) under the reached rates.  `kind` is product, attention or
         other; FLOPs count as 16-bit ones.
         """
-        reached = {"product": self.product, "attention": self.attention}.get(kind, 1.0)
-        bound = max(flops / (self.speed * reached), moved / (self.stream * self.streaming))
+        efficiency = {"product": self.product, "attention": self.attention}.get(kind, 1.0)
+        bound = max(flops / (self.speed * efficiency), bytes_moved / (self.stream * self.streaming))
         return self.start + self.ramp * (kind == "product") + bound
 
     def computing_seconds(self, work: SegmentWork, share: float = 1.0) -> float:
         """Seconds of operators one after the other, on a share of their rows."""
         return sum(
-            often * self.operator_seconds(kind, flops * share, moved * share)
-            for (kind, flops, moved), often in work.operators.items()
+            count * self.operator_seconds(kind, flops * share, bytes_moved * share)
+            for (kind, flops, bytes_moved), count in work.operators.items()
         )
 
     def copy_seconds(self, size: float) -> float:
@@ -123,15 +123,17 @@ class Cluster:
         `size` is bytes of the full tensor.  "send" is one message between neighbours; where any
         neighbours are on different nodes, one that leaves its node.
         """
-        each = max(1, min(ranks, self.node // stride))
-        return self._sent(op, size, nccl.Ranks(ranks, math.ceil(ranks / each), each))
+        per_node = max(1, min(ranks, self.node // stride))
+        return self._sent(op, size, nccl.Ranks(ranks, math.ceil(ranks / per_node), per_node))
 
     def message_seconds(self, message: TrafficMessage) -> float:
         """Seconds of one collective or message."""
         ranks = message.ranks if message.ends is None else message.ends
         nodes = Counter(rank // self.node for rank in ranks)
-        lie = nccl.Ranks(len(ranks), len(nodes), min(nodes.values()))
-        return self._sent(message.op if message.ends is None else "send", message.bytes, lie)
+        rank_layout = nccl.Ranks(len(ranks), len(nodes), min(nodes.values()))
+        return self._sent(
+            message.op if message.ends is None else "send", message.bytes, rank_layout
+        )
 
     def hidden_share(self, op: str, size: float, ranks: Sequence[int]) -> float:
         """Share of a message that computing of equal length hides."""
@@ -145,10 +147,10 @@ class Cluster:
         steps, share = _ring(op, ranks.count)
         step = self.hop if ranks.nodes == 1 else self.far
         if op == "all_to_all" and ranks.nodes > 1:  # each rank has its own network link
-            away = (ranks.count - ranks.each) / ranks.count * size / self._fabric.network
-            return steps * step + max(away, share * size / self._fabric.link)
-        reached = self._fabric.network if op == "send" and ranks.nodes > 1 else None
-        return steps * step + share * size / (reached or self._fabric.ring(ranks))
+            network_seconds = (ranks.count - ranks.each) / ranks.count * size / self._fabric.network
+            return steps * step + max(network_seconds, share * size / self._fabric.link)
+        bandwidth = self._fabric.network if op == "send" and ranks.nodes > 1 else None
+        return steps * step + share * size / (bandwidth or self._fabric.ring(ranks))
 
     @property
     def _fabric(self) -> nccl.Fabric:
@@ -162,8 +164,8 @@ class Cluster:
         node with the fewest ranks has ranks.
         """
         nodes = Counter(rank // self.node for rank in ranks)
-        lie = nccl.Ranks(len(ranks), len(nodes), min(nodes.values()))
-        return nccl.Fabric(self.link, self.network, math.inf).ring(lie)
+        rank_layout = nccl.Ranks(len(ranks), len(nodes), min(nodes.values()))
+        return nccl.Fabric(self.link, self.network, math.inf).ring(rank_layout)
 
 
 def _ring(op: str, ranks: int) -> tuple[int, float]:
@@ -171,8 +173,8 @@ def _ring(op: str, ranks: int) -> tuple[int, float]:
 
     This is optimal for large tensors (Patarasuk and Yuan 2009).
     """
-    known = RING_COSTS.get(op)
-    return (1, 1.0) if known is None else known(ranks)
+    ring_cost = RING_COSTS.get(op)
+    return (1, 1.0) if ring_cost is None else ring_cost(ranks)
 
 
 RING_COSTS: Final[Mapping[str, Callable[[int], tuple[int, float]]]] = {
@@ -216,20 +218,20 @@ def _tables(path: Path) -> tuple[str, dict[str, Any]]:
 
 def machine_of(path: Path, name: str, table: Mapping[str, Any]) -> Cluster:
     """Parse the machine of a table (S936)."""
-    known = [one.name for one in fields(Cluster)][1:]
+    known_fields = [dataclass_field.name for dataclass_field in fields(Cluster)][1:]
     for field, value in table.items():
-        if field not in known:
-            said, help_ = (
+        if field not in known_fields:
+            message, help_ = (
                 f"`{name}` has no field `{field}`",
-                suggest_name(field, known, "its fields are"),
+                suggest_name(field, known_fields, "its fields are"),
             )
-            raise unreadable_file(path, said, help_, facts_of_unknown(field, known))
-        if wrong := _wrong(field, value):
-            raise unreadable_file(path, f"`{field}` of `{name}` is {value!r}: {wrong}")
+            raise unreadable_file(path, message, help_, facts_of_unknown(field, known_fields))
+        if reason := _wrong(field, value):
+            raise unreadable_file(path, f"`{field}` of `{name}` is {value!r}: {reason}")
     if missing := [field for field in REQUIRED_FIELDS if field not in table]:
         raise unreadable_file(path, f"`{name}` lacks {', '.join(missing)}")
-    read = {field: _READ.get(field, float)(value) for field, value in table.items()}
-    return Cluster(name.lower(), **read)
+    values = {field: _READ.get(field, float)(value) for field, value in table.items()}
+    return Cluster(name.lower(), **values)
 
 
 def _wrong(field: str, value: Any) -> str | None:
@@ -237,13 +239,13 @@ def _wrong(field: str, value: Any) -> str | None:
     if field == "library":
         return None if isinstance(value, str) else "a name is needed"
     if field == "peaks":
-        good = isinstance(value, dict) and all(map(_positive, value.values()))
-        return None if good else "a table of operations a second by dtype is needed"
+        is_valid = isinstance(value, dict) and all(map(_positive, value.values()))
+        return None if is_valid else "a table of operations a second by dtype is needed"
     if field == "memory":
         return None if _bytes(value) else 'a size is needed: "80 GiB"'
     if field == "node":
-        good = isinstance(value, int) and _positive(value)
-        return None if good else "a whole number above 0 is needed"
+        is_valid = isinstance(value, int) and _positive(value)
+        return None if is_valid else "a whole number above 0 is needed"
     if not is_number(value) or value < 0:
         return "a number is needed, not below 0"
     if field in SHARE_FIELDS and value > 1:
@@ -265,11 +267,11 @@ def _positive(value: Any) -> bool:
 def _bytes(value: Any) -> int:
     """Parse bytes: a number, or a size with its unit; 0 for anything else."""
     if isinstance(value, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)\s*", value)
-        if found is None:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)\s*", value)
+        if match is None:
             return 0
-        power = "BKMGT".index(found[2][0])
-        return int(float(found[1]) * (1024 if "i" in found[2] else 1000) ** power)
+        power = "BKMGT".index(match[2][0])
+        return int(float(match[1]) * (1024 if "i" in match[2] else 1000) ** power)
     return int(value) if _positive(value) else 0
 
 
@@ -282,12 +284,12 @@ _READ: Final[Mapping[str, Callable[[Any], Any]]] = {
 
 
 def unreadable_file(
-    path: Path, why: str, help_: str = "", facts: Facts = (), legal: str = CALIBRATE_HELP
+    path: Path, reason: str, help_: str = "", facts: Facts = (), general_help: str = CALIBRATE_HELP
 ) -> Refusal:
     """Return the refusal of a file (S936)."""
     title = f"no machine can be read from `{path}`"
-    helps = tuple(filter(None, (help_, legal)))
-    return Refusal.of("S936", title, notes=(why,), helps=helps, facts=facts)
+    helps = tuple(filter(None, (help_, general_help)))
+    return Refusal.of("S936", title, notes=(reason,), helps=helps, facts=facts)
 
 
 CLUSTERS = read_machines(Path(__file__).with_name("machines.toml"))
@@ -304,8 +306,8 @@ def cluster_named(device: str | None) -> tuple[Cluster | None, int | None]:
         if isinstance(tables.get("node"), list):
             from schedlang.passes.simulate.node_cluster import read_nodes
 
-            found = read_nodes(Path(device), text, tables)
-            return found, found.ranks
+            cluster = read_nodes(Path(device), text, tables)
+            return cluster, cluster.ranks
         return next(iter(read_machines(Path(device)).values())), None
     match = re.fullmatch(r"(?P<name>.*?)(x(?P<ranks>\d+))?", device or "")
     assert match is not None
@@ -321,11 +323,11 @@ def cluster_of(tree: File) -> tuple[Cluster | None, int | None]:
     """
     from schedlang.language import nodes
 
-    mesh = next((one for one in tree.items if isinstance(one, nodes.Mesh)), None)
+    mesh = next((item for item in tree.items if isinstance(item, nodes.Mesh)), None)
     on = None if mesh is None else mesh.on
     if mesh is not None and on is not None and on.endswith(TOML_SUFFIX) and not Path(on).exists():
-        beside = Path(mesh.span.source.name).parent / on
-        on = str(beside) if beside.exists() else on
+        sibling = Path(mesh.span.source.name).parent / on
+        on = str(sibling) if sibling.exists() else on
     return cluster_named(on)
 
 
@@ -335,6 +337,6 @@ SHARES_OF_FIELD = {"speed": ("product", "attention"), "link": ("linked",), "netw
 def with_figures(cluster: Cluster, **given: float | None) -> Cluster:
     """Replace the given figures that are not None; a given speed counts as reached, so its share is
     1."""
-    mine = {name: value for name, value in given.items() if value is not None}
-    whole = {share: 1.0 for name in mine for share in SHARES_OF_FIELD.get(name, ())}
-    return replace(cluster, **{**whole, **mine})  # type: ignore[arg-type]
+    given_values = {name: value for name, value in given.items() if value is not None}
+    full_shares = {share: 1.0 for name in given_values for share in SHARES_OF_FIELD.get(name, ())}
+    return replace(cluster, **{**full_shares, **given_values})  # type: ignore[arg-type]

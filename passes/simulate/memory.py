@@ -85,95 +85,108 @@ def rank_classes(
     row, _ = state_slicing(plan)
     axes = mesh.fold(row.axes) if row is not None else ()
     kinds = Counter(_kinds(plan, holdings, axes))
-    places = mesh.size(staged.axis) if staged.axis is not None else 1
+    positions = mesh.size(staged.axis) if staged.axis is not None else 1
     slices = mesh.size(axes) if axes else 1
-    share = mesh.world // (places * slices)
-    cuts = sorted({0, *(first for kind in kinds for first, _ in kind.elements)})
-    found: dict[tuple[int, ...], list[int]] = {}
-    for place in range(places):
-        working = _working(plan, staged, holdings, place)
-        working += window_bytes(plan, staged, holdings, place)
+    share = mesh.world // (positions * slices)
+    cuts = sorted({0, *(first_rank for kind in kinds for first_rank, _ in kind.elements)})
+    by_key: dict[tuple[int, ...], list[int]] = {}
+    for position in range(positions):
+        working = _working(plan, staged, holdings, position)
+        working += window_bytes(plan, staged, holdings, position)
         for cut, end in zip(cuts, [*cuts[1:], slices]):
-            held, away = _held(kinds, place, cut, moments)
-            kept = working + _extra_versions(staged, place) * held[2]
-            first = _first(plan, staged, axes, place, cut)
-            away = (*away[:2], _held(kinds, (place - 1) % places, cut, moments)[1][2])
-            entry = found.setdefault((place, *held, kept, *away), [0, first])
-            entry[0], entry[1] = entry[0] + share * (end - cut), min(entry[1], first)
+            on_device, off_device = _held(kinds, position, cut, moments)
+            working_bytes = working + _extra_versions(staged, position) * on_device[2]
+            first_rank = _first(plan, staged, axes, position, cut)
+            off_device = (
+                *off_device[:2],
+                _held(kinds, (position - 1) % positions, cut, moments)[1][2],
+            )
+            entry = by_key.setdefault(
+                (position, *on_device, working_bytes, *off_device), [0, first_rank]
+            )
+            entry[0], entry[1] = entry[0] + share * (end - cut), min(entry[1], first_rank)
     classes = [
-        RankClass(count, first, place if staged.axis is not None else None, *held)
-        for (place, *held), (count, first) in found.items()
+        RankClass(count, first_rank, position if staged.axis is not None else None, *on_device)
+        for (position, *on_device), (count, first_rank) in by_key.items()
     ]
-    return tuple(sorted(classes, key=lambda one: one.first))
+    return tuple(sorted(classes, key=lambda rank_class: rank_class.first))
 
 
 def _kinds(plan: Plan, holdings: Mapping[str, Holding], axes: tuple[str, ...]) -> Iterator[_Kind]:
     """Yield the kind of every parameter; parts are measured once per distinct layout."""
-    known: dict[object, tuple[tuple[int, int], ...]] = {}
+    sizes_of: dict[object, tuple[tuple[int, int], ...]] = {}
     tiers = tiers_of(plan)
     for name, holding in holdings.items():
-        fact = plan.model.unique_parameters[name]
+        param = plan.model.unique_parameters[name]
         key = (holding.layout, holding.sliced)
-        if key not in known:
-            known[key] = _sizes(plan, holding, axes)
+        if key not in sizes_of:
+            sizes_of[key] = _sizes(plan, holding, axes)
         storage = tiers[name].as_tuple if name in tiers else ("device",) * 3
         coding = plan.model.coding_of(name)
         part = holding.layout.local_shape(plan.mesh) if coding is not None else ()
-        coded = coding.bytes(part, fact.itemsize) if coding is not None else None
-        yield _Kind(holding.stages, known[key], fact.itemsize, coded, fact.requires_grad, storage)
+        coded = coding.bytes(part, param.itemsize) if coding is not None else None
+        yield _Kind(
+            holding.stages, sizes_of[key], param.itemsize, coded, param.requires_grad, storage
+        )
 
 
 def _sizes(plan: Plan, holding: Holding, axes: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
     """Return runs of equal shards of a parameter: first index, elements of each."""
 
-    def size(place: int) -> int:
-        rank = plan.mesh.member(0, axes, place) if axes else 0
+    def size(shard: int) -> int:
+        rank = plan.mesh.member(0, axes, shard) if axes else 0
         return math.prod(holding.local_shape(plan.mesh, rank))
 
     count = plan.mesh.size(axes) if holding.sliced else 1
     if plan.mesh.fold(holding.sliced) != axes:  # over some of the axes: shards repeat
-        return tuple((place, size(place)) for place in range(count))
-    found, place = [], 0
-    while place < count:  # sizes never grow: full shards, at most one partial, empty ones
-        found.append((place, size(place)))
-        rest = range(place, count)
-        place += bisect_right(rest, -found[-1][1], key=lambda at: -size(at))
-    return tuple(found)
+        return tuple((shard, size(shard)) for shard in range(count))
+    sizes, shard = [], 0
+    while shard < count:  # sizes never grow: full shards, at most one partial, empty ones
+        sizes.append((shard, size(shard)))
+        remaining = range(shard, count)
+        shard += bisect_right(remaining, -sizes[-1][1], key=lambda shard_index: -size(shard_index))
+    return tuple(sizes)
 
 
 def _held(
-    kinds: Mapping[_Kind, int], place: int, cut: int, moments: int
+    kinds: Mapping[_Kind, int], position: int, cut: int, moments: int
 ) -> tuple[tuple[int, int, int, int], tuple[int, int, int]]:
     """Return elements and bytes on the device, and bytes in host memory, on disk and on a peer."""
-    elements, device, away = 0, [0, 0, 0], Counter[str]()
+    elements, device, off_device = 0, [0, 0, 0], Counter[str]()
     for kind, count in kinds.items():
-        if kind.stages is not None and place not in kind.stages:
+        if kind.stages is not None and position not in kind.stages:
             continue
-        size = count * next(size for first, size in reversed(kind.elements) if first <= cut)
+        size = count * next(
+            size for first_shard, size in reversed(kind.elements) if first_shard <= cut
+        )
         elements += size
         gradients = size * kind.itemsize * kind.trained
         stored = size * kind.itemsize if kind.coded is None else count * kind.coded
         sizes = (stored, gradients, gradients * moments)
-        for what, (tier, number) in enumerate(zip(kind.tiers, sizes)):
+        for index, (tier, number) in enumerate(zip(kind.tiers, sizes)):
             if tier == "device":
-                device[what] += number
+                device[index] += number
             else:
-                away[tier] += number
-    return (elements, device[0], device[1], device[2]), (away["cpu"], away["disk"], away["peer"])
+                off_device[tier] += number
+    return (elements, device[0], device[1], device[2]), (
+        off_device["cpu"],
+        off_device["disk"],
+        off_device["peer"],
+    )
 
 
-def _extra_versions(staged: Staged, place: int) -> int:
+def _extra_versions(staged: Staged, position: int) -> int:
     """Return the most versions of the weights that a place keeps besides the current one."""
     from schedlang.pipeline.timeline.versions import weight_copies
 
     copies = weight_copies(staged.timeline)
-    return int(max((copies[stage] - 1 for stage in staged.stages_at(place)), default=0))
+    return int(max((copies[stage] - 1 for stage in staged.stages_at(position)), default=0))
 
 
-def _first(plan: Plan, staged: Staged, axes: tuple[str, ...], place: int, cut: int) -> int:
+def _first(plan: Plan, staged: Staged, axes: tuple[str, ...], position: int, cut: int) -> int:
     """Return the lowest rank at a pipeline place and a shard index."""
     rank = plan.mesh.member(0, axes, cut) if axes else 0
-    return rank if staged.axis is None else plan.mesh.member(rank, staged.axis, place)
+    return rank if staged.axis is None else plan.mesh.member(rank, staged.axis, position)
 
 
 def _recomputed_together(plan: Plan) -> int:
@@ -190,17 +203,17 @@ def gathered_bytes(
 ) -> int:
     """Return the bytes of parameters gathered from shards of equal size; `cast`: in the compute
     dtype."""
-    total, low = 0, gather_dtype(plan, names) if cast else None
+    total, cast_dtype = 0, gather_dtype(plan, names) if cast else None
     for name in names:
         count = plan.mesh.size(holdings[name].sliced)
         shape = holdings[name].layout.local_shape(plan.mesh)
         rows = -(-shape[0] // count) * count  # as fully_shard pads
-        item = 2 if low is not None else plan.model.unique_parameters[name].itemsize
+        item = 2 if cast_dtype is not None else plan.model.unique_parameters[name].itemsize
         total += rows * math.prod(shape[1:]) * item
     return total
 
 
-def _working(plan: Plan, staged: Staged, holdings: Mapping[str, Holding], place: int) -> int:
+def _working(plan: Plan, staged: Staged, holdings: Mapping[str, Holding], position: int) -> int:
     """Return the additional bytes of ZeRO during a step.
 
     Stages 1 and 2 keep all units gathered through the step, stage 3 one at a time (and prefetched
@@ -211,15 +224,15 @@ def _working(plan: Plan, staged: Staged, holdings: Mapping[str, Holding], place:
     row, _ = state_slicing(plan)
     if row is None:
         return 0
-    whole, held = [], 0
-    for stage in staged.stages_at(place):
+    all_sizes, gathered = [], 0
+    for stage in staged.stages_at(position):
         units = sliced_names_by_unit(plan, staged, holdings, stage).values()
-        mine = [gathered_bytes(plan, holdings, names) for names in units]
-        whole += mine
-        if gathers_of(plan, staged, stage, place) is not None:
-            held = max(held, 2 * sum(mine) + max(mine, default=0))
-    largest = sum(sorted(whole)[-max(2, 1 + row.prefetch, 1 + _recomputed_together(plan)) :])
-    parameters = sum(whole) if row.stage < 3 or not row.reshard else largest
+        unit_sizes = [gathered_bytes(plan, holdings, names) for names in units]
+        all_sizes += unit_sizes
+        if gathers_of(plan, staged, stage, position) is not None:
+            gathered = max(gathered, 2 * sum(unit_sizes) + max(unit_sizes, default=0))
+    largest = sum(sorted(all_sizes)[-max(2, 1 + row.prefetch, 1 + _recomputed_together(plan)) :])
+    parameters = sum(all_sizes) if row.stage < 3 or not row.reshard else largest
     several = plan.order is not None and plan.order.micro > 1
-    gradients = sum(whole) if row.stage == 1 and several else max(whole, default=0)
-    return max(parameters + gradients, held)
+    gradients = sum(all_sizes) if row.stage == 1 and several else max(all_sizes, default=0)
+    return max(parameters + gradients, gathered)

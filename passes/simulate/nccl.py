@@ -90,37 +90,37 @@ def _algorithms(op: str, size: float, ranks: Ranks, fabric: Fabric) -> Iterator[
 def _rings(op: str, size: float, ranks: Ranks, fabric: Fabric) -> Iterator[float]:
     """Yield the seconds of rings, with each protocol: data goes around once or twice."""
     n, nodes = ranks.count, ranks.nodes
-    steps, far = {
+    steps, between_nodes = {
         "all_reduce": (2 * (n - 1), 2 * (nodes - 1)),
         "all_gather": (n - 1, nodes - 1),
         "reduce_scatter": (n - 1, nodes - 1),
     }.get(op, (n, nodes - 1))
     full = fabric.ring(ranks)
-    low = min(full / 2, fabric.low if nodes == 1 else LOW_NETWORK_RATE)
-    for protocol, moved in enumerate((low, full * 0.92, full)):
+    low_rate = min(full / 2, fabric.low if nodes == 1 else LOW_NETWORK_RATE)
+    for protocol, rate in enumerate((low_rate, full * 0.92, full)):
         step = STEP_WITHIN["ring"][protocol]
         if nodes > 1:
             step = max(step, MIN_RING_STEP[protocol])
         latency = (
             BASE_LATENCY["ring"][protocol]
-            + (steps - far) * step
-            + far * _between("ring", ranks)[protocol]
+            + (steps - between_nodes) * step
+            + between_nodes * _between("ring", ranks)[protocol]
         )
         if op == "all_reduce" and nodes > 1 and protocol == 2 and size / n >= FULL_CHUNK:
             latency *= fabric.plateau
-        yield latency + size * steps / n / moved
+        yield latency + size * steps / n / rate
 
 
 def _trees(size: float, ranks: Ranks, fabric: Fabric) -> Iterator[float]:
     """Yield the seconds of two trees over nodes, up and down, with chains within a node."""
-    full = fabric.ring(ranks) * 0.92
-    low = min(full / 3.8, fabric.low if ranks.nodes == 1 else LOW_NETWORK_RATE)
-    middle = full * (7 / 9 if ranks.nodes == 1 else 120 / 128)
+    full_rate = fabric.ring(ranks) * 0.92
+    low_rate = min(full_rate / 3.8, fabric.low if ranks.nodes == 1 else LOW_NETWORK_RATE)
+    middle_rate = full_rate * (7 / 9 if ranks.nodes == 1 else 120 / 128)
     inside = math.ceil(ranks.count / ranks.nodes) - 1
     depth = math.floor(math.log2(ranks.nodes))
-    for protocol, moved in enumerate((low, middle, full)):
+    for protocol, rate in enumerate((low_rate, middle_rate, full_rate)):
         steps = inside * STEP_WITHIN["tree"][protocol] + depth * _between("tree", ranks)[protocol]
-        yield BASE_LATENCY["tree"][protocol] + 2 * steps + 2 * size / moved
+        yield BASE_LATENCY["tree"][protocol] + 2 * steps + 2 * size / rate
 
 
 def _between(kind: str, ranks: Ranks) -> tuple[float, float, float]:
@@ -133,9 +133,9 @@ def _switch(size: float, ranks: Ranks, fabric: Fabric) -> float:
     exchange."""
     if ranks.nodes == 1:
         return SWITCH + size / fabric.reducing
-    out = fabric.network * ranks.each / (1 if ranks.nodes == 2 else 2)
+    network_rate = fabric.network * ranks.each / (1 if ranks.nodes == 2 else 2)
     depth = math.floor(math.log2(ranks.nodes))
-    return SWITCH + 2 * depth * SWITCH_FAR + size / min(fabric.reducing, out)
+    return SWITCH + 2 * depth * SWITCH_FAR + size / min(fabric.reducing, network_rate)
 
 
 # -- messages --------------------------------------------------------------------------------------
@@ -143,17 +143,21 @@ def _switch(size: float, ranks: Ranks, fabric: Fabric) -> float:
 
 def _message(size: float, share: float, ranks: Ranks, fabric: Fabric) -> float:
     """Seconds of one message to a neighbour, with the simple protocol."""
-    far = ranks.nodes > 1
-    step = STEP_BETWEEN["tree"][2] if far else STEP_WITHIN["ring"][2]
-    return BASE_LATENCY["ring"][2] + step + size * share / (fabric.network if far else fabric.link)
+    is_remote = ranks.nodes > 1
+    step = STEP_BETWEEN["tree"][2] if is_remote else STEP_WITHIN["ring"][2]
+    return (
+        BASE_LATENCY["ring"][2]
+        + step
+        + size * share / (fabric.network if is_remote else fabric.link)
+    )
 
 
 def _exchange(size: float, ranks: Ranks, fabric: Fabric) -> float:
     """Seconds of an all-to-all; each rank has its own network link."""
-    inside = _message(size, (ranks.each - 1) / ranks.count, Ranks(2), fabric)
+    local = _message(size, (ranks.each - 1) / ranks.count, Ranks(2), fabric)
     if ranks.nodes == 1:
-        return inside
+        return local
     # peers take turns by nodes: each turn has the start of a message
-    turns = (ranks.nodes - 1) * STEP_WITHIN["ring"][2]
-    away = _message(size, (ranks.count - ranks.each) / ranks.count, Ranks(2, 2), fabric)
-    return max(inside, away) + turns
+    turn_seconds = (ranks.nodes - 1) * STEP_WITHIN["ring"][2]
+    remote = _message(size, (ranks.count - ranks.each) / ranks.count, Ranks(2, 2), fabric)
+    return max(local, remote) + turn_seconds

@@ -85,14 +85,16 @@ class Nodes(Cluster):
 
     @cached_property
     def _hash(self) -> int:
-        return hash(tuple(getattr(self, one.name) for one in fields(self)))
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     # -- ranks -------------------------------------------------------------------------------------
 
     @cached_property
     def _places(self) -> tuple[tuple[int, int], ...]:
         """The node of each rank, and its index there."""
-        return tuple((at, k) for at, one in enumerate(self.nodes) for k in range(one.device.node))
+        return tuple(
+            (index, k) for index, node in enumerate(self.nodes) for k in range(node.device.node)
+        )
 
     @property
     def ranks(self) -> int:
@@ -113,13 +115,15 @@ class Nodes(Cluster):
         Operators take as long as on the slowest of these ranks, and messages stay among them.
         """
         devices = {self.device_of(rank) for rank in ranks}
-        worst = {name: min(getattr(one, name) for one in devices) for name in MIN_FIELDS}
-        worst |= {name: max(getattr(one, name) for one in devices) for name in MAX_FIELDS}
-        at = self._places[ranks[0]][0]
-        if self._places[ranks[-1]][0] == at:  # within a node: the same as in the first equal node
-            same = self.nodes.index(self.nodes[at])
-            first = sum(one.device.node for one in self.nodes[:same])
-            ranks = range(first, first + len(ranks))
+        worst = {name: min(getattr(device, name) for device in devices) for name in MIN_FIELDS}
+        worst |= {name: max(getattr(device, name) for device in devices) for name in MAX_FIELDS}
+        index = self._places[ranks[0]][0]
+        if (
+            self._places[ranks[-1]][0] == index
+        ):  # within a node: the same as in the first equal node
+            first_equal = self.nodes.index(self.nodes[index])
+            first_rank = sum(device.device.node for device in self.nodes[:first_equal])
+            ranks = range(first_rank, first_rank + len(ranks))
         return replace(self, **worst, only=tuple(ranks))
 
     def first_nodes(self, ranks: int) -> Nodes:
@@ -132,17 +136,17 @@ class Nodes(Cluster):
 
     def with_memory_share(self, share: float) -> Nodes:
         """Return the nodes with a share of each memory."""
-        less = [
-            replace(one, device=replace(one.device, memory=int(one.device.memory * share)))
-            for one in self.nodes
+        smaller = [
+            replace(node, device=replace(node.device, memory=int(node.device.memory * share)))
+            for node in self.nodes
         ]
-        return self.select(range(len(less)), less)
+        return self.select(range(len(smaller)), smaller)
 
     def select(self, places: Sequence[int], nodes: Sequence[Node] = ()) -> Nodes:
         """Return the nodes of some indices, in this order; or `nodes` in their places."""
-        own = tuple(self.numbers[at] for at in places)
-        nodes = nodes or [self.nodes[at] for at in places]
-        return cluster_of_nodes(self.name, nodes, numbers=own, **self._network)
+        numbers = tuple(self.numbers[index] for index in places)
+        nodes = nodes or [self.nodes[index] for index in places]
+        return cluster_of_nodes(self.name, nodes, numbers=numbers, **self._network)
 
     @property
     def _network(self) -> dict[str, Any]:
@@ -150,28 +154,33 @@ class Nodes(Cluster):
 
     def price_per_second(self, ranks: int) -> float:
         """Return the money for a second of the nodes of the first ranks."""
-        return sum(one.price or 0.0 for one in self.first_nodes(ranks).nodes) / 3600
+        return sum(node.price or 0.0 for node in self.first_nodes(ranks).nodes) / 3600
 
     def watts(self, ranks: int) -> float:
         """Return the watts of the first ranks."""
-        return sum(self.nodes[at].power or 0.0 for at, _ in self._places[:ranks])
+        return sum(self.nodes[index].power or 0.0 for index, _ in self._places[:ranks])
 
     def text(self, order: Sequence[int] = ()) -> str:
         """Describe the ranks of each node, in order: `8 a100 of 80 GiB, 8 v100 of 32 GiB`."""
-        devices = (one.device for one in self.in_order(order).nodes)
-        each = (f"{one.node} {one.name} of {format_bytes(one.memory)}" for one in devices)
-        runs = ((one, len(list(same))) for one, same in groupby(each))
-        return ", ".join(f"{often} x {one}" if often > 1 else one for one, often in runs)
+        devices = (device.device for device in self.in_order(order).nodes)
+        texts = (
+            f"{device.node} {device.name} of {format_bytes(device.memory)}" for device in devices
+        )
+        runs = ((device, len(list(group))) for device, group in groupby(texts))
+        return ", ".join(f"{count} x {device}" if count > 1 else device for device, count in runs)
 
     @property
     def best(self) -> Cluster:
         """A machine that is no slower in any figure than any of the nodes."""
-        return Cluster(**{one.name: getattr(self, one.name) for one in fields(Cluster)})
+        return Cluster(**{field.name: getattr(self, field.name) for field in fields(Cluster)})
 
     @property
     def slowest(self) -> Cluster:
         """The device that computes slowest."""
-        return min((one.device for one in self.nodes), key=lambda one: one.speed * one.product)
+        return min(
+            (device.device for device in self.nodes),
+            key=lambda device: device.speed * device.product,
+        )
 
     # -- messages ----------------------------------------------------------------------------------
 
@@ -179,7 +188,8 @@ class Nodes(Cluster):
         """Seconds of the slowest of all groups that run at once; also of messages between
         neighbours."""
         return max(
-            (self._group_seconds(op, size, one) for one in self._groups(ranks, stride)), default=0.0
+            (self._group_seconds(op, size, group) for group in self._groups(ranks, stride)),
+            default=0.0,
         )
 
     def message_seconds(self, message: TrafficMessage) -> float:
@@ -190,17 +200,17 @@ class Nodes(Cluster):
 
     def ring_bandwidth(self, ranks: Sequence[int]) -> float:
         """Bytes a second along a ring of these ranks, by data sheets."""
-        lie, view = self._view("all_reduce", tuple(ranks))
-        return view._fabric.ring(lie)
+        rank_layout, view = self._view("all_reduce", tuple(ranks))
+        return view._fabric.ring(rank_layout)
 
     def hidden_share(self, op: str, size: float, ranks: Sequence[int]) -> float:
         """Share of a message that is hidden by computing of equal length."""
         if not self.endpoint:
             return min(self.device_of(rank).overlap for rank in ranks)
-        took = self._group_seconds(op, size, tuple(ranks))
+        seconds = self._group_seconds(op, size, tuple(ranks))
         stream = min(self.device_of(rank).stream for rank in ranks)
         return _remaining_share(
-            self.endpoint, op, len(ranks), size / took / stream if took else 0.0
+            self.endpoint, op, len(ranks), size / seconds / stream if seconds else 0.0
         )
 
     def _group_seconds(self, op: str, size: float, ranks: tuple[int, ...]) -> float:
@@ -210,8 +220,8 @@ class Nodes(Cluster):
             return max(
                 self._group_seconds(op, size, pair) for pair in zip(ranks, (*ranks[1:], ranks[0]))
             )
-        lie, view = self._view(op, ranks)
-        return view._sent(op, size, lie)
+        rank_layout, view = self._view(op, ranks)
+        return view._sent(op, size, rank_layout)
 
     def _groups(self, ranks: int, stride: int) -> Iterator[tuple[int, ...]]:
         """Yield groups of ranks at a distance of `stride`, among the ranks that take part.
@@ -219,42 +229,46 @@ class Nodes(Cluster):
         The stride is reduced where it would be too large: replicas and sequence shards together may
         be anywhere.
         """
-        among = self.only or range(self.ranks)
+        members = self.only or range(self.ranks)
         if ranks < 2:
             return
-        stride = min(stride, max(1, (len(among) - 1) // (ranks - 1)))
-        for first in among:
-            group = tuple(range(first, first + ranks * stride, stride))
-            if (first - among[0]) % (ranks * stride) < stride and group[-1] < self.ranks:
+        stride = min(stride, max(1, (len(members) - 1) // (ranks - 1)))
+        for first_rank in members:
+            group = tuple(range(first_rank, first_rank + ranks * stride, stride))
+            if (first_rank - members[0]) % (ranks * stride) < stride and group[-1] < self.ranks:
                 yield group
 
     def _view(self, op: str, ranks: tuple[int, ...]) -> tuple[nccl.Ranks, Cluster]:
         """Describe the ranks, and a machine all of whose links are as slow as the slowest between
         them."""
-        met = Counter(self._places[rank][0] for rank in ranks)
-        each = min(met.values())
-        devices = [(self.nodes[at].device, many) for at, many in met.items()]
-        link = min(one.link * one.linked for one, _ in devices)
+        counts = Counter(self._places[rank][0] for rank in ranks)
+        fewest = min(counts.values())
+        devices = [(self.nodes[index].device, count) for index, count in counts.items()]
+        link = min(device.link * device.linked for device, _ in devices)
         if op in ("send", "all_to_all"):
-            network = min(one.network * one.routed for one, _ in devices)
+            network = min(device.network * device.routed for device, _ in devices)
         else:  # a ring leaves a node over the network links of all its ranks there
-            network = min(one.network * one.routed * many for one, many in devices) / each
-        one = devices[0][0]
-        library = one.library if all(one.library == other.library for other, _ in devices) else ""
+            network = (
+                min(device.network * device.routed * count for device, count in devices) / fewest
+            )
+        device = devices[0][0]
+        library = (
+            device.library if all(device.library == second.library for second, _ in devices) else ""
+        )
         view = replace(
-            one,
+            device,
             link=link,
             network=network * self._network_share(op, ranks),
             linked=1.0,
             routed=1.0,
             library=library,
-            hop=max(other.hop for other, _ in devices),
-            far=max(other.far for other, _ in devices),
-            low=min(other.low for other, _ in devices),
-            reducing=min(other.reducing for other, _ in devices),
-            plateau=max(other.plateau for other, _ in devices),
+            hop=max(second.hop for second, _ in devices),
+            far=max(second.far for second, _ in devices),
+            low=min(second.low for second, _ in devices),
+            reducing=min(second.reducing for second, _ in devices),
+            plateau=max(second.plateau for second, _ in devices),
         )
-        return nccl.Ranks(len(ranks), len(met), each), view
+        return nccl.Ranks(len(ranks), len(counts), fewest), view
 
     def _network_share(self, op: str, ranks: tuple[int, ...]) -> float:
         """Share of the network's bandwidth that remains where ranks communicate above the leaves.
@@ -262,20 +276,25 @@ class Nodes(Cluster):
         All equal groups communicate at once.  A ring leaves a leaf once, and so do the rings of
         other nodes under that leaf; a message, or an all-to-all, leaves it as often as it must.
         """
-        lie = [self._places[rank] for rank in ranks]
+        rank_places = [self._places[rank] for rank in ranks]
         if op in ("send", "all_to_all"):
             away = beyond = 0
-            for at, k in lie:
-                others = [one for one in lie if one[0] != at]
-                leaf = at // self.leaf, k * self.rails
-                far = sum((o // self.leaf, j * self.rails) != leaf for o, j in others)
-                away, beyond = max((away, beyond), (len(others), far), key=lambda one: one[1])
+            for index, k in rank_places:
+                elsewhere = [item for item in rank_places if item[0] != index]
+                leaf = index // self.leaf, k * self.rails
+                beyond_leaf = sum(
+                    (node // self.leaf, rank_index * self.rails) != leaf
+                    for node, rank_index in elsewhere
+                )
+                away, beyond = max(
+                    (away, beyond), (len(elsewhere), beyond_leaf), key=lambda item: item[1]
+                )
             return min(1.0, away / (beyond * self.over)) if beyond else 1.0
         places: dict[int, set[int]] = {}
-        for at, k in lie:
-            places.setdefault(at, set()).add(k)
-        leaves = Counter(at // self.leaf for at in places)
-        aligned = not self.rails or len({frozenset(one) for one in places.values()}) == 1
+        for index, k in rank_places:
+            places.setdefault(index, set()).add(k)
+        leaves = Counter(index // self.leaf for index in places)
+        aligned = not self.rails or len({frozenset(item) for item in places.values()}) == 1
         if aligned and len(leaves) == 1:
             return 1.0
         return min(1.0, (min(leaves.values()) if aligned else 1) / self.over)
@@ -299,16 +318,16 @@ BEST_MIN_FIELDS = (*MAX_FIELDS, "hop", "far", "plateau")
 
 def cluster_of_nodes(name: str, nodes: Sequence[Node], **network: Any) -> Nodes:
     """Build a cluster of nodes in this order."""
-    devices = [one.device for one in nodes]
+    devices = [device.device for device in nodes]
     best: dict[str, Any] = {key: max(getattr(d, key) for d in devices) for key in BEST_MAX_FIELDS}
     best |= {key: min(getattr(d, key) for d in devices) for key in BEST_MIN_FIELDS}
-    libraries = {one.library for one in devices}
+    libraries = {device.library for device in devices}
     best["library"] = libraries.pop() if len(libraries) == 1 else ""
-    if who := network.get("endpoint"):
+    if endpoint := network.get("endpoint"):
         share = min(
-            one.link * one.linked / one.stream / 2 for one in devices
+            device.link * device.linked / device.stream / 2 for device in devices
         )  # a reduction sends twice
-        best["overlap"] = _remaining_share(who, "all_reduce", 2**20, share)
+        best["overlap"] = _remaining_share(endpoint, "all_reduce", 2**20, share)
     network.setdefault("numbers", tuple(range(1, len(nodes) + 1)))
     return Nodes(name, nodes=tuple(nodes), **best, **network)
 
@@ -342,19 +361,19 @@ def cluster_and_ranks(on: str | Cluster, ranks: int | None) -> tuple[Cluster, in
     Raises Refusal S109 for an unknown name, for a missing number of ranks, and for more ranks than
     exist; S936 as `cluster_named`.
     """
-    known, told = (on, None) if isinstance(on, Cluster) else cluster_named(on)
-    if known is None:
+    cluster, rank_count = (on, None) if isinstance(on, Cluster) else cluster_named(on)
+    if cluster is None:
         helps = (f"give one of {', '.join(CLUSTERS)}",)
         raise Refusal.of("S109", f"unknown cluster `{on}`", helps=helps)
-    count = ranks or told or (known.ranks if isinstance(known, Nodes) else None)
+    count = ranks or rank_count or (cluster.ranks if isinstance(cluster, Nodes) else None)
     if count is None:
         raise Refusal.of("S109", "the number of ranks is missing", helps=('write `"h100x64"`',))
-    if not isinstance(known, Nodes):
-        return known, count
-    if count > known.ranks:
-        title = f"`{known.name}` has {known.ranks} ranks, not {count}"
-        raise Refusal.of("S109", title, helps=(f"`ranks={known.ranks}`",))
-    return known.first_nodes(count), count
+    if not isinstance(cluster, Nodes):
+        return cluster, count
+    if count > cluster.ranks:
+        title = f"`{cluster.name}` has {cluster.ranks} ranks, not {count}"
+        raise Refusal.of("S109", title, helps=(f"`ranks={cluster.ranks}`",))
+    return cluster.first_nodes(count), count
 
 
 def read_nodes(path: Path, text: str, tables: Mapping[str, Any]) -> Nodes:
@@ -363,20 +382,27 @@ def read_nodes(path: Path, text: str, tables: Mapping[str, Any]) -> Nodes:
     Raises Refusal S936 for text that is no cluster, with the line.
     """
     reader = _Reader(path, text)
-    own = {name: one for name, one in tables.items() if isinstance(one, dict)}
-    machines = CLUSTERS | {name.lower(): machine_of(path, name, one) for name, one in own.items()}
+    machine_tables = {
+        name: machine_table
+        for name, machine_table in tables.items()
+        if isinstance(machine_table, dict)
+    }
+    machines = CLUSTERS | {
+        name.lower(): machine_of(path, name, machine_table)
+        for name, machine_table in machine_tables.items()
+    }
     for key in tables:
-        if key not in CLUSTER_KEYS and key not in own:
+        if key not in CLUSTER_KEYS and key not in machine_tables:
             reader.refuse(f"a cluster has no field `{key}`", key, known=CLUSTER_KEYS)
     nodes: list[Node] = []
-    for at, table in enumerate(tables["node"]):
-        nodes += reader.node(at, table, machines)
+    for index, table in enumerate(tables["node"]):
+        nodes += reader.node(index, table, machines)
     leaf = tables.get("leaf", len(nodes) if tables.get("rails") else 1)
-    over, rails = tables.get("oversubscription", 1.0), tables.get("rails", False)
+    excess, rails = tables.get("oversubscription", 1.0), tables.get("rails", False)
     endpoint, order = tables.get("endpoint", ""), tables.get("order", [*range(1, len(nodes) + 1)])
     checks = {
         "leaf": (_count(leaf), "a whole number of nodes is needed, above 0"),
-        "oversubscription": (is_number(over) and over >= 1, "a number is needed, not below 1"),
+        "oversubscription": (is_number(excess) and excess >= 1, "a number is needed, not below 1"),
         "rails": (isinstance(rails, bool), "true or false is needed"),
         "endpoint": (endpoint in ("", ENGINE, DEVICE), f'"{ENGINE}" or "{DEVICE}" is needed'),
         "order": (
@@ -384,21 +410,23 @@ def read_nodes(path: Path, text: str, tables: Mapping[str, Any]) -> Nodes:
             f"some of the {len(nodes)} nodes by their numbers are needed, from 1 on, each once",
         ),
     }
-    for key, (good, need) in checks.items():
-        if not good:
-            reader.refuse(f"`{key}` is {tables[key]!r}: {need}", key)
-    network = {"leaf": leaf, "over": float(over), "rails": rails, "endpoint": endpoint}
-    return cluster_of_nodes(path.stem.lower(), nodes, **network).select([at - 1 for at in order])
+    for key, (is_valid, needed) in checks.items():
+        if not is_valid:
+            reader.refuse(f"`{key}` is {tables[key]!r}: {needed}", key)
+    network = {"leaf": leaf, "over": float(excess), "rails": rails, "endpoint": endpoint}
+    return cluster_of_nodes(path.stem.lower(), nodes, **network).select(
+        [index - 1 for index in order]
+    )
 
 
 def _limits(value: Any, power: float) -> bool:
     return isinstance(value, list) and all(
-        isinstance(one, list)
-        and len(one) == 2
-        and all(is_number(part) and part > 0 for part in one)
-        and one[0] < power
-        and one[1] <= 1
-        for one in value
+        isinstance(limit, list)
+        and len(limit) == 2
+        and all(is_number(part) and part > 0 for part in limit)
+        and limit[0] < power
+        and limit[1] <= 1
+        for limit in value
     )
 
 
@@ -407,8 +435,12 @@ def _count(value: Any) -> bool:
 
 
 def _numbers(order: Any, nodes: int) -> bool:
-    every = isinstance(order, list) and order and all(_count(at) and at <= nodes for at in order)
-    return bool(every) and len(set(order)) == len(order)
+    all_valid = (
+        isinstance(order, list)
+        and order
+        and all(_count(number) and number <= nodes for number in order)
+    )
+    return bool(all_valid) and len(set(order)) == len(order)
 
 
 @dataclass(frozen=True)
@@ -418,58 +450,71 @@ class _Reader:
     path: Path
     text: str
 
-    def node(self, at: int, table: Any, machines: Mapping[str, Cluster]) -> list[Node]:
+    def node(self, index: int, table: Any, machines: Mapping[str, Cluster]) -> list[Node]:
         """Return the nodes of one table, `count` of them."""
         if not isinstance(table, dict):
             self.refuse("`node` is no table", "node")
         for key in table:
             if key not in NODE_KEYS:
-                self.refuse(f"a node has no field `{key}`", key, at, NODE_KEYS)
-        named = table.get("device")
-        if not isinstance(named, str) or named.lower() not in machines:
-            said = "a node needs a `device`" if named is None else f"unknown device `{named}`"
-            self.refuse(said, "device", at, tuple(machines), str(named))
+                self.refuse(f"a node has no field `{key}`", key, index, NODE_KEYS)
+        device_name = table.get("device")
+        if not isinstance(device_name, str) or device_name.lower() not in machines:
+            text = (
+                "a node needs a `device`"
+                if device_name is None
+                else f"unknown device `{device_name}`"
+            )
+            self.refuse(text, "device", index, tuple(machines), str(device_name))
         for key in ("count", "ranks"):
             if key in table and not _count(table[key]):
-                said = f"`{key}` is {table[key]!r}: a whole number above 0 is needed"
-                self.refuse(said, key, at)
+                text = f"`{key}` is {table[key]!r}: a whole number above 0 is needed"
+                self.refuse(text, key, index)
         for key in ("link", "network", "price", "power"):
-            low = 0 if key in ("price", "power") else 1e-9
-            if key in table and not (is_number(table[key]) and table[key] >= low):
-                self.refuse(f"`{key}` is {table[key]!r}: a number above 0 is needed", key, at)
+            minimum = 0 if key in ("price", "power") else 1e-9
+            if key in table and not (is_number(table[key]) and table[key] >= minimum):
+                self.refuse(f"`{key}` is {table[key]!r}: a number above 0 is needed", key, index)
         if not _limits(limits := table.get("limits", []), table.get("power", 0)):
-            why = "pairs of watts, below `power`, and a share of the speed are needed: [[250, 0.8]]"
-            self.refuse(f"`limits` is {limits!r}: {why}", "limits", at)
-        own = {key: float(table[key]) for key in NODE_KEYS[3:7] if key in table}
-        link, network = own.pop("link", None), own.pop("network", None)
+            reason = (
+                "pairs of watts, below `power`, and a share of the speed are needed: [[250, 0.8]]"
+            )
+            self.refuse(f"`limits` is {limits!r}: {reason}", "limits", index)
+        figures = {key: float(table[key]) for key in NODE_KEYS[3:7] if key in table}
+        link, network = figures.pop("link", None), figures.pop("network", None)
         device = with_figures(
-            machines[named.lower()], link=link, network=network, node=table.get("ranks")
+            machines[device_name.lower()], link=link, network=network, node=table.get("ranks")
         )
         pairs = tuple((float(watts), float(share)) for watts, share in limits)
-        return [Node(device, **own, limits=pairs)] * table.get("count", 1)
+        return [Node(device, **figures, limits=pairs)] * table.get("count", 1)
 
     def refuse(
-        self, why: str, key: str, at: int = -1, known: tuple[str, ...] = (), said: str | None = None
+        self,
+        text: str,
+        key: str,
+        index: int = -1,
+        known: tuple[str, ...] = (),
+        word: str | None = None,
     ) -> NoReturn:
         """Refuse with the reason, the line, and what is legal."""
-        help_ = suggest_name(said or key, known, "known are") if known else ""
-        facts = facts_of_unknown(said or key, known) if known else ()
+        help_ = suggest_name(word or key, known, "known are") if known else ""
+        facts = facts_of_unknown(word or key, known) if known else ()
         raise unreadable_file(
-            self.path, f"line {self._line(key, at)}: {why}", help_, facts, LEGAL_FILE
+            self.path, f"line {self._line(key, index)}: {text}", help_, facts, LEGAL_FILE
         )
 
-    def _line(self, key: str, at: int) -> int:
-        """Return the line of a field in the table of number `at` (below 0: in no table), or of the
-        table."""
+    def _line(self, key: str, index: int) -> int:
+        """Return the line of a field in the table of number `index` (below 0: in no table), or of
+        the table."""
         table, head, inside = -1, 1, False
         for line, text in enumerate(self.text.splitlines(), 1):
-            bare = text.split("#")[0].strip()
-            if bare.startswith("["):
-                inside = bare.replace(" ", "") == "[[node]]"
+            content = text.split("#")[0].strip()
+            if content.startswith("["):
+                inside = content.replace(" ", "") == "[[node]]"
                 table += inside
-                head = line if inside and table == at else head
+                head = line if inside and table == index else head
             elif (
-                bare.split("=")[0].strip() == key and (inside if at >= 0 else True) and table == at
+                content.split("=")[0].strip() == key
+                and (inside if index >= 0 else True)
+                and table == index
             ):
                 return line
         return head

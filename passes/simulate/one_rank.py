@@ -55,18 +55,18 @@ class OneRank:
     @property
     def bytes(self) -> int:
         """Bytes of all parts."""
-        return sum(one.bytes for one in (*self.parameters, *self.buffers))
+        return sum(tensor.bytes for tensor in (*self.parameters, *self.buffers))
 
     def text(self) -> str:
         """Format as tables, with equal layers on one line."""
-        place = ", ".join(f"{axis}={at}" for axis, at in self.at.items())
+        position = ", ".join(f"{axis}={index}" for axis, index in self.at.items())
         count = f"{len(self.parameters)} parameters of {len(self.modules)} modules"
         lines = [
-            f"rank {self.rank} of {self.world}   {place}   {count}, {format_bytes(self.bytes)}",
+            f"rank {self.rank} of {self.world}   {position}   {count}, {format_bytes(self.bytes)}",
             "",
         ]
         rows = [("parameters", "", "whole", "part", "dtype", "bytes")]
-        rows += [_row(those) for those in _group_equal_layers((*self.parameters, *self.buffers))]
+        rows += [_row(group) for group in _group_equal_layers((*self.parameters, *self.buffers))]
         lines += format_table(rows)
         lines += ["", "groups"]
         for axes, ranks in self.groups:
@@ -78,16 +78,16 @@ class OneRank:
     def _read(self) -> list[str]:
         assert self.slices is not None
         by_file: dict[str, list[FileSlice]] = {}
-        for one in self.slices:
-            by_file.setdefault(one.file, []).append(one)
-        total = sum(one.bytes for one in self.slices)
+        for file_slice in self.slices:
+            by_file.setdefault(file_slice.file, []).append(file_slice)
+        total = sum(file_slice.bytes for file_slice in self.slices)
         lines = [
             f"reads   {len(self.slices)} slices of {len(by_file)} files, {format_bytes(total)}"
         ]
-        for file, those in sorted(by_file.items()):
-            names = len({one.name for one in those})
-            held = format_bytes(sum(one.bytes for one in those))
-            lines.append(f"  {file}   {len(those)} slices of {names} tensors, {held}")
+        for file, file_slices in sorted(by_file.items()):
+            names = len({file_slice.name for file_slice in file_slices})
+            bytes_text = format_bytes(sum(file_slice.bytes for file_slice in file_slices))
+            lines.append(f"  {file}   {len(file_slices)} slices of {names} tensors, {bytes_text}")
         return lines
 
     def to_json(self) -> dict[str, Any]:
@@ -97,11 +97,11 @@ class OneRank:
             "world": self.world,
             "at": dict(self.at),
             "bytes": self.bytes,
-            "parameters": [_plain(one) for one in self.parameters],
-            "buffers": [_plain(one) for one in self.buffers],
+            "parameters": [_plain(item) for item in self.parameters],
+            "buffers": [_plain(item) for item in self.buffers],
             "modules": list(self.modules),
             "groups": [{"axes": list(a), "ranks": list(ranks)} for a, ranks in self.groups],
-            "reads": None if self.slices is None else [_plain(one) for one in self.slices],
+            "reads": None if self.slices is None else [_plain(item) for item in self.slices],
         }
 
 
@@ -144,29 +144,29 @@ def _held(
     parameters, buffers = [], []
     for name, parameter in a.parameters.items():
         part = a.holdings[name].local_shape(mesh, rank)
-        fact = plan.model.parameters[name]
-        parameters.append(_one(name, tuple(fact.shape), part, parameter))
+        parameter_facts = plan.model.parameters[name]
+        parameters.append(_one(name, tuple(parameter_facts.shape), part, parameter))
     for name, buffer in a.buffers.items():
         buffers.append(_one(name, tuple(buffer.shape), tuple(buffer.shape), buffer))
-    owners = dict.fromkeys(one.name.rpartition(".")[0] for one in (*parameters, *buffers))
+    owners = dict.fromkeys(tensor.name.rpartition(".")[0] for tensor in (*parameters, *buffers))
     return tuple(parameters), tuple(buffers), tuple(owners)
 
 
-def _one(name: str, whole: tuple[int, ...], part: tuple[int, ...], value: Any) -> LocalTensor:
+def _one(name: str, full_shape: tuple[int, ...], part: tuple[int, ...], value: Any) -> LocalTensor:
     from schedlang.runtime.storage.quantized_parameters import quantized_of
 
-    held = quantized_of(value)
-    if held is not None:
-        size = held.codes.nbytes + held.scales.nbytes
-        return LocalTensor(name, whole, part, held.coding.book.kind, size)
+    quantized = quantized_of(value)
+    if quantized is not None:
+        size = quantized.codes.nbytes + quantized.scales.nbytes
+        return LocalTensor(name, full_shape, part, quantized.coding.book.kind, size)
     dtype = str(value.dtype).removeprefix("torch.")
-    return LocalTensor(name, whole, part, dtype, math.prod(part) * value.element_size())
+    return LocalTensor(name, full_shape, part, dtype, math.prod(part) * value.element_size())
 
 
 def _axes(plan: Plan, ranks: Sequence[int]) -> tuple[str, ...]:
     """Return the axes along which ranks differ."""
-    at = [plan.mesh.coordinates(rank) for rank in ranks]
-    return tuple(name for name in plan.mesh.sizes if len({place[name] for place in at}) > 1)
+    points = [plan.mesh.coordinates(rank) for rank in ranks]
+    return tuple(name for name in plan.mesh.sizes if len({point[name] for point in points}) > 1)
 
 
 def _slices(plan: Plan, program: Program, weights: Path) -> tuple[FileSlice, ...]:
@@ -179,7 +179,7 @@ def _slices(plan: Plan, program: Program, weights: Path) -> tuple[FileSlice, ...
     from schedlang.runtime.initial.weight_files import TargetPart, files_of
 
     model, mesh, rank = plan.model.base.model, plan.mesh, program.assembly.ranks.rank
-    rooms = []
+    targets = []
     for name, parameter in program.assembly.parameters.items():
         if plan.model.initializer_of(name) is not None:
             continue
@@ -187,29 +187,38 @@ def _slices(plan: Plan, program: Program, weights: Path) -> tuple[FileSlice, ...
         shape = holding.local_shape(mesh, rank)
         part = torch.empty(shape, dtype=parameter.dtype, device="meta")
         original = plan.model.unique_parameters[name]
-        whole = torch.empty(tuple(original.shape), dtype=parameter.dtype, device="meta")
-        rooms.append(TargetPart(original.names, whole, part, holding.part(mesh, rank)))
-    return files_of(weights, model).plan_reads(rooms)
+        full_tensor = torch.empty(tuple(original.shape), dtype=parameter.dtype, device="meta")
+        targets.append(TargetPart(original.names, full_tensor, part, holding.part(mesh, rank)))
+    return files_of(weights, model).plan_reads(targets)
 
 
 # -- text ------------------------------------------------------------------------------------------
 
 
-def _group_equal_layers(held: Sequence[LocalTensor]) -> list[list[LocalTensor]]:
+def _group_equal_layers(tensors: Sequence[LocalTensor]) -> list[list[LocalTensor]]:
     """Group parameters and buffers of equal layers."""
-    found: dict[object, list[LocalTensor]] = {}
-    for one in held:
-        found.setdefault((shape_of(one.name), one.whole, one.part, one.dtype), []).append(one)
-    return list(found.values())
+    groups: dict[object, list[LocalTensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(
+            (shape_of(tensor.name), tensor.whole, tensor.part, tensor.dtype), []
+        ).append(tensor)
+    return list(groups.values())
 
 
-def _row(those: Sequence[LocalTensor]) -> tuple[str, str, str, str, str, str]:
-    first = those[0]
-    layers = [int(found[0]) for one in those if (found := re.findall(r"\d+", one.name))]
-    where = f"{layers[0]} to {layers[-1]}" if len(those) > 1 and layers else ""
-    name = fold_names([one.name for one in those])
-    total = format_bytes(sum(one.bytes for one in those))
-    return f"  {name}", where, str([*first.whole]), str([*first.part]), first.dtype, total
+def _row(group: Sequence[LocalTensor]) -> tuple[str, str, str, str, str, str]:
+    first_tensor = group[0]
+    layers = [int(numbers[0]) for tensor in group if (numbers := re.findall(r"\d+", tensor.name))]
+    layers_text = f"{layers[0]} to {layers[-1]}" if len(group) > 1 and layers else ""
+    name = fold_names([tensor.name for tensor in group])
+    total = format_bytes(sum(tensor.bytes for tensor in group))
+    return (
+        f"  {name}",
+        layers_text,
+        str([*first_tensor.whole]),
+        str([*first_tensor.part]),
+        first_tensor.dtype,
+        total,
+    )
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -221,8 +230,8 @@ def _ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (" .." if len(ranks) > 8 else "")
 
 
-def _plain(one: Any) -> dict[str, Any]:
+def _plain(item: Any) -> dict[str, Any]:
     return {
         name: list(value) if isinstance(value, tuple) else value
-        for name, value in vars(one).items()
+        for name, value in vars(item).items()
     }

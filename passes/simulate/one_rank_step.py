@@ -46,7 +46,7 @@ class SimulatedStep:
     def equal_rows_plan(self) -> Plan:
         """The plan with equal rows for all ranks: all simulate the sample, which is the largest
         part."""
-        if not any(one.rows for one in self.plan.replicas):
+        if not any(replicas.rows for replicas in self.plan.replicas):
             return self.plan
         return replace(self.plan, replicas=tuple(replace(r, rows=()) for r in self.plan.replicas))
 
@@ -66,11 +66,11 @@ def repeat_sample(sample: Mapping[str, Any], times: int) -> dict[str, Any]:
     rows = row_count(sample)
 
     def repeat(value: Any) -> Any:
-        whole = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == rows
-        return torch.cat([value] * times) if whole else value
+        is_batched = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == rows
+        return torch.cat([value] * times) if is_batched else value
 
-    made: dict[str, Any] = pytree.tree_map(repeat, dict(sample), is_leaf=pytree.is_sample_batch)
-    return made
+    repeated: dict[str, Any] = pytree.tree_map(repeat, dict(sample), is_leaf=pytree.is_sample_batch)
+    return repeated
 
 
 def expand_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
@@ -94,23 +94,25 @@ def expand_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
             title = f"`--rows {rows}` cannot repeat a row of a `{type(value).__name__}`"
             help_ = "leave it out, and let the model file's `batch` have as many rows"
             raise Refusal.of("S109", title, helps=(help_,))
-        whole = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
-        return value[:1].expand(rows, *value.shape[1:]) if whole else value
+        is_batched = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
+        return value[:1].expand(rows, *value.shape[1:]) if is_batched else value
 
-    made: dict[str, Any] = pytree.tree_map(part, dict(batch), is_leaf=pytree.is_sample_batch)
-    return made
+    expanded: dict[str, Any] = pytree.tree_map(part, dict(batch), is_leaf=pytree.is_sample_batch)
+    return expanded
 
 
-def with_few_microbatches(plan: Plan, staged: Staged, least: int) -> tuple[Order | None, Staged]:
-    """Return the order with at least `least` microbatches but few, and its stages; else both
+def with_few_microbatches(
+    plan: Plan, staged: Staged, min_micro: int
+) -> tuple[Order | None, Staged]:
+    """Return the order with at least `min_micro` microbatches but few, and its stages; else both
     unchanged."""
     from schedlang.pipeline.schedules import OrderError
 
     order = plan.order
-    if order is None or order.micro <= least or order.table:
+    if order is None or order.micro <= min_micro or order.table:
         return order, staged
     count = plan.mesh.size(staged.axis) if staged.axis is not None else 1
-    for micro in sorted({least, *(n for n in (count, count * order.chunks) if n > least)}):
+    for micro in sorted({min_micro, *(n for n in (count, count * order.chunks) if n > min_micro)}):
         try:
             shorter = replace(order, micro=micro)
             return shorter, replace(staged, timeline=shorter.timeline(count))
@@ -124,12 +126,12 @@ def representative_places(plan: Plan, prepared: Prepared) -> dict[int, int]:
     staged = prepared.staged
     if staged.axis is None:
         return {0: 0}
-    first: dict[object, int] = {}
-    found = {}
-    for place in range(plan.mesh.size(staged.axis)):
-        look = tuple(_look(plan, prepared, stage) for stage in staged.stages_at(place))
-        found[place] = first.setdefault(look, place)
-    return found
+    first_alike: dict[object, int] = {}
+    representatives = {}
+    for position in range(plan.mesh.size(staged.axis)):
+        look = tuple(_look(plan, prepared, stage) for stage in staged.stages_at(position))
+        representatives[position] = first_alike.setdefault(look, position)
+    return representatives
 
 
 def _look(plan: Plan, prepared: Prepared, stage: int) -> object:
@@ -140,7 +142,7 @@ def _look(plan: Plan, prepared: Prepared, stage: int) -> object:
         (
             fqn[len(unit) :],
             site.kind,
-            tuple(fact.requires_grad for fact in site.parameters.values()),
+            tuple(param.requires_grad for param in site.parameters.values()),
             plan.boundaries.get(fqn, ()),
             tuple(a.row for a in plan.actions if fqn in a.sites),
         )

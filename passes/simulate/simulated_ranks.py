@@ -84,31 +84,37 @@ class SimulatedRanks:
     partner_bytes: Mapping[int, int]
 
 
-def operation_key(staged: Staged, place: int | None, op: Op) -> tuple[Any, ...]:
+def operation_key(staged: Staged, position: int | None, op: Op) -> tuple[Any, ...]:
     """Return a key that is equal for operations of equal stages that differ in their microbatch
     alone."""
     from schedlang.pipeline.timeline.table import TRANSFER_KINDS
 
-    stages = staged.stages_at(place or 0)
-    to = op.peer - op.stage if op.kind in TRANSFER_KINDS else 0
-    return op.kind, stages.index(op.stage), op.slice, to
+    stages = staged.stages_at(position or 0)
+    peer_offset = op.peer - op.stage if op.kind in TRANSFER_KINDS else 0
+    return op.kind, stages.index(op.stage), op.slice, peer_offset
 
 
 # -- along the whole order ---------------------------------------------------------------------
 
 
 def runs_in_order(
-    plan: Plan, staged: Staged, place: int | None, played: SimulatedRank, parked: Mapping[int, int]
+    plan: Plan,
+    staged: Staged,
+    position: int | None,
+    simulated: SimulatedRank,
+    parked: Mapping[int, int],
 ) -> Iterator[tuple[Op, OperationRun]]:
     """Yield each operation of a place in a full step, with the simulated run that stands for it.
 
     `parked`: stage -> bytes that a partner holds for it.
     """
-    rows = _rows(plan, staged, place)
-    often = Counter(operation_key(staged, place, op) for op in rows if op.kind not in PARTNER_KINDS)
-    turns: Counter[Any] = Counter()
+    rows = _rows(plan, staged, position)
+    counts = Counter(
+        operation_key(staged, position, op) for op in rows if op.kind not in PARTNER_KINDS
+    )
+    turn_counts: Counter[Any] = Counter()
     moves = {
-        (stage, kind): _taken_in(size * sign, played.start)
+        (stage, kind): _taken_in(size * sign, simulated.start)
         for stage, size in parked.items()
         for kind, sign in PARTNER_KINDS.items()
     }
@@ -116,40 +122,40 @@ def runs_in_order(
         if op.kind in PARTNER_KINDS:
             yield op, moves[op.stage, op.kind]
             continue
-        same = operation_key(staged, place, op)
-        runs = played.ops.get(same)
+        key = operation_key(staged, position, op)
+        runs = simulated.ops.get(key)
         if runs is not None:
-            yield op, runs[_turn(turns[same], often[same], len(runs))]
-        turns[same] += 1
+            yield op, runs[_turn(turn_counts[key], counts[key], len(runs))]
+        turn_counts[key] += 1
 
 
-def _taken_in(size: int, before: Levels) -> OperationRun:
+def _taken_in(size: int, levels: Levels) -> OperationRun:
     """Return the run of receiving a partner's activations (or, below zero, of giving them back)."""
     from schedlang.runtime.storage.footprint import SegmentWork
 
-    end = before.copy()
+    end = levels.copy()
     end[CLASSES.index("activations")] += size
-    passing = int(before[len(STATE) :].sum()) + max(size, 0)
-    return OperationRun(before, end if size > 0 else before, end, passing, SegmentWork())
+    passing = int(levels[len(STATE) :].sum()) + max(size, 0)
+    return OperationRun(levels, end if size > 0 else levels, end, passing, SegmentWork())
 
 
-def _rows(plan: Plan, staged: Staged, place: int | None) -> list[Op]:
+def _rows(plan: Plan, staged: Staged, position: int | None) -> list[Op]:
     """Return the operations of a place in a full step, with sends and gathers."""
     from schedlang.passes.analyze.holdings import gathers_by_rows
     from schedlang.pipeline.timeline.proof import with_transfers
     from schedlang.pipeline.timeline.sharded_weights import with_gathers
 
-    made = with_transfers(staged.timeline.with_edges(staged.cut.edges), plan.receive_ahead)
+    timeline = with_transfers(staged.timeline.with_edges(staged.cut.edges), plan.receive_ahead)
     if gathers_by_rows(plan, staged):
-        made = with_gathers(made)
-    return list(made.rows(place or 0))
+        timeline = with_gathers(timeline)
+    return list(timeline.rows(position or 0))
 
 
-def _turn(turn: int, often: int, played: int) -> int:
+def _turn(turn: int, run_count: int, simulated_count: int) -> int:
     """Return the index of the simulated run that stands for a turn: first, last, or one between."""
-    if turn == 0 or played == 1:
+    if turn == 0 or simulated_count == 1:
         return 0
-    return played - 1 if turn == often - 1 else min(turn, max(1, played - 2))
+    return simulated_count - 1 if turn == run_count - 1 else min(turn, max(1, simulated_count - 2))
 
 
 # -- simulating a step on the meta device ----------------------------------------------------------
@@ -174,56 +180,58 @@ def simulate_ranks(
     from schedlang.runtime.batch import largest_part
 
     sample = largest_part(batch, plan.share_weights, plan.micro)
-    short, staged = _short(plan, prepared.staged)
+    short_plan, staged = _short(plan, prepared.staged)
     # one step for all kinds: their programs share the stand-ins for other stages
-    step = SimulatedStep(short, replace(prepared, staged=staged), sample, loss)
+    step = SimulatedStep(short_plan, replace(prepared, staged=staged), sample, loss)
     kinds = representative_places(plan, prepared)
     classes = rank_classes(plan, prepared.staged, prepared.holdings)
-    played: dict[int | None, SimulatedRank] = {}
-    found = {}
-    for one in classes:
-        kind = None if one.place is None else kinds[one.place]
-        if kind not in played:
-            of = next(c for c in classes if c.place == kind)
-            played[kind] = _play(step, of, works)
-        found[one] = played[kind]
-    return SimulatedRanks(classes, found, _parked(prepared, kinds, played))
+    simulated: dict[int | None, SimulatedRank] = {}
+    by_class = {}
+    for rank_class in classes:
+        kind = None if rank_class.place is None else kinds[rank_class.place]
+        if kind not in simulated:
+            representative = next(c for c in classes if c.place == kind)
+            simulated[kind] = _play(step, representative, works)
+        by_class[rank_class] = simulated[kind]
+    return SimulatedRanks(classes, by_class, _parked(prepared, kinds, simulated))
 
 
 def _parked(
-    prepared: Prepared, kinds: Mapping[int, int], played: Mapping[int | None, SimulatedRank]
+    prepared: Prepared, kinds: Mapping[int, int], simulated: Mapping[int | None, SimulatedRank]
 ) -> dict[int, int]:
     staged = prepared.staged
-    t, found = staged.timeline, {}
+    t, bytes_by_stage = staged.timeline, {}
     for stage in sorted(set(t.stage[t.kind == Kind.EVICT].tolist())):
-        place = staged.ranks[stage]
-        turn, kind = staged.stages_at(place).index(stage), kinds[place]
-        found[stage] = played[kind].partner_bytes[staged.stages_at(kind)[turn]]
-    return found
+        position = staged.ranks[stage]
+        stage_index, kind = staged.stages_at(position).index(stage), kinds[position]
+        bytes_by_stage[stage] = simulated[kind].partner_bytes[staged.stages_at(kind)[stage_index]]
+    return bytes_by_stage
 
 
 # -- one rank ----------------------------------------------------------------------------------
 
 
-def _play(step: SimulatedStep, of: RankClass, works: bool) -> SimulatedRank:
+def _play(step: SimulatedStep, rank_class: RankClass, works: bool) -> SimulatedRank:
     """Simulate a short step of the first rank of a class, with its footprint."""
     from schedlang.runtime.adapters.fully_shard import on_meta_device
     from schedlang.runtime.declined_calls import declined_in
     from schedlang.runtime.dry_run import dry_run
     from schedlang.runtime.storage.footprint import Footprint
 
-    short, staged = step.plan, step.prepared.staged
+    short_plan, staged = step.plan, step.prepared.staged
     footprint = Footprint("meta", works)
-    with build_one_rank(step, of.first, _adamw, footprint) as (program, _):
-        away = {name for name, one in tiers_of(short).items() if one.as_tuple[2] != ON_DEVICE}
+    with build_one_rank(step, rank_class.first, _adamw, footprint) as (program, _):
+        away = {
+            name for name, item in tiers_of(short_plan).items() if item.as_tuple[2] != ON_DEVICE
+        }
         record_state(program, footprint, away)
-        units = [unit for one in program.assembly.sliced.values() for unit in one.units]
+        units = [unit for item in program.assembly.sliced.values() for unit in item.units]
         with on_meta_device(units):
             dry_run(program, staged.cut, step.batch, footprint, step.splits)
-    left = tuple(map(str, declined_in(program.assembly.module)))
+    declined = tuple(map(str, declined_in(program.assembly.module)))
     parking = program.assembly.pipeline.parking
     sent = {} if parking is None else dict(parking.sent)
-    return _table(footprint, of, staged, left, sent)
+    return _table(footprint, rank_class, staged, declined, sent)
 
 
 def _short(plan: Plan, staged: Staged) -> tuple[Plan, Staged]:
@@ -231,30 +239,32 @@ def _short(plan: Plan, staged: Staged) -> tuple[Plan, Staged]:
     activations."""
     from schedlang.passes.partition.staging import timeline_of, with_eviction
 
-    def parking(one: Staged) -> set[int]:
-        return set(one.timeline.stage[one.timeline.kind == Kind.EVICT].tolist())
+    def parking(staged_plan: Staged) -> set[int]:
+        return set(staged_plan.timeline.stage[staged_plan.timeline.kind == Kind.EVICT].tolist())
 
     # includes one between whose receive is posted by another one between
-    least = max(MIN_MICROBATCHES, plan.receive_ahead + 2)
+    min_micro = max(MIN_MICROBATCHES, plan.receive_ahead + 2)
     while True:
-        order, few = with_few_microbatches(plan, staged, least)
-        short = replace(plan, order=order)
-        few = with_eviction(short, replace(few, timeline=timeline_of(short)))
-        if order == plan.order or parking(few) >= parking(staged):
-            return short, few
-        least *= 2
+        order, few_staged = with_few_microbatches(plan, staged, min_micro)
+        short_plan = replace(plan, order=order)
+        few_staged = with_eviction(
+            short_plan, replace(few_staged, timeline=timeline_of(short_plan))
+        )
+        if order == plan.order or parking(few_staged) >= parking(staged):
+            return short_plan, few_staged
+        min_micro *= 2
 
 
-def _adamw(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+def _adamw(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     from torch.optim import AdamW
 
-    return AdamW([parameter for _, parameter in named])
+    return AdamW([parameter for _, parameter in named_parameters])
 
 
-def record_state(program: Program, footprint: Footprint, away: Collection[str]) -> None:
+def record_state(program: Program, footprint: Footprint, off_device: Collection[str]) -> None:
     """Record the bytes between steps (after the first): parameters, buffers, optimizer moments.
 
-    `away` are parameters whose moments are offloaded.
+    `off_device` are parameters whose moments are offloaded.
     """
     import torch
 
@@ -272,31 +282,34 @@ def record_state(program: Program, footprint: Footprint, away: Collection[str]) 
                 "exp_avg": moments[0],
                 "exp_avg_sq": moments[1],
             }
-            if name in away:
+            if name in off_device:
                 footprint.exclude(moments)
-            footprint.set_class("optimizer", () if name in away else moments)
+            footprint.set_class("optimizer", () if name in off_device else moments)
 
 
 def _table(
     footprint: Footprint,
-    of: RankClass,
+    rank_class: RankClass,
     staged: Staged,
-    left: tuple[str, ...],
+    declined: tuple[str, ...],
     parked: Mapping[int, int],
 ) -> SimulatedRank:
-    marks = [one.operation for one in footprint.stretches]
-    ran = footprint.summarize([op for op in marks if op is not None and op.kind is Kind.F])
+    marks = [item.operation for item in footprint.stretches]
+    segments = footprint.summarize([op for op in marks if op is not None and op.kind is Kind.F])
     runs = [
-        OperationRun(a.end, b.peak, b.end, b.peak_transient, b.work) for a, b in zip(ran, ran[1:])
+        OperationRun(a.end, b.peak, b.end, b.peak_transient, b.work)
+        for a, b in zip(segments, segments[1:])
     ]
     ops: dict[Any, list[OperationRun]] = {}
-    rest: list[OperationRun] = []
-    for one, run in zip(ran[1:], runs):
-        if one.operation is None:
-            rest.append(run)
-        elif one.operation.kind not in PARTNER_KINDS:  # a partner's bytes are not known here
-            ops.setdefault(operation_key(staged, of.place, one.operation), []).append(run)
-    return SimulatedRank(of, ran[0].end, ops, rest, footprint.host, left, parked)
+    other_runs: list[OperationRun] = []
+    for item, run in zip(segments[1:], runs):
+        if item.operation is None:
+            other_runs.append(run)
+        elif item.operation.kind not in PARTNER_KINDS:  # a partner's bytes are not known here
+            ops.setdefault(operation_key(staged, rank_class.place, item.operation), []).append(run)
+    return SimulatedRank(
+        rank_class, segments[0].end, ops, other_runs, footprint.host, declined, parked
+    )
 
 
 # -- memory over a step ----------------------------------------------------------------------------
@@ -319,59 +332,63 @@ def estimate_memory(
 
 
 def memory_of_ranks(
-    plan: Plan, prepared: Prepared, played: SimulatedRanks
+    plan: Plan, prepared: Prepared, simulated: SimulatedRanks
 ) -> tuple[RankMemory, ...]:
     """Estimate memory as `estimate_memory` does, from steps that are simulated already."""
-    return tuple(_memory(plan, prepared, one, played) for one in played.classes)
+    return tuple(_memory(plan, prepared, rank_class, simulated) for rank_class in simulated.classes)
 
 
 # -- along the whole order ---------------------------------------------------------------------
 
 
 def _memory(
-    plan: Plan, prepared: Prepared, one: RankClass, rehearsal: SimulatedRanks
+    plan: Plan, prepared: Prepared, rank_class: RankClass, all_ranks: SimulatedRanks
 ) -> RankMemory:
     """Lay the simulated operations along the order of this rank's place, with what it holds for
     others."""
-    staged, played = prepared.staged, rehearsal.by_class[one]
-    level = played.start + _parked_by_others(one)
+    staged, simulated = prepared.staged, all_ranks.by_class[rank_class]
+    level = simulated.start + _parked_by_others(rank_class)
     moments = [OperationMemory(BEFORE, _plain(level), _plain(level))]
 
-    def then(what: str, run: OperationRun) -> None:
+    def then(text: str, run: OperationRun) -> None:
         nonlocal level
-        more = level - run.before
-        passing = run.non_state + int(more[len(STATE) :].sum())
+        shift = level - run.before
+        passing = run.non_state + int(shift[len(STATE) :].sum())
         moments.append(
-            OperationMemory(what, _plain(run.most + more), _plain(run.end + more), passing)
+            OperationMemory(text, _plain(run.most + shift), _plain(run.end + shift), passing)
         )
-        level = run.end + more
+        level = run.end + shift
 
-    for op, run in runs_in_order(plan, staged, one.place, played, rehearsal.partner_bytes):
+    for op, run in runs_in_order(
+        plan, staged, rank_class.place, simulated, all_ranks.partner_bytes
+    ):
         then(str(op), run)
-    for run in played.rest:
+    for run in simulated.rest:
         then(AFTER, run)
-    scale = [_ratio(getattr(one, name), getattr(played.rank_class, name)) for name in STATE]
+    scale = [
+        _ratio(getattr(rank_class, name), getattr(simulated.rank_class, name)) for name in STATE
+    ]
     return RankMemory(
-        one.ranks,
-        one.first,
-        one.place,
+        rank_class.ranks,
+        rank_class.first,
+        rank_class.place,
         tuple(_scaled(m, scale) for m in moments),
-        played.host,
-        played.uncounted,
+        simulated.host,
+        simulated.uncounted,
     )
 
 
-def _parked_by_others(one: RankClass) -> Levels:
+def _parked_by_others(rank_class: RankClass) -> Levels:
     """Return the bytes of other ranks' state that a rank always holds."""
     import numpy as np
 
-    found: Levels = np.zeros(len(CLASSES), dtype=np.int64)
-    found[CLASSES.index("optimizer")] = one.peer
-    return found
+    levels: Levels = np.zeros(len(CLASSES), dtype=np.int64)
+    levels[CLASSES.index("optimizer")] = rank_class.peer
+    return levels
 
 
-def _ratio(mine: int, other: int) -> float:
-    return mine / other if other else 1.0
+def _ratio(value: int, base: int) -> float:
+    return value / base if base else 1.0
 
 
 def _scaled(moment: OperationMemory, scale: Sequence[float]) -> OperationMemory:

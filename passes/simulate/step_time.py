@@ -59,7 +59,7 @@ class Measurement:
     slices: int
 
 
-def simulate_step(plan: Plan, given: Cost | Measurement) -> StepSeconds:
+def simulate_step(plan: Plan, costs: Cost | Measurement) -> StepSeconds:
     """Simulate a step of the plan by the timeline of its order; sequentially without a pipeline.
 
     A `Cost` counts milliseconds, with equal stages.  Raises Refusal S608 for sizes that the order
@@ -68,7 +68,7 @@ def simulate_step(plan: Plan, given: Cost | Measurement) -> StepSeconds:
     from schedlang.passes.partition.staging import timeline_of
 
     line = timeline_of(plan).compute()
-    return _by_cost(line, given) if isinstance(given, Cost) else _by_measure(plan, line, given)
+    return _by_cost(line, costs) if isinstance(costs, Cost) else _by_measure(plan, line, costs)
 
 
 def _by_cost(line: Timeline, cost: Cost) -> StepSeconds:
@@ -77,32 +77,39 @@ def _by_cost(line: Timeline, cost: Cost) -> StepSeconds:
 
     tail = [name for name in TAIL_OPERATIONS if not (line.kind == Kind[name.upper()]).any()]
     once = sum(float(getattr(cost, name)) for name in tail)
-    span = float(simulate_timeline(line, cost).makespan)
-    said = ", ".join(f"{name}={float(getattr(cost, name.lower())):.4g}" for name in "FIW")
-    rest = ", ".join(
+    makespan = float(simulate_timeline(line, cost).makespan)
+    costs = ", ".join(f"{name}={float(getattr(cost, name.lower())):.4g}" for name in "FIW")
+    others = ", ".join(
         f"{name}={float(getattr(cost, name)):.4g}" for name in ("comm", *TAIL_OPERATIONS)
     )
-    how = f"simulated with {said}, {rest} ms: {span:.4g} ms of microbatches, {once:.4g} ms after"
-    return StepSeconds((span + once) / 1e3, (how,))
+    text = (
+        f"simulated with {costs}, {others} ms: {makespan:.4g} ms of microbatches,"
+        f" {once:.4g} ms after"
+    )
+    return StepSeconds((makespan + once) / 1e3, (text,))
 
 
-def _by_measure(plan: Plan, line: Timeline, given: Measurement) -> StepSeconds:
+def _by_measure(plan: Plan, line: Timeline, measured: Measurement) -> StepSeconds:
     import numpy as np
 
     from schedlang.pipeline.timeline.simulation import simulate_timeline
     from schedlang.pipeline.timeline.table import Kind
 
-    mine = (dict(plan.mesh.sizes), line.microbatches, line.slices)
-    if mine != (dict(given.mesh), given.micro, given.slices):
-        _unfit(_ran(*mine), _ran(given.mesh, given.micro, given.slices))
+    plan_key = (dict(plan.mesh.sizes), line.microbatches, line.slices)
+    if plan_key != (dict(measured.mesh), measured.micro, measured.slices):
+        _unfit(_ran(*plan_key), _ran(measured.mesh, measured.micro, measured.slices))
     pairs = [(Kind(k).name, s) for k, s in zip(line.kind.tolist(), line.stage.tolist())]
-    known = {pair: _mean(given.means, *pair) for pair in set(pairs)}
-    if missing := sorted(f"{kind} of stage {s}" for (kind, s), t in known.items() if t is None):
+    known_times = {pair: _mean(measured.means, *pair) for pair in set(pairs)}
+    if missing := sorted(
+        f"{kind} of stage {s}" for (kind, s), t in known_times.items() if t is None
+    ):
         _unfit(f"it runs {', '.join(missing[:3])}", "without a measured time")
-    costs = np.array([known[pair] for pair in pairs], dtype=np.float64)
-    span = float(simulate_timeline(line, costs, given.transfer).makespan)
-    how = f"simulated with measured times: {span * 1e3:.4g} ms of the pipeline"
-    return StepSeconds(span + given.rest, (f"{how}, {given.rest * 1e3:.4g} ms beside it",))
+    costs = np.array([known_times[pair] for pair in pairs], dtype=np.float64)
+    makespan = float(simulate_timeline(line, costs, measured.transfer).makespan)
+    text = f"simulated with measured times: {makespan * 1e3:.4g} ms of the pipeline"
+    return StepSeconds(
+        makespan + measured.rest, (f"{text}, {measured.rest * 1e3:.4g} ms beside it",)
+    )
 
 
 def _mean(means: Mapping[tuple[str, int], float], kind: str, stage: int) -> float | None:
@@ -118,21 +125,21 @@ def _ran(mesh: Mapping[str, int], micro: int, slices: int) -> str:
     return f"mesh {axes}, {micro} microbatches" + (f", {slices} slices" if slices > 1 else "")
 
 
-def _unfit(plan: str, run: str) -> NoReturn:
+def _unfit(plan: str, measured: str) -> NoReturn:
     title = "the measured times are not those of this plan"
-    notes = (f"the plan: {plan}", f"measured: {run}")
+    notes = (f"the plan: {plan}", f"measured: {measured}")
     raise Refusal.of("S914", title, notes=notes, helps=(MEASURE_HELP,))
 
 
-def read_measurement(made: Any) -> Measurement:
+def read_measurement(record: Any) -> Measurement:
     """Read the output of `run --timeline --json`; raises KeyError, TypeError, ValueError or
     IndexError for anything else."""
-    ran = made["pipeline"]
-    means = {(str(m["kind"]), int(m["stage"])): float(m["seconds"]) for m in ran["means"]}
-    rest = float(made["step_seconds"]) - float(ran["measured"]["makespan"])
-    mesh = {str(name): int(size) for name, size in made["mesh"].items()}
+    run = record["pipeline"]
+    means = {(str(m["kind"]), int(m["stage"])): float(m["seconds"]) for m in run["means"]}
+    rest = float(record["step_seconds"]) - float(run["measured"]["makespan"])
+    mesh = {str(name): int(size) for name, size in record["mesh"].items()}
     return Measurement(
-        means, float(ran["transfer"]), max(0.0, rest), mesh, int(ran["micro"]), int(ran["slices"])
+        means, float(run["transfer"]), max(0.0, rest), mesh, int(run["micro"]), int(run["slices"])
     )
 
 
@@ -180,7 +187,9 @@ class _Took:
         return _Took(self.computing + other.computing, self.sending + other.sending)
 
 
-def time_step(plan: Plan, prepared: Prepared, played: SimulatedRanks, cluster: Cluster) -> StepTime:
+def time_step(
+    plan: Plan, prepared: Prepared, simulated: SimulatedRanks, cluster: Cluster
+) -> StepTime:
     """Time a step of a plan from the simulated steps of its ranks.
 
     Collectives between ranks that share their data block: the rank waits.  Gathers of parameters,
@@ -195,23 +204,28 @@ def time_step(plan: Plan, prepared: Prepared, played: SimulatedRanks, cluster: C
     from schedlang.pipeline.timeline.simulation import simulate_timeline
 
     line = _line(plan, prepared.staged)
-    places = [one.place or 0 for one in played.classes]
-    found = dict(zip(places, map(played.by_class.__getitem__, played.classes)))
+    places = [item.place or 0 for item in simulated.classes]
+    by_pos = dict(zip(places, map(simulated.by_class.__getitem__, simulated.classes)))
     busy = [_NOTHING] * line.ranks
     ends, rests = [0.0] * line.ranks, [0.0] * line.ranks
     for worker in _pipelines(plan, prepared.staged, cluster):
-        clocks = [_Clock(plan, prepared.staged, found[at].rank_class, *worker[at]) for at in worker]
-        by_op = [_times(one, at, found[at], played.partner_bytes) for at, one in enumerate(clocks)]
-        took = [by_op[rank].get(op, _NOTHING) for rank, op in _ops(line)]
-        transfer = max((one.transfer(found[at]) for at, one in enumerate(clocks)), default=0.0)
-        timed = simulate_timeline(line, np.array([one.seconds for one in took]), transfer)
-        for at, clock in enumerate(clocks):
-            rest = clock.rest(found[at])
-            own = [one for rank, one in zip(line.rank.tolist(), took) if rank == at]
-            busy[at] = max(busy[at], sum(own, rest), key=lambda one: one.seconds)
-            ends[at] = max(ends[at], float(timed.end[line.rank == at].max(initial=0.0)))
-            rests[at] = max(rests[at], rest.seconds)
-    busiest = max(busy, key=lambda one: one.seconds)
+        clocks = [
+            _Clock(plan, prepared.staged, by_pos[pos].rank_class, *worker[pos]) for pos in worker
+        ]
+        by_op = [
+            _times(item, pos, by_pos[pos], simulated.partner_bytes)
+            for pos, item in enumerate(clocks)
+        ]
+        times = [by_op[rank].get(op, _NOTHING) for rank, op in _ops(line)]
+        transfer = max((item.transfer(by_pos[pos]) for pos, item in enumerate(clocks)), default=0.0)
+        timed = simulate_timeline(line, np.array([item.seconds for item in times]), transfer)
+        for pos, clock in enumerate(clocks):
+            rest_time = clock.rest(by_pos[pos])
+            own_times = [item for rank, item in zip(line.rank.tolist(), times) if rank == pos]
+            busy[pos] = max(busy[pos], sum(own_times, rest_time), key=lambda item: item.seconds)
+            ends[pos] = max(ends[pos], float(timed.end[line.rank == pos].max(initial=0.0)))
+            rests[pos] = max(rests[pos], rest_time.seconds)
+    busiest = max(busy, key=lambda item: item.seconds)
     return StepTime(max(map(sum, zip(ends, rests))), busiest.computing, busiest.sending)
 
 
@@ -227,32 +241,35 @@ def _pipelines(plan: Plan, staged: Staged, cluster: Cluster) -> Iterator[RankPip
     """
     from schedlang.passes.simulate.node_cluster import Nodes
 
-    mesh, axis, dealt = plan.mesh, staged.axis, plan.share_weights
+    mesh, axis, share_weights = plan.mesh, staged.axis, plan.share_weights
     if not isinstance(cluster, Nodes):
         yield dict.fromkeys(range(mesh.size(axis) if axis is not None else 1), (cluster, None, 1.0))
         return
-    found: dict[int, dict[int, list[int]]] = {}
+    ranks_by_part: dict[int, dict[int, list[int]]] = {}
     for rank in range(mesh.world):
         part = mesh.index(rank, plan.row_axes) if plan.row_axes else 0
-        at = mesh.coordinates(rank)[axis] if axis is not None else 0
-        found.setdefault(part, {}).setdefault(at, []).append(rank)
-    for part, ranks in found.items():
-        share = 1.0 if isinstance(dealt, int) else dealt[part] / max(dealt)
-        yield {at: (cluster.for_ranks(some), some[0], share) for at, some in sorted(ranks.items())}
+        pos = mesh.coordinates(rank)[axis] if axis is not None else 0
+        ranks_by_part.setdefault(part, {}).setdefault(pos, []).append(rank)
+    for part, ranks in ranks_by_part.items():
+        share = 1.0 if isinstance(share_weights, int) else share_weights[part] / max(share_weights)
+        yield {
+            pos: (cluster.for_ranks(members), members[0], share)
+            for pos, members in sorted(ranks.items())
+        }
 
 
 def missing_memory(
-    plan: Plan, staged: Staged, found: Sequence[RankMemory], cluster: Cluster
+    plan: Plan, staged: Staged, memories: Sequence[RankMemory], cluster: Cluster
 ) -> int:
     """Return the most bytes that a rank needs beyond its device's memory; below 0 where all fit."""
-    most = []
+    lacking = []
     for worker in _pipelines(plan, staged, cluster):
-        for one in found:
-            machine, _, share = worker[one.place or 0]
-            own = len(STATE)
-            needs = (sum(m.most[:own]) + share * sum(m.most[own:]) for m in one.moments)
-            most.append(int(max(needs)) - machine.memory)
-    return max(most)
+        for memory in memories:
+            machine, _, share = worker[memory.place or 0]
+            count = len(STATE)
+            sums = (sum(m.most[:count]) + share * sum(m.most[count:]) for m in memory.moments)
+            lacking.append(int(max(sums)) - machine.memory)
+    return max(lacking)
 
 
 _NOTHING = _Took(0.0, 0.0)
@@ -275,20 +292,20 @@ def _ops(line: Timeline) -> Iterable[tuple[int, Op]]:
 
 
 def _times(
-    clock: _Clock, place: int, played: SimulatedRank, parked: Mapping[int, int]
+    clock: _Clock, position: int, simulated: SimulatedRank, parked: Mapping[int, int]
 ) -> Mapping[Op, _Took]:
     """Time each operation of a place."""
     from schedlang.passes.simulate.simulated_ranks import runs_in_order
 
-    at = place if clock.staged.axis is not None else None
-    known: dict[int, _Took] = {}
-    found = {}
-    for op, run in runs_in_order(clock.plan, clock.staged, at, played, parked):
+    pos = position if clock.staged.axis is not None else None
+    known_times: dict[int, _Took] = {}
+    times = {}
+    for op, run in runs_in_order(clock.plan, clock.staged, pos, simulated, parked):
         key = id(run)
-        if key not in known:
-            known[key] = clock.took(run.work)
-        found[op] = known[key]
-    return found
+        if key not in known_times:
+            known_times[key] = clock.took(run.work)
+        times[op] = known_times[key]
+    return times
 
 
 @dataclass(frozen=True)
@@ -307,54 +324,58 @@ class _Clock:
 
     def took(self, work: SegmentWork) -> _Took:
         """Time an operation: computing, and waiting for communication."""
-        computing, waits = self.cluster.computing_seconds(work, self.share), 0.0
+        computing, waiting = self.cluster.computing_seconds(work, self.share), 0.0
         overlapped = self.cluster.copy_seconds(work.copied * self.share)
         can_hide = overlapped * self.cluster.overlap
-        for message, often in work.messages.items():
+        for message, count in work.messages.items():
             if self._between_stages(message) or message.op == "recv":
                 continue
             overlaps = self._overlaps(message)
-            here = self._here(
+            mapped = self._here(
                 message, self.share if message.op not in DATA_PARALLEL_OPS or not overlaps else 1
             )
-            seconds = often * self.cluster.message_seconds(here)
+            seconds = count * self.cluster.message_seconds(mapped)
             if overlaps:
                 overlapped += seconds
-                can_hide += seconds * self.cluster.hidden_share(here.op, here.bytes, here.ranks)
+                can_hide += seconds * self.cluster.hidden_share(
+                    mapped.op, mapped.bytes, mapped.ranks
+                )
             else:
-                waits += seconds
+                waiting += seconds
         hidden = can_hide * min(1.0, computing / overlapped) if overlapped else 0.0
-        return _Took(computing, waits + overlapped - hidden)
+        return _Took(computing, waiting + overlapped - hidden)
 
     def _here(self, message: TrafficMessage, share: float = 1.0) -> TrafficMessage:
         """Translate a message of the simulated rank to the message of the first of these ranks."""
         if self.first is None:
             return message
         mesh = self.plan.mesh
-        mine, other = mesh.coordinates(self.first), mesh.coordinates(self.of.first)
+        own_point, base_point = mesh.coordinates(self.first), mesh.coordinates(self.of.first)
 
         def moved(rank: int) -> int:
-            at = mesh.coordinates(rank)
-            return mesh.rank({x: (at[x] + mine[x] - other[x]) % mesh.sizes[x] for x in at})
+            point = mesh.coordinates(rank)
+            return mesh.rank(
+                {x: (point[x] + own_point[x] - base_point[x]) % mesh.sizes[x] for x in point}
+            )
 
         ends = message.ends and (moved(message.ends[0]), moved(message.ends[1]))
         size = round(message.bytes * share)
         return replace(message, ranks=tuple(map(moved, message.ranks)), ends=ends, bytes=size)
 
-    def rest(self, played: SimulatedRank) -> _Took:
+    def rest(self, simulated: SimulatedRank) -> _Took:
         """Time the operations after the last backward.
 
         An optimizer updates many parameters in one kernel: starts of operators are left out.
         """
-        found, ready = _NOTHING, replace(self.cluster, start=0.0)
-        for run in played.rest:
+        total, no_start = _NOTHING, replace(self.cluster, start=0.0)
+        for run in simulated.rest:
             sent = sum(
-                often * self.cluster.message_seconds(self._here(message))
-                for message, often in run.work.messages.items()
+                count * self.cluster.message_seconds(self._here(message))
+                for message, count in run.work.messages.items()
                 if message.op != "recv"
             )
-            found += _Took(ready.computing_seconds(run.work), sent)
-        return _Took(found.computing + self._hosted(), found.sending)
+            total += _Took(no_start.computing_seconds(run.work), sent)
+        return _Took(total.computing + self._hosted(), total.sending)
 
     def _hosted(self) -> float:
         """Seconds of an optimizer whose state is on the host.
@@ -365,23 +386,25 @@ class _Clock:
         from schedlang.passes.analyze.residence import tiers_of
         from schedlang.runtime.storage.tiers import CPU
 
-        of = self.of
-        if not of.cpu or not any(one.as_tuple[2] == CPU for one in tiers_of(self.plan).values()):
+        rank_class = self.of
+        if not rank_class.cpu or not any(
+            tier_set.as_tuple[2] == CPU for tier_set in tiers_of(self.plan).values()
+        ):
             return 0.0
-        share = of.cpu / (of.cpu + of.optimizer)
+        share = rank_class.cpu / (rank_class.cpu + rank_class.optimizer)
         return self.cluster.copy_seconds(
-            2 * of.cpu + share * (2 * of.gradients + 3 * of.parameters)
+            2 * rank_class.cpu + share * (2 * rank_class.gradients + 3 * rank_class.parameters)
         )
 
-    def transfer(self, played: SimulatedRank) -> float:
+    def transfer(self, simulated: SimulatedRank) -> float:
         """Return the longest time that one operation sends to another stage."""
-        works = [run.work for runs in played.ops.values() for run in runs]
+        works = [run.work for runs in simulated.ops.values() for run in runs]
         return max((self._transfer(work) for work in works), default=0.0)
 
     def _transfer(self, work: SegmentWork) -> float:
         return sum(
-            often * self.cluster.message_seconds(self._here(message, self.share))
-            for message, often in work.messages.items()
+            count * self.cluster.message_seconds(self._here(message, self.share))
+            for message, count in work.messages.items()
             if message.op != "recv" and self._between_stages(message)
         )
 
@@ -389,8 +412,8 @@ class _Clock:
         axis = self.staged.axis
         if axis is None or message.ends is None:
             return False
-        first, second = (self.plan.mesh.coordinates(rank)[axis] for rank in message.ends)
-        return first != second
+        source, target = (self.plan.mesh.coordinates(rank)[axis] for rank in message.ends)
+        return source != target
 
     def _overlaps(self, message: TrafficMessage) -> bool:
         """Return whether a message overlaps with computing: ring sends, gathers of parameters,
@@ -402,8 +425,8 @@ class _Clock:
 
     def _axes_of(self, message: TrafficMessage) -> set[str]:
         """Return the axes along which the ranks of a message differ."""
-        first, *others = map(self.plan.mesh.coordinates, message.ranks)
-        return {axis for other in others for axis in other if other[axis] != first[axis]}
+        first_point, *points = map(self.plan.mesh.coordinates, message.ranks)
+        return {axis for point in points for axis in point if point[axis] != first_point[axis]}
 
 
 # -- costs of stages from FLOPs and bytes alone ----------------------------------------------------
@@ -433,9 +456,9 @@ def place_slowdowns(plan: Plan, cluster: Cluster | None) -> tuple[float, ...]:
         return ()
     speeds: dict[int, float] = {}
     for rank in range(plan.mesh.world):
-        one, at = cluster.device_of(rank), plan.mesh.coordinates(rank)[plan.cuts[0].axis]
-        speeds[at] = min(speeds.get(at, math.inf), one.speed * one.product)
-    return tuple(max(speeds.values()) / speeds[at] for at in sorted(speeds))
+        device, pos = cluster.device_of(rank), plan.mesh.coordinates(rank)[plan.cuts[0].axis]
+        speeds[pos] = min(speeds.get(pos, math.inf), device.speed * device.product)
+    return tuple(max(speeds.values()) / speeds[pos] for pos in sorted(speeds))
 
 
 @dataclass(frozen=True)
@@ -480,15 +503,15 @@ def _cost(staged: Staged, machine: RankRates) -> tuple[Cost, tuple[str, ...]]:
         [sum(of_unit[unit] for unit in cut.units(stage)) for stage in range(cut.stages)]
         for of_unit in (cut.graph.flops, cut.graph.saved_bytes)
     )
-    slow = machine.slowdowns or (1.0,) * ranks
-    flops = [round(size * slow[place]) for size, place in zip(flops, staged.ranks)]
+    slowdowns = machine.slowdowns or (1.0,) * ranks
+    flops = [round(size * slowdowns[position]) for size, position in zip(flops, staged.ranks)]
     if not sum(flops):
         note = "nothing: no operation of this model has a known number of floating-point operations"
         return DEFAULT_COST, (note,)
-    once = sum(flops) / ranks
-    time = once / machine.speed * MS_PER_SECOND
+    mean_flops = sum(flops) / ranks
+    time = mean_flops / machine.speed * MS_PER_SECOND
     sent = {
-        edge: sum(tensor_bytes(one.shape, one.dtype) for one in map(leaves.__getitem__, tokens))
+        edge: sum(tensor_bytes(leaf.shape, leaf.dtype) for leaf in map(leaves.__getitem__, tokens))
         for edge, tokens in cut.routes.items()
     }
     longest = max(sent.values(), default=0)
@@ -502,7 +525,7 @@ def _cost(staged: Staged, machine: RankRates) -> tuple[Cost, tuple[str, ...]]:
         between={edge: size / machine.bandwidth * MS_PER_SECOND for edge, size in sent.items()},
     )
     return cost, (
-        f"F from {_si(once)}FLOP of a microbatch on one rank's share, at "
+        f"F from {_si(mean_flops)}FLOP of a microbatch on one rank's share, at "
         f"{_si(machine.speed)}FLOP/s (--tflops); I and W as F; times in ms",
         *_slow(machine),
         f"transfers from their bytes, at most {_si(longest)}B, at {_si(machine.bandwidth)}B/s "
@@ -512,11 +535,11 @@ def _cost(staged: Staged, machine: RankRates) -> tuple[Cost, tuple[str, ...]]:
 
 
 def _slow(machine: RankRates) -> tuple[str, ...]:
-    slow = max(machine.slowdowns, default=1.0)
-    if slow == 1:
+    slowest = max(machine.slowdowns, default=1.0)
+    if slowest == 1:
         return ()
-    places = ", ".join(str(at) for at, one in enumerate(machine.slowdowns) if one == slow)
-    return (f"ranks of place {places} are {slow:.3g} times slower than the quickest",)
+    places = ", ".join(str(pos) for pos, value in enumerate(machine.slowdowns) if value == slowest)
+    return (f"ranks of place {places} are {slowest:.3g} times slower than the quickest",)
 
 
 def _si(value: float) -> str:

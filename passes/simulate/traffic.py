@@ -91,10 +91,10 @@ def send_and_return(
     count: int = 1,
 ) -> Iterator[Collective]:
     """Yield a send from one pipeline place to another, and the send back, if there is one."""
-    for (source, target), said in ((ends, there), (ends[::-1], back)):
-        if said is not None:
-            at = frozenset({source})
-            yield Collective("send", (axis,), *said, fqn, count, size, at, row, target)
+    for (source, target), labels in ((ends, there), (ends[::-1], back)):
+        if labels is not None:
+            sender = frozenset({source})
+            yield Collective("send", (axis,), *labels, fqn, count, size, sender, row, target)
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class TrafficContext:
 
     def row(self, facet: Facet) -> int | None:
         """Return the last row that writes a facet."""
-        found = [action.row for action in self.plan.rows_changing(facet)]
-        return found[-1] if found else None
+        row_numbers = [action.row for action in self.plan.rows_changing(facet)]
+        return row_numbers[-1] if row_numbers else None
 
     def runs(self, fqn: str) -> list[tuple[frozenset[int] | None, int]]:
         """Return the pipeline places where a module runs, each with its number of microbatches.
@@ -127,12 +127,12 @@ class TrafficContext:
         runs."""
         if self.prepared.staged.axis is None:
             return [(None, self.plan.micro)]
-        found: dict[int, set[int]] = {}
-        for place in self.prepared.staged.places(stage):
-            found.setdefault(self.prepared.staged.count_microbatches(stage, place), set()).add(
-                place
-            )
-        return [(frozenset(places), count) for count, places in found.items()]
+        by_count: dict[int, set[int]] = {}
+        for position in self.prepared.staged.places(stage):
+            by_count.setdefault(
+                self.prepared.staged.count_microbatches(stage, position), set()
+            ).add(position)
+        return [(frozenset(places), count) for count, places in by_count.items()]
 
 
 # -- gradient reductions: buckets, and compressed gradients ----------------------------------------
@@ -151,18 +151,18 @@ COMPRESSED_MESSAGES = {  # names of contents in runtime/grad_reduction/compresse
 
 
 def reduction_messages(
-    plan: Plan, prepared: Prepared, one: Reduction, place: int | None
+    plan: Plan, prepared: Prepared, reduction: Reduction, position: int | None
 ) -> Iterator[Message]:
     """Yield the messages of one reduction at a pipeline place; sizes are full, as they arrive."""
     rank, staged, holdings = 0, prepared.staged, prepared.holdings
-    if place is not None and staged.axis is not None:
-        rank = plan.mesh.member(0, staged.axis, place)
-    names = [n for n in one.names if holdings[n].is_held(plan.mesh, rank)]
+    if position is not None and staged.axis is not None:
+        rank = plan.mesh.member(0, staged.axis, position)
+    names = [n for n in reduction.names if holdings[n].is_held(plan.mesh, rank)]
     shapes = [holdings[n].local_shape(plan.mesh, rank) for n in names]
-    if one.kind == "compressed":
-        yield from _coded(plan, one, names, shapes)
+    if reduction.kind == "compressed":
+        yield from _coded(plan, reduction, names, shapes)
         return
-    for size, fqn in _buckets(plan, names, shapes, one.bucket):
+    for size, fqn in _buckets(plan, names, shapes, reduction.bucket):
         yield "all-reduce", "", size, fqn
 
 
@@ -175,27 +175,27 @@ def _buckets(
     """
     from schedlang.runtime.grad_reduction.gradient import bucket_indices
 
-    facts = [plan.model.unique_parameters[n] for n in names]
+    params = [plan.model.unique_parameters[n] for n in names]
     counts = [math.prod(shape) for shape in shapes]
-    sizes = [(count * f.itemsize, f.dtype) for count, f in zip(counts, facts)]
+    sizes = [(count * param.itemsize, param.dtype) for count, param in zip(counts, params)]
     for bucket in bucket_indices(sizes, bytes_):
         elements = sum(counts[k] for k in bucket) + len(bucket)
         owners = [plan.model.owner(names[k]).fqn for k in bucket]
-        yield elements * facts[bucket[0]].itemsize, _common(owners)
+        yield elements * params[bucket[0]].itemsize, _common(owners)
 
 
 def _coded(
-    plan: Plan, one: Reduction, names: list[str], shapes: list[tuple[int, ...]]
+    plan: Plan, reduction: Reduction, names: list[str], shapes: list[tuple[int, ...]]
 ) -> Iterator[Message]:
     from schedlang.runtime.grad_reduction.compressed import message_bytes
 
-    how = plan.compression
-    assert how is not None
+    coding = plan.compression
+    assert coding is not None
     sizes = [plan.model.unique_parameters[n].itemsize for n in names]
-    found = message_bytes(how.codec, list(zip(shapes, sizes)), plan.mesh.size(one.axes))
-    for what, size in found.items():
-        kind, words = COMPRESSED_MESSAGES[what]
-        yield kind, words, size, ""
+    sizes_of = message_bytes(coding.codec, list(zip(shapes, sizes)), plan.mesh.size(reduction.axes))
+    for message, size in sizes_of.items():
+        kind, description = COMPRESSED_MESSAGES[message]
+        yield kind, description, size, ""
 
 
 def _common(owners: list[str]) -> str:
@@ -219,18 +219,18 @@ def module_collectives(
     traced = context.prepared.traced
     sends = traced.edges or context.prepared.tokens is not None or traced.statistics is not None
     exchanges = _record_exchanges(context, batch, loss) if sends else []
-    for (one, what), count in Counter((e, _what(context, e)) for e in exchanges).items():
-        for places, micro in context.runs(one.fqn):
+    for (exchange, tensor), count in Counter((e, _what(context, e)) for e in exchanges).items():
+        for places, micro in context.runs(exchange.fqn):
             yield Collective(
-                one.kind,
-                one.axes,
-                "backward" if one.backward else "forward",
-                what,
-                one.fqn,
+                exchange.kind,
+                exchange.axes,
+                "backward" if exchange.backward else "forward",
+                tensor,
+                exchange.fqn,
                 count * micro,
-                one.bytes,
+                exchange.bytes,
                 places,
-                _row_of(context.plan, one.fqn),
+                _row_of(context.plan, exchange.fqn),
             )
 
 
@@ -238,9 +238,9 @@ def _row_of(plan: Plan, fqn: str) -> int | None:
     """Return the last row that places this module, else one inside it (it gathers for its
     children)."""
     rows = plan.rows_changing(Facet.PLACEMENT)
-    own = [a.row for a in rows if fqn in a.sites]
-    below = (a.row for a in rows if any(site.startswith(f"{fqn}.") for site in a.sites))
-    return own[-1] if own else next(below, None)
+    own_rows = [a.row for a in rows if fqn in a.sites]
+    rows_below = (a.row for a in rows if any(site.startswith(f"{fqn}.") for site in a.sites))
+    return own_rows[-1] if own_rows else next(rows_below, None)
 
 
 def _record_exchanges(
@@ -257,9 +257,9 @@ def _record_exchanges(
     if kinds:
         with suppress(DifferentUnits):
             recorded, reached = _run_and_record(context, batch, loss, kinds)
-            found = expand_to_all(recorded, kinds, reached)
-            if found is not None:
-                return found
+            expanded = expand_to_all(recorded, kinds, reached)
+            if expanded is not None:
+                return expanded
     return _run_and_record(context, batch, loss, {})[0]
 
 
@@ -316,14 +316,14 @@ def lower_skeleton(plan: Plan, model: Any, prepared: Prepared) -> None:
 
     Activations that are offloaded and come back unchanged count as saved.
     """
-    at = Skeleton(plan, model, prepared.chains, prepared.bits)
+    skeleton = Skeleton(plan, model, prepared.chains, prepared.bits)
     for action, row in plan.rows_with(Lowered):
         coded = action.changes(Facet.RESIDENCE) and bool(row.gives_up)
         if action.changes(Facet.RECOMPUTE, Facet.ORDER) or coded:
             for target in plan.targets(action):
-                row.lower(target, at)
-    for one in plan.activation_codings:
-        compress_activations(one, at, at.bits)
+                row.lower(target, skeleton)
+    for coding in plan.activation_codings:
+        compress_activations(coding, skeleton, skeleton.bits)
 
 
 # (from, to) -> kind in forward, kind in backward; at an entry backward only where ranks differ
@@ -344,26 +344,33 @@ _EXIT: Mapping[tuple[type, type], tuple[str, str]] = {
 _ROUTED = {"all-to-all": "token", "all-gather": "expert", "reduce-scatter": "expert"}
 
 
-def _what(context: TrafficContext, one: Exchange) -> str:
+def _what(context: TrafficContext, exchange: Exchange) -> str:
     """Name the tensor of its module that an exchange moves."""
     traced, plan = context.prepared.traced, context.plan
-    if one.fqn in plan.contexts and set(plan.mesh.fold(one.axes)) <= set(plan.context_axes):
+    if exchange.fqn in plan.contexts and set(plan.mesh.fold(exchange.axes)) <= set(
+        plan.context_axes
+    ):
         return "keys and values"
-    edge = next((e for e in traced.edges.get(one.fqn, ()) if e.group.axes == one.axes), None)
+    edge = next(
+        (e for e in traced.edges.get(exchange.fqn, ()) if e.group.axes == exchange.axes), None
+    )
     if edge is None:
         return "statistics" if traced.statistics is not None else "activation"
-    if edge.variant is not None and one.kind in _ROUTED:
-        return _ROUTED[one.kind] + (" grads" if one.backward else "s")
+    if edge.variant is not None and exchange.kind in _ROUTED:
+        return _ROUTED[exchange.kind] + (" grads" if exchange.backward else "s")
     enters, leaves = _ends(edge)
-    entry, leave = enters[one.backward] == one.kind, leaves[one.backward] == one.kind
-    if edge.is_head and not one.backward and not entry:
+    entry, leave = (
+        enters[exchange.backward] == exchange.kind,
+        leaves[exchange.backward] == exchange.kind,
+    )
+    if edge.is_head and not exchange.backward and not entry:
         return "loss"
-    if one.kind not in (*enters, *leaves):  # within the module
-        return "parts, backward" if one.backward else "parts"
+    if exchange.kind not in (*enters, *leaves):  # within the module
+        return "parts, backward" if exchange.backward else "parts"
     side = "input or output" if entry and leave else "output" if leave else "input"
-    if one.backward and not (entry or leave):  # recomputed
-        return "input again" if enters[False] == one.kind else "output again"
-    return f"{side} grad" if one.backward else side
+    if exchange.backward and not (entry or leave):  # recomputed
+        return "input again" if enters[False] == exchange.kind else "output again"
+    return f"{side} grad" if exchange.backward else side
 
 
 def _ends(edge: Edge) -> tuple[tuple[str, str], tuple[str, str]]:
@@ -372,8 +379,8 @@ def _ends(edge: Edge) -> tuple[tuple[str, str], tuple[str, str]]:
     def kinds(table: Mapping[Any, Any], a: Placement, b: Placement) -> tuple[str, str]:
         if is_all_to_all(a, b):
             return "all-to-all", "all-to-all"
-        found: tuple[str, str] = table.get((type(a), type(b)), ("", ""))
-        return found
+        collective_kinds: tuple[str, str] = table.get((type(a), type(b)), ("", ""))
+        return collective_kinds
 
     forward, backward = kinds(_ENTRY, edge.input_before, edge.input_after)
     needed = (
@@ -397,29 +404,29 @@ def list_collectives(
     Sizes are those of that microbatch; smaller ones send less.
     """
     context, staged = TrafficContext(plan, prepared), prepared.staged
-    found = [
-        *(_by_slice(one, staged) for one in module_collectives(context, batch, loss)),
-        *(_by_slice(one, staged) for one in _transfers(context, batch)),
+    collectives = [
+        *(_by_slice(collective, staged) for collective in module_collectives(context, batch, loss)),
+        *(_by_slice(collective, staged) for collective in _transfers(context, batch)),
         *_slices(context),
         *_sums(context),
         *_states(context),
     ]
     if plan.mesh.world > 1:
-        everyone = tuple(axis for axis, size in plan.mesh.axes if size > 1)
-        both = "loss and gradient norm"
+        axes = tuple(axis for axis, size in plan.mesh.axes if size > 1)
+        label = "loss and gradient norm"
         flags = sum(
             bool(holding.sliced) for holding in prepared.holdings.values()
         )  # one flag for each sharded parameter: was it used?
         flags += plan.loss_scaling is not None  # one flag: did any rank's gradients overflow?
-        found.append(Collective("all-reduce", everyone, "step", both, "", 1, 8 * (2 + flags)))
-    return tuple(found)
+        collectives.append(Collective("all-reduce", axes, "step", label, "", 1, 8 * (2 + flags)))
+    return tuple(collectives)
 
 
-def _by_slice(one: Collective, staged: Staged) -> Collective:
+def _by_slice(collective: Collective, staged: Staged) -> Collective:
     """Divide the sends of a microbatch among its slices, with the mean length where slices
     differ."""
     slices = staged.timeline.slices
-    return replace(one, count=one.count * slices, bytes=one.bytes // slices)
+    return replace(collective, count=collective.count * slices, bytes=collective.bytes // slices)
 
 
 # -- between stages, and over data-parallel ranks ----------------------------------------------
@@ -451,11 +458,11 @@ def _sent(
     ends = [staged.homes[replica][stage] for stage in edge]
     leaf, fqn = staged.cut.graph.leaves[token], staged.cut.graph.units[token[0]]
     count = staged.count_microbatches(edge[0], ends[0], replica)
-    there = "forward", f"to stage {edge[1]}"
-    back = ("backward", f"grad to stage {edge[0]}") if leaf.differentiable else None
+    send_label = "forward", f"to stage {edge[1]}"
+    return_label = ("backward", f"grad to stage {edge[0]}") if leaf.differentiable else None
     size, row = tensor_bytes(local(leaf.shape), leaf.dtype), context.row(Facet.STAGE)
     yield from send_and_return(
-        staged.axis, (ends[0], ends[1]), there, back, size, row, fqn=fqn, count=count
+        staged.axis, (ends[0], ends[1]), send_label, return_label, size, row, fqn=fqn, count=count
     )
 
 
@@ -471,16 +478,16 @@ def _states(context: TrafficContext) -> Iterator[Collective]:
     """Yield the sends of optimizer state on a peer: to its owner before the step, and back
     after."""
     staged, plan = context.prepared.staged, context.plan
-    row = next((one.row for one in peer_stores(plan, "optimizer")), None)
+    row = next((store.row for store in peer_stores(plan, "optimizer")), None)
     if staged.axis is None or row is None:
         return
     places = plan.mesh.size(staged.axis)
-    for place in range(places):
-        rank, after = plan.mesh.member(0, staged.axis, place), (place + 1) % places
+    for position in range(places):
+        rank, after = plan.mesh.member(0, staged.axis, position), (position + 1) % places
         for size in state_rounds(plan, context.prepared.holdings, rank):
-            there, back = ("step", "state to a peer"), ("step", "state to its owner")
+            send_label, return_label = ("step", "state to a peer"), ("step", "state to its owner")
             yield from send_and_return(
-                staged.axis, (place, after), there, back, size * ADAMW_MOMENTS, row
+                staged.axis, (position, after), send_label, return_label, size * ADAMW_MOMENTS, row
             )
 
 
@@ -498,8 +505,12 @@ def _slices(context: TrafficContext) -> Iterator[Collective]:
         return
     line = context.row(Facet.STATE)
     copies = [(s, *copy) for s in range(staged.cut.stages) for copy in context.copies(s)]
-    found = [(c[0], *often) for c in copies for often in gathers_by_place(plan, staged, *c)]
-    for stage, places, forwards, backwards in found:
+    counts = [
+        (c[0], *forward_count)
+        for c in copies
+        for forward_count in gathers_by_place(plan, staged, *c)
+    ]
+    for stage, places, forwards, backwards in counts:
         for fqn, names in sliced_names_by_unit(
             plan, staged, context.prepared.holdings, stage
         ).items():
@@ -508,9 +519,9 @@ def _slices(context: TrafficContext) -> Iterator[Collective]:
             size = gathered_bytes(plan, context.prepared.holdings, names, cast=True)
             grads = gathered_bytes(plan, context.prepared.holdings, trained)
             times = backwards if row.stage > 1 else 1
-            often = forwards if row.stage == 3 else 1
-            words = "forward", "parameters", fqn
-            gather = Collective("all-gather", axes, *words, often, size, places, line)
+            forward_count = forwards if row.stage == 3 else 1
+            labels = "forward", "parameters", fqn
+            gather = Collective("all-gather", axes, *labels, forward_count, size, places, line)
             if names:
                 yield gather
             if names and row.stage == 3 and row.reshard and fqn:  # the root's stay gathered
@@ -535,11 +546,15 @@ def _sums(context: TrafficContext) -> Iterator[Collective]:
     """Yield gradient reductions in buckets, which differ by stage."""
     plan, staged = context.plan, context.prepared.staged
     places = range(plan.mesh.size(staged.axis)) if staged.axis is not None else (None,)
-    for one in reductions(plan, context.prepared.traced, context.prepared.holdings):
-        row = context.row(REDUCTION_FACETS[one.kind])
-        for place in places:
-            if one.stages is None or place in one.stages:
-                at = None if place is None else frozenset([place])
-                for kind, what, size, fqn in reduction_messages(plan, context.prepared, one, place):
-                    words = what or REDUCTION_WORDS[one.kind]
-                    yield Collective(kind, one.axes, "step", words, fqn, 1, size, at, row)
+    for reduction in reductions(plan, context.prepared.traced, context.prepared.holdings):
+        row = context.row(REDUCTION_FACETS[reduction.kind])
+        for position in places:
+            if reduction.stages is None or position in reduction.stages:
+                positions = None if position is None else frozenset([position])
+                for kind, text, size, fqn in reduction_messages(
+                    plan, context.prepared, reduction, position
+                ):
+                    label = text or REDUCTION_WORDS[reduction.kind]
+                    yield Collective(
+                        kind, reduction.axes, "step", label, fqn, 1, size, positions, row
+                    )

@@ -53,13 +53,13 @@ class Transfer:
 
     def text(self, first: str, second: str) -> str:
         """Format the figures for a terminal."""
-        beside = ", on other ranks" if self.apart else ""
+        where_text = ", on other ranks" if self.apart else ""
         if not self.bytes:
             nothing = "nothing is sent: every rank holds what it is to hold"
-            return f"transfer {first} -> {second}, {self.world} ranks{beside}\n  {nothing}"
+            return f"transfer {first} -> {second}, {self.world} ranks{where_text}\n  {nothing}"
         return "\n".join(
             (
-                f"transfer {first} -> {second}, {self.world} ranks{beside}",
+                f"transfer {first} -> {second}, {self.world} ranks{where_text}",
                 f"  sent      {format_bytes(self.bytes)} of {format_count(self.tensors)} tensors,"
                 f" at least {format_bytes(self.bound)} are needed",
                 f"  sender    rank {self.sender[0]} sends most, {format_bytes(self.sender[1])}",
@@ -89,27 +89,27 @@ def count_transfer(
     world = max(first.mesh.world, shift + second.mesh.world)
     source = _layouts_of(first, batch, loss, range(first.mesh.world), world)
     target = _layouts_of(second, batch, loss, range(shift, shift + second.mesh.world), world)
-    if odd := sorted(source.keys() ^ target.keys()):
+    if unmatched := sorted(source.keys() ^ target.keys()):
         helps = ("give two schedules of the same model",)
-        raise Refusal.of("S634", f"only one of them has {quote_names(odd)}", helps=helps)
-    found = find_route(group_by_layout(source, target), world)
-    return _figures(found, apart)
+        raise Refusal.of("S634", f"only one of them has {quote_names(unmatched)}", helps=helps)
+    route = find_route(group_by_layout(source, target), world)
+    return _figures(route, apart)
 
 
-def _figures(found: Route, apart: bool) -> Transfer:
+def _figures(route: Route, apart: bool) -> Transfer:
     from schedlang.runtime.transfer.transfer import BUCKET
 
-    sender, receiver = int(found.sent.argmax()), int(found.received.argmax())
+    sender, receiver = int(route.sent.argmax()), int(route.received.argmax())
     return Transfer(
-        found.world,
+        route.world,
         apart,
-        sum(len(kind.names) for kind in found.kinds),
-        int(found.bytes.sum()),
-        int(found.bound.sum()),
-        (sender, int(found.sent[sender])),
-        (receiver, int(found.received[receiver])),
-        len(found.pairs[0]),
-        found.messages(BUCKET),
+        sum(len(kind.names) for kind in route.kinds),
+        int(route.bytes.sum()),
+        int(route.bound.sum()),
+        (sender, int(route.sent[sender])),
+        (receiver, int(route.received[receiver])),
+        len(route.pairs[0]),
+        route.messages(BUCKET),
         BUCKET,
     )
 
@@ -120,10 +120,10 @@ def _layouts_of(
     """Return the layout of each parameter of a plan's program in a job."""
     from schedlang.runtime.redistribution.route import TensorLayout
 
-    facts = plan.model.unique_parameters
+    params = plan.model.unique_parameters
     return {
-        name: TensorLayout(one.sharding(plan.mesh, ranks, world), facts[name].itemsize)
-        for name, one in _holdings(plan, batch, loss).items()
+        name: TensorLayout(holding.sharding(plan.mesh, ranks, world), params[name].itemsize)
+        for name, holding in _holdings(plan, batch, loss).items()
     }
 
 

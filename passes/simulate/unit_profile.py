@@ -68,7 +68,7 @@ def profile_units(step: SimulatedStep, units: Sequence[str]) -> tuple[UnitProfil
     footprint = Footprint("meta", True)
     with build_one_rank(step, 0, None, footprint) as (program, _):
         record_state(program, footprint, ())
-        sliced = [unit for one in program.assembly.sliced.values() for unit in one.units]
+        sliced = [unit for stage in program.assembly.sliced.values() for unit in stage.units]
         calls = _Calls(footprint, tuple(units))
         with on_meta_device(sliced), calls.watching(program.assembly.module):
             dry_run(program, step.prepared.staged.cut, step.batch, footprint, step.splits)
@@ -79,50 +79,50 @@ def _seen(footprint: Footprint, calls: _Calls) -> tuple[UnitProfile, ...]:
     """Return each unit, in call order, in the second microbatch."""
     if len(calls.order) != len(set(calls.order)) or len(calls.order) != len(calls.units):
         raise LookupError("units are not called once each, one after the other")
-    ran = footprint.summarize(())
+    segments = footprint.summarize(())
     names = (HEAD, *calls.order, *([TAIL] if calls.order else []))
-    found: list[UnitProfile] = []
-    before = {HEAD: _level(ran, (1, FORWARD, HEAD), start=True)}
-    for name, then in zip(names, (*names[1:], None)):
-        ahead = [one for one in ran if one.operation == (1, FORWARD, name)]
-        back = [one for one in ran if one.operation == (1, BACKWARD, name)]
-        end = _passing(ahead[-1])
-        most = max([0, *(one.peak_transient - end for one in (*ahead, *back))])
-        found.append(
+    profiles: list[UnitProfile] = []
+    bytes_before = {HEAD: _level(segments, (1, FORWARD, HEAD), start=True)}
+    for name, next_name in zip(names, (*names[1:], None)):
+        forwards = [segment for segment in segments if segment.operation == (1, FORWARD, name)]
+        backwards = [segment for segment in segments if segment.operation == (1, BACKWARD, name)]
+        end = _passing(forwards[-1])
+        peak = max([0, *(segment.peak_transient - end for segment in (*forwards, *backwards))])
+        profiles.append(
             UnitProfile(
                 name,
-                _add_work(ahead),
-                _add_work(back),
-                end - before[name],
-                most,
+                _add_work(forwards),
+                _add_work(backwards),
+                end - bytes_before[name],
+                peak,
                 *calls.given.get(name, UnitInputs()).sizes,
                 calls.outputs[name],
                 tuple(m for m, unit in calls.modules.items() if unit == name),
             )
         )
-        if then is not None:
-            before[then] = end
-    return tuple(found)
+        if next_name is not None:
+            bytes_before[next_name] = end
+    return tuple(profiles)
 
 
-def _passing(one: SegmentUse) -> int:
+def _passing(segment: SegmentUse) -> int:
     """Return the bytes besides state at the end."""
-    return int(one.end[len(STATE) :].sum())
+    return int(segment.end[len(STATE) :].sum())
 
 
-def _level(ran: Sequence[SegmentUse], what: object, *, start: bool) -> int:
-    place = next(k for k, one in enumerate(ran) if one.operation == what)
-    return _passing(ran[place - start])
+def _level(segments: Sequence[SegmentUse], operation: object, *, start: bool) -> int:
+    index = next(k for k, segment in enumerate(segments) if segment.operation == operation)
+    return _passing(segments[index - start])
 
 
-def _add_work(ran: Sequence[SegmentUse]) -> SegmentWork:
+def _add_work(segments: Sequence[SegmentUse]) -> SegmentWork:
     """Add the work of several stretches."""
     from schedlang.runtime.storage.footprint import SegmentWork
 
     work = SegmentWork()
-    for one in ran:
-        work.operators.update(one.work.operators)
-        work.messages.update(one.work.messages)
+    for segment in segments:
+        work.operators.update(segment.work.operators)
+        work.messages.update(segment.work.messages)
     return work
 
 
@@ -153,18 +153,18 @@ class _Calls:
         """Hook the calls of a model's modules, and replace the marks of its footprint."""
         from schedlang.pipeline.timeline.table import Kind
 
-        plain = self.footprint.begin_segment
+        begin_segment = self.footprint.begin_segment
 
-        def mark(what: Any) -> None:
-            kind = getattr(what, "kind", None)
+        def mark(operation: Any) -> None:
+            kind = getattr(operation, "kind", None)
             if kind is Kind.F:
                 self.micro, self.now = self.micro + 1, HEAD
-                what = (self.micro, FORWARD, HEAD)
+                operation = (self.micro, FORWARD, HEAD)
             elif kind is Kind.B:
-                what = (self.micro, BACKWARD, self.now)
-            plain(what)
+                operation = (self.micro, BACKWARD, self.now)
+            begin_segment(operation)
 
-        hooks = [h for name, one in model.named_modules() for h in self._hooks(name, one)]
+        hooks = [h for name, module in model.named_modules() for h in self._hooks(name, module)]
         vars(self.footprint)["begin_segment"] = mark
         try:
             yield
@@ -201,22 +201,24 @@ class _Calls:
         if last or (self.micro == 0 and len(self.order) == len(self.units)):
             self._enter(TAIL, out)
 
-    def _enter(self, name: str, given: Any) -> None:
+    def _enter(self, name: str, value: Any) -> None:
         """Begin the next unit, with these arguments.
 
         The previous unit's backward begins once these arguments have gradients.
         """
-        before, self.now = self.now, name
-        tensors = [t for t in pytree.tree_leaves(given) if getattr(t, "grad_fn", None) is not None]
-        last = self.given.get(before, UnitInputs())
-        made = [t for t in tensors if id(t.untyped_storage()) not in last.all]
+        previous, self.now = self.now, name
+        tensors = [t for t in pytree.tree_leaves(value) if getattr(t, "grad_fn", None) is not None]
+        previous_inputs = self.given.get(previous, UnitInputs())
+        new = [t for t in tensors if id(t.untyped_storage()) not in previous_inputs.all]
         sizes = {id(t.untyped_storage()): t.numel() * t.element_size() for t in tensors}
-        self.given[name] = UnitInputs(sizes, {id(t.untyped_storage()) for t in made})
+        self.given[name] = UnitInputs(sizes, {id(t.untyped_storage()) for t in new})
         self.footprint.begin_segment((self.micro, FORWARD, name))
-        if made:
+        if new:
             micro = self.micro
-            made[0].register_hook(lambda _: self.footprint.begin_segment((micro, BACKWARD, before)))
-        last.alive = self.footprint.alive_of(last.made)
+            new[0].register_hook(
+                lambda _: self.footprint.begin_segment((micro, BACKWARD, previous))
+            )
+        previous_inputs.alive = self.footprint.alive_of(previous_inputs.made)
 
 
 @dataclass
@@ -235,8 +237,8 @@ class UnitInputs:
     @property
     def sizes(self) -> tuple[int, int, int]:
         """Bytes: of `made`, of those no longer alive, of all."""
-        made, loose = (sum(self.all[key] for key in some) for some in (self.made, self.freed))
-        return made, loose, sum(self.all.values())
+        made, freed = (sum(self.all[key] for key in keys) for keys in (self.made, self.freed))
+        return made, freed, sum(self.all.values())
 
     @property
     def freed(self) -> set[int]:

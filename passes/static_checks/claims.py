@@ -58,11 +58,17 @@ def join_problems(problems: Iterable[tuple[str, Diagnostic]]) -> tuple[Diagnosti
 
     from schedlang.diagnostics.diagnostic import quote_names
 
-    same: dict[tuple[object, ...], tuple[Diagnostic, list[str]]] = {}
-    for name, one in problems:
-        key = (one.code, one.title, one.primary, one.notes, one.helps)
-        same.setdefault(key, (one, []))[1].append(name)
+    grouped: dict[tuple[object, ...], tuple[Diagnostic, list[str]]] = {}
+    for name, diagnostic in problems:
+        key = (
+            diagnostic.code,
+            diagnostic.title,
+            diagnostic.primary,
+            diagnostic.notes,
+            diagnostic.helps,
+        )
+        grouped.setdefault(key, (diagnostic, []))[1].append(name)
     return tuple(
-        replace(one, notes=(f"of {quote_names(dict.fromkeys(names), 4)}", *one.notes))
-        for one, names in same.values()
+        replace(diagnostic, notes=(f"of {quote_names(dict.fromkeys(names), 4)}", *diagnostic.notes))
+        for diagnostic, names in grouped.values()
     )

@@ -59,9 +59,9 @@ def infer_gradients(
     parameters = {}
     for name, parameter in model.named_parameters():
         axes = {
-            plain
+            folded_axis
             for split in plan.effective_layout(name).splits
-            for plain in plan.mesh.fold(split.axis)
+            for folded_axis in plan.mesh.fold(split.axis)
         }
         typed.record_type(parameter, frozenset(axes))
         parameters[id(parameter)] = (name, frozenset(axes))
@@ -78,9 +78,9 @@ def infer_gradients(
         axes_ = tuple(name for name, size in plan.mesh.axes if size > 1)
         walk = BackwardWalk(root, typed, axes_, parameters, _stage_of(prepared.staged))
         root.backward()
-    found = walk.run(last=prepared.staged.cut.stages - 1)
+    gradients = walk.run(last=prepared.staged.cut.stages - 1)
     faults = tuple(dict.fromkeys((*typed.faults, *walk.faults)))
-    return Gradients(found, faults, typed.calls, typed.sums)
+    return Gradients(gradients, faults, typed.calls, typed.sums)
 
 
 def _stage_of(staged: Staged) -> Any:
@@ -90,16 +90,16 @@ def _stage_of(staged: Staged) -> Any:
     stages: dict[str, frozenset[int]] = {}
     for name, stage in zip(staged.cut.graph.units, staged.cut.stage_of):
         stages[name] = stages.get(name, frozenset()) | {stage}
-    known: dict[str, frozenset[int] | None] = {}
+    cached: dict[str, frozenset[int] | None] = {}
 
     def stage_of(fqn: str) -> frozenset[int] | None:
-        if fqn not in known:
-            above, at = fqn, stages.get(fqn)
-            while at is None and above:
-                above = above.rpartition(".")[0]
-                at = stages.get(above) if above else None
-            known[fqn] = at
-        return known[fqn]
+        if fqn not in cached:
+            ancestor, stages_found = fqn, stages.get(fqn)
+            while stages_found is None and ancestor:
+                ancestor = ancestor.rpartition(".")[0]
+                stages_found = stages.get(ancestor) if ancestor else None
+            cached[fqn] = stages_found
+        return cached[fqn]
 
     return stage_of
 
@@ -110,8 +110,8 @@ CODES = {"type": "S713", "missing": "S711", "often": "S712"}  # by kind of fault
 def check_types(plan: Plan, gradients: Gradients) -> Claim:
     """Check the types of all calls of a forward on each axis (S713)."""
     problems = [(f.fqn, _diagnose(plan, f)) for f in gradients.faults if f.kind == "type"]
-    said = f"{gradients.calls} calls, {gradients.pending_sums} pending sums"
-    return Claim("placement types", said, join_problems(problems))
+    summary = f"{gradients.calls} calls, {gradients.pending_sums} pending sums"
+    return Claim("placement types", summary, join_problems(problems))
 
 
 def check_reductions(
@@ -125,20 +125,22 @@ def check_reductions(
     kinds: Counter[tuple[object, ...]] = Counter()
     for name, gradient in gradients.found.items():
         places = sorted(prepared.holdings[name].stages or book)
-        mine = {p: [one for one in book[p] if name in one.names] for p in places}
+        sums_of = {p: [grad_sum for grad_sum in book[p] if name in grad_sum.names] for p in places}
         kinds[_kind(gradient)] += 1
         for axis in gradient.shares:
             if axis in _pipeline_axes(plan):
                 continue
-            problems += ((name, d) for d in _check_axis(plan, name, gradient, axis, mine))
-        problems += ((name, d) for d in _check_copies(plan, name, gradient, mine))
-        problems += ((name, d) for d in _check_divisors(plan, name, mine))
-        problems += ((name, d) for d in _check_stages(plan, prepared, name, gradient, mine))
+            problems += ((name, d) for d in _check_axis(plan, name, gradient, axis, sums_of))
+        problems += ((name, d) for d in _check_copies(plan, name, gradient, sums_of))
+        problems += ((name, d) for d in _check_divisors(plan, name, sums_of))
+        problems += ((name, d) for d in _check_stages(plan, prepared, name, gradient, sums_of))
     problems += ((f.fqn, _diagnose(plan, f)) for f in gradients.faults if f.kind != "type")
-    still = len(plan.model.unique_parameters) - len(gradients.found)
-    more = f", {still} without a gradient" if still else ""
-    said = f"{len(gradients.found)} parameters, {len(kinds)} kind{'s' * (len(kinds) != 1)}{more}"
-    return Claim("reductions", said, join_problems(problems))
+    without_gradient = len(plan.model.unique_parameters) - len(gradients.found)
+    missing = f", {without_gradient} without a gradient" if without_gradient else ""
+    summary = (
+        f"{len(gradients.found)} parameters, {len(kinds)} kind{'s' * (len(kinds) != 1)}{missing}"
+    )
+    return Claim("reductions", summary, join_problems(problems))
 
 
 def _pipeline_axes(plan: Plan) -> tuple[str, ...]:
@@ -158,58 +160,60 @@ def _diagnose(plan: Plan, fault: TypeFault) -> Diagnostic:
 
 
 def _check_axis(
-    plan: Plan, name: str, gradient: ParameterGradient, axis: str, mine: SumsByStage
+    plan: Plan, name: str, gradient: ParameterGradient, axis: str, sums_of: SumsByStage
 ) -> Iterator[Diagnostic]:
     """Yield problems of one parameter along one axis, at each stage that holds the parameter."""
     share = gradient.shares[axis]
-    due = int(share.kind == "part")
+    expected = int(share.kind == "part")
     label = row_label(axis_row(plan, _module_of(plan, name, gradient), axis))
-    for sums in mine.values():
-        done = sum(axis in one.axes for one in sums)
-        over = done - due + share.extra_sums
-        if done < due:
-            said = f"gradients are partial over `{axis}`, and nothing sums them over it"
-            yield Diagnostic("S711", said, label)
+    for sums in sums_of.values():
+        sum_count = sum(axis in grad_sum.axes for grad_sum in sums)
+        excess = sum_count - expected + share.extra_sums
+        if sum_count < expected:
+            message = f"gradients are partial over `{axis}`, and nothing sums them over it"
+            yield Diagnostic("S711", message, label)
             return
-        if over > 0:
-            times = f"{plan.mesh.size(axis)}" + (f"**{over}" if over > 1 else "")
-            said = f"gradients are summed too often over `{axis}`: {times} times too large"
-            yield Diagnostic("S712", said, label)
+        if excess > 0:
+            times = f"{plan.mesh.size(axis)}" + (f"**{excess}" if excess > 1 else "")
+            message = f"gradients are summed too often over `{axis}`: {times} times too large"
+            yield Diagnostic("S712", message, label)
             return
 
 
 def _check_copies(
-    plan: Plan, name: str, gradient: ParameterGradient, mine: SumsByStage
+    plan: Plan, name: str, gradient: ParameterGradient, sums_of: SumsByStage
 ) -> Iterator[Diagnostic]:
     """Yield problems of a shard that several ranks hold: its gradient is summed over them once."""
     for split in plan.effective_layout(name).splits:
-        over = {run_axis(split.axis, split.uneven.repeat)}
+        axes = {run_axis(split.axis, split.uneven.repeat)}
         if split.uneven.repeat == plan.mesh.size(split.axis):
-            over.add(split.axis)
-        for sums in mine.values() if split.uneven.repeat > 1 else ():
-            done = sum(not over.isdisjoint(one.axes) for one in sums)
-            if done != 1:
-                said = f"{split.uneven.repeat} ranks of `{split.axis}` hold each part, and its"
-                said += f" gradient is summed over them {done} times"
+            axes.add(split.axis)
+        for sums in sums_of.values() if split.uneven.repeat > 1 else ():
+            sum_count = sum(not axes.isdisjoint(grad_sum.axes) for grad_sum in sums)
+            if sum_count != 1:
+                message = f"{split.uneven.repeat} ranks of `{split.axis}` hold each part, and its"
+                message += f" gradient is summed over them {sum_count} times"
                 label = row_label(axis_row(plan, _module_of(plan, name, gradient), split.axis))
-                yield Diagnostic("S712" if done else "S711", said, label)
+                yield Diagnostic("S712" if sum_count else "S711", message, label)
                 return
 
 
-def _check_divisors(plan: Plan, name: str, mine: SumsByStage) -> Iterator[Diagnostic]:
+def _check_divisors(plan: Plan, name: str, sums_of: SumsByStage) -> Iterator[Diagnostic]:
     """Yield sums that divide: the loss already contains the weight of each part of the batch."""
-    for one in (one for sums in mine.values() for one in sums if one.divisor != 1.0):
-        over = f" over `{', '.join(one.axes)}`" if one.axes else ""
-        said = f"the sum of gradients{over} is divided by {one.divisor:g}"
+    for grad_sum in (
+        grad_sum for sums in sums_of.values() for grad_sum in sums if grad_sum.divisor != 1.0
+    ):
+        axes_text = f" over `{', '.join(grad_sum.axes)}`" if grad_sum.axes else ""
+        message = f"the sum of gradients{axes_text} is divided by {grad_sum.divisor:g}"
         note = "the loss of each rank is already weighted by its share of the batch"
-        summed = next((s.axes for s in (one, *_reversed_sums(mine)) if s.axes), ())
+        summed = next((s.axes for s in (grad_sum, *_reversed_sums(sums_of)) if s.axes), ())
         row = axis_row(plan, name, summed[0]) if summed else None
-        yield Diagnostic("S712", said, row_label(row), notes=(note,))
+        yield Diagnostic("S712", message, row_label(row), notes=(note,))
 
 
-def _reversed_sums(mine: SumsByStage) -> list[GradientSum]:
+def _reversed_sums(sums_of: SumsByStage) -> list[GradientSum]:
     """Return all sums at all stages, the last one first."""
-    return [one for sums in mine.values() for one in reversed(sums)]
+    return [grad_sum for sums in sums_of.values() for grad_sum in reversed(sums)]
 
 
 def _module_of(plan: Plan, name: str, gradient: ParameterGradient) -> str:
@@ -218,7 +222,7 @@ def _module_of(plan: Plan, name: str, gradient: ParameterGradient) -> str:
 
 
 def _check_stages(
-    plan: Plan, prepared: Prepared, name: str, gradient: ParameterGradient, mine: SumsByStage
+    plan: Plan, prepared: Prepared, name: str, gradient: ParameterGradient, sums_of: SumsByStage
 ) -> Iterator[Diagnostic]:
     """Yield problems of a parameter of several stages: each holds it, and one sum joins them."""
     staged = prepared.staged
@@ -228,16 +232,18 @@ def _check_stages(
     label = row_label(axis_row(plan, name, staged.axis))
     lacking = used - (prepared.holdings[name].stages or frozenset())
     if lacking:
-        said = f"stages at {sorted(lacking)} of `{staged.axis}` use parameters that they lack"
-        yield Diagnostic("S711", said, label)
-    for place in sorted(used - lacking):  # a stage without a gradient still takes part in the sum
+        message = f"stages at {sorted(lacking)} of `{staged.axis}` use parameters that they lack"
+        yield Diagnostic("S711", message, label)
+    for position in sorted(
+        used - lacking
+    ):  # a stage without a gradient still takes part in the sum
         axes = set(plan.mesh.fold(staged.axis))
-        along = [one for one in mine[place] if axes & set(one.axes)]
-        if len(mine) > 1 and not any(mine.keys() <= one.places for one in along):
-            said = f"{len(mine)} stages hold a copy, and nothing sums its gradients over them"
-            yield Diagnostic("S711", said, label)
+        relevant = [grad_sum for grad_sum in sums_of[position] if axes & set(grad_sum.axes)]
+        if len(sums_of) > 1 and not any(sums_of.keys() <= grad_sum.places for grad_sum in relevant):
+            message = f"{len(sums_of)} stages hold a copy, and nothing sums its gradients over them"
+            yield Diagnostic("S711", message, label)
             return
-        if len(along) > 1:
-            said = f"gradients are summed {len(along)} times over the stages that hold them"
-            yield Diagnostic("S712", said, label)
+        if len(relevant) > 1:
+            message = f"gradients are summed {len(relevant)} times over the stages that hold them"
+            yield Diagnostic("S712", message, label)
             return

@@ -59,19 +59,19 @@ def changed_facts(plan: Plan) -> Iterator[tuple[str, str, Action]]:
     model: Any = meta_model(plan.model.model, {})
     builder = Builder(plan, model, Traced(), None)  # type: ignore[arg-type]
     for action, row in rows:
-        seen = set()
+        seen_kinds = set()
         for fqn in action.sites:
             site = plan.model.sites[fqn]
             kind = module_kind(plan.model, fqn)
-            if kind in seen:
+            if kind in seen_kinds:
                 continue
-            seen.add(kind)
-            before = _facts(model.get_submodule(fqn))
+            seen_kinds.add(kind)
+            facts_before = _facts(model.get_submodule(fqn))
             row.lower(site, builder)
-            after = _facts(model.get_submodule(fqn))
-            for what in before:
-                if before[what] != after[what]:
-                    yield fqn, f"`{action.name}` changes its {what}", action
+            facts_after = _facts(model.get_submodule(fqn))
+            for fact_name in facts_before:
+                if facts_before[fact_name] != facts_after[fact_name]:
+                    yield fqn, f"`{action.name}` changes its {fact_name}", action
 
 
 def _facts(module: nn.Module) -> dict[str, object]:
@@ -94,7 +94,7 @@ def _facts(module: nn.Module) -> dict[str, object]:
 
 
 def check_owners(
-    plan: Plan, prepared: Prepared, gradients: Gradients | None, played: Sequence[RankStep]
+    plan: Plan, prepared: Prepared, gradients: Gradients | None, rank_steps: Sequence[RankStep]
 ) -> Claim:
     """Check that parameters and buffers have stages, and optimizers their parameters (S715).
 
@@ -102,19 +102,19 @@ def check_owners(
     simulated rank must have given its optimizer every trained parameter that it holds, once.
     """
     problems = [*_check_parameters(plan, prepared, gradients), *_check_buffers(plan, prepared)]
-    problems += _check_optimizers(plan, played)
+    problems += _check_optimizers(plan, rank_steps)
     stages = prepared.staged.cut.stages
     buffers = dict(plan.model.model.named_buffers())
-    said = (
+    summary = (
         f"{len(plan.model.unique_parameters)} parameters, {len(buffers)} buffers,"
         f" {stages} stage{'s' * (stages != 1)}"
     )
     label = row_label(last_row_changing(plan, Facet.STAGE))
-    found = [(name, Diagnostic("S715", why, label)) for name, why in problems]
-    found += [
-        (fqn, Diagnostic("S715", why, row_label(row))) for fqn, why, row in changed_facts(plan)
+    diagnostics = [(name, Diagnostic("S715", text, label)) for name, text in problems]
+    diagnostics += [
+        (fqn, Diagnostic("S715", text, row_label(row))) for fqn, text, row in changed_facts(plan)
     ]
-    return Claim("ownership", said, join_problems(found))
+    return Claim("ownership", summary, join_problems(diagnostics))
 
 
 def _stages_of_units(prepared: Prepared, names: tuple[str, ...]) -> frozenset[int]:
@@ -136,14 +136,14 @@ def _check_parameters(
             yield name, "a parameter has no place"
     if staged.axis is None:
         return
-    for name, fact in plan.model.unique_parameters.items():
+    for name, param in plan.model.unique_parameters.items():
         holders = prepared.holdings[name].stages if name in prepared.holdings else None
         if not holders:
             yield name, "a parameter is held by no stage"
             continue
-        inside = staged.places(*_stages_of_units(prepared, fact.names))
-        used = gradients.found.get(name) if gradients is not None else None
-        reads = staged.places(*used.stages) if used is not None else inside
+        positions = staged.places(*_stages_of_units(prepared, param.names))
+        gradient = gradients.found.get(name) if gradients is not None else None
+        reads = staged.places(*gradient.stages) if gradient is not None else positions
         if reads - holders:
             yield name, f"stages at {sorted(reads - holders)} use it and do not hold it"
 
@@ -160,25 +160,25 @@ def _check_buffers(plan: Plan, prepared: Prepared) -> Iterator[tuple[str, str]]:
     assigned = buffer_stages(staged)
     graph = staged.cut.graph
     read = frozenset().union(*(r.buffers for r in (*graph.reads, *graph.between, graph.final)))
-    same = {names[0]: names for names in plan.model.shared_buffers}
+    aliases = {names[0]: names for names in plan.model.shared_buffers}
     for name, _ in plan.model.model.named_buffers():
-        inside = staged.places(*_stages_of_units(prepared, same.get(name, (name,))))
+        used_at = staged.places(*_stages_of_units(prepared, aliases.get(name, (name,))))
         holders = assigned.get(name)
         if holders is not None and not holders:
             yield name, "a buffer is held by no stage"
-        elif holders is None and inside and name in read:
-            yield name, f"a buffer of units at {sorted(inside)} is assigned to no stage"
+        elif holders is None and used_at and name in read:
+            yield name, f"a buffer of units at {sorted(used_at)} is assigned to no stage"
 
 
-def _check_optimizers(plan: Plan, played: Sequence[RankStep]) -> Iterator[tuple[str, str]]:
+def _check_optimizers(plan: Plan, rank_steps: Sequence[RankStep]) -> Iterator[tuple[str, str]]:
     """Yield trained parameters that a rank does not give to its optimizer exactly once."""
-    for role in played:
-        given = Counter(role.trained)
-        for name, fact in plan.model.unique_parameters.items():
-            due = int(fact.requires_grad and name in role.held)
-            if given.pop(name, 0) != due:
+    for role in rank_steps:
+        trained_counts = Counter(role.trained)
+        for name, param in plan.model.unique_parameters.items():
+            expected = int(param.requires_grad and name in role.held)
+            if trained_counts.pop(name, 0) != expected:
                 yield name, f"the optimizer of rank {role.rank} does not train it exactly once"
-        for name in given:
+        for name in trained_counts:
             yield name, f"the optimizer of rank {role.rank} trains what the model does not have"
 
 
@@ -186,7 +186,7 @@ NEAR = 1e-9
 
 
 def check_weights(
-    step: SimulatedStep, batch: Mapping[str, Any], played: Sequence[RankStep]
+    step: SimulatedStep, batch: Mapping[str, Any], rank_steps: Sequence[RankStep]
 ) -> Claim:
     """Check that loss weights of parts add up to the batch's, and in a step to one (S716)."""
     from schedlang.runtime.batch import split_batch
@@ -194,22 +194,22 @@ def check_weights(
     plan = step.plan
     micro = plan.micro
     shares = split_batch(batch, plan.share_weights, micro)
-    found = [part for row in shares for whole in row for part in _weighed_inputs(step, whole)]
-    if len(found) == 1:
+    parts = [part for row in shares for whole in row for part in _weighed_inputs(step, whole)]
+    if len(parts) == 1:
         return Claim("loss weights", "one part, which is the whole")
-    by = weight_of if step.prepared.tokens is None else weight_by_tokens
-    weigh = step.weight or by(step.prepared.traced, len(found))
-    each, whole = [float(weigh(part)) for part in found], float(weigh(batch))
+    weight_factory = weight_of if step.prepared.tokens is None else weight_by_tokens
+    weigh = step.weight or weight_factory(step.prepared.traced, len(parts))
+    weights, whole = [float(weigh(part)) for part in parts], float(weigh(batch))
     problems = [
-        *_check_total(step, each, whole),
+        *_check_total(step, weights, whole),
         *_check_label_count(step, weigh),
-        *_check_step(step, played),
+        *_check_step(step, rank_steps),
     ]
-    said = f"{len(each)} parts of {whole:g}, {len(played)} ranks"
+    summary = f"{len(weights)} parts of {whole:g}, {len(rank_steps)} ranks"
     unseen = (
         () if _counts_labels(step) else ("that the loss is a mean over rows; `verify` measures it",)
     )
-    return Claim("loss weights", said, tuple(problems), unseen=unseen)
+    return Claim("loss weights", summary, tuple(problems), unseen=unseen)
 
 
 def _weighed_inputs(step: SimulatedStep, part: BatchPart) -> list[Mapping[str, Any]]:
@@ -217,8 +217,10 @@ def _weighed_inputs(step: SimulatedStep, part: BatchPart) -> list[Mapping[str, A
     tokens = step.prepared.tokens
     if tokens is None:
         return [part.inputs]
-    pieces = [tokens.take_part(part, place, None) for place in range(tokens.ranks)]
-    return [one.weight_inputs if one.weight_inputs is not None else one.inputs for one in pieces]
+    shards = [tokens.take_part(part, position, None) for position in range(tokens.ranks)]
+    return [
+        shard.weight_inputs if shard.weight_inputs is not None else shard.inputs for shard in shards
+    ]
 
 
 def _counts_labels(step: SimulatedStep) -> bool:
@@ -230,23 +232,23 @@ def _weight_row(step: SimulatedStep) -> Any:
     return row_label(last_row_changing(plan, Facet.STATE if plan.data_axes else Facet.ORDER))
 
 
-def _check_total(step: SimulatedStep, each: list[float], total: float) -> Iterator[Diagnostic]:
-    if not math.isclose(sum(each), total, rel_tol=NEAR):
-        said = f"the weights of all parts add up to {sum(each):g}; the batch weighs {total:g}"
-        yield Diagnostic("S716", said, _weight_row(step))
+def _check_total(step: SimulatedStep, weights: list[float], total: float) -> Iterator[Diagnostic]:
+    if not math.isclose(sum(weights), total, rel_tol=NEAR):
+        message = f"the weights of all parts add up to {sum(weights):g}; the batch weighs {total:g}"
+        yield Diagnostic("S716", message, _weight_row(step))
 
 
 def _check_label_count(step: SimulatedStep, weigh: Any) -> Iterator[Diagnostic]:
     """Compare a part's weight with the number of labels that the loss averages over."""
     if not _counts_labels(step):
         return
-    counts, said = step.prepared.traced.label_counts, float(weigh(step.sample))
-    if len(counts) == 1 and counts[0] != said:
-        title = f"the loss averages over {counts[0]:g} labels of a part that weighs {said:g}"
+    counts, weight = step.prepared.traced.label_counts, float(weigh(step.sample))
+    if len(counts) == 1 and counts[0] != weight:
+        title = f"the loss averages over {counts[0]:g} labels of a part that weighs {weight:g}"
         yield Diagnostic("S716", title, _weight_row(step))
 
 
-def _check_step(step: SimulatedStep, played: Sequence[RankStep]) -> Iterator[Diagnostic]:
+def _check_step(step: SimulatedStep, rank_steps: Sequence[RankStep]) -> Iterator[Diagnostic]:
     """Check that weights of corresponding parts of all replicas add up to 1 (S716)."""
     from schedlang.pipeline.timeline.versions import update_versions
 
@@ -254,19 +256,21 @@ def _check_step(step: SimulatedStep, played: Sequence[RankStep]) -> Iterator[Dia
     times = int(
         update_versions(shorten_step(step).prepared.staged.timeline).max()
     )  # updates of a step
-    for role in played:
-        weights = [sum(one.weights) for one in played if _same_rows(step, one, role)]
+    for role in rank_steps:
+        weights = [
+            sum(rank_step.weights) for rank_step in rank_steps if _same_rows(step, rank_step, role)
+        ]
         if len(weights) < step.plan.mesh.size(tokens):
             continue  # not all ranks with tokens of these rows were simulated
         total = sum(weights) * count / times
         if not math.isclose(total, 1.0, rel_tol=NEAR):
-            said = f"the microbatches of rank {role.rank} weigh {total:g} of their share"
-            yield Diagnostic("S716", said, _weight_row(step))
+            message = f"the microbatches of rank {role.rank} weigh {total:g} of their share"
+            yield Diagnostic("S716", message, _weight_row(step))
             return
 
 
-def _same_rows(step: SimulatedStep, one: RankStep, other: RankStep) -> bool:
+def _same_rows(step: SimulatedStep, rank_step: RankStep, other_step: RankStep) -> bool:
     """Return whether two ranks have the same rows, maybe with other tokens of them."""
     mesh, tokens = step.plan.mesh, step.plan.context_axes
-    a, b = mesh.coordinates(one.rank), mesh.coordinates(other.rank)
+    a, b = mesh.coordinates(rank_step.rank), mesh.coordinates(other_step.rank)
     return all(a[axis] == b[axis] for axis in mesh.sizes if axis not in tokens)

@@ -88,19 +88,19 @@ def ranks_to_simulate(plan: Plan, prepared: Prepared) -> tuple[int, ...]:
     if mesh.world <= SIMULATE_ALL:
         return tuple(range(mesh.world))
     zero = dict.fromkeys(mesh.sizes, 0)
-    line = mesh.group(0, axis) if axis is not None else (0,)
+    stage_ranks = mesh.group(0, axis) if axis is not None else (0,)
     kinds = representative_places(plan, prepared)
     pairs = {}
-    for place in reversed(range(len(line) - 1)):
-        pairs[kinds[place], kinds[place + 1]] = (place, place + 1)
-    found = {line[place] for both in pairs.values() for place in both}
-    for place in set(kinds.values()):
-        found.add(line[place])
+    for position in reversed(range(len(stage_ranks) - 1)):
+        pairs[kinds[position], kinds[position + 1]] = (position, position + 1)
+    ranks = {stage_ranks[position] for pair in pairs.values() for position in pair}
+    for position in set(kinds.values()):
+        ranks.add(stage_ranks[position])
         for name, size in mesh.axes:
             if size > 1 and (axis is None or name not in mesh.fold(axis)):
-                at = mesh.coordinates(line[place])
-                found.add(mesh.rank(zero | at | {name: size - 1}))
-    return tuple(sorted(found))
+                coordinates = mesh.coordinates(stage_ranks[position])
+                ranks.add(mesh.rank(zero | coordinates | {name: size - 1}))
+    return tuple(sorted(ranks))
 
 
 def shorten_step(step: SimulatedStep) -> SimulatedStep:
@@ -109,27 +109,29 @@ def shorten_step(step: SimulatedStep) -> SimulatedStep:
     All microbatches send the same; the check of the timeline covers their order.
     """
     plan = step.plan
-    plain = _without_kernels(plan)
-    whole = tuple(replace(one, stage=0) for one in plan.replicas)
-    least, staged = with_few_microbatches(plan, without_eviction(plan, step.prepared.staged), 2)
-    short = replace(plain, replicas=whole, order=least)
-    held = holdings_of(short, staged)
-    prepared = replace(step.prepared, staged=staged, holdings=held, gather_routes={})
-    return replace(step, plan=short, prepared=prepared)
+    plain_plan = _without_kernels(plan)
+    unsliced = tuple(replace(replicas, stage=0) for replicas in plan.replicas)
+    order, staged = with_few_microbatches(plan, without_eviction(plan, step.prepared.staged), 2)
+    short_plan = replace(plain_plan, replicas=unsliced, order=order)
+    holdings = holdings_of(short_plan, staged)
+    prepared = replace(step.prepared, staged=staged, holdings=holdings, gather_routes={})
+    return replace(step, plan=short_plan, prepared=prepared)
 
 
 def _without_kernels(plan: Plan) -> Plan:
     """Return the plan with original modules, and saved tensors where they are by default."""
-    away = plan.rows_changing(Facet.STRUCTURE, Facet.RESIDENCE)
-    kept = tuple(action for action in plan.actions if action not in away)
-    stores = tuple(one for one in plan.stores if one.what != "activations")
-    return replace(plan, actions=kept, activation_codings=(), stores=stores)
+    removed = plan.rows_changing(Facet.STRUCTURE, Facet.RESIDENCE)
+    kept_actions = tuple(action for action in plan.actions if action not in removed)
+    stores = tuple(store for store in plan.stores if store.what != "activations")
+    return replace(plan, actions=kept_actions, activation_codings=(), stores=stores)
 
 
 def simulate_ranks(step: SimulatedStep) -> list[RankStep]:
     """Simulate a step on every rank that differs from others."""
-    short = shorten_step(step)
-    return [_simulate_rank(short, rank) for rank in ranks_to_simulate(short.plan, short.prepared)]
+    shorter = shorten_step(step)
+    return [
+        _simulate_rank(shorter, rank) for rank in ranks_to_simulate(shorter.plan, shorter.prepared)
+    ]
 
 
 def _simulate_rank(step: SimulatedStep, rank: int) -> RankStep:
@@ -137,26 +139,26 @@ def _simulate_rank(step: SimulatedStep, rank: int) -> RankStep:
 
     trained: list[str] = []
 
-    def optimizer(named: Any) -> Any:
+    def optimizer(named_parameters: Any) -> Any:
         import torch
 
-        pairs = list(named)
+        pairs = list(named_parameters)
         trained.clear()  # `build` first tries it on other parameters
         trained.extend(name for name, _ in pairs)
         return torch.optim.SGD([p for _, p in pairs], lr=0.0)
 
     plan, staged = step.plan, step.prepared.staged
     with build_one_rank(step, rank, optimizer) as (program, tap):
-        played = dry_run(program, staged.cut, step.batch, dealings=step.splits)
+        simulated = dry_run(program, staged.cut, step.batch, dealings=step.splits)
     if program.optimizer is None:
         trained.clear()  # nothing is trained here; only `build` tried it
     return RankStep(
         rank,
         plan.mesh.index(rank, staged.axis) if staged.axis is not None else 0,
         tuple(tap.log),
-        tuple(played.messages),
-        tuple(_observed_sums(step, program, played.invented, tap)),
-        tuple(played.weights),
+        tuple(simulated.messages),
+        tuple(_observed_sums(step, program, simulated.invented, tap)),
+        tuple(simulated.weights),
         tuple(trained),
         frozenset(program.assembly.parameters),
     )
@@ -170,19 +172,19 @@ def _observed_sums(step: SimulatedStep, program: Any, answers: Any, tap: Operati
     from schedlang.runtime.dry_run import storage_place
     from schedlang.runtime.tracing.meta_runs import storage
 
-    there = [(n, p.grad) for n, p in program.assembly.parameters.items() if p.grad is not None]
-    names = {storage_place(grad): name for name, grad in there}
+    gradients = [(n, p.grad) for n, p in program.assembly.parameters.items() if p.grad is not None]
+    names = {storage_place(grad): name for name, grad in gradients}
     stale = step.prepared.staged.timeline.stale
     for lane, tensor in tap.summed:
-        _, put = answers.together.get(id(tensor), (None, {}))
+        _, places_added = answers.together.get(id(tensor), (None, {}))
         # gradients that share a buffer from the start are summed in place
-        lying = [name for (at, _), name in names.items() if at == storage(tensor)]
+        inside = [name for (key, _), name in names.items() if key == storage(tensor)]
         # with several updates in a step, each with its sums, count those of the last update
-        last = [n for n, place in put.items() if not stale or names.get(place) == n]
-        of = frozenset([*last, *lying])
-        if of:
-            yield sum_over_ranks(step.plan, step.prepared, lane.ranks, of)
-    for name, grad in there:
+        last = [n for n, place in places_added.items() if not stale or names.get(place) == n]
+        summed_names = frozenset([*last, *inside])
+        if summed_names:
+            yield sum_over_ranks(step.plan, step.prepared, lane.ranks, summed_names)
+    for name, grad in gradients:
         factor = answers.scaled.get(storage_place(grad), 1.0)
         if factor != 1.0:
             yield GradientSum((), frozenset([name]), divisor=1 / factor)
@@ -194,41 +196,43 @@ def sum_over_ranks(
     """Describe a sum over ranks as one over axes (or runs of neighbours) and stages."""
     mesh, axis = plan.mesh, prepared.staged.axis
     stages = mesh.fold(axis) if axis is not None else ()
-    at = [mesh.coordinates(one) for one in ranks]
-    along = {name: sorted({place[name] for place in at}) for name in mesh.sizes}
+    points = [mesh.coordinates(rank) for rank in ranks]
+    values_of = {name: sorted({point[name] for point in points}) for name in mesh.sizes}
     axes = tuple(
-        name if len(some) == mesh.size(name) or name in stages else run_axis(name, len(some))
-        for name, some in along.items()
-        if len(some) > 1
+        name if len(values) == mesh.size(name) or name in stages else run_axis(name, len(values))
+        for name, values in values_of.items()
+        if len(values) > 1
     )
     if axis is None:
         return GradientSum(axes, names)
-    return GradientSum(axes, names, frozenset(mesh.index(one, axis) for one in ranks))
+    return GradientSum(axes, names, frozenset(mesh.index(rank, axis) for rank in ranks))
 
 
 def planned_sums(plan: Plan, prepared: Prepared) -> dict[int, list[GradientSum]]:
     """Return the planned sums: buckets after the last backward, and those of sliced units."""
     mesh, staged = plan.mesh, prepared.staged
     count = mesh.size(staged.axis) if staged.axis is not None else 1
-    book: dict[int, list[GradientSum]] = {place: [] for place in range(count)}
-    for one in reductions(plan, prepared.traced, prepared.holdings):
-        for place in one.stages if one.stages is not None else book:
-            at = frozenset([place]) if one.stages is None else one.stages
-            book[place].append(GradientSum(mesh.fold(one.axes), frozenset(one.names), at))
+    sums_at: dict[int, list[GradientSum]] = {position: [] for position in range(count)}
+    for reduction in reductions(plan, prepared.traced, prepared.holdings):
+        for position in reduction.stages if reduction.stages is not None else sums_at:
+            positions = frozenset([position]) if reduction.stages is None else reduction.stages
+            sums_at[position].append(
+                GradientSum(mesh.fold(reduction.axes), frozenset(reduction.names), positions)
+            )
     row, _ = state_slicing(plan)
-    for place in book if row is not None else ():
-        for stage in staged.stages_at(place):
+    for position in sums_at if row is not None else ():
+        for stage in staged.stages_at(position):
             units = sliced_names_by_unit(plan, staged, prepared.holdings, stage)
             for names in units.values():
                 axes = slicing_axes_of(prepared.holdings, names)
-                book[place].append(GradientSum(axes, frozenset(names), frozenset([place])))
-    return book
+                sums_at[position].append(GradientSum(axes, frozenset(names), frozenset([position])))
+    return sums_at
 
 
 def executed_sums(
     plan: Plan,
     prepared: Prepared,
-    played: Sequence[RankStep],
+    rank_steps: Sequence[RankStep],
     slices: Mapping[int, Sequence[GradientSum]],
 ) -> dict[int, list[GradientSum]]:
     """Return the sums that simulated ranks did; the planned ones for other stages.
@@ -240,16 +244,18 @@ def executed_sums(
     book = dict(plans)
     sliced = frozenset(n for n, holding in prepared.holdings.items() if holding.sliced)
     data = set(plan.data_axes)
-    for role in sorted(played, key=lambda role: -role.rank):
-        seen = []
-        for one in role.sums:
-            left = one.names - sliced if data & set(one.axes) else one.names
-            if left:
-                seen.append(GradientSum(one.axes, left, one.places, one.divisor))
-        rest = slices.get(role.place)
-        if rest is None:
-            rest = [one for one in plans[role.place] if one.names <= sliced]
-        book[role.place] = [*seen, *rest]
+    for role in sorted(rank_steps, key=lambda role: -role.rank):
+        executed = []
+        for grad_sum in role.sums:
+            names = grad_sum.names - sliced if data & set(grad_sum.axes) else grad_sum.names
+            if names:
+                executed.append(
+                    GradientSum(grad_sum.axes, names, grad_sum.places, grad_sum.divisor)
+                )
+        sliced_part = slices.get(role.place)
+        if sliced_part is None:
+            sliced_part = [grad_sum for grad_sum in plans[role.place] if grad_sum.names <= sliced]
+        book[role.place] = [*executed, *sliced_part]
     return book
 
 
@@ -264,27 +270,27 @@ def sliced_sums(step: SimulatedStep, rank: int) -> tuple[GradientSum, ...]:
     if row is None:
         return ()
     plan, prepared = _without_kernels(step.plan), step.prepared
-    cut = {name for name, holding in prepared.holdings.items() if holding.sliced}
-    found = []
+    sliced_names = {name for name, holding in prepared.holdings.items() if holding.sliced}
+    sums = []
     with build_one_rank(replace(step, plan=plan), rank) as (program, _):
-        for one in program.assembly.sliced.values():
-            for names, divisor in reduction_factors(one, program.assembly.parameters):
+        for sharded_stage in program.assembly.sliced.values():
+            for names, divisor in reduction_factors(sharded_stage, program.assembly.parameters):
                 axes = slicing_axes_of(prepared.holdings, tuple(names))
-                made = sum_over_ranks(plan, prepared, plan.mesh.group(rank, axes), names)
-                found.append(replace(made, divisor=divisor))
+                gradient_sum = sum_over_ranks(plan, prepared, plan.mesh.group(rank, axes), names)
+                sums.append(replace(gradient_sum, divisor=divisor))
         for copies in program.assembly.reductions:
-            names = frozenset(copies.names) & cut
+            names = frozenset(copies.names) & sliced_names
             if copies.kind == "replicas" and names:
-                found.append(sum_over_ranks(plan, prepared, copies.group.ranks, names))
-    return tuple(found)
+                sums.append(sum_over_ranks(plan, prepared, copies.group.ranks, names))
+    return tuple(sums)
 
 
 Logs = Mapping[int, Sequence["LoggedOperation"]]
 
 
-def check_matching(plan: Plan, prepared: Prepared, played: Sequence[RankStep]) -> Claim:
+def check_matching(plan: Plan, prepared: Prepared, rank_steps: Sequence[RankStep]) -> Claim:
     """Compare the logs of simulated ranks (S714), and pair the messages of all microbatches."""
-    logs = {role.rank: role.log for role in played}
+    logs = {role.rank: role.log for role in rank_steps}
     problems = [
         ("all ranks", d) for d in (*_check_groups(plan, logs), *_check_collectives(plan, logs))
     ]
@@ -292,156 +298,170 @@ def check_matching(plan: Plan, prepared: Prepared, played: Sequence[RankStep]) -
         ("messages", d)
         for d in (
             *_check_messages(plan, logs),
-            *_check_message_names(plan, played),
+            *_check_message_names(plan, rank_steps),
             *_check_timeline(plan, prepared),
         )
     ]
-    sent = [one for log in logs.values() for one in log if one.lane is not None]
-    groups = {one.lane for one in sent if one.ends is None}
-    channels = {(one.lane, one.ends) for one in sent if one.ends is not None}
+    sent = [op for log in logs.values() for op in log if op.lane is not None]
+    groups = {op.lane for op in sent if op.ends is None}
+    channels = {(op.lane, op.ends) for op in sent if op.ends is not None}
     ranks = f"{len(logs)} of {plan.mesh.world}" if len(logs) < plan.mesh.world else f"{len(logs)}"
-    said = (
-        f"{ranks} ranks simulated, {sum(one.ends is None for one in sent)} collectives in"
-        f" {len(groups)} groups, {sum(one.ends is not None for one in sent)} messages in"
+    summary = (
+        f"{ranks} ranks simulated, {sum(op.ends is None for op in sent)} collectives in"
+        f" {len(groups)} groups, {sum(op.ends is not None for op in sent)} messages in"
         f" {len(channels)} channels"
     )
-    return Claim("matching", said, join_problems(problems), unseen=_unseen(plan, prepared, logs))
+    return Claim("matching", summary, join_problems(problems), unseen=_unseen(plan, prepared, logs))
 
 
 def _unseen(plan: Plan, prepared: Prepared, logs: Logs) -> tuple[str, ...]:
-    found = []
+    gaps = []
     if any(holding.sliced for holding in prepared.holdings.values()):
-        found.append(
-            "what torch's fully_shard sends for shards: simulated with full copies instead"
-        )
+        gaps.append("what torch's fully_shard sends for shards: simulated with full copies instead")
     if len(logs) < plan.mesh.world:
-        found.append("ranks that were not simulated: assumed to do the same as those that were")
+        gaps.append("ranks that were not simulated: assumed to do the same as those that were")
     if prepared.staged.axis is not None:
-        found.append("the headers of first messages, which hold sizes")
-    return tuple(found)
+        gaps.append("the headers of first messages, which hold sizes")
+    return tuple(gaps)
 
 
 def _check_groups(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
     """Yield a problem unless all ranks make the same groups in the same order, members or not."""
-    made = {rank: [one for one in log if one.lane is None] for rank, log in logs.items()}
-    first, *others = made
-    for rank in others:
-        for count, (one, other) in enumerate(zip(made[first], made[rank])):
-            if one != other:
-                said = f"as group {count + 1} ranks {first} and {rank} make different ones"
-                notes = (f"{list(one.shape)} and {list(other.shape)}",)
-                yield Diagnostic("S714", said, notes=notes)
+    groups = {rank: [group for group in log if group.lane is None] for rank, log in logs.items()}
+    first, *other_ranks = groups
+    for rank in other_ranks:
+        for count, (group, other_group) in enumerate(zip(groups[first], groups[rank])):
+            if group != other_group:
+                message = f"as group {count + 1} ranks {first} and {rank} make different ones"
+                notes = (f"{list(group.shape)} and {list(other_group.shape)}",)
+                yield Diagnostic("S714", message, notes=notes)
                 return
-        if len(made[first]) != len(made[rank]):
-            said = f"ranks {first} and {rank} make {len(made[first])} and {len(made[rank])} groups"
-            yield Diagnostic("S714", said)
+        if len(groups[first]) != len(groups[rank]):
+            message = (
+                f"ranks {first} and {rank} make {len(groups[first])} and {len(groups[rank])} groups"
+            )
+            yield Diagnostic("S714", message)
             return
 
 
 def _check_collectives(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
     """Run collectives against each other until all are done, two differ, or all ranks wait."""
-    left = {
-        rank: [one for one in reversed(log) if one.lane is not None and one.ends is None]
+    remaining = {
+        rank: [op for op in reversed(log) if op.lane is not None and op.ends is None]
         for rank, log in logs.items()
     }
-    ready = list(left)[::-1]
+    ready = list(remaining)[::-1]
     while ready:
         rank = ready.pop()
-        while left[rank]:
-            mine = left[rank][-1]
-            assert mine.lane is not None
-            members = [r for r in mine.lane.ranks if r in left]
-            heads = {r: left[r][-1] if left[r] else None for r in members}
-            if any(head is None or head.lane != mine.lane for head in heads.values()):
+        while remaining[rank]:
+            operation = remaining[rank][-1]
+            assert operation.lane is not None
+            members = [r for r in operation.lane.ranks if r in remaining]
+            heads = {r: remaining[r][-1] if remaining[r] else None for r in members}
+            if any(head is None or head.lane != operation.lane for head in heads.values()):
                 break
-            other = next((r for r, head in heads.items() if head != mine), None)
-            if other is not None:
-                yield _describe_difference(plan, mine.lane, rank, mine, other, heads[other])
+            differing = next((r for r, head in heads.items() if head != operation), None)
+            if differing is not None:
+                yield _describe_difference(
+                    plan, operation.lane, rank, operation, differing, heads[differing]
+                )
                 return
             for member in members:
-                left[member].pop()
+                remaining[member].pop()
             ready += members
-    stuck = {rank: rest[-1] for rank, rest in left.items() if rest}
+    stuck = {rank: operations[-1] for rank, operations in remaining.items() if operations}
     if stuck:
-        yield _describe_deadlock(plan, stuck, left)
+        yield _describe_deadlock(plan, stuck, remaining)
 
 
-def _row_of_group(plan: Plan, lane: Lane, one: LoggedOperation) -> Action | None:
+def _row_of_group(plan: Plan, lane: Lane, operation: LoggedOperation) -> Action | None:
     """Return the row that introduces the axis of a group."""
-    at = [plan.mesh.coordinates(rank) for rank in lane.ranks]
-    axes = [name for name in plan.mesh.sizes if len({place[name] for place in at}) > 1]
-    return axis_row(plan, one.fqn, axes[0]) if len(axes) == 1 else None
+    points = [plan.mesh.coordinates(rank) for rank in lane.ranks]
+    axes = [name for name in plan.mesh.sizes if len({point[name] for point in points}) > 1]
+    return axis_row(plan, operation.fqn, axes[0]) if len(axes) == 1 else None
 
 
 def _describe_difference(
     plan: Plan,
     lane: Lane,
     rank: int,
-    mine: LoggedOperation,
-    other: int,
-    theirs: LoggedOperation | None,
+    own_op: LoggedOperation,
+    peer: int,
+    peer_op: LoggedOperation | None,
 ) -> Diagnostic:
-    said = f"ranks {rank} and {other} do not agree on a collective of {lane}"
-    at = f" at `{mine.fqn}`" if mine.fqn else ""
-    notes = (f"rank {rank} sends {mine}{at}", f"rank {other} sends {theirs}")
-    return Diagnostic("S714", said, row_label(_row_of_group(plan, lane, mine)), notes=notes)
+    message = f"ranks {rank} and {peer} do not agree on a collective of {lane}"
+    where_text = f" at `{own_op.fqn}`" if own_op.fqn else ""
+    notes = (f"rank {rank} sends {own_op}{where_text}", f"rank {peer} sends {peer_op}")
+    return Diagnostic("S714", message, row_label(_row_of_group(plan, lane, own_op)), notes=notes)
 
 
 def _describe_deadlock(
-    plan: Plan, stuck: Mapping[int, LoggedOperation], left: Mapping[int, list[LoggedOperation]]
+    plan: Plan, stuck: Mapping[int, LoggedOperation], remaining: Mapping[int, list[LoggedOperation]]
 ) -> Diagnostic:
     """Describe ranks that wait forever, for each other or for a rank that is done."""
-    rank, mine = next(iter(stuck.items()))
-    assert mine.lane is not None
-    other = next(
-        r for r in mine.lane.ranks if r in left and (r not in stuck or stuck[r].lane != mine.lane)
+    rank, own_op = next(iter(stuck.items()))
+    assert own_op.lane is not None
+    peer = next(
+        r
+        for r in own_op.lane.ranks
+        if r in remaining and (r not in stuck or stuck[r].lane != own_op.lane)
     )
-    theirs = f"waits in {stuck[other]} of {stuck[other].lane}" if other in stuck else "is done"
-    notes = (f"rank {rank} waits in {mine} of {mine.lane}", f"rank {other} {theirs}")
-    said = f"ranks {rank} and {other} wait for each other, or for ever"
-    return Diagnostic("S714", said, row_label(_row_of_group(plan, mine.lane, mine)), notes=notes)
+    peer_text = f"waits in {stuck[peer]} of {stuck[peer].lane}" if peer in stuck else "is done"
+    notes = (f"rank {rank} waits in {own_op} of {own_op.lane}", f"rank {peer} {peer_text}")
+    message = f"ranks {rank} and {peer} wait for each other, or for ever"
+    return Diagnostic(
+        "S714", message, row_label(_row_of_group(plan, own_op.lane, own_op)), notes=notes
+    )
 
 
 def _check_messages(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
     """Check that sent and expected messages agree, in order, on every simulated channel."""
     channels: dict[tuple[Lane, tuple[int, int]], dict[str, list[LoggedOperation]]] = {}
     for log in logs.values():
-        for one in log:
-            if one.lane is not None and one.ends is not None and set(one.ends) <= logs.keys():
-                both = channels.setdefault((one.lane, one.ends), {"send": [], "recv": []})
-                both[one.op].append(one)
+        for op in log:
+            if op.lane is not None and op.ends is not None and set(op.ends) <= logs.keys():
+                pair = channels.setdefault((op.lane, op.ends), {"send": [], "recv": []})
+                pair[op.op].append(op)
     label = row_label(last_row_changing(plan, Facet.STAGE))
-    for (_, (source, target)), both in channels.items():
-        sent, got = both["send"], both["recv"]
-        for count, (one, other) in enumerate(zip(sent, got)):
-            if (one.shape, one.dtype) != (other.shape, other.dtype):
-                said = f"message {count + 1} from rank {source} is not what rank {target} expects"
-                yield Diagnostic("S714", said, label, notes=(f"{one}, {other}",))
+    for (_, (source, target)), pair in channels.items():
+        sent, received = pair["send"], pair["recv"]
+        for count, (op, received_op) in enumerate(zip(sent, received)):
+            if (op.shape, op.dtype) != (received_op.shape, received_op.dtype):
+                message = (
+                    f"message {count + 1} from rank {source} is not what rank {target} expects"
+                )
+                yield Diagnostic("S714", message, label, notes=(f"{op}, {received_op}",))
                 return
-        if len(sent) != len(got):
-            counts = f"{len(sent)} messages to rank {target}, which expects {len(got)}"
-            said = f"rank {source} sends {counts}"
-            yield Diagnostic("S714", said, label)
+        if len(sent) != len(received):
+            counts = f"{len(sent)} messages to rank {target}, which expects {len(received)}"
+            message = f"rank {source} sends {counts}"
+            yield Diagnostic("S714", message, label)
             return
 
 
-def _check_message_names(plan: Plan, played: Sequence[RankStep]) -> Iterator[Diagnostic]:
+def _check_message_names(plan: Plan, rank_steps: Sequence[RankStep]) -> Iterator[Diagnostic]:
     """Check that each message has the value and microbatch that the receiver expects (S714)."""
-    ranks = {role.rank for role in played}
+    ranks = {role.rank for role in rank_steps}
     channels: dict[tuple[int, int], dict[bool, list[SimulatedMessage]]] = {}
-    for role in played:
-        for one in role.messages:
-            if set(one.ranks) <= ranks:
-                channels.setdefault(one.ranks, {True: [], False: []})[one.sends].append(one)
-    for (source, target), both in channels.items():
-        for sent, due in zip_longest(both[True], both[False]):
-            if sent is None or due is None or (sent.key, sent.tensors) != (due.key, due.tensors):
-                said = f"rank {target} takes a message of rank {source} for another one"
+    for role in rank_steps:
+        for message in role.messages:
+            if set(message.ranks) <= ranks:
+                channels.setdefault(message.ranks, {True: [], False: []})[message.sends].append(
+                    message
+                )
+    for (source, target), pair in channels.items():
+        for sent, expected in zip_longest(pair[True], pair[False]):
+            if (
+                sent is None
+                or expected is None
+                or (sent.key, sent.tensors) != (expected.key, expected.tensors)
+            ):
+                text = f"rank {target} takes a message of rank {source} for another one"
                 notes = (
-                    f"{_describe_message(sent)} is sent, {_describe_message(due)} is expected",
+                    f"{_describe_message(sent)} is sent, {_describe_message(expected)} is expected",
                 )
                 yield Diagnostic(
-                    "S714", said, row_label(last_row_changing(plan, Facet.STAGE)), notes=notes
+                    "S714", text, row_label(last_row_changing(plan, Facet.STAGE)), notes=notes
                 )
                 return
 
@@ -450,8 +470,10 @@ def _describe_message(letter: SimulatedMessage | None) -> str:
     if letter is None:
         return "nothing"
     name = letter.key
-    what = "the gradient" if name.back else "the output"
-    return f"{what} of microbatch {name.microbatch} from stage {name.source} to stage {name.target}"
+    content = "the gradient" if name.back else "the output"
+    return (
+        f"{content} of microbatch {name.microbatch} from stage {name.source} to stage {name.target}"
+    )
 
 
 def _check_timeline(plan: Plan, prepared: Prepared) -> Iterator[Diagnostic]:

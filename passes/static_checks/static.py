@@ -61,29 +61,29 @@ def static(
     from schedlang.runtime.global_state import restore_global_state
 
     if plan.activation_codings:  # the same tensors, except for rounding
-        found = static(replace(plan, activation_codings=()), batch, loss, weight)
-        return replace(found, unseen=(*found.unseen, "rounding of saved activations"))
+        result = static(replace(plan, activation_codings=()), batch, loss, weight)
+        return replace(result, unseen=(*result.unseen, "rounding of saved activations"))
     if plan.compression is not None:  # the same sums, except for the codec
-        found = static(replace(plan, compression=None), batch, loss, weight)
+        result = static(replace(plan, compression=None), batch, loss, weight)
         return replace(
-            found, unseen=(*found.unseen, "compressed gradients: simulated as uncompressed sums")
+            result, unseen=(*result.unseen, "compressed gradients: simulated as uncompressed sums")
         )
     with add_forward_line(plan.model.model):
         sample = largest_part(batch, plan.share_weights, plan.micro)
     step = SimulatedStep(plan, prepare(plan, sample, loss, weight), sample, loss, weight)
     with restore_global_state(plan.model.model, loss):
         inferred = infer_gradients(plan, step.prepared, sample, loss)
-        played, sliced, why = _simulate(step)
+        rank_steps, sliced, reason = _simulate(step)
     assert inferred is not None, "a model without a loss is refused before"
-    book = executed_sums(plan, step.prepared, played, sliced)
+    executed = executed_sums(plan, step.prepared, rank_steps, sliced)
     return _join_claims(
-        check_reductions(plan, step.prepared, inferred, book),
+        check_reductions(plan, step.prepared, inferred, executed),
         check_types(plan, inferred),
-        check_weights(step, batch, played),
-        check_matching(plan, step.prepared, played)
-        if not why
-        else Claim("matching", why, checked=False),
-        check_owners(plan, step.prepared, inferred, played),
+        check_weights(step, batch, rank_steps),
+        check_matching(plan, step.prepared, rank_steps)
+        if not reason
+        else Claim("matching", reason, checked=False),
+        check_owners(plan, step.prepared, inferred, rank_steps),
     )
 
 
@@ -135,9 +135,13 @@ def _simulate(
     ):
         return [], {}, "a batch of graphs is split by its values, and simulated ranks have none"
     try:
-        found = simulate_ranks(step)
-        first = {role.place: role.rank for role in reversed(found)}
-        return found, {place: sliced_sums(step, rank) for place, rank in first.items()}, ""
+        rank_steps = simulate_ranks(step)
+        first_ranks = {role.place: role.rank for role in reversed(rank_steps)}
+        return (
+            rank_steps,
+            {position: sliced_sums(step, rank) for position, rank in first_ranks.items()},
+            "",
+        )
     except Refusal:
         raise
     except Exception as error:  # a model may need values

@@ -41,19 +41,27 @@ def compare_changed_model(case: Case) -> Iterator[Row]:
     yield _values(facts)
     modes, _ = proof_modes(case)
     with enter_modes(*modes):
-        (apart, values, merged), own_model = _separate_names(facts), facts.without_random_draws()
-        named, grads = _loss_and_gradients(case, apart), _loss_and_gradients(case, own_model)
-        wanted, outputs = _evaluate(case, apart), _evaluate(case, own_model)
-    size = max((float(value.double().norm()) for value in wanted.values()), default=0.0)
+        (separate, values, merged), own_model = _separate_names(facts), facts.without_random_draws()
+        separate_grads, shared_grads = (
+            _loss_and_gradients(case, separate),
+            _loss_and_gradients(case, own_model),
+        )
+        expected, outputs = _evaluate(case, separate), _evaluate(case, own_model)
+    size = max((float(value.double().norm()) for value in expected.values()), default=0.0)
     for name, output in outputs.items():
-        yield _row(f"in evaluation: {name}", wanted[name], output, size)
-    loss, own = named.pop(""), grads.pop("")
-    yield _row("loss", loss, own, abs(float(loss.double().norm())))
-    scale = max((float(g.double().norm()) for g in named.values()), default=0.0)
-    named = _through_merge(values, merged, named)
-    for name, grad in grads.items():
-        same = [n for n in facts.parameters[name].names if n in named]
-        yield _row(name, sum(named[n] for n in same[1:]) + named[same[0]], grad, scale)
+        yield _row(f"in evaluation: {name}", expected[name], output, size)
+    separate_loss, shared_loss = separate_grads.pop(""), shared_grads.pop("")
+    yield _row("loss", separate_loss, shared_loss, abs(float(separate_loss.double().norm())))
+    scale = max((float(g.double().norm()) for g in separate_grads.values()), default=0.0)
+    separate_grads = _through_merge(values, merged, separate_grads)
+    for name, grad in shared_grads.items():
+        aliases = [n for n in facts.parameters[name].names if n in separate_grads]
+        yield _row(
+            name,
+            sum(separate_grads[n] for n in aliases[1:]) + separate_grads[aliases[0]],
+            grad,
+            scale,
+        )
 
 
 NamedTensors = dict[str, Tensor]
@@ -64,37 +72,37 @@ def _values(facts: ModelFacts) -> Row:
 
     A quantised value is compared with the nearest representable value.
     """
-    worst, place = 0.0, "all values"
+    worst, location = 0.0, "all values"
     for name, value in facts.model.named_parameters(remove_duplicate=False):
         if name not in facts.base.parameters:
             continue  # added by a row
-        first = facts.base.model.get_parameter(facts.parameters[name].names[0])
+        base_parameter = facts.base.model.get_parameter(facts.parameters[name].names[0])
         coding = facts.coding_of(facts.parameters[name].name)
-        wanted = first.detach().double()
+        expected = base_parameter.detach().double()
         if coding is not None:
-            wanted = _nearest(wanted, coding, value.detach().double())
-        error = float((value.detach().double() - wanted).norm())
+            expected = _nearest(expected, coding, value.detach().double())
+        error = float((value.detach().double() - expected).norm())
         if error > worst:
-            worst, place = error, f"value of {name}"
-    return Row("untouched", KIND, place, worst, 0.0, worst == 0.0, 0)
+            worst, location = error, f"value of {name}"
+    return Row("untouched", KIND, location, worst, 0.0, worst == 0.0, 0)
 
 
-def _nearest(weight: Tensor, coding: WeightQuantization, found: Tensor) -> Tensor:
-    """Return the nearest representable values; of two equally near ones the one in `found`."""
+def _nearest(weight: Tensor, coding: WeightQuantization, actual: Tensor) -> Tensor:
+    """Return the nearest representable values; of two equally near ones the one in `actual`."""
     levels = torch.tensor(sorted(coding.book.levels), dtype=weight.dtype, device=weight.device)
-    made, dim = [], coding.input_dim
-    blocks = (torch.split(each, coding.book.block, dim) for each in (weight, found))
-    for block, own in zip(*blocks):
+    nearest_blocks, dim = [], coding.input_dim
+    blocks = (torch.split(tensor, coding.book.block, dim) for tensor in (weight, actual))
+    for block, actual_block in zip(*blocks):
         scale = block.abs().amax(dim, keepdim=True)
         ratio = block / torch.where(scale > 0, scale, 1.0)
-        above = torch.searchsorted(levels, ratio.contiguous()).clamp_max(len(levels) - 1)
-        both = [levels[above] * scale, levels[(above - 1).clamp_min(0)] * scale]
-        far = [(one - block).abs() for one in both]
-        even = torch.isclose(far[0], far[1], rtol=1e-9, atol=0.0)
-        nearest = torch.where(far[0] <= far[1], both[0], both[1])
-        tie = even & ((own == both[0]) | (own == both[1]))
-        made.append(torch.where(tie, own, nearest))
-    return torch.cat(made, dim)
+        upper_index = torch.searchsorted(levels, ratio.contiguous()).clamp_max(len(levels) - 1)
+        bounds = [levels[upper_index] * scale, levels[(upper_index - 1).clamp_min(0)] * scale]
+        distances = [(bound - block).abs() for bound in bounds]
+        is_tie = torch.isclose(distances[0], distances[1], rtol=1e-9, atol=0.0)
+        nearest = torch.where(distances[0] <= distances[1], bounds[0], bounds[1])
+        keeps_actual = is_tie & ((actual_block == bounds[0]) | (actual_block == bounds[1]))
+        nearest_blocks.append(torch.where(keeps_actual, actual_block, nearest))
+    return torch.cat(nearest_blocks, dim)
 
 
 def _separate_names(facts: ModelFacts) -> tuple[nn.Module, NamedTensors, NamedTensors]:
@@ -103,8 +111,8 @@ def _separate_names(facts: ModelFacts) -> tuple[nn.Module, NamedTensors, NamedTe
     Also return these values by name, and the copy's values, which are computed from them.
     """
     twin = copy_module(facts.base.model)
-    named = facts.model.named_parameters(remove_duplicate=False)
-    values = {n: p.detach().clone().requires_grad_(p.is_floating_point()) for n, p in named}
+    params = facts.model.named_parameters(remove_duplicate=False)
+    values = {n: p.detach().clone().requires_grad_(p.is_floating_point()) for n, p in params}
     merged = facts.merge_values(values)
     for fqn, module in twin.named_modules():  # a shared module appears once
         for local, parameter in list(module._parameters.items()):
@@ -114,26 +122,34 @@ def _separate_names(facts: ModelFacts) -> tuple[nn.Module, NamedTensors, NamedTe
     return twin, values, merged
 
 
-def _through_merge(values: NamedTensors, merged: NamedTensors, named: NamedTensors) -> NamedTensors:
+def _through_merge(
+    values: NamedTensors, merged: NamedTensors, grads_by_name: NamedTensors
+) -> NamedTensors:
     """Return the gradients of the changed model's values, by the chain rule through the merge."""
-    made = [name for name, value in merged.items() if name in named and value.grad_fn is not None]
-    if not made:
-        return named
-    at = {name: value for name, value in values.items() if value.requires_grad}
-    grads = [named[name].to(merged[name]) for name in made]
-    more = torch.autograd.grad(
-        [merged[name] for name in made], list(at.values()), grads, allow_unused=True
+    names = [
+        name
+        for name, value in merged.items()
+        if name in grads_by_name and value.grad_fn is not None
+    ]
+    if not names:
+        return grads_by_name
+    leaves = {name: value for name, value in values.items() if value.requires_grad}
+    grads = [grads_by_name[name].to(merged[name]) for name in names]
+    leaf_grads = torch.autograd.grad(
+        [merged[name] for name in names], list(leaves.values()), grads, allow_unused=True
     )
-    return named | {name: grad for name, grad in zip(at, more) if grad is not None}
+    return grads_by_name | {
+        name: grad for name, grad in zip(leaves, leaf_grads) if grad is not None
+    }
 
 
 def _loss_and_gradients(case: Case, module: nn.Module) -> dict[str, Tensor]:
     """Return loss (under "") and gradients of the first batch in training mode; zeros for None."""
     subject, batch = Sequential(module, loss=case.loss), case.batches[0]
-    found = {"": subject.forward_backward(batch, range(count_rows(batch)))}
-    held = dict(module.named_parameters())
+    loss = {"": subject.forward_backward(batch, range(count_rows(batch)))}
+    parameters = dict(module.named_parameters())
     grads = subject.gradients().items()
-    return found | {n: torch.zeros_like(held[n]) if g is None else g for n, g in grads}
+    return loss | {n: torch.zeros_like(parameters[n]) if g is None else g for n, g in grads}
 
 
 def _evaluate(case: Case, module: nn.Module) -> NamedTensors:
@@ -142,8 +158,10 @@ def _evaluate(case: Case, module: nn.Module) -> NamedTensors:
     return {n: v for n, v in flatten_output(output, set()) if isinstance(v, Tensor)}
 
 
-def _row(name: str, want: Tensor, got: Tensor, scale: float) -> Row:
-    error = float((got.double() - want.double()).norm())
-    allowed = RTOL * float(want.double().norm()) + ATOL * scale
-    shown = error / (float(want.double().norm()) or 1.0)
-    return Row("untouched", KIND, name, shown, RTOL, error <= allowed, 0, "", tuple(want.shape))
+def _row(name: str, expected: Tensor, actual: Tensor, scale: float) -> Row:
+    error = float((actual.double() - expected.double()).norm())
+    allowed = RTOL * float(expected.double().norm()) + ATOL * scale
+    relative = error / (float(expected.double().norm()) or 1.0)
+    return Row(
+        "untouched", KIND, name, relative, RTOL, error <= allowed, 0, "", tuple(expected.shape)
+    )

@@ -48,14 +48,16 @@ def compare(
     rows += compare_tensors(expected, actual, rtol, exact)
     rows += _ties(expected, actual)
     rows += [row for row in sets if row.kind == DRAWS]
-    for key, (count, same) in expected.streams.items():
-        note = "" if not same else f"{len(same)} repeat: {same[0]}"
-        name = f"{count - len(same)} {'instead of' if same else '='} {count}"
-        rows.append(Row(key.condition, key.kind, name, len(same), 0.0, not same, None, note))
-    for key, (count, wrong) in actual.streams.items():
+    for key, (count, repeats) in expected.streams.items():
+        note = "" if not repeats else f"{len(repeats)} repeat: {repeats[0]}"
+        name = f"{count - len(repeats)} {'instead of' if repeats else '='} {count}"
+        rows.append(Row(key.condition, key.kind, name, len(repeats), 0.0, not repeats, None, note))
+    for key, (count, wrong_masks) in actual.streams.items():
         name = f"{count} masks in steps as training takes them"
-        note = "; ".join(wrong[:2])
-        rows.append(Row(key.condition, key.kind, name, len(wrong), 0.0, not wrong, None, note))
+        note = "; ".join(wrong_masks[:2])
+        rows.append(
+            Row(key.condition, key.kind, name, len(wrong_masks), 0.0, not wrong_masks, None, note)
+        )
     for key, error in actual.replicas.items():
         gate = 0.0 if exact else rtol
         ok = error <= gate
@@ -69,14 +71,21 @@ def _sets(expected: Observation, actual: Observation) -> Iterator[Row]:
     for key in sorted(keys, key=lambda k: _ORDER.index(k.kind)):
         if key.kind in actual.missing:
             continue
-        want, got = expected.sets.get(key, frozenset()), actual.sets.get(key, frozenset())
-        lost, extra = sorted(want - got), sorted(got - want)
+        expected_names, actual_names = (
+            expected.sets.get(key, frozenset()),
+            actual.sets.get(key, frozenset()),
+        )
+        lost, extra = sorted(expected_names - actual_names), sorted(actual_names - expected_names)
         note = "; ".join(
-            f"{word}: {', '.join(names[:8])}"
-            for word, names in (("lost", lost), ("extra", extra))
+            f"{label}: {', '.join(names[:8])}"
+            for label, names in (("lost", lost), ("extra", extra))
             if names
         )
-        name = f"{len(got)} = {len(want)}" if not note else f"{len(got)} instead of {len(want)}"
+        name = (
+            f"{len(actual_names)} = {len(expected_names)}"
+            if not note
+            else f"{len(actual_names)} instead of {len(expected_names)}"
+        )
         yield Row(
             key.condition, key.kind, name, float(len(lost) + len(extra)), 0.0, not note, None, note
         )
@@ -87,11 +96,11 @@ def compare_tensors(
 ) -> Iterator[Row]:
     """Compare tensor by tensor, in the order in which differences arise."""
     scales = _scales(expected)
-    place = {name: i for i, name in enumerate(expected.order)}
+    positions = {name: i for i, name in enumerate(expected.order)}
 
     def when(key: Key) -> tuple[int, int, int]:
         rank = _ORDER.index(key.kind) if key.kind in _ORDER else len(_ORDER)
-        return key.step, rank, place.get(key.name, -1)
+        return key.step, rank, positions.get(key.name, -1)
 
     # dicts keep the order of observation, and sorting is stable: conditions stay together
     keys = {**dict.fromkeys(expected.tensors), **dict.fromkeys(actual.tensors)}
@@ -100,9 +109,9 @@ def compare_tensors(
         if key.kind in actual.missing or is_left_out(key, actual.left_out):
             continue
         error, ok, note = _difference(expected, actual, key, scales, rtol, exact)
-        found = expected.tensors.get(key)
-        shape = None if found is None else tuple(found.shape)
-        gate = 0.0 if exact or found is None or not found.is_floating_point() else rtol
+        value = expected.tensors.get(key)
+        shape = None if value is None else tuple(value.shape)
+        gate = 0.0 if exact or value is None or not value.is_floating_point() else rtol
         yield Row(key.condition, key.kind, key.name, error, gate, ok, key.step, note, shape)
 
 
@@ -158,9 +167,9 @@ def mask_common_nans(key: Key, *values: Tensor) -> tuple[Tensor, ...]:
     """Return outputs with 0 wherever all of them are NaN, unless they are NaN everywhere."""
     if key.kind not in OUTPUTS or not all(v.is_floating_point() for v in values):
         return values
-    hidden = reduce(torch.logical_and, (v.isnan() for v in values))
-    some = bool(hidden.any()) and not bool(hidden.all())
-    return tuple(torch.where(hidden, 0, v) for v in values) if some else values
+    common_nans = reduce(torch.logical_and, (v.isnan() for v in values))
+    is_partial = bool(common_nans.any()) and not bool(common_nans.all())
+    return tuple(torch.where(common_nans, 0, v) for v in values) if is_partial else values
 
 
 def _changed_fraction(x: Tensor, r: Tensor) -> float:
@@ -168,14 +177,16 @@ def _changed_fraction(x: Tensor, r: Tensor) -> float:
     return float((x != r).double().mean()) if x.numel() else 0.0
 
 
-def _close(x: Tensor, r: Tensor, scale: float, most: float, rtol: float) -> tuple[float, bool, str]:
-    same = (x == r) & r.isinf()  # masked scores are -inf on both sides
-    x, r = (torch.where(same, 0, t) for t in (x, r))
+def _close(
+    x: Tensor, r: Tensor, scale: float, largest: float, rtol: float
+) -> tuple[float, bool, str]:
+    equal_inf = (x == r) & r.isinf()  # masked scores are -inf on both sides
+    x, r = (torch.where(equal_inf, 0, t) for t in (x, r))
     if not bool(r.isfinite().all()):
         return math.nan, False, "the original itself is not finite"
     floor = FLOOR / RTOL  # so that an error of rtol is the gate, whatever rtol is
     error = ratio(_norm(x - r), _norm(r) + floor * scale)
-    element = ratio(_largest(x - r), _largest(r) + floor * most)
+    element = ratio(_largest(x - r), _largest(r) + floor * largest)
     if not error <= rtol:
         return error, False, "not finite" if math.isnan(error) else ""
     if not element <= ELEMENT_MARGIN * rtol:
@@ -206,8 +217,8 @@ def _ties(expected: Observation, actual: Observation) -> Iterator[Row]:
     states = {k[:3] for k in actual.tensors if k.kind == "parameters"}
     for condition, _, step in sorted(states):
         for group in expected.ties:
-            held = [_state(actual, condition, step, name) for name in group]
-            values = [v for v in held if v is not None]
+            tied_values = [_state(actual, condition, step, name) for name in group]
+            values = [v for v in tied_values if v is not None]
             ok = all(torch.equal(v, values[0]) for v in values[1:])
             note = "" if ok else "tied names hold different values"
             name = " = ".join(group)
@@ -215,8 +226,8 @@ def _ties(expected: Observation, actual: Observation) -> Iterator[Row]:
             yield Row(condition, "tied weights", name, error, 0.0, ok, step, note)
 
 
-def _state(seen: Observation, condition: str, step: int, name: str) -> Tensor | None:
+def _state(observation: Observation, condition: str, step: int, name: str) -> Tensor | None:
     for kind in ("parameters", "other state"):
-        if (value := seen.tensors.get(Key(condition, kind, step, name))) is not None:
+        if (value := observation.tensors.get(Key(condition, kind, step, name))) is not None:
             return value
     return None

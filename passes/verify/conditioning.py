@@ -68,10 +68,10 @@ class PerturbedRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         if _is_rounding(func) and not _is_power_of_two(func, args) and (units := _units(args)):
             # a cast to a wider dtype does not round
-            least = min(units) if func._overloadpacket.__name__ == "_to_copy" else -1.0
+            min_unit = min(units) if func._overloadpacket.__name__ == "_to_copy" else -1.0
             with torch._C.DisableTorchFunction():  # function modes apply to the model's calls only
                 for value in (out,) if isinstance(out, Tensor) else pytree.tree_leaves(out):
-                    if isinstance(value, Tensor) and _unit(value.dtype) > least:
+                    if isinstance(value, Tensor) and _unit(value.dtype) > min_unit:
                         self._move(value)
         return out
 
@@ -83,28 +83,28 @@ class PerturbedRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return  # no float, or float64
         if value.is_meta or value.layout != torch.strided or not value.numel():
             return
-        few = value.dtype.itemsize == 1
-        v, kind = value.float() if few else value, torch.finfo(value.dtype)
+        is_float8 = value.dtype.itemsize == 1
+        v, kind = value.float() if is_float8 else value, torch.finfo(value.dtype)
         size = v.abs()
-        moved = torch.addcmul(v, size.clamp(min=2 * kind.smallest_normal), self._step(v, unit))
-        if few:  # eight bits: most values are integers, and the largest are no infinity
-            stays, moved = v == 0, moved.clamp_(-kind.max, kind.max)
+        perturbed = torch.addcmul(v, size.clamp(min=2 * kind.smallest_normal), self._step(v, unit))
+        if is_float8:  # eight bits: most values are integers, and the largest are no infinity
+            unchanged, perturbed = v == 0, perturbed.clamp_(-kind.max, kind.max)
         else:
-            stays = (v.trunc() == v).logical_and_(size.clamp(1 / unit, kind.max / 4) != size)
-        value.copy_(torch.where(stays, v, moved))
+            unchanged = (v.trunc() == v).logical_and_(size.clamp(1 / unit, kind.max / 4) != size)
+        value.copy_(torch.where(unchanged, v, perturbed))
 
-    def _step(self, like: Tensor, unit: float) -> Tensor:
+    def _step(self, value: Tensor, unit: float) -> Tensor:
         """Draw a relative perturbation for each element."""
-        key, count = (like.dtype, unit), like.numel()
+        key, count = (value.dtype, unit), value.numel()
         steps = self._steps.get(key)
         if steps is None:
-            steps = self._steps[key] = (self._signs * unit).to(like.dtype)
+            steps = self._steps[key] = (self._signs * unit).to(value.dtype)
         if count > _POOL // 2:
-            return steps[torch.from_numpy(self._generator.integers(_POOL, size=like.shape))]
-        first = self._places.randrange(_POOL - count + 1)
-        if like.is_contiguous():
-            return steps.as_strided(like.shape, like.stride(), first)
-        return steps[first : first + count].view(like.shape)
+            return steps[torch.from_numpy(self._generator.integers(_POOL, size=value.shape))]
+        offset = self._places.randrange(_POOL - count + 1)
+        if value.is_contiguous():
+            return steps.as_strided(value.shape, value.stride(), offset)
+        return steps[offset : offset + count].view(value.shape)
 
 
 @cache
@@ -119,29 +119,29 @@ def _is_rounding(func: Any) -> bool:
     if not isinstance(func, torch._ops.OpOverload) or torch.Tag.inplace_view in func.tags:
         return False
     name = func._overloadpacket.__name__
-    given = [one.alias_info for one in func._schema.returns]
-    views = any(one is not None and not one.is_write for one in given)
+    alias_infos = [alias_info.alias_info for alias_info in func._schema.returns]
+    views = any(alias_info is not None and not alias_info.is_write for alias_info in alias_infos)
     return not views and name not in _EXACT and name.removesuffix("_") not in _EXACT
 
 
 def _is_power_of_two(func: Any, args: Any) -> bool:
     """Return whether an operator multiplies or divides by a power of two, which is exact."""
-    by = args[1] if len(args) > 1 else None
-    if not isinstance(by, (int, float)) or abs(math.frexp(by)[0]) != 0.5:
+    operand = args[1] if len(args) > 1 else None
+    if not isinstance(operand, (int, float)) or abs(math.frexp(operand)[0]) != 0.5:
         return False
     return func._overloadpacket.__name__ in ("mul", "mul_", "div", "div_")
 
 
 def _units(args: Iterable[Any]) -> list[float]:
     """Return the unit roundoffs of an operator's float arguments."""
-    found = []
-    for one in args:
-        if isinstance(one, Tensor):
-            if one.dtype.is_floating_point:
-                found.append(_unit(one.dtype))
-        elif isinstance(one, (list, tuple)):
-            found += _units(one)
-    return found
+    units = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            if arg.dtype.is_floating_point:
+                units.append(_unit(arg.dtype))
+        elif isinstance(arg, (list, tuple)):
+            units += _units(arg)
+    return units
 
 
 # ---- The distribution of such errors: which size is implausible for one more error?
@@ -206,8 +206,8 @@ def bound_with_freedom(
     times = math.sqrt(quantile(chance / 2, n, n * (draws or len(errors))))
     further = math.sqrt(1 + math.log(2 / chance) / math.log(2 * n))
     norm = _mean_square([float(e.norm()) for e in errors])
-    most = _mean_square([_largest(e) for e in errors])
-    return ErrorBound(times * norm, max(times, further) * most)
+    max_element = _mean_square([_largest(e) for e in errors])
+    return ErrorBound(times * norm, max(times, further) * max_element)
 
 
 def _mean_square(sizes: Sequence[float]) -> float:
@@ -222,10 +222,10 @@ def degrees_of_freedom(norms: Sequence[float], dots: Sequence[Sequence[float]]) 
     """Estimate degrees of freedom from norms and inner products; mean squared norm is 1."""
     pairs = {(i, j): dots[i][j] for i, j in combinations(range(len(norms)), 2)}
     squares = math.fsum(p * p for p in pairs.values()) / len(pairs)
-    apart = [
+    disjoint_products = [
         p * q for (i, p), (j, q) in combinations(pairs.items(), 2) if not {*i} & {*j}
     ]  # their mean is the squared mean of e . f
-    by_pairs = squares - max(0.0, math.fsum(apart) / len(apart))
+    by_pairs = squares - max(0.0, math.fsum(disjoint_products) / len(disjoint_products))
     by_norms = math.fsum((norm - 1) ** 2 for norm in norms) / (len(norms) - 1) / 2
     return min(MOST_FREEDOM, max(1.0, 1 / max(by_pairs, by_norms, 1 / MOST_FREEDOM)))
 
@@ -233,13 +233,15 @@ def degrees_of_freedom(norms: Sequence[float], dots: Sequence[Sequence[float]]) 
 @cache
 def quantile(chance: float, n: float, m: float) -> float:
     """Return the number that F(n, m) exceeds with this chance."""
-    low, high = 0.0, 1.0
-    while survival_probability(high, n, m) > chance:
-        low, high = high, 2 * high
+    lower, upper = 0.0, 1.0
+    while survival_probability(upper, n, m) > chance:
+        lower, upper = upper, 2 * upper
     for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if survival_probability(middle, n, m) > chance else (low, middle)
-    return high
+        middle = (lower + upper) / 2
+        lower, upper = (
+            (middle, upper) if survival_probability(middle, n, m) > chance else (lower, middle)
+        )
+    return upper
 
 
 def survival_probability(value: float, n: float, m: float) -> float:
@@ -254,17 +256,17 @@ def _beta(a: float, b: float, x: float) -> float:
     front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) - math.log(a)
     front += a * math.log(x) + b * math.log1p(-x)
     c, d = 1.0, 1.0 / (1.0 - (a + b) * x / (a + 1))
-    found = d
+    fraction = d
     for k in range(1, 10_000):
         even = k * (b - k) * x / ((a + 2 * k - 1) * (a + 2 * k))
         odd = -(a + k) * (a + b + k) * x / ((a + 2 * k) * (a + 2 * k + 1))
         for term in (even, odd):
             d = 1.0 / (1.0 + term * d)
             c = 1.0 + term / c
-            found *= c * d
+            fraction *= c * d
         if abs(c * d - 1.0) < 1e-13:
             break
-    return math.exp(front) * found
+    return math.exp(front) * fraction
 
 
 # ---- Bounds of each tensor, and rows that compare a program with them.
@@ -311,37 +313,39 @@ class ErrorBounds:
         are compared. The original runs until each error is known to be within its bound, so only a
         few times if the program is right.
         """
-        rtol, found, left = rtol or {}, dict[Key, Row](), dict[Key, Tensor]()
+        rtol, rows_by_key, errors_left = rtol or {}, dict[Key, Row](), dict[Key, Tensor]()
         keys = list(self._keys(program))
         chance = CHANCE / max(1, len(keys))
         skipped = _overflowing(self._unperturbed) if casts else frozenset()
         for key in keys:
-            given = rtol.get(key.kind)
-            row = Row(key.condition, key.kind + IN_DTYPE, key.name, math.inf, given or 1.0, False)
-            row = replace(row, step=key.step, note="" if given is None else _SCHEDULE_NOTE)
+            own_rtol = rtol.get(key.kind)
+            row = Row(
+                key.condition, key.kind + IN_DTYPE, key.name, math.inf, own_rtol or 1.0, False
+            )
+            row = replace(row, step=key.step, note="" if own_rtol is None else _SCHEDULE_NOTE)
             error = _error(self.exact, program, key)
             r, s = self.exact.tensors[key], self._unperturbed.tensors.get(key)
             assert r is not None
             if error is None or s is None:
                 row = replace(row, note="missing")
-            elif given is not None:
+            elif own_rtol is not None:
                 row = replace(row, error=ratio(float(error.norm()), float(r.double().norm())))
             elif _of_a_skipped_step(key, s, error) and (key.condition, key.step) in skipped:
-                so = (key.condition, key.step) in _overflowing(program)
-                row = replace(row, error=0.0 if so else math.inf)
+                same_overflow = (key.condition, key.step) in _overflowing(program)
+                row = replace(row, error=0.0 if same_overflow else math.inf)
             elif _is_lost(key, r, s):  # no reference value
                 row = replace(row, error=math.nan, note=OVERFLOWS)
             elif bool((r.isfinite() & ~s.isfinite()).any()):
-                so = casts and not bool(error.isfinite().all())
-                row = replace(row, error=0.0 if so else math.inf)
+                same_overflow = casts and not bool(error.isfinite().all())
+                row = replace(row, error=0.0 if same_overflow else math.inf)
                 row = row if casts else replace(row, error=math.nan, note=OVERFLOWS)
             else:
-                left[key] = error
-            found[key] = replace(row, ok=row.error <= row.gate)
-        for key, share in self._ratios(left, chance, casts).items():
+                errors_left[key] = error
+            rows_by_key[key] = replace(row, ok=row.error <= row.gate)
+        for key, share in self._ratios(errors_left, chance, casts).items():
             note = OVERFLOWS if math.isnan(share) else ""
-            found[key] = replace(found[key], error=share, ok=share <= 1.0, note=note)
-        return tuple(found.values())
+            rows_by_key[key] = replace(rows_by_key[key], error=share, ok=share <= 1.0, note=note)
+        return tuple(rows_by_key.values())
 
     def widen_gates(self, rows: Sequence[Row], program: Observation) -> list[Row]:
         """Widen the gates of float64 rows that fail by no more than roundings explain.
@@ -352,16 +356,16 @@ class ErrorBounds:
         rows are returned as they are.
         """
         failed = {Key(r.condition, r.kind, r.step or 0, r.name): r for r in rows if not r.ok}
-        left = dict[Key, Tensor]()
+        errors = dict[Key, Tensor]()
         for key, row in failed.items():
             error = (
                 _error(self.exact, program, key) if row.gate and row.error <= WIDEST_GATE else None
             )
             if error is None:
                 return list(rows)
-            left[key] = error
+            errors[key] = error
         widened = dict[Row, Row]()
-        for key, share in self._ratios(left, CHANCE / max(1, len(rows))).items():
+        for key, share in self._ratios(errors, CHANCE / max(1, len(rows))).items():
             row = failed[key]
             if share <= 1.0:
                 widened[row] = replace(row, ok=True, gate=row.error / share, note=MAGNIFIED)
@@ -395,7 +399,7 @@ class ErrorBounds:
         return key.kind in KINDS or (self.state and state)
 
     def _ratios(
-        self, left: Mapping[Key, Tensor], chance: float, casts: bool = False
+        self, errors_left: Mapping[Key, Tensor], chance: float, casts: bool = False
     ) -> dict[Key, float]:
         """Return the ratios of errors to their bounds, from as many runs as that needs.
 
@@ -404,34 +408,39 @@ class ErrorBounds:
         that an error exceeds its bound, and roundings alone make some run of the original not
         finite.
         """
-        shares, plain, moved = dict[Key, float](), dict[Key, list[Tensor]](), dict[Key, Any]()
+        shares, unmoved, perturbed = dict[Key, float](), dict[Key, list[Tensor]](), dict[Key, Any]()
         lost = set[Key]()
         for draw in range(self.draws + 1):
-            seen = self.run(draw) if draw else self._unperturbed
-            if casts and draw and self.overflows_elsewhere(seen):
+            observed = self.run(draw) if draw else self._unperturbed
+            if casts and draw and self.overflows_elsewhere(observed):
                 continue  # a step that only this run skips shows no rounding
-            for key in left:
-                own = _error(self.exact, seen, key)
-                if own is not None and not bool(own.isfinite().all()):
+            for key in errors_left:
+                error = _error(self.exact, observed, key)
+                if error is not None and not bool(error.isfinite().all()):
                     lost.add(key)
-                found = [_error(self.exact, seen, one) for one in self._same_law(key)]
-                known = [e for e in found if e is not None and bool(e.isfinite().all())]
+                errors = [_error(self.exact, observed, law_key) for law_key in self._same_law(key)]
+                finite = [e for e in errors if e is not None and bool(e.isfinite().all())]
                 if draw:
-                    moved.setdefault(key, []).extend(known)
+                    perturbed.setdefault(key, []).extend(finite)
                 else:
-                    plain[key] = [PLAIN_FACTOR * e for e in known]
-            for key, x in left.items():
-                known, most = plain[key] + moved.get(key, []), DRAWS * len(self._same_law(key))
-                some = min(max(1, x.numel()), MANY_FREEDOM)
-                one = (
-                    bound_with_freedom(known, chance, some, most) if known else ErrorBound(0.0, 0.0)
+                    unmoved[key] = [PLAIN_FACTOR * e for e in finite]
+            for key, x in errors_left.items():
+                finite, draws = (
+                    unmoved[key] + perturbed.get(key, []),
+                    DRAWS * len(self._same_law(key)),
                 )
-                shares[key] = self._with_least_rounding(key, one).share(x)
-            left = {key: x for key, x in left.items() if not shares[key] <= 1.0}
-            if not left:
+                freedom = min(max(1, x.numel()), MANY_FREEDOM)
+                law_key = (
+                    bound_with_freedom(finite, chance, freedom, draws)
+                    if finite
+                    else ErrorBound(0.0, 0.0)
+                )
+                shares[key] = self._with_least_rounding(key, law_key).share(x)
+            errors_left = {key: x for key, x in errors_left.items() if not shares[key] <= 1.0}
+            if not errors_left:
                 break
-        for key, x in left.items():
-            final = error_bound(moved.get(key, []), chance)
+        for key, x in errors_left.items():
+            final = error_bound(perturbed.get(key, []), chance)
             if final is not None:
                 shares[key] = self._with_least_rounding(key, final).share(x)
             if key in lost and not shares[key] <= 1.0:
@@ -444,14 +453,14 @@ class ErrorBounds:
             return [key]
         return [k for k in self.exact.tensors if k._replace(step=0) == key._replace(step=0)]
 
-    def _with_least_rounding(self, key: Key, one: ErrorBound) -> ErrorBound:
+    def _with_least_rounding(self, key: Key, bound: ErrorBound) -> ErrorBound:
         """Return the bound, at least one rounding: a result may be exact by luck."""
         r, s = self.exact.tensors[key], self._unperturbed.tensors[key]
         assert r is not None and s is not None
         unit = _unit(s.dtype)
         r = torch.ones(1) if key.kind in _NUMBERS else torch.where(r.isfinite(), r, 0).double()
         return ErrorBound(
-            max(one.norm, unit * float(r.norm())), max(one.element, unit * _largest(r))
+            max(bound.norm, unit * float(r.norm())), max(bound.element, unit * _largest(r))
         )
 
 
@@ -471,30 +480,30 @@ def _of_a_skipped_step(key: Key, original: Tensor, error: Tensor) -> bool:
     return key.kind in _SKIPPED and not finite
 
 
-def _overflowing(seen: Observation) -> frozenset[tuple[str, int]]:
+def _overflowing(observed: Observation) -> frozenset[tuple[str, int]]:
     """Return conditions and steps in which some gradient is not finite."""
-    every = ((k, v) for k, v in seen.tensors.items() if k.kind == "gradients" and v is not None)
-    return frozenset((k.condition, k.step) for k, v in every if not bool(v.isfinite().all()))
+    grads = ((k, v) for k, v in observed.tensors.items() if k.kind == "gradients" and v is not None)
+    return frozenset((k.condition, k.step) for k, v in grads if not bool(v.isfinite().all()))
 
 
 _SCHEDULE_NOTE = "the bound of the schedule"
 
 
-def _value(seen: Observation, key: Key) -> Tensor | None:
+def _value(observed: Observation, key: Key) -> Tensor | None:
     """Return a tensor; of parameters the change since step 0, as their size would hide errors."""
-    value = seen.tensors.get(key)
+    value = observed.tensors.get(key)
     if key.kind != "parameters" or value is None:
         return value
-    first = seen.tensors.get(key._replace(step=0)) if key.step else None
-    return value if first is None else value - first
+    initial = observed.tensors.get(key._replace(step=0)) if key.step else None
+    return value if initial is None else value - initial
 
 
-def _error(exact: Observation, seen: Observation, key: Key) -> Tensor | None:
+def _error(exact: Observation, observed: Observation, key: Key) -> Tensor | None:
     """Return the error of a tensor, relative for a number; None if it is missing."""
-    r, v = (_value(one, key) for one in (exact, seen))
+    r, v = (_value(side, key) for side in (exact, observed))
     if r is None or v is None or v.shape != r.shape:
         return None
     r, v = mask_common_nans(key, r.double(), v.double())
-    same = (v == r) & r.isinf()  # masked scores
-    error = torch.where(same, 0, v - r).flatten()
+    equal_inf = (v == r) & r.isinf()  # masked scores
+    error = torch.where(equal_inf, 0, v - r).flatten()
     return error / (float(r.abs()) or 1.0) if key.kind in _NUMBERS else error

@@ -24,12 +24,10 @@ from schedlang.runtime.module_state import StateSnapshot, same_values
 NOTES = (str, list, dict, tuple)  # types of attributes that may be notes, such as losses to plot
 
 
-def _is_concatenation(parts: list[Any], whole: Any) -> bool:
+def _is_concatenation(parts: list[Any], full: Any) -> bool:
     """Return whether the concatenation of the parts' tensors equals the tensor of the whole."""
-    tensors = (
-        isinstance(whole, Tensor) and whole.dim() and all(isinstance(p, Tensor) for p in parts)
-    )
-    return bool(tensors) and same_values(torch.cat(parts), whole)
+    tensors = isinstance(full, Tensor) and full.dim() and all(isinstance(p, Tensor) for p in parts)
+    return bool(tensors) and same_values(torch.cat(parts), full)
 
 
 def _depends_on_earlier(later: Any, fresh: Any) -> bool:
@@ -37,10 +35,12 @@ def _depends_on_earlier(later: Any, fresh: Any) -> bool:
 
     Values must have equal shapes, so a growing table does not count.
     """
-    one, other = (torch.as_tensor(x) if isinstance(x, float) else x for x in (later, fresh))
-    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+    first, second = (torch.as_tensor(x) if isinstance(x, float) else x for x in (later, fresh))
+    if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
         return False
-    return one.is_floating_point() and one.shape == other.shape and not same_values(one, other)
+    return (
+        first.is_floating_point() and first.shape == second.shape and not same_values(first, second)
+    )
 
 
 @contextmanager
@@ -49,18 +49,18 @@ def restored_buffers(subject: Sequential) -> Iterator[dict[str, Tensor]]:
 
     Parameters that the forward writes to, and plain attributes of modules, are restored too.
     """
-    before, plain = _copy_state(subject), StateSnapshot(subject.module, subject.loss)
-    yield before
-    subject.changed |= plain.changed().keys()
-    plain.restore()
+    buffers, snapshot = _copy_state(subject), StateSnapshot(subject.module, subject.loss)
+    yield buffers
+    subject.changed |= snapshot.changed().keys()
+    snapshot.restore()
     with torch.no_grad():
         for name, value in _state(subject).items():
-            value.copy_(before[name])
+            value.copy_(buffers[name])
 
 
 def _state(subject: Sequential) -> dict[str, Tensor]:
-    named = subject.module.named_parameters()
-    parameters = {name: p.data for name, p in named if name in subject.rewritten}
+    named_parameters = subject.module.named_parameters()
+    parameters = {name: p.data for name, p in named_parameters if name in subject.rewritten}
     return {**dict(subject.module.named_buffers()), **parameters}
 
 
@@ -78,13 +78,13 @@ def check_buffers(
 
     `shares` are the microbatches of each data-parallel rank, which run one after the other.
     """
-    whole = [BatchPart(dict(batch), tuple(range(count_rows(batch))))]
-    before, full = _buffers_after(subject, whole)
-    changed = [name for name, value in before.items() if not is_close(full[name], value, 0.0)]
+    full_batch = [BatchPart(dict(batch), tuple(range(count_rows(batch))))]
+    initial, final = _buffers_after(subject, full_batch)
+    changed = [name for name, value in initial.items() if not is_close(final[name], value, 0.0)]
     for parts in shares if changed else ():
-        _, found = _buffers_after(subject, parts)
+        _, part_values = _buffers_after(subject, parts)
         for name in changed:
-            if not is_close(found[name], full[name], rtol):
+            if not is_close(part_values[name], final[name], rtol):
                 kind = "parameter" if name in subject.rewritten else "buffer"
                 raise _refusal(name, kind, len(parts))
 
@@ -93,11 +93,11 @@ def _buffers_after(
     subject: Sequential, parts: Sequence[BatchPart]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the buffers before and after a forward and backward of each part; restore them."""
-    with restored_buffers(subject) as before:
-        for part in parts if before else ():
+    with restored_buffers(subject) as initial:
+        for part in parts if initial else ():
             subject.forward_backward(part.inputs, part.rows)
-        after = _copy_state(subject)
-    return before, after
+        final = _copy_state(subject)
+    return initial, final
 
 
 def check_attributes(
@@ -112,66 +112,66 @@ def check_attributes(
     `changed` are attributes that a forward changes. With `shared`, ranks share sums, so a part
     alone says nothing of its result. Lists and the like that change no loss are the user's notes.
     """
-    names, most = [*changed], max(map(len, shares))
+    names, max_parts = [*changed], max(map(len, shares))
 
     def after(*parts: BatchPart) -> dict[str, Any]:
-        kept = StateSnapshot(subject.module, subject.loss)
+        snapshot = StateSnapshot(subject.module, subject.loss)
         with restored_buffers(subject):
             for part in parts:
                 subject.forward_backward(part.inputs, part.rows)
-            found = kept.changed()
-        return {name: found.get(name) for name in names}
+            changed_values = snapshot.changed()
+        return {name: changed_values.get(name) for name in names}
 
-    whole, other = BatchPart(dict(batch), tuple(range(count_rows(batch)))), shares[0][0]
-    once, twice = after(whole), after(whole, whole)
+    full_part, first_part = BatchPart(dict(batch), tuple(range(count_rows(batch)))), shares[0][0]
+    once, twice = after(full_part), after(full_part, full_part)
     carried = [name for name in names if not same_values(once[name], twice[name])]
     if not carried:  # a running mean of two equal batches equals its first value
-        fresh, later = after(other), after(whole, other)
+        fresh, later = after(first_part), after(full_part, first_part)
         carried = [name for name in names if _depends_on_earlier(later[name], fresh[name])]
     if not any(isinstance(once[n], NOTES) for n in carried) or _changes_results(
-        subject, whole, other
+        subject, full_part, first_part
     ):
         notes: tuple[type, ...] = ()
     else:
         notes = NOTES
     for name in carried:
-        left = [after(*parts)[name] for parts in shares]
-        same = all(same_values(one, once[name]) for one in left) or _is_concatenation(
-            left, once[name]
+        by_split = [after(*parts)[name] for parts in shares]
+        equal = all(same_values(value, once[name]) for value in by_split) or _is_concatenation(
+            by_split, once[name]
         )
-        if (most > 1 or not (same or shared)) and not isinstance(once[name], notes):
-            raise _refusal(name, "attribute", most)
+        if (max_parts > 1 or not (equal or shared)) and not isinstance(once[name], notes):
+            raise _refusal(name, "attribute", max_parts)
 
 
-def _changes_results(subject: Sequential, before: BatchPart, part: BatchPart) -> bool:
+def _changes_results(subject: Sequential, earlier: BatchPart, part: BatchPart) -> bool:
     """Return whether an earlier forward changes a part's loss or gradients."""
 
-    def given(*runs: BatchPart) -> list[Tensor | None]:
+    def given(*parts: BatchPart) -> list[Tensor | None]:
         with restored_buffers(subject):
-            for run in runs:
-                loss = subject.forward_backward(run.inputs, run.rows)
+            for batch_part in parts:
+                loss = subject.forward_backward(batch_part.inputs, batch_part.rows)
             grads = subject.gradients().values()
             return [loss, *(None if g is None else g.detach().clone() for g in grads)]
 
-    return not same_values(given(before, part), given(part))
+    return not same_values(given(earlier, part), given(part))
 
 
 def is_close(x: Tensor, r: Tensor, rtol: float) -> bool:
     """Return whether two tensors are equal up to this relative tolerance."""
-    wide = torch.complex128 if x.is_complex() else torch.float64
+    dtype = torch.complex128 if x.is_complex() else torch.float64
     return x.shape == r.shape and torch.allclose(
-        x.to(wide), r.to(wide), rtol=rtol, atol=rtol * 1e-3, equal_nan=True
+        x.to(dtype), r.to(dtype), rtol=rtol, atol=rtol * 1e-3, equal_nan=True
     )
 
 
 def _refusal(name: str, kind: str, parts: int) -> Refusal:
-    why = f"{parts} microbatches in turn" if parts > 1 else "the rows of one rank alone"
+    cause = f"{parts} microbatches in turn" if parts > 1 else "the rows of one rank alone"
     return Refusal(
         Diagnostic(
             "S708",
             f"the {kind} `{name}` depends on how the batch is split",
             notes=(
-                f"on the original, after {why} it differs from its value after the full batch",
+                f"on the original, after {cause} it differs from its value after the full batch",
                 "a forward updates it: an average over calls, a count, statistics of the batch",
             ),
             helps=(

@@ -29,16 +29,16 @@ def run_trials(working: Case, conditions: Sequence[Condition]) -> tuple[list[Row
     `working` is in the model's own dtype: forwards of its batches give each module its arguments.
     """
     plan = working.plan
-    wanted: dict[Any, tuple[Action, Tried, str]] = {}
+    trials: dict[Any, tuple[Action, Tried, str]] = {}
     for action, row in plan.rows_with(Tried):
         for fqn in action.sites:
-            wanted.setdefault((row, module_kind(plan.model, fqn)), (action, row, fqn))
-    if not wanted:
+            trials.setdefault((row, module_kind(plan.model, fqn)), (action, row, fqn))
+    if not trials:
         return [], []
-    named = {fqn for _, _, fqn in wanted.values()}
-    calls = _collect_calls(plan.model.model, list(_trial_batches(working, conditions)), named)
+    trial_sites = {fqn for _, _, fqn in trials.values()}
+    calls = _collect_calls(plan.model.model, list(_trial_batches(working, conditions)), trial_sites)
     rows, unchecked = [], []
-    for action, row, fqn in wanted.values():
+    for action, row, fqn in trials.values():
         for trial in row.trial(plan.model.sites[fqn], plan, calls[fqn]):
             kind = f"{action.name} itself"
             rows.append(Row("kernels", kind, trial.name, trial.error, trial.allowed, trial.ok))
@@ -49,54 +49,54 @@ def run_trials(working: Case, conditions: Sequence[Condition]) -> tuple[list[Row
 
 def _trial_batches(working: Case, conditions: Sequence[Condition]) -> Iterator[Batch]:
     """Yield the given batches and their variants in the working dtype; of text a shorter one."""
-    first = working.batches[0]
+    first_batch = working.batches[0]
 
     def as_given(name: str, value: Any) -> Any:
-        like = first.get(name)
-        if isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor):
-            return value.to(like.dtype)
+        example = first_batch.get(name)
+        if isinstance(value, torch.Tensor) and isinstance(example, torch.Tensor):
+            return value.to(example.dtype)
         return value
 
     yield from working.batches
-    others = [batch for condition in conditions[1:2] for batch in condition.batches]
-    made = [{name: as_given(name, v) for name, v in batch.items()} for batch in others]
-    last = made[-1] if made else first
+    other_batches = [batch for condition in conditions[1:2] for batch in condition.batches]
+    derived = [{name: as_given(name, v) for name, v in batch.items()} for batch in other_batches]
+    last = derived[-1] if derived else first_batch
     if TEXT.issuperset(last):
         yield {k: v[:, :-1] if v.dim() == 2 and v.shape[1] > 2 else v for k, v in last.items()}
-    yield from made
+    yield from derived
 
 
 def _collect_calls(
-    model: nn.Module, batches: Sequence[Batch], wanted: set[str]
+    model: nn.Module, batches: Sequence[Batch], sites: set[str]
 ) -> dict[str, dict[str, CallArguments]]:
     """Return each module's first call, one with other values, and one with other shapes."""
     calls: dict[str, dict[str, CallArguments]] = {}
     model = copy_module(model).eval()
-    for place, batch in enumerate(batches):
+    for index, batch in enumerate(batches):
         try:
-            found = _first_calls(model, batch, wanted)
+            first_calls = _first_calls(model, batch, sites)
         except Exception:  # any error of the model for a derived batch
-            if not place:
+            if not index:
                 raise
             continue
-        for fqn, call in found.items():
-            known = calls.setdefault(fqn, {"": call})
-            alike = _call_shapes(call) == _call_shapes(known[""])
-            if not alike or not _equal_calls(call, known[""]):
-                known.setdefault(OTHER_VALUES if alike else OTHER_SHAPE, call)
-        if all(len(known) == 3 for known in calls.values()):
+        for fqn, call in first_calls.items():
+            module_calls = calls.setdefault(fqn, {"": call})
+            same_shapes = _call_shapes(call) == _call_shapes(module_calls[""])
+            if not same_shapes or not _equal_calls(call, module_calls[""]):
+                module_calls.setdefault(OTHER_VALUES if same_shapes else OTHER_SHAPE, call)
+        if all(len(module_calls) == 3 for module_calls in calls.values()):
             break
-    for known in calls.values():
-        known.setdefault(OTHER_VALUES, _roll_rows(known[""]))
+    for module_calls in calls.values():
+        module_calls.setdefault(OTHER_VALUES, _roll_rows(module_calls[""]))
     return {
-        fqn: {k: known[k] for k in ("", OTHER_VALUES, OTHER_SHAPE) if k in known}
-        for fqn, known in calls.items()
+        fqn: {k: module_calls[k] for k in ("", OTHER_VALUES, OTHER_SHAPE) if k in module_calls}
+        for fqn, module_calls in calls.items()
     }
 
 
-def _first_calls(model: nn.Module, batch: Batch, wanted: set[str]) -> dict[str, CallArguments]:
+def _first_calls(model: nn.Module, batch: Batch, sites: set[str]) -> dict[str, CallArguments]:
     """Return the arguments of each module's first call in a forward."""
-    with torch.no_grad(), record_first_calls(model, wanted) as calls:
+    with torch.no_grad(), record_first_calls(model, sites) as calls:
         run_model(model, batch)
     return calls
 
@@ -105,8 +105,8 @@ def _call_shapes(call: CallArguments) -> list[Any]:
     return [(x.shape, x.dtype) if isinstance(x, Tensor) else type(x) for x in tree_leaves(call)]
 
 
-def _equal_calls(one: CallArguments, other: CallArguments) -> bool:
-    pairs = zip(tree_leaves(one), tree_leaves(other))
+def _equal_calls(call: CallArguments, other_call: CallArguments) -> bool:
+    pairs = zip(tree_leaves(call), tree_leaves(other_call))
     return all(equal(a, b) if isinstance(a, Tensor) else a is b or a == b for a, b in pairs)
 
 
@@ -117,5 +117,5 @@ def _roll_rows(call: CallArguments) -> CallArguments:
         numbers = isinstance(x, Tensor) and x.is_floating_point() and x.dim()
         return x.roll(1, 0) if numbers else x
 
-    found: CallArguments = tree_map(turned, call)
-    return found
+    rolled: CallArguments = tree_map(turned, call)
+    return rolled

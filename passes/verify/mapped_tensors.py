@@ -65,9 +65,9 @@ def map_tensor(value: Tensor, folder: str | None) -> MappedTensor:
     value = value.detach()
     if folder is None or size < LEAST_FILE_BYTES:
         return MappedTensor(shape, value.dtype, value=value.to("cpu", copy=True))
-    one = MappedTensor(shape, value.dtype, f"{folder}/{uuid.uuid4().hex}")
-    one.read().copy_(value)
-    return one
+    mapped = MappedTensor(shape, value.dtype, f"{folder}/{uuid.uuid4().hex}")
+    mapped.read().copy_(value)
+    return mapped
 
 
 @dataclass
@@ -83,8 +83,8 @@ class MappedTensors(MutableMapping[Any, "Tensor | None"]):
 
     def __getitem__(self, key: Any) -> Tensor | None:
         """Read a tensor."""
-        one = self.held[key]
-        return None if one is None else one.read()
+        mapped = self.held[key]
+        return None if mapped is None else mapped.read()
 
     def __delitem__(self, key: Any) -> None:
         """Remove a key."""

@@ -88,18 +88,18 @@ class Condition:
 
 
 def standard_conditions(
-    batches: Sequence[Batch], norm: float, others: Sequence[Batch] = ()
+    batches: Sequence[Batch], norm: float, varied: Sequence[Batch] = ()
 ) -> tuple[Condition, ...]:
     """Return the standard conditions: SGD without effective clipping, and AdamW with clipping.
 
     SGD shows the scale of gradients; AdamW shows counts and the gradient norm. `norm` is the
-    original's gradient norm for the first batch. AdamW runs on `others` if given, with inputs as
+    original's gradient norm for the first batch. AdamW runs on `varied` if given, with inputs as
     training gives them: an input without a gradient takes other code paths (recomputed regions,
     hooks on inputs, stages that send no gradient back).
     """
     return (
         Condition("SGD", _sgd, tuple(batches), 1e6 * norm),
-        Condition("AdamW, clipped", _adamw, tuple(others or batches), norm / 4, follow=False),
+        Condition("AdamW, clipped", _adamw, tuple(varied or batches), norm / 4, follow=False),
     )
 
 
@@ -114,11 +114,11 @@ def _adamw(named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
 
 def _groups(named: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
     """Make two parameter groups, with and without weight decay, by name: layouts do not matter."""
-    parted: tuple[list[Any], list[Any]] = ([], [])
+    halves: tuple[list[Any], list[Any]] = ([], [])
     for name, parameter in named:
-        parted[sum(name.encode()) % 2].append((name, parameter))
+        halves[sum(name.encode()) % 2].append((name, parameter))
     groups: list[dict[str, Any]] = [
-        {"params": members, "weight_decay": decay} for members, decay in zip(parted, (0.0, 0.1))
+        {"params": members, "weight_decay": decay} for members, decay in zip(halves, (0.0, 0.1))
     ]
     return [group for group in groups if group["params"]]
 
@@ -170,14 +170,14 @@ def observe(
       folder  write large tensors to files there, and read them on access
     The caller enters the function modes of the comparison (float64, logical dropout).
     """
-    seen = Observation(MappedTensors(folder)) if folder is not None else Observation()
+    observed = Observation(MappedTensors(folder)) if folder is not None else Observation()
     order: tuple[str, ...] = ()
     ties: tuple[tuple[str, ...], ...] = ()
     for condition in conditions:
         with generators_restored():
             torch.manual_seed(0)  # so that draws from torch's generator show in its state
             subject = make(condition)
-            recorder = _Recorder(seen, condition.name, condition.follow, keep, brief)
+            recorder = _Recorder(observed, condition.name, condition.follow, keep, brief)
             for step, batch in enumerate(condition.batches):
                 recorder.step(subject, step, batch)
                 report_progress({"condition": condition.name, "step": step})
@@ -188,7 +188,7 @@ def observe(
         del subject, recorder  # before another is made
         if folder is not None:
             release_memory()
-    return replace(seen, order=order, ties=ties)
+    return replace(observed, order=order, ties=ties)
 
 
 @dataclass
@@ -216,11 +216,11 @@ class _Recorder:
         else:
             self.tensor("gradient norm", step, "norm", norm)
         self.tensors("gradients", step, subject.gradients())
-        given = subject.input_gradients() if self.follow else {}
-        if given is None:
+        input_gradients = subject.input_gradients() if self.follow else {}
+        if input_gradients is None:
             self.seen.missing.add("input gradients")
         else:
-            self.tensors("input gradients", step, given)
+            self.tensors("input gradients", step, input_gradients)
         if step == 0:
             self.state(subject, step)
 

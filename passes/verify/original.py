@@ -83,8 +83,8 @@ class Sequential:
         return loss
 
     def _clip(self) -> None:
-        most = math.inf if self.clip is None else self.clip
-        self.grad_norm = clip_grad_norm_([p for _, p in self._parameters], most)
+        max_norm = math.inf if self.clip is None else self.clip
+        self.grad_norm = clip_grad_norm_([p for _, p in self._parameters], max_norm)
 
     def forward_backward(self, batch: Batch, samples: Sequence[int]) -> Tensor:
         """Return the loss of a part of a batch in training mode; gradients are in `gradients()`.
@@ -93,10 +93,10 @@ class Sequential:
         """
         self._set_mode()
         self.module.zero_grad(set_to_none=True)
-        given = self._given(batch)
+        inputs = self._given(batch)
         with enter_scope(Scope(self._steps, 0, tuple(samples))), self._record_order():
-            self.output = run_model(self.module, given)
-            loss = self.loss(self.output, given) * self.scale
+            self.output = run_model(self.module, inputs)
+            loss = self.loss(self.output, inputs) * self.scale
             if not loss.requires_grad:
                 raise Refusal(_UNTRAINED)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -107,9 +107,9 @@ class Sequential:
 
     def _given(self, batch: Batch) -> dict[str, Any]:
         """Return the batch with fresh float tensors, which require gradients if `follow` is set."""
-        given: dict[str, Any] = with_leaf_tensors(batch, self.follow)
-        self._inputs = {k: v for k, v in named_tensors(given).items() if v.requires_grad}
-        return given
+        inputs: dict[str, Any] = with_leaf_tensors(batch, self.follow)
+        self._inputs = {k: v for k, v in named_tensors(inputs).items() if v.requires_grad}
+        return inputs
 
     def gradient_norm(self, batch: Batch) -> float:
         """Return the norm of all gradients of a batch; buffers change as in a forward."""
@@ -119,8 +119,8 @@ class Sequential:
     def eval_step(self, batch: Batch) -> Any:
         """Return the output in eval mode."""
         self._training.evaluate()
-        here = Scope(self._steps, 0, tuple(range(count_rows(batch))), self._next_evaluation())
-        with torch.no_grad(), enter_scope(here):
+        scope = Scope(self._steps, 0, tuple(range(count_rows(batch))), self._next_evaluation())
+        with torch.no_grad(), enter_scope(scope):
             return run_model(self.module, batch)
 
     def _next_evaluation(self) -> int:
@@ -214,11 +214,11 @@ def repeat_first_rows(batch: Batch, parts: Sequence[Sequence[int]]) -> Batch | N
     """
     if not pytree.is_flat(batch):
         return None
-    count, first = count_rows(batch), torch.tensor([part[0] for part in parts for _ in part])
+    count, first_rows = count_rows(batch), torch.tensor([part[0] for part in parts for _ in part])
 
     def taken(value: Any) -> Any:
-        mixed = isinstance(value, Tensor) and value.dim() and value.shape[0] == count
-        return value[first.to(value.device)] if mixed else value
+        is_batched = isinstance(value, Tensor) and value.dim() and value.shape[0] == count
+        return value[first_rows.to(value.device)] if is_batched else value
 
     return {name: taken(value) for name, value in batch.items()}
 

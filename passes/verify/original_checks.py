@@ -27,20 +27,21 @@ _UNBOUND = (
 )
 
 
-def check_finite(case: Case, conditions: Sequence[Condition], seen: Observation) -> None:
+def check_finite(case: Case, conditions: Sequence[Condition], observed: Observation) -> None:
     """Refuse batches on which the original trains without a finite loss or gradient (S707).
 
-    `seen` is the original's observation in float64. The first condition has the batches as given.
+    `observed` is the original's observation in float64. The first condition has the batches as
+    given.
     """
-    first = {k: v for k, v in seen.tensors.items() if k.condition == conditions[0].name}
-    for key, value in first.items():
+    tensors = {k: v for k, v in observed.tensors.items() if k.condition == conditions[0].name}
+    for key, value in tensors.items():
         if key.kind in ("loss", "gradients") and value is not None and not _finite(value):
             check_batch(case, key.step)
-            what = "loss" if key.kind == "loss" else f"gradient of `{key.name}`"
+            quantity = "loss" if key.kind == "loss" else f"gradient of `{key.name}`"
             raise Refusal(
                 Diagnostic(
                     "S707",
-                    f"the original's {what} is not finite in step {key.step + 1}",
+                    f"the original's {quantity} is not finite in step {key.step + 1}",
                     notes=(
                         "with the initial weights it is finite on the same batch: steps of SGD "
                         "with a learning rate of 0.01 made it so, in float64, without any schedule",
@@ -68,24 +69,26 @@ def check_trainable(case: Case) -> Case:
     return case
 
 
-def check_batch(case: Case, place: int) -> None:
+def check_batch(case: Case, index: int) -> None:
     """Refuse a batch on which the original's loss or gradients are not finite (S707)."""
-    batch = case.batches[place]
-    look = _run_watched(case, batch)
-    lost = [name for name, grad in look.gradients.items() if not _finite(grad)]
-    if math.isfinite(look.loss) and not lost:
+    batch = case.batches[index]
+    watched = _run_watched(case, batch)
+    nonfinite = [name for name, grad in watched.gradients.items() if not _finite(grad)]
+    if math.isfinite(watched.loss) and not nonfinite:
         return
-    if math.isfinite(look.loss):
+    if math.isfinite(watched.loss):
         title = "the original's gradients are not finite"
-        some = quote_names(lost, _MOST_NAMES)
-        cause = f"the loss is {look.loss:.4g}, and the gradient of {some} is not finite"
+        names_text = quote_names(nonfinite, _MOST_NAMES)
+        cause = f"the loss is {watched.loss:.4g}, and the gradient of {names_text} is not finite"
         helps = [_UNBOUND]
     else:
-        title = f"the original's loss is {look.loss}"
-        cause, *helps = _cause(case, batch, look)
-    which = f"batch {place + 1} of {len(case.batches)}" if len(case.batches) > 1 else "the batch"
-    said = f"on {which}, in float64, in one process, without the schedule"
-    raise Refusal(Diagnostic("S707", title, notes=(cause, said), helps=tuple(helps)))
+        title = f"the original's loss is {watched.loss}"
+        cause, *helps = _cause(case, batch, watched)
+    batch_text = (
+        f"batch {index + 1} of {len(case.batches)}" if len(case.batches) > 1 else "the batch"
+    )
+    context_text = f"on {batch_text}, in float64, in one process, without the schedule"
+    raise Refusal(Diagnostic("S707", title, notes=(cause, context_text), helps=tuple(helps)))
 
 
 @dataclass
@@ -98,38 +101,38 @@ class _Look:
 
 
 def _run_watched(case: Case, batch: Batch) -> _Look:
-    look = _Look()
+    watched = _Look()
     with original_subject(case) as subject:
         for name, child in subject.module.named_modules():
             if name:
-                child.register_forward_hook(_watch_module(look, name))
-        look.loss = float(subject.forward_backward(batch, range(count_rows(batch))))
-        found = subject.gradients()
-    look.gradients = {name: grad for name, grad in found.items() if grad is not None}
-    return look
+                child.register_forward_hook(_watch_module(watched, name))
+        watched.loss = float(subject.forward_backward(batch, range(count_rows(batch))))
+        gradients = subject.gradients()
+    watched.gradients = {name: grad for name, grad in gradients.items() if grad is not None}
+    return watched
 
 
-def _watch_module(look: _Look, name: str) -> Any:
+def _watch_module(watched: _Look, name: str) -> Any:
     """Make a hook that records the first NaN or inf in inputs or outputs; masks may hold -inf."""
 
-    def note(module: nn.Module, given: Any, out: Any) -> None:
-        for words, value in (("the input of", given), ("the output of", out)):
-            for tensor in tensors_in(value) if look.first is None else ():
-                if wrong := int((tensor.isnan() | (tensor == math.inf)).sum()):
-                    look.first = f"{words} `{name}`: {wrong} of {tensor.numel()} elements"
+    def note(module: nn.Module, inputs: Any, output: Any) -> None:
+        for label, value in (("the input of", inputs), ("the output of", output)):
+            for tensor in tensors_in(value) if watched.first is None else ():
+                if count := int((tensor.isnan() | (tensor == math.inf)).sum()):
+                    watched.first = f"{label} `{name}`: {count} of {tensor.numel()} elements"
 
     return note
 
 
-def _cause(case: Case, batch: Batch, look: _Look) -> Iterator[str]:
+def _cause(case: Case, batch: Batch, watched: _Look) -> Iterator[str]:
     """Yield why a loss is not finite, then what to do."""
-    given: Mapping[str, Tensor] = named_tensors(batch)
-    wrong = [name for name, value in given.items() if not _finite(value)]
-    if wrong:
-        value = given[wrong[0]]
+    tensors: Mapping[str, Tensor] = named_tensors(batch)
+    nonfinite = [name for name, value in tensors.items() if not _finite(value)]
+    if nonfinite:
+        value = tensors[nonfinite[0]]
         count = int((~value.isfinite()).sum())
-        some = quote_names(wrong, _MOST_NAMES)
-        yield f"{some} of the batch: {count} of {value.numel()} elements are not finite"
+        names_text = quote_names(nonfinite, _MOST_NAMES)
+        yield f"{names_text} of the batch: {count} of {value.numel()} elements are not finite"
         yield "fix the code that makes the batch, or leave such rows out"
         return
     rules = case.prepared.traced.labels if case.prepared is not None else ()
@@ -143,8 +146,8 @@ def _cause(case: Case, batch: Batch, look: _Look) -> Iterator[str]:
         yield "leave out batches without a label that counts, as they train nothing"
         yield "or return a loss of 0 if there are no labels"
         return
-    if look.first is not None:
-        yield f"it arises first in {look.first} are not finite"
+    if watched.first is not None:
+        yield f"it arises first in {watched.first} are not finite"
         yield "fix the model, or give it a batch on which it is finite"
         return
     yield "the outputs of all modules are finite: it arises in the loss, or between modules"

@@ -96,12 +96,12 @@ class Probe:
         assert case.prepared is not None
         weigh = case.weight or weight_of(case.prepared.traced, len(parts))
         with enter_modes(*proof_modes(case)[0]):
-            found = [weigh(part.inputs) for part in parts]
-        if case.weight is not None and not sum(found):
+            part_weights = [weigh(part.inputs) for part in parts]
+        if case.weight is not None and not sum(part_weights):
             title = "`weight` gives 0 for every part of the batch"
             helps = ("return a count of what the loss is a mean over: rows, tokens",)
             raise Refusal.of("S621", title, helps=helps)
-        return found
+        return part_weights
 
     def derive_jointly(self) -> list[LossAndGradients] | None:
         """Return weighted losses and gradients of parts that share sums; None if they share none.
@@ -116,14 +116,14 @@ class Probe:
             return None
         meeting = ThreadSum(len(parts))
 
-        def run(place: int) -> LossAndGradients:
-            part, share = parts[place], self.weights[place] / total
+        def run(index: int) -> LossAndGradients:
+            part, share = parts[index], self.weights[index] / total
             try:
                 with (
                     original_subject(case, in_thread=True, scale=share) as subject,
                     zero_unlabelled_loss(share),
                 ):
-                    gather_statistics(subject.module, shared.sums, meeting.sum_at(place))
+                    gather_statistics(subject.module, shared.sums, meeting.sum_at(index))
                     return {
                         "": subject.forward_backward(part.inputs, part.rows),
                         **subject.gradients(),
@@ -132,8 +132,8 @@ class Probe:
                 meeting.barrier.abort()  # otherwise the other threads wait forever
                 raise
 
-        kept = restore_global_state(case.plan.model.model, case.loss)
-        with kept, ThreadPoolExecutor(len(parts)) as threads:
+        state_restored = restore_global_state(case.plan.model.model, case.loss)
+        with state_restored, ThreadPoolExecutor(len(parts)) as threads:
             return list(threads.map(run, range(len(parts))))
 
     def first_difference(self, evaluate: bool = False) -> Row | None:
@@ -150,10 +150,10 @@ class Probe:
         known."""
         if len(self.parts) == 1:
             return None
-        given = self.batch, self.parts, self.weights, self.derive_jointly()
-        found = compare_parts(subject, *given, whole=whole)
+        parts_args = self.batch, self.parts, self.weights, self.derive_jointly()
+        rows = compare_parts(subject, *parts_args, whole=whole)
         self.changed.update(subject.changed)
-        return next((row for row in found if not row.ok), None)
+        return next((row for row in rows if not row.ok), None)
 
 
 # ---- Loss and gradients of parts and whole.
@@ -177,16 +177,16 @@ def compare_parts(
     name = f"{len(parts)} parts"
     whole = whole or loss_and_gradients(subject, batch, range(count_rows(batch)))
     if weighed is None:
-        weighed = [found for _, found in weighted_parts(subject, parts, weights)]
+        weighed = [results for _, results in weighted_parts(subject, parts, weights)]
     sides = [
         Observation(
             {
                 Key(name, "loss of parts" if k == "" else "gradients of parts", 0, k or "loss"): v
-                for k, v in found.items()
+                for k, v in results.items()
             },
             order=subject.order,
         )
-        for found in (whole, _add_parts(weighed))
+        for results in (whole, _add_parts(weighed))
     ]
     return tuple(compare_tensors(sides[0], sides[1], rtol, exact=False))
 
@@ -197,19 +197,19 @@ def weighted_parts(
     """Yield the weighted loss and gradients of each part with a nonzero weight, and its number."""
     for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
         if weight:
-            found, share = (
+            part_results, share = (
                 loss_and_gradients(subject, part.inputs, part.rows),
                 weight / sum(weights),
             )
-            yield number, {key: None if x is None else x * share for key, x in found.items()}
+            yield number, {key: None if x is None else x * share for key, x in part_results.items()}
 
 
 def _add_parts(shares: Iterable[LossAndGradients]) -> LossAndGradients:
     total: LossAndGradients = {}
-    for found in shares:
-        for key, share in found.items():
-            before = total.get(key)
-            total[key] = share if before is None else before if share is None else before + share
+    for part_results in shares:
+        for key, share in part_results.items():
+            added = total.get(key)
+            total[key] = share if added is None else added if share is None else added + share
     return total
 
 
@@ -218,9 +218,9 @@ def loss_and_gradients(
 ) -> LossAndGradients:
     """Return loss (under "") and gradients of one run; restore buffers."""
     with restored_buffers(subject):
-        found: LossAndGradients = {"": subject.forward_backward(batch, tuple(samples)).clone()}
-        found |= {n: None if g is None else g.clone() for n, g in subject.gradients().items()}
-    return found
+        results: LossAndGradients = {"": subject.forward_backward(batch, tuple(samples)).clone()}
+        results |= {n: None if g is None else g.clone() for n, g in subject.gradients().items()}
+    return results
 
 
 # ---- The same comparison with the model alone.
@@ -241,21 +241,23 @@ def model_gap(probe: Probe) -> float:
     case, parts, weights = probe.case, probe.parts, probe.weights
     module = copy_original(case)
     TrainingMode(module).train()
-    every = [row for part in parts for row in part.rows]
+    row_ids = [row for part in parts for row in part.rows]
     try:
         with generators_restored():
-            whole, again = (_run_model(case, module, probe.batch, every, seed) for seed in SEEDS)
-            if not _gap(whole, again) <= RTOL:
+            full, repeated = (
+                _run_model(case, module, probe.batch, row_ids, seed) for seed in SEEDS
+            )
+            if not _gap(full, repeated) <= RTOL:
                 return UNKNOWN
             added: dict[str, Tensor] = {}
             for part, weight in zip(parts, weights):
-                found = _run_model(case, module, part.inputs, part.rows) if weight else {}
-                for name, value in found.items():
+                part_results = _run_model(case, module, part.inputs, part.rows) if weight else {}
+                for name, value in part_results.items():
                     share = value * (weight / sum(weights))
                     added[name] = added.get(name, torch.zeros(())) + share
     except Exception:  # any error of the model without our modes
         return UNKNOWN
-    return _gap(added, whole)
+    return _gap(added, full)
 
 
 def _run_model(
@@ -267,16 +269,16 @@ def _run_model(
     with enter_modes(SourceMode(RowDraws(rows))):
         loss = (case.loss or returned_loss)(run_model(fresh, batch), batch)
         loss.backward()  # type: ignore[no-untyped-call]
-    found = {name: p.grad for name, p in fresh.named_parameters() if p.grad is not None}
-    return {"": loss.detach(), **found}
+    gradients = {name: p.grad for name, p in fresh.named_parameters() if p.grad is not None}
+    return {"": loss.detach(), **gradients}
 
 
 def _gap(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     """Return the largest gap, relative to each tensor's norm; small tensors to the largest norm."""
     if a.keys() != b.keys() or any(a[k].shape != b[k].shape for k in b):
         return UNKNOWN
-    most = max(float(value.norm()) for value in b.values())
-    gaps = [float((a[k] - b[k]).norm()) / (float(b[k].norm()) + 1e-3 * most or 1.0) for k in b]
+    max_norm = max(float(value.norm()) for value in b.values())
+    gaps = [float((a[k] - b[k]).norm()) / (float(b[k].norm()) + 1e-3 * max_norm or 1.0) for k in b]
     return max((gap if gap == gap else UNKNOWN for gap in gaps), default=0.0)
 
 
@@ -294,15 +296,19 @@ def find_mixing_line(probe: Probe) -> str:
     in all parts, or their weighted mean. Returns "" if parts take other code paths.
     """
     parts = probe.parts
-    whole = _record_calls(probe.case, probe.batch, [row for part in parts for row in part.rows])
-    each = [_record_calls(probe.case, part.inputs, part.rows) for part in parts]
-    if whole is None or any(one is None or len(one) != len(whole) for one in each):
+    full_calls = _record_calls(
+        probe.case, probe.batch, [row for part in parts for row in part.rows]
+    )
+    by_part = [_record_calls(probe.case, part.inputs, part.rows) for part in parts]
+    if full_calls is None or any(
+        calls is None or len(calls) != len(full_calls) for calls in by_part
+    ):
         return ""
-    for place, (name, line, value) in enumerate(whole):
-        found = [one[place] for one in each if one is not None]
-        if any(other[0] != name for other in found):
+    for index, (name, line, value) in enumerate(full_calls):
+        calls_at = [calls[index] for calls in by_part if calls is not None]
+        if any(part_call[0] != name for part_call in calls_at):
             return ""
-        if line and not _is_made_of(value, [other[2] for other in found], probe.weights):
+        if line and not _is_made_of(value, [part_call[2] for part_call in calls_at], probe.weights):
             return f"`{name}`, at {line}"
     return ""
 
@@ -331,25 +337,25 @@ def _record_calls(case: Case, batch: Batch, rows: Sequence[int]) -> list[Recorde
     return calls if noting.kept <= MOST_STORED else None
 
 
-def _is_made_of(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> bool:
-    if all(part.shape == whole.shape for part in parts):
+def _is_made_of(full: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> bool:
+    if all(part.shape == full.shape for part in parts):
         mean = sum(part * weight for part, weight in zip(parts, weights)) / sum(weights)
-        return all(_is_close(part, whole) for part in parts) or _is_close(
-            torch.as_tensor(mean), whole
+        return all(_is_close(part, full) for part in parts) or _is_close(
+            torch.as_tensor(mean), full
         )
     ndims = {part.ndim for part in parts}
-    if ndims != {whole.ndim}:
+    if ndims != {full.ndim}:
         return False
-    dims = [d for d in range(whole.ndim) if any(p.shape[d] != whole.shape[d] for p in parts)]
-    if len(dims) != 1 or sum(part.shape[dims[0]] for part in parts) != whole.shape[dims[0]]:
+    dims = [d for d in range(full.ndim) if any(p.shape[d] != full.shape[d] for p in parts)]
+    if len(dims) != 1 or sum(part.shape[dims[0]] for part in parts) != full.shape[dims[0]]:
         return False
     (dim,) = dims
-    if _is_close(torch.cat(list(parts), dim), whole):
+    if _is_close(torch.cat(list(parts), dim), full):
         return True
     rows = [part.shape[dim] for part in parts]  # the dim may merge [tokens, rows]
     for inner in {n for n in range(2, min(rows) + 1) if all(size % n == 0 for size in rows)}:
         split = [torch.unflatten(part, dim, (inner, -1)) for part in parts]
-        if _is_close(torch.cat(split, dim + 1).flatten(dim, dim + 1), whole):
+        if _is_close(torch.cat(split, dim + 1).flatten(dim, dim + 1), full):
             return True
     return False
 
@@ -367,42 +373,46 @@ def check_parts(case: Case) -> Case:
     If the schedule relaxes batch statistics, such a model is compared with itself, run by parts.
     """
     check_across_stages(case)
-    free = replace(
+    uncapped = replace(
         case, plan=without_capacity(case.plan)
     )  # dropped tokens depend on the full batch
-    probe = Probe(free, case.batches[0])
-    bad = probe.first_difference()
-    if bad is not None:
-        check_batch(free, 0)
-    loose = is_statistics_relaxed(case.plan)
-    if bad is None:
+    probe = Probe(uncapped, case.batches[0])
+    difference = probe.first_difference()
+    if difference is not None:
+        check_batch(uncapped, 0)
+    is_relaxed = is_statistics_relaxed(case.plan)
+    if difference is None:
         try:
             if len(probe.parts) > 1:
                 _check_state(probe)
             check_sums(case)
             return case
         except Refusal:
-            if not loose:
+            if not is_relaxed:
                 raise
-    if loose:
+    if is_relaxed:
         return replace(case, by_parts=True)
-    assert bad is not None
-    _check_model_alone(probe, bad)
+    assert difference is not None
+    _check_model_alone(probe, difference)
     sample = probe.parts[0].inputs
     check_microbatches(case.plan, sample, case.loss, case.weight is not None)
     # parts that share sums differ from the whole at their sums
-    known = case.prepared is not None and case.prepared.traced.statistics is not None
-    line = "" if known else _try_find_line(Probe(case, case.batches[0]))
-    differs = (
-        f"on the original, split into {len(probe.parts)} parts, {bad.place} differs by"
-        f" {bad.error:.1e}"
+    has_statistics = case.prepared is not None and case.prepared.traced.statistics is not None
+    line = "" if has_statistics else _try_find_line(Probe(case, case.batches[0]))
+    differ_note = (
+        f"on the original, split into {len(probe.parts)} parts, {difference.place} differs by"
+        f" {difference.error:.1e}"
     )
-    meet = (f"rows of the batch interact in {line}",) if line else ()
+    mixing_note = (f"rows of the batch interact in {line}",) if line else ()
     if _is_sum_loss(probe):
         raise Refusal.of(
             "S703",
             "the loss of this model is a sum over rows, not a mean",
-            notes=(differs, "the losses of the parts add up to that of the full batch", *meet),
+            notes=(
+                differ_note,
+                "the losses of the parts add up to that of the full batch",
+                *mixing_note,
+            ),
             helps=(
                 "divide it by the number of its terms, in `loss(output, batch)`, or by an option",
             ),
@@ -412,9 +422,9 @@ def check_parts(case: Case) -> Case:
             "S703",
             "splitting the batch changes the loss of this model",
             notes=(
-                differs,
+                differ_note,
                 "statistics over the batch (batch norm, router losses) would differ by rank",
-                *meet,
+                *mixing_note,
             ),
             helps=(
                 "define `weight(batch)` in the model file: the weight of a part of the batch",
@@ -427,11 +437,11 @@ def check_parts(case: Case) -> Case:
 def _is_sum_loss(probe: Probe) -> bool:
     """Return whether the losses of the parts add up to that of the whole, as no mean does."""
     with original_subject(probe.case) as subject:
-        whole = loss_and_gradients(subject, probe.batch, range(count_rows(probe.batch)))[""]
+        full_loss = loss_and_gradients(subject, probe.batch, range(count_rows(probe.batch)))[""]
         parts = [loss_and_gradients(subject, part.inputs, part.rows)[""] for part in probe.parts]
-    assert whole is not None
+    assert full_loss is not None
     total = torch.stack([loss for loss in parts if loss is not None]).sum()
-    return bool((total - whole).abs() <= RTOL * whole.abs())
+    return bool((total - full_loss).abs() <= RTOL * full_loss.abs())
 
 
 def _try_find_line(probe: Probe) -> str:
@@ -450,45 +460,45 @@ def check_own_parts(case: Case) -> None:
     """
     if is_statistics_relaxed(case.plan) or case.plan.shares * case.plan.micro == 1:
         return
-    own = own_float64(replace(case, plan=without_capacity(case.plan)))
-    parts = [part.rows for part in Probe(own, own.batches[0]).parts]
-    for batch in (own.batches[0], repeat_first_rows(own.batches[0], parts)):
-        if batch is not None and Probe(own, batch).first_difference() is not None:
-            check_parts(replace(own, batches=(batch,)))
+    own_case = own_float64(replace(case, plan=without_capacity(case.plan)))
+    parts = [part.rows for part in Probe(own_case, own_case.batches[0]).parts]
+    for batch in (own_case.batches[0], repeat_first_rows(own_case.batches[0], parts)):
+        if batch is not None and Probe(own_case, batch).first_difference() is not None:
+            check_parts(replace(own_case, batches=(batch,)))
 
 
-def _check_model_alone(probe: Probe, bad: Row) -> None:
+def _check_model_alone(probe: Probe, row: Row) -> None:
     """Raise an OwnError if the model alone does not show what our runs of it show."""
-    found = model_gap(probe)
+    gap = model_gap(probe)
     # a model in a low dtype shows its roundings; a much larger gap is our mistake
-    if found <= max(RTOL, MUCH * bad.error) and found != UNKNOWN:
+    if gap <= max(RTOL, MUCH * row.error) and gap != UNKNOWN:
         name = type(probe.case.plan.model.model).__name__
         raise OwnError(
-            f"the parts of a batch give another {bad.place} than the full batch",
-            f"{bad.place} differs by {bad.error:.1e}, and by {found:.1e} with the model alone",
+            f"the parts of a batch give another {row.place} than the full batch",
+            f"{row.place} differs by {row.error:.1e}, and by {gap:.1e} with the model alone",
             f"the model, `{name}`, in {len(probe.parts)} parts",
         )
 
 
 def find_batch_norm(model: nn.Module, traced: Traced) -> tuple[str, str] | None:
     """Return the name and class of the first module with statistics over rows in training."""
-    bare = meta_model(model, {})
-    TrainingMode(bare).train()
-    for fqn, one in bare.named_modules():
-        by_rows = isinstance(one, _BatchNorm) and not isinstance(one, nn.SyncBatchNorm)
-        if by_rows and one.training and fqn in traced.call_counts:
-            return fqn, type(one).__name__
+    bare_model = meta_model(model, {})
+    TrainingMode(bare_model).train()
+    for fqn, submodule in bare_model.named_modules():
+        by_rows = isinstance(submodule, _BatchNorm) and not isinstance(submodule, nn.SyncBatchNorm)
+        if by_rows and submodule.training and fqn in traced.call_counts:
+            return fqn, type(submodule).__name__
     return None
 
 
-def _check_batch_norms(plan: Plan, found: Prepared) -> None:
+def _check_batch_norms(plan: Plan, ready: Prepared) -> None:
     """Refuse (S703) a model with a batch norm over the rows of a part, without running it."""
-    first = None if is_statistics_relaxed(plan) else find_batch_norm(plan.model.model, found.traced)
-    if first is not None:
+    norm = None if is_statistics_relaxed(plan) else find_batch_norm(plan.model.model, ready.traced)
+    if norm is not None:
         raise Refusal.of(
             "S703",
             "splitting the batch changes the loss of this model",
-            notes=("`{}`, a `{}`, takes statistics over the rows of a part".format(*first),),
+            notes=("`{}`, a `{}`, takes statistics over the rows of a part".format(*norm),),
             helps=(HELP_RELAX.removeprefix("or "), "or replace it by a norm of each row"),
         )
 
@@ -496,9 +506,9 @@ def _check_batch_norms(plan: Plan, found: Prepared) -> None:
 def _check_state(probe: Probe) -> None:
     """Refuse (S708) a model whose parts leave other buffers or attributes than the whole."""
     assert probe.case.prepared is not None
-    ways = buffer_replicas(probe.case.prepared.staged)
+    split = buffer_replicas(probe.case.prepared.staged)
     with original_subject(probe.case) as subject:
-        runs = [run for parts in probe.shares for run in ways.split_by_replica(parts)]
+        runs = [part_list for parts in probe.shares for part_list in split.split_by_replica(parts)]
         check_buffers(subject, probe.batch, runs)
         if probe.changed:
             shared = probe.case.prepared.traced.statistics is not None
@@ -516,15 +526,15 @@ def prepare_checked(case: Case) -> Case:
 
     A model on the meta device has no loss to check.
     """
-    made = prepare_case(case)
-    if not _on_meta(made.plan):
-        check_parts(randomised_float64(made))
-        check_own_parts(made)
-    return made
+    ready = prepare_case(case)
+    if not _on_meta(ready.plan):
+        check_parts(randomised_float64(ready))
+        check_own_parts(ready)
+    return ready
 
 
 def check_if_cheap(
-    plan: Plan, batch: Mapping[str, Any], found: Prepared, *, loss: Any = None, weight: Any = None
+    plan: Plan, batch: Mapping[str, Any], ready: Prepared, *, loss: Any = None, weight: Any = None
 ) -> None:
     """Refuse as `verify` does if parts do not make the whole (S703, S708), if cheap to find.
 
@@ -533,15 +543,15 @@ def check_if_cheap(
     searched for batch norms; `verify` checks the rest.
     """
     numbers = max((t.numel() for t in named_tensors(batch).values()), default=0)
-    size = sum(fact.numel for fact in plan.model.unique_parameters.values())
-    apart = plan.shares * plan.micro > 1 or found.staged.axis is not None
-    if not apart or found.traced.missing_loss is not None:
+    size = sum(param.numel for param in plan.model.unique_parameters.values())
+    has_parts = plan.shares * plan.micro > 1 or ready.staged.axis is not None
+    if not has_parts or ready.traced.missing_loss is not None:
         return
     devices = {tensor.device for tensor in plan.model.model.parameters()}
     if size * numbers > CHEAP_WORK or _on_meta(plan) or not all(map(has_float64, devices)):
-        _check_batch_norms(plan, found)
+        _check_batch_norms(plan, ready)
         return
-    case = Case(plan, (dict(batch),), loss, weight, dtype="none", prepared=found)
+    case = Case(plan, (dict(batch),), loss, weight, dtype="none", prepared=ready)
     try:
         with restore_global_state(plan.model.model, loss):
             check_parts(randomised_float64(case))

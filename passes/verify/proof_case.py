@@ -174,11 +174,11 @@ def _cast_batch(case: Case, batch: Batch) -> dict[str, Any]:
     dtype = getattr(torch, str(case.dtype))
 
     def cast(value: Any) -> Any:
-        floats = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if floats else value
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_float else value
 
-    out: dict[str, Any] = pytree.tree_map(cast, dict(batch))
-    return out
+    cast_values: dict[str, Any] = pytree.tree_map(cast, dict(batch))
+    return cast_values
 
 
 def proof_modes(case: Case) -> Any:
@@ -189,9 +189,9 @@ def proof_modes(case: Case) -> Any:
 
 def make_dropout(case: Case) -> LogicalDropout:
     """Make the dropout mode that draws the original's masks, as the program does."""
-    known = case.prepared
+    prepared = case.prepared
     return LogicalDropout(
-        case.seed, unbatched=known.traced.unbatched_masks if known is not None else None
+        case.seed, unbatched=prepared.traced.unbatched_masks if prepared is not None else None
     )
 
 
@@ -210,8 +210,10 @@ def original_subject(
     the caller protects the globals.
     """
     modes, _ = proof_modes(case)
-    kept = nullcontext() if in_thread else restore_global_state(case.plan.model.model, case.loss)
-    with kept, enter_modes(*modes):
+    restored = (
+        nullcontext() if in_thread else restore_global_state(case.plan.model.model, case.loss)
+    )
+    with restored, enter_modes(*modes):
         subject = Sequential(copy_original(case), loss=case.loss, **options)
         if case.prepared is not None:
             subject.rewritten = case.prepared.traced.rewritten_parameters
@@ -225,10 +227,10 @@ def run_original(case: Case, conditions: Sequence[Condition]) -> tuple[Observati
     def make(condition: Condition) -> Sequential:
         return make_original_subject(condition.case or case, condition, dropout)
 
-    chosen = ChoiceRecorder(case.choices)
-    with restore_global_state(case.plan.model.model, case.loss), enter_modes(*modes, chosen):
-        seen = observe(make, conditions)
-    return replace(seen, choices=chosen.found), dropout.drawn
+    recorder = ChoiceRecorder(case.choices)
+    with restore_global_state(case.plan.model.model, case.loss), enter_modes(*modes, recorder):
+        observation = observe(make, conditions)
+    return replace(observation, choices=recorder.found), dropout.drawn
 
 
 def make_original_subject(
@@ -256,16 +258,21 @@ def _make_loop(
         "dropout": dropout,
     }
     table, module = case.table, copy_original(case)
-    few = bool(compression_axes(case.plan))
+    is_compressed = bool(compression_axes(case.plan))
     row = case.plan.loss_scaling if cast else None
     if cast:
         apply_casts(case.plan, module, options)
-    known = case.prepared
+    prepared = case.prepared
     # outside of the casts, as in a program
-    module = quantize_saved_tensors(case.plan, module, known, case.tipped)
+    module = quantize_saved_tensors(case.plan, module, prepared, case.tipped)
     if row is not None and not case.by_parts and not case.plan.activation_codings:
         return SequentialScaled(module, condition.optimizer, **options, row=row)
-    if not case.by_parts and table is None and not few and not case.plan.activation_codings:
+    if (
+        not case.by_parts
+        and table is None
+        and not is_compressed
+        and not case.plan.activation_codings
+    ):
         return Sequential(module, condition.optimizer, **options)
     assert case.prepared is not None
     replicas, micro = case.cuts
@@ -277,10 +284,10 @@ def _make_loop(
     }
     if table is not None:
         return SequentialStale(module, condition.optimizer, **options, table=table)
-    if few:
-        held = case.prepared.holdings
+    if is_compressed:
+        holdings = case.prepared.holdings
         return SequentialCompressed(
-            module, condition.optimizer, **options, plan=case.plan, holdings=held
+            module, condition.optimizer, **options, plan=case.plan, holdings=holdings
         )
     if row is not None:
         return SequentialScaledByParts(module, condition.optimizer, **options, row=row)
@@ -349,8 +356,8 @@ class ProgramSubject:
 
     def gradients(self) -> Mapping[str, Tensor | None]:
         """Return full gradients on the first rank; None for a gradient that no rank has."""
-        found = full_tensors.full_gradients(self.program.assembly, first_rank)
-        return {name: found.get(name) for name in self.trainable()}
+        full_gradients = full_tensors.full_gradients(self.program.assembly, first_rank)
+        return {name: full_gradients.get(name) for name in self.trainable()}
 
     def generators(self) -> Mapping[str, Tensor]:
         """Return this rank's generator states; other ranks' are compared as copies."""
@@ -363,11 +370,11 @@ class ProgramSubject:
 
     def replicas(self) -> Mapping[str, float]:
         """Return the differences between copies on different ranks."""
-        everyone = world.all_gather_object(self.generators())
+        all_generators = world.all_gather_object(self.generators())
         return {
             **self.program.replica_errors(),
             **({} if self.separate_buffers else self.program.buffer_errors()),
-            **compare_generators(everyone),
+            **compare_generators(all_generators),
         }
 
 
@@ -381,26 +388,33 @@ def build_program(case: Case, **options: Any) -> Program:
 
     All ranks receive the same case, so `build` does not compare plans.
     """
-    given = {"loss": case.loss, "weight": case.weight, "seed": case.seed, "prepared": case.prepared}
-    return build(case.plan, case.batches[0], **({"compare": "nothing"} | given | options))
+    defaults = {
+        "loss": case.loss,
+        "weight": case.weight,
+        "seed": case.seed,
+        "prepared": case.prepared,
+    }
+    return build(case.plan, case.batches[0], **({"compare": "nothing"} | defaults | options))
 
 
 def build_for_condition(case: Case, condition: Condition) -> Program:
     """Build a rank's program for a condition; offloaded tensors move, however small they are."""
-    run = condition.case or case
-    loss = run.loss if condition.scale == 1 else ScaledLoss(run.loss, condition.scale)
+    run_case = condition.case or case
+    loss = run_case.loss if condition.scale == 1 else ScaledLoss(run_case.loss, condition.scale)
     with offload_all_sizes():
-        return build_program(run, loss=loss, optimizer=condition.optimizer, clip=condition.clip)
+        return build_program(
+            run_case, loss=loss, optimizer=condition.optimizer, clip=condition.clip
+        )
 
 
 def observe_programs(
-    case: Case, conditions: Sequence[Condition], made: list[Program], *, brief: bool = False
+    case: Case, conditions: Sequence[Condition], programs: list[Program], *, brief: bool = False
 ) -> Observation:
-    """Observe a rank's programs, and append them to `made`; `brief` as in `observe`."""
+    """Observe a rank's programs, and append them to `programs`; `brief` as in `observe`."""
 
     def make(condition: Condition) -> ProgramSubject:
         program = build_for_condition(case, condition)
-        made.append(program)
+        programs.append(program)
         separate_buffers = (condition.case or case).by_parts
         return ProgramSubject(
             program, condition.evaluate, separate_buffers=separate_buffers, follow=condition.follow

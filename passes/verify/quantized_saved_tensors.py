@@ -50,14 +50,14 @@ from schedlang.runtime.tracing.meta_runs import tensors_in
 # tensors. Both share the names of single operators.
 
 
-def add_recomputation(plan: Plan, module: nn.Module, known: Prepared | None) -> None:
+def add_recomputation(plan: Plan, module: nn.Module, prepared: Prepared | None) -> None:
     """Let modules of a copy of the original recompute from inputs that are stored in fewer bits."""
-    parts = partial_modules(known.traced) if known is not None else ()
-    for again in recomputed_modules(plan, known.chains if known is not None else {}):
-        region = _Region(again, parts)
-        for place, fqn in enumerate(again.modules):
+    parts = partial_modules(prepared.traced) if prepared is not None else ()
+    for recomputed in recomputed_modules(plan, prepared.chains if prepared is not None else {}):
+        region = _Region(recomputed, parts)
+        for index, fqn in enumerate(recomputed.modules):
             part: Any = module.get_submodule(fqn)
-            part.forward = partial(_run_twice, region, place, part, part.forward)
+            part.forward = partial(_run_twice, region, index, part, part.forward)
 
 
 @dataclass
@@ -73,8 +73,8 @@ class _Values:
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Return the first value recorded for an equal tensor."""
-        for one, version, value in self.known:
-            if version == tensor._version and self.alike(one, tensor):
+        for known_tensor, version, value in self.known:
+            if version == tensor._version and self.alike(known_tensor, tensor):
                 return value
         return None
 
@@ -88,49 +88,54 @@ class _Region:
     next: int = 0
     known: _Values = field(default_factory=lambda: _Values(_is_same_view))
 
-    def enter(self, place: int) -> None:
+    def enter(self, index: int) -> None:
         """Begin a call of a module of the region; a call out of order starts a new pass."""
-        if place == 0 or place != self.next:
+        if index == 0 or index != self.next:
             self.known = _Values(_is_same_view)
-        self.next = place + 1
+        self.next = index + 1
 
     def given(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the second run's inputs: its own results where it has them, else stored values."""
         if not self.again.dedupe_inputs:
-            return [_restride(old, new) for old, new in zip(tensors, pass_through_hooks(tensors))]
-        new: list[Tensor] = []
+            return [
+                _restride(source, fresh)
+                for source, fresh in zip(tensors, pass_through_hooks(tensors))
+            ]
+        fresh: list[Tensor] = []
         for tensor in tensors:
-            if self.known.of(tensor) is None and not any(_is_same_view(tensor, one) for one in new):
-                new.append(tensor)
-        for tensor, value in zip(new, pass_through_hooks(new)):
+            if self.known.of(tensor) is None and not any(
+                _is_same_view(tensor, known) for known in fresh
+            ):
+                fresh.append(tensor)
+        for tensor, value in zip(fresh, pass_through_hooks(fresh)):
             self.known.note(tensor, value)
-        found = [(tensor, self.known.of(tensor)) for tensor in tensors]
-        return [_restride(tensor, value) for tensor, value in found if value is not None]
+        known_values = [(tensor, self.known.of(tensor)) for tensor in tensors]
+        return [_restride(tensor, value) for tensor, value in known_values if value is not None]
 
     def made(self, output: Any, second: Any) -> None:
         """Record the results of a call in both runs."""
-        for one, two in zip(tree_leaves(output), tree_leaves(second), strict=True):
-            if self.again.dedupe_inputs and isinstance(one, Tensor):
-                self.known.note(one, two.detach())
+        for first, second_run in zip(tree_leaves(output), tree_leaves(second), strict=True):
+            if self.again.dedupe_inputs and isinstance(first, Tensor):
+                self.known.note(first, second_run.detach())
 
 
 def _restride(tensor: Tensor, value: Tensor) -> Tensor:
     """Return a value in a tensor's memory order, because products choose what they save by it."""
     with torch.no_grad():
-        same = value.stride() == tensor.stride()
-        made = value.detach() if same else torch.empty_like(tensor).copy_(value)
-    return made.requires_grad_(tensor.requires_grad)
+        same_stride = value.stride() == tensor.stride()
+        restrided = value.detach() if same_stride else torch.empty_like(tensor).copy_(value)
+    return restrided.requires_grad_(tensor.requires_grad)
 
 
-def _is_same_view(one: Tensor, two: Tensor) -> bool:
+def _is_same_view(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are the same view of the same memory."""
-    facts = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (one, two))
-    return next(facts) == next(facts)
+    views = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (a, b))
+    return next(views) == next(views)
 
 
 def _run_twice(
     region: _Region,
-    place: int,
+    index: int,
     module: nn.Module,
     inner: Callable[..., Any],
     *args: Any,
@@ -139,19 +144,19 @@ def _run_twice(
     """Run a module on its real inputs; its backward is that of a second run on stored ones."""
     if not torch.is_grad_enabled():
         return inner(*args, **kwargs)
-    region.enter(place)
+    region.enter(index)
     tensors: list[Tensor] = []
     template = split_tensors((args, kwargs), tensors)
-    given, apart = region.given(tensors), _CallStart(module)
+    inputs, call_start = region.given(tensors), _CallStart(module)
     results = SavedResults(region.again, region.summed)
-    again: list[Tensor] = []
+    resaved: list[Tensor] = []
     places = count()
-    with saved_tensors_hooks(lambda tensor: next(places), lambda place: again[place]):
+    with saved_tensors_hooks(lambda tensor: next(places), lambda index: resaved[index]):
         output = results.run_first(inner, *args, **kwargs)
     results.save()
-    some, named = fill_template(template, given)
-    second = apart.run(again, partial(results.run_second, inner, *some, **named))
-    assert len(again) == next(places), "a second run saves as many tensors"
+    new_args, new_kwargs = fill_template(template, inputs)
+    second = call_start.run(resaved, partial(results.run_second, inner, *new_args, **new_kwargs))
+    assert len(resaved) == next(places), "a second run saves as many tensors"
     region.made(output, second)
     return output
 
@@ -182,24 +187,24 @@ class _CallStart:
 
 
 def quantize_saved_tensors(
-    plan: Plan, module: nn.Module, known: Prepared | None, tipped: NearTieMap | None = None
+    plan: Plan, module: nn.Module, prepared: Prepared | None, tipped: NearTieMap | None = None
 ) -> nn.Module:
     """Let modules of a copy of the original store what the plan says in fewer bits.
 
-    `known` says how ranks divide saved tensors (each rank rounds its own part), the bits of single
-    tensors, and the recomputed regions. `tipped` holds the ranks' choices for numbers that lie
-    midway between two codes.
+    `prepared` says how ranks divide saved tensors (each rank rounds its own part), the bits of
+    single tensors, and the recomputed regions. `tipped` holds the ranks' choices for numbers that
+    lie midway between two codes.
     """
     for fqn in experts_of(plan):
         experts: Any = module.get_submodule(fqn)
         experts.forward = partial(_mark_experts, experts.forward)
     # the inner wrapper: its inputs are quantised too
-    add_recomputation(plan, module, known)
+    add_recomputation(plan, module, prepared)
     for row in plan.activation_codings:
-        assert known is not None, "a plan is prepared before it is compared"
+        assert prepared is not None, "a plan is prepared before it is compared"
         part: Any = module.get_submodule(row.fqn)
-        bits = bits_by_number(known.bits, row.fqn)
-        saved = _SavedTensors(row, part, known.traced.saved_splits, tipped or {}, bits)
+        bits = bits_by_number(prepared.bits, row.fqn)
+        saved = _SavedTensors(row, part, prepared.traced.saved_splits, tipped or {}, bits)
         part.forward = partial(_run_quantized, saved, part.forward)
     return module
 
@@ -226,15 +231,15 @@ class _SavedTensors:
 
     def begin(self, arguments: Any) -> None:
         """Begin a call; calls within one part of a step are counted from 0."""
-        here = current()
-        assert here is not None, "the original runs in a scope"
-        place = here.step, here.samples
-        self.calls = self.calls + 1 if place == self.place else 0
-        self.place, self.numbers, self.rows = place, 0, []
+        scope = current()
+        assert scope is not None, "the original runs in a scope"
+        sample_place = scope.step, scope.samples
+        self.calls = self.calls + 1 if sample_place == self.place else 0
+        self.place, self.numbers, self.rows = sample_place, 0, []
         self.turns, self.made = [], {}
         self.seen = _Values(_reads_same_memory)
-        known = tensors_in(arguments)
-        self.given = [t for t in known if not t.requires_grad or isinstance(t, Parameter)]
+        input_tensors = tensors_in(arguments)
+        self.given = [t for t in input_tensors if not t.requires_grad or isinstance(t, Parameter)]
 
     @property
     def weights(self) -> WeightSplits | None:
@@ -245,55 +250,57 @@ class _SavedTensors:
     def count(self, tensor: Tensor) -> None:
         """Count one saved tensor, of this call and of the module that saves it."""
         self.numbers += 1
-        parts, here = self.weights, current_site()
-        split = parts is not None and parts.split_dim(self.row.fqn, here, tensor) is not None
-        self.turns.append(next_turn(self.turns, here, split))
+        parts, site = self.weights, current_site()
+        split = parts is not None and parts.split_dim(self.row.fqn, site, tensor) is not None
+        self.turns.append(next_turn(self.turns, site, split))
 
     def elsewhere(self) -> tuple[bool, Turn | None]:
         """Return whether ranks identify this tensor otherwise than the model, and with which."""
-        same: Mapping[Any, Turn | None] = (
+        same_turns: Mapping[Any, Turn | None] = (
             self.weights.same_turns if self.weights is not None else {}
         )
         key = self.row.fqn, self.turns[-1]
-        return key in same, same.get(key)
+        return key in same_turns, same_turns.get(key)
 
     def value(self, tensor: Tensor) -> Tensor:
         """Return what backward sees of a saved tensor."""
-        whole = tensor.dim() > 2 and tuple(tensor.shape) in self.rows
+        is_full = tensor.dim() > 2 and tuple(tensor.shape) in self.rows
         self.rows.append(tuple(tensor.shape[:-1]))
-        if whole and self.elsewhere()[1] not in self.made:
+        if is_full and self.elsewhere()[1] not in self.made:
             return tensor
         rounded = partial(self.rounded, held=tensor.untyped_storage().nbytes())
         if self.parts is None:
             return rounded(tensor)
-        here = sum(turn[0] == current_site() for turn in self.turns)
-        at = SavedPlace(self.row.fqn, current_site(), here, len(self.place[1]))
-        return self.parts.change_shards(at, tensor.detach(), rounded)
+        turn_count = sum(turn[0] == current_site() for turn in self.turns)
+        place = SavedPlace(self.row.fqn, current_site(), turn_count, len(self.place[1]))
+        return self.parts.change_shards(place, tensor.detach(), rounded)
 
     def rounded(self, part: Tensor, held: int) -> Tensor:
         """Round a part as its rank does; a part that was saved before gets its earlier value."""
-        apart, first = self.elsewhere()
-        made = self.made.setdefault(self.turns[-1], [])
-        theirs = self.made.get(first, [])[len(made) : len(made) + 1] if first else []
-        before = None if apart else self.seen.of(part)
-        if theirs and theirs[0] is not None and theirs[0].numel() == part.numel():
-            before = theirs[0]
-        value = self.coded(part, held) if before is None else before.reshape(part.shape)
-        made.append(None if value is part else value)
-        if before is None and value is not part:
+        is_elsewhere, first_turn = self.elsewhere()
+        values = self.made.setdefault(self.turns[-1], [])
+        first_values = (
+            self.made.get(first_turn, [])[len(values) : len(values) + 1] if first_turn else []
+        )
+        earlier = None if is_elsewhere else self.seen.of(part)
+        if first_values and first_values[0] is not None and first_values[0].numel() == part.numel():
+            earlier = first_values[0]
+        value = self.coded(part, held) if earlier is None else earlier.reshape(part.shape)
+        values.append(None if value is part else value)
+        if earlier is None and value is not part:
             self.seen.note(part, value)
         return value
 
-    def coded(self, part: Tensor, held: int) -> Tensor:
-        """Quantise a part, if that takes fewer bytes than `held`."""
+    def coded(self, part: Tensor, storage_bytes: int) -> Tensor:
+        """Quantise a part, if that takes fewer bytes than `storage_bytes`."""
         row = replace(self.row, bits=self.bits.get(self.numbers, self.row.bits))
         if part.numel() < row.block or part.shape[-1] == 1:
             return part
-        each = row.block * row.bits // 8 + 2 * max(4, part.element_size())
-        if -(-part.numel() // row.block) * each >= held:
+        block_bytes = row.block * row.bits // 8 + 2 * max(4, part.element_size())
+        if -(-part.numel() // row.block) * block_bytes >= storage_bytes:
             return part
-        words = self.row.fqn, self.calls, *self.place, self.numbers
-        return quantize(part, row, stream_of(*words), self.tipped)
+        stream_key = self.row.fqn, self.calls, *self.place, self.numbers
+        return quantize(part, row, stream_of(*stream_key), self.tipped)
 
     def counts(self, tensor: Tensor) -> bool:
         """Return whether a tensor is an activation.
@@ -303,12 +310,14 @@ class _SavedTensors:
         """
         if _experts.get():
             return False
-        held = [*self.module.parameters(), *self.module.buffers()]
-        mine = tensor.untyped_storage().data_ptr()
-        if any(one.untyped_storage().data_ptr() == mine for one in (*held, *self.given)):
+        own_tensors = [*self.module.parameters(), *self.module.buffers()]
+        pointer = tensor.untyped_storage().data_ptr()
+        if any(
+            value.untyped_storage().data_ptr() == pointer for value in (*own_tensors, *self.given)
+        ):
             return False
         floats = tensor.is_floating_point() and tensor.numel() > 0 and _has_no_placeholders(tensor)
-        return floats and not any(_is_cast(one, tensor) for one in held)
+        return floats and not any(_is_cast(value, tensor) for value in own_tensors)
 
 
 _experts: ContextVar[bool] = ContextVar("experts", default=False)  # whether experts run
@@ -325,18 +334,18 @@ def _mark_experts(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def _quantizing(saved: _SavedTensors) -> Iterator[None]:
     """Replace saved tensors by their stored values; the same view is quantised once."""
-    seen = _Values(_reads_same_memory)
+    rounded_values = _Values(_reads_same_memory)
 
     def pack(tensor: Tensor) -> Tensor:
         if not saved.counts(tensor):
             return tensor
         saved.count(tensor)
-        apart, _ = saved.elsewhere()
-        if not apart and (before := seen.of(tensor)) is not None:
-            return before.reshape(tensor.shape)
+        is_elsewhere, _ = saved.elsewhere()
+        if not is_elsewhere and (rounded_before := rounded_values.of(tensor)) is not None:
+            return rounded_before.reshape(tensor.shape)
         value = saved.value(tensor)
         if value is not tensor:
-            seen.note(tensor, value)
+            rounded_values.note(tensor, value)
         return value
 
     with saved_tensors_hooks(pack, lambda value: value):
@@ -352,16 +361,16 @@ def _is_cast(weight: Tensor, tensor: Tensor) -> bool:
     """Return whether a tensor is this weight, or its transpose, in fewer bits."""
     if tensor.dtype.itemsize != 2 or weight.dtype.itemsize != 4 or weight.dim() != tensor.dim():
         return False
-    made = weight.detach().to(tensor.dtype)
-    forms = [made, made.mT] if made.dim() == 2 else [made]
-    return any(one.shape == tensor.shape and bool((one == tensor).all()) for one in forms)
+    cast_weight = weight.detach().to(tensor.dtype)
+    candidates = [cast_weight, cast_weight.mT] if cast_weight.dim() == 2 else [cast_weight]
+    return any(cast.shape == tensor.shape and bool((cast == tensor).all()) for cast in candidates)
 
 
-def _reads_same_memory(one: Tensor, two: Tensor) -> bool:
+def _reads_same_memory(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors read the same memory in the same order."""
-    if (one.data_ptr(), one.numel(), one.dtype) != (two.data_ptr(), two.numel(), two.dtype):
+    if (a.data_ptr(), a.numel(), a.dtype) != (b.data_ptr(), b.numel(), b.dtype):
         return False
-    return bool((_memory_offsets(one) == _memory_offsets(two)).all())
+    return bool((_memory_offsets(a) == _memory_offsets(b)).all())
 
 
 def _memory_offsets(tensor: Tensor) -> Tensor:
@@ -385,44 +394,46 @@ def quantize(
 ) -> Tensor:
     """Quantise a tensor: each block has a minimum, a step, and whole numbers of steps."""
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-        digits = 53 if work == torch.float64 else 24
-        flat = tensor.detach().to(work).reshape(-1)
+        work_dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        digits = 53 if work_dtype == torch.float64 else 24
+        flat = tensor.detach().to(work_dtype).reshape(-1)
         draws = stream_numbers(torch.arange(1, flat.numel() + 1), torch.tensor(stream)) >> (
             53 - digits
         )
-        drawn = draws.to(work) / 2**digits
+        uniform = draws.to(work_dtype) / 2**digits
         end = flat.numel() // row.block * row.block  # the last block may be shorter
-        least, step, moved = (
+        minimum, step, shifted = (
             torch.cat(parts)
             for parts in zip(
-                _quantize_blocks(flat[:end].view(-1, row.block), drawn[:end], row),
-                _quantize_blocks(flat[end:].view(-1, max(1, flat.numel() - end)), drawn[end:], row),
+                _quantize_blocks(flat[:end].view(-1, row.block), uniform[:end], row),
+                _quantize_blocks(
+                    flat[end:].view(-1, max(1, flat.numel() - end)), uniform[end:], row
+                ),
             )
         )
-        numbers = _round_down(moved, row, (tipped or {}).get(stream))
-        found = least + step * numbers.clamp(0, 2**row.bits - 1)
-        return found.to(tensor.dtype).view(tensor.shape)
+        numbers = _round_down(shifted, row, (tipped or {}).get(stream))
+        quantized = minimum + step * numbers.clamp(0, 2**row.bits - 1)
+        return quantized.to(tensor.dtype).view(tensor.shape)
 
 
 def _quantize_blocks(
-    values: Tensor, drawn: Tensor, row: ActivationCoding
+    values: Tensor, uniform: Tensor, row: ActivationCoding
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return for each element of blocks (one a row): minimum, step, value to round down."""
-    least, most = values.min(1, keepdim=True)[0], values.max(1, keepdim=True)[0]
-    step = (most - least) / (2**row.bits - 1)
-    steps = torch.where(step > 0, (values - least) / step, 0.0)
-    moved = steps.flatten() + drawn
-    return least.expand_as(values).flatten(), step.expand_as(values).flatten(), moved
+    minimum, maximum = values.min(1, keepdim=True)[0], values.max(1, keepdim=True)[0]
+    step = (maximum - minimum) / (2**row.bits - 1)
+    steps = torch.where(step > 0, (values - minimum) / step, 0.0)
+    shifted = steps.flatten() + uniform
+    return minimum.expand_as(values).flatten(), step.expand_as(values).flatten(), shifted
 
 
 def _round_down(
-    moved: Tensor, row: ActivationCoding, noted: tuple[Tensor, Tensor] | None
+    shifted: Tensor, row: ActivationCoding, noted: tuple[Tensor, Tensor] | None
 ) -> Tensor:
     """Round down; where a value is midway, take the number that a rank took."""
-    numbers = torch.floor(moved)
+    numbers = torch.floor(shifted)
     if noted is not None:
-        places, theirs = (one[noted[0] < moved.numel()] for one in noted)
-        same = (theirs - moved[places]).abs() <= tie_margin(2**row.bits - 1)
-        numbers[places[same]] = theirs[same].floor().to(numbers.dtype)
+        places, noted_values = (noted_tensor[noted[0] < shifted.numel()] for noted_tensor in noted)
+        is_tie = (noted_values - shifted[places]).abs() <= tie_margin(2**row.bits - 1)
+        numbers[places[is_tie]] = noted_values[is_tie].floor().to(numbers.dtype)
     return numbers

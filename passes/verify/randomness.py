@@ -34,12 +34,12 @@ def generator_states(module: nn.Module) -> dict[str, Tensor]:
 
     Dropout of a proof is drawn logically, so both sides must leave generators unchanged.
     """
-    found = {"torch": torch.get_rng_state()}
+    states = {"torch": torch.get_rng_state()}
     for path, child in module.named_modules():
         for name, value in vars(child).items():
             if isinstance(value, torch.Generator):
-                found[f"{path}.{name}".lstrip(".")] = value.get_state()
-    return found
+                states[f"{path}.{name}".lstrip(".")] = value.get_state()
+    return states
 
 
 def describe_draws(noted: Draws) -> list[str]:
@@ -57,14 +57,14 @@ def repeated_streams(begun: Mapping[StreamKey, StreamStart]) -> list[str]:
     ignored one of them, both sides would agree, under masks that no training has. Numbers have 53
     bits, so two streams share none by chance, even if one runs behind the other.
     """
-    found = [f"{_stream_text(stream)} twice" for stream, one in begun.items() if one.twice]
-    first: dict[int, StreamKey] = {}
-    for stream, one in begun.items():
-        before = {first.setdefault(number, stream) for number in one.numbers} - {stream}
-        found += (
-            [f"{_stream_text(stream)} as {_stream_text(min(before, key=str))}"] if before else []
+    repeats = [f"{_stream_text(stream)} twice" for stream, start in begun.items() if start.twice]
+    first_users: dict[int, StreamKey] = {}
+    for stream, start in begun.items():
+        earlier = {first_users.setdefault(number, stream) for number in start.numbers} - {stream}
+        repeats += (
+            [f"{_stream_text(stream)} as {_stream_text(min(earlier, key=str))}"] if earlier else []
         )
-    return found
+    return repeats
 
 
 def _stream_text(stream: StreamKey) -> str:
@@ -79,16 +79,16 @@ def _moment_text(moment: Moment) -> str:
     return f"evaluation {moment[1]} before step {moment[0]}"
 
 
-def join_draws(everyone: Sequence[Draws | None]) -> dict[tuple[Moment, str, int], set[int]]:
+def join_draws(rank_draws: Sequence[Draws | None]) -> dict[tuple[Moment, str, int], set[int]]:
     """Join the draws of all ranks.
 
     Each rank draws for some samples, for some modules, or for a part of the same mask.
     """
-    out: dict[tuple[Moment, str, int], set[int]] = {}
-    for noted in everyone:
-        for key, samples in (noted or {}).items():
-            out.setdefault(key, set()).update(samples)
-    return out
+    samples_by_draw: dict[tuple[Moment, str, int], set[int]] = {}
+    for draws in rank_draws:
+        for key, samples in (draws or {}).items():
+            samples_by_draw.setdefault(key, set()).update(samples)
+    return samples_by_draw
 
 
 def _rows_text(samples: Sequence[int], word: str = "rows") -> str:
@@ -107,14 +107,17 @@ def _runs_text(numbers: Sequence[int]) -> str:
     return ",".join("-".join(map(str, part)) for part in parts)
 
 
-def compare_generators(everyone: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def compare_generators(rank_states: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return for each generator 0 if all ranks left it in one state, else 1."""
-    first = everyone[0]
+    first_states = rank_states[0]
     return {
         f"generator {name}": float(
-            any(name not in o or not torch.equal(o[name], state) for o in everyone[1:])
+            any(
+                name not in states or not torch.equal(states[name], state)
+                for states in rank_states[1:]
+            )
         )
-        for name, state in first.items()
+        for name, state in first_states.items()
     }
 
 
@@ -149,77 +152,86 @@ def check_native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] 
     logical, native = assembly.dropout, assembly.native
     if native is None or not isinstance(logical, LogicalDropout):
         return None
-    noticed = logical.noted or {}
-    trained = [moment for moment, _, _ in noticed if isinstance(moment, int)]
+    logical_rows = logical.noted or {}
+    trained = [moment for moment, _, _ in logical_rows if isinstance(moment, int)]
     if not any(
         world.all_gather_object(bool(trained))
     ):  # a stage may draw nothing, but must train with the others
         return None
-    noting, first = DrawRecorder(native, logical), program.step
+    recorder, first_step = DrawRecorder(native, logical), program.step
     program.assembly, program.follow_inputs = replace(assembly, dropout=native), False
-    kept, program.keep_output = program.keep_output, False  # not needed
+    keep_output, program.keep_output = program.keep_output, False  # not needed
     try:
         for _ in range(STEPS):
             with ExitStack() as stack:
-                stack.enter_context(noting.record_draws())
+                stack.enter_context(recorder.record_draws())
                 program.train_step(with_leaf_tensors(batch, grad=False))
     finally:
-        program.assembly, program.keep_output = assembly, kept
-    noted, step = noting.noted, min(trained, default=None)
-    known = {(site, call): set(rows) for (k, site, call), rows in noticed.items() if k == step}
-    mine = RankDraws(noted.begun, [_sites_of_step(noted, first + k) for k in range(STEPS)], known)
-    wrong = describe_wrong_draws(world.all_gather_object(mine))
+        program.assembly, program.keep_output = assembly, keep_output
+    recorded, step = recorder.noted, min(trained, default=None)
+    expected = {
+        (site, call): set(rows) for (k, site, call), rows in logical_rows.items() if k == step
+    }
+    own_draws = RankDraws(
+        recorded.begun, [_sites_of_step(recorded, first_step + k) for k in range(STEPS)], expected
+    )
+    problems = describe_wrong_draws(world.all_gather_object(own_draws))
     copies = program.replica_errors()
-    wrong += [
+    problems += [
         f"copies of `{name}` on different ranks differ"
         for name, error in copies.items()
         if not error <= REPLICAS
     ]
-    return len(noted.begun), wrong
+    return len(recorded.begun), problems
 
 
 def _sites_of_step(noted: RecordedDraws, step: int) -> Sites:
     return {(site, call): rows for (k, site, call), rows in noted.shapes.items() if k == step}
 
 
-def describe_wrong_draws(everyone: Sequence[RankDraws]) -> list[str]:
+def describe_wrong_draws(rank_draws: Sequence[RankDraws]) -> list[str]:
     """Describe what is wrong with the native draws of all ranks."""
-    return [*_wrong_places(everyone), *_wrong_streams(everyone)]
+    return [*_wrong_places(rank_draws), *_wrong_streams(rank_draws)]
 
 
-def _wrong_places(everyone: Sequence[RankDraws]) -> Iterator[str]:
+def _wrong_places(rank_draws: Sequence[RankDraws]) -> Iterator[str]:
     """Yield draws that a rank makes in training but not in the proof, or the reverse."""
-    for rank, mine in enumerate(everyone):
-        for drawn in mine.sites:
-            differ = [
-                key for key in {**mine.logical, **drawn} if mine.logical.get(key) != drawn.get(key)
+    for rank, draws in enumerate(rank_draws):
+        for site_rows in draws.sites:
+            differing = [
+                key
+                for key in {**draws.logical, **site_rows}
+                if draws.logical.get(key) != site_rows.get(key)
             ]
-            for site, call in differ[:1]:
-                word = "not drawn" if (site, call) not in drawn else "drawn otherwise"
-                yield f"`{site or 'model'}` call {call} is {word} in training, on rank {rank}"
+            for site, call in differing[:1]:
+                problem = "not drawn" if (site, call) not in site_rows else "drawn otherwise"
+                yield f"`{site or 'model'}` call {call} is {problem} in training, on rank {rank}"
 
 
-def _wrong_streams(everyone: Sequence[RankDraws]) -> Iterator[str]:
+def _wrong_streams(rank_draws: Sequence[RankDraws]) -> Iterator[str]:
     """Yield parts of masks with several streams, and streams with several parts."""
     numbers: dict[Content, dict[float, int]] = {}
     parts: dict[float, tuple[Content, int]] = {}
-    for rank, mine in enumerate(everyone):
-        for content, begun in mine.begun.items():
-            for number in begun:
+    for rank, draws in enumerate(rank_draws):
+        for content, stream_numbers in draws.begun.items():
+            for number in stream_numbers:
                 numbers.setdefault(content, {}).setdefault(number, rank)
                 parts.setdefault(number, (content, rank))
-                other, where = parts[number]
+                other, other_rank = parts[number]
                 if other != content:
-                    yield f"{_content_text(content, rank)} draws as {_content_text(other, where)}"
-    for content, found in numbers.items():
-        if len(found) > 1:
-            ranks = sorted(set(found.values()))
-            among = "when it is computed again" if len(ranks) == 1 else f"on ranks {ranks}"
-            yield f"{_content_text(content, ranks[0])} draws otherwise {among}"
+                    yield (
+                        f"{_content_text(content, rank)} draws as"
+                        f" {_content_text(other, other_rank)}"
+                    )
+    for content, ranks_by_number in numbers.items():
+        if len(ranks_by_number) > 1:
+            ranks = sorted(set(ranks_by_number.values()))
+            condition = "when it is computed again" if len(ranks) == 1 else f"on ranks {ranks}"
+            yield f"{_content_text(content, ranks[0])} draws otherwise {condition}"
 
 
 def _content_text(content: Content, rank: int) -> str:
-    step, samples, site, call, held = content
+    step, samples, site, call, part_key = content
     rows = _rows_text(samples)
-    part: Any = "" if held is None else ", a part"
+    part: Any = "" if part_key is None else ", a part"
     return f"`{site or 'model'}` call {call}, step {step}, {rows}{part} (rank {rank})"

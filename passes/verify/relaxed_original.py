@@ -69,10 +69,10 @@ class BufferReplicas:
 
     def split_by_replica(self, parts: Sequence[BatchPart]) -> list[list[BatchPart]]:
         """Return the microbatches of each replica, in order."""
-        found: dict[int, list[BatchPart]] = {}
+        parts_by_replica: dict[int, list[BatchPart]] = {}
         for k, part in enumerate(parts):
-            found.setdefault(self.replica(k), []).append(part)
-        return list(found.values())
+            parts_by_replica.setdefault(self.replica(k), []).append(part)
+        return list(parts_by_replica.values())
 
 
 def buffer_replicas(staged: Staged) -> BufferReplicas:
@@ -81,14 +81,14 @@ def buffer_replicas(staged: Staged) -> BufferReplicas:
     if staged.axis is None or t.replicas < 2:
         return BufferReplicas()
     forward = t.kind == Kind.F
-    through = dict(zip(t.microbatch[forward].tolist(), t.replica[forward].tolist()))
-    return BufferReplicas(tuple(through[k] for k in range(t.microbatches)), buffer_homes(staged))
+    replica_of = dict(zip(t.microbatch[forward].tolist(), t.replica[forward].tolist()))
+    return BufferReplicas(tuple(replica_of[k] for k in range(t.microbatches)), buffer_homes(staged))
 
 
 def check_sums(case: Case) -> None:
     """Refuse (S717) parts that share sums, if one process must run them one after the other."""
-    known, plan = case.prepared, case.plan
-    if known is None or known.traced.statistics is None or plan.shares * plan.micro == 1:
+    prepared, plan = case.prepared, case.plan
+    if prepared is None or prepared.traced.statistics is None or plan.shares * plan.micro == 1:
         return
     if not (plan.activation_codings or compression_axes(plan) or case.table is not None):
         return
@@ -153,26 +153,26 @@ class SequentialByParts(Sequential):
         members = self._split_batch(batch)
         total = _total_weight(members) or 1.0
         return self._join_parts(
-            members, [self._run_part(one, one.weight / total) for one in members]
+            members, [self._run_part(member, member.weight / total) for member in members]
         )
 
     def _split_batch(self, batch: Batch) -> list[ReplicaPart]:
         """Return all parts of a batch, replica after replica."""
         return [
-            ReplicaPart(place, k, part, self.weigh(part.inputs))
-            for place, parts in enumerate(self.split(batch))
+            ReplicaPart(replica, k, part, self.weigh(part.inputs))
+            for replica, parts in enumerate(self.split(batch))
             for k, part in enumerate(parts)
         ]
 
-    def _run_part(self, one: ReplicaPart, share: float) -> _PartRun:
+    def _run_part(self, member: ReplicaPart, share: float) -> _PartRun:
         """Do forward and backward of one part; a part of weight 0 only updates its statistics."""
-        self._enter_replica(one.replica, self.directions.replica(one.microbatch))
-        given = self._given(one.part.inputs)
-        self._use_weights("forward", one.microbatch)
-        with enter_scope(Scope(self._steps, 0, one.part.rows)), self._record_order():
-            self.output = run_model(self.module, given)
-            loss = self.loss(self.output, given) * self.scale
-            self._use_weights("backward", one.microbatch)
+        self._enter_replica(member.replica, self.directions.replica(member.microbatch))
+        inputs = self._given(member.part.inputs)
+        self._use_weights("forward", member.microbatch)
+        with enter_scope(Scope(self._steps, 0, member.part.rows)), self._record_order():
+            self.output = run_model(self.module, inputs)
+            loss = self.loss(self.output, inputs) * self.scale
+            self._use_weights("backward", member.microbatch)
             if share:
                 (loss * share).backward()  # type: ignore[no-untyped-call]
         return _PartRun(loss.detach(), self.output, self._inputs)
@@ -180,66 +180,70 @@ class SequentialByParts(Sequential):
     def _use_weights(self, phase: str, microbatch: int) -> None:
         """Put a microbatch's weights in place; here all microbatches use the current ones."""
 
-    def _join_parts(self, members: Sequence[ReplicaPart], ran: Sequence[_PartRun]) -> Tensor:
+    def _join_parts(self, members: Sequence[ReplicaPart], runs: Sequence[_PartRun]) -> Tensor:
         """Join outputs and inputs of all parts into one batch; return the weighted mean loss."""
         self._enter_replica(0)
-        self._inputs = join_inputs([one.inputs for one in ran])
-        weights = [one.weight for one in members]
-        rows = [len(one.part.rows) for one in members]
-        self.output = stack_outputs([one.output for one in ran], rows, weights)
+        self._inputs = join_inputs([item.inputs for item in runs])
+        weights = [item.weight for item in members]
+        rows = [len(item.part.rows) for item in members]
+        self.output = stack_outputs([item.output for item in runs], rows, weights)
         total = sum(weights) or 1.0
-        losses = [one.loss * (weight / total) for one, weight in zip(ran, weights) if weight]
+        losses = [item.loss * (weight / total) for item, weight in zip(runs, weights) if weight]
         return torch.stack(losses).sum()
 
     def eval_step(self, batch: Batch) -> Any:
         """Return the output in eval mode, each replica's rows with its own buffers."""
         self._training.evaluate()
         outputs, evaluation, members = [], self._next_evaluation(), self._split_batch(batch)
-        for one in members:
-            self._enter_replica(one.replica)
-            with torch.no_grad(), enter_scope(Scope(self._steps, 0, one.part.rows, evaluation)):
-                outputs.append(run_model(self.module, one.part.inputs))
+        for member in members:
+            self._enter_replica(member.replica)
+            with torch.no_grad(), enter_scope(Scope(self._steps, 0, member.part.rows, evaluation)):
+                outputs.append(run_model(self.module, member.part.inputs))
         self._enter_replica(0)
-        rows = [len(one.part.rows) for one in members]
-        return stack_outputs(outputs, rows, [one.weight for one in members])
+        rows = [len(member.part.rows) for member in members]
+        return stack_outputs(outputs, rows, [member.weight for member in members])
 
-    def _enter_replica(self, place: int, direction: int = 0) -> None:
+    def _enter_replica(self, replica: int, direction: int = 0) -> None:
         """Put the buffers of a replica and direction in place, and store the previous ones."""
-        own = self._current_buffers()
+        buffers = self._current_buffers()
         if self._initial_buffers is None:
-            self._initial_buffers = {name: one.clone() for name, one in own.items()}
-        if (place, direction) == self._position:
+            self._initial_buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+        if (replica, direction) == self._position:
             return
-        before, was = self._position
+        old_replica, old_direction = self._position
         copy = self.directions.copy
-        for name, one in own.items():
-            self._stored_buffers[name, before, copy(name, was)] = one.clone()
+        for name, buffer in buffers.items():
+            self._stored_buffers[name, old_replica, copy(name, old_direction)] = buffer.clone()
         for name, value in self._initial_buffers.items():
-            own[name].copy_(self._stored_buffers.get((name, place, copy(name, direction)), value))
-        self._position = place, direction
+            buffers[name].copy_(
+                self._stored_buffers.get((name, replica, copy(name, direction)), value)
+            )
+        self._position = replica, direction
 
     def _current_buffers(self) -> dict[str, Tensor]:
         """Return buffers, and frozen parameters that the forward writes to."""
         frozen = ((n, p) for n, p in self.module.named_parameters() if not p.requires_grad)
-        moved = {n: p.detach() for n, p in frozen if n in self.rewritten}
-        return {n: b.detach() for n, b in self.module.named_buffers()} | moved
+        rewritten = {n: p.detach() for n, p in frozen if n in self.rewritten}
+        return {n: b.detach() for n, b in self.module.named_buffers()} | rewritten
 
 
 def _total_weight(members: Sequence[ReplicaPart]) -> float:
-    return sum(one.weight for one in members)
+    return sum(member.weight for member in members)
 
 
 def join_inputs(inputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Concatenate the parts' inputs and their gradients; only the gradients are used."""
-    out = {}
+    joined = {}
     for name in inputs[0]:
-        grads = [given[name].grad for given in inputs]
-        whole = torch.cat([given[name].detach() for given in inputs]).requires_grad_()
+        grads = [part[name].grad for part in inputs]
+        full = torch.cat([part[name].detach() for part in inputs]).requires_grad_()
         if any(grad is not None for grad in grads):
-            there = [torch.zeros_like(g[name]) if x is None else x for g, x in zip(inputs, grads)]
-            whole.grad = torch.cat(there)
-        out[name] = whole
-    return out
+            part_grads = [
+                torch.zeros_like(g[name]) if x is None else x for g, x in zip(inputs, grads)
+            ]
+            full.grad = torch.cat(part_grads)
+        joined[name] = full
+    return joined
 
 
 # ---- relax(lossy): compressed all-reduce.
@@ -262,10 +266,10 @@ class SequentialCompressed(SequentialByParts):
         self, *args: Any, plan: Plan, holdings: Mapping[str, Holding], **options: Any
     ) -> None:
         super().__init__(*args, **options)
-        how = plan.compression
-        assert how is not None
+        compression = plan.compression
+        assert compression is not None
         self.plan, self.holdings = plan, holdings
-        self.codec = how.codec
+        self.codec = compression.codec
         self._codec_states: dict[tuple[str, object], CodecState] = {}
 
     def forward_backward(self, batch: Batch, samples: Sequence[int]) -> Tensor:
@@ -273,32 +277,34 @@ class SequentialCompressed(SequentialByParts):
         self._set_mode()
         members = self._split_batch(batch)
         total = _total_weight(members) or 1.0
-        ran: list[_PartRun] = []
+        runs: list[_PartRun] = []
         grads: list[dict[str, Tensor | None]] = []  # of each replica
-        for _, mine in groupby(members, key=lambda one: one.replica):
+        for _, replica_members in groupby(members, key=lambda item: item.replica):
             self.module.zero_grad(set_to_none=True)
-            ran += [self._run_part(one, one.weight / total) for one in mine]
+            runs += [self._run_part(item, item.weight / total) for item in replica_members]
             grads.append({name: p.grad for name, p in self._parameters})
         with torch.no_grad():
             for name, parameter in self._parameters:
-                parameter.grad = self._sum_gradients(name, [one[name] for one in grads])
-        return self._join_parts(members, ran)
+                parameter.grad = self._sum_gradients(name, [item[name] for item in grads])
+        return self._join_parts(members, runs)
 
     def _sum_gradients(self, name: str, parts: Sequence[Tensor | None]) -> Tensor | None:
         """Return the gradient that every rank has at the end, assembled from what ranks hold."""
-        given = next((part for part in parts if part is not None), None)
-        if given is None:
+        example = next((part for part in parts if part is not None), None)
+        if example is None:
             return None
-        whole = torch.zeros_like(given)
-        by_place = self._sum_by_place([torch.zeros_like(given) if p is None else p for p in parts])
+        full_sum = torch.zeros_like(example)
+        by_place = self._sum_by_place(
+            [torch.zeros_like(example) if p is None else p for p in parts]
+        )
         mesh, holding = self.plan.mesh, self.holdings[name]
         for rank, key in self._distinct_shards(holding):
-            local = [shard_of(one, holding, mesh, rank) for one in by_place]
-            write_shard(self._encode_and_sum(name, key, local), whole, holding, mesh, rank)
-            real = shard_of(torch.ones_like(whole), holding, mesh, rank)
+            local = [shard_of(part_sum, holding, mesh, rank) for part_sum in by_place]
+            write_shard(self._encode_and_sum(name, key, local), full_sum, holding, mesh, rank)
+            unpadded_mask = shard_of(torch.ones_like(full_sum), holding, mesh, rank)
             errors = self._codec_states[name, key].errors
-            errors.update({k: left * real.view_as(left) for k, left in errors.items()})
-        return whole
+            errors.update({k: error * unpadded_mask.view_as(error) for k, error in errors.items()})
+        return full_sum
 
     def _sum_by_place(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Return the exact sum over all other axes, for each place along the compressed axes."""
@@ -306,54 +312,56 @@ class SequentialCompressed(SequentialByParts):
         axes = compression_axes(self.plan)
         sums: list[Any] = [0.0] * mesh.size(axes)
         ranks = {mesh.index(r, rows): r for r in reversed(range(mesh.world))}
-        for place, part in enumerate(parts):
-            at = mesh.index(ranks[place], axes)
-            sums[at] = sums[at] + part
+        for part_index, part in enumerate(parts):
+            position = mesh.index(ranks[part_index], axes)
+            sums[position] = sums[position] + part
         return sums
 
     def _distinct_shards(self, holding: Holding) -> Iterator[tuple[int, object]]:
         """Yield a rank for each different shard of a parameter, and a key of the shard."""
-        mesh, known = self.plan.mesh, set()
+        mesh, seen_keys = self.plan.mesh, set()
         for rank in range(mesh.world):
             key = holding.segments(mesh, rank)
-            if holding.is_held(mesh, rank) and key not in known:
-                known.add(key)
+            if holding.is_held(mesh, rank) and key not in seen_keys:
+                seen_keys.add(key)
                 yield rank, key
 
     def _encode_and_sum(self, name: str, key: object, parts: Sequence[Tensor]) -> Tensor:
         """Return the encoded sum over all places, as the codec makes it."""
-        kept = self._codec_states.setdefault((name, key), CodecState())
+        state = self._codec_states.setdefault((name, key), CodecState())
         if not self.codec.compresses(parts[0].shape):
             return torch.stack(list(parts)).sum(0)
-        own = [part.reshape(part.shape[0], -1) for part in parts]
-        own = [part + kept.errors.get(place, 0.0) for place, part in enumerate(own)]
-        run = _powersgd_sum if self.codec.kind == "powersgd" else _quantized_sum
-        total, left = run(self.codec, name, self._steps, own, kept)
+        matrices = [part.reshape(part.shape[0], -1) for part in parts]
+        matrices = [
+            part + state.errors.get(position, 0.0) for position, part in enumerate(matrices)
+        ]
+        codec_sum = _powersgd_sum if self.codec.kind == "powersgd" else _quantized_sum
+        total, errors = codec_sum(self.codec, name, self._steps, matrices, state)
         if self.codec.feedback:
-            kept.errors = dict(enumerate(left))
+            state.errors = dict(enumerate(errors))
         return total.view_as(parts[0])
 
 
 def _powersgd_sum(
-    codec: Codec, name: str, step: int, own: Sequence[Tensor], kept: CodecState
+    codec: Codec, name: str, step: int, matrices: Sequence[Tensor], state: CodecState
 ) -> tuple[Tensor, list[Tensor]]:
     """Return PowerSGD's sum (the exact sum, projected by a power iteration) and the errors."""
-    q = own[0].new_zeros(own[0].shape[1], codec.rank) if kept.q is None else kept.q
-    total = torch.stack(list(own)).sum(0)
+    q = matrices[0].new_zeros(matrices[0].shape[1], codec.rank) if state.q is None else state.q
+    total = torch.stack(list(matrices)).sum(0)
     p = orthogonalize(total @ fill_zero_columns(q, name, step))
-    kept.q = total.T @ p
-    return p @ kept.q.T, [part - p @ (p.T @ part) for part in own]
+    state.q = total.T @ p
+    return p @ state.q.T, [part - p @ (p.T @ part) for part in matrices]
 
 
 def _quantized_sum(
-    codec: Codec, name: str, step: int, own: Sequence[Tensor], kept: CodecState
+    codec: Codec, name: str, step: int, matrices: Sequence[Tensor], state: CodecState
 ) -> tuple[Tensor, list[Tensor]]:
     """Quantise each part by itself; return the sum of the decoded parts and the errors."""
-    read = [
-        decode(codec, encode(codec, part, name, step, place), part.numel()).view_as(part)
-        for place, part in enumerate(own)
+    decoded = [
+        decode(codec, encode(codec, part, name, step, position), part.numel()).view_as(part)
+        for position, part in enumerate(matrices)
     ]
-    return torch.stack(read).sum(0), [part - said for part, said in zip(own, read)]
+    return torch.stack(decoded).sum(0), [part - value for part, value in zip(matrices, decoded)]
 
 
 # ---- relax(staleness): stale weights.
@@ -375,22 +383,24 @@ class SequentialStale(SequentialByParts):
         self._set_mode()
         members = self._split_batch(batch)
         self._history = [self._copy_weights()]
-        ran: dict[int, _PartRun] = {}
-        for made in range(1, max(self.table.produced) + 1):
-            mine = [
-                n for n, one in enumerate(members) if self.table.produced[one.microbatch] == made
+        runs: dict[int, _PartRun] = {}
+        for version in range(1, max(self.table.produced) + 1):
+            version_members = [
+                n
+                for n, member in enumerate(members)
+                if self.table.produced[member.microbatch] == version
             ]
-            total = _total_weight([members[n] for n in mine])
+            total = _total_weight([members[n] for n in version_members])
             self.module.zero_grad(set_to_none=True)
-            for n in mine:
-                ran[n] = self._run_part(members[n], members[n].weight / total if total else 0.0)
+            for n in version_members:
+                runs[n] = self._run_part(members[n], members[n].weight / total if total else 0.0)
             self._update_weights(total)
         self._steps += 1
-        return self._join_parts(members, [ran[n] for n in range(len(members))])
+        return self._join_parts(members, [runs[n] for n in range(len(members))])
 
     def _use_weights(self, phase: str, microbatch: int) -> None:
-        named = self.table.forward if phase == "forward" else self.table.backward
-        self._fill(named[microbatch])
+        versions = self.table.forward if phase == "forward" else self.table.backward
+        self._fill(versions[microbatch])
 
     def _update_weights(self, total: float) -> None:
         """Compute the next version from the newest; without loss weight it equals the newest."""
@@ -420,8 +430,8 @@ class SequentialStale(SequentialByParts):
 
 def apply_casts(plan: Plan, module: nn.Module, options: dict[str, Any]) -> None:
     """Apply the casts of rows to a copy of the original, and to the loss in its loop's options."""
-    for one in plan.casts:
-        _apply_cast(module, one, _float32_islands(plan, one))
+    for cast in plan.casts:
+        _apply_cast(module, cast, _float32_islands(plan, cast))
     root = root_cast(plan)
     if root is not None and not root.params:
         options["loss"] = _autocast(options.get("loss") or returned_loss, root.dtype)
@@ -458,35 +468,39 @@ class SequentialScaledByParts(SequentialScaled, SequentialByParts):
     """The loop with GradScaler over the parts of a batch."""
 
 
-def _float32_islands(plan: Plan, one: Cast) -> Sequence[str]:
+def _float32_islands(plan: Plan, outer: Cast) -> Sequence[str]:
     """List the modules inside of one that compute in float32."""
-    return [o.fqn for o in plan.casts if o.dtype == "fp32" and _is_inside(o.fqn, one.fqn)]
+    return [
+        inner.fqn
+        for inner in plan.casts
+        if inner.dtype == "fp32" and _is_inside(inner.fqn, outer.fqn)
+    ]
 
 
 def _is_inside(name: str, fqn: str) -> bool:
     return name != fqn and (not fqn or name.startswith(f"{fqn}."))
 
 
-def _apply_cast(module: nn.Module, one: Cast, islands: Sequence[str]) -> None:
+def _apply_cast(module: nn.Module, cast: Cast, islands: Sequence[str]) -> None:
     """Apply a cast row to a module of the copy."""
-    found = module.get_submodule(one.fqn)
-    dtype = _dtype(one.dtype)
-    if one.dtype != "fp32" and not one.params:
-        found.forward = _autocast(found.forward, one.dtype, back=bool(one.fqn))
+    submodule = module.get_submodule(cast.fqn)
+    dtype = _dtype(cast.dtype)
+    if cast.dtype != "fp32" and not cast.params:
+        submodule.forward = _autocast(submodule.forward, cast.dtype, back=bool(cast.fqn))
         return
-    inner = [i[len(one.fqn) + 1 :] if one.fqn else i for i in islands]
-    found.forward = _cast_forward(found, found.forward, dtype, inner)
+    inner = [i[len(cast.fqn) + 1 :] if cast.fqn else i for i in islands]
+    submodule.forward = _cast_forward(submodule, submodule.forward, dtype, inner)
 
 
-def _dtype(word: str) -> Any:
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[word]
+def _dtype(short_name: str) -> Any:
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[short_name]
 
 
-def _autocast(call: Callable[..., Any], word: str, back: bool = False) -> Callable[..., Any]:
+def _autocast(call: Callable[..., Any], dtype_name: str, back: bool = False) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cpu", dtype=_dtype(word)):
-            out = call(*args, **kwargs)
-        return _cast_floats(out, _first_dtype(args, kwargs)) if back else out
+        with torch.autocast("cpu", dtype=_dtype(dtype_name)):
+            output = call(*args, **kwargs)
+        return _cast_floats(output, _first_dtype(args, kwargs)) if back else output
 
     return run
 
@@ -497,28 +511,28 @@ def _cast_forward(
     """Wrap a forward: arguments and parameters are cast, except parameters of float32 islands."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        named = module.named_parameters(remove_duplicate=False)
+        named_parameters = module.named_parameters(remove_duplicate=False)
         cast = (
             {
                 n: p.to(dtype)
-                for n, p in named
+                for n, p in named_parameters
                 if p.dtype == torch.float32 and not any(n.startswith(f"{i}.") for i in islands)
             }
             if dtype != torch.float32
             else {}
         )
-        came = _first_dtype(args, kwargs)
+        input_dtype = _first_dtype(args, kwargs)
         with torch.autocast("cpu", enabled=False), _reparametrize_module(module, cast):
-            out = call(*_cast_floats(args, dtype), **_cast_floats(kwargs, dtype))
-        return _cast_floats(out, came)
+            output = call(*_cast_floats(args, dtype), **_cast_floats(kwargs, dtype))
+        return _cast_floats(output, input_dtype)
 
     return run
 
 
 def _first_dtype(args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Return the dtype of the first float argument, else float32."""
-    found = [t.dtype for t in tree_leaves((args, kwargs)) if _is_float(t)]
-    return found[0] if found else torch.float32
+    dtypes = [t.dtype for t in tree_leaves((args, kwargs)) if _is_float(t)]
+    return dtypes[0] if dtypes else torch.float32
 
 
 def _is_float(value: Any) -> bool:
@@ -531,10 +545,12 @@ def _cast_floats(value: Any, dtype: Any) -> Any:
     def one(leaf: Any) -> Any:
         if not _is_float(leaf) or leaf.dtype in (torch.float64, dtype):
             return leaf
-        made = leaf.to(dtype)
+        cast_leaf = leaf.to(dtype)
         if leaf.requires_grad:
-            return made
-        top = torch.finfo(dtype).max
-        return torch.where(leaf.isfinite() & made.isinf(), made.sign() * top, made)
+            return cast_leaf
+        largest = torch.finfo(dtype).max
+        return torch.where(
+            leaf.isfinite() & cast_leaf.isinf(), cast_leaf.sign() * largest, cast_leaf
+        )
 
     return tree_map(one, value)

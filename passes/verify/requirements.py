@@ -39,11 +39,11 @@ def inexact_rules(plan: Plan) -> frozenset[str]:
 
     Nothing is given up on axes of size 1 with one microbatch.
     """
-    alone = plan.mesh.world == 1 and (plan.order is None or plan.order.micro == 1)
+    is_single = plan.mesh.world == 1 and (plan.order is None or plan.order.micro == 1)
     return frozenset(
         name
         for action in plan.actions
-        if not (alone and not action.changes(*_LOCAL_FACETS))
+        if not (is_single and not action.changes(*_LOCAL_FACETS))
         for name in action.primitive.gives_up - IN_ORACLE
     )
 
@@ -70,25 +70,25 @@ def without_exact_rows(plan: Plan, copies: int = 1) -> tuple[Plan, str] | None:
     with a reduction for each microbatch their grouping differs. Sliced state is then equal up to
     roundings.
     """
-    exact = [action for action in plan.actions if _is_exact(plan, action)]
-    dropped = sorted({action.name for action in exact})
-    two = plan.mesh.size(plan.data_axes) * copies == 2
-    words = [f"without {' and '.join(dropped)}"] if dropped else []
+    exact_rows = [action for action in plan.actions if _is_exact(plan, action)]
+    dropped = sorted({action.name for action in exact_rows})
+    two_copies = plan.mesh.size(plan.data_axes) * copies == 2
+    changes = [f"without {' and '.join(dropped)}"] if dropped else []
     rows: list[Action] = []
     for action in plan.actions:
-        if action in exact or not action.has_effect:
+        if action in exact_rows or not action.has_effect:
             continue
         row = action.primitive
         sliced = row if isinstance(row, Slicing) and row.slices else None
-        if sliced and two and (plan.micro == 1 or not sliced.each_microbatch):
-            words.append(f"{action.name} {_AT_STAGE_0}")
+        if sliced and two_copies and (plan.micro == 1 or not sliced.each_microbatch):
+            changes.append(f"{action.name} {_AT_STAGE_0}")
             action = replace(action, primitive=sliced.unsliced())
         rows.append(action)
-    return (plan_of_rows(plan, rows), ", ".join(words)) if words else None
+    return (plan_of_rows(plan, rows), ", ".join(changes)) if changes else None
 
 
 def compare_exact(
-    without: Observation, program: Observation, words: str, summed: Container[str] = ()
+    baseline: Observation, program: Observation, label: str, summed: Container[str] = ()
 ) -> Iterator[Row]:
     """Compare the first step of a program with that of its baseline, bit by bit.
 
@@ -96,20 +96,20 @@ def compare_exact(
     Parameters in `summed` are also summed over other axes, one sum before the other.
     """
 
-    def first(seen: Observation) -> Observation:
-        kept = {k: v for k, v in seen.tensors.items() if k in wanted}
-        return Observation(kept, order=seen.order, left_out=seen.left_out)
+    def first(observation: Observation) -> Observation:
+        kept_tensors = {k: v for k, v in observation.tensors.items() if k in first_keys}
+        return Observation(kept_tensors, order=observation.order, left_out=observation.left_out)
 
-    wanted = {k for k in without.tensors if k.step == 0 and k.kind in _KINDS}
-    rows = compare(first(without), first(program), exact=True)
+    first_keys = {k for k in baseline.tensors if k.step == 0 and k.kind in _KINDS}
+    rows = compare(first(baseline), first(program), exact=True)
     for row in (
-        _accept_reordered_sums(rows, without, program, summed) if _AT_STAGE_0 in words else rows
+        _accept_reordered_sums(rows, baseline, program, summed) if _AT_STAGE_0 in label else rows
     ):
-        yield replace(row, kind=EXACT_ROWS, name=f"{row.kind}: {row.name}", note=row.note or words)
+        yield replace(row, kind=EXACT_ROWS, name=f"{row.kind}: {row.name}", note=row.note or label)
 
 
 def _accept_reordered_sums(
-    rows: Iterable[Row], without: Observation, program: Observation, summed: Container[str]
+    rows: Iterable[Row], expected_run: Observation, program: Observation, summed: Container[str]
 ) -> Iterator[Row]:
     """Accept gradient differences that come from another order of addition.
 
@@ -119,21 +119,25 @@ def _accept_reordered_sums(
     backward that is not summed over ranks of one replica.
     """
     rows = list(rows)
-    made = {row.name: row for row in rows if row.kind == "gradients"}
-    order = (name for name in program.order if name in made and name not in summed)
-    first = next((made[name] for name in order), None)
-    start = without.tensors[_key(first)] if first is not None and first.ok else None
-    same = start is not None and bool(start.any())
+    gradient_rows = {row.name: row for row in rows if row.kind == "gradients"}
+    order = (name for name in program.order if name in gradient_rows and name not in summed)
+    first_grad = next((gradient_rows[name] for name in order), None)
+    start = (
+        expected_run.tensors[_key(first_grad)] if first_grad is not None and first_grad.ok else None
+    )
+    equal_start = start is not None and bool(start.any())
     tied = {name for names in program.ties for name in names}  # tied names of updated parameters
-    same = same and all(row.ok or row.kind in _BACKWARD or row.name in tied for row in rows)
+    equal_start = equal_start and all(
+        row.ok or row.kind in _BACKWARD or row.name in tied for row in rows
+    )
     for row in rows:
-        if row.ok or not same:
+        if row.ok or not equal_start:
             yield row
             continue
-        want, got = without.tensors[_key(row)], program.tensors[_key(row)]
+        expected, actual = expected_run.tensors[_key(row)], program.tensors[_key(row)]
         error = math.inf
-        if want is not None and got is not None:
-            error = float((got - want).norm() / want.norm())
+        if expected is not None and actual is not None:
+            error = float((actual - expected).norm() / expected.norm())
         if error <= _REORDER_RTOL:
             note = "added in another order"
             row = replace(row, error=error, gate=_REORDER_RTOL, ok=True, note=note)
@@ -181,7 +185,7 @@ class Requirements:
 
 def requirements_of(plan: Plan) -> Requirements:
     """Join all `verify` rows; refuse (S709) equal bits of rows that round."""
-    found = Requirements()
+    required = Requirements()
     rtol: dict[str, float] = {}
     for row in plan.checks:
         action = plan.origin(row)
@@ -191,7 +195,7 @@ def requirements_of(plan: Plan) -> Requirements:
         for kind in (kind for scope in scopes for kind in _SCOPES[scope]):
             if row.rtol is not None:
                 rtol[kind] = min(row.rtol, rtol.get(kind, row.rtol))
-        curves, steps, exact = found.curves, found.steps, found.exact
+        curves, steps, exact = required.curves, required.steps, required.exact
         if row.within is not None:
             curves = (*curves, Curve(row.within, row.steps or STEPS, _place(action)))
         elif row.steps is not None:
@@ -199,8 +203,8 @@ def requirements_of(plan: Plan) -> Requirements:
         if "exact" in row.what:
             _check_exact(plan, action)
             exact = (*exact, _place(action))
-        found = Requirements(steps, rtol, curves, found.evaluate or row.evaluate, exact)
-    return found
+        required = Requirements(steps, rtol, curves, required.evaluate or row.evaluate, exact)
+    return required
 
 
 def steps_of(plan: Plan) -> int:

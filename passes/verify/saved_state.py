@@ -43,9 +43,9 @@ def load_on_one_rank(case: Case, conditions: Sequence[Condition], folder: str) -
     """Load the saved state into a program of one rank without rows, and return its state."""
     condition = conditions[saved_condition(conditions)]
     case = condition.case or case
-    plain = Plan(case.plan.model, Mesh())
+    plain_plan = Plan(case.plan.model, Mesh())
     with enter_modes(Float64()):
-        program = build(plain, case.batches[0], loss=case.loss, optimizer=condition.optimizer)
+        program = build(plain_plan, case.batches[0], loss=case.loss, optimizer=condition.optimizer)
         program.load(f"{folder}/state")
         return {
             "state": program.state_dict(),
@@ -55,7 +55,7 @@ def load_on_one_rank(case: Case, conditions: Sequence[Condition], folder: str) -
 
 
 def load_on_ranks(
-    made: Sequence[Program], case: Case, conditions: Sequence[Condition], folder: str
+    programs: Sequence[Program], case: Case, conditions: Sequence[Condition], folder: str
 ) -> tuple[Outputs, Outputs]:
     """Return, on a rank, the outputs of the saved program and of a second one that loads its state.
 
@@ -65,30 +65,30 @@ def load_on_ranks(
     program with the same frozen parameters is built, and must give equal bits.
     """
     saver, condition, batch = (
-        made[saved_condition(conditions)],
+        programs[saved_condition(conditions)],
         conditions[saved_condition(conditions)],
         case.batches[0],
     )
-    want, got = _load_and_evaluate(saver, made[0], batch, folder)
-    rounded = not _are_close(want, got) and _are_close(want, got, RTOL, FLOOR)
-    again = condition.case is not None and rounded
-    if any(world.all_gather_object(again)):  # all ranks must build together
+    saved, loaded = _load_and_evaluate(saver, programs[0], batch, folder)
+    rounded = not _are_close(saved, loaded) and _are_close(saved, loaded, RTOL, FLOOR)
+    must_rebuild = condition.case is not None and rounded
+    if any(world.all_gather_object(must_rebuild)):  # all ranks must build together
         return _load_and_evaluate(saver, _build_equally_frozen(case, condition), batch, folder)
-    return want, got
+    return saved, loaded
 
 
 def _load_and_evaluate(
-    program: Program, other: Program, batch: Batch, folder: str
+    program: Program, loaded: Program, batch: Batch, folder: str
 ) -> tuple[Outputs, Outputs]:
     """Load the state into the second program and return both programs' outputs.
 
     The second program evaluated last with weights of its own.
     """
-    other = replace(other, optimizer=None)  # may have another class
-    other.load(f"{folder}/state")
-    program.evaluated = other.evaluated = (0, 0)  # so that both draw the same
-    want, got = program.eval_step(batch), other.eval_step(batch)
-    return dict(flatten_output(want, set())), dict(flatten_output(got, set()))
+    loaded = replace(loaded, optimizer=None)  # may have another class
+    loaded.load(f"{folder}/state")
+    program.evaluated = loaded.evaluated = (0, 0)  # so that both draw the same
+    saved, loaded_out = program.eval_step(batch), loaded.eval_step(batch)
+    return dict(flatten_output(saved, set())), dict(flatten_output(loaded_out, set()))
 
 
 def _build_equally_frozen(case: Case, condition: Condition) -> Program:
@@ -96,47 +96,55 @@ def _build_equally_frozen(case: Case, condition: Condition) -> Program:
 
     The frozen weights differ as well, so a load that skips them shows.
     """
-    run = condition.case or case
-    run = run.with_model(randomise(run.plan.model.base.model, run.seed + 1))
-    program = build_for_condition(case, replace(condition, case=run))
-    program.train_step(run.batches[0])
-    program.eval_step(run.batches[0])
+    frozen_case = condition.case or case
+    frozen_case = frozen_case.with_model(
+        randomise(frozen_case.plan.model.base.model, frozen_case.seed + 1)
+    )
+    program = build_for_condition(case, replace(condition, case=frozen_case))
+    program.train_step(frozen_case.batches[0])
+    program.eval_step(frozen_case.batches[0])
     return program
 
 
-def _are_close(want: Outputs, got: Outputs, rtol: float = 0.0, atol: float = 0.0) -> bool:
-    return want.keys() == got.keys() and all(_is_close(want[k], got[k], rtol, atol) for k in want)
+def _are_close(saved: Outputs, loaded: Outputs, rtol: float = 0.0, atol: float = 0.0) -> bool:
+    return saved.keys() == loaded.keys() and all(
+        _is_close(saved[k], loaded[k], rtol, atol) for k in saved
+    )
 
 
 def archive_rows(condition: str, archive: Mapping[str, Any], actual: Observation) -> Iterator[Row]:
     """Compare the state that was saved by all ranks and loaded by one rank, bit by bit."""
     last = max(k.step for k in actual.tensors if k[:2] == (condition, "parameters"))
-    held = True  # whether all named tensors are right
+    all_equal = True  # whether all named tensors are right
 
-    def row(name: str, same: bool, note: str, shape: tuple[int, ...] | None = None) -> Row:
-        error, note = (0.0, "") if same else (1.0, note)
-        return Row(condition, "saved state", name, error, 0.0, same, last, note, shape)
+    def row(name: str, equal: bool, note: str, shape: tuple[int, ...] | None = None) -> Row:
+        error, note = (0.0, "") if equal else (1.0, note)
+        return Row(condition, "saved state", name, error, 0.0, equal, last, note, shape)
 
     for key, value in actual.tensors.items():
         if key.condition != condition or key.step != last or value is None:
             continue
         if key.kind in ("parameters", "other state"):
-            got = archive["state"].get(key.name)
+            archived = archive["state"].get(key.name)
         elif key.kind.startswith("optimizer "):
-            got = archive["optimizer"].get(key.name, {}).get(key.kind.removeprefix("optimizer "))
+            archived = (
+                archive["optimizer"].get(key.name, {}).get(key.kind.removeprefix("optimizer "))
+            )
         else:
             continue
-        same = got is not None and torch.equal(torch.as_tensor(got).to(value.dtype), value)
-        note = "lost" if got is None else "not what was saved"
-        held = held and same
-        yield row(key.name, same, note, tuple(value.shape))
+        equal = archived is not None and torch.equal(
+            torch.as_tensor(archived).to(value.dtype), value
+        )
+        note = "lost" if archived is None else "not what was saved"
+        all_equal = all_equal and equal
+        yield row(key.name, equal, note, tuple(value.shape))
     steps = archive["steps"]
     yield row("number of steps", steps == last + 1, f"{steps} steps")
-    want, outputs = archive["outputs"]
-    note = "not those of before" + _ATTRIBUTE_NOTE * held
-    for name, value in want.items():
-        same = name in outputs and _is_close(value, outputs[name])
-        yield row(f"outputs with it: {name}", same, note)
+    expected_outputs, outputs = archive["outputs"]
+    note = "not those of before" + _ATTRIBUTE_NOTE * all_equal
+    for name, value in expected_outputs.items():
+        equal = name in outputs and _is_close(value, outputs[name])
+        yield row(f"outputs with it: {name}", equal, note)
 
 
 def _is_close(a: Tensor | float, b: Tensor | float, rtol: float = 0.0, atol: float = 0.0) -> bool:

@@ -39,27 +39,27 @@ def add_stage_outputs(
 
     What cannot be computed here is left to the ranks, which report the error.
     """
-    first = case.batches[:1]  # evaluated with the saved state
-    exact: list[CaseBatches] = []
+    first_batch = case.batches[:1]  # evaluated with the saved state
+    float64_cases: list[CaseBatches] = []
     for condition in conditions:
-        run, given = condition.case or case, condition.batches
-        trains: BatchList = () if condition.evaluate else given
-        evaluates: BatchList = given if condition.evaluate else given[:1]
-        exact.append((run, trains, (*evaluates, *first)))
-    rounded = [] if working is None else [(working, working.batches, working.batches[:1])]
-    made: dict[int, Prepared] = {}
-    for runs, modes in ((exact, (Float64(),)), (rounded, ())):
-        for run, trains, evaluates in runs:
-            assert run.prepared is not None
-            known = made.setdefault(id(run.prepared), run.prepared)
-            if not _is_shared(run):
+        run_case, run_batches = condition.case or case, condition.batches
+        trains: BatchList = () if condition.evaluate else run_batches
+        evaluates: BatchList = run_batches if condition.evaluate else run_batches[:1]
+        float64_cases.append((run_case, trains, (*evaluates, *first_batch)))
+    working_cases = [] if working is None else [(working, working.batches, working.batches[:1])]
+    by_id: dict[int, Prepared] = {}
+    for runs, modes in ((float64_cases, (Float64(),)), (working_cases, ())):
+        for run_case, trains, evaluates in runs:
+            assert run_case.prepared is not None
+            ready = by_id.setdefault(id(run_case.prepared), run_case.prepared)
+            if not _is_shared(run_case):
                 continue
             with suppress(Exception), enter_modes(*modes):  # ranks raise the model's error again
-                found = _stub_outputs(run, trains, evaluates)
-                made[id(run.prepared)] = replace(known, outputs={**known.outputs, **found})
+                outputs = _stub_outputs(run_case, trains, evaluates)
+                by_id[id(run_case.prepared)] = replace(ready, outputs={**ready.outputs, **outputs})
 
-    def knowing(one: Case) -> Case:
-        return replace(one, prepared=made.get(id(one.prepared), one.prepared))
+    def knowing(known_case: Case) -> Case:
+        return replace(known_case, prepared=by_id.get(id(known_case.prepared), known_case.prepared))
 
     return (
         knowing(case),
@@ -68,26 +68,26 @@ def add_stage_outputs(
     )
 
 
-def _is_shared(run: Case) -> bool:
+def _is_shared(run_case: Case) -> bool:
     """Return whether several ranks need the same outputs, so that precomputing pays.
 
     That excludes slices of sequences, splits of tokens, and casts. Under autocast a unit returns
     another dtype for the same arguments, and a cast of the full model surrounds the ranks' own
     modules.
     """
-    plan, prepared = run.plan, run.prepared
+    plan, prepared = run_case.plan, run_case.prepared
     if prepared is None or prepared.staged.axis is None or plan.casts:
         return False
-    alike = prepared.tokens is None and prepared.slicing is None
-    return alike and plan.mesh.world > plan.mesh.size(prepared.staged.axis)
+    is_plain = prepared.tokens is None and prepared.slicing is None
+    return is_plain and plan.mesh.world > plan.mesh.size(prepared.staged.axis)
 
 
-def _stub_outputs(run: Case, trains: Sequence[Batch], evaluates: Sequence[Batch]) -> Any:
+def _stub_outputs(run_case: Case, trains: Sequence[Batch], evaluates: Sequence[Batch]) -> Any:
     """Return the outputs of stage stand-ins in a forward of one part of each shape."""
-    assert run.prepared is not None
-    plan, cut = run.plan, run.prepared.staged.cut
+    assert run_case.prepared is not None
+    plan, cut = run_case.plan, run_case.prepared.staged.cut
     model = copy_module(plan.model.model)
-    stub = Stub(local_skeleton(plan, run.prepared.traced), cut)
+    stub = Stub(local_skeleton(plan, run_case.prepared.traced), cut)
     training = TrainingMode(model)
     switch, last = CallSwitch(model, cut.graph.units), cut.units(cut.stages - 1).start
 

@@ -51,16 +51,16 @@ def check_across_stages(case: Case) -> None:
     modes, _ = proof_modes(case)
     with restore_global_state(case.plan.model.model, loss), enter_modes(*modes), torch.no_grad():
         module = _prepare_module(copy_original(case))
-        before = {name: b.detach().clone() for name, b in _state(module).items()}
-        kept = StateSnapshot(module)
-        whole = _losses(loss, part, partial(_run_in_one_piece, module, part))
-        now = _state(module)
-        left = [name for name, value in before.items() if not is_close(now[name], value, 0.0)]
-        left = left or [*kept.changed()]
-        for homes in staged.homes if left else ():
-            found = _losses(loss, part, _stage_forward(case, staged, homes, part))
-            if not all(is_close(a, b, RTOL) for a, b in zip(found, whole)):
-                raise _refusal(left)
+        initial = {name: b.detach().clone() for name, b in _state(module).items()}
+        snapshot = StateSnapshot(module)
+        full_losses = _losses(loss, part, partial(_run_in_one_piece, module, part))
+        final = _state(module)
+        changed = [name for name, value in initial.items() if not is_close(final[name], value, 0.0)]
+        changed = changed or [*snapshot.changed()]
+        for homes in staged.homes if changed else ():
+            stage_losses = _losses(loss, part, _stage_forward(case, staged, homes, part))
+            if not all(is_close(a, b, RTOL) for a, b in zip(stage_losses, full_losses)):
+                raise _refusal(changed)
 
 
 def _prepare_module(module: nn.Module) -> nn.Module:
@@ -76,12 +76,12 @@ def _state(module: nn.Module) -> Mapping[str, Tensor]:
 def _losses(loss: Any, part: Mapping[str, Any], output: Callable[[], Any]) -> list[Tensor]:
     """Return the losses of several forwards in turn; the loss function keeps no state of them."""
     with restore_loss_state(loss):
-        made = []
+        loss_values = []
         for _ in range(FORWARDS):
-            found = output()
+            forward_output = output()
             with _fresh_scope(part):
-                made.append(loss_of(found, part, loss))
-    return [torch.as_tensor(value).detach() for value in made]
+                loss_values.append(loss_of(forward_output, part, loss))
+    return [torch.as_tensor(value).detach() for value in loss_values]
 
 
 def _fresh_scope(part: Mapping[str, Any]) -> ScopeContext:
@@ -98,35 +98,35 @@ def _stage_forward(
     case: Case, staged: Staged, homes: tuple[int, ...], part: Mapping[str, Any]
 ) -> Callable[[], Any]:
     """Return a forward through all stages in order; stages at one place share a copy."""
-    copies = {place: _prepare_module(copy_original(case)) for place in sorted(set(homes))}
+    copies = {position: _prepare_module(copy_original(case)) for position in sorted(set(homes))}
     cut = staged.cut
-    switches = {place: CallSwitch(copy, cut.graph.units) for place, copy in copies.items()}
+    switches = {position: CallSwitch(copy, cut.graph.units) for position, copy in copies.items()}
     stub = Stub(meta_model(copies[homes[0]], {}), cut)
     stages = [
-        Stage(copies[place], cut, number, switch=switches[place], stub=stub)
-        for number, place in enumerate(homes)
+        Stage(copies[position], cut, number, switch=switches[position], stub=stub)
+        for number, position in enumerate(homes)
     ]
 
     def forward() -> Any:
-        made: dict[Token, Tensor] = {}
+        values: dict[Token, Tensor] = {}
         output = None
         for stage in stages:
-            wanted = (token for tokens in stage.incoming.values() for token in tokens)
-            given = {t: made[t].clone() if stage.mutated(t) else made[t] for t in wanted}
+            needed = (token for tokens in stage.incoming.values() for token in tokens)
+            inputs = {t: values[t].clone() if stage.mutated(t) else values[t] for t in needed}
             with _fresh_scope(part):
-                found = stage.forward(part, given, train=False)
-            made.update(found.values)
-            output = found.output
+                result = stage.forward(part, inputs, train=False)
+            values.update(result.values)
+            output = result.output
         return output
 
     return forward
 
 
-def _refusal(left: list[str]) -> Refusal:
-    named = ", ".join(f"`{name}`" for name in left[:3])
+def _refusal(names: list[str]) -> Refusal:
+    names_text = ", ".join(f"`{name}`" for name in names[:3])
     return Refusal.of(
         "S708",
-        f"a forward leaves different values in {named} on different stages",
+        f"a forward leaves different values in {names_text} on different stages",
         notes=(
             "one forward writes it and a later one reads it: stage by stage the loss differs from"
             " that of the unsplit model",

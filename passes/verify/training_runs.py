@@ -89,10 +89,10 @@ class BatchSet:
     def has_empty_parts(self) -> bool:
         """Whether in some batch each part has a row without labels, and one part has no labels."""
         for batch in self.all:
-            for one, counts in self._counts(batch):
-                parts = [counts[list(run)] for run in self.split(len(batch[one.input_name]))]
-                alone = len(parts) == 1 or any(not bool(p.any()) for p in parts)
-                if alone and all(bool((p == 0).any()) for p in parts if len(p) > 1):
+            for label, counts in self._counts(batch):
+                parts = [counts[list(rows)] for rows in self.split(len(batch[label.input_name]))]
+                has_empty = len(parts) == 1 or any(not bool(p.any()) for p in parts)
+                if has_empty and all(bool((p == 0).any()) for p in parts if len(p) > 1):
                     return True
         return False
 
@@ -111,20 +111,20 @@ class BatchSet:
         if not tokens:
             return True
         half = (int(max(t.max() for t in tokens)) + 1) / 2
-        low = [bool((t < half).all(1).any()) for t in tokens]
-        return any(low)
+        in_lower_half = [bool((t < half).all(1).any()) for t in tokens]
+        return any(in_lower_half)
 
     def _counts(self, batch: Batch) -> list[tuple[LabelInput, Tensor]]:
         """Return labels that count by row; if no labels are known, of all integer inputs."""
-        known = list(self.labels) or [LabelInput(name, -100) for name in non_float_tensors(batch)]
-        found = [
-            (one, batch[one.input_name])
-            for one in known
-            if one.input_name in non_float_tensors(batch)
+        labels = list(self.labels) or [LabelInput(name, -100) for name in non_float_tensors(batch)]
+        present = [
+            (label, batch[label.input_name])
+            for label in labels
+            if label.input_name in non_float_tensors(batch)
         ]
         return [
-            (one, (value != one.ignore_index).reshape(len(value), -1).sum(1))
-            for one, value in found
+            (label, (value != label.ignore_index).reshape(len(value), -1).sum(1))
+            for label, value in present
             if value.dim()
         ]
 
@@ -140,42 +140,42 @@ def non_float_tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def vary_batches(
-    seen: BatchSet, wanted: Sequence[str] | None = None
+    data: BatchSet, labels_wanted: Sequence[str] | None = None
 ) -> tuple[list[Batch], dict[int, list[str]]]:
     """Change as many batches as needed to exercise everything; return them, and changes by index.
 
-    `wanted` names the allowed changes; None allows all. Only changes with the same meaning for
-    every model are made: labels that do not count, masked positions, fewer rows, other tokens of a
-    text.
+    `labels_wanted` names the allowed changes; None allows all. Only changes with the same meaning
+    for every model are made: labels that do not count, masked positions, fewer rows, other tokens
+    of a text.
     """
-    made = list(seen.all)
-    said: dict[int, list[str]] = {}
-    for place, words, there, change in _CHANGES:
-        place %= len(made)
+    varied = list(data.all)
+    changes_by_index: dict[int, list[str]] = {}
+    for index, label, is_present, change in _CHANGES:
+        index %= len(varied)
         if (
-            wanted is not None
-            and words not in wanted
-            or there(replace(seen, all=[*seen.all, *made]))
+            labels_wanted is not None
+            and label not in labels_wanted
+            or is_present(replace(data, all=[*data.all, *varied]))
         ):
             continue
-        found = change(seen, made[place])
-        if found is not None:
-            made[place] = found
-            said.setdefault(place, []).append(words)
-    return made, said
+        changed = change(data, varied[index])
+        if changed is not None:
+            varied[index] = changed
+            changes_by_index.setdefault(index, []).append(label)
+    return varied, changes_by_index
 
 
-def _pad_ends(seen: BatchSet, batch: Batch) -> Batch | None:
+def _pad_ends(data: BatchSet, batch: Batch) -> Batch | None:
     """Ignore the ends of rows, more of them in later rows; a mask hides the same positions."""
-    out = dict(batch)
-    for one in seen.labels:
-        value = batch.get(one.input_name)
+    padded = dict(batch)
+    for label in data.labels:
+        value = batch.get(label.input_name)
         if value is not None and value.dim() == 2 and value.shape[1] > 2:
-            out[one.input_name] = value.masked_fill(_mark_ends(value), one.ignore_index)
+            padded[label.input_name] = value.masked_fill(_mark_ends(value), label.ignore_index)
     mask = batch.get(MASK)
     if mask is not None and mask.dim() == 2 and bool((mask != 0).all()) and mask.shape[1] > 2:
-        out[MASK] = mask.masked_fill(_mark_ends(mask), 0)
-    return out if any(out[k] is not batch[k] for k in out) else None
+        padded[MASK] = mask.masked_fill(_mark_ends(mask), 0)
+    return padded if any(padded[k] is not batch[k] for k in padded) else None
 
 
 def _mark_ends(value: Tensor) -> Tensor:
@@ -185,49 +185,49 @@ def _mark_ends(value: Tensor) -> Tensor:
     return (torch.arange(length) >= length - drop.clamp(max=length - 2)[:, None]).to(value.device)
 
 
-def _ignore_rows(seen: BatchSet, batch: Batch) -> Batch | None:
+def _ignore_rows(data: BatchSet, batch: Batch) -> Batch | None:
     """Ignore all labels in the first row of each part, and in the full last part."""
-    out = dict(batch)
-    for one in seen.labels:
-        value = batch.get(one.input_name)
+    changed = dict(batch)
+    for label in data.labels:
+        value = batch.get(label.input_name)
         if value is None or not value.dim() or value.is_floating_point():
             continue
-        parts = seen.split(len(value))
-        empty = [run[0] for run in parts if len(run) > 1]
+        parts = data.split(len(value))
+        empty = [rows[0] for rows in parts if len(rows) > 1]
         empty += list(parts[-1]) if len(parts) > 1 else []
-        left = [row for row in range(len(value)) if row not in empty]
-        if empty and left and bool((value[left] != one.ignore_index).any()):
+        kept_rows = [row for row in range(len(value)) if row not in empty]
+        if empty and kept_rows and bool((value[kept_rows] != label.ignore_index).any()):
             value = value.clone()
-            value[empty] = one.ignore_index
-            out[one.input_name] = value
-    return out if any(out[k] is not batch[k] for k in out) else None
+            value[empty] = label.ignore_index
+            changed[label.input_name] = value
+    return changed if any(changed[k] is not batch[k] for k in changed) else None
 
 
-def _halve_vocabulary(seen: BatchSet, batch: Batch) -> Batch | None:
+def _halve_vocabulary(data: BatchSet, batch: Batch) -> Batch | None:
     """Give one row in every part tokens of the lower half of the vocabulary only."""
     tokens = batch.get(TOKENS)
     if tokens is None or not TEXT.issuperset(batch) or tokens.dim() != 2:
         return None
-    last = [run[-1] for run in seen.split(len(tokens))]
+    last = [rows[-1] for rows in data.split(len(tokens))]
     tokens = tokens.clone()
     tokens[last] = tokens[last] // 2
     return {**batch, TOKENS: tokens}
 
 
-def _drop_row(seen: BatchSet, batch: Batch) -> Batch | None:
+def _drop_row(data: BatchSet, batch: Batch) -> Batch | None:
     """Remove one row."""
-    return _first_rows(seen, batch, count_rows(batch) - 1)
+    return _first_rows(data, batch, count_rows(batch) - 1)
 
 
-def _drop_to_equal_parts(seen: BatchSet, batch: Batch) -> Batch | None:
+def _drop_to_equal_parts(data: BatchSet, batch: Batch) -> Batch | None:
     """Remove rows, so that all parts are equal."""
-    return _first_rows(seen, batch, count_rows(batch) // seen.parts * seen.parts)
+    return _first_rows(data, batch, count_rows(batch) // data.parts * data.parts)
 
 
-def _first_rows(seen: BatchSet, batch: Batch, few: int) -> Batch | None:
-    if few < seen.parts or few == count_rows(batch):
+def _first_rows(data: BatchSet, batch: Batch, row_count: int) -> Batch | None:
+    if row_count < data.parts or row_count == count_rows(batch):
         return None
-    return select_rows(batch, range(few), count_rows(batch))
+    return select_rows(batch, range(row_count), count_rows(batch))
 
 
 # batch index, name, whether some batch has it already, change
@@ -267,29 +267,33 @@ def plan_runs(case: Case, evaluate: bool = False) -> TrainingRuns:
     """
     with original_subject(case) as subject:
         norm = subject.gradient_norm(case.batches[0])
-    seen = batches_of(case)
-    made, said = vary_batches(seen)
+    data = batches_of(case)
+    varied, changes_by_index = vary_batches(data)
     derived = []
-    for place, words in said.items():
-        if _is_usable(case, made[place]):
-            derived += words
+    for index, labels in changes_by_index.items():
+        if _is_usable(case, varied[index]):
+            derived += labels
         else:
-            made[place] = seen.all[place]
-    plain, clipped = standard_conditions(case.batches, norm, made)
-    still, gaps = _freeze_some(case)
-    all_runs = [plain, replace(clipped, case=still, scale=LOSS_SCALE)]
-    limit, more = _eval_mode_run(case, plain)
-    all_runs += [*limit, *_single_update_run(case, plain), *_unlimited_capacity_run(case, plain)]
+            varied[index] = data.all[index]
+    sgd_run, clipped_run = standard_conditions(case.batches, norm, varied)
+    frozen_case, gaps = _freeze_some(case)
+    all_runs = [sgd_run, replace(clipped_run, case=frozen_case, scale=LOSS_SCALE)]
+    eval_runs, eval_gaps = _eval_mode_run(case, sgd_run)
+    all_runs += [
+        *eval_runs,
+        *_single_update_run(case, sgd_run),
+        *_unlimited_capacity_run(case, sgd_run),
+    ]
     if evaluate:
-        all_runs.append(replace(plain, name=EVALUATED, batches=case.batches[:2], evaluate=True))
+        all_runs.append(replace(sgd_run, name=EVALUATED, batches=case.batches[:2], evaluate=True))
     if case.table is not None:  # stages update separately, before the norm is known
-        plainly = [c.name.removesuffix(", clipped") for c in all_runs]
-        all_runs = [replace(c, clip=None, name=name) for c, name in zip(all_runs, plainly)]
-    both = replace(seen, all=(*case.batches, *made))
-    return TrainingRuns(tuple(all_runs), both, tuple(derived), (*gaps, *more))
+        unclipped_names = [c.name.removesuffix(", clipped") for c in all_runs]
+        all_runs = [replace(c, clip=None, name=name) for c, name in zip(all_runs, unclipped_names)]
+    all_batches = replace(data, all=(*case.batches, *varied))
+    return TrainingRuns(tuple(all_runs), all_batches, tuple(derived), (*gaps, *eval_gaps))
 
 
-def _eval_mode_run(case: Case, plain: Condition) -> tuple[list[Condition], tuple[Gap, ...]]:
+def _eval_mode_run(case: Case, sgd_run: Condition) -> tuple[list[Condition], tuple[Gap, ...]]:
     """Add a run in eval mode if batch statistics are relaxed.
 
     In eval mode statistics are fixed, and the program must equal the original itself.
@@ -297,31 +301,31 @@ def _eval_mode_run(case: Case, plain: Condition) -> tuple[list[Condition], tuple
     if not case.by_parts:
         return [], ()
     if Probe(case, case.batches[0]).first_difference(evaluate=True) is not None:
-        said = "no limit of `batch_stats`: parts differ in eval mode too"
-        return [], (Gap(said, "what is not due to the statistics of parts"),)
-    whole = replace(case, by_parts=False)
+        condition = "no limit of `batch_stats`: parts differ in eval mode too"
+        return [], (Gap(condition, "what is not due to the statistics of parts"),)
+    full = replace(case, by_parts=False)
     name = "eval mode, where `batch_stats` vanishes"
-    return [replace(plain, name=name, batches=case.batches[:2], evaluate=True, case=whole)], ()
+    return [replace(sgd_run, name=name, batches=case.batches[:2], evaluate=True, case=full)], ()
 
 
-def _single_update_run(case: Case, plain: Condition) -> list[Condition]:
+def _single_update_run(case: Case, sgd_run: Condition) -> list[Condition]:
     """Add a run with one update a step if weights are stale: in that run none is."""
     if case.table is None or case.by_parts:
         return []
     assert case.plan.order is not None
     order = replace(case.plan.order, every=case.plan.micro)
-    whole = prepare_case(replace(case, plan=replace(case.plan, order=order)))
+    full = prepare_case(replace(case, plan=replace(case.plan, order=order)))
     name = "one update a step, where `staleness` vanishes"
-    return [replace(plain, name=name, batches=case.batches[:2], case=whole)]
+    return [replace(sgd_run, name=name, batches=case.batches[:2], case=full)]
 
 
-def _unlimited_capacity_run(case: Case, plain: Condition) -> list[Condition]:
+def _unlimited_capacity_run(case: Case, sgd_run: Condition) -> list[Condition]:
     """Add a run without expert capacity, in which no token is dropped and the model is as it is."""
     if not any(find_capacities(case.plan)) or case.by_parts or case.table is not None:
         return []
-    whole = prepare_case(replace(case, plan=without_capacity(case.plan)))
+    full = prepare_case(replace(case, plan=without_capacity(case.plan)))
     name = "capacity without limit, where `routing` vanishes"
-    return [replace(plain, name=name, batches=case.batches[:2], case=whole)]
+    return [replace(sgd_run, name=name, batches=case.batches[:2], case=full)]
 
 
 def batches_of(case: Case) -> BatchSet:
@@ -330,9 +334,9 @@ def batches_of(case: Case) -> BatchSet:
 
     def cut(count: int) -> list[range]:
         return [
-            range(share.start + run.start, share.start + run.stop)
+            range(share.start + rows.start, share.start + rows.stop)
             for share in split_rows(count, replicas)
-            for run in split_rows(len(share), micro)
+            for rows in split_rows(len(share), micro)
         ]
 
     rules = case.prepared.traced.labels if case.prepared is not None else ()
@@ -345,10 +349,10 @@ def _is_usable(case: Case, batch: Batch) -> bool:
     probe = Probe(case, batch)
     try:
         with original_subject(case) as subject:
-            whole = loss_and_gradients(subject, batch, range(count_rows(batch)))
-            norm = get_total_norm([g for name, g in whole.items() if name and g is not None])
+            full = loss_and_gradients(subject, batch, range(count_rows(batch)))
+            norm = get_total_norm([g for name, g in full.items() if name and g is not None])
             finite = math.isfinite(float(norm))
-            return finite and (case.by_parts or probe.first_difference_on(subject, whole) is None)
+            return finite and (case.by_parts or probe.first_difference_on(subject, full) is None)
     except Exception:  # any error of the model for a derived batch
         return False
 
@@ -359,15 +363,15 @@ def _freeze_some(case: Case) -> tuple[Case | None, tuple[Gap, ...]]:
     names = [name for name, p in module.named_parameters() if p.requires_grad]
     if len(names) < len(list(module.parameters())):
         return None, ()
-    still = {name for name in names if zlib.crc32(name.encode()) % 4 == 0} or {names[0]}
+    frozen_names = {name for name in names if zlib.crc32(name.encode()) % 4 == 0} or {names[0]}
     try:
-        if len(still) == len(names):
+        if len(frozen_names) == len(names):
             return None, (Gap("no frozen parameters", _FROZEN),)
         untouched = case.plan.model.base.model
-        return prepare_case(case.with_model(Freeze(frozenset(still))(untouched))), ()
+        return prepare_case(case.with_model(Freeze(frozenset(frozen_names))(untouched))), ()
     except Refusal as refusal:
-        said = refusal.diagnostics[0].title
-        return None, (Gap(f"no frozen parameters ({said})", _FROZEN),)
+        reason = refusal.diagnostics[0].title
+        return None, (Gap(f"no frozen parameters ({reason})", _FROZEN),)
 
 
 _FROZEN = "frozen weights that are updated, or stop the gradient of others"
@@ -377,7 +381,7 @@ _FROZEN = "frozen weights that are updated, or stop the gradient of others"
 
 
 def find_gaps(
-    seen: BatchSet,
+    data: BatchSet,
     *,
     sizes: Mapping[str, int],
     drawn: int | None = None,
@@ -388,120 +392,128 @@ def find_gaps(
     `sizes` are the mesh axes, `drawn` is the number of dropout masks, `parameters` are numbers of
     elements by name.
     """
-    found = [*_batch_gaps(seen), *_label_gaps(seen), *_input_gaps(seen)]
+    gaps = [*_batch_gaps(data), *_label_gaps(data), *_input_gaps(data)]
     if drawn == 0:
-        found.append(Gap("no dropout", "masks that differ between copies or on recomputation"))
+        gaps.append(Gap("no dropout", "masks that differ between copies or on recomputation"))
     axes = {name: size for name, size in sizes.items() if size > 1}
     if len(axes) > 1 and len(set(axes.values())) == 1:
         size = next(iter(axes.values()))
-        found.append(Gap(f"all axes have size {size}", "sums over or divisions by the wrong axis"))
+        gaps.append(Gap(f"all axes have size {size}", "sums over or divisions by the wrong axis"))
     if parameters and axes and not any(n % s for n in parameters.values() for s in axes.values()):
-        found.append(
+        gaps.append(
             Gap("every axis divides every parameter", "elements dropped behind an even cut")
         )
-    return tuple(found)
+    return tuple(gaps)
 
 
-def missing_kinds(seen: Observation) -> tuple[Gap, ...]:
+def missing_kinds(observed: Observation) -> tuple[Gap, ...]:
     """List kinds that the program does not offer, and values that could not be read."""
-    kinds = [Gap(f"{kind} (not offered)", f"wrong {kind}") for kind in sorted(seen.missing)]
-    types = [Gap(f"`{name}` in the output", "wrong values in it") for name in sorted(seen.unread)]
-    left = [
-        Gap(f"`{k}` in the output: {v}", "wrong values in it") for k, v in seen.left_out.items()
+    kinds = [Gap(f"{kind} (not offered)", f"wrong {kind}") for kind in sorted(observed.missing)]
+    types = [
+        Gap(f"`{name}` in the output", "wrong values in it") for name in sorted(observed.unread)
     ]
-    return (*kinds, *types, *left)
+    left_out = [
+        Gap(f"`{k}` in the output: {v}", "wrong values in it") for k, v in observed.left_out.items()
+    ]
+    return (*kinds, *types, *left_out)
 
 
 def unused_parameters(expected: Observation) -> tuple[Gap, ...]:
     """List parameters on which the loss never depended: their gradients are not tested."""
-    asked: dict[str, bool] = {}
+    used_by: dict[str, bool] = {}
     for key, value in expected.tensors.items():
         if key.kind == "gradients":
-            asked[key.name] = asked.get(key.name, False) or bool(value is not None and value.any())
-    never = [name for name, found in asked.items() if not found]
-    if not never:
+            used_by[key.name] = used_by.get(key.name, False) or bool(
+                value is not None and value.any()
+            )
+    unused = [name for name, used in used_by.items() if not used]
+    if not unused:
         return ()
-    more = f" and {len(never) - 1} more" if len(never) > 1 else ""
-    return (Gap(f"no gradient of `{never[0]}`{more}", "wrong gradients there"),)
+    rest_text = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+    return (Gap(f"no gradient of `{unused[0]}`{rest_text}", "wrong gradients there"),)
 
 
 def separate_rows(plan: Plan, tried: bool) -> tuple[Gap, ...]:
     """List rows that ran unchecked within the program, and separately at most."""
-    said = {}
+    hidden_by = {}
     for _, row in plan.rows_with(Tried):
         if row.apart and tried:
             hides = "what it keeps from one microbatch, step or module to the next"
-            said[f"`{row}` {row.apart} within the program: only by itself, call after call"] = hides
+            hidden_by[
+                f"`{row}` {row.apart} within the program: only by itself, call after call"
+            ] = hides
         elif row.apart:
-            said[f"`{row}` {row.apart}: without a working dtype it ran as it stands"] = "all of it"
-    return tuple(Gap(condition, hides) for condition, hides in said.items())
+            hidden_by[f"`{row}` {row.apart}: without a working dtype it ran as it stands"] = (
+                "all of it"
+            )
+    return tuple(Gap(condition, hides) for condition, hides in hidden_by.items())
 
 
 def repeating_blocks(plan: Plan) -> tuple[Gap, ...]:
     """List trunks whose block pattern repeats with every stage, which hides restarted counts."""
-    trunks = {trunk for one in plan.cuts for trunk in one.trunks if plan.model.children(trunk)}
+    trunks = {trunk for cut in plan.cuts for trunk in cut.trunks if plan.model.children(trunk)}
     stages = 1
-    for one in plan.cuts:
-        stages *= plan.mesh.size(one.axis) * (plan.order.chunks if plan.order else 1)
-    found = []
+    for cut in plan.cuts:
+        stages *= plan.mesh.size(cut.axis) * (plan.order.chunks if plan.order else 1)
+    gaps = []
     for trunk in sorted(trunks):
         kinds = [_block_kind(block) for block in plan.model.model.get_submodule(trunk).children()]
-        each, rest = divmod(len(kinds), stages)
+        per_stage, remainder = divmod(len(kinds), stages)
         varied = len(set(kinds)) > 1
-        if stages > 1 and not rest and varied and kinds[:each] * stages == kinds:
-            said = f"the pattern of `{trunk}` repeats with every stage"
-            found.append(Gap(said, "blocks that are counted from 0 again"))
-    return tuple(found)
+        if stages > 1 and not remainder and varied and kinds[:per_stage] * stages == kinds:
+            condition = f"the pattern of `{trunk}` repeats with every stage"
+            gaps.append(Gap(condition, "blocks that are counted from 0 again"))
+    return tuple(gaps)
 
 
 def _block_kind(block: Any) -> tuple[Any, ...]:
     """Return what distinguishes a block besides its weights and its index."""
-    plain = (bool, int, float, str, type(None))
+    plain_types = (bool, int, float, str, type(None))
     return tuple(
         (name, type(module).__name__, key, value)
         for name, module in block.named_modules()
         for key, value in sorted(vars(module).items())
-        if isinstance(value, plain) and key not in ("layer_idx", "training") and key[0] != "_"
+        if isinstance(value, plain_types) and key not in ("layer_idx", "training") and key[0] != "_"
     )
 
 
-def _batch_gaps(seen: BatchSet) -> Iterator[Gap]:
-    if len(seen.all) < 2 or all(_equal_batches(seen.all[0], batch) for batch in seen.all[1:]):
+def _batch_gaps(data: BatchSet) -> Iterator[Gap]:
+    if len(data.all) < 2 or all(_equal_batches(data.all[0], batch) for batch in data.all[1:]):
         yield Gap("one batch only", "values kept from one step to the next")
-    elif seen.shapes < 2:
+    elif data.shapes < 2:
         yield Gap("one shape only", "shapes kept from the first batch")
-    if len({tuple(s[1:] for s in tensor_shapes(batch).values()) for batch in seen.all}) == 1:
+    if len({tuple(s[1:] for s in tensor_shapes(batch).values()) for batch in data.all}) == 1:
         yield Gap("one length only", "sizes of the first batch kept for others")
-    if seen.parts > 1 and not seen.has_unequal_parts:
+    if data.parts > 1 and not data.has_unequal_parts:
         yield Gap("no batch with a smaller last part", "parts dropped or weighed alike")
-    if seen.parts > 1 and not seen.has_equal_parts:
+    if data.parts > 1 and not data.has_equal_parts:
         yield Gap("no batch of equal parts", "buffers reused while still needed")
 
 
 def _equal_batches(a: Batch, b: Batch) -> bool:
-    one, other = named_tensors(a), named_tensors(b)
-    return one.keys() == other.keys() and all(equal(v, other[k]) for k, v in one.items())
+    first, second = named_tensors(a), named_tensors(b)
+    return first.keys() == second.keys() and all(equal(v, second[k]) for k, v in first.items())
 
 
-def _label_gaps(seen: BatchSet) -> Iterator[Gap]:
+def _label_gaps(data: BatchSet) -> Iterator[Gap]:
     """Yield gaps of uneven label counts, which distinguish a mean from a mean of means."""
-    if not seen.has_uneven_labels:
+    if not data.has_uneven_labels:
         yield Gap("no ignored labels", "means of means, counts of padding")
-    if not seen.has_empty_parts:
+    if not data.has_empty_parts:
         yield Gap("no part without labels", "means over nothing, and parts that weigh nothing")
 
 
-def _input_gaps(seen: BatchSet) -> Iterator[Gap]:
-    if not seen.has_padding:
+def _input_gaps(data: BatchSet) -> Iterator[Gap]:
+    if not data.has_padding:
         yield Gap("no padding", "masks that are dropped, shifted or not passed on")
-    if not seen.has_half_vocabulary and any(
-        TOKENS in non_float_tensors(batch) for batch in seen.all
+    if not data.has_half_vocabulary and any(
+        TOKENS in non_float_tensors(batch) for batch in data.all
     ):
         yield Gap("every row has all kinds of tokens", "a part of the vocabulary that is not asked")
-    places = [b[POSITIONS] for b in seen.all if POSITIONS in non_float_tensors(b)]
+    places = [b[POSITIONS] for b in data.all if POSITIONS in non_float_tensors(b)]
     if places and all(p.dim() < 2 or bool((p == p[:1]).all()) for p in places):
         yield Gap("all rows have equal positions", "positions of one row taken for all")
-    if not any(_has_floats(batch) for batch in seen.all):
+    if not any(_has_floats(batch) for batch in data.all):
         yield Gap("no float inputs", "wrong gradients of inputs")
 
 

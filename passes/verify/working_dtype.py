@@ -55,14 +55,16 @@ from schedlang.runtime.program import Program
 
 
 def observe_ranks(
-    working: Case, conditions: Sequence[Condition], made: list[Program]
+    working: Case, conditions: Sequence[Condition], programs: list[Program]
 ) -> Observation:
     """Observe a rank's program in the working dtype, with the choices and codes of all ranks."""
-    first = [replace(condition, batches=working.batches) for condition in conditions[:1]]
-    chosen = ChoiceRecorder()
-    with enter_modes(chosen), record_near_ties() as tipped:
-        seen = observe_programs(working, first, made, brief=True)  # nothing else is compared
-    return replace(seen, choices=chosen.gather(), tipped=tipped.gather())
+    single = [replace(condition, batches=working.batches) for condition in conditions[:1]]
+    recorder = ChoiceRecorder()
+    with enter_modes(recorder), record_near_ties() as tipped:
+        observed = observe_programs(
+            working, single, programs, brief=True
+        )  # nothing else is compared
+    return replace(observed, choices=recorder.gather(), tipped=tipped.gather())
 
 
 CHOICES_NOTE = "as ranks chose"
@@ -102,17 +104,17 @@ class WorkingRun:
         """
         draws, program = 0 if wrong else DRAWS, self.program
         rows = self._against(draws)
-        other = describe_changed_choices(self.exact.choices, program.choices)
-        if wrong or all(row.ok for row in rows) or not (program.tipped or other):
+        choices_changed = describe_changed_choices(self.exact.choices, program.choices)
+        if wrong or all(row.ok for row in rows) or not (program.tipped or choices_changed):
             return rows
         codes: Any = program.tipped or None
         case, working = (
             replace(one, tipped=codes, choices=program.choices) for one in (self.case, self.working)
         )
         exact, _ = run_original(case, self.conditions[:1])
-        again = replace(self, case=case, working=working, exact=exact, plain=None)
-        rows = again._against(draws)
-        note = ROUNDED_NOTE if program.tipped else f"{CHOICES_NOTE}: {other[0]}"
+        repeated = replace(self, case=case, working=working, exact=exact, plain=None)
+        rows = repeated._against(draws)
+        note = ROUNDED_NOTE if program.tipped else f"{CHOICES_NOTE}: {choices_changed[0]}"
         return [replace(row, note=note) if row.ok and not row.note else row for row in rows]
 
     def _against(self, draws: int) -> list[Row]:
@@ -125,8 +127,8 @@ class WorkingRun:
         exact = self.exact
         tensors = {k: v for k, v in exact.tensors.items() if k.condition == self.conditions[0].name}
         plan = self.working.plan
-        seen = replace(exact, tensors=tensors)
-        bounds = ErrorBounds(seen, self._run, draws, _plain=self.plain)
+        first_exact = replace(exact, tensors=tensors)
+        bounds = ErrorBounds(first_exact, self._run, draws, _plain=self.plain)
         row = plan.loss_scaling
         if row is None or row.scale == 1 or self.run_again is None:
             return [
@@ -139,11 +141,13 @@ class WorkingRun:
         if not bounds.overflows_elsewhere(self.program):
             return [*bounds.rows(self.program, rtol=requirements_of(plan).rtol, casts=True)]
         scale = max(1, row.scale // SCALE_DIVISOR)
-        casts = tuple(replace(one, scale=scale) if one is row else one for one in plan.casts)
-        less = replace(self.working, plan=replace(plan, casts=casts))
-        rows = replace(self, working=less, program=self.run_again(less), plain=None)._against(draws)
+        casts = tuple(replace(item, scale=scale) if item is row else item for item in plan.casts)
+        rescaled = replace(self.working, plan=replace(plan, casts=casts))
+        rows = replace(
+            self, working=rescaled, program=self.run_again(rescaled), plain=None
+        )._against(draws)
         note = f"{SCALE_NOTE} {scale:,}, not {row.scale:,}, with which sides skip different steps"
-        return [replace(one, note=one.note or note) for one in rows]
+        return [replace(item, note=item.note or note) for item in rows]
 
     def _run(self, draw: int) -> Observation:
         return observe_original(self.working, self.conditions, self.exact, draw)
@@ -157,12 +161,12 @@ def observe_original(
 
     The run chooses as the float64 run `exact` does.
     """
-    nudged = PerturbedRounding(draw) if draw else nullcontext()
+    rounding = PerturbedRounding(draw) if draw else nullcontext()
     threads = use_threads_of_ranks(working.plan.mesh.world)
-    first = [replace(condition, batches=working.batches) for condition in conditions[:1]]
-    with enter_modes(make_dropout(working), ChoiceRecorder(exact.choices)), nudged, threads:
+    single = [replace(condition, batches=working.batches) for condition in conditions[:1]]
+    with enter_modes(make_dropout(working), ChoiceRecorder(exact.choices)), rounding, threads:
         return observe(
-            lambda condition: make_original_subject(working, condition, cast=True), first
+            lambda condition: make_original_subject(working, condition, cast=True), single
         )
 
 
@@ -191,22 +195,23 @@ def error_bounds(
     """
 
     def seen(
-        module: nn.Module, conditions: Sequence[Condition], *more: ModeOrFactory
+        module: nn.Module, conditions: Sequence[Condition], *extra_modes: ModeOrFactory
     ) -> Observation:
         def make(c: Condition) -> Sequential:
             twin: Any = copy_module(module)
-            given = loss
+            cast_loss = loss
             if autocast is not None:
                 twin.forward = torch.autocast("cpu", autocast)(twin.forward)
-                given = loss and torch.autocast("cpu", autocast)(loss)
+                cast_loss = loss and torch.autocast("cpu", autocast)(loss)
             options: dict[str, Any] = {"clip": c.clip, "scale": c.scale, "evaluate": c.evaluate}
-            return Sequential(twin, c.optimizer, loss=given, follow=c.follow, **options)
+            return Sequential(twin, c.optimizer, loss=cast_loss, follow=c.follow, **options)
 
-        with enter_modes(*more, *modes):
+        with enter_modes(*extra_modes, *modes):
             return observe(make, conditions)
 
-    wide = [
-        replace(one, batches=tuple(map(to_float64, map(dict, one.batches)))) for one in conditions
+    float64_conditions = [
+        replace(item, batches=tuple(map(to_float64, map(dict, item.batches))))
+        for item in conditions
     ]
 
     def run(draw: int) -> Observation:
@@ -217,7 +222,7 @@ def error_bounds(
         ):
             return seen(model, conditions, choosing(draw))
 
-    return ErrorBounds(seen(as_float64(model), wide, choosing(None), Float64()), run)
+    return ErrorBounds(seen(as_float64(model), float64_conditions, choosing(None), Float64()), run)
 
 
 def float64_bounds(case: Case, conditions: Sequence[Condition], exact: Observation) -> ErrorBounds:
@@ -262,27 +267,30 @@ def check_cast(working: Case | None) -> None:
 
 def split_undecided(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     """Drop rows whose original is not finite in the working dtype; return the rest and a note."""
-    over = [row for row in rows if row.note == OVERFLOWS and row.kind.endswith(IN_DTYPE)]
-    why = f"{OVERFLOWS} there"
-    said = [
-        f"{len(over)} rows in the working dtype, the first {one.place}: {why}" for one in over[:1]
+    lost = [row for row in rows if row.note == OVERFLOWS and row.kind.endswith(IN_DTYPE)]
+    reason = f"{OVERFLOWS} there"
+    messages = [
+        f"{len(lost)} rows in the working dtype, the first {first_row.place}: {reason}"
+        for first_row in lost[:1]
     ]
-    return [row for row in rows if row not in over], said
+    return [row for row in rows if row not in lost], messages
 
 
-def describe_changed_choices(right: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> list[str]:
+def describe_changed_choices(
+    expected: Mapping[Any, Tensor], actual: Mapping[Any, Tensor]
+) -> list[str]:
     """Describe the number of changed choices, by module and operator."""
     counts: dict[tuple[str, str], list[int]] = {}
-    for key, wanted in right.items():
-        found = other.get(key)
-        if found is not None and found.shape == wanted.shape:
+    for key, expected_choice in expected.items():
+        choice = actual.get(key)
+        if choice is not None and choice.shape == expected_choice.shape:
             count = counts.setdefault((key[1], key[2]), [0, 0])
-            count[0] += int((found != wanted).sum())
-            count[1] += wanted.numel()
+            count[0] += int((choice != expected_choice).sum())
+            count[1] += expected_choice.numel()
     return [
-        f"{wrong} of {many} choices of `{name}` in `{site or 'the model'}` differ"
-        for (site, name), (wrong, many) in counts.items()
-        if wrong
+        f"{changed} of {total} choices of `{name}` in `{site or 'the model'}` differ"
+        for (site, name), (changed, total) in counts.items()
+        if changed
     ]
 
 
@@ -294,16 +302,28 @@ def curve_rows(working: Case, curves: Sequence[Curve], pool: Pool) -> list[Row]:
     if not curves:
         return []
     steps = max(curve.steps for curve in curves)
-    right = _original(working, steps)
-    seen = pool.run(_program, working.plan.mesh.world, working, steps)[0]
+    original = _original(working, steps)
+    program = pool.run(_program, working.plan.mesh.world, working, steps)[0]
     rows = []
     for curve in curves:
-        off = [abs(x - r) / (abs(r) or 1.0) for x, r in zip(seen, right)][: curve.steps]
-        bad = next((k for k, error in enumerate(off) if not error <= curve.within), None)
-        step = bad if bad is not None else max(range(len(off)), key=lambda k: off[k])
+        errors = [abs(x - r) / (abs(r) or 1.0) for x, r in zip(program, original)][: curve.steps]
+        wrong_step = next((k for k, error in enumerate(errors) if not error <= curve.within), None)
+        step = (
+            wrong_step
+            if wrong_step is not None
+            else max(range(len(errors)), key=lambda k: errors[k])
+        )
         name = f"{curve.steps} steps ({curve.place})"
         rows.append(
-            Row("loss curve", "loss curve", name, off[step], curve.within, bad is None, step)
+            Row(
+                "loss curve",
+                "loss curve",
+                name,
+                errors[step],
+                curve.within,
+                wrong_step is None,
+                step,
+            )
         )
     return rows
 

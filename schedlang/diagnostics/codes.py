@@ -47,8 +47,8 @@ class Example:
 
     def page(self) -> str:
         """Format the example for a reader: the files, then the command and its output."""
-        shown = [f"{name}\n\n{_indent(text)}" for name, text in self.files.items()]
-        return "\n".join([*shown, _indent(f"$ {self.command}\n{self.message}")])
+        sections = [f"{name}\n\n{_indent(text)}" for name, text in self.files.items()]
+        return "\n".join([*sections, _indent(f"$ {self.command}\n{self.message}")])
 
 
 def parse_example(text: str) -> Example:
@@ -62,8 +62,8 @@ def parse_example(text: str) -> Example:
 @cache
 def example(code: str) -> Example | None:
     """Return the example of a code; None if the code has none."""
-    place = _example_folder() / f"{code}.txt"
-    return parse_example(place.read_text(encoding="utf-8")) if place.is_file() else None
+    path = _example_folder() / f"{code}.txt"
+    return parse_example(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def codes_with_examples() -> Iterator[str]:
@@ -116,18 +116,18 @@ def explain(code: str) -> str:
     title, text = CODES[code] if code in CODES else WARNINGS[code]
     family = f"Codes {code[:2]}.. are about {FAMILIES[code[1]]}."
     note = family if code in CODES else "A warning does not stop the command."
-    shown = example(code)
+    sample = example(code)
     parts = [f"{code}: {title}\n", f"{text}\n", f"{note}\n"]
-    return "\n".join([*parts, shown.page()] if shown else parts)
+    return "\n".join([*parts, sample.page()] if sample else parts)
 
 
 def to_json(code: str) -> dict[str, object]:
     """Return the page of a code as plain values; raises KeyError for an unknown code."""
     title, text = CODES[code] if code in CODES else WARNINGS[code]
-    shown = example(code)
-    made = (
-        {"command": shown.command, "files": dict(shown.files), "says": shown.message}
-        if shown
+    sample = example(code)
+    example_json = (
+        {"command": sample.command, "files": dict(sample.files), "says": sample.message}
+        if sample
         else None
     )
-    return {"code": code, "title": title, "text": text, "example": made}
+    return {"code": code, "title": title, "text": text, "example": example_json}

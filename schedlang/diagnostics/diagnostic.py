@@ -72,8 +72,8 @@ class Diagnostic:
         return replace(self, primary=Label(span, self.primary.text))
 
     def __repr__(self) -> str:
-        at = f" ({self.primary.span})" if self.primary.span else ""
-        return f"<{self.level}[{self.code}]: {self.title}{at}>"
+        location = f" ({self.primary.span})" if self.primary.span else ""
+        return f"<{self.level}[{self.code}]: {self.title}{location}>"
 
     def render(self, width: int | None = None) -> str:
         """Format the message as text, framed as rustc does; sentences are wrapped to `width`
@@ -177,21 +177,21 @@ def refuse_at_caller() -> Callable[[Callable[P, R]], Callable[P, R]]:
 def refuse_methods_at_caller(cls: type[T]) -> type[T]:
     """Decorate a class: refusals of its public methods and properties get the caller's line of
     Python."""
-    for name, found in list(vars(cls).items()):
+    for name, member in list(vars(cls).items()):
         if name.startswith("_") and name != "__call__":
             continue
-        if isinstance(found, FunctionType):
-            setattr(cls, name, refuse_at_caller()(found))
-        elif isinstance(found, property) and found.fget is not None:
-            placed = refuse_at_caller()(found.fget)
-            setattr(cls, name, property(placed, found.fset, found.fdel, found.__doc__))
+        if isinstance(member, FunctionType):
+            setattr(cls, name, refuse_at_caller()(member))
+        elif isinstance(member, property) and member.fget is not None:
+            placed = refuse_at_caller()(member.fget)
+            setattr(cls, name, property(placed, member.fset, member.fdel, member.__doc__))
     return cls
 
 
 def find_closest(word: str, options: Iterable[str]) -> str | None:
     """Return the option most similar to `word`, or None if none is similar enough."""
-    known = sorted(set(options))
-    low = {option.lower(): option for option in reversed(known)}
+    choices = sorted(set(options))
+    low = {option.lower(): option for option in reversed(choices)}
     hits = difflib.get_close_matches(word.lower(), list(low), 1, MIN_SIMILARITY)
     return low[hits[0]] if hits else None
 
@@ -206,23 +206,23 @@ def kind_of(value: object) -> str:
 
 def quote_names(names: Iterable[str], most: int = 8) -> str:
     """Format names in code marks, at most `most` of them: `a`, `b`, `c`."""
-    every = list(names)
-    shown = ", ".join(f"`{name}`" for name in every[:most])
-    return shown if len(every) <= most else f"{shown} and {len(every) - most} more"
+    all_names = list(names)
+    text = ", ".join(f"`{name}`" for name in all_names[:most])
+    return text if len(all_names) <= most else f"{text} and {len(all_names) - most} more"
 
 
 def suggest_name(word: str, options: Iterable[str], choose: str) -> str:
     """Return the help for an unknown `word`: the closest option, else all options."""
-    known = list(options)
-    near = find_closest(word, known)
-    return f"did you mean `{near}`?" if near else f"{choose} {quote_names(known)}"
+    choices = list(options)
+    closest = find_closest(word, choices)
+    return f"did you mean `{closest}`?" if closest else f"{choose} {quote_names(choices)}"
 
 
-def facts_of_unknown(word: str, options: Iterable[str] = (), form: str = "{}") -> Facts:
+def facts_of_unknown(word: str, options: Iterable[str] = (), template: str = "{}") -> Facts:
     """Return the facts for an unknown `word`: the word, and the closest option, formatted by
-    `form`."""
-    near = find_closest(word, options)
-    return (("unknown", word), *((("meant", form.format(near)),) if near else ()))
+    `template`."""
+    closest = find_closest(word, options)
+    return (("unknown", word), *((("meant", template.format(closest)),) if closest else ()))
 
 
 def _sort_key(d: Diagnostic) -> tuple[str, int, int]:
@@ -312,18 +312,18 @@ def _render(d: Diagnostic, width: int | None) -> Iterator[str]:
 
 def _spell_helps(d: Diagnostic) -> Iterator[str]:
     """Yield the helps of a diagnostic, spelled for its reader: as a schedule, or as Python."""
-    spell = HELP_SPELLERS[-1] if HELP_SPELLERS and d.primary.span.source.python else str
-    yield from map(spell, d.helps)
+    speller = HELP_SPELLERS[-1] if HELP_SPELLERS and d.primary.span.source.python else str
+    yield from map(speller, d.helps)
 
 
 class OwnError(AssertionError):
     """An error of schedlang, detected before it is blamed on the user's model."""
 
-    def __init__(self, found: str, *facts: str) -> None:
+    def __init__(self, error: str, *facts: str) -> None:
         from schedlang import __version__
 
         details = (f"schedlang {__version__}", *facts, "the model file, and the schedule")
         super().__init__(
-            f"an error of schedlang, not of the model: {found}\nplease report it, with\n"
+            f"an error of schedlang, not of the model: {error}\nplease report it, with\n"
             + "\n".join(f"  {fact}" for fact in details)
         )

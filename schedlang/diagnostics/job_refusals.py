@@ -52,10 +52,10 @@ def print_once(refusal: Refusal) -> None:
 
     store, key = job_store(), _key(refusal)
     if store is None:
-        speaks = os.environ.get("RANK", "0") == "0"
+        is_first = os.environ.get("RANK", "0") == "0"
     else:
-        speaks = store.add(f"{key}/count", 1) == 1
-    if speaks:
+        is_first = store.add(f"{key}/count", 1) == 1
+    if is_first:
         message = refusal.render(message_columns(sys.stderr))
         print(f"rank {os.environ.get('RANK', '0')}: {message}", file=sys.stderr, flush=True)
         if store is not None:

@@ -185,8 +185,8 @@ _GRID = "products over a grid of ranks have their own primitive"
 _EIGHT = "no primitive computes with 8 bits; 16 are the fewest"
 
 
-def _entry_for(words: str, one: Replacement) -> dict[str, Replacement]:
-    return dict.fromkeys(words.split(), one)
+def _entry_for(words: str, replacement: Replacement) -> dict[str, Replacement]:
+    return dict.fromkeys(words.split(), replacement)
 
 
 ARGUMENTS: Mapping[str, Table] = {

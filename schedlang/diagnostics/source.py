@@ -31,13 +31,13 @@ def open_regular(path: str | Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def read_bytes(path: str | Path, most: int = MAX_FILE_BYTES) -> bytes:
-    """Return the bytes of a regular file; raises OSError also for more than `most` bytes."""
+def read_bytes(path: str | Path, limit: int = MAX_FILE_BYTES) -> bytes:
+    """Return the bytes of a regular file; raises OSError also for more than `limit` bytes."""
     with open_regular(path) as file:
-        found = file.read(most + 1)
-    if len(found) > most:
-        raise OSError(errno.EFBIG, f"more than {most // 2**20} MiB", str(path))
-    return found
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"more than {limit // 2**20} MiB", str(path))
+    return content
 
 
 def read_utf8(path: str | Path) -> str:
@@ -114,8 +114,8 @@ def _interned(name: str, text: str) -> Source:
 
 def relative_path(filename: str) -> str:
     """Return a path relative to the working directory, if it is below it."""
-    here = os.getcwd() + os.sep
-    return filename.removeprefix(here)
+    cwd = os.getcwd() + os.sep
+    return filename.removeprefix(cwd)
 
 
 # packages that call our functions: a message is for their callers
@@ -171,8 +171,8 @@ def python_span() -> Span:
     source = _interned(
         relative_path(filename), "".join(linecache.getlines(filename, frame.f_globals))
     )
-    at = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
-    line, end_line, col, end_col = at
+    positions = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
+    line, end_line, col, end_col = positions
     if line is None or end_line is None or col is None or end_col is None:
         return Span(source, frame.f_lineno, 1, frame.f_lineno, len(source.line(frame.f_lineno)) + 1)
     return Span(source, line, col + 1, end_line, end_col + 1)

@@ -73,7 +73,7 @@ def wrap_text(text: str, width: int | None, indent: str = "", more: str | None =
     if width is None or len(indent) + len(text) <= width:
         return [indent + text]
     later = " " * len(indent) if more is None else indent + more
-    glued = CODE.sub(lambda found: found[0].replace(" ", GLUE), text)
+    glued = CODE.sub(lambda match: match[0].replace(" ", GLUE), text)
     lines = textwrap.wrap(
         glued,
         max(width, 40),
@@ -102,26 +102,26 @@ def column_widths(rows: Sequence[Row]) -> list[int]:
     return [max(len(cell) for cell in column) for column in zip(*rows)]
 
 
-def format_row(row: Row, wide: Sequence[int]) -> str:
+def format_row(row: Row, widths: Sequence[int]) -> str:
     """Format one line; a column that is empty everywhere takes no room."""
-    return (GAP + GAP.join(c.ljust(w) for c, w in zip(row, wide) if w)).rstrip()
+    return (GAP + GAP.join(cell.ljust(width) for cell, width in zip(row, widths) if width)).rstrip()
 
 
 def format_table(rows: Sequence[Row], width: int | None = None, keys: int = 1) -> Iterator[str]:
     """Yield the lines of a table; a too wide one is split, each part with the first `keys`
     columns."""
-    wide = column_widths(rows)
-    start, count = keys, len(wide)
+    widths = column_widths(rows)
+    start, count = keys, len(widths)
     while True:
         end = count
         if width is not None:
-            used = sum(len(GAP) + w for w in wide[:keys] if w)
+            used = sum(len(GAP) + w for w in widths[:keys] if w)
             end = start
-            while end < count and (end == start or used + len(GAP) + wide[end] <= width):
-                used += len(GAP) + wide[end] if wide[end] else 0
+            while end < count and (end == start or used + len(GAP) + widths[end] <= width):
+                used += len(GAP) + widths[end] if widths[end] else 0
                 end += 1
         part = [*range(keys), *range(start, end)]
-        yield from (format_row([row[k] for k in part], [wide[k] for k in part]) for row in rows)
+        yield from (format_row([row[k] for k in part], [widths[k] for k in part]) for row in rows)
         if end >= count:
             return
         start = end
@@ -135,8 +135,8 @@ def html_table(title: str, rows: Sequence[Row], heads: Row = ()) -> str:
         "<tr>"
         + "".join(
             f"<{kind}>{html.escape(cell)}</{kind}>"
-            for place, cell in enumerate(row)
-            for kind in ("td" if heads or place else "th",)
+            for column, cell in enumerate(row)
+            for kind in ("td" if heads or column else "th",)
         )
         + "</tr>"
         for row in rows

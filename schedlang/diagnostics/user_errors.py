@@ -31,9 +31,9 @@ def refusal_of(error: Exception, name: str, function: Callable[..., Any]) -> Ref
     Where a library that the function calls raised the error, a note says where.
     """
     file = file_of(function)
-    own, notes = frames_in(file, error)
+    own_frames, notes = frames_in(file, error)
     message = f"{type(error).__name__}: {error}".split("\n")[0].removesuffix(": ")
-    label = Label(at_frame(own[-1]), "here") if own else Label()
+    label = Label(at_frame(own_frames[-1]), "here") if own_frames else Label()
     title = f"`{name}` of the model file raises {message}"
     return Refusal.of(CODES[name], title, label, notes=notes, helps=(HELPS[name],))
 
@@ -48,22 +48,22 @@ def frames_in(
     them.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if file and os.path.abspath(frame.filename) == file]
-    theirs = [f for f in frames if not os.path.realpath(f.filename).startswith(OURS)][-1:]
-    return own, tuple(
-        f"raised at {Path(one.filename).name}:{one.lineno}: {one.line}"
-        for one in theirs
-        if one not in own[-1:]
+    own_frames = [frame for frame in frames if file and os.path.abspath(frame.filename) == file]
+    raising = [f for f in frames if not os.path.realpath(f.filename).startswith(OURS)][-1:]
+    return own_frames, tuple(
+        f"raised at {Path(raised.filename).name}:{raised.lineno}: {raised.line}"
+        for raised in raising
+        if raised not in own_frames[-1:]
     )
 
 
 def file_of(function: Callable[..., Any]) -> str:
     """Return the absolute path of the file that defines a function; "" if unknown."""
     try:
-        found = inspect.getsourcefile(inspect.unwrap(function))
+        source = inspect.getsourcefile(inspect.unwrap(function))
     except TypeError:  # a callable object, a partial function
         return ""
-    return os.path.abspath(found) if found else ""
+    return os.path.abspath(source) if source else ""
 
 
 def at_frame(frame: traceback.FrameSummary) -> Span:

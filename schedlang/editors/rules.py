@@ -27,8 +27,8 @@ TYPES = ("int", "float", "bool", "choice", "axis")
 @lru_cache
 def word_terminals() -> dict[str, str]:
     """Return the text of every terminal that is a word: STEP is `step`."""
-    found = ((one.name, one.pattern.value) for one in parser().terminals)
-    return {name: text for name, text in found if text.isalpha() and text.islower()}
+    terminals = ((terminal.name, terminal.pattern.value) for terminal in parser().terminals)
+    return {name: text for name, text in terminals if text.isalpha() and text.islower()}
 
 
 def declarations() -> tuple[str, ...]:

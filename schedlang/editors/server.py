@@ -74,65 +74,70 @@ class Server(LanguageServer):
         """Publish the findings about a text; the plan's messages, too, if the text itself has no
         error."""
         document = self.workspace.get_text_document(uri)
-        here = [d.to_json() for d in find_problems(document.source, str(document.path))]
-        wrong = any(d["level"] == "error" for d in here)
-        every = here if wrong else [*here, *self.state_of(uri).messages]
-        made = [diagnostic(document, d) for d in every]
+        local = [d.to_json() for d in find_problems(document.source, str(document.path))]
+        has_error = any(d["level"] == "error" for d in local)
+        findings = local if has_error else [*local, *self.state_of(uri).messages]
+        diagnostics = [diagnostic(document, d) for d in findings]
         self.state_of(uri).facts = {
-            _message_key(m): dict(d.get("facts", ())) for m, d in zip(made, every)
+            _message_key(m): dict(d.get("facts", ())) for m, d in zip(diagnostics, findings)
         }
-        self.text_document_publish_diagnostics(types.PublishDiagnosticsParams(uri, made))
+        self.text_document_publish_diagnostics(types.PublishDiagnosticsParams(uri, diagnostics))
 
     async def query_model(self, uri: str) -> None:
         """Query the model for a saved file, then publish the result."""
-        known, file = self.state_of(uri), Path(self.workspace.get_text_document(uri).path)
+        state, file = self.state_of(uri), Path(self.workspace.get_text_document(uri).path)
         tree = await services.run_verb("tree", file, "--each")
         if tree is not None and "path" in tree:
-            known.outline = Outline(tree)
+            state.outline = Outline(tree)
             plan = await services.run_verb("plan", file)
-            known.rows = services.rows_by_line(plan)
-            known.messages = list((plan or {}).get("diagnostics", ()))
+            state.rows = services.rows_by_line(plan)
+            state.messages = list((plan or {}).get("diagnostics", ()))
             self.publish_findings(uri)
 
     def start_query(self, uri: str) -> None:
         """Start `query_model`; an older query for the same file is cancelled."""
-        known = self.state_of(uri)
-        if known.query is not None:
-            known.query.cancel()
+        state = self.state_of(uri)
+        if state.query is not None:
+            state.query.cancel()
         if self.model and self.workspace.get_text_document(uri).path:
-            known.query = asyncio.ensure_future(self.query_model(uri))
+            state.query = asyncio.ensure_future(self.query_model(uri))
 
 
-def diagnostic(document: TextDocument, told: Mapping[str, Any]) -> types.Diagnostic:
+def diagnostic(document: TextDocument, message: Mapping[str, Any]) -> types.Diagnostic:
     """Convert a message for the protocol; a message without a place goes to the header."""
-    at = told["at"]
-    mine = at["line"] > 0 and Path(at["file"]).name == Path(document.path).name
-    label = [at["label"]] if at["label"] else []
-    text = [told["title"], *label, *told["notes"], *(f"help: {one}" for one in told["helps"])]
+    span = message["at"]
+    in_file = span["line"] > 0 and Path(span["file"]).name == Path(document.path).name
+    label = [span["label"]] if span["label"] else []
+    text = [
+        message["title"],
+        *label,
+        *message["notes"],
+        *(f"help: {help_text}" for help_text in message["helps"]),
+    ]
     return types.Diagnostic(
-        _to_range(document, at)
-        if mine
+        _to_range(document, span)
+        if in_file
         else types.Range(types.Position(0, 0), types.Position(0, 1)),
         "\n".join(text),
         types.DiagnosticSeverity.Error
-        if told["level"] == "error"
+        if message["level"] == "error"
         else types.DiagnosticSeverity.Warning,
-        code=told["code"],
+        code=message["code"],
         source="schedlang",
         related_information=[
             types.DiagnosticRelatedInformation(
                 types.Location(document.uri, _to_range(document, also)), also["label"] or "here too"
             )
-            for also in told["also"]
-            if also["line"] > 0 and also["file"] == at["file"]
+            for also in message["also"]
+            if also["line"] > 0 and also["file"] == span["file"]
         ],
     )
 
 
-def _to_range(document: TextDocument, at: Mapping[str, Any]) -> types.Range:
+def _to_range(document: TextDocument, span: Mapping[str, Any]) -> types.Range:
     """Convert lines and columns (from 1, in characters) to the protocol's units."""
-    start = types.Position(at["line"] - 1, at["col"] - 1)
-    end = types.Position(max(at["end_line"], 1) - 1, max(at["end_col"], 1) - 1)
+    start = types.Position(span["line"] - 1, span["col"] - 1)
+    end = types.Position(max(span["end_line"], 1) - 1, max(span["end_col"], 1) - 1)
     codec = document.position_codec
     return types.Range(
         codec.position_to_client_units(document.lines, start),
@@ -160,10 +165,10 @@ SYMBOLS = {
 
 def make_server(version: str, *, model: bool = True) -> Server:
     """Make a server with all features; `model` allows importing model files."""
-    made = Server(version, model=model)
+    server = Server(version, model=model)
     for feature, (handler, *options) in FEATURES.items():
-        made.feature(feature, *options)(handler)
-    return made
+        server.feature(feature, *options)(handler)
+    return server
 
 
 async def on_open(ls: Server, params: types.DidOpenTextDocumentParams) -> None:
@@ -174,8 +179,8 @@ async def on_open(ls: Server, params: types.DidOpenTextDocumentParams) -> None:
 
 def on_change(ls: Server, params: types.DidChangeTextDocumentParams) -> None:
     """Publish the findings about the current text."""
-    known = ls.state_of(params.text_document.uri)
-    known.rows, known.messages = {}, []  # their lines belong to the saved text
+    state = ls.state_of(params.text_document.uri)
+    state.rows, state.messages = {}, []  # their lines belong to the saved text
     ls.publish_findings(params.text_document.uri)
 
 
@@ -186,21 +191,21 @@ async def on_save(ls: Server, params: types.DidSaveTextDocumentParams) -> None:
 
 def on_close(ls: Server, params: types.DidCloseTextDocumentParams) -> None:
     """Drop the state of the file."""
-    known = ls.file_states.pop(params.text_document.uri, None)
-    if known is not None and known.query is not None:
-        known.query.cancel()
+    state = ls.file_states.pop(params.text_document.uri, None)
+    if state is not None and state.query is not None:
+        state.query.cancel()
 
 
 def on_completion(ls: Server, params: types.CompletionParams) -> types.CompletionList:
     """Return completions at a position."""
     document = ls.workspace.get_text_document(params.text_document.uri)
     offset = document.offset_at_position(params.position)
-    found = complete_at(document.source, offset, ls.state_of(document.uri).outline)
+    completions = complete_at(document.source, offset, ls.state_of(document.uri).outline)
     items = [
         types.CompletionItem(
             o.text, kind=KINDS[o.kind], detail=o.detail or None, documentation=o.page or None
         )
-        for o in found
+        for o in completions
     ]
     return types.CompletionList(is_incomplete=False, items=items)
 
@@ -208,10 +213,10 @@ def on_completion(ls: Server, params: types.CompletionParams) -> types.Completio
 def on_hover(ls: Server, params: types.HoverParams) -> types.Hover | None:
     """Return the hover text of a word."""
     document = ls.workspace.get_text_document(params.text_document.uri)
-    known = ls.state_of(document.uri)
-    rows = known.rows.get(params.position.line + 1, [])
+    state = ls.state_of(document.uri)
+    rows = state.rows.get(params.position.line + 1, [])
     text = hover_text(
-        document.source, document.offset_at_position(params.position), known.outline, rows
+        document.source, document.offset_at_position(params.position), state.outline, rows
     )
     return types.Hover(types.MarkupContent(types.MarkupKind.Markdown, text)) if text else None
 
@@ -220,13 +225,13 @@ def on_definition(ls: Server, params: types.DefinitionParams) -> types.Location 
     """Return the place where a name is declared."""
     document = ls.workspace.get_text_document(params.text_document.uri)
     offset = document.offset_at_position(params.position)
-    found = find_definition(document.source, offset, Path(document.path))
-    if found is None:
+    target = find_definition(document.source, offset, Path(document.path))
+    if target is None:
         return None
-    other = TextDocument("", found.text) if found.file else document
-    at = other.client_position_at_offset(found.offset)
-    uri = from_fs_path(str(found.file.resolve())) if found.file else document.uri
-    return types.Location(uri or document.uri, types.Range(at, at))
+    target_document = TextDocument("", target.text) if target.file else document
+    position = target_document.client_position_at_offset(target.offset)
+    uri = from_fs_path(str(target.file.resolve())) if target.file else document.uri
+    return types.Location(uri or document.uri, types.Range(position, position))
 
 
 def on_formatting(ls: Server, params: types.DocumentFormattingParams) -> list[types.TextEdit]:
@@ -248,42 +253,48 @@ def on_formatting(ls: Server, params: types.DocumentFormattingParams) -> list[ty
 def on_symbols(ls: Server, params: types.DocumentSymbolParams) -> list[types.DocumentSymbol]:
     """Return the declarations of a file."""
     document = ls.workspace.get_text_document(params.text_document.uri)
-    found = []
-    for one in find_declarations(document.source):
-        start = document.client_position_at_offset(one.offset)
-        end = document.client_position_at_offset(one.offset + len(one.name))
-        place = types.Range(start, end)
-        kind = SYMBOLS.get(one.kind, types.SymbolKind.Variable)
-        found.append(types.DocumentSymbol(one.name or one.kind, kind, place, place, one.line))
-    return found
+    symbols = []
+    for entry in find_declarations(document.source):
+        start = document.client_position_at_offset(entry.offset)
+        end = document.client_position_at_offset(entry.offset + len(entry.name))
+        extent = types.Range(start, end)
+        kind = SYMBOLS.get(entry.kind, types.SymbolKind.Variable)
+        symbols.append(
+            types.DocumentSymbol(entry.name or entry.kind, kind, extent, extent, entry.line)
+        )
+    return symbols
 
 
 def on_code_action(ls: Server, params: types.CodeActionParams) -> list[types.CodeAction]:
     """Return fixes for messages with a guessed name."""
     document = params.text_document
-    return [fix for one in params.context.diagnostics for fix in _fix_message(ls, document, one)]
-
-
-def _fix_message(
-    ls: Server, document: types.TextDocumentIdentifier, one: types.Diagnostic
-) -> list[types.CodeAction]:
-    """Replace the wrong name by the guessed one, if the marked text contains it."""
-    marked = ls.workspace.get_text_document(document.uri).text_in_client_range(one.range)
-    facts = ls.state_of(document.uri).facts.get(_message_key(one), {})
-    wrong, suggestion = facts.get("unknown"), facts.get("meant")
-    if wrong is None or suggestion is None or wrong not in marked:
-        return []
-    edit = types.TextEdit(one.range, marked.replace(wrong, suggestion, 1))
-    change = types.WorkspaceEdit(changes={document.uri: [edit]})
     return [
-        types.CodeAction(f"write `{suggestion}`", types.CodeActionKind.QuickFix, [one], edit=change)
+        fix for message in params.context.diagnostics for fix in _fix_message(ls, document, message)
     ]
 
 
-def _message_key(one: types.Diagnostic) -> tuple[object, ...]:
+def _fix_message(
+    ls: Server, document: types.TextDocumentIdentifier, message: types.Diagnostic
+) -> list[types.CodeAction]:
+    """Replace the wrong name by the guessed one, if the marked text contains it."""
+    marked = ls.workspace.get_text_document(document.uri).text_in_client_range(message.range)
+    facts = ls.state_of(document.uri).facts.get(_message_key(message), {})
+    unknown, suggestion = facts.get("unknown"), facts.get("meant")
+    if unknown is None or suggestion is None or unknown not in marked:
+        return []
+    edit = types.TextEdit(message.range, marked.replace(unknown, suggestion, 1))
+    change = types.WorkspaceEdit(changes={document.uri: [edit]})
+    return [
+        types.CodeAction(
+            f"write `{suggestion}`", types.CodeActionKind.QuickFix, [message], edit=change
+        )
+    ]
+
+
+def _message_key(message: types.Diagnostic) -> tuple[object, ...]:
     """Return a key for a message that an editor sends back: editors store no data of ours."""
-    start = one.range.start
-    return one.code, start.line, start.character, one.message
+    start = message.range.start
+    return message.code, start.line, start.character, message.message
 
 
 FEATURES: dict[str, tuple[Any, ...]] = {

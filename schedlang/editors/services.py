@@ -54,20 +54,20 @@ async def run_verb(verb: str, file: Path, *options: str) -> Mapping[str, Any] | 
         await process.wait()
         raise
     try:
-        told = json.loads(out)
+        answer = json.loads(out)
     except ValueError:
         return None
-    return told if isinstance(told, dict) else None
+    return answer if isinstance(answer, dict) else None
 
 
-def rows_by_line(told: Mapping[str, Any] | None) -> dict[int, list[Mapping[str, Any]]]:
+def rows_by_line(plan: Mapping[str, Any] | None) -> dict[int, list[Mapping[str, Any]]]:
     """Return the rows of a plan by their line in the file."""
-    found: dict[int, list[Mapping[str, Any]]] = {}
-    for step in (told or {}).get("steps", ()):
+    by_line: dict[int, list[Mapping[str, Any]]] = {}
+    for step in (plan or {}).get("steps", ()):
         for row in step["lines"]:
             if row.get("from"):
-                found.setdefault(row["from"][1], []).append(row)
-    return found
+                by_line.setdefault(row["from"][1], []).append(row)
+    return by_line
 
 
 # -- the model, without importing it ---------------------------------------------------------------
@@ -83,8 +83,8 @@ class ParameterType:
 class Outline:
     """The modules of a model by name; has the methods of a selector's `Tree`."""
 
-    def __init__(self, told: Mapping[str, Any]) -> None:
-        self.nodes = {node["path"]: node for node in _flatten(told)}
+    def __init__(self, tree: Mapping[str, Any]) -> None:
+        self.nodes = {node["path"]: node for node in _flatten(tree)}
 
     def children(self, fqn: str) -> Sequence[str]:
         """Return the names of the direct children of a module."""
@@ -173,20 +173,20 @@ class CursorContext:
     @property
     def scopes(self) -> tuple[str, ...]:
         """The heads of the blocks around the cursor: `step "x"`, `at h.*`."""
-        return tuple(one.before for one in self.around if one.bracket == "{")
+        return tuple(bracket.before for bracket in self.around if bracket.bracket == "{")
 
     @property
     def call(self) -> str:
         """The name of the call whose arguments are being written; "" outside of a call."""
-        inner = next((one for one in reversed(self.around) if one.bracket != "["), None)
-        found = re.search(r"([A-Za-z_][\w.]*)$", inner.before) if inner else None
-        return found[1] if found and inner and inner.bracket == "(" else ""
+        inner = next((bracket for bracket in reversed(self.around) if bracket.bracket != "["), None)
+        match = re.search(r"([A-Za-z_][\w.]*)$", inner.before) if inner else None
+        return match[1] if match and inner and inner.bracket == "(" else ""
 
     @property
     def argument(self) -> str:
         """The keyword whose value is being written; "" if there is none."""
-        found = re.search(r"(\w+)\s*=\s*\[?[\w.,\s]*$", self.statement)
-        return found[1] if found and self.call else ""
+        match = re.search(r"(\w+)\s*=\s*\[?[\w.,\s]*$", self.statement)
+        return match[1] if match and self.call else ""
 
     @property
     def path(self) -> str | None:
@@ -194,8 +194,8 @@ class CursorContext:
         if self.call:
             return None
         heads = rf"(?:(?:at|except)\s+|.*\b(?:except)\s+)?(?:{PATH}\s*,\s*)*({PATH})"
-        found = re.fullmatch(heads, self.statement)
-        return found[1] if found else None
+        match = re.fullmatch(heads, self.statement)
+        return match[1] if match else None
 
     @property
     def awaits_verb(self) -> bool:
@@ -203,8 +203,8 @@ class CursorContext:
         heads = rf"{PATH}(\s*,\s*{PATH})*(?<!,)\s+\w*"
         first = self.statement.split(maxsplit=1)[:1]
         keyword = bool(first) and first[0] in declarations()
-        whole = re.fullmatch(heads, self.statement) is not None
-        return not self.call and whole and not keyword and not self.statement.endswith(",")
+        complete = re.fullmatch(heads, self.statement) is not None
+        return not self.call and complete and not keyword and not self.statement.endswith(",")
 
 
 def context_at(text: str, offset: int) -> CursorContext:
@@ -212,9 +212,9 @@ def context_at(text: str, offset: int) -> CursorContext:
     around: list[OpenBracket] = []
     start = 0
     for token in TOKEN.finditer(text, 0, offset):
-        kind, at = token.lastgroup, token.start()
+        kind, position = token.lastgroup, token.start()
         if kind == "open":
-            around.append(OpenBracket(token[0], text[start:at].strip(), token.end()))
+            around.append(OpenBracket(token[0], text[start:position].strip(), token.end()))
         elif kind == "close" and around:
             around.pop()
         block = not around or around[-1].bracket == "{"
@@ -248,22 +248,22 @@ class Declaration:
 
 def find_declarations(text: str) -> list[Declaration]:
     """Return every declaration of a text, in order."""
-    found = []
-    for one in DECLARATION.finditer(text):
-        line = text[one.start() : _line_end(text, one.start())].strip()
-        if one["mesh"]:
-            until = text.find(")", one.end())
+    result = []
+    for match in DECLARATION.finditer(text):
+        line = text[match.start() : _line_end(text, match.start())].strip()
+        if match["mesh"]:
+            until = text.find(")", match.end())
             inside = text[: until if until >= 0 else len(text)]
-            for axis in AXIS.finditer(inside, one.end()):
-                found.append(Declaration(axis[1], "axis", axis.start(1), line))
-        elif one["file"]:
-            name = one["alias"] or one["file"].strip('"')
-            found.append(Declaration(name, "use", one.start("file"), line))
-        elif one["step"]:
-            found.append(Declaration(one["title"], "step", one.start("title"), line))
+            for axis in AXIS.finditer(inside, match.end()):
+                result.append(Declaration(axis[1], "axis", axis.start(1), line))
+        elif match["file"]:
+            name = match["alias"] or match["file"].strip('"')
+            result.append(Declaration(name, "use", match.start("file"), line))
+        elif match["step"]:
+            result.append(Declaration(match["title"], "step", match.start("title"), line))
         else:
-            found.append(Declaration(one["name"], one["kind"], one.start("name"), line))
-    return found
+            result.append(Declaration(match["name"], match["kind"], match.start("name"), line))
+    return result
 
 
 def _line_end(text: str, start: int) -> int:
@@ -273,8 +273,8 @@ def _line_end(text: str, start: int) -> int:
 
 def used_file(text: str, alias: str) -> str | None:
     """Return the file that `use "file" as alias` names."""
-    found = re.search(rf'^[ \t]*use\s+"([^"\n]*)"\s+as\s+{re.escape(alias)}\b', text, re.M)
-    return found[1] if found else None
+    match = re.search(rf'^[ \t]*use\s+"([^"\n]*)"\s+as\s+{re.escape(alias)}\b', text, re.M)
+    return match[1] if match else None
 
 
 TOP = ("schedule", *DECLARATIONS, *STATEMENTS)
@@ -294,21 +294,24 @@ class Completion:
 def complete_at(text: str, offset: int, outline: Outline | None = None) -> list[Completion]:
     """Return the completions at `offset`; with modules if the model is known."""
     load_all()
-    here, names = context_at(text, offset), find_declarations(text)
-    if here.call:
-        found = [*_offer_arguments(here, names)]
-    elif re.fullmatch(r"schedule\s+\d+\s+for\s+\w*", here.statement):
-        found = [Completion(outline.nodes[""]["class"], "name", "the model")] if outline else []
-    elif here.awaits_verb:
-        found = [*_offer_verbs(names)]
-    elif here.path is not None:
-        found = [*_offer_modules(here, outline)]
-        if here.path == here.statement and "." not in here.path:
-            keywords = STATEMENTS if here.scopes else TOP
-            found += [*_offer_verbs(names), *(Completion(word, "keyword") for word in keywords)]
+    context, names = context_at(text, offset), find_declarations(text)
+    if context.call:
+        offers = [*_offer_arguments(context, names)]
+    elif re.fullmatch(r"schedule\s+\d+\s+for\s+\w*", context.statement):
+        offers = [Completion(outline.nodes[""]["class"], "name", "the model")] if outline else []
+    elif context.awaits_verb:
+        offers = [*_offer_verbs(names)]
+    elif context.path is not None:
+        offers = [*_offer_modules(context, outline)]
+        if context.path == context.statement and "." not in context.path:
+            keywords = STATEMENTS if context.scopes else TOP
+            offers += [
+                *_offer_verbs(names),
+                *(Completion(keyword, "keyword") for keyword in keywords),
+            ]
     else:
-        found = [*_offer_names(names, ("knob", "axis", "view"))]
-    return list({offer.text: offer for offer in found}.values())
+        offers = [*_offer_names(names, ("knob", "axis", "view"))]
+    return list({offer.text: offer for offer in offers}.values())
 
 
 def _offer_verbs(names: list[Declaration]) -> Iterator[Completion]:
@@ -319,25 +322,25 @@ def _offer_verbs(names: list[Declaration]) -> Iterator[Completion]:
 
 
 def _offer_names(names: list[Declaration], kinds: tuple[str, ...]) -> Iterator[Completion]:
-    for one in names:
-        if one.kind in kinds:
-            yield Completion(one.name, "verb" if one.kind == "def" else "name", one.line)
+    for entry in names:
+        if entry.kind in kinds:
+            yield Completion(entry.name, "verb" if entry.kind == "def" else "name", entry.line)
 
 
-def _offer_arguments(here: CursorContext, names: list[Declaration]) -> Iterator[Completion]:
+def _offer_arguments(context: CursorContext, names: list[Declaration]) -> Iterator[Completion]:
     """Yield values of the argument that is being written, and names of others."""
-    kind = registry().get(here.call)
+    kind = registry().get(context.call)
     if kind is None:
         yield from _offer_names(names, ("knob", "axis", "view", "pattern"))
         return
-    known = signature_of(kind)
-    if here.argument:
-        yield from _offer_values(known.types.get(here.argument), names)
+    signature = signature_of(kind)
+    if context.argument:
+        yield from _offer_values(signature.types.get(context.argument), names)
         return
-    for name in known.positional:
-        yield from _offer_values(known.types[name], names)
-    for name in known.keywords:
-        if f"{name}=" not in here.statement:
+    for name in signature.positional:
+        yield from _offer_values(signature.types[name], names)
+    for name in signature.keywords:
+        if f"{name}=" not in context.statement:
             yield Completion(f"{name}=", "argument", dict(manual.argument_rows(kind))[name])
 
 
@@ -347,9 +350,9 @@ def _offer_values(kind: Any, names: list[Declaration]) -> Iterator[Completion]:
         yield from _offer_names(names, ("axis", "view"))
         return
     if typing.get_origin(kind) is Literal:
-        yield from (Completion(str(one), "value") for one in typing.get_args(kind))
+        yield from (Completion(str(value), "value") for value in typing.get_args(kind))
     elif kind is bool:
-        yield from (Completion(one, "value") for one in ("true", "false"))
+        yield from (Completion(value, "value") for value in ("true", "false"))
     elif kind is str:
         yield from _offer_names(names, ("pattern",))
     else:
@@ -358,12 +361,12 @@ def _offer_values(kind: Any, names: list[Declaration]) -> Iterator[Completion]:
     yield from _offer_names(names, ("knob",))
 
 
-def _offer_modules(here: CursorContext, outline: Outline | None) -> Iterator[Completion]:
+def _offer_modules(context: CursorContext, outline: Outline | None) -> Iterator[Completion]:
     """Yield the children of the path written so far; numbered ones also as `*`."""
-    if outline is None or here.path is None:
+    if outline is None or context.path is None:
         return
-    parent = here.path.rpartition(".")[0]
-    roots = roots_of(here, outline)
+    parent = context.path.rpartition(".")[0]
+    roots = roots_of(context, outline)
     try:
         modules = outline.select(parent, roots) if parent else roots
     except Refusal:
@@ -377,15 +380,15 @@ def _offer_modules(here: CursorContext, outline: Outline | None) -> Iterator[Com
             yield Completion(child, "module", outline.describe(fqn))
 
 
-def roots_of(here: CursorContext, outline: Outline) -> tuple[str, ...]:
+def roots_of(context: CursorContext, outline: Outline) -> tuple[str, ...]:
     """Return the modules from which selectors at a place start; () inside a `def`."""
     roots: tuple[str, ...] = ("",)
-    for head in here.scopes:
+    for head in context.scopes:
         if head.startswith("def"):
             return ()
-        found = re.search(rf"\bat\s+((?:{PATH}\s*,\s*)*{PATH})", head)
-        if found:
-            paths = [path for path in re.split(r"\s*,\s*(?![^{]*\})", found[1]) if path]
+        match = re.search(rf"\bat\s+((?:{PATH}\s*,\s*)*{PATH})", head)
+        if match:
+            paths = [path for path in re.split(r"\s*,\s*(?![^{]*\})", match[1]) if path]
             try:
                 roots = tuple(m for path in paths for m in outline.select(path, roots))
             except Refusal:
@@ -408,9 +411,9 @@ class Target:
 def find_definition(text: str, offset: int, file: Path) -> Target | None:
     """Find the declaration of the name at `offset` of `file`; None if there is none."""
     line = text[text.rfind("\n", 0, offset) + 1 :].split("\n", 1)[0]
-    used = re.match(r'\s*use\s+"([^"]*)"', line)
-    if used:
-        return _find_in_file(file.parent / used[1], "")
+    use = re.match(r'\s*use\s+"([^"]*)"', line)
+    if use:
+        return _find_in_file(file.parent / use[1], "")
     before = re.search(r"[\w.]*$", text[:offset])
     after = re.match(r"\w*", text[offset:])
     word = (before[0] if before else "") + (after[0] if after else "")
@@ -418,9 +421,9 @@ def find_definition(text: str, offset: int, file: Path) -> Target | None:
     path = used_file(text, alias) if dot else None
     if path is not None:
         return _find_in_file(file.parent / path, name)
-    for one in find_declarations(text):
-        if one.name == word and one.kind != "step":
-            return Target(None, one.offset, text)
+    for entry in find_declarations(text):
+        if entry.name == word and entry.kind != "step":
+            return Target(None, entry.offset, text)
     return None
 
 
@@ -432,8 +435,10 @@ def _find_in_file(path: Path, name: str) -> Target | None:
         return None
     if not name:
         return Target(path, 0, text)
-    found = next((one for one in find_declarations(text) if one.name == name), None)
-    return Target(path, found.offset, text) if found else None
+    entry = next(
+        (candidate for candidate in find_declarations(text) if candidate.name == name), None
+    )
+    return Target(path, entry.offset, text) if entry else None
 
 
 # -- hover -----------------------------------------------------------------------------------------
@@ -450,18 +455,18 @@ def hover_text(text: str, offset: int, outline: Outline | None = None, rows: Row
     word = text[start:end]
     name = re.search(r"\w*$", text[:offset])
     bare = (name[0] if name else "") + re.match(r"\w*", text[offset:])[0]  # type: ignore[index]
-    here = context_at(text, start)
+    context = context_at(text, start)
     if text[end : end + 1] == "(" and bare in registry():
         page = manual.explain(registry()[bare])
         return f"```text\n{page.rstrip()}\n```" + _describe_plan_rows(rows)
     if bare.upper() in codes.CODES:
         return codes.explain(bare.upper())
-    selected = outline is not None and not here.call and _may_begin_selector(here)
-    if outline is not None and selected and _describe_selection(word, here, outline):
-        return _describe_selection(word, here, outline) + _describe_plan_rows(rows)
-    for one in find_declarations(text):
-        if one.name == bare and one.kind != "step":
-            return f"```sched\n{one.line}\n```"
+    selected = outline is not None and not context.call and _may_begin_selector(context)
+    if outline is not None and selected and _describe_selection(word, context, outline):
+        return _describe_selection(word, context, outline) + _describe_plan_rows(rows)
+    for entry in find_declarations(text):
+        if entry.name == bare and entry.kind != "step":
+            return f"```sched\n{entry.line}\n```"
     return ""
 
 
@@ -475,21 +480,24 @@ def _word_bounds(text: str, offset: int, chars: str) -> tuple[int, int]:
     return start, end
 
 
-def _may_begin_selector(here: CursorContext) -> bool:
+def _may_begin_selector(cursor: CursorContext) -> bool:
     """Return whether a selector may begin at a place."""
-    return here.statement == "" or re.search(r"(?:,|\bat|\bexcept)\s*$", here.statement) is not None
+    return (
+        cursor.statement == ""
+        or re.search(r"(?:,|\bat|\bexcept)\s*$", cursor.statement) is not None
+    )
 
 
-def _describe_selection(word: str, here: CursorContext, outline: Outline) -> str:
+def _describe_selection(selector: str, context: CursorContext, outline: Outline) -> str:
     """Describe the modules of a selector."""
     try:
-        found = outline.select(word.strip(","), roots_of(here, outline))
+        fqns = outline.select(selector.strip(","), roots_of(context, outline))
     except Refusal:
         return ""
-    listed = [f"- `{fqn or 'the model'}`: {outline.describe(fqn)}" for fqn in found[:MOST]]
-    more = [f"- and {len(found) - MOST} more"] if len(found) > MOST else []
-    number = f"{len(found)} modules" if len(found) != 1 else "1 module"
-    return "\n".join([f"**{number}**", "", *listed, *more]) if found else ""
+    listed = [f"- `{fqn or 'the model'}`: {outline.describe(fqn)}" for fqn in fqns[:MOST]]
+    suffix = [f"- and {len(fqns) - MOST} more"] if len(fqns) > MOST else []
+    number = f"{len(fqns)} modules" if len(fqns) != 1 else "1 module"
+    return "\n".join([f"**{number}**", "", *listed, *suffix]) if fqns else ""
 
 
 def _describe_plan_rows(rows: Rows) -> str:

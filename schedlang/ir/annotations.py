@@ -47,7 +47,7 @@ class Boundary(Annotation):
 
     def show(self) -> str:
         """Format the placements for a reader: `S(1) -> as it comes`."""
-        sides = ("as it comes" if one is None else str(one) for one in (self.input, self.output))
+        sides = ("as it comes" if side is None else str(side) for side in (self.input, self.output))
         return " -> ".join(sides)
 
 
@@ -264,9 +264,9 @@ class Expectation:
         named."""
         return self.on is None or mesh.device is None or self.on == mesh.device
 
-    def holds(self, found: float) -> bool:
+    def holds(self, value: float) -> bool:
         """Return whether a value satisfies the bound."""
-        return BOUNDS[self.op](found, self.bound)
+        return BOUNDS[self.op](value, self.bound)
 
 
 @lru_cache(maxsize=32)  # a search for an order takes seconds

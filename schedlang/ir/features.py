@@ -180,10 +180,10 @@ class Budgeted(ABC):
     moves: ClassVar[bool] = False
 
     @abstractmethod
-    def fit(self, chain: Sequence[Any], memory: int, play: Callable[[Any], Any]) -> Any:
+    def fit(self, chain: Sequence[Any], memory: int, simulate: Callable[[Any], Any]) -> Any:
         """Choose how to run modules of these costs in `memory` bytes.
 
-        `play` runs the choice with a model on the meta device, and returns that model after a
+        `simulate` runs the choice with a model on the meta device, and returns that model after a
         backward.
         """
 
@@ -192,7 +192,7 @@ class Budgeted(ABC):
         """Apply the choices of `fit` to modules of the copy, chain by chain."""
 
     @abstractmethod
-    def describe(self, found: Any) -> str:
+    def describe(self, solution: Any) -> str:
         """Describe in words what `fit` chose."""
 
 
@@ -210,11 +210,11 @@ class Recomputing(Lowered, feature=True):
         """The strategy that fits the modules into memory; None: no limit."""
         return None
 
-    def reruns(self, sites: tuple[str, ...], found: Sequence[Any]) -> Sequence[Any] | None:
+    def reruns(self, sites: tuple[str, ...], solutions: Sequence[Any]) -> Sequence[Any] | None:
         """Return the regions of the sites that run again in backward (`remat.RecomputedRegion`).
 
-        `found`: the choices of the budget for the chains of the sites. None: nothing runs again, or
-        only the run itself decides it.
+        `solutions`: the choices of the budget for the chains of the sites. None: nothing runs
+        again, or only the run itself decides it.
         """
         return None
 
@@ -291,16 +291,18 @@ def check_called(row: Primitive, site: Site, plan: Plan) -> None:
     """
     if site.has_forward:
         return
-    inner, below = f"{site}", [site]
-    while below and not any(one.has_forward for one in below):
+    inner, modules = f"{site}", [site]
+    while modules and not any(module.has_forward for module in modules):
         inner += ".*"
-        below = [plan.model.sites[f"{one}.{child}"] for one in below for child in one.children]
+        modules = [
+            plan.model.sites[f"{module}.{child}"] for module in modules for child in module.children
+        ]
     name = type(row).__name__
     refuse(
         "S401",
         f"`{site}` is a `{site.class_name}`: `{name}` would do nothing",
         "it has no forward, and is never called",
-        helps=(f"select the modules that it holds: `{inner}  {row}`",) if below else (),
+        helps=(f"select the modules that it holds: `{inner}  {row}`",) if modules else (),
     )
 
 

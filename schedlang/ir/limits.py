@@ -61,7 +61,7 @@ class Limits:
         }
         return Limits({**other.pinned, **self.pinned}, forbidden, least)
 
-    def with_limit(self, how: str, name: str, values: tuple[Any, ...]) -> Limits:
+    def with_limit(self, kind: str, name: str, values: tuple[Any, ...]) -> Limits:
         """Return these limits and one more, as a schedule or an option gives it.
 
         Raises Refusal S106 for an unknown name, S109 for values that the name cannot have, and for
@@ -73,30 +73,30 @@ class Limits:
             raise Refusal.of(
                 "S106", title, helps=(suggest_name(name, NAMES, "it has"),), facts=facts
             )
-        made = tuple(one for value in values for one in _expand_value(name, value))
-        if how == LEAST:
-            if name not in COUNTS or len(made) > 1:
+        expanded = tuple(item for value in values for item in _expand_value(name, value))
+        if kind == LEAST:
+            if name not in COUNTS or len(expanded) > 1:
                 _refuse(f"`{name}` has no least value", f"one number, of {', '.join(COUNTS)}")
-            least = max(int(made[0]), self.least.get(name, 0))
-            both = replace(self, least={**self.least, name: least})
-        elif how == FORBID:
-            every = (*self.forbidden.get(name, ()), *made)
-            both = replace(self, forbidden={**self.forbidden, name: every})
+            least = max(int(expanded[0]), self.least.get(name, 0))
+            combined = replace(self, least={**self.least, name: least})
+        elif kind == FORBID:
+            excluded = (*self.forbidden.get(name, ()), *expanded)
+            combined = replace(self, forbidden={**self.forbidden, name: excluded})
         else:
-            left = tuple(one for one in made if self.admits(name, one))
-            both = replace(self, pinned={**self.pinned, name: left or made})
+            left = tuple(item for item in expanded if self.admits(name, item))
+            combined = replace(self, pinned={**self.pinned, name: left or expanded})
             if not left:
-                _refuse(f"nothing is left of `{name}`: {both.text()}", "leave one of them out")
-        if name in both.pinned and not both.filter_admitted(name, both.pinned[name]):
-            _refuse(f"nothing is left of `{name}`: {both.text()}", "leave one of them out")
-        return both
+                _refuse(f"nothing is left of `{name}`: {combined.text()}", "leave one of them out")
+        if name in combined.pinned and not combined.filter_admitted(name, combined.pinned[name]):
+            _refuse(f"nothing is left of `{name}`: {combined.text()}", "leave one of them out")
+        return combined
 
     def for_name(self, name: str) -> Limits:
         """Return the limits of one name alone."""
         return Limits(
-            {one: values for one, values in self.pinned.items() if one == name},
-            {one: values for one, values in self.forbidden.items() if one == name},
-            {one: least for one, least in self.least.items() if one == name},
+            {key: values for key, values in self.pinned.items() if key == name},
+            {key: values for key, values in self.forbidden.items() if key == name},
+            {key: least for key, least in self.least.items() if key == name},
         )
 
     def text(self) -> str:
@@ -109,11 +109,11 @@ class Limits:
         return ", ".join(parts)
 
 
-def axis_orders(said: str) -> tuple[Value, ...]:
-    """Return every order of all axes that has the axes of `said`, for example `pp-dp`, in their
+def axis_orders(text: str) -> tuple[Value, ...]:
+    """Return every order of all axes that has the axes of `text`, for example `pp-dp`, in their
     order."""
-    some = said.split("-")
-    orders = (order for order in permutations(AXES) if [a for a in order if a in some] == some)
+    axes = text.split("-")
+    orders = (order for order in permutations(AXES) if [a for a in order if a in axes] == axes)
     return tuple("-".join(order) for order in orders)
 
 
@@ -121,10 +121,10 @@ def _expand_value(name: str, value: Any) -> tuple[Value, ...]:
     """Return the values that a given value stands for."""
     if name != "axes":
         return (_check_value(name, value),)
-    if not (found := axis_orders(str(value))) or "-" not in str(value):
+    if not (orders := axis_orders(str(value))) or "-" not in str(value):
         legal = "some of dp, pp, cp and tp from the slowest on: `pp-dp`; experts lie along dp"
         _refuse(f"`axes` cannot be `{value}`", legal)
-    return found
+    return orders
 
 
 def _check_value(name: str, value: Any) -> Value:
@@ -139,8 +139,8 @@ def _check_value(name: str, value: Any) -> Value:
         if not isinstance(value, bool):
             _refuse(f"`sequence` cannot be `{value}`", "true or false")
         return value
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < (name != "zero"):
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or value < (name != "zero"):
         _refuse(f"`{name}` cannot be `{value}`", "a whole number, at least 1")
     if name == "zero" and value > 3:
         _refuse(f"`zero` cannot be `{value}`", "a stage from 0 to 3")
@@ -166,8 +166,10 @@ def format_value(value: object) -> str:
 
 
 def _format_any(name: str, values: Iterable[Value]) -> str:
-    shown = [*map(format_value, values)]
+    texts = [*map(format_value, values)]
     if name == "axes":  # in the shortest form
-        some = (one for count in (2, 3) for one in permutations(AXES, count))
-        shown = next(([s] for s in map("-".join, some) if list(axis_orders(s)) == shown), shown)
-    return " or ".join(shown)
+        orders = (axes for count in (2, 3) for axes in permutations(AXES, count))
+        texts = next(
+            ([order] for order in map("-".join, orders) if list(axis_orders(order)) == texts), texts
+        )
+    return " or ".join(texts)

@@ -48,7 +48,7 @@ class RankMemory:
     @property
     def top(self) -> OperationMemory:
         """The operation with the highest peak."""
-        return max(self.moments, key=lambda one: sum(one.most))
+        return max(self.moments, key=lambda moment: sum(moment.most))
 
     @property
     def peak(self) -> int:
@@ -64,13 +64,13 @@ class RankMemory:
     def passing(self) -> int:
         """The highest peak, over all operations, without parameters, gradients and optimizer
         state."""
-        return max(one.passing for one in self.moments)
+        return max(moment.passing for moment in self.moments)
 
     @property
     def activations(self) -> int:
         """The highest number of bytes, over all operations, of activations saved for backward."""
-        place = CLASSES.index("activations")
-        return max(one.most[place] for one in self.moments)
+        index = CLASSES.index("activations")
+        return max(moment.most[index] for moment in self.moments)
 
     def to_json(self) -> dict[str, object]:
         """Return plain values; the curve has the classes of each operation."""
@@ -89,6 +89,6 @@ class RankMemory:
         }
 
 
-def find_heaviest(found: Sequence[RankMemory]) -> RankMemory:
+def find_heaviest(memories: Sequence[RankMemory]) -> RankMemory:
     """Return the memory of the ranks with the highest peak."""
-    return max(found, key=lambda one: one.peak)
+    return max(memories, key=lambda memory: memory.peak)

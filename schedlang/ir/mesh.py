@@ -48,22 +48,22 @@ class Mesh:
         and only mesh order numbers them so. `b.a` stands for several axes, the first one the
         slowest.
         """
-        named = (over,) if isinstance(over, str) else tuple(over)
-        if named not in self._folded:
+        key = (over,) if isinstance(over, str) else tuple(over)
+        if key not in self._folded:
             views, order = dict(self.views), list(self.sizes)
-            names = [one for name in named for one in name.split(".")]
+            names = [part for name in key for part in name.split(".")]
             plain = {axis for name in names for axis in views.get(name, (name,))}
             mesh_order = sorted(plain, key=lambda name: order.index(name.partition("/")[0]))
-            self._folded[named] = tuple(mesh_order)
-        return self._folded[named]
+            self._folded[key] = tuple(mesh_order)
+        return self._folded[key]
 
     def in_mesh_order(self, names: Collection[str]) -> tuple[str, ...]:
         """Return axes, views and runs in mesh order, without runs along an axis that is named
         itself."""
         runs = (n for n in names if "/" in n and n.partition("/")[0] not in names)
         order = list(self.sizes)
-        behind = sorted(runs, key=lambda name: (order.index(name.partition("/")[0]), name))
-        return (*(name for name in self.names if name in names), *behind)
+        ordered = sorted(runs, key=lambda name: (order.index(name.partition("/")[0]), name))
+        return (*(name for name in self.names if name in names), *ordered)
 
     def size(self, over: str | Sequence[str]) -> int:
         """Return the number of ranks along one axis, a view, or a tuple of axes."""
@@ -76,15 +76,15 @@ class Mesh:
         """
         order = over.split(".") if isinstance(over, str) and "." in over else self.fold(over)
         lines = (axis.partition("/") for axis in order)
-        return [(axis, int(run) if run else self.sizes[axis]) for axis, _, run in lines]
+        return [(axis, int(extent) if extent else self.sizes[axis]) for axis, _, extent in lines]
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the coordinate of a rank on each axis; 0 <= rank < world."""
         assert 0 <= rank < self.world, (rank, self.world)
-        found: dict[str, int] = {}
+        coordinates: dict[str, int] = {}
         for name, size in reversed(self.axes):
-            rank, found[name] = divmod(rank, size)
-        return {name: found[name] for name in self.sizes}
+            rank, coordinates[name] = divmod(rank, size)
+        return {name: coordinates[name] for name in self.sizes}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
         """Return the rank at the given coordinates; the inverse of `coordinates`."""
@@ -99,23 +99,23 @@ class Mesh:
 
     def index_at(self, coordinates: Mapping[str, int], over: str | Sequence[str]) -> int:
         """Return the index, within its group along `over`, of the rank with these coordinates."""
-        place = 0
+        index = 0
         for name, extent in self._extents(over):
-            place = place * extent + coordinates[name] % extent
-        return place
+            index = index * extent + coordinates[name] % extent
+        return index
 
     def group(self, rank: int, over: str | Sequence[str]) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` along `over` only, in the order of `index`."""
-        return tuple(self.member(rank, over, place) for place in range(self.size(over)))
+        return tuple(self.member(rank, over, index) for index in range(self.size(over)))
 
-    def member(self, rank: int, over: str | Sequence[str], place: int) -> int:
+    def member(self, rank: int, over: str | Sequence[str], index: int) -> int:
         """Return the rank at one index of the group of `rank` along `over`, without computing the
         others."""
-        here = self.coordinates(rank)
+        coordinates = self.coordinates(rank)
         for name, extent in reversed(self._extents(over)):
-            place, at = divmod(place, extent)
-            here[name] += at - here[name] % extent
-        return self.rank(here)
+            index, digit = divmod(index, extent)
+            coordinates[name] += digit - coordinates[name] % extent
+        return self.rank(coordinates)
 
     def groups(self, over: str | Sequence[str]) -> list[tuple[int, ...]]:
         """Return all groups along `over`; every rank is in exactly one."""
@@ -124,8 +124,8 @@ class Mesh:
         for name, size in self.axes:
             stride //= size
             length = lines.get(name, 1)
-            offsets = [at + stride * k for at in offsets for k in range(length)]
-            firsts = [at + stride * k for at in firsts for k in range(0, size, length)]
+            offsets = [start + stride * k for start in offsets for k in range(length)]
+            firsts = [start + stride * k for start in firsts for k in range(0, size, length)]
         return [tuple([first + offset for offset in offsets]) for first in firsts]
 
     def __str__(self) -> str:
@@ -152,9 +152,9 @@ def usual_axis(axes: Collection[str], role: str) -> str | None:
 
     An axis with a usual name, else the first whose name does not indicate another role.
     """
-    named = [name for name in USUAL_NAMES[role] if name in axes]
+    usual = [name for name in USUAL_NAMES[role] if name in axes]
     others = {name for names in USUAL_NAMES.values() for name in names}
-    return next(iter([*named, *(axis for axis in axes if axis not in others)]), None)
+    return next(iter([*usual, *(axis for axis in axes if axis not in others)]), None)
 
 
 def offer_row(row: str, axes: Collection[str], role: str) -> str:
@@ -165,9 +165,9 @@ def offer_row(row: str, axes: Collection[str], role: str) -> str:
     >>> offer_row("zero(stage=1, over={})", ["pp"], "replicas")
     '`zero(stage=1, over=dp)`, with `dp` among the axes of the mesh, which are `pp`'
     """
-    axis, wanted = usual_axis(axes, role), USUAL_NAMES[role][0]
+    axis, example = usual_axis(axes, role), USUAL_NAMES[role][0]
     if axis is not None:
         return f"`{row.format(axis)}`"
-    known = ", ".join(f"`{one}`" for one in axes)
-    lacks = f"which are {known}" if known else "of which there are none"
-    return f"`{row.format(wanted)}`, with `{wanted}` among the axes of the mesh, {lacks}"
+    axis_list = ", ".join(f"`{name}`" for name in axes)
+    axes_text = f"which are {axis_list}" if axis_list else "of which there are none"
+    return f"`{row.format(example)}`, with `{example}` among the axes of the mesh, {axes_text}"

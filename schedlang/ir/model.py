@@ -118,7 +118,7 @@ class Site:
 
     def is_a(self, name: str) -> bool:
         """Return whether the class or a base class is called `name` (plain or qualified)."""
-        return any(name in (known, known.rpartition(".")[2]) for known in self.classes)
+        return any(name in (qualified, qualified.rpartition(".")[2]) for qualified in self.classes)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -179,8 +179,8 @@ class ModelFacts:
     def replacements(self) -> Mapping[str, Any]:
         """The user's replacement modules by name, from the model file or the model's class, and
         from Python."""
-        found = getattr(self.base.model, "replacements", None)
-        return {**(found if isinstance(found, Mapping) else {}), **self.base.python_replacements}
+        table = getattr(self.base.model, "replacements", None)
+        return {**(table if isinstance(table, Mapping) else {}), **self.base.python_replacements}
 
     def register_replacement(self, value: object) -> object:
         """Register a module, or a function that makes one, and return a name for rows; else return
@@ -220,18 +220,18 @@ class ModelFacts:
         if not any(isinstance(change, AdapterChange) for change in self.changes):
             return None
         names = self.parameters[name].names
-        found = (
+        codings = (
             c.coding_of(n) for c in self.changes if isinstance(c, AdapterChange) for n in names
         )
-        return next((coding for coding in found if coding is not None), None)
+        return next((coding for coding in codings if coding is not None), None)
 
     def merge_values(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the untouched model's parameter values for values of this model, by every name."""
-        found = dict(values)
+        merged = dict(values)
         for change in reversed(self.changes):
             if isinstance(change, AdapterChange):
-                found = change.merge_values(found)
-        return found
+                merged = change.merge_values(merged)
+        return merged
 
     def without_random_draws(self) -> nn.Module:
         """Return a copy of the model in which no added part draws random numbers."""
@@ -267,17 +267,17 @@ class ModelFacts:
         facts: dict[str, ParameterFact] = {}
         dtypes: dict[Any, tuple[str, int]] = {}
         shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # equal shapes share one tuple
-        for same in names.values():
-            tensor = tensors[same[0]]
+        for tied in names.values():
+            tensor = tensors[tied[0]]
             if hasattr(tensor, "materialize"):
-                raise _refuse_lazy(same[0])
+                raise _refuse_lazy(tied[0])
             kind = tensor.dtype
             if kind not in dtypes:
                 dtypes[kind] = str(kind).removeprefix("torch."), tensor.itemsize
             shape = tuple(tensor.shape)
             shared_fields = shapes.setdefault(shape, shape), *dtypes[kind], tensor.requires_grad
-            fact = ParameterFact(same[0], *shared_fields, tuple(same))
-            for name in same:
+            fact = ParameterFact(tied[0], *shared_fields, tuple(tied))
+            for name in tied:
                 facts[name] = fact
         return {name: facts[name] for name in tensors}
 
@@ -299,28 +299,28 @@ class ModelFacts:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     names.setdefault(id(buffer), []).append(f"{fqn}.{name}" if fqn else name)
-        return tuple(tuple(same) for same in names.values() if len(same) > 1)
+        return tuple(tuple(shared) for shared in names.values() if len(shared) > 1)
 
     @cached_property
     def sites(self) -> Mapping[str, Site]:
         """Every module by its name; the model itself is ""."""
-        facts, classes, found = self.parameters, dict[type, tuple[str, ...]](), {}
+        facts, classes, sites = self.parameters, dict[type, tuple[str, ...]](), {}
         dims: dict[type, Mapping[str, tuple[str, ...]]] = {}
         for fqn, module in self._modules.items():
             kind, prefix = type(module), f"{fqn}." if fqn else ""
             if kind not in classes:
-                names = [f"{c.__module__}.{c.__qualname__}" for c in kind.__mro__]
-                known = (name for name in names if name not in (BASE, "builtins.object"))
-                classes[kind] = tuple(known) or (BASE,)
+                names = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
+                class_names = (name for name in names if name not in (BASE, "builtins.object"))
+                classes[kind] = tuple(class_names) or (BASE,)
                 # for each parameter, the nearest class that names its dims
-                named = (DIMS.get(name, {}) for name in reversed(classes[kind]))
-                dims[kind] = {own: names for one in named for own, names in one.items()}
+                tables = (DIMS.get(name, {}) for name in reversed(classes[kind]))
+                dims[kind] = {own: names for table in tables for own, names in table.items()}
             own = {name: facts[prefix + name] for name in _present_names(module._parameters)}
             children, buffers = _present_names(module._modules), _present_names(module._buffers)
             # torch's default forward (of lists and dicts) only raises
             calls = getattr(module.forward, "__name__", "") != "_forward_unimplemented"
-            found[fqn] = Site(fqn, classes[kind], children, own, buffers, calls, dims[kind])
-        return found
+            sites[fqn] = Site(fqn, classes[kind], children, own, buffers, calls, dims[kind])
+        return sites
 
         # torch's default forward (of lists and dicts) only raises
 
@@ -344,8 +344,8 @@ class ModelFacts:
 
     def attributes(self, fqn: str) -> list[str]:
         """Return the public names of a module's own attributes, without parameters and children."""
-        own = vars(self._modules[fqn])  # torch puts `training` there
-        return [name for name in own if not name.startswith("_") and name != "training"]
+        attributes = vars(self._modules[fqn])  # torch puts `training` there
+        return [name for name in attributes if not name.startswith("_") and name != "training"]
 
     def module(self, fqn: str) -> nn.Module:
         """Return the module itself; callers must not change it."""
@@ -355,8 +355,8 @@ class ModelFacts:
         """Return whether the module runs the forward of its base class `name`, unchanged."""
         module = self._modules[fqn]
         base = next((c for c in type(module).__mro__ if c.__name__ == name), None)
-        own = "forward" in vars(module)
-        if base is None or own:
+        overridden = "forward" in vars(module)
+        if base is None or overridden:
             return False
         return getattr(type(module), "forward", None) is getattr(base, "forward", None)
 
@@ -389,11 +389,11 @@ def _refuse_lazy(name: str) -> Refusal:
     )
 
 
-def _present_names(held: Mapping[str, object]) -> tuple[str, ...]:
+def _present_names(members: Mapping[str, object]) -> tuple[str, ...]:
     """Return the names whose value is not None."""
-    if not held:
+    if not members:
         return ()
-    return tuple([name for name, value in held.items() if value is not None])
+    return tuple([name for name, value in members.items() if value is not None])
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -91,21 +91,21 @@ class ModelFile:
                 f"{self._shown_name} defines no `batch(seed)`",
                 helps=("return a dict of tensors: the keyword arguments of the model's forward",),
             )
-        made = self._call_function("batch", *((seed,) if self.accepts_seed else ()))
-        if not isinstance(made, Mapping):
+        batch = self._call_function("batch", *((seed,) if self.accepts_seed else ()))
+        if not isinstance(batch, Mapping):
             raise Refusal.of(
                 "S902",
-                f"`batch` of {self._shown_name} returns {type(made).__name__}, not a dict",
+                f"`batch` of {self._shown_name} returns {type(batch).__name__}, not a dict",
                 helps=("return a dict: `{'input_ids': ids, 'labels': labels}`",),
             )
-        return dict(made)
+        return dict(batch)
 
-    def _call_function(self, name: str, *given: Any) -> Any:
+    def _call_function(self, name: str, *args: Any) -> Any:
         """Call a function of the file and return its result; refuse (S863, S864) at the line that
         raises."""
         function = getattr(self.module, name)
         try:
-            return function(*given)
+            return function(*args)
         except Refusal:
             raise
         except Exception as error:
@@ -136,14 +136,14 @@ class ModelFile:
         import torch
 
         torch.manual_seed(seed)
-        made = getattr(self.module, "small", None)
-        return self._checked(made()) if made is not None else None
+        factory = getattr(self.module, "small", None)
+        return self._checked(factory()) if factory is not None else None
 
     def small_batch(self, seed: int = 0) -> dict[str, Any]:
         """Return a batch for the reduced model: `small_batch(seed)`, or `batch(seed)` without
         it."""
-        made = getattr(self.module, "small_batch", None)
-        return dict(made(seed)) if made is not None else self.batch(seed)
+        factory = getattr(self.module, "small_batch", None)
+        return dict(factory(seed)) if factory is not None else self.batch(seed)
 
     @property
     def files(self) -> dict[str, Path]:
@@ -163,24 +163,24 @@ class ModelFile:
                 f"`model` of {self._shown_name} returns {type(model).__name__}, not a module",
                 helps=("return a torch.nn.Module",),
             )
-        own = getattr(self.module, "replacements", None)
-        if own is not None:  # stored on the model, so that it is found wherever the model is
-            model.replacements = own
+        table = getattr(self.module, "replacements", None)
+        if table is not None:  # stored on the model, so that it is found wherever the model is
+            model.replacements = table
         return model
 
 
-def load_model_file(named: str | None, beside: Path | None = None) -> ModelFile:
+def load_model_file(model: str | None, schedule: Path | None = None) -> ModelFile:
     """Import the model file named by `--model` (a path or a dotted module), or the one beside a
     file.
 
     Raises Refusal S904 if there is no file, S905 if the import fails, S906 if it defines no model.
     """
-    if named is not None and not named.endswith(".py"):
-        return _checked(_run_import(lambda: importlib.import_module(named), named), named, None)
-    path = Path(named) if named is not None else (beside or Path()).parent / "model.py"
+    if model is not None and not model.endswith(".py"):
+        return _checked(_run_import(lambda: importlib.import_module(model), model), model, None)
+    path = Path(model) if model is not None else (schedule or Path()).parent / "model.py"
     if not path.is_file():
-        there = beside.parent / path if named is not None and beside is not None else path
-        hint = (f"there is one beside the schedule: `--model {there}`",) * there.is_file()
+        candidate = schedule.parent / path if model is not None and schedule is not None else path
+        hint = (f"there is one beside the schedule: `--model {candidate}`",) * candidate.is_file()
         raise Refusal.of(
             "S904",
             f"there is no model file `{path}`",
@@ -209,7 +209,7 @@ class ImportState:
     active = False
 
 
-def _run_import(load: Callable[[], Any], what: str) -> Any:
+def _run_import(load: Callable[[], Any], name: str) -> Any:
     ImportState.active = True
     try:
         with without_collector(
@@ -221,9 +221,9 @@ def _run_import(load: Callable[[], Any], what: str) -> Any:
     except Exception as error:
         raise Refusal.of(
             "S905",
-            f"importing the model file `{what}` fails",
+            f"importing the model file `{name}` fails",
             notes=tuple(_describe_chain(error)),
-            helps=(f"see the full error: `python -c 'import runpy; runpy.run_path(\"{what}\")'`",),
+            helps=(f"see the full error: `python -c 'import runpy; runpy.run_path(\"{name}\")'`",),
         ) from error
     finally:
         ImportState.active = False
@@ -250,7 +250,7 @@ def _describe_chain(error: BaseException | None) -> Iterator[str]:
 
 def _checked(module: ModuleType, name: str, path: Path | None) -> ModelFile:
     if not callable(getattr(module, "model", None)):
-        defined = [word for word in vars(module) if not word.startswith("_")]
+        defined = [attribute for attribute in vars(module) if not attribute.startswith("_")]
         raise Refusal.of(
             "S906",
             f"`{path.name if path is not None else name}` defines no `model()`",

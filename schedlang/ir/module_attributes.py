@@ -41,12 +41,12 @@ def modules_below(facts: ModelFacts, fqn: str) -> Iterator[str]:
 def differing_attributes(facts: ModelFacts, roots: Sequence[str]) -> frozenset[tuple[str, str]]:
     """Return the attributes that differ between layers: the module's path in its layer, and the
     name."""
-    attributes, found = attributes_by_module(facts), dict[tuple[str, str], set[object]]()
+    attributes, seen_values = attributes_by_module(facts), dict[tuple[str, str], set[object]]()
     for root in roots:
         for fqn in modules_below(facts, root):
             for name, value in attributes[fqn].items():
-                found.setdefault((fqn[len(root) :], name), set()).add(value)
-    return frozenset(at for at, values in found.items() if len(values) > 1)
+                seen_values.setdefault((fqn[len(root) :], name), set()).add(value)
+    return frozenset(key for key, values in seen_values.items() if len(values) > 1)
 
 
 def attributes_by_module(facts: ModelFacts) -> Mapping[str, PlainAttributes]:
@@ -55,10 +55,10 @@ def attributes_by_module(facts: ModelFacts) -> Mapping[str, PlainAttributes]:
     if "told" not in facts.cache:
         groups: dict[tuple[str, ...], dict[tuple[int, ...], str]] = {}
         for fqn in facts.sites:
-            words = fqn.split(".")
-            numbers = tuple(int(word) for word in words if word.isdecimal())
-            place = tuple("*" if word.isdecimal() else word for word in words)
-            groups.setdefault(place, {})[numbers] = fqn
+            parts = fqn.split(".")
+            numbers = tuple(int(part) for part in parts if part.isdecimal())
+            pattern = tuple("*" if part.isdecimal() else part for part in parts)
+            groups.setdefault(pattern, {})[numbers] = fqn
         facts.cache["told"] = {
             fqn: attributes
             for group in groups.values()
@@ -71,23 +71,23 @@ def _group_attributes(
     facts: ModelFacts, group: Mapping[tuple[int, ...], str]
 ) -> Iterator[tuple[str, PlainAttributes]]:
     """Yield the modules at the same place of their layers, with the plain attributes of each."""
-    own = {at: dict(plain_attributes(vars(facts.module(fqn)))) for at, fqn in group.items()}
+    by_key = {key: dict(plain_attributes(vars(facts.module(fqn)))) for key, fqn in group.items()}
     counts = set()
-    for name in {name for values in own.values() for name in values}:
-        values = {at: values[name] for at, values in own.items() if name in values}
+    for name in {name for values in by_key.values() for name in values}:
+        values = {key: values[name] for key, values in by_key.items() if name in values}
         if len(set(values.values())) > 1 and _numbers_layers(values):
             counts.add(name)
-    for at, fqn in group.items():
-        yield fqn, {name: value for name, value in own[at].items() if name not in counts}
+    for key, fqn in group.items():
+        yield fqn, {name: value for name, value in by_key[key].items() if name not in counts}
 
 
-def plain_attributes(own: Mapping[str, object]) -> Iterator[tuple[str, Value]]:
+def plain_attributes(attributes: Mapping[str, object]) -> Iterator[tuple[str, Value]]:
     """Yield attributes that are plain values, or lists and tuples of plain values, each with its
     type."""
-    for name, value in own.items():
+    for name, value in attributes.items():
         if isinstance(value, list | tuple):
-            if all(isinstance(one, PLAIN) for one in value):
-                yield name, (type(value), tuple((type(one), one) for one in value))
+            if all(isinstance(item, PLAIN) for item in value):
+                yield name, (type(value), tuple((type(item), item) for item in value))
         elif isinstance(value, NAMED):  # by name: a function made anew for each layer is equal
             yield name, (type(value), f"{value.__module__}.{value.__qualname__}")
         elif isinstance(value, PLAIN) or type(value).__name__ == "dtype":
@@ -102,19 +102,19 @@ def _numbers_layers(values: Mapping[tuple[int, ...], Value]) -> bool:
     """
     kinds = {kind for kind, _ in values.values()}
     if kinds == {str}:
-        words = [word for _, word in values.values()]
-        return len(set(words)) == len(words) and all(any(map(str.isdigit, w)) for w in words)
+        texts = [text for _, text in values.values()]
+        return len(set(texts)) == len(texts) and all(any(map(str.isdigit, w)) for w in texts)
     places = range(len(next(iter(values))))
-    return kinds in ({int}, {float}) and any(_rises_along(values, place) for place in places)
+    return kinds in ({int}, {float}) and any(_rises_along(values, index) for index in places)
 
 
-def _rises_along(values: Mapping[tuple[int, ...], Value], place: int) -> bool:
+def _rises_along(values: Mapping[tuple[int, ...], Value], index: int) -> bool:
     """Return whether numbers rise along the lists that one number of a module's name counts."""
     lines: dict[tuple[int, ...], list[tuple[int, Any]]] = {}
-    for at, (_, value) in values.items():
-        lines.setdefault((*at[:place], *at[place + 1 :]), []).append((at[place], value))
-    longer = [sorted(line) for line in lines.values() if len(line) > 1]
-    return bool(longer) and all(map(_is_ramp, longer))
+    for key, (_, value) in values.items():
+        lines.setdefault((*key[:index], *key[index + 1 :]), []).append((key[index], value))
+    ramps = [sorted(line) for line in lines.values() if len(line) > 1]
+    return bool(ramps) and all(map(_is_ramp, ramps))
 
 
 def _is_ramp(line: Sequence[tuple[int, Any]]) -> bool:

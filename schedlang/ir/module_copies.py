@@ -29,9 +29,9 @@ def copy_module(module: M) -> M:
     from torch import Tensor
     from torch.utils._pytree import tree_leaves
 
-    held = (leaf for value in _tensor_attributes(module) for leaf in tree_leaves(value))
-    made = (leaf for leaf in held if isinstance(leaf, Tensor) and not leaf.is_leaf)
-    return deepcopy_module(module, {id(leaf): leaf.detach().clone() for leaf in made})
+    leaves = (leaf for value in _tensor_attributes(module) for leaf in tree_leaves(value))
+    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_leaf)
+    return deepcopy_module(module, {id(leaf): leaf.detach().clone() for leaf in tensors})
 
 
 def deepcopy_module(module: M, memo: dict[int, Any], inside: bool = False) -> M:
@@ -42,23 +42,23 @@ def deepcopy_module(module: M, memo: dict[int, Any], inside: bool = False) -> M:
 
     Raises Refusal S867 where a module cannot be copied; with `inside`, the original error.
     """
-    if (known := memo.get(id(module))) is not None:
-        return cast(M, known)
+    if (existing := memo.get(id(module))) is not None:
+        return cast(M, existing)
     kind: Any = type(module)
-    if (plain := _COPIED_BY_HAND.get(kind)) is None:
+    if (by_hand := _COPIED_BY_HAND.get(kind)) is None:
         from torch import nn
 
         copies_as_torch = all(
-            getattr(kind, way) is getattr(nn.Module, way) for way in TORCH_METHODS
+            getattr(kind, method) is getattr(nn.Module, method) for method in TORCH_METHODS
         )
-        own = kind in copyreg.dispatch_table or any(
-            hasattr(kind, way) for way in CUSTOM_COPY_METHODS
+        custom = kind in copyreg.dispatch_table or any(
+            hasattr(kind, method) for method in CUSTOM_COPY_METHODS
         )
-        plain = _COPIED_BY_HAND[kind] = copies_as_torch and not own
+        by_hand = _COPIED_BY_HAND[kind] = copies_as_torch and not custom
     try:
-        if not plain or "__deepcopy__" in vars(module):
+        if not by_hand or "__deepcopy__" in vars(module):
             return copy.deepcopy(module, memo)
-        made = memo[id(module)] = kind.__new__(kind)
+        duplicate = memo[id(module)] = kind.__new__(kind)
         state: dict[str, Any] = {}
         values: Any = module
         for name, value in values.__getstate__().items():
@@ -67,14 +67,14 @@ def deepcopy_module(module: M, memo: dict[int, Any], inside: bool = False) -> M:
             elif type(value) in _CONTAINERS and not value:
                 state[name] = memo.setdefault(id(value), type(value)())
             elif name == "_modules" and type(value) is dict:
-                held: dict[str, Any] = {}
-                state[name] = memo[id(value)] = held
-                for child, one in value.items():
-                    held[child] = None if one is None else deepcopy_module(one, memo, True)
+                copied: dict[str, Any] = {}
+                state[name] = memo[id(value)] = copied
+                for child, entry in value.items():
+                    copied[child] = None if entry is None else deepcopy_module(entry, memo, True)
             else:
                 state[name] = copy.deepcopy(value, memo)
-        made.__setstate__(state)
-        return cast(M, made)
+        duplicate.__setstate__(state)
+        return cast(M, duplicate)
     except Exception as error:
         if inside:
             raise
@@ -98,8 +98,8 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def _tensor_attributes(module: nn.Module) -> Iterator[Any]:
     """Yield the attributes of all modules inside that may hold a tensor."""
-    for one in module.modules():
-        for value in vars(one).values():
+    for submodule in module.modules():
+        for value in vars(submodule).values():
             kind = type(value)
             if kind not in _PLAIN and (kind not in _CONTAINERS or value):
                 yield value

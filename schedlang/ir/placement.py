@@ -28,14 +28,14 @@ class Uneven:
 
     def padded_size(self, size: int) -> int:
         """Return the size of a block with its padding."""
-        held = size * self.wide / self.repeat
-        assert held.denominator == 1, (size, self)
-        return held.numerator
+        padded = size * self.wide / self.repeat
+        assert padded.denominator == 1, (size, self)
+        return padded.numerator
 
-    def true_size(self, held: int, ranks: int) -> int:
-        """Return the true size of a dim of which each rank holds `held` elements."""
-        size = held * ranks / self.wide
-        assert size.denominator == 1, (held, ranks, self)
+    def true_size(self, local_size: int, ranks: int) -> int:
+        """Return the true size of a dim of which each rank holds `local_size` elements."""
+        size = local_size * ranks / self.wide
+        assert size.denominator == 1, (local_size, ranks, self)
         return size.numerator
 
 
@@ -139,27 +139,29 @@ class Layout:
                 assert uneven == EVEN
                 uneven = Uneven(Fraction(padded[dim], size))
             padded[dim] = sum(uneven.padded_size(block) for block in sizes)
-        made = Split(axis, dim, sizes, uneven)
-        return replace(self, padded=tuple(padded), splits=(*self.splits, made))
+        new_split = Split(axis, dim, sizes, uneven)
+        return replace(self, padded=tuple(padded), splits=(*self.splits, new_split))
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes that split this tensor."""
         return tuple(split.axis for split in self.splits)
 
-    def segments(self, mesh: Mesh, at: Mapping[str, int]) -> tuple[tuple[Segment, ...], ...]:
-        """Return, for each dim, the runs of the padded full dim that the rank at coordinates `at`
-        holds."""
-        held = [[[Segment(0, size)]] for size in self.padded]
+    def segments(self, mesh: Mesh, coords: Mapping[str, int]) -> tuple[tuple[Segment, ...], ...]:
+        """Return, for each dim, the runs of the padded full dim that the rank at coordinates
+        `coords` holds."""
+        strips = [[[Segment(0, size)]] for size in self.padded]
         cut: set[int] = set()
         for split in self.splits:
             parts = mesh.size(split.axis) // split.uneven.repeat
-            place = mesh.index_at(at, split.axis) // split.uneven.repeat
+            index = mesh.index_at(coords, split.axis) // split.uneven.repeat
             if split.dim not in cut:
-                held[split.dim] = block_segments(split.blocks, split.uneven)
+                strips[split.dim] = block_segments(split.blocks, split.uneven)
             cut.add(split.dim)
-            held[split.dim] = [_part(strip, parts, place) for strip in held[split.dim]]
-        return tuple(tuple(merge_segments([run for strip in dim for run in strip])) for dim in held)
+            strips[split.dim] = [_part(strip, parts, index) for strip in strips[split.dim]]
+        return tuple(
+            tuple(merge_segments([run for strip in dim for run in strip])) for dim in strips
+        )
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Return the shape that every rank holds, padding included."""
@@ -172,19 +174,19 @@ class Layout:
         """Format the layout, `[768, 2304@tp]`; `names` replace sizes where given."""
         cells = []
         for dim, size in enumerate(self.padded):
-            over = "".join(f"@{split.axis}" for split in self.splits if split.dim == dim)
-            cells.append(f"{names[dim] if names else size}{over}")
+            suffix = "".join(f"@{split.axis}" for split in self.splits if split.dim == dim)
+            cells.append(f"{names[dim] if names else size}{suffix}")
         return f"[{', '.join(cells)}]"
 
 
 def block_segments(sizes: Sequence[int], uneven: Uneven = EVEN) -> list[list[Segment]]:
     """Return each block as its true indices and its padding; all padding follows the true dim."""
-    found, start, beyond = [], 0, sum(sizes)
+    blocks, start, beyond = [], 0, sum(sizes)
     for size in sizes:
-        more = uneven.padded_size(size) - size
-        found.append([Segment(start, size), *([Segment(beyond, more)] if more else [])])
-        start, beyond = start + size, beyond + more
-    return found
+        padding = uneven.padded_size(size) - size
+        blocks.append([Segment(start, size), *([Segment(beyond, padding)] if padding else [])])
+        start, beyond = start + size, beyond + padding
+    return blocks
 
 
 @dataclass(frozen=True)
@@ -200,35 +202,35 @@ class HeldRun:
 def held_runs(sizes: Sequence[int], uneven: Uneven, ranks: int) -> list[HeldRun]:
     """Return the runs of all ranks, in order of rank; `start` beyond the sum of `sizes` means
     padding."""
-    found = []
+    runs = []
     for rank in range(ranks):
-        at = 0
+        offset = 0
         for strip in block_segments(sizes, uneven):
             for run in _part(strip, ranks // uneven.repeat, rank // uneven.repeat):
-                found.append(HeldRun(rank, at, run.start, run.length))
-                at += run.length
-    return found
+                runs.append(HeldRun(rank, offset, run.start, run.length))
+                offset += run.length
+    return runs
 
 
-def positions(sizes: Sequence[int], uneven: Uneven, ranks: int, place: int) -> list[int]:
-    """Return the indices that rank `place` holds, in its order; indices beyond the sum are
+def positions(sizes: Sequence[int], uneven: Uneven, ranks: int, rank: int) -> list[int]:
+    """Return the indices that rank `rank` holds, in its order; indices beyond the sum are
     padding."""
-    mine = [run for run in held_runs(sizes, uneven, ranks) if run.rank == place]
-    return [run.start + k for run in mine for k in range(run.length)]
+    runs = [run for run in held_runs(sizes, uneven, ranks) if run.rank == rank]
+    return [run.start + k for run in runs for k in range(run.length)]
 
 
-def _part(strip: Sequence[Segment], parts: int, place: int) -> list[Segment]:
+def _part(strip: Sequence[Segment], parts: int, index: int) -> list[Segment]:
     """Return one of `parts` equal pieces of a sequence of runs."""
-    whole = sum(run.length for run in strip)
-    assert whole % parts == 0, (strip, parts)
-    first, last = place * (whole // parts), (place + 1) * (whole // parts)
-    found, at = [], 0
+    length = sum(run.length for run in strip)
+    assert length % parts == 0, (strip, parts)
+    first, last = index * (length // parts), (index + 1) * (length // parts)
+    segments, offset = [], 0
     for run in strip:
-        low, high = max(first, at), min(last, at + run.length)
+        low, high = max(first, offset), min(last, offset + run.length)
         if low < high:
-            found.append(Segment(run.start + low - at, high - low))
-        at += run.length
-    return found
+            segments.append(Segment(run.start + low - offset, high - low))
+        offset += run.length
+    return segments
 
 
 def merge_segments(runs: Sequence[Segment]) -> list[Segment]:
@@ -273,8 +275,8 @@ class SplitDim:
         if self.divides_evenly(ranks) or ranks == 1:
             return EVEN
         if self.rule == "pad":
-            wide = {Fraction(-(-n // ranks) * ranks, n) for n in self.units}
-            return Uneven(wide.pop()) if len(wide) == 1 and min(self.units) > 1 else None
+            factors = {Fraction(-(-n // ranks) * ranks, n) for n in self.units}
+            return Uneven(factors.pop()) if len(factors) == 1 and min(self.units) > 1 else None
         if self.rule == "replicate" and self.heads and ranks % self.heads == 0:
             return Uneven(Fraction(ranks // self.heads), ranks // self.heads)
         return None
@@ -303,12 +305,12 @@ def find_remedies(row: str, heads: int | None, ranks: int, splits_out: bool) -> 
     """Return rows that make heads, or any sizes, fit; `row` is the call without its closing
     bracket."""
     count = f", heads={heads}" if heads else ""
-    found = []
+    remedies = []
     if heads and splits_out and ranks % heads == 0:
-        found.append(f"let several ranks hold one head: `{row}{count}, uneven=replicate)`")
+        remedies.append(f"let several ranks hold one head: `{row}{count}, uneven=replicate)`")
     if heads != 1:
-        found.append(f"pad with zeros: `{row}{count}, uneven=pad)`")
-    return found
+        remedies.append(f"pad with zeros: `{row}{count}, uneven=pad)`")
+    return remedies
 
 
 def block_sizes_of(blocks: int | Sequence[int], size: int) -> tuple[int, ...]:
@@ -324,7 +326,7 @@ def block_sizes_of(blocks: int | Sequence[int], size: int) -> tuple[int, ...]:
 def suggest_blocks(blocks: object, size: int) -> tuple[str, ...]:
     """Return helps with the `blocks` that are legal for a dim of this size."""
     if isinstance(blocks, int):
-        fit = [n for n in range(1, size + 1) if size % n == 0]
-        legal = format_numbers(fit)
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        legal = format_numbers(divisors)
         return (f"`blocks` may be {legal}, or sizes that add up to {size}: `blocks=[...]`",)
     return (f"the sizes must add up to {size}, or a number of equal blocks divide it: `blocks=2`",)

@@ -195,8 +195,8 @@ class Plan:
         lines = [f"{self.model.class_name} on {self.mesh}, {len(self.actions)} rows"]
         for action in self.actions:
             first = action.sites[0] or "the model"
-            more = f" and {len(action.sites) - 1} more" if len(action.sites) > 1 else ""
-            lines.append(f"  {action.step or '-'}: {first}{more}  {action.primitive}")
+            suffix = f" and {len(action.sites) - 1} more" if len(action.sites) > 1 else ""
+            lines.append(f"  {action.step or '-'}: {first}{suffix}  {action.primitive}")
         return "\n".join(lines)
 
     def add(
@@ -213,15 +213,15 @@ class Plan:
         """
         primitive.agree(self.mesh.names)
         action = Action(primitive, tuple(sites), step, self.next_row, span)
-        together = apply_by_class(self, action) if len(sites) > 1 else None
-        plan = together or self
-        for target in self.targets(action) if together is None else ():
+        by_class = apply_by_class(self, action) if len(sites) > 1 else None
+        plan = by_class or self
+        for target in self.targets(action) if by_class is None else ():
             primitive.check(target, plan)
             plan = primitive.transform(target, plan)
         actions = (*self.actions, action)
-        wide = len(sites) > 1 or bool(self.model.children(sites[0]))
-        alone = wide and together is None and changes_layouts(self, plan)
-        return replace(plan, actions=actions, row_index=self.trail.with_row(actions, alone))
+        many = len(sites) > 1 or bool(self.model.children(sites[0]))
+        one_by_one = many and by_class is None and changes_layouts(self, plan)
+        return replace(plan, actions=actions, row_index=self.trail.with_row(actions, one_by_one))
 
     @property
     def next_row(self) -> int:
@@ -255,8 +255,8 @@ class Plan:
         """Yield what the primitive of an action is called with, call by call: one site, or
         several."""
         for group in action.groups:
-            known = tuple(self.model.sites[fqn] for fqn in group)
-            yield known if action.primitive.takes == "selection" else known[0]
+            sites = tuple(self.model.sites[fqn] for fqn in group)
+            yield sites if action.primitive.takes == "selection" else sites[0]
 
     def layout(self, parameter: str) -> Layout:
         """Return the layout of a parameter (by any of its names) on the mesh."""
@@ -282,10 +282,12 @@ class Plan:
         plan = self.with_layout(parameter, layout)
         return replace(plan, batch_split_parameters=plan.batch_split_parameters | {name})
 
-    def with_kind(self, fqn: str, kind: str, told: Any = None) -> Plan:
-        """Return the plan in which a module computes as `kind`, with the options `told`."""
+    def with_kind(self, fqn: str, kind: str, new_options: Any = None) -> Plan:
+        """Return the plan in which a module computes as `kind`, with the options `new_options`."""
         options = (
-            self.kind_options if told is None else as_layered(self.kind_options).put({fqn: told})
+            self.kind_options
+            if new_options is None
+            else as_layered(self.kind_options).put({fqn: new_options})
         )
         return replace(
             self, computes=as_layered(self.computes).put({fqn: kind}), kind_options=options
@@ -293,9 +295,9 @@ class Plan:
 
     def with_boundary(self, fqn: str, boundary: Boundary) -> Plan:
         """Return the plan with one more boundary at a module."""
-        known, boundary = self.boundaries.get(fqn, ()), replace(boundary, row=self.next_row)
-        more = as_layered(self.boundaries).put({fqn: (*known, boundary)})
-        return replace(self, boundaries=more)
+        existing, boundary = self.boundaries.get(fqn, ()), replace(boundary, row=self.next_row)
+        updated = as_layered(self.boundaries).put({fqn: (*existing, boundary)})
+        return replace(self, boundaries=updated)
 
     @property
     def micro(self) -> int:
@@ -304,7 +306,7 @@ class Plan:
 
     def find_overlap(self, what: str) -> Overlap | None:
         """Return the annotation on overlapped communication of this kind; None if there is none."""
-        return next((one for one in self.overlaps if one.what == what), None)
+        return next((overlap for overlap in self.overlaps if overlap.what == what), None)
 
     def stages(self, axis: str) -> int:
         """Return the number of stages that the model is cut into along an axis."""
@@ -319,31 +321,33 @@ class Plan:
     @property
     def loss_scaling(self) -> Cast | None:
         """The cast that scales the loss (fp16); None without one."""
-        return next((one for one in self.casts if one.dtype == "fp16"), None)
+        return next((cast for cast in self.casts if cast.dtype == "fp16"), None)
 
     @property
     def used_axes(self) -> frozenset[str]:
         """The plain axes that some row uses."""
-        over = [axis for r in self.replicas for axis in r.axes]
-        over += [axis for rows in self.contexts.values() for row in rows for axis in row.axes]
-        over += [b.axis for boundaries in self.boundaries.values() for b in boundaries]
-        over += [axis for layout in self.layouts.values() for axis in layout.axes]
-        over += [cut.axis for cut in self.cuts]
-        return frozenset(plain for axis in over for plain in self.mesh.fold(axis))
+        axes = [axis for r in self.replicas for axis in r.axes]
+        axes += [axis for rows in self.contexts.values() for row in rows for axis in row.axes]
+        axes += [b.axis for boundaries in self.boundaries.values() for b in boundaries]
+        axes += [axis for layout in self.layouts.values() for axis in layout.axes]
+        axes += [cut.axis for cut in self.cuts]
+        return frozenset(plain for axis in axes for plain in self.mesh.fold(axis))
 
     @property
     def data_axes(self) -> tuple[str, ...]:
         """The plain axes whose ranks see different rows or tokens of the batch, in mesh order."""
-        named = {axis for r in self.replicas for over in r.axes for axis in self.mesh.fold(over)}
+        axes = {
+            axis for r in self.replicas for declared in r.axes for axis in self.mesh.fold(declared)
+        }
         if self.contexts:
-            named.update(self.context_axes)
-        return tuple(axis for axis in self.mesh.sizes if axis in named)
+            axes.update(self.context_axes)
+        return tuple(axis for axis in self.mesh.sizes if axis in axes)
 
     @property
     def context_axes(self) -> tuple[str, ...]:
         """The plain axes whose ranks see different tokens of the same rows, in mesh order."""
-        named = [axis for rows in self.contexts.values() for row in rows for axis in row.axes]
-        return self.mesh.fold(named)
+        axes = [axis for rows in self.contexts.values() for row in rows for axis in row.axes]
+        return self.mesh.fold(axes)
 
     @property
     def row_axes(self) -> tuple[str, ...]:
@@ -359,20 +363,21 @@ class Plan:
     @property
     def share_weights(self) -> int | tuple[int, ...]:
         """The number of equal `shares`; if shares differ, the relative number of rows of each."""
-        uneven = [one for one in self.replicas if one.rows]
+        uneven = [replicas for replicas in self.replicas if replicas.rows]
         if not uneven:
             return self.shares
-        ranks = (self.mesh.member(0, self.row_axes, place) for place in range(self.shares))
+        ranks = (self.mesh.member(0, self.row_axes, index) for index in range(self.shares))
         return tuple(
-            math.prod(one.rows[self.mesh.index(rank, one.axes)] for one in uneven) for rank in ranks
+            math.prod(replicas.rows[self.mesh.index(rank, replicas.axes)] for replicas in uneven)
+            for rank in ranks
         )
 
     @property
     def all_replicas(self) -> tuple[Replicas, ...]:
         """`replicas`, and one of stage 0 for context axes that no replicas name."""
-        named = {axis for one in self.replicas for axis in self.mesh.fold(one.axes)}
-        alone = tuple(axis for axis in self.context_axes if axis not in named)
-        return (*self.replicas, Replicas(alone, 0)) if alone else self.replicas
+        axes = {axis for replicas in self.replicas for axis in self.mesh.fold(replicas.axes)}
+        unnamed = tuple(axis for axis in self.context_axes if axis not in axes)
+        return (*self.replicas, Replicas(unnamed, 0)) if unnamed else self.replicas
 
     def split_axes(self, parameter: str) -> frozenset[str]:
         """Return the plain axes that split a parameter."""
@@ -390,9 +395,9 @@ class Plan:
         places = {
             p for rows in self.trail.rows_at.get_many((fqn, *parents_of(fqn)), ()) for p in rows
         }
-        return [self.actions[place] for place in sorted(places)]
+        return [self.actions[index] for index in sorted(places)]
 
     def rows_near(self, fqn: str) -> list[Action]:
         """Return the actions at this module, at modules that contain it and at modules inside of
         it."""
-        return [self.actions[place] for place in sorted(self.trail.rows_around((fqn,)))]
+        return [self.actions[index] for index in sorted(self.trail.rows_around((fqn,)))]

@@ -57,9 +57,9 @@ def refuse(
 ) -> NoReturn:
     """Refuse an action. The caller that knows the row adds its place; `also` has places of other
     rows."""
-    place = Label(text=label)
+    primary = Label(text=label)
     diagnostic = Diagnostic(
-        code, title, place, tuple(also), tuple(notes), tuple(helps), facts=facts
+        code, title, primary, tuple(also), tuple(notes), tuple(helps), facts=facts
     )
     raise Refusal(diagnostic)
 
@@ -140,37 +140,39 @@ class Primitive:
         return plan
 
     def __str__(self) -> str:
-        own = [f for f in fields(self) if f.init]  # type: ignore[arg-type]
-        given = ((f, getattr(self, f.name)) for f in own)
-        arguments = (f"{f.name}={value}" for f, value in given if value != f.default)
+        init_fields = [f for f in fields(self) if f.init]  # type: ignore[arg-type]
+        values = ((f, getattr(self, f.name)) for f in init_fields)
+        arguments = (f"{f.name}={value}" for f, value in values if value != f.default)
         return f"{type(self).__name__}({', '.join(arguments)})"
 
 
 def _check_class(cls: type[Primitive]) -> None:
     """Refuse (S008) an incomplete primitive, and name what it lacks."""
     name = cls.__name__
-    lacks = [what for what in dir(cls) if getattr(getattr(cls, what), "__isabstractmethod__", 0)]
+    missing = [
+        method for method in dir(cls) if getattr(getattr(cls, method), "__isabstractmethod__", 0)
+    ]
     if not getattr(cls, "example", "").strip():
-        lacks.insert(0, "example")
+        missing.insert(0, "example")
     if not (cls.__dict__.get("__doc__") or "").strip():
-        lacks.insert(0, "docstring")
+        missing.insert(0, "docstring")
     for attribute in ("reads", "writes"):
         facets = frozenset(getattr(cls, attribute))
         if facets - FACETS:
-            lacks.append(f"facets that exist in `{attribute}`, not {sorted(facets - FACETS)},")
+            missing.append(f"facets that exist in `{attribute}`, not {sorted(facets - FACETS)},")
         setattr(cls, attribute, frozenset(map(Facet, facets & FACETS)))
     if cls.takes not in TAKES:
-        lacks.append(f"`takes` among {TAKES}")
-    if lacks:
+        missing.append(f"`takes` among {TAKES}")
+    if missing:
         helps = ("CONTRIBUTING.md shows a complete one",)
         label = Label(python_span(), f"`{name}` of {cls.__module__}")
-        title = f"the primitive `{name}` has no {' and no '.join(lacks)}"
+        title = f"the primitive `{name}` has no {' and no '.join(missing)}"
         raise Refusal.of("S008", title, label, helps=helps)
-    known = _registry.get(name)
+    registered = _registry.get(name)
     # a module that is loaded again replaces its own primitives
-    if known is not None and known.__module__ != cls.__module__:
+    if registered is not None and registered.__module__ != cls.__module__:
         title = f"two primitives have the name `{name}`"
-        notes = (f"one in {known.__module__}, one in {cls.__module__}",)
+        notes = (f"one in {registered.__module__}, one in {cls.__module__}",)
         raise Refusal.of("S008", title, Label(python_span()), notes=notes)
 
 
@@ -236,7 +238,7 @@ def _load_installed() -> None:
     packages."""
     from importlib import metadata
 
-    for point in sorted(metadata.entry_points(group=EXTENSIONS), key=lambda found: found.name):
+    for point in sorted(metadata.entry_points(group=EXTENSIONS), key=lambda entry: entry.name):
         _load_entry_point(point)
 
 
@@ -247,10 +249,10 @@ def _load_entry_point(point: metadata.EntryPoint) -> None:
     except Refusal:
         raise
     except Exception as error:  # a third-party module may raise anything
-        holder = f"{point.dist.name} {point.dist.version}" if point.dist else "a package"
+        package = f"{point.dist.name} {point.dist.version}" if point.dist else "a package"
         raise Refusal.of(
             "S009",
-            f"cannot import the primitives of {holder}",
+            f"cannot import the primitives of {package}",
             notes=(f"`{point.value}`: {type(error).__name__}: {error}",),
             helps=("install a version of it that fits, or uninstall it",),
         ) from error
@@ -298,18 +300,19 @@ Two rows select one module. The first stands above: its verb is on the left. The
 """
 
 
-def conflict_table(known: Mapping[str, type[Primitive]]) -> dict[str, dict[str, Relation]]:
+def conflict_table(verbs: Mapping[str, type[Primitive]]) -> dict[str, dict[str, Relation]]:
     """Return the relation of each verb to each verb below it."""
-    return {a: {b: relation_of(known[a], known[b]) for b in sorted(known)} for a in sorted(known)}
+    return {a: {b: relation_of(verbs[a], verbs[b]) for b in sorted(verbs)} for a in sorted(verbs)}
 
 
-def format_conflicts(known: Mapping[str, type[Primitive]]) -> str:
+def format_conflicts(verbs: Mapping[str, type[Primitive]]) -> str:
     """Format the table; columns have the numbers of the rows."""
-    found = conflict_table(known)
-    width = max(map(len, found), default=0)
-    head = " " * (width + 5) + " ".join(f"{at:>2}" for at, _ in enumerate(found, 1))
+    table = conflict_table(verbs)
+    width = max(map(len, table), default=0)
+    head = " " * (width + 5) + " ".join(f"{number:>2}" for number, _ in enumerate(table, 1))
     rows = [
-        f"{at:>2}  {name:<{width}} " + " ".join(f"{SIGNS[how]:>2}" for how in below.values())
-        for at, (name, below) in enumerate(found.items(), 1)
+        f"{number:>2}  {name:<{width}} "
+        + " ".join(f"{SIGNS[relation]:>2}" for relation in relations.values())
+        for number, (name, relations) in enumerate(table.items(), 1)
     ]
     return "\n".join([LEGEND, head, *rows]) + "\n"

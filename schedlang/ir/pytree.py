@@ -87,14 +87,14 @@ def tree_flatten(tree: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], A
 
 def tree_leaves(tree: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
     """Return the leaves of a nest."""
-    found: list[Any] = []
+    leaves: list[Any] = []
     todo = [tree]
     # faster than torch, which checks each value for a named tuple
     while todo and is_leaf is None:
         value = todo.pop()
         kind = type(value)
         if kind in _LEAVES:
-            found.append(value)
+            leaves.append(value)
         elif kind in _LISTS:
             todo += value[::-1]
         elif kind is dict:
@@ -103,7 +103,7 @@ def tree_leaves(tree: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
             break
     else:
         if is_leaf is None:
-            return found
+            return leaves
     register_nest(tree)
     return _pytree.tree_leaves(tree, is_leaf)
 
@@ -113,22 +113,22 @@ def tree_flatten_with_path(
 ) -> tuple[list[tuple[Any, Any]], Any]:
     """Return the leaves of a nest with their paths, and its structure."""
     register_nest(tree)
-    found: list[tuple[Any, Any]] = []
-    _collect_leaves(tree, (), is_leaf or (lambda value: False), found)
-    return found, _pytree.tree_structure(tree, is_leaf)
+    leaves: list[tuple[Any, Any]] = []
+    _collect_leaves(tree, (), is_leaf or (lambda value: False), leaves)
+    return leaves, _pytree.tree_structure(tree, is_leaf)
 
 
 def _collect_leaves(
-    value: Any, place: tuple[Any, ...], is_leaf: IsLeaf, found: list[tuple[Any, Any]]
+    value: Any, path: tuple[Any, ...], is_leaf: IsLeaf, leaves: list[tuple[Any, Any]]
 ) -> None:
     """Collect the leaves inside a value; torch's own walk stops at classes without paths."""
     node = _pytree.SUPPORTED_NODES.get(_pytree._get_node_type(value))
     if node is None or is_leaf(value):
-        found.append((place, value))
+        leaves.append((path, value))
         return
     children, _ = (node.flatten_with_keys_fn or _with_keys(node))(value)
     for key, child in children:
-        _collect_leaves(child, (*place, key), is_leaf, found)
+        _collect_leaves(child, (*path, key), is_leaf, leaves)
 
 
 def tree_map(function: Callable[..., Any], tree: Any, is_leaf: IsLeaf | None = None) -> Any:
@@ -152,8 +152,8 @@ def write_back(nest: Any, changed: Any, undo: Undo | None = None) -> Any:
     if nest is changed or type(nest) is not type(changed):
         return changed
     if isinstance(nest, tuple):
-        made = [write_back(one, other, undo) for one, other in zip(nest, changed)]
-        return type(nest)(*made) if hasattr(nest, "_fields") else type(nest)(made)
+        written = [write_back(item, other, undo) for item, other in zip(nest, changed)]
+        return type(nest)(*written) if hasattr(nest, "_fields") else type(nest)(written)
     keys: Iterable[Any]
     get: Any
     put: Any
@@ -161,7 +161,7 @@ def write_back(nest: Any, changed: Any, undo: Undo | None = None) -> Any:
         keys = list(nest) if isinstance(nest, MutableMapping) else range(len(nest))
         get, put = operator.getitem, operator.setitem
     elif dataclasses.is_dataclass(nest) and not vars(type(nest))["__dataclass_params__"].frozen:
-        keys, get, put = [one.name for one in dataclasses.fields(nest)], getattr, setattr
+        keys, get, put = [item.name for item in dataclasses.fields(nest)], getattr, setattr
     else:
         return changed
     for key in keys:
@@ -191,7 +191,7 @@ def tree_map_with_path(
 ) -> Any:
     """Return the nest with `function` applied to each path and leaf."""
     leaves, spec = tree_flatten_with_path(tree, is_leaf)
-    return tree_unflatten([function(place, leaf) for place, leaf in leaves], spec)
+    return tree_unflatten([function(path, leaf) for path, leaf in leaves], spec)
 
 
 def known_classes() -> tuple[type, ...]:
@@ -229,9 +229,9 @@ def _holds_tensor(value: Any, depth: int) -> bool:
     if isinstance(value, _PLAIN) or not depth:
         return isinstance(value, Tensor)
     if isinstance(value, (list, tuple)):
-        return any(_holds_tensor(one, depth - 1) for one in value)
-    held = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-    return any(_holds_tensor(held[name], depth - 1) for name in held)
+        return any(_holds_tensor(item, depth - 1) for item in value)
+    attributes = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    return any(_holds_tensor(attributes[name], depth - 1) for name in attributes)
 
 
 def register_nest(value: Any) -> bool:
@@ -240,13 +240,15 @@ def register_nest(value: Any) -> bool:
         return isinstance(value, Tensor)
     kind = type(value)
     if kind is list or isinstance(value, tuple):
-        return any([register_nest(one) for one in value])  # a list, so that all are visited
+        return any([register_nest(item) for item in value])  # a list, so that all are visited
     if kind is dict:
-        return any([register_nest(one) for one in value.values()])
+        return any([register_nest(item) for item in value.values()])
     node = _pytree.SUPPORTED_NODES.get(kind)  # private: torch has no other way to ask
     if node is not None:
-        return any([register_nest(one) for one in node.flatten_fn(value)[0]])
-    if _form_of_class(kind) is None or not any([register_nest(one) for one in _children(value)[1]]):
+        return any([register_nest(item) for item in node.flatten_fn(value)[0]])
+    if _form_of_class(kind) is None or not any(
+        [register_nest(item) for item in _children(value)[1]]
+    ):
         return False
     _register(kind)
     return True
@@ -257,10 +259,10 @@ def _with_keys(node: Any) -> Callable[[Any], tuple[list[tuple[Any, Any]], Any]]:
     names."""
 
     def flatten(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
-        held, context = node.flatten_fn(value)
-        children = list(held)
-        named = isinstance(context, (list, tuple)) and len(context) == len(children)
-        if named and all(isinstance(name, str) for name in context):
+        contents, context = node.flatten_fn(value)
+        children = list(contents)
+        by_name = isinstance(context, (list, tuple)) and len(context) == len(children)
+        if by_name and all(isinstance(name, str) for name in context):
             return [(MappingKey(n), c) for n, c in zip(context, children)], context
         return [(SequenceKey(k), c) for k, c in enumerate(children)], context
 
@@ -277,7 +279,7 @@ def _form_of_class(kind: type) -> str | None:
     """
     if hasattr(kind, "__torch_function__"):
         return None
-    if all(hasattr(kind, word) for word in ("to_data_list", "from_data_list", "num_graphs")):
+    if all(hasattr(kind, method) for method in ("to_data_list", "from_data_list", "num_graphs")):
         return "samples"
     if dataclasses.is_dataclass(kind) and not issubclass(kind, Mapping):
         return "attributes"
@@ -330,9 +332,9 @@ def _places(value: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield everything that an object of many samples holds: name, store and key."""
     for store in getattr(value, "stores", None) or [vars(value)]:
         kind = getattr(store, "_key", None)  # the type of nodes or edges, if there are several
-        words = [] if kind is None else [kind] if isinstance(kind, str) else ["__".join(kind)]
+        prefix = [] if kind is None else [kind] if isinstance(kind, str) else ["__".join(kind)]
         for key in list(store.keys()):
-            yield ".".join([*words, str(key)]), store, key
+            yield ".".join([*prefix, str(key)]), store, key
 
 
 class EmptyBatch:
@@ -345,10 +347,10 @@ class EmptyBatch:
 
     def fill(self, children: Iterable[Any]) -> Any:
         """Return a copy that holds other contents."""
-        made = copy.copy(self.value)
-        for (_, store, key), child in zip(list(_places(made)), children):
+        filled = copy.copy(self.value)
+        for (_, store, key), child in zip(list(_places(filled)), children):
             store[key] = child
-        return made
+        return filled
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, EmptyBatch) and type(self.value) is type(other.value)
@@ -365,10 +367,12 @@ class OtherState:
     structure."""
 
     def __init__(self, value: Any, names: Sequence[Any]) -> None:
-        held = getattr(value, "__dict__", {})
-        mine = _form_of_class(type(value)) == "items"
+        attrs = getattr(value, "__dict__", {})
+        is_mapping = _form_of_class(type(value)) == "items"
         inside = ("data",) if isinstance(value, UserDict) else ()
-        self.state = {k: v for k, v in held.items() if k not in inside and (mine or k not in names)}
+        self.state = {
+            k: v for k, v in attrs.items() if k not in inside and (is_mapping or k not in names)
+        }
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, OtherState)
@@ -386,12 +390,12 @@ def _children(value: Any) -> tuple[list[Any], list[Any]]:
     if _form_of_class(kind) == "items":
         return list(value.keys()), [value[key] for key in value]
     if _form_of_class(kind) == "samples":
-        held = [(name, store[key]) for name, store, key in _places(value)]
-        return [name for name, _ in held], [one for _, one in held]
+        entries = [(name, store[key]) for name, store, key in _places(value)]
+        return [name for name, _ in entries], [item for _, item in entries]
     if dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(kind)]
     elif hasattr(kind, "__attrs_attrs__"):
-        names = [one.name for one in kind.__attrs_attrs__]
+        names = [item.name for item in kind.__attrs_attrs__]
     else:
         names = list(vars(value))
     names = [name for name in names if hasattr(value, name)]
@@ -401,23 +405,23 @@ def _children(value: Any) -> tuple[list[Any], list[Any]]:
 def _rebuild(kind: Any, children: Mapping[Any, Any], rest: OtherState) -> Any:
     """Make a value of a class from other children, without running its code where possible."""
     if issubclass(kind, dict):
-        made = kind.__new__(kind)
+        result = kind.__new__(kind)
         put = OrderedDict if issubclass(kind, OrderedDict) else dict
         for name, child in children.items():
-            put.__setitem__(made, name, child)
+            put.__setitem__(result, name, child)
     elif issubclass(kind, UserDict):
-        made = kind.__new__(kind)
-        made.__dict__["data"] = dict(children)
+        result = kind.__new__(kind)
+        result.__dict__["data"] = dict(children)
     elif issubclass(kind, Mapping):
         return kind(dict(children))
     else:
-        made = kind.__new__(kind)
+        result = kind.__new__(kind)
         for name, child in children.items():
-            object.__setattr__(made, name, child)
+            object.__setattr__(result, name, child)
     # a dict whose items are also attributes keeps both in step
     for name, value in rest.state.items():
-        object.__setattr__(made, name, children.get(name, value))
-    return made
+        object.__setattr__(result, name, children.get(name, value))
+    return result
 
 
 def record_outputs(*modules: nn.Module) -> None:
@@ -427,12 +431,12 @@ def record_outputs(*modules: nn.Module) -> None:
     routers), and collects none where a module's class was replaced since.
     """
     capturing = sys.modules.get("transformers.utils.output_capturing")
-    known = getattr(capturing, "_CAN_RECORD_REGISTRY", None)  # private; no other way since 5.0
-    if known is None:
+    registry = getattr(capturing, "_CAN_RECORD_REGISTRY", None)  # private; no other way since 5.0
+    if registry is None:
         return
     for module in modules:
-        if hasattr(module, "_can_record_outputs") and str(type(module)) not in known:
-            known[module] = module._can_record_outputs
+        if hasattr(module, "_can_record_outputs") and str(type(module)) not in registry:
+            registry[module] = module._can_record_outputs
 
 
 def make_picklable(model: nn.Module) -> None:
@@ -456,18 +460,18 @@ def _reduce_context_variable(variable: ContextVar[Any]) -> tuple[Any, ...]:
         for attribute, value in list(vars(module).items() if module is not None else ()):
             if value is variable:
                 return _load_attribute, (name, (attribute,))
-            held = getattr(value, "__dict__", None)
-            inside = held.items() if isinstance(held, dict) else ()
-            if within := next((k for k, v in list(inside) if v is variable), None):
-                return _load_attribute, (name, (attribute, within))
+            attributes = getattr(value, "__dict__", None)
+            inside = attributes.items() if isinstance(attributes, dict) else ()
+            if key := next((k for k, v in list(inside) if v is variable), None):
+                return _load_attribute, (name, (attribute, key))
     raise TypeError(f"no module holds the context variable {variable.name}")
 
 
 def _load_attribute(module: str, path: tuple[str, ...]) -> Any:
-    found: Any = importlib.import_module(module)
+    value: Any = importlib.import_module(module)
     for name in path:
-        found = getattr(found, name)
-    return found
+        value = getattr(value, name)
+    return value
 
 
 def _reduce_parametrized(module: nn.Module) -> tuple[Any, ...]:
@@ -477,10 +481,10 @@ def _reduce_parametrized(module: nn.Module) -> tuple[Any, ...]:
 
 def _make_parametrized(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
     """Make an empty module of a parametrized class; pickle then sets its state."""
-    made: nn.Module = kind.__new__(kind)
-    nn.Module.__init__(made)
-    parametrize._inject_new_class(made)  # private: what `register_parametrization` does
+    module: nn.Module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    parametrize._inject_new_class(module)  # private: what `register_parametrization` does
     for name in names:
-        parametrize._inject_property(made, name)
-    copyreg.pickle(type(made), _reduce_parametrized)
-    return made
+        parametrize._inject_property(module, name)
+    copyreg.pickle(type(module), _reduce_parametrized)
+    return module

@@ -60,10 +60,10 @@ class LayeredMapping(Mapping[K, V]):
 
     @cached_property
     def _merged(self) -> dict[K, V]:
-        whole = dict(self._base)
+        merged = dict(self._base)
         for layer in self._layers:
-            whole.update(layer)
-        return whole
+            merged.update(layer)
+        return merged
 
     def get_many(self, keys: Sequence[K], missing: D) -> list[V | D]:
         """Return the values of many keys, `missing` for absent ones; much faster than one by one.
@@ -75,13 +75,13 @@ class LayeredMapping(Mapping[K, V]):
             return last[2]
         base = self._base
         if isinstance(base, LayeredMapping):
-            found = base.get_many(keys, missing)
+            values = base.get_many(keys, missing)
         else:
-            found = list(map(base.get, keys, repeat(missing))) if base else [missing] * len(keys)
+            values = list(map(base.get, keys, repeat(missing))) if base else [missing] * len(keys)
         for layer in self._layers:
-            found = list(map(layer.get, keys, found))
-        self._last_answer = keys, missing, found
-        return found
+            values = list(map(layer.get, keys, values))
+        self._last_answer = keys, missing, values
+        return values
 
     def get(self, key: K, default: D | None = None) -> V | D | None:  # type: ignore[override]
         """Return the value of a key, or `default`; avoids the cost of an exception."""
@@ -110,9 +110,9 @@ class LayeredMapping(Mapping[K, V]):
         return {"_base": {}, "_layers": (self._merged,)}
 
 
-def as_layered(known: Mapping[K, V]) -> LayeredMapping[K, V]:
+def as_layered(mapping: Mapping[K, V]) -> LayeredMapping[K, V]:
     """Return the mapping itself if it is a Persistent, else a Persistent over it."""
-    return known if isinstance(known, LayeredMapping) else LayeredMapping(known)
+    return mapping if isinstance(mapping, LayeredMapping) else LayeredMapping(mapping)
 
 
 def module_classes(facts: ModelFacts, attributes: tuple[str, ...] = ()) -> Mapping[str, int]:
@@ -132,34 +132,34 @@ def module_classes(facts: ModelFacts, attributes: tuple[str, ...] = ()) -> Mappi
 def _number_classes(facts: ModelFacts, attributes: tuple[str, ...]) -> Mapping[str, int]:
     """Number the classes from the leaves up: a module's key contains the numbers of its
     children."""
-    shared = {name for same in (*facts.ties, *facts.shared_buffers) for name in same}
+    shared = {name for tied in (*facts.ties, *facts.shared_buffers) for name in tied}
     single = {holder for name in shared for holder in parents_of(name)}
-    found: dict[str, int] = {}
+    class_of: dict[str, int] = {}
     numbers: dict[object, int] = {}
-    looked: dict[tuple[str, ...], list[str]] = {}  # vars(module) -> those among `attributes`
+    names_of: dict[tuple[str, ...], list[str]] = {}  # vars(module) -> those among `attributes`
     for fqn, site in reversed(tuple(facts.sites.items())):  # children before their parents
         module = facts.module(fqn)
-        own, prefix = vars(module), f"{fqn}." if fqn else ""
+        attrs, prefix = vars(module), f"{fqn}." if fqn else ""
         class_key: object = fqn
-        if fqn not in single and "forward" not in own:
-            held = [(child, found[prefix + child]) for child in site.children]
+        if fqn not in single and "forward" not in attrs:
+            below = [(child, class_of[prefix + child]) for child in site.children]
             tensors = [(n, f.shape, f.dtype, f.requires_grad) for n, f in site.parameters.items()]
-            buffers = [(n, own["_buffers"][n]) for n in site.buffers]
+            buffers = [(n, attrs["_buffers"][n]) for n in site.buffers]
             shapes = [(n, tuple(buffer.shape), buffer.dtype) for n, buffer in buffers]
-            has = tuple(own)
-            if has not in looked:
-                looked[has] = [n for n in attributes if n in own]
-            values = [(n, _attribute_key(own[n])) for n in looked[has]]
-            class_key = type(module), tuple(values), *held, *tensors, *shapes
-        found[fqn] = numbers.setdefault(class_key, len(numbers))
-    return found
+            has = tuple(attrs)
+            if has not in names_of:
+                names_of[has] = [n for n in attributes if n in attrs]
+            values = [(n, _attribute_key(attrs[n])) for n in names_of[has]]
+            class_key = type(module), tuple(values), *below, *tensors, *shapes
+        class_of[fqn] = numbers.setdefault(class_key, len(numbers))
+    return class_of
 
 
 def _attribute_key(value: object) -> object:
     """Return a key that is equal for equal attributes: type and value of plain values, else
     identity."""
-    plain = value is None or isinstance(value, (bool, int, float, str))
-    return (type(value), value) if plain else id(value)
+    is_plain = value is None or isinstance(value, (bool, int, float, str))
+    return (type(value), value) if is_plain else id(value)
 
 
 def parents_of(fqn: str) -> Iterator[str]:
@@ -173,12 +173,12 @@ def parents_of(fqn: str) -> Iterator[str]:
 @lru_cache(maxsize=4)  # one row calls it several times
 def all_parents_of(modules: tuple[str, ...]) -> frozenset[str]:
     """Return all modules that contain one of these modules."""
-    found: set[str] = set()
+    parents: set[str] = set()
     level = {fqn.rpartition(".")[0] for fqn in modules if fqn}
     while level:
-        found |= level
-        level = {fqn.rpartition(".")[0] for fqn in level if fqn} - found
-    return frozenset(found)
+        parents |= level
+        level = {fqn.rpartition(".")[0] for fqn in level if fqn} - parents
+    return frozenset(parents)
 
 
 T = TypeVar("T")
@@ -209,8 +209,8 @@ class SharedValue:
             if site in self._site_set:
                 yield replace(self.value, fqn=site)
         if fqn in self._above:
-            held = (site for site in self.sites if site != fqn and is_inside(site, fqn))
-            yield from (replace(self.value, fqn=site) for site in held)
+            inside = (site for site in self.sites if site != fqn and is_inside(site, fqn))
+            yield from (replace(self.value, fqn=site) for site in inside)
 
 
 class SharedValues(Sequence[T]):
@@ -225,8 +225,8 @@ class SharedValues(Sequence[T]):
     def __len__(self) -> int:
         return sum(len(part.sites) for part in self.values)
 
-    def __getitem__(self, place: Any) -> Any:
-        return tuple(self)[place]
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[index]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, (tuple, SharedValues)) and tuple(self) == tuple(other)
@@ -276,18 +276,18 @@ class RowIndex:
             trail = trail.with_row(rows[: count + 1], True)
         return replace(trail, rows=rows)
 
-    def with_row(self, rows: tuple[Any, ...], alone: bool) -> RowIndex:
+    def with_row(self, rows: tuple[Any, ...], one_by_one: bool) -> RowIndex:
         """Return the trail of these rows, which are one more than the current ones."""
-        place, sites = len(rows) - 1, rows[-1].sites
+        index, sites = len(rows) - 1, rows[-1].sites
         longer = []
-        for known, modules in (
+        for mapping, modules in (
             (self.rows_at, sites),
             (self.rows_below, tuple(all_parents_of(sites))),
         ):
-            before = known.get_many(modules, ())
-            more = {rows: (*rows, place) for rows in set(before)}
-            longer.append(known.put(dict(zip(modules, map(more.__getitem__, before)))))
-        return RowIndex(rows, self.one_by_one or alone, *longer)
+            before = mapping.get_many(modules, ())
+            extended = {rows: (*rows, index) for rows in set(before)}
+            longer.append(mapping.put(dict(zip(modules, map(extended.__getitem__, before)))))
+        return RowIndex(rows, self.one_by_one or one_by_one, *longer)
 
     def rows_around(self, sites: tuple[str, ...], ties: Sequence[tuple[str, ...]] = ()) -> set[int]:
         """Return the rows at these modules, at modules that contain them and at modules inside of
@@ -341,18 +341,18 @@ def apply_by_class(plan: Plan, action: Action) -> Plan | None:
     layered: dict[str, Any] = {name: LayeredMapping(getattr(plan, name)) for name in MAPS}
     lists: dict[str, Any] = {name: getattr(plan, name) for name in LISTS}
     empty: dict[str, Any] = dict.fromkeys(LISTS, ())
-    now = replace(plan, **layered)
+    current = replace(plan, **layered)
     for group in groups:
         first = plan.model.sites[group[0]]
         target = (first,) if primitive.takes == "selection" else first
-        primitive.check(target, now)
-        before = replace(now, **empty)
+        primitive.check(target, current)
+        before = replace(current, **empty)
         after = primitive.transform(target, before)
         change = _diff_at(before, after, group[0])
         if change is None:
             return None
         changes.append(change)
-        now = replace(after, **lists)
+        current = replace(after, **lists)
     return _apply_changes(plan, sites, groups, changes)
 
 
@@ -365,22 +365,24 @@ def _diff_at(before: Plan, after: Plan, fqn: str) -> SiteChange | None:
     """Return what has changed at one module; None if anything else changed, too."""
     maps: dict[str, Mapping[str, Any]] = {}
     lists: dict[str, tuple[Any, ...]] = {}
-    for one in fields(before):
-        was, now = getattr(before, one.name), getattr(after, one.name)
-        if was is now:
+    for plan_field in fields(before):
+        earlier, later = getattr(before, plan_field.name), getattr(after, plan_field.name)
+        if earlier is later:
             continue
-        if one.name in MAPS:
-            known = was.added_items
+        if plan_field.name in MAPS:
+            earlier_items = earlier.added_items
             new = {
-                key: value for key, value in now.added_items.items() if known.get(key) is not value
+                key: value
+                for key, value in later.added_items.items()
+                if earlier_items.get(key) is not value
             }
             if not all(key == fqn or key.startswith(f"{fqn}.") for key in new):
                 return None
-            maps[one.name] = {key[len(fqn) :]: value for key, value in new.items()}
-        elif one.name in LISTS:
-            if any(value.fqn != fqn for value in now):
+            maps[plan_field.name] = {key[len(fqn) :]: value for key, value in new.items()}
+        elif plan_field.name in LISTS:
+            if any(value.fqn != fqn for value in later):
                 return None
-            lists[one.name] = tuple(replace(value, fqn="") for value in now)
+            lists[plan_field.name] = tuple(replace(value, fqn="") for value in later)
         else:
             return None
     return SiteChange(maps, lists)
@@ -390,18 +392,18 @@ def _apply_changes(
     plan: Plan, sites: tuple[str, ...], groups: list[list[str]], changes: list[SiteChange]
 ) -> Plan:
     """Return the plan with the changes at each module, in order of the modules."""
-    made: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name in MAPS:
         items = _expand_items(
             sites, groups, [change.maps.get(name, _NOTHING) for change in changes]
         )
         if items:
-            made[name] = as_layered(getattr(plan, name)).put(items)
+            values[name] = as_layered(getattr(plan, name)).put(items)
     for name in LISTS:
-        more = _expand_lists(sites, groups, [change.lists.get(name, ()) for change in changes])
-        if more:
-            made[name] = SharedValues((*as_shared_values(getattr(plan, name)), *more))
-    return replace(plan, **made)
+        added = _expand_lists(sites, groups, [change.lists.get(name, ()) for change in changes])
+        if added:
+            values[name] = SharedValues((*as_shared_values(getattr(plan, name)), *added))
+    return replace(plan, **values)
 
 
 def _expand_items(
@@ -410,30 +412,30 @@ def _expand_items(
     """Return the new items of each module by full name; `new` has the items of each group."""
     if not any(new):
         return {}
-    if list(new[0]) == [""] and all(one == new[0] for one in new):
+    if list(new[0]) == [""] and all(items == new[0] for items in new):
         return dict.fromkeys(sites, new[0][""])
     pairs = zip(sites, _value_per_site(sites, groups, new))
-    return {site + end: value for site, one in pairs for end, value in one.items()}
+    return {site + end: value for site, items in pairs for end, value in items.items()}
 
 
 def _expand_lists(
     sites: tuple[str, ...], groups: list[list[str]], values: list[tuple[Any, ...]]
 ) -> tuple[SharedValue, ...]:
     """Return the annotations of modules in order: one part if all modules have the same."""
-    if len(values[0]) <= 1 and all(one == values[0] for one in values):
+    if len(values[0]) <= 1 and all(group_values == values[0] for group_values in values):
         return tuple(SharedValue(value, sites) for value in values[0])
     pairs = zip(sites, _value_per_site(sites, groups, values))
-    return tuple(SharedValue(value, (site,)) for site, mine in pairs for value in mine)
+    return tuple(SharedValue(value, (site,)) for site, own_values in pairs for value in own_values)
 
 
-def _value_per_site(sites: Sequence[str], groups: list[list[str]], said: list[T]) -> list[T]:
-    """Return for each module, in order, the value in `said` of its group."""
+def _value_per_site(sites: Sequence[str], groups: list[list[str]], values: list[T]) -> list[T]:
+    """Return for each module, in order, the value in `values` of its group."""
     if len(groups) == 1:
-        return said * len(sites)
-    of: dict[str, T] = {}
-    for group, one in zip(groups, said):
-        of.update(dict.fromkeys(group, one))
-    return list(map(of.__getitem__, sites))
+        return values * len(sites)
+    by_site: dict[str, T] = {}
+    for group, value in zip(groups, values):
+        by_site.update(dict.fromkeys(group, value))
+    return list(map(by_site.__getitem__, sites))
 
 
 def group_equal_sites(plan: Plan, sites: tuple[str, ...]) -> list[list[str]]:
@@ -444,9 +446,9 @@ def group_equal_sites(plan: Plan, sites: tuple[str, ...]) -> list[list[str]]:
     contents.
     """
     uniform = (verb for verb in registry().values() if issubclass(verb, Uniform))
-    looked = {name for verb in uniform for name in verb.looks_at}
+    features = {name for verb in uniform for name in verb.looks_at}
     answers = [
-        list(map(module_classes(plan.model, tuple(sorted(looked))).__getitem__, sites)),
+        list(map(module_classes(plan.model, tuple(sorted(features))).__getitem__, sites)),
         plan.trail.rows_at.get_many(sites, ()),
         _rows_around(plan, sites),
         _rows_inside(plan, sites),
@@ -467,13 +469,15 @@ def _group_by_answers(sites: tuple[str, ...], answers: list[list[Any]]) -> list[
 
 def _rows_around(plan: Plan, sites: tuple[str, ...]) -> list[object]:
     """Return the rows at the modules that contain each module, from the inside out."""
-    there = tuple(all_parents_of(sites))
-    marks = dict(zip(there, plan.trail.rows_at.get_many(there, ())))
+    ancestors = tuple(all_parents_of(sites))
+    marks = dict(zip(ancestors, plan.trail.rows_at.get_many(ancestors, ())))
     if not any(marks.values()):
         return [None]
     parents = [site.rpartition(".")[0] for site in sites]
-    known = {one: (marks[one], *map(marks.get, parents_of(one))) for one in set(parents)}
-    return list(map(known.__getitem__, parents))
+    rows_of = {
+        parent: (marks[parent], *map(marks.get, parents_of(parent))) for parent in set(parents)
+    }
+    return list(map(rows_of.__getitem__, parents))
 
 
 def _rows_inside(plan: Plan, sites: tuple[str, ...]) -> list[object]:
@@ -486,18 +490,18 @@ def _rows_inside(plan: Plan, sites: tuple[str, ...]) -> list[object]:
 
 def _child_rows(plan: Plan, fqn: str) -> tuple[object, ...]:
     """Return the children with rows at them or inside of them, and those rows."""
-    found: list[object] = []
+    result: list[object] = []
     for child in plan.model.children(fqn):
         name = f"{fqn}.{child}" if fqn else child
-        at, below = plan.trail.rows_at.get(name), plan.trail.rows_below.get(name)
-        if at or below:
-            found.append((child, at, _child_rows(plan, name) if below else None))
-    return tuple(found)
+        rows, inner_rows = plan.trail.rows_at.get(name), plan.trail.rows_below.get(name)
+        if rows or inner_rows:
+            result.append((child, rows, _child_rows(plan, name) if inner_rows else None))
+    return tuple(result)
 
 
 def _layout_keys(plan: Plan, sites: tuple[str, ...]) -> Iterator[list[Any]]:
     """Yield the boundaries of each module, and the layouts of its parameters."""
     boundaries, layouts = as_layered(plan.boundaries), as_layered(plan.layouts)
     yield boundaries.get_many(sites, ())
-    own = [plan.model.sites[site].parameters for site in sites]
-    yield [tuple([layouts.get(fact.name) for fact in one.values()]) for one in own]
+    per_site = [plan.model.sites[site].parameters for site in sites]
+    yield [tuple([layouts.get(fact.name) for fact in params.values()]) for params in per_site]

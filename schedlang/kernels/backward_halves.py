@@ -16,13 +16,13 @@ def needed_gradients(ctx: Any, count: int) -> tuple[bool, ...]:
     after the other: first for the inputs of a module, then for its weights. `ctx.needs_input_grad`
     is true for both in both halves.
     """
-    found: tuple[bool, ...] = ctx.needs_input_grad[:count]
+    needed: tuple[bool, ...] = ctx.needs_input_grad[:count]
     if torch.compiler.is_compiling():
-        return found
+        return needed
     nodes = [node for node, _ in ctx.next_functions[:count]]  # of the tensors among the inputs
     return tuple(
-        need and (node is None or _is_reached(node))
-        for need, node in itertools.zip_longest(found, nodes)
+        is_needed and (node is None or _is_reached(node))
+        for is_needed, node in itertools.zip_longest(needed, nodes)
     )
 
 

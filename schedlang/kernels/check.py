@@ -68,7 +68,7 @@ class Case:
         """Return the differentiated tensors, in float32; `normal(*shape)` draws random numbers."""
 
     @abstractmethod
-    def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
+    def run(self, tensors: dict[str, Tensor], kernel: bool) -> Tensor:
         """Run the kernel, or its reference, on the tensors in their own dtype."""
 
 
@@ -83,7 +83,7 @@ class KernelCheck:
     @property
     def ok(self) -> bool:
         """Whether the kernel itself ran, and every tensor is within its bound."""
-        return self.backend != "reference" and all(each.ok for each in self.comparisons)
+        return self.backend != "reference" and all(comparison.ok for comparison in self.comparisons)
 
 
 def compare_tensor(
@@ -99,8 +99,8 @@ def compare_tensor(
     assert exact.dtype == torch.float64, exact.dtype
     spacing = torch.finfo(out.dtype).eps * _ROUNDINGS[out.dtype]
     finite = exact.isfinite()
-    strange = out.double()[~finite]
-    same_kind = torch.equal(strange.nan_to_num(7.0), exact[~finite].nan_to_num(7.0))
+    nonfinite = out.double()[~finite]
+    same_kind = torch.equal(nonfinite.nan_to_num(7.0), exact[~finite].nan_to_num(7.0))
     truth = exact[finite]
     norm = truth.norm().clamp_min(torch.finfo(torch.float64).tiny)
     top = truth.abs().max().clamp_min(torch.finfo(torch.float64).tiny) if truth.numel() else norm
@@ -135,7 +135,7 @@ def run_kernel_check(
         _idle[key] = worker
     else:
         worker.end()
-    return [_decode(each) for each in json.loads(answer)]
+    return [_decode(result) for result in json.loads(answer)]
 
 
 class _Worker:
@@ -169,8 +169,8 @@ class _Worker:
                 self.end()
         if not answer:
             self._errors.seek(0)
-            said = self._errors.read()[-4000:] or f"no answer within {timeout:g} s"
-            raise RuntimeError(f"the check of the kernels failed:\n{said}")
+            message = self._errors.read()[-4000:] or f"no answer within {timeout:g} s"
+            raise RuntimeError(f"the check of the kernels failed:\n{message}")
         return answer
 
     def end(self) -> None:
@@ -188,18 +188,18 @@ def _encode(case: Case) -> dict[str, Any]:
     return {"kernel": case.kernel, "fields": asdict(case)}
 
 
-def _decode_case(found: dict[str, Any]) -> Case:
-    fields = found["fields"] | {"shape": tuple(found["fields"]["shape"])}
-    module = import_module(f"schedlang.kernels.{found['kernel']}")
+def _decode_case(record: dict[str, Any]) -> Case:
+    fields = record["fields"] | {"shape": tuple(record["fields"]["shape"])}
+    module = import_module(f"schedlang.kernels.{record['kernel']}")
     if "form" in fields:
         fields["form"] = module.Form(**fields["form"])
-    made: Case = module.Case(**fields)
-    return made
+    case: Case = module.Case(**fields)
+    return case
 
 
-def _decode(found: dict[str, Any]) -> KernelCheck:
-    comparisons = tuple(Comparison(**each) for each in found["comparisons"])
-    return KernelCheck(_decode_case(found["case"]), found["backend"], comparisons)
+def _decode(record: dict[str, Any]) -> KernelCheck:
+    comparisons = tuple(Comparison(**comparison) for comparison in record["comparisons"])
+    return KernelCheck(_decode_case(record["case"]), record["backend"], comparisons)
 
 
 def check_case(case: Case, device: str) -> KernelCheck:
@@ -213,26 +213,29 @@ def check_case(case: Case, device: str) -> KernelCheck:
     def strided(tensor: Tensor) -> Tensor:
         return tensor.mT.contiguous().mT if case.strided and tensor.ndim > 1 else tensor
 
-    drawn = {name: strided(t.to(device, dtype)) for name, t in case.draw(normal).items()}
+    inputs = {name: strided(t.to(device, dtype)) for name, t in case.draw(normal).items()}
     grads: list[Tensor] = []
     before = backend_runs()
 
-    def results(kernel: bool, wide: bool) -> list[Tensor]:
+    def results(kernel: bool, in_double: bool) -> list[Tensor]:
         leaves = {
-            name: (t.double() if wide else t.detach()).requires_grad_() for name, t in drawn.items()
+            name: (t.double() if in_double else t.detach()).requires_grad_()
+            for name, t in inputs.items()
         }
         y = case.run(leaves, kernel)
         if not grads:
             grads.append(strided(normal(*y.shape).to(device, y.dtype)))
-        found = torch.autograd.grad(y, list(leaves.values()), grads[0].to(y.dtype))
-        return [y.detach(), *found]
+        gradients = torch.autograd.grad(y, list(leaves.values()), grads[0].to(y.dtype))
+        return [y.detach(), *gradients]
 
     kernel = results(True, False)
-    ran = {name for name, count in backend_runs().items() if count > before.get(name, 0)}
+    used = {name for name, count in backend_runs().items() if count > before.get(name, 0)}
     eager, exact = results(False, False), results(False, True)
-    names = ("output", *(f"gradient of the {name}" for name in drawn))
-    found = tuple(compare_tensor(*each) for each in zip(names, kernel, eager, exact, strict=True))
-    return KernelCheck(case, ran.pop() if len(ran) == 1 else "reference", found)
+    names = ("output", *(f"gradient of the {name}" for name in inputs))
+    result = tuple(
+        compare_tensor(*values) for values in zip(names, kernel, eager, exact, strict=True)
+    )
+    return KernelCheck(case, used.pop() if len(used) == 1 else "reference", result)
 
 
 def _main() -> None:
@@ -242,10 +245,10 @@ def _main() -> None:
     for line in sys.stdin:
         task = json.loads(line)
         results = []
-        for each in task["cases"]:
-            found = check_case(_decode_case(each), task["device"])
-            comparisons = [asdict(one) for one in found.comparisons]
-            results.append({"case": each, "backend": found.backend, "comparisons": comparisons})
+        for case in task["cases"]:
+            check = check_case(_decode_case(case), task["device"])
+            comparisons = [asdict(comparison) for comparison in check.comparisons]
+            results.append({"case": case, "backend": check.backend, "comparisons": comparisons})
         print(json.dumps(results), file=answers, flush=True)
 
 

@@ -29,10 +29,10 @@ def statistics(
     """Return (log-sum-exp, the target's logit, the sum) of each row; negative targets mean none."""
     if not _fits(z):
         parts = [_statistics(z[part], target[part], scale, cap) for part in _parts(z)]
-        lse, picked, total = (torch.cat(each) for each in zip(*parts))
+        lse, picked, total = (torch.cat(columns) for columns in zip(*parts))
         return lse, picked, total
-    found = torch.empty((3, z.shape[0]), dtype=torch.float32, device=z.device)
-    lse, picked, total = found.unbind()
+    results = torch.empty((3, z.shape[0]), dtype=torch.float32, device=z.device)
+    lse, picked, total = results.unbind()
     _launch(statistics_kernel, z, (target.contiguous(), lse, picked, total), scale, cap)
     return lse, picked, total
 
@@ -48,8 +48,8 @@ def gradient_(
     """Overwrite rows `z` with their gradient; `by` are the gradients of the three statistics."""
     if not _fits(z):
         for part in _parts(z):
-            mine = by[0][part], by[1][part], by[2][part]
-            z[part].copy_(_gradient(z[part], target[part], lse[part], mine, scale, cap))
+            part_by = by[0][part], by[1][part], by[2][part]
+            z[part].copy_(_gradient(z[part], target[part], lse[part], part_by, scale, cap))
         return z
     _launch(gradient_kernel, z, [t.contiguous() for t in (target, lse, *by)], scale, cap)
     return z
@@ -93,8 +93,8 @@ def _statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     value = z.to(compute_dtype(z)) * scale if scale != 1 else z.to(compute_dtype(z))
     value = torch.tanh(value) * cap if cap else value
-    mine = target >= 0
-    picked = value.gather(1, target.clamp_min(0)[:, None])[:, 0] * mine
+    valid = target >= 0
+    picked = value.gather(1, target.clamp_min(0)[:, None])[:, 0] * valid
     return value.logsumexp(1), picked, value.sum(1)
 
 
@@ -113,8 +113,8 @@ def _gradient(
         curve = torch.tanh(value)
         value, slope = curve * cap, (1 - curve.square()).mul_(cap * scale)
     grad = value.sub_(lse[:, None]).exp_().mul_(by[0][:, None]).add_(by[2][:, None])
-    mine = (by[1] * (target >= 0)).to(grad.dtype)
-    return grad.scatter_add_(1, target.clamp_min(0)[:, None], mine[:, None]).mul_(slope)
+    picked_grad = (by[1] * (target >= 0)).to(grad.dtype)
+    return grad.scatter_add_(1, target.clamp_min(0)[:, None], picked_grad[:, None]).mul_(slope)
 
 
 if triton is not None:
@@ -129,14 +129,14 @@ if triton is not None:
         """Load a block of one row: (pointers, columns, mask, logits, derivatives)."""
         column = start + tl.arange(0, BLOCK)
         inside = column < size
-        place = z + row * stride + column
-        value = tl.load(place, mask=inside, other=0.0).to(tl.float32) * scale
+        pointer = z + row * stride + column
+        value = tl.load(pointer, mask=inside, other=0.0).to(tl.float32) * scale
         slope = scale
         if CAPPED:
             curve = _curve(value)
             value = curve * cap
             slope = (1.0 - curve * curve) * (cap * scale)
-        return place, column, inside, value, slope
+        return pointer, column, inside, value, slope
 
     @triton.jit  # type: ignore[untyped-decorator]
     def statistics_kernel(  # type: ignore[no-untyped-def]
@@ -154,23 +154,23 @@ if triton is not None:
     ):
         """Read one row, block by block, and write its three numbers."""
         row = tl.program_id(0).to(tl.int64)
-        wanted = tl.load(target + row)
+        label = tl.load(target + row)
         largest = -float("inf")
         norm = 0.0
-        chosen = 0.0
+        picked_logit = 0.0
         added = 0.0
         for start in range(0, size, BLOCK):
             _, column, inside, value, _ = _logits(
                 z, row, start, stride, size, scale, cap, CAPPED, BLOCK
             )
             added += tl.sum(tl.where(inside, value, 0.0), 0)
-            chosen += tl.sum(tl.where(column == wanted, value, 0.0), 0)
+            picked_logit += tl.sum(tl.where(column == label, value, 0.0), 0)
             value = tl.where(inside, value, -float("inf"))
             top = tl.maximum(largest, tl.max(value, 0))
             norm = norm * tl.exp(largest - top) + tl.sum(tl.exp(value - top), 0)
             largest = top
         tl.store(lse + row, tl.log(norm) + largest)
-        tl.store(picked + row, chosen)
+        tl.store(picked + row, picked_logit)
         tl.store(total + row, added)
 
     @triton.jit  # type: ignore[untyped-decorator]
@@ -190,15 +190,15 @@ if triton is not None:
     ):
         """Overwrite one row with its gradient."""
         row = tl.program_id(0).to(tl.int64)
-        wanted = tl.load(target + row)
+        label = tl.load(target + row)
         level = tl.load(lse + row)
         first = tl.load(by_lse + row).to(tl.float32)
         second = tl.load(by_picked + row).to(tl.float32)
         third = tl.load(by_total + row).to(tl.float32)
         for start in range(0, size, BLOCK):
-            place, column, inside, value, slope = _logits(
+            pointer, column, inside, value, slope = _logits(
                 z, row, start, stride, size, scale, cap, CAPPED, BLOCK
             )
             grad = tl.exp(value - level) * first + third
-            grad += tl.where(column == wanted, second, 0.0)
-            tl.store(place, (grad * slope).to(z.dtype.element_ty), mask=inside)
+            grad += tl.where(column == label, second, 0.0)
+            tl.store(pointer, (grad * slope).to(z.dtype.element_ty), mask=inside)

@@ -35,14 +35,14 @@ def flash_attention(query: AttentionCall) -> Tensor:
     attend = import_module(PACKAGE).flash_attn_func
     count_run("torch")
     lines = [t.transpose(1, 2) for t in (q, query.k, query.v)]
-    more: dict[str, Any] = {"softcap": rule.cap} if rule.cap else {}
+    options: dict[str, Any] = {"softcap": rule.cap} if rule.cap else {}
     causal = window == (-1, 0)
     out: Tensor = attend(
         *lines,
         softmax_scale=rule.scale,
         causal=causal,
         window_size=(-1, -1) if causal else window,
-        **more,
+        **options,
     )
     return out.transpose(1, 2)
 
@@ -64,8 +64,8 @@ def why_declined(query: AttentionCall) -> str:
         return f"it takes heads of at most {_LARGEST} elements"
     if on_gpu(q) and q.dtype == torch.float32:
         return "it takes bfloat16 and float16"
-    known = mask is None or (type(mask) is Tensor and not mask.is_meta)
-    if known and window_of(query) is None:
+    readable = mask is None or (type(mask) is Tensor and not mask.is_meta)
+    if readable and window_of(query) is None:
         return (
             "its mask is not a window (padding is not one)"
             if mask is not None
@@ -80,38 +80,38 @@ def window_of(query: AttentionCall) -> Window:
     square = query.q.shape[2] == query.k.shape[2]
     if mask is None:
         return None if rule.causal and not square else (-1, 0) if rule.causal else (-1, -1)
-    known = _WINDOWS.setdefault(mask, {})
-    if rule not in known:  # layers share a mask: it is read once
-        known[replace(rule)] = _read_window(mask.detach(), rule.causal) if square else None
-    return known[rule]
+    windows = _WINDOWS.setdefault(mask, {})
+    if rule not in windows:  # layers share a mask: it is read once
+        windows[replace(rule)] = _read_window(mask.detach(), rule.causal) if square else None
+    return windows[rule]
 
 
 _WINDOWS: MutableMapping[Tensor, dict[ScoreRule, Window]] = WeakTensorKeyDictionary()
 
 
 def _read_window(mask: Tensor, causal: bool) -> Window:
-    seen = mask
+    allowed = mask
     if mask.dtype != torch.bool:
         lowest = torch.finfo(mask.dtype).min / 2
         if bool(((mask != 0) & (mask > lowest)).any()):
             return None  # it adds other values
-        seen = mask > lowest
-    length = seen.shape[-1]
-    if seen.shape[-2] != length:
-        return (-1, -1) if bool(seen.all()) and not causal else None
-    distance = torch.arange(length, device=seen.device)
+        allowed = mask > lowest
+    length = allowed.shape[-1]
+    if allowed.shape[-2] != length:
+        return (-1, -1) if bool(allowed.all()) and not causal else None
+    distance = torch.arange(length, device=allowed.device)
     distance = (
         distance[:, None] - distance[None, :]
     )  # the number of positions between a key and a later query
     if causal:
-        seen = seen & (distance >= 0)
-    visible = distance[seen.flatten(0, -3).any(0)]
+        allowed = allowed & (distance >= 0)
+    visible = distance[allowed.flatten(0, -3).any(0)]
     if not visible.numel():
         return None
-    back, ahead = int(visible.max()), -int(visible.min())
-    if not bool((seen == ((distance <= back) & (distance >= -ahead))).all()):
+    behind, ahead = int(visible.max()), -int(visible.min())
+    if not bool((allowed == ((distance <= behind) & (distance >= -ahead))).all()):
         return None
-    return (-1 if back == length - 1 else back, -1 if ahead == length - 1 else ahead)
+    return (-1 if behind == length - 1 else behind, -1 if ahead == length - 1 else ahead)
 
 
 class Case(flex_attention.Case):
@@ -119,8 +119,8 @@ class Case(flex_attention.Case):
 
     kernel = "flash_attention"
 
-    def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
+    def run(self, tensors: dict[str, Tensor], kernel: bool) -> Tensor:
         """Run the kernel, or its reference."""
         call = flash_attention if kernel else reference
         rule = ScoreRule(cap=self.cap, causal=True)
-        return call(AttentionCall(given["query"], given["key"], given["value"], rule))
+        return call(AttentionCall(tensors["query"], tensors["key"], tensors["value"], rule))

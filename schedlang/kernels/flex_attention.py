@@ -79,59 +79,59 @@ def reference(query: AttentionCall) -> Tensor:
     if rule.cap:
         scores = torch.tanh(scores / rule.cap) * rule.cap
     scores = scores if query.bias is None else scores + query.bias
-    seen = None if mask is None or mask.dtype != torch.bool else mask[..., : k.shape[2]]
-    if mask is not None and seen is None:
+    allowed = None if mask is None or mask.dtype != torch.bool else mask[..., : k.shape[2]]
+    if mask is not None and allowed is None:
         scores = scores + mask[..., : k.shape[2]]
     if rule.causal:
         ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        seen = ones if seen is None else seen & ones
-    if seen is not None:
-        scores = scores.masked_fill(~seen, -torch.inf)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    weights = _weights(scores.to(wide), seen, query.sinks).to(q.dtype)
+        allowed = ones if allowed is None else allowed & ones
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    weights = _weights(scores.to(dtype), allowed, query.sinks).to(q.dtype)
     return F.dropout(weights, query.dropout) @ v
 
 
-def _weights(scores: Tensor, seen: Tensor | None, sinks: Tensor | None) -> Tensor:
+def _weights(scores: Tensor, allowed: Tensor | None, sinks: Tensor | None) -> Tensor:
     """Return the softmax; a query that sees no key has zero weights."""
     if sinks is not None:
         column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-    if seen is None:
+    if allowed is None:
         return scores.softmax(-1)
-    blind = ~seen.any(-1, keepdim=True)
+    blind = ~allowed.any(-1, keepdim=True)
     return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
 
 
-def _flex(asked: AttentionCall) -> Tensor:
-    q, k, rule, mask, bias = asked.q, asked.k, asked.rule, asked.mask, asked.bias
+def _flex(call: AttentionCall) -> Tensor:
+    q, k, rule, mask, bias = call.q, call.k, call.rule, call.mask, call.bias
     added = mask if mask is not None and mask.dtype != torch.bool else None
 
     def score(value: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if rule.cap:
             value = torch.tanh(value / rule.cap) * rule.cap
-        for more in (bias, added):
-            if more is not None:
-                full = more.expand(*more.shape[:2], q.shape[2], more.shape[3])
-                at = (row if more.shape[0] > 1 else 0, head if more.shape[1] > 1 else 0)
-                value = value + full[(*at, query, key)]
+        for term in (bias, added):
+            if term is not None:
+                full = term.expand(*term.shape[:2], q.shape[2], term.shape[3])
+                index = (row if term.shape[0] > 1 else 0, head if term.shape[1] > 1 else 0)
+                value = value + full[(*index, query, key)]
         return value
 
-    plain = not rule.cap and bias is None and added is None
+    unmodified = not rule.cap and bias is None and added is None
     out, lse = compiled_flex()(
         q,
         k,
-        asked.v,
-        score_mod=None if plain else score,
+        call.v,
+        score_mod=None if unmodified else score,
         block_mask=_blocks(q, k, rule, mask),
         scale=rule.scale,
         enable_gqa=q.shape[1] != k.shape[1],
         return_lse=True,
     )
-    if asked.sinks is None:
+    if call.sinks is None:
         return out  # type: ignore[no-any-return]
     # the sinks take weight: exp(lse) / (exp(lse) + exp(sink)) remains for the keys
-    remaining = torch.sigmoid(lse - asked.sinks.to(lse.dtype).view(1, -1, 1))
+    remaining = torch.sigmoid(lse - call.sinks.to(lse.dtype).view(1, -1, 1))
     return (out * remaining.unsqueeze(-1)).to(q.dtype)  # type: ignore[no-any-return]
 
 
@@ -140,8 +140,8 @@ def compiled_flex() -> Callable[..., Any]:
     """Return torch's function, compiled once: uncompiled it would write all scores."""
     from torch.nn.attention.flex_attention import flex_attention as flex
 
-    made: Callable[..., Any] = torch.compile(flex)
-    return made
+    compiled: Callable[..., Any] = torch.compile(flex)
+    return compiled
 
 
 def _blocks(q: Tensor, k: Tensor, rule: ScoreRule, mask: Tensor | None) -> Any:
@@ -149,11 +149,11 @@ def _blocks(q: Tensor, k: Tensor, rule: ScoreRule, mask: Tensor | None) -> Any:
     lengths = (q.shape[2], k.shape[2])
     if mask is None:
         return _causal_blocks(lengths, q.device) if rule.causal else None
-    known = _BLOCKS.setdefault(mask, {})
+    cached = _BLOCKS.setdefault(mask, {})
     key = (lengths, rule.causal)
-    if key not in known:  # layers share a mask
-        known[key] = _mask_blocks(mask.detach(), lengths, rule.causal)
-    return known[key]
+    if key not in cached:  # layers share a mask
+        cached[key] = _mask_blocks(mask.detach(), lengths, rule.causal)
+    return cached[key]
 
 
 _BLOCKS: MutableMapping[Tensor, dict[Any, Any]] = WeakTensorKeyDictionary()
@@ -172,16 +172,16 @@ def _causal_blocks(lengths: tuple[int, int], device: torch.device) -> Any:
 def _mask_blocks(mask: Tensor, lengths: tuple[int, int], causal: bool) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    known = mask
+    visible = mask
     if mask.dtype != torch.bool:  # if a query sees no key, all its scores are equally low
-        known = mask > torch.finfo(mask.dtype).min / 2
-        known = known | ~known.any(-1, keepdim=True)
-    rows, heads = known.shape[:2]
-    full = known.expand(rows, heads, lengths[0], known.shape[-1])
+        visible = mask > torch.finfo(mask.dtype).min / 2
+        visible = visible | ~visible.any(-1, keepdim=True)
+    rows, heads = visible.shape[:2]
+    full = visible.expand(rows, heads, lengths[0], visible.shape[-1])
 
     def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        found = full[row if rows > 1 else 0, head if heads > 1 else 0, query, key]
-        return found & (query >= key) if causal else found
+        allowed = full[row if rows > 1 else 0, head if heads > 1 else 0, query, key]
+        return allowed & (query >= key) if causal else allowed
 
     sizes = (rows if rows > 1 else None, heads if heads > 1 else None)
     return create_block_mask(seen, *sizes, *lengths, device=mask.device)
@@ -201,13 +201,17 @@ class Case(check.Case):
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
         """Return the differentiated tensors, in float32."""
         rows, _, length, size = self.shape
-        few = (rows, self.keys, length, size)
-        found = {"query": normal(*self.shape), "key": normal(*few), "value": normal(*few)}
-        return found | ({"sinks": normal(self.shape[1])} if self.sinks else {})
+        key_shape = (rows, self.keys, length, size)
+        tensors = {
+            "query": normal(*self.shape),
+            "key": normal(*key_shape),
+            "value": normal(*key_shape),
+        }
+        return tensors | ({"sinks": normal(self.shape[1])} if self.sinks else {})
 
-    def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
+    def run(self, tensors: dict[str, Tensor], kernel: bool) -> Tensor:
         """Run the kernel, or its reference."""
-        q, length = given["query"], self.shape[2]
+        q, length = tensors["query"], self.shape[2]
         mask = None
         if self.padded:
             mask = torch.ones(self.shape[0], 1, length, length, dtype=torch.bool).tril()
@@ -215,5 +219,7 @@ class Case(check.Case):
             mask = mask.to(q.device)
         rule = ScoreRule(cap=self.cap, causal=not self.padded)
         call = flex_attention if kernel else reference
-        query = AttentionCall(q, given["key"], given["value"], rule, mask, None, given.get("sinks"))
+        query = AttentionCall(
+            q, tensors["key"], tensors["value"], rule, mask, None, tensors.get("sinks")
+        )
         return call(query)

@@ -57,10 +57,10 @@ def gated_product(gate: Tensor, up: Tensor, act: str) -> Tensor:
     return y
 
 
-def packed_gated_product(both: Tensor, act: str, gate_first: bool = True) -> Tensor:
+def packed_gated_product(packed: Tensor, act: str, gate_first: bool = True) -> Tensor:
     """Return act(gate) * up for a tensor with gate and up (or up first) as halves of its last
     dim."""
-    y: Tensor = gated_forward(both, None, act, int(gate_first))
+    y: Tensor = gated_forward(packed, None, act, int(gate_first))
     return y
 
 
@@ -170,10 +170,10 @@ def _launch(kernel: Any, act: str, tensors: list[Tensor], strides: list[int]) ->
     count_kernel_run(True)
 
 
-def _flat(place: Tensor) -> Tensor:
+def _flat(tensor: Tensor) -> Tensor:
     """View a tensor as rows without a copy, in order to write it."""
-    size = place.shape[-1]
-    return place.view(-1, size) if place.is_contiguous() else place.flatten(0, -2)
+    size = tensor.shape[-1]
+    return tensor.view(-1, size) if tensor.is_contiguous() else tensor.flatten(0, -2)
 
 
 def _pair(first: Tensor, second: Tensor | None, gate_first: int) -> tuple[Tensor, Tensor]:
@@ -210,8 +210,8 @@ def gated_backward(
     dgate, dup = _pair(dfirst, None if second is None else dsecond, gate_first)
     if not can_run_kernel(gate, up, dy, longest=None):
         count_kernel_run(False)
-        for made, place in zip(_reference_backward(dy, gate, up, act), (dgate, dup)):
-            place.copy_(made)
+        for grad, target in zip(_reference_backward(dy, gate, up, act), (dgate, dup)):
+            target.copy_(grad)
         return dfirst, dsecond
     tensors = [as_rows(dy), as_rows(gate), as_rows(up), *(_flat(t) for t in (dgate, dup))]
     _launch(backward_kernel, act, tensors, [t.stride(0) for t in tensors])
@@ -264,10 +264,10 @@ class Case(check.Case):
             return {"input": normal(*self.shape[:-1], 2 * self.shape[-1]) * self.scale}
         return {"gate": normal(*self.shape) * self.scale, "up": normal(*self.shape)}
 
-    def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
+    def run(self, tensors: dict[str, Tensor], kernel: bool) -> Tensor:
         """Run the kernel, or its reference."""
         if self.pack and kernel:
-            return packed_gated_product(given["input"], self.act, self.pack == "gate first")
-        first, second = given["input" if self.pack else "gate"], given.get("up")
+            return packed_gated_product(tensors["input"], self.act, self.pack == "gate first")
+        first, second = tensors["input" if self.pack else "gate"], tensors.get("up")
         pair = _pair(first, second, self.pack == "gate first")
         return (gated_product if kernel else reference)(*pair, self.act)

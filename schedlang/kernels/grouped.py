@@ -100,9 +100,9 @@ def grouped_backward(
     return _contiguous_or_empty(dx, x), _contiguous_or_empty(dweight, weight)
 
 
-def _contiguous_or_empty(made: Tensor, given: Tensor) -> Tensor:
+def _contiguous_or_empty(grad: Tensor, source: Tensor) -> Tensor:
     """Return a gradient, contiguous; an empty tensor of its shape if it was not needed."""
-    return torch.empty_like(given) if made is given else made.contiguous()
+    return torch.empty_like(source) if grad is source else grad.contiguous()
 
 
 @grouped_forward.register_fake
@@ -122,8 +122,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needed = needed_gradients(ctx, 2)
-    found = grouped_backward(dy, *ctx.saved_tensors, ctx.across, *needed)
-    return *(grad if need else None for grad, need in zip(found, needed)), None, None
+    grads = grouped_backward(dy, *ctx.saved_tensors, ctx.across, *needed)
+    return *(grad if is_needed else None for grad, is_needed in zip(grads, needed)), None, None
 
 
 grouped_forward.register_autograd(_differentiate, setup_context=_save)
@@ -136,8 +136,8 @@ def _flop(x: Any, weight: Any, *_: Any, **__: Any) -> int:
 
 
 @register_flop_formula(torch.ops.schedlang.grouped_backward)
-def _flop_backward(dy: Any, x: Any, weight: Any, *more: Any, **__: Any) -> int:
-    return _flop(x, weight) * (int(more[-2]) + int(more[-1]))
+def _flop_backward(dy: Any, x: Any, weight: Any, *args: Any, **__: Any) -> int:
+    return _flop(x, weight) * (int(args[-2]) + int(args[-1]))
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ class Case(check.Case):
         cuts[1:2] = cuts[0:1]
         return torch.cat([cuts, torch.tensor([rows])]).int()
 
-    def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
+    def run(self, tensors: dict[str, Tensor], kernel: bool) -> Tensor:
         """Run the product, or its reference."""
-        ends = self.ends().to(given["input"].device)
+        ends = self.ends().to(tensors["input"].device)
         call = grouped_product if kernel else reference
-        return call(given["input"], given["weight"], ends, self.across)
+        return call(tensors["input"], tensors["weight"], ends, self.across)

@@ -20,17 +20,17 @@ Array = npt.NDArray[Any]
 
 def bfloat16_to_float32(bits: Array) -> Array:
     """Return the float32 values of bfloat16 bit patterns (uint16); exact."""
-    wide: Array = (bits.astype(np.uint32) << 16).view(np.float32)
-    return wide
+    values: Array = (bits.astype(np.uint32) << 16).view(np.float32)
+    return values
 
 
 def float32_to_bfloat16(values: Array) -> Array:
     """Return the bfloat16 bit patterns (uint16) nearest to float32 values, ties to even, NaN
     kept."""
-    plain = np.asarray(values, np.float32)  # ascontiguousarray would turn a scalar into a vector
-    bits = plain.copy().view(np.uint32)
+    array = np.asarray(values, np.float32)  # ascontiguousarray would turn a scalar into a vector
+    bits = array.copy().view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(plain), np.uint16(0x7FC0), rounded)
+    return np.where(np.isnan(array), np.uint16(0x7FC0), rounded)
 
 
 def patch_interpreter() -> None:
@@ -144,13 +144,13 @@ def _rounding_cast(original: Callable[..., Any]) -> Callable[..., Any]:
     import triton.language as tl
 
     def cast(self: Any, source: Any, target: Any) -> Any:
-        here, there = source.dtype.scalar, target.scalar
-        if here == there:
+        source_type, target_type = source.dtype.scalar, target.scalar
+        if source_type == target_type:
             return original(self, source, target)
         source = _to_float32(source)
-        if there == tl.bfloat16:
+        if target_type == tl.bfloat16:
             return _handle(float32_to_bfloat16(source.data.astype(np.float32)), tl.bfloat16)
-        return source if source.dtype.scalar == there else original(self, source, target)
+        return source if source.dtype.scalar == target_type else original(self, source, target)
 
     return cast
 
@@ -172,9 +172,9 @@ def _widened_sum(original: Callable[..., Any]) -> Callable[..., Any]:
     def total(self: Any, value: Any) -> Any:
         if value.dtype.scalar != tl.bfloat16:
             return original(self, value)
-        wide = bfloat16_to_float32(value.handle.data)
+        widened = bfloat16_to_float32(value.handle.data)
         return self.to_tensor(
-            float32_to_bfloat16(np.sum(wide, self.axis, keepdims=self.keep_dims)), tl.bfloat16
+            float32_to_bfloat16(np.sum(widened, self.axis, keepdims=self.keep_dims)), tl.bfloat16
         )
 
     return total
@@ -183,19 +183,19 @@ def _widened_sum(original: Callable[..., Any]) -> Callable[..., Any]:
 def _widened_min_max(original: Callable[..., Any]) -> Callable[..., Any]:
     import triton.language as tl
 
-    def extreme(self: Any, value: Any, *rest: Any, **named: Any) -> Any:
+    def extreme(self: Any, value: Any, *rest: Any, **kwargs: Any) -> Any:
         first = value[0] if isinstance(value, tuple) else value
         if first.dtype.scalar != tl.bfloat16:
-            return original(self, value, *rest, **named)
-        wide = self.to_tensor(bfloat16_to_float32(first.handle.data), tl.float32)
-        found = original(self, wide, *rest, **named)
-        pair = found if isinstance(found, tuple) else (found,)
-        back = tuple(
-            self.to_tensor(float32_to_bfloat16(each.handle.data), tl.bfloat16)
-            if each.dtype.scalar == tl.float32
-            else each
-            for each in pair
+            return original(self, value, *rest, **kwargs)
+        widened = self.to_tensor(bfloat16_to_float32(first.handle.data), tl.float32)
+        results = original(self, widened, *rest, **kwargs)
+        pair = results if isinstance(results, tuple) else (results,)
+        narrowed = tuple(
+            self.to_tensor(float32_to_bfloat16(result.handle.data), tl.bfloat16)
+            if result.dtype.scalar == tl.float32
+            else result
+            for result in pair
         )
-        return back if isinstance(found, tuple) else back[0]
+        return narrowed if isinstance(results, tuple) else narrowed[0]
 
     return extreme

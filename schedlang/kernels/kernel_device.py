@@ -63,9 +63,9 @@ def environment(interpreted: bool) -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, kept.get("PYTHONPATH", "")]))
     # required for deterministic matrix products on a GPU
-    more = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    defaults = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     mode = {"TRITON_INTERPRET": "1"} if interpreted else {}
-    return {**more, **kept, "PYTHONPATH": path, **mode}
+    return {**defaults, **kept, "PYTHONPATH": path, **mode}
 
 
 def on_gpu(x: Tensor) -> bool:
@@ -103,12 +103,12 @@ def count_run(backend: str) -> None:
 
 def can_run_kernel(x: Tensor, *others: Tensor | None, longest: int | None = MAX_ROW) -> bool:
     """Return whether a kernel can run for these tensors here; rows are those of `x`."""
-    given = (x, *(t for t in others if t is not None))
+    tensors = (x, *(t for t in others if t is not None))
     return (
         triton is not None
         and x.numel() > 0
         and (longest is None or x.shape[-1] <= longest)
-        and all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) for t in given)
+        and all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) for t in tensors)
         and (on_gpu(x) or (INTERPRETED and x.is_cpu))
     )
 
@@ -155,10 +155,10 @@ def as_rows(x: Tensor) -> Tensor:
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     """Return the dtype in which a kernel computes with these: float32, or float64."""
-    found = torch.float32
+    dtype = torch.float32
     for tensor in tensors:
-        found = found if tensor is None else torch.promote_types(found, tensor.dtype)
-    return found
+        dtype = dtype if tensor is None else torch.promote_types(dtype, tensor.dtype)
+    return dtype
 
 
 # -- launches of kernels over full rows ------------------------------------------------------------
@@ -168,18 +168,18 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 
 def launch_kernel(
-    kernel: Any, grid: tuple[int, ...], *given: Any, warps: int, **constants: Any
+    kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, **constants: Any
 ) -> None:
     """Launch a kernel; fusion into multiply-adds is set explicitly, not left to triton's
     default."""
-    kernel[grid](*given, num_warps=warps, enable_fp_fusion=True, **constants)
+    kernel[grid](*args, num_warps=warps, enable_fp_fusion=True, **constants)
 
 
 def launch_forward(
     kernel: Any,
     inputs: tuple[Tensor | None, ...],
-    given: tuple[Tensor | None, ...],
-    made: tuple[torch.dtype | None, ...],
+    extras: tuple[Tensor | None, ...],
+    result_dtypes: tuple[torch.dtype | None, ...],
     numbers: int,
     *scalars: float,
     groups: int = 1,
@@ -196,18 +196,18 @@ def launch_forward(
     x, rows = _rows(inputs)
     length, size = rows[0].shape[0], rows[0].shape[1] // groups
     height, block, warps = tile(size)
-    results = _empty_results(x, made)
+    results = _empty_results(x, result_dtypes)
     lines = (*x.shape[:-1], groups)
     results += [torch.empty(lines, dtype=torch.float32, device=x.device) for _ in range(numbers)]
     launch_kernel(
         kernel,
         (triton.cdiv(length, height), groups),
         *rows,
-        *_replace_missing(given, rows[0]),
+        *_replace_missing(extras, rows[0]),
         *(t if t.numel() else rows[0] for t in results),
         length,
         size,
-        *(each.stride(0) for each in rows),
+        *(matrix.stride(0) for matrix in rows),
         *scalars,
         ROWS=height,
         BLOCK=block,
@@ -221,8 +221,8 @@ def launch_forward(
 def launch_backward(
     kernel: Any,
     inputs: tuple[Tensor | None, ...],
-    given: tuple[Tensor | None, ...],
-    made: tuple[torch.dtype | None, ...],
+    extras: tuple[Tensor | None, ...],
+    grad_dtypes: tuple[torch.dtype | None, ...],
     sums: int,
     *scalars: float,
     groups: int = 1,
@@ -232,8 +232,8 @@ def launch_backward(
     rows.
 
     The kernel's arguments are: inputs, given, the gradients, the sums of each program, number of
-    rows, their size, strides of the inputs' rows, tiles per program, scalars. `made`, `groups` and
-    None are as for `launch_forward`.
+    rows, their size, strides of the inputs' rows, tiles per program, scalars. `grad_dtypes`,
+    `groups` and None are as for `launch_forward`.
     """
     x, rows = _rows(inputs)
     length, width = rows[0].shape
@@ -241,18 +241,18 @@ def launch_backward(
     height, block, warps = tile(size)
     tiles = triton.cdiv(length, height)
     parts = min(tiles, max(1, program_count(x) // groups))
-    grads = _empty_results(x, made)
+    grads = _empty_results(x, grad_dtypes)
     partial = torch.empty((parts, sums, width), dtype=torch.float32, device=x.device)
     launch_kernel(
         kernel,
         (parts, groups),
         *rows,
-        *_replace_missing(given, rows[0]),
+        *_replace_missing(extras, rows[0]),
         *(t if t.numel() else rows[0] for t in grads),
         partial,
         length,
         size,
-        *(each.stride(0) for each in rows),
+        *(matrix.stride(0) for matrix in rows),
         triton.cdiv(tiles, parts),
         *scalars,
         ROWS=height,
@@ -277,8 +277,8 @@ def _empty_results(x: Tensor, kinds: tuple[torch.dtype | None, ...]) -> list[Ten
     return [torch.empty(s, dtype=k or x.dtype, device=x.device) for s, k in zip(shapes, kinds)]
 
 
-def _replace_missing(given: tuple[Tensor | None, ...], instead: Tensor) -> list[Tensor]:
-    return [instead if t is None else t.contiguous() for t in given]
+def _replace_missing(tensors: tuple[Tensor | None, ...], instead: Tensor) -> list[Tensor]:
+    return [instead if t is None else t.contiguous() for t in tensors]
 
 
 if triton is not None:
@@ -293,14 +293,14 @@ if triton is not None:
     @triton.jit
     def load_rows(x, row, column, stride, inside):  # type: ignore[no-untyped-def]
         """Load a tile of a matrix in float32, zero outside of the mask."""
-        place = x + row[:, None] * stride + column[None, :]
-        return tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        pointer = x + row[:, None] * stride + column[None, :]
+        return tl.load(pointer, mask=inside, other=0.0).to(tl.float32)
 
     @triton.jit
     def store_rows(y, row, column, stride, inside, value):  # type: ignore[no-untyped-def]
         """Write a tile of a matrix, rounded to its dtype."""
-        place = y + row[:, None] * stride + column[None, :]
-        tl.store(place, value.to(y.dtype.element_ty), mask=inside)
+        pointer = y + row[:, None] * stride + column[None, :]
+        tl.store(pointer, value.to(y.dtype.element_ty), mask=inside)
 
     @triton.jit
     def load_vector(vector, column, size):  # type: ignore[no-untyped-def]

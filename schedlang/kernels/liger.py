@@ -32,8 +32,8 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, form: norms.Form) -> Te
     if form.centred:
         y: Tensor = functional.liger_layer_norm(x, weight, bias, eps)
         return y
-    how = {"offset": form.offset, "casting_mode": _CASTING[form.rounding], "in_place": False}
-    y = functional.liger_rms_norm(x, weight, eps, **how)
+    options = {"offset": form.offset, "casting_mode": _CASTING[form.rounding], "in_place": False}
+    y = functional.liger_rms_norm(x, weight, eps, **options)
     return y
 
 
@@ -50,7 +50,7 @@ class Case(norms.Case):
 
     kernel: ClassVar[str] = "liger"
 
-    def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
+    def run(self, tensors: dict[str, Tensor], kernel: bool) -> Tensor:
         """Run the library's kernel, or the reference."""
         call = norm if kernel else norms.reference
-        return call(given["input"], given["weight"], given.get("bias"), self.form)
+        return call(tensors["input"], tensors["weight"], tensors.get("bias"), self.form)

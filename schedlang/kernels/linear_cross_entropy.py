@@ -66,10 +66,10 @@ def statistics(
     and `bias`.
     """
     if form.held:
-        found = held_forward(x, weight, bias, target, form.scale, form.cap)[:3]
+        results = held_forward(x, weight, bias, target, form.scale, form.cap)[:3]
     else:
-        found = linear_statistics_forward(x, weight, bias, target, *form.chunks(x, weight))
-    lse, picked, total = found
+        results = linear_statistics_forward(x, weight, bias, target, *form.chunks(x, weight))
+    lse, picked, total = results
     return lse, picked, total
 
 
@@ -88,8 +88,8 @@ def weighted_loss(
     to one factor, are computed in forward.
     """
     needed = [t is not None and t.requires_grad for t in (x, weight, bias)]
-    more = (*form.chunks(x, weight), needed[0], needed[1] or needed[2])
-    loss: Tensor = linear_weighed(x, weight, bias, target, by, smoothing, *more)[0]
+    options = (*form.chunks(x, weight), needed[0], needed[1] or needed[2])
+    loss: Tensor = linear_weighed(x, weight, bias, target, by, smoothing, *options)[0]
     return loss
 
 
@@ -117,15 +117,17 @@ def _chunks(tokens: int, rows: int) -> Iterator[slice]:
 class GradientSums:
     """The gradients of one operator, accumulated chunk by chunk."""
 
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: bool, own: bool):
+    def __init__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: bool, parameters: bool
+    ):
         kind = compute_dtype(weight)
         self.x, self.weight = x, weight
         self.dx = torch.empty(x.shape if inputs else (0,), dtype=x.dtype, device=x.device)
-        self.dweight = weight.new_zeros(weight.shape if own else (0,), dtype=kind)
+        self.dweight = weight.new_zeros(weight.shape if parameters else (0,), dtype=kind)
         self.dbias = weight.new_zeros(
-            weight.shape[:1] if own and bias is not None else (0,), dtype=kind
+            weight.shape[:1] if parameters and bias is not None else (0,), dtype=kind
         )
-        self.inputs, self.own = inputs, own
+        self.inputs, self.own = inputs, parameters
 
     def add(self, part: slice, grad: Tensor) -> None:
         """Add the gradients of one chunk, from the gradient of its logits."""
@@ -179,10 +181,10 @@ def linear_statistics_backward(
     cap: float,
     rows: int,
     inputs: bool,
-    own: bool,
+    parameters: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias; empty if not needed."""
-    sums = GradientSums(x, weight, bias, inputs, own)
+    sums = GradientSums(x, weight, bias, inputs, parameters)
     count_kernel_run(can_run_kernel(x, weight, longest=None))
     for part in _chunks(len(x), rows):
         z = F.linear(x[part], weight, bias)
@@ -204,11 +206,11 @@ def linear_weighed(
     cap: float,
     rows: int,
     inputs: bool,
-    own: bool,
+    parameters: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (loss, gradients of x, weight and bias); each chunk of logits is computed once."""
     classes = weight.shape[0]
-    sums = GradientSums(x, weight, bias, inputs, own)
+    sums = GradientSums(x, weight, bias, inputs, parameters)
     kind = compute_dtype(x, weight)
     loss = torch.zeros((), dtype=kind, device=x.device)
     count_kernel_run(can_run_kernel(x, weight, longest=None))
@@ -216,9 +218,9 @@ def linear_weighed(
         z = F.linear(x[part], weight, bias)
         lse, picked, total = row_statistics(z, target[part], scale, cap)
         factor = by[part].to(kind)
-        each = lse - (1 - smoothing) * picked - smoothing / classes * total
-        loss += torch.where(factor != 0, each * factor, 0.0).sum()  # no NaN from an ignored token
-        if inputs or own:
+        losses = lse - (1 - smoothing) * picked - smoothing / classes * total
+        loss += torch.where(factor != 0, losses * factor, 0.0).sum()  # no NaN from an ignored token
+        if inputs or parameters:
             grads = factor, (smoothing - 1) * factor, -smoothing / classes * factor
             sums.add(part, gradient_(z, target[part], lse, grads, scale, cap))
         del z  # before the next chunk is computed
@@ -226,32 +228,34 @@ def linear_weighed(
 
 
 @linear_statistics_forward.register_fake
-def _(x: Tensor, weight: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    found = x.new_empty(x.shape[:1], dtype=compute_dtype(x, weight))
-    return found, torch.empty_like(found), torch.empty_like(found)
+def _(x: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    log_sums = x.new_empty(x.shape[:1], dtype=compute_dtype(x, weight))
+    return log_sums, torch.empty_like(log_sums), torch.empty_like(log_sums)
 
 
 def _fake_gradients(
-    x: Tensor, weight: Tensor, bias: Tensor | None, inputs: bool, own: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, inputs: bool, parameters: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return empty tensors with the shapes and dtypes of `Sums.results`."""
-    dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape if own else (0,))
+    dbias = (
+        weight.new_empty(0) if bias is None else bias.new_empty(bias.shape if parameters else (0,))
+    )
     return (
         x.new_empty(x.shape if inputs else (0,)),
-        weight.new_empty(weight.shape if own else (0,)),
+        weight.new_empty(weight.shape if parameters else (0,)),
         dbias,
     )
 
 
 @linear_statistics_backward.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
-    return _fake_gradients(x, weight, bias, *given[-2:])
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    return _fake_gradients(x, weight, bias, *args[-2:])
 
 
 @linear_weighed.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     loss = x.new_empty((), dtype=compute_dtype(x, weight))
-    return loss, *_fake_gradients(x, weight, bias, *given[-2:])
+    return loss, *_fake_gradients(x, weight, bias, *args[-2:])
 
 
 @torch.library.custom_op("schedlang::held_cross_entropy_forward", mutates_args=())
@@ -261,8 +265,8 @@ def held_forward(
     """Return the three statistics of each row, and the logits, which only backward uses."""
     count_kernel_run(can_run_kernel(x, weight, longest=None))
     z = F.linear(x, weight, bias)
-    found = row_statistics(z, target, scale, cap)
-    lse, picked, total = (each.clone() for each in found)  # no views of one tensor
+    results = row_statistics(z, target, scale, cap)
+    lse, picked, total = (tensor.clone() for tensor in results)  # no views of one tensor
     return lse, picked, total, z
 
 
@@ -280,26 +284,26 @@ def held_backward(
     scale: float,
     cap: float,
     inputs: bool,
-    own: bool,
+    parameters: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias, empty if not needed; `z` becomes its gradient."""
     count_kernel_run(can_run_kernel(x, weight, longest=None))
-    sums = GradientSums(x, weight, bias, inputs, own)
+    sums = GradientSums(x, weight, bias, inputs, parameters)
     by = by_lse, by_picked, by_total
     sums.add(slice(None), gradient_(z, target, lse, by, scale, cap))
     return sums.results(bias)
 
 
 @held_forward.register_fake
-def _(x: Tensor, weight: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     lse = x.new_empty(x.shape[:1], dtype=compute_dtype(x, weight))
     z = x.new_empty((x.shape[0], weight.shape[0]))
     return lse, torch.empty_like(lse), torch.empty_like(lse), z
 
 
 @held_backward.register_fake
-def _(z: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
-    return _fake_gradients(x, weight, bias, *given[-2:])
+def _(z: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    return _fake_gradients(x, weight, bias, *args[-2:])
 
 
 def _save_statistics(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -310,10 +314,10 @@ def _save_statistics(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ..
 def _backward_statistics(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, bias, target, lse = ctx.saved_tensors
     needed = needed_gradients(ctx, 3)
-    found = linear_statistics_backward(
+    results = linear_statistics_backward(
         x, weight, bias, target, lse, *grads, *ctx.form, needed[0], needed[1] or needed[2]
     )
-    return *_needed_gradients(needed, found, bias), None, None, None, None
+    return *_needed_gradients(needed, results, bias), None, None, None, None
 
 
 def _save_weighed(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -324,8 +328,8 @@ def _save_weighed(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 
 def _backward_weighed(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    found = [_scale_saved(one, grad) for one in ctx.saved_tensors]
-    return *_needed_gradients(ctx.needs_input_grad, found, ctx.bias or None), *(None,) * 8
+    grads = [_scale_saved(saved, grad) for saved in ctx.saved_tensors]
+    return *_needed_gradients(ctx.needs_input_grad, grads, ctx.bias or None), *(None,) * 8
 
 
 def _scale_saved(saved: Tensor, factor: Tensor) -> Tensor:
@@ -364,10 +368,10 @@ def _save_held(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 def _backward_held(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     x, weight, bias, target, lse, z = ctx.saved_tensors
     assert grads[3] is None, "the logits are used by nobody else"
-    by = (torch.zeros_like(lse) if each is None else each for each in grads[:3])
+    by = (torch.zeros_like(lse) if grad is None else grad for grad in grads[:3])
     needed = needed_gradients(ctx, 3)
     # a further backward, for the weights or for a second loss, needs the logits again
-    found = held_backward(
+    results = held_backward(
         z.clone() if _keeps_graph() else z,
         x,
         weight,
@@ -379,15 +383,15 @@ def _backward_held(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
         needed[0],
         needed[1] or needed[2],
     )
-    return *_needed_gradients(needed, found, bias), None, None, None
+    return *_needed_gradients(needed, results, bias), None, None, None
 
 
 def _needed_gradients(
-    asked: Sequence[bool], found: Sequence[Tensor], bias: Any
+    inputs_needed: Sequence[bool], grads: Sequence[Tensor], bias: Any
 ) -> list[Tensor | None]:
     """Return the gradients of those of (x, weight, bias) that need one; None for others."""
-    needed = asked[0], asked[1], asked[2] and bias is not None
-    return [grad if need else None for grad, need in zip(found, needed)]
+    needed = inputs_needed[0], inputs_needed[1], inputs_needed[2] and bias is not None
+    return [grad if is_needed else None for grad, is_needed in zip(grads, needed)]
 
 
 linear_statistics_forward.register_autograd(_backward_statistics, setup_context=_save_statistics)
@@ -420,8 +424,8 @@ class Case(check.Case):
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
         """Return the differentiated tensors, in float32."""
         weight = normal(self.classes, self.shape[1]) * self.spread * self.shape[1] ** -0.5
-        found = {"input": normal(*self.shape), "weight": weight}
-        return found | ({"bias": normal(self.classes)} if self.bias else {})
+        tensors = {"input": normal(*self.shape), "weight": weight}
+        return tensors | ({"bias": normal(self.classes)} if self.bias else {})
 
     def labels(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the label of each token, and its weight in the loss."""
@@ -430,14 +434,14 @@ class Case(check.Case):
         target[::7] = -1
         return target, (target >= 0) / len(x)
 
-    def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
+    def run(self, tensors: dict[str, Tensor], kernel: bool) -> Tensor:
         """Run the kernel, or its reference."""
-        x, weight, bias = given["input"], given["weight"], given.get("bias")
+        x, weight, bias = tensors["input"], tensors["weight"], tensors.get("bias")
         target, by = self.labels(x)
         form = Form(self.scale, self.cap, self.rows * self.classes * x.dtype.itemsize, self.held)
         if self.held and kernel:
             lse, picked, total = statistics(x, weight, bias, target, form)
-            each = lse - (1 - self.smoothing) * picked - self.smoothing / self.classes * total
-            return (each * by).sum()
+            losses = lse - (1 - self.smoothing) * picked - self.smoothing / self.classes * total
+            return (losses * by).sum()
         call = weighted_loss if kernel else reference
         return call(x, weight, bias, target, by, self.smoothing, form)

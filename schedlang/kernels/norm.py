@@ -68,8 +68,8 @@ class Form:
     @property
     def values(self) -> tuple[int, float | None, float, str, str, bool, int]:
         """The fields in order, as arguments of operators."""
-        more = self.act, self.first, self.groups
-        return int(self.centred), self.eps, self.offset, self.rounding, *more
+        gating = self.act, self.first, self.groups
+        return int(self.centred), self.eps, self.offset, self.rounding, *gating
 
     @property
     def longest(self) -> int:
@@ -105,8 +105,8 @@ def add_norm(
 
 def can_add(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have one shape, and their sum has the dtype of one of them."""
-    alike = a.dim() == b.dim() and all(n == m for n, m in zip(a.shape, b.shape))
-    return alike and torch.promote_types(a.dtype, b.dtype) in (a.dtype, b.dtype)
+    broadcastable = a.dim() == b.dim() and all(n == m for n, m in zip(a.shape, b.shape))
+    return broadcastable and torch.promote_types(a.dtype, b.dtype) in (a.dtype, b.dtype)
 
 
 def reference(
@@ -131,8 +131,8 @@ def result_dtype(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> 
     """
     if form.rounding == "late" or (form.act and not form.first):
         return x.dtype
-    found = torch.promote_types(x.dtype, weight.dtype)
-    return found if bias is None else torch.promote_types(found, bias.dtype)
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    return dtype if bias is None else torch.promote_types(dtype, bias.dtype)
 
 
 def split_groups(value: Tensor, groups: int) -> Tensor:
@@ -244,8 +244,8 @@ if triton is not None:
         """Return (the gradient of the rows before their gate, the gradient of the gate)."""
         along = tl.sum(scaled * normal, 1) / size
         # the normalised value in another order of products: it need not be kept in registers
-        again = lever * inverse[:, None] * value
-        result = inverse[:, None] * (scaled - again * along[:, None])
+        gated = lever * inverse[:, None] * value
+        result = inverse[:, None] * (scaled - gated * along[:, None])
         return result * lever, value * result * slope
 
     @triton.jit  # type: ignore[untyped-decorator]
@@ -294,10 +294,10 @@ if triton is not None:
         """
         number = tl.program_id(0).to(tl.int64)
         row, column, inside = tile_of(number, rows, size, ROWS, BLOCK)
-        start, width, place = 0, size, row
+        start, width, index = 0, size, row
         if GATE != "":
             group, groups = tl.program_id(1), tl.num_programs(1)
-            start, width, place = group * size, size * groups, row * groups + group
+            start, width, index = group * size, size * groups, row * groups + group
         value = load_rows(x + start, row, column, x_stride, inside)
         if ADD:
             value += load_rows(other, row, column, other_stride, inside)
@@ -309,8 +309,8 @@ if triton is not None:
             value = value * lever
         normal, middle, inverse = normal_of(value, inside, size, eps, CENTRED)
         if CENTRED:
-            tl.store(mean + place, middle, mask=row < rows)
-        tl.store(rstd + place, inverse, mask=row < rows)
+            tl.store(mean + index, middle, mask=row < rows)
+        tl.store(rstd + index, inverse, mask=row < rows)
         scale = scale_of(weight + start, column, size, offset, EARLY or CENTRED)
         result = rounded_if(normal, x, EARLY) * scale[None, :]
         if BIAS:
@@ -358,25 +358,25 @@ if triton is not None:
             start, width = group * size, size * groups
         ROUNDED: tl.constexpr = EARLY if GATE != "" else CENTRED
         if GATE == "" or BLOCK <= HELD:
-            held = scale_of(weight + start, columns, size, offset, ROUNDED)
+            base_scale = scale_of(weight + start, columns, size, offset, ROUNDED)
         by_weight = tl.zeros((BLOCK,), tl.float32)
         by_bias = tl.zeros((BLOCK,), tl.float32)
         for tile in range(tiles):
             number = program + tile * tl.num_programs(0)
             row, column, inside = tile_of(number, rows, size, ROWS, BLOCK)
-            place = row
+            slot = row
             if GATE != "":
-                place = row * groups + group
+                slot = row * groups + group
             grad = load_rows(dy + start, row, column, dy_stride, inside)
             if CENTRED:
-                middle = tl.load(mean + place, mask=row < rows, other=0.0)
+                middle = tl.load(mean + slot, mask=row < rows, other=0.0)
             value = load_rows(x + start, row, column, x_stride, inside)
             if GATE != "":
                 raw = load_rows(gate + start, row, column, gate_stride, inside)
                 lever, slope = activation(raw, ACT)
-            inverse = tl.load(rstd + place, mask=row < rows, other=0.0)
+            inverse = tl.load(rstd + slot, mask=row < rows, other=0.0)
             if GATE == "" or BLOCK <= HELD:
-                scale = held
+                scale = base_scale
             else:
                 scale = scale_of(weight + start, columns, size, offset, ROUNDED)
             if CENTRED:
@@ -387,8 +387,8 @@ if triton is not None:
             if GATE != "":
                 factor = rounded_if(normal, x, EARLY)
                 if GATE == "after":
-                    made = rounded_if(factor * scale[None, :], x, EARLY and SAME)
-                    by_gate = made * grad * slope
+                    weighted = rounded_if(factor * scale[None, :], x, EARLY and SAME)
+                    by_gate = weighted * grad * slope
                     store_rows(dgate + start, row, column, width, inside, by_gate)
                     grad = grad * lever
                 by_weight += tl.sum(grad * factor, 0)
@@ -406,10 +406,10 @@ if triton is not None:
             if CENTRED:
                 by_bias += tl.sum(grad, 0)
         SUMS: tl.constexpr = 2 if CENTRED else 1
-        place = partial + SUMS * program * width + start + columns
-        tl.store(place, by_weight, mask=columns < size)
+        slot = partial + SUMS * program * width + start + columns
+        tl.store(slot, by_weight, mask=columns < size)
         if CENTRED:
-            tl.store(place + width, by_bias, mask=columns < size)
+            tl.store(slot + width, by_bias, mask=columns < size)
 
 
 def _constants(x: Tensor, weight: Tensor, added: Tensor | None, form: Form) -> dict[str, Any]:
@@ -465,15 +465,13 @@ def norm_forward(
 
 
 @norm_forward.register_fake
-def _(x: Tensor, other: Tensor | None, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _by_torch(x, other, *given[:3], Form(bool(given[3]), *given[4:]))
+def _(x: Tensor, other: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _by_torch(x, other, *args[:3], Form(bool(args[3]), *args[4:]))
 
 
-def _by_torch(
-    x: Tensor, other: Tensor | None, *given: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _by_torch(x: Tensor, other: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total = x if other is None else x + other
-    y, mean, rstd = (t.contiguous() for t in reference_forward(total, *given))
+    y, mean, rstd = (t.contiguous() for t in reference_forward(total, *args))
     return x.new_empty(0) if other is None else total.contiguous(), y, mean, rstd
 
 
@@ -504,7 +502,7 @@ def norm_backward(
     if not can_run_kernel(x, dtotal, dy, gate, weight, rstd, longest=longest):
         count_kernel_run(False)
         return _backward_by_torch(dy, x, dtotal, gate, weight, mean, rstd, form)
-    dx, dgate, dweight, *more = launch_backward(
+    dx, dgate, dweight, *bias_sums = launch_backward(
         backward_kernel,
         (dy, x, dtotal, gate),
         (weight, mean, rstd),
@@ -513,20 +511,20 @@ def norm_backward(
         offset,
         **_constants(x, weight, dtotal, form),
     )
-    dbias = more[0].to(weight.dtype) if more else weight.new_empty(0)
+    dbias = bias_sums[0].to(weight.dtype) if bias_sums else weight.new_empty(0)
     return dx, dweight.to(weight.dtype), dbias, dgate
 
 
 @norm_backward.register_fake
-def _(dy: Tensor, x: Tensor, dtotal: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
-    form = Form(bool(given[4]), None, *given[5:])
-    return _backward_by_torch(dy, x, dtotal, *given[:4], form)
+def _(dy: Tensor, x: Tensor, dtotal: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    form = Form(bool(args[4]), None, *args[5:])
+    return _backward_by_torch(dy, x, dtotal, *args[:4], form)
 
 
 def _backward_by_torch(
-    dy: Tensor, x: Tensor, dtotal: Tensor | None, *given: Any
+    dy: Tensor, x: Tensor, dtotal: Tensor | None, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dx, dweight, dbias, dgate = reference_backward(dy, x, *given)
+    dx, dweight, dbias, dgate = reference_backward(dy, x, *args)
     dx = dx if dtotal is None else dx + dtotal
     return dx.contiguous(), dweight.contiguous(), dbias.contiguous(), dgate.contiguous()
 
@@ -540,13 +538,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _differentiate(ctx: Any, dtotal: Tensor, dy: Tensor, *_: Tensor) -> tuple[Any, ...]:
-    x, *given = ctx.saved_tensors
+    x, *saved = ctx.saved_tensors
     kind, other, bias = ctx.kinds
     dtotal_ = None if other is None else dtotal
-    dx, dweight, dbias, dgate = norm_backward(dy, x, dtotal_, *given, ctx.centred, *ctx.form)
+    dx, dweight, dbias, dgate = norm_backward(dy, x, dtotal_, *saved, ctx.centred, *ctx.form)
     by_other = None if other is None else dx.to(other)
     by_bias = None if bias is None else dbias.to(bias)
-    by_gate = None if given[0] is None else dgate
+    by_gate = None if saved[0] is None else dgate
     return dx.to(kind), by_other, by_gate, dweight, by_bias, *[None] * 7
 
 
@@ -578,23 +576,23 @@ class Case(check.Case):
         """Return the differentiated tensors, in float32."""
         shift = 0.3 if self.add or self.form.centred else 0.0
         names = ("left", "right") if self.add else ("input",)
-        found = {name: (normal(*self.shape) + shift) * self.scale for name in names}
-        found |= {"gate": normal(*self.shape)} if self.form.act else {}
-        found["weight"] = normal(self.shape[-1]) * 0.2 + 1.0
-        found |= {"bias": normal(self.shape[-1])} if self.bias else {}
-        return {name: t.float() for name, t in self._cast(found).items()}
+        tensors = {name: (normal(*self.shape) + shift) * self.scale for name in names}
+        tensors |= {"gate": normal(*self.shape)} if self.form.act else {}
+        tensors["weight"] = normal(self.shape[-1]) * 0.2 + 1.0
+        tensors |= {"bias": normal(self.shape[-1])} if self.bias else {}
+        return {name: t.float() for name, t in self._cast(tensors).items()}
 
-    def _cast(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _cast(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors, with those of the other dtype cast."""
         others = ("gate", "weight") if self.form.act else ("right",)
         kinds = {name: getattr(torch, self.other) for name in others if self.other}
-        return {name: t.to(kinds.get(name, t.dtype)) for name, t in given.items()}
+        return {name: t.to(kinds.get(name, t.dtype)) for name, t in tensors.items()}
 
-    def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
+    def run(self, tensors: dict[str, Tensor], kernel: bool) -> Tensor:
         """Run the kernel, or its reference; for a sum, the total is stacked on its norm."""
-        given = given if given["weight"].dtype == torch.float64 else self._cast(given)
-        vectors = given["weight"], given.get("bias"), self.form
+        tensors = tensors if tensors["weight"].dtype == torch.float64 else self._cast(tensors)
+        vectors = tensors["weight"], tensors.get("bias"), self.form
         if self.add:
             call = add_norm if kernel else add_reference
-            return torch.stack(call(given["left"], given["right"], *vectors))
-        return (norm if kernel else reference)(given["input"], *vectors, given.get("gate"))
+            return torch.stack(call(tensors["left"], tensors["right"], *vectors))
+        return (norm if kernel else reference)(tensors["input"], *vectors, tensors.get("gate"))

@@ -70,27 +70,27 @@ class NormForm:
 
     def cases(self) -> list[Case]:
         """Return test cases of the kernel in this form, for the trial of a schedule."""
-        made = liger.Case if self.library else Case
+        case_type = liger.Case if self.library else Case
         bias = self.bias is not None
-        return [made((rows, self.size), dtype, self.form, bias) for dtype, rows in CASE_KINDS]
+        return [case_type((rows, self.size), dtype, self.form, bias) for dtype, rows in CASE_KINDS]
 
 
 def probe_library_norm(module: nn.Module, kernel: str) -> NormForm | Mismatch:
     """Match a kernel of LIBRARY against `module`; return why if it differs."""
-    found = probe_norm(module)
-    wanted = kernel.rpartition(".")[2]
-    if isinstance(found, Mismatch):
-        return found
-    if found.kind != wanted:
-        return Mismatch(f"is a {found.kind}, which `{kernel}` is not")
-    if found.weight is None:
+    probed = probe_norm(module)
+    kind = kernel.rpartition(".")[2]
+    if isinstance(probed, Mismatch):
+        return probed
+    if probed.kind != kind:
+        return Mismatch(f"is a {probed.kind}, which `{kernel}` is not")
+    if probed.weight is None:
         return Mismatch(f"has no weight, and `{kernel}` needs one")
-    form = found.form
-    plain = form.offset == 0.0 and form.rounding == "late" and found.bias is not None
-    if wanted == "layer_norm" and not plain:
-        what = "no bias" if found.bias is None else "an offset, or rounds before its weight"
-        return Mismatch(f"has {what}, which `{kernel}` does not compute")
-    return replace(found, library=kernel)
+    form = probed.form
+    is_plain = form.offset == 0.0 and form.rounding == "late" and probed.bias is not None
+    if kind == "layer_norm" and not is_plain:
+        reason = "no bias" if probed.bias is None else "an offset, or rounds before its weight"
+        return Mismatch(f"has {reason}, which `{kernel}` does not compute")
+    return replace(probed, library=kernel)
 
 
 # -- the parameters, and quantities for the fit
@@ -128,29 +128,29 @@ def why_not_norm(module: nn.Module) -> Mismatch | None:
     return None
 
 
-def _scale_and_offset(far: Tensor, normal: Tensor, weight: Tensor) -> tuple[Tensor, float]:
+def _scale_and_offset(far_output: Tensor, normal: Tensor, weight: Tensor) -> tuple[Tensor, float]:
     """Return the factor of each column, fitted far from zero where eps does not matter, and its
     offset from the weight."""
-    scale = (far * normal).sum((0, 1)) / normal.square().sum((0, 1)).clamp_min(1e-300)
+    scale = (far_output * normal).sum((0, 1)) / normal.square().sum((0, 1)).clamp_min(1e-300)
     offset = float((scale - weight).mean())
     return scale, round(offset) + 0.0 if abs(offset - round(offset)) < 1e-5 else offset
 
 
-def _fit_eps(near: Tensor, scaled: Tensor, inner: Tensor) -> float:
+def _fit_eps(near_output: Tensor, scaled: Tensor, inner: Tensor) -> float:
     """Return eps, from rows so close to zero that it dominates.
 
-    `near` is the norm of `inner`; `scaled` is `inner` times the factors.
+    `near_output` is the norm of `inner`; `scaled` is `inner` times the factors.
     """
-    inverse = (near * scaled).sum(-1) / scaled.square().sum(-1).clamp_min(1e-300)
+    inverse = (near_output * scaled).sum(-1) / scaled.square().sum(-1).clamp_min(1e-300)
     eps = float((inverse**-2 - inner.square().mean(-1)).mean())
     return eps if eps == eps and eps > 0.0 else 0.0
 
 
 def named_eps(module: nn.Module, eps: float) -> float | None:
     """Return the module's own float attribute that equals a measured eps; None if there is none."""
-    own = [v for v in vars(module).values() if isinstance(v, float) and v > 0]
-    named = min(own, key=lambda v: abs(v - eps), default=0.0)
-    return named if abs(named - eps) <= 1e-6 * eps else None
+    values = [v for v in vars(module).values() if isinstance(v, float) and v > 0]
+    closest = min(values, key=lambda v: abs(v - eps), default=0.0)
+    return closest if abs(closest - eps) <= 1e-6 * eps else None
 
 
 def is_dtype_spacing(eps: float) -> bool:
@@ -207,14 +207,14 @@ def probe_norm(module: nn.Module, gates: bool = False) -> NormForm | Mismatch:
     if not gate:
         return _Probe(module, ()).run()
     names = inputs_of(module)
-    what = f"takes `{names[1]}` beside its input"
+    reason = f"takes `{names[1]}` beside its input"
     if len(list(module.parameters())) > 1:
-        return Mismatch(f"{what}, but has two vectors as parameters: a norm with a gate has one")
-    found = _Probe(module, names).run()
-    if not isinstance(found, Mismatch):
-        return found
-    and_ = "but" if found.reason.startswith("does not run") else "and"
-    return Mismatch(f"{what}, {and_} {found.reason}", found.error)
+        return Mismatch(f"{reason}, but has two vectors as parameters: a norm with a gate has one")
+    result = _Probe(module, names).run()
+    if not isinstance(result, Mismatch):
+        return result
+    and_ = "but" if result.reason.startswith("does not run") else "and"
+    return Mismatch(f"{reason}, {and_} {result.reason}", result.error)
 
 
 class _Probe:
@@ -232,8 +232,8 @@ class _Probe:
                 with enter_modes(Float64):
                     fit = self.nearest()
             except Exception as raised:  # the module's own code: whatever it raises is a mismatch
-                more = "with such a gate" if self.inputs else "alone"
-                return Mismatch.raised(f"does not run on rows of {self.size} {more}", raised)
+                suffix = "with such a gate" if self.inputs else "alone"
+                return Mismatch.raised(f"does not run on rows of {self.size} {suffix}", raised)
             return fit if isinstance(fit, Mismatch) else self.finished(fit)
 
     def nearest(self) -> _Fit | Mismatch:
@@ -248,8 +248,8 @@ class _Probe:
             return Mismatch(f"differs from {fit} (nearest: {fit.nearest})", error)
         error = self.gradient_distance(fit)
         if not error <= TOLERANCE:
-            said = f", {fit.nearest}" if self.inputs else ""
-            return Mismatch(f"equals {fit}{said}, but its gradients differ", error)
+            description = f", {fit.nearest}" if self.inputs else ""
+            return Mismatch(f"equals {fit}{description}, but its gradients differ", error)
         return fit
 
     def given(self, *seeds: int, rows: int = 16) -> list[Tensor]:
@@ -266,16 +266,16 @@ class _Probe:
             expected = fit.of(self.params)(x * scale, *gate)
             for training in (True, False):
                 self.copied.training = training
-                made = run_rows(self.copied, x * scale, *gate)
-                worst = max(worst, relative_error(made, expected))
+                actual = run_rows(self.copied, x * scale, *gate)
+                worst = max(worst, relative_error(actual, expected))
         return worst
 
     def gradient_distance(self, fit: _Fit) -> float:
         """Return the largest relative difference of a gradient, of the inputs or of a parameter."""
-        given = [t.requires_grad_() for t in self.given(20, 22)]
-        leaves = [*given, *(p for p in self.params.values() if p.requires_grad)]
+        inputs = [t.requires_grad_() for t in self.given(20, 22)]
+        leaves = [*inputs, *(p for p in self.params.values() if p.requires_grad)]
         return gradients_distance(
-            run_rows(self.copied, *given), fit.of(self.params)(*given), leaves
+            run_rows(self.copied, *inputs), fit.of(self.params)(*inputs), leaves
         )
 
     # candidates
@@ -290,19 +290,19 @@ class _Probe:
         ones = [torch.ones(2, 8, self.size, dtype=torch.float64)] if self.inputs else []
         zero = torch.zeros(2, 8, self.size, dtype=torch.float64)
         shift = run_rows(self.copied, zero, *ones)[0, 0]
-        near = (shift.norm() + 1.0) * TOLERANCE
-        bias = next((n for n, p in self.params.items() if (shift - p).norm() <= near), None)
+        tolerance = (shift.norm() + 1.0) * TOLERANCE
+        bias = next((n for n, p in self.params.items() if (shift - p).norm() <= tolerance), None)
         weight = next((p for name, p in self.params.items() if name != bias), shift)
         large, small = random_rows(self.size) * 1e3, random_rows(self.size, seed=2) * 1e-10
-        far, close = (run_rows(self.copied, x, *ones) - shift for x in (large, small))
+        far_output, near_output = (run_rows(self.copied, x, *ones) - shift for x in (large, small))
         for bare in self._bare(ones):
             normal = reference(large, torch.ones_like(weight), None, bare, *ones)
-            scale, offset = _scale_and_offset(far, normal, weight)
+            scale, offset = _scale_and_offset(far_output, normal, weight)
             inner = small - small.mean(-1, keepdim=True) if bare.centred else small
             lever = float(ACTIVATIONS[bare.act](ones[0].flatten()[0])) if ones else 1.0
             inner = inner * lever if bare.first else inner
             scaled = inner * scale * (1.0 if bare.first else lever)
-            eps = _fit_eps(*(split_groups(t, bare.groups) for t in (close, scaled, inner)))
+            eps = _fit_eps(*(split_groups(t, bare.groups) for t in (near_output, scaled, inner)))
             yield _Fit(replace(bare, offset=offset, eps=eps), bias)
 
     def _bare(self, ones: list[Tensor]) -> Iterator[Form]:
@@ -310,18 +310,20 @@ class _Probe:
             yield from (Form(centred, 0.0) for centred in (False, True))
         elif (groups := self._groups(ones[0])) is not None:
             for act in ACTIVATIONS:
-                yield from (Form(False, 0.0, 0.0, "late", act, at, groups) for at in (True, False))
+                yield from (
+                    Form(False, 0.0, 0.0, "late", act, first, groups) for first in (True, False)
+                )
 
     def _groups(self, ones: Tensor) -> int | None:
         """Return the number of groups of a row, by the numbers that depend on the first."""
         x = random_rows(self.size)
-        other = x.clone()
-        other[..., 0] += 1.0
-        both = [run_rows(self.copied, each, ones) for each in (x, other)]
-        moved = (both[0] != both[1]).flatten(0, 1).any(0)
-        width = int(moved.sum())
-        whole = width > 0 and bool(moved[:width].all()) and self.size % width == 0
-        return self.size // width if whole else None
+        perturbed = x.clone()
+        perturbed[..., 0] += 1.0
+        results = [run_rows(self.copied, rows, ones) for rows in (x, perturbed)]
+        changed = (results[0] != results[1]).flatten(0, 1).any(0)
+        width = int(changed.sum())
+        divides = width > 0 and bool(changed[:width].all()) and self.size % width == 0
+        return self.size // width if divides else None
 
     # eps as it is written, and roundings
 
@@ -350,8 +352,8 @@ class _Probe:
     def written_eps(self, fit: _Fit, eps: float) -> float | None:
         """Return the eps as the module writes it: an attribute of its own, else rounded to nine
         digits."""
-        named = named_eps(self.module, eps)
-        if named is None and is_dtype_spacing(eps):
+        attribute = named_eps(self.module, eps)
+        if attribute is None and is_dtype_spacing(eps):
             single = bare_copy(self.module, torch.float32)
             x = (random_rows(self.size, seed=30) * 1e-3).float()
             form = replace(fit.form, eps=torch.finfo(torch.float32).eps)
@@ -360,7 +362,7 @@ class _Probe:
                 expected = replace(fit, form=form).of(exact)(x.double())
                 if relative_error(run_rows(single, x), expected) <= 1e-6:
                     return None
-        return float(f"{eps:.9g}") if named is None else named
+        return float(f"{eps:.9g}") if attribute is None else attribute
 
     @torch.no_grad()
     def rounding(self, fit: _Fit) -> str | Mismatch:
@@ -368,23 +370,23 @@ class _Probe:
 
         In bfloat16; with a gate, with a float32 weight too. Sums may have another order.
         """
-        given = [t.bfloat16() for t in self.given(4, 5, rows=64)]
-        same = {"early": 1.0, "late": 1.0}
+        inputs = [t.bfloat16() for t in self.given(4, 5, rows=64)]
+        shares = {"early": 1.0, "late": 1.0}
         for kind in (torch.bfloat16, torch.float32) if self.inputs else (torch.bfloat16,):
             copied = bare_copy(self.module, kind, seed=3)
             params = {name: p.to(kind) for name, p in vectors_of(copied, self.size).items()}
             try:
-                y = run_rows(copied, *given)
+                y = run_rows(copied, *inputs)
             except Exception as raised:  # the module's own code
                 return Mismatch(f"does not run in bfloat16: {type(raised).__name__}")
-            for order in same:
-                expected = replace(fit, form=replace(fit.form, rounding=order)).of(params)(*given)
+            for order in shares:
+                expected = replace(fit, form=replace(fit.form, rounding=order)).of(params)(*inputs)
                 share = float((y == expected).double().mean())
                 same_dtype = expected.dtype == y.dtype or not self.inputs
-                same[order] = min(same[order], share if same_dtype else 0.0)
-        best = max(same, key=lambda order: same[order])
-        if same[best] < 0.99:
+                shares[order] = min(shares[order], share if same_dtype else 0.0)
+        best = max(shares, key=lambda order: shares[order])
+        if shares[best] < 0.99:
             return Mismatch(
-                f"rounds differently in bfloat16: at best {same[best]:.0%} of bits agree"
+                f"rounds differently in bfloat16: at best {shares[best]:.0%} of bits agree"
             )
         return best

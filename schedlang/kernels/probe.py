@@ -35,9 +35,9 @@ class Mismatch:
     error: float | None = None
 
     @classmethod
-    def raised(cls, what: str, error: Exception) -> Mismatch:
-        """Return a mismatch with `what` and the first line of the module's own error."""
-        return cls(f"{what}: {error_line(error)}")
+    def raised(cls, message: str, error: Exception) -> Mismatch:
+        """Return a mismatch with `message` and the first line of the module's own error."""
+        return cls(f"{message}: {error_line(error)}")
 
 
 def error_line(error: BaseException) -> str:
@@ -58,12 +58,12 @@ def bare_copy(
     floating ones in `dtype`; none may be on the meta device.
     """
     generator = torch.Generator().manual_seed(seed)
-    done: dict[int, Any] = {}
+    memo: dict[int, Any] = {}
 
     def fresh(p: nn.Parameter | None) -> nn.Parameter | None:
-        if p is not None and id(p) not in done:
-            done[id(p)] = nn.Parameter(_random_parameter(p.shape, dtype, generator, spread))
-        return None if p is None else done[id(p)]
+        if p is not None and id(p) not in memo:
+            memo[id(p)] = nn.Parameter(_random_parameter(p.shape, dtype, generator, spread))
+        return None if p is None else memo[id(p)]
 
     def moved(buffer: Tensor | None) -> Tensor | None:
         if buffer is None:
@@ -72,15 +72,15 @@ def bare_copy(
         return buffer.detach().to("cpu", kind, copy=True)
 
     def copied(part: nn.Module) -> nn.Module:
-        if id(part) not in done:
-            twin = done[id(part)] = copy.copy(part)
+        if id(part) not in memo:
+            twin = memo[id(part)] = copy.copy(part)
             state = twin.__dict__
             state.update({name: type(state[name])() for name in _HOOKS if name in state})
             state["_parameters"] = {name: fresh(p) for name, p in part._parameters.items()}
             state["_buffers"] = {name: moved(b) for name, b in part._buffers.items()}
             children = part._modules.items()
             state["_modules"] = {n: copied(c) if c is not None else None for n, c in children}
-        twin_: nn.Module = done[id(part)]
+        twin_: nn.Module = memo[id(part)]
         return twin_
 
     return copied(module)
@@ -97,34 +97,36 @@ def _random_parameter(
 
     Drawing each number of wide weights would take longer than computing with them.
     """
-    long = math.prod(shape) > 4 * _DISTINCT and all(size % _DISTINCT for size in shape)
-    some = torch.rand((_DISTINCT,) if long else shape, generator=generator, device="cpu") + 0.5
-    some = some.to(dtype)
+    repeats = math.prod(shape) > 4 * _DISTINCT and all(size % _DISTINCT for size in shape)
+    numbers = (
+        torch.rand((_DISTINCT,) if repeats else shape, generator=generator, device="cpu") + 0.5
+    )
+    numbers = numbers.to(dtype)
     if spread is not None:
-        some.sub_(1.0).mul_(spread(shape))
-    return _repeat_numbers(some, shape) if long else some
+        numbers.sub_(1.0).mul_(spread(shape))
+    return _repeat_numbers(numbers, shape) if repeats else numbers
 
 
-def _repeat_numbers(some: Tensor, shape: torch.Size) -> Tensor:
+def _repeat_numbers(numbers: Tensor, shape: torch.Size) -> Tensor:
     """Return a new CPU tensor of a shape, filled with some numbers, repeated in turn."""
-    made = torch.empty(math.prod(shape), dtype=some.dtype, device="cpu")
-    rounds, rest = divmod(len(made), len(some))
-    made[: rounds * len(some)].view(rounds, len(some)).copy_(some)
-    made[len(made) - rest :] = some[:rest]
-    return made.view(shape)
+    filled = torch.empty(math.prod(shape), dtype=numbers.dtype, device="cpu")
+    rounds, rest = divmod(len(filled), len(numbers))
+    filled[: rounds * len(numbers)].view(rounds, len(numbers)).copy_(numbers)
+    filled[len(filled) - rest :] = numbers[:rest]
+    return filled.view(shape)
 
 
 def inputs_of(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the arguments of the module's forward."""
-    every = inspect.signature(type(module).forward).parameters.values()
-    return tuple(p.name for p in every if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))[1:]
+    arguments = inspect.signature(type(module).forward).parameters.values()
+    return tuple(p.name for p in arguments if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))[1:]
 
 
 def one_input(module: nn.Module) -> Mismatch | None:
     """Return a mismatch if the module's forward has more arguments than its input."""
-    more = inputs_of(module)[1:]
-    if more:
-        return Mismatch(f"takes `{more[0]}` beside its input: the kernel does not")
+    extra = inputs_of(module)[1:]
+    if extra:
+        return Mismatch(f"takes `{extra[0]}` beside its input: the kernel does not")
     return None
 
 
@@ -137,13 +139,13 @@ def random_rows(size: int, seed: int = 1, rows: int = 16) -> Tensor:
 
 def relative_error(a: Tensor, b: Tensor) -> float:
     """Return the norm of the difference divided by that of `b`; infinite for NaN."""
-    far = float((a.double() - b).norm() / b.norm().clamp_min(1e-300))
-    return far if math.isfinite(far) else math.inf
+    distance = float((a.double() - b).norm() / b.norm().clamp_min(1e-300))
+    return distance if math.isfinite(distance) else math.inf
 
 
-def run_rows(module: nn.Module, x: Tensor, *more: Tensor) -> Tensor:
+def run_rows(module: nn.Module, x: Tensor, *args: Tensor) -> Tensor:
     """Run the module on rows; raise ValueError if the result has another shape."""
-    y = module(x, *more)
+    y = module(x, *args)
     if not isinstance(y, Tensor) or y.shape != x.shape:
         shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
         raise ValueError(f"it returns {shape} for {tuple(x.shape)}")
@@ -158,11 +160,11 @@ def gradients_distance(y: Tensor, expected: Tensor, leaves: Sequence[Tensor]) ->
     if not y.requires_grad:
         return float("inf")
     grad = distinct_gradient(y)
-    found = torch.autograd.grad(y, leaves, grad, allow_unused=True)
+    grads = torch.autograd.grad(y, leaves, grad, allow_unused=True)
     exact = torch.autograd.grad(expected, leaves, grad.to(expected.dtype), allow_unused=True)
     return max(
         math.inf if a is None or b is None else relative_error(a, b)
-        for a, b in zip(found, exact, strict=True)
+        for a, b in zip(grads, exact, strict=True)
     )
 
 
@@ -189,34 +191,34 @@ _MAX_COMPARED = 2**20
 def probe_once(
     module: nn.Module,
     probe: Callable[[nn.Module], ProbeResult | Mismatch],
-    known: MutableMapping[Any, Any],
+    cache: MutableMapping[Any, Any],
     about: Hashable,
 ) -> ProbeResult | Mismatch:
     """Return the result of `probe` for a module; equal modules are probed once.
 
-    `known` caches results, `about` is the subject of the probe. A mismatch is always cached for
+    `cache` caches results, `about` is the subject of the probe. A mismatch is always cached for
     modules in the same position only.
     """
     keys = [
         ("probe", about, module_key(module)),
         ("probe", about, module_key(module, POSITION_NAMES)),
     ]
-    found = next((known[key] for key in keys if key in known), None)
-    if found is not None:
-        return found  # type: ignore[no-any-return]
+    result = next((cache[key] for key in keys if key in cache), None)
+    if result is not None:
+        return result  # type: ignore[no-any-return]
     if keys[0] != keys[1]:
         twin, read = record_position_reads(module)
-        found = probe(twin)
-        if not read and not isinstance(found, Mismatch):
-            known[keys[1]] = found
-            return found
-    known[keys[0]] = probe(module)
-    return known[keys[0]]  # type: ignore[no-any-return]
+        result = probe(twin)
+        if not read and not isinstance(result, Mismatch):
+            cache[keys[1]] = result
+            return result
+    cache[keys[0]] = probe(module)
+    return cache[keys[0]]  # type: ignore[no-any-return]
 
 
-def module_key(module: nn.Module, but: frozenset[str] = frozenset()) -> Hashable:
+def module_key(module: nn.Module, ignored: frozenset[str] = frozenset()) -> Hashable:
     """Return a key that is equal for equal modules, ignoring attributes of these names."""
-    return _module_key(module, but), *_shared(module)
+    return _module_key(module, ignored), *_shared(module)
 
 
 def _shared(module: nn.Module) -> tuple[tuple[int, ...], ...]:
@@ -227,18 +229,20 @@ def _shared(module: nn.Module) -> tuple[tuple[int, ...], ...]:
     parts = [part for _, part in module.named_modules(remove_duplicate=False)]
     parameters = [p for _, p in module.named_parameters(remove_duplicate=False)]
     buffers = [b for _, b in module.named_buffers(remove_duplicate=False)]
-    return tuple(_first_positions(each) for each in (parts, parameters, buffers))
+    return tuple(_first_positions(objects) for objects in (parts, parameters, buffers))
 
 
 def _first_positions(objects: Sequence[object]) -> tuple[int, ...]:
     places: dict[int, int] = {}
-    return tuple(places.setdefault(id(one), place) for place, one in enumerate(objects))
+    return tuple(places.setdefault(id(item), position) for position, item in enumerate(objects))
 
 
-def _module_key(module: nn.Module, but: frozenset[str]) -> Hashable:
-    own = vars(module)
+def _module_key(module: nn.Module, ignored: frozenset[str]) -> Hashable:
+    attrs = vars(module)
     rest = [
-        (n, _value_key(v)) for n, v in own.items() if n not in _MODULE_ATTRIBUTES and n not in but
+        (n, _value_key(v))
+        for n, v in attrs.items()
+        if n not in _MODULE_ATTRIBUTES and n not in ignored
     ]
     tensors = [
         (n, None if p is None else (p.shape, p.dtype, p.requires_grad))
@@ -246,11 +250,13 @@ def _module_key(module: nn.Module, but: frozenset[str]) -> Hashable:
     ]
     buffers = [(n, None if b is None else _buffer_key(b)) for n, b in module._buffers.items()]
     children = [
-        (n, None if child is None else _module_key(child, but))
+        (n, None if child is None else _module_key(child, ignored))
         for n, child in module._modules.items()
     ]
     hooks = [
-        (n, *map(id, own[n].values())) for n in sorted(_HOOK_ATTRIBUTES & own.keys()) if own[n]
+        (n, *map(id, attrs[n].values()))
+        for n in sorted(_HOOK_ATTRIBUTES & attrs.keys())
+        if attrs[n]
     ]
     return type(module), *rest, module.training, *hooks, *tensors, *buffers, *children
 
@@ -269,8 +275,8 @@ def _value_key(value: object) -> Hashable:
 def _buffer_key(buffer: Tensor) -> Hashable:
     if buffer.is_meta or buffer.numel() > _MAX_COMPARED or type(buffer) is not Tensor:
         return id(buffer)
-    plain = buffer.detach().cpu().contiguous()
-    return buffer.shape, buffer.dtype, plain.view(-1).view(torch.uint8).numpy().tobytes()
+    on_cpu = buffer.detach().cpu().contiguous()
+    return buffer.shape, buffer.dtype, on_cpu.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def record_position_reads(module: nn.Module) -> tuple[nn.Module, list[str]]:
@@ -279,17 +285,17 @@ def record_position_reads(module: nn.Module) -> tuple[nn.Module, list[str]]:
     Its parameters, buffers and other attributes are the module's own.
     """
     read: list[str] = []
-    done: dict[int, nn.Module] = {}
+    memo: dict[int, nn.Module] = {}
 
     def twin(part: nn.Module) -> nn.Module:
-        if id(part) not in done:
-            made = done[id(part)] = copy.copy(part)
-            own = made.__dict__
-            own["_modules"] = {n: c if c is None else twin(c) for n, c in part._modules.items()}
-            places = [name for name in POSITION_NAMES if name in own]
+        if id(part) not in memo:
+            duplicate = memo[id(part)] = copy.copy(part)
+            attrs = duplicate.__dict__
+            attrs["_modules"] = {n: c if c is None else twin(c) for n, c in part._modules.items()}
+            places = [name for name in POSITION_NAMES if name in attrs]
             if places:
-                made.__class__ = _recording_class(type(part), places, read)
-        return done[id(part)]
+                duplicate.__class__ = _recording_class(type(part), places, read)
+        return memo[id(part)]
 
     return twin(module), read
 
@@ -304,5 +310,5 @@ def _recording_class(kind: type, names: Iterable[str], read: list[str]) -> type:
 
         return property(get, lambda self, value: vars(self).update({name: value}))
 
-    same = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (kind,), same | {name: noted(name) for name in names})
+    copied = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (kind,), copied | {name: noted(name) for name in names})

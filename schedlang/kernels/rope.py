@@ -55,9 +55,9 @@ def rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, width: int, fo
 
     Differentiable in `q` and `k`, any number of times.
     """
-    how = (form.pairs, form.paired, form.own, form.heads, form.early, form.keeps)
-    turned, other = rope_turn(q, k, cos, sin, width, *how, False)
-    return turned if k is None else (turned, other)
+    options = (form.pairs, form.paired, form.own, form.heads, form.early, form.keeps)
+    turned, turned_k = rope_turn(q, k, cos, sin, width, *options, False)
+    return turned if k is None else (turned, turned_k)
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor, width: int, form: Form) -> Tensor:
@@ -89,47 +89,47 @@ def _angles(table: Tensor, width: int, form: Form) -> tuple[Tensor, Tensor]:
     return table[..., : width // 2], table[..., : width // 2]
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, width: int, form: Form, back: bool) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, width: int, form: Form, inverse: bool) -> Tensor:
     kind = _result_dtype(x, cos, form)
     if not form.early:
         inner = compute_dtype(x, cos)
         x, cos, sin = x.to(inner), cos.to(inner), sin.to(inner)
-    a, b = _split(x[..., :width], form.paired if back else form.pairs)
+    a, b = _split(x[..., :width], form.paired if inverse else form.pairs)
     (c, d), (s, t) = _angles(cos, width, form), _angles(sin, width, form)
-    made = (a * c + b * t, b * d - a * s) if back else (a * c - b * s, b * d + a * t)
-    turned = _join(*made, form.pairs if back else form.paired).to(kind)
+    rotated = (a * c + b * t, b * d - a * s) if inverse else (a * c - b * s, b * d + a * t)
+    turned = _join(*rotated, form.pairs if inverse else form.paired).to(kind)
     return torch.cat((turned, x[..., width:].to(kind)), -1) if width < x.shape[-1] else turned
 
 
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _load(x, line, there, half, PAIRS, LINES: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _load(x, line, valid, half, PAIRS, LINES: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
         """Load both numbers of each pair in float32; `line` [LINES, 1] is the start of each
         line."""
         if PAIRS:  # adjacent: one access, split in registers
             column = tl.arange(0, 2 * HALF)[None, :]
-            both = tl.load(x + line + column, mask=there & (column < 2 * half), other=0.0)
-            first, second = tl.split(tl.reshape(both.to(tl.float32), (LINES, HALF, 2)))
+            pair = tl.load(x + line + column, mask=valid & (column < 2 * half), other=0.0)
+            first, second = tl.split(tl.reshape(pair.to(tl.float32), (LINES, HALF, 2)))
         else:
             column = tl.arange(0, HALF)[None, :]
-            inside = there & (column < half)
+            inside = valid & (column < half)
             first = tl.load(x + line + column, mask=inside, other=0.0).to(tl.float32)
             second = tl.load(x + line + half + column, mask=inside, other=0.0).to(tl.float32)
         return first, second
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _store(y, line, there, half, first, second, PAIRS, LINES: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _store(y, line, valid, half, first, second, PAIRS, LINES: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
         """Write both numbers of each pair."""
         first = first.to(y.dtype.element_ty)
         second = second.to(y.dtype.element_ty)
         if PAIRS:
             column = tl.arange(0, 2 * HALF)[None, :]
-            both = tl.reshape(tl.join(first, second), (LINES, 2 * HALF))
-            tl.store(y + line + column, both, mask=there & (column < 2 * half))
+            pair = tl.reshape(tl.join(first, second), (LINES, 2 * HALF))
+            tl.store(y + line + column, pair, mask=valid & (column < 2 * half))
         else:
             column = tl.arange(0, HALF)[None, :]
-            inside = there & (column < half)
+            inside = valid & (column < half)
             tl.store(y + line + column, first, mask=inside)
             tl.store(y + line + half + column, second, mask=inside)
 
@@ -157,8 +157,8 @@ if triton is not None:
         """Rotate all heads of one token."""
         for start in range(0, heads, LINES):
             head = (start + tl.arange(0, LINES)[:, None]).to(tl.int64)
-            there = head < heads
-            a, b = _load(x, head * x_head, there, half, SOURCE, LINES, HALF)
+            valid = head < heads
+            a, b = _load(x, head * x_head, valid, half, SOURCE, LINES, HALF)
             if BACK:
                 left, right, under, over = a * c, b * t, b * d, -(a * s)
             else:
@@ -167,10 +167,10 @@ if triton is not None:
                 left, right = rounded(left, x), rounded(right, x)
                 under, over = rounded(under, x), rounded(over, x)
             line = head * y_head
-            _store(y, line, there, half, left + right, under + over, TARGET, LINES, HALF)
+            _store(y, line, valid, half, left + right, under + over, TARGET, LINES, HALF)
             if REST > 0:
                 column = 2 * half + tl.arange(0, REST)[None, :]
-                inside = there & (column < size)
+                inside = valid & (column < size)
                 passed = tl.load(x + head * x_head + column, mask=inside, other=0.0)
                 tl.store(y + line + column, passed.to(y.dtype.element_ty), mask=inside)
 
@@ -296,26 +296,26 @@ def _strides(x: Tensor, heads: int) -> tuple[int, int, int]:
 
 
 def _launch(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, width: int, form: Form, back: bool
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, width: int, form: Form, inverse: bool
 ) -> tuple[Tensor, Tensor]:
     """Rotate both in one launch; each result has the memory layout of its input."""
-    given = [_with_dense_rows(x) for x in ((q,) if k is None else (q, k))]
-    made = [torch.empty_like(x, dtype=_result_dtype(x, cos, form)) for x in given]
-    first, last = given[0], given[-1]
+    inputs = [_with_dense_rows(x) for x in ((q,) if k is None else (q, k))]
+    outputs = [torch.empty_like(x, dtype=_result_dtype(x, cos, form)) for x in inputs]
+    first, last = inputs[0], inputs[-1]
     tables = [_with_dense_rows(t) for t in (cos, sin)]
     rows, tokens, size = q.shape[0], q.shape[3 - form.heads], q.shape[3]
     early = form.early and torch.promote_types(q.dtype, cos.dtype) == q.dtype
     half = width // 2
     heads = [x.shape[form.heads] for x in (first, last)]
-    strides = [s for x in (first, last, made[0], made[-1]) for s in _strides(x, form.heads)]
+    strides = [s for x in (first, last, outputs[0], outputs[-1]) for s in _strides(x, form.heads)]
     angles = [s for t in tables for s in (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))]
     launch_kernel(
         turn_kernel,
         (rows * tokens,),
         first,
         last,
-        made[0],
-        made[-1],
+        outputs[0],
+        outputs[-1],
         *tables,
         tokens,
         *heads,
@@ -323,12 +323,12 @@ def _launch(
         size,
         *strides,
         *angles,
-        SOURCE=form.paired if back else form.pairs,
-        TARGET=form.pairs if back else form.paired,
+        SOURCE=form.paired if inverse else form.pairs,
+        TARGET=form.pairs if inverse else form.paired,
         OWN=form.own,
         PAIRED=form.paired,
         EARLY=early,
-        BACK=back,
+        BACK=inverse,
         KEYS=k is not None,
         Q_LINES=heads_per_program(heads[0], half),
         K_LINES=heads_per_program(heads[1], half),
@@ -336,7 +336,7 @@ def _launch(
         REST=_next_power(size - width) if size > width else 0,
         warps=4,
     )
-    return made[0], q.new_empty(0) if k is None else made[1]
+    return outputs[0], q.new_empty(0) if k is None else outputs[1]
 
 
 @torch.library.custom_op("schedlang::rope_turn", mutates_args=())
@@ -352,30 +352,30 @@ def rope_turn(
     heads: int,
     early: bool,
     keeps: bool,
-    back: bool,
+    inverse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Rotate (q, k), or rotate them back; the second result is empty without `k`."""
     form = Form(pairs, paired, own, heads, early, keeps)
     kernel = can_run_kernel(q, k, cos, sin, longest=None)
     count_kernel_run(kernel)
-    return (_launch if kernel else _by_torch)(q, k, cos, sin, width, form, back)
+    return (_launch if kernel else _by_torch)(q, k, cos, sin, width, form, inverse)
 
 
 @rope_turn.register_fake
-def _(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    width, *form, back = given
-    return _by_torch(q, k, cos, sin, width, Form(*form), back)
+def _(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    width, *form, inverse = args
+    return _by_torch(q, k, cos, sin, width, Form(*form), inverse)
 
 
 def _by_torch(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, width: int, form: Form, back: bool
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, width: int, form: Form, inverse: bool
 ) -> tuple[Tensor, Tensor]:
     """Rotate both by plain torch operations; each result has the memory layout of its input."""
-    made = []
+    outputs = []
     for x in (q,) if k is None else (q, k):
         y = torch.empty_like(_with_dense_rows(x), dtype=_result_dtype(x, cos, form))
-        made.append(y.copy_(_rotate(x, cos, sin, width, form, back)))
-    return made[0], q.new_empty(0) if k is None else made[1]
+        outputs.append(y.copy_(_rotate(x, cos, sin, width, form, inverse)))
+    return outputs[0], q.new_empty(0) if k is None else outputs[1]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -415,13 +415,13 @@ class Case(check.Case):
         shapes = [(rows, n, tokens, size) if by_head else (rows, tokens, n, size) for n in heads]
         return {n: normal(*s) * self.scale for n, s in zip(("query", "key"), shapes)}
 
-    def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
+    def run(self, tensors: dict[str, Tensor], kernel: bool) -> Tensor:
         """Run the kernel, or its reference."""
         width = self.width or self.shape[-1]
         rows, tokens = 1 if self.shared else self.shape[0], self.shape[1]
         generator = torch.Generator().manual_seed(self.seed + 1)
         angle = torch.rand((rows, tokens, width), generator=generator) * 7
-        q, k = given["query"], given["key"]
+        q, k = tensors["query"], tensors["key"]
         cos, sin = (t.to(q.device, q.dtype) for t in (angle.cos(), angle.sin()))
         if kernel:
             turned = rotate(q, k, cos, sin, width, self.form)

@@ -45,8 +45,8 @@ def _rows(results: Sequence[str], arguments: str, last: int | None = None) -> Sh
     """
 
     def rule(first: Any, *others: Any) -> list[ShardingStrategy]:
-        given = [first, *others]
-        none = [not hasattr(value, "ndim") for value in given]
+        args = [first, *others]
+        none = [not hasattr(value, "ndim") for value in args]
 
         def placements(letters: Sequence[str], along: Placement | None) -> list[Placement]:
             summed = Partial() if along else Replicate()
@@ -57,8 +57,8 @@ def _rows(results: Sequence[str], arguments: str, last: int | None = None) -> Sh
         strategies: list[ShardingStrategy] = []
         for along in (None, *map(Shard, range(first.ndim - (last is None or none[last])))):
             inputs: list[Placement | None] = [*placements(arguments.replace("-", "w"), along)]
-            for place, missing in enumerate(none):
-                inputs[place] = None if missing else inputs[place]
+            for index, missing in enumerate(none):
+                inputs[index] = None if missing else inputs[index]
             strategies.append((placements(results, along), inputs))
         return strategies
 
@@ -69,11 +69,11 @@ def _grouped(x: Any, weight: Any, ends: Any, across: bool) -> list[ShardingStrat
     """Return strategies that shard columns of the matrices, or the dim of their sums; rows are
     grouped, and stay replicated."""
     into, out = (2, 1) if across else (1, 2)
-    whole = Replicate()
+    replicated = Replicate()
     return [
-        ([whole], [whole, whole, whole, None]),
-        ([Shard(1)], [whole, Shard(out), whole, None]),
-        ([Partial()], [Shard(1), Shard(into), whole, None]),
+        ([replicated], [replicated, replicated, replicated, None]),
+        ([Shard(1)], [replicated, Shard(out), replicated, None]),
+        ([Partial()], [Shard(1), Shard(into), replicated, None]),
     ]
 
 
@@ -81,11 +81,11 @@ def _grouped_backward(
     dy: Any, x: Any, weight: Any, ends: Any, across: bool, *_: Any
 ) -> list[ShardingStrategy]:
     into, out = (2, 1) if across else (1, 2)
-    whole, more = Replicate(), (None, None, None)
+    replicated, rest = Replicate(), (None, None, None)
     return [
-        ([whole, whole], [whole, whole, whole, whole, *more]),
-        ([Partial(), Shard(out)], [Shard(1), whole, Shard(out), whole, *more]),
-        ([Shard(1), Shard(into)], [whole, Shard(1), Shard(into), whole, *more]),
+        ([replicated, replicated], [replicated, replicated, replicated, replicated, *rest]),
+        ([Partial(), Shard(out)], [Shard(1), replicated, Shard(out), replicated, *rest]),
+        ([Shard(1), Shard(into)], [replicated, Shard(1), Shard(into), replicated, *rest]),
     ]
 
 
@@ -93,21 +93,21 @@ def _rope(q: Any, k: Any, cos: Any, sin: Any, *form: Any) -> list[ShardingStrate
     """Return strategies for rows, tokens with their angles, and heads, the same for queries and
     keys."""
     heads = form[4]
-    whole = Replicate()
+    replicated = Replicate()
 
     def way(lines: Placement, angles: Placement) -> ShardingStrategy:
-        other = lines if hasattr(k, "ndim") else None
-        inputs: list[Placement | None] = [lines, other, angles, angles, *[None] * len(form)]
-        return [lines, other or whole], inputs
+        key_placement = lines if hasattr(k, "ndim") else None
+        inputs: list[Placement | None] = [lines, key_placement, angles, angles, *[None] * len(form)]
+        return [lines, key_placement or replicated], inputs
 
-    by_row = Shard(0) if cos.shape[0] > 1 else whole
+    by_row = Shard(0) if cos.shape[0] > 1 else replicated
     places = [
-        (whole, whole),
+        (replicated, replicated),
         (Shard(0), by_row),
-        (Shard(heads), whole),
+        (Shard(heads), replicated),
         (Shard(3 - heads), Shard(1)),
     ]
-    return [way(*place) for place in places]
+    return [way(*placements) for placements in places]
 
 
 RULES: dict[str, ShardingRule] = {

@@ -56,38 +56,38 @@ class StatementFilter(PostLex):
     def process(self, stream: Iterator[Token]) -> Iterator[Token]:
         """Yield the tokens without the newlines that end no statement; raise TooDeep."""
         opened: list[tuple[str, int]] = []  # brackets, each with the signs before it
-        run: list[Token] = []  # consecutive signs
+        signs: list[Token] = []  # consecutive signs
         depth, last = 0, ""
         for token in stream:
             kind = token.type
             if kind == "_NL":
                 if last == "_NL" or (opened and opened[-1][0] != "LBRACE"):
                     continue
-                run = []
+                signs = []
             elif kind in SIGNS:
-                run.append(token)
+                signs.append(token)
             elif kind in OPENS:
-                opened.append((kind, len(run)))
-                depth, run = depth + 1 + len(run), []
+                opened.append((kind, len(signs)))
+                depth, signs = depth + 1 + len(signs), []
             else:
-                run = []
+                signs = []
                 if kind in CLOSES and opened:
                     depth -= 1 + opened.pop()[1]
-            if depth + len(run) > MAX_DEPTH:
-                raise _make_too_deep(token, run, len(opened))
+            if depth + len(signs) > MAX_DEPTH:
+                raise _make_too_deep(token, signs, len(opened))
             last = kind
             yield token
 
 
-def _make_too_deep(token: Token, run: list[Token], brackets: int) -> TooDeep:
-    if len(run) > MAX_DEPTH:
-        return TooDeep(run[0], "signs")
+def _make_too_deep(token: Token, signs: list[Token], brackets: int) -> TooDeep:
+    if len(signs) > MAX_DEPTH:
+        return TooDeep(signs[0], "signs")
     return TooDeep(token, "brackets" if brackets > MAX_DEPTH else "brackets and signs")
 
 
-def span_of(source: Source, piece: Token | Meta) -> Span:
+def span_of(source: Source, parsed: Token | Meta) -> Span:
     """Return the span of a token or of a rule's text."""
-    lines = piece.line, piece.column, piece.end_line, piece.end_column
+    lines = parsed.line, parsed.column, parsed.end_line, parsed.end_column
     return Span(source, *lines)  # type: ignore[arg-type]  # what was parsed has a place
 
 
@@ -173,21 +173,21 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
         self.problems: list[Diagnostic] = []
         self._span: Callable[[Meta | Token], Span] = partial(span_of, source)
 
-    def __default__(self, rule: str, parts: list[Any], at: Meta) -> Any:
+    def __default__(self, rule: str, parts: list[Any], meta: Meta) -> Any:
         """Make the node of a rule that has no method of its own."""
-        made = tuple(map(_plain, parts))
+        values = tuple(map(_plain, parts))
         if rule in FIELDS:
-            return FIELDS[rule](*made, span=self._span(at))
+            return FIELDS[rule](*values, span=self._span(meta))
         if rule in FIRST_AND_REST:
-            return FIRST_AND_REST[rule](made[0], made[1:], span=self._span(at))
+            return FIRST_AND_REST[rule](values[0], values[1:], span=self._span(meta))
         if rule in REST_AND_LAST:
-            return REST_AND_LAST[rule](made[:-1], made[-1], span=self._span(at))
-        return ITEMS[rule](made, span=self._span(at))
+            return REST_AND_LAST[rule](values[:-1], values[-1], span=self._span(meta))
+        return ITEMS[rule](values, span=self._span(meta))
 
     def INT(self, token: Token) -> Token:
         """Check that a number is not too large."""
-        whole = DIGITS.search(token)
-        digits = len(whole[0]) if whole else 0
+        match = DIGITS.search(token)
+        digits = len(match[0]) if match else 0
         if digits > MAX_DIGITS or (token.type == "FLOAT" and isinf(float(token))):
             label = Label(self._span(token), f"a number has at most {MAX_DIGITS} digits")
             title = f"this number has {digits} digits"
@@ -198,10 +198,12 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
 
     def GLOB(self, token: Token) -> Token:
         """Check that a part of a selector does not stand for too many names."""
-        many = prod(part.count(",") + 1 for part in re.findall(r"\{[^}]*\}", token))
-        if many > MAX_ALTERNATIVES:
+        count = prod(part.count(",") + 1 for part in re.findall(r"\{[^}]*\}", token))
+        if count > MAX_ALTERNATIVES:
             label = Label(self._span(token), f"a selector has at most {MAX_ALTERNATIVES:,}")
-            title = f"these are {many:,} alternatives" if many < 10**9 else "too many alternatives"
+            title = (
+                f"these are {count:,} alternatives" if count < 10**9 else "too many alternatives"
+            )
             self.problems.append(Diagnostic("S004", title, label))
         return token
 
@@ -209,80 +211,80 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
 
     # ---- selectors --------------------------------------------------------------------
 
-    def seg(self, at: Meta, text: Token, *index: Any) -> tuple[n.Seg, ...]:
+    def seg(self, meta: Meta, text: Token, *index: Any) -> tuple[n.Seg, ...]:
         """layers, layers[2:4]; layers[3] is layers.3"""
         picked = tuple(map(_plain, index))
         if len(picked) == 1 and isinstance(picked[0], str) and picked[0].isdigit():
             child = n.Seg(str(int(picked[0][:MAX_DIGITS])), span=self._span(index[0]))
             return n.Seg(str(text), span=self._span(text)), child
-        return (n.Seg(str(text), picked, span=self._span(at)),)
+        return (n.Seg(str(text), picked, span=self._span(meta)),)
 
-    def path(self, at: Meta, *parts: Any) -> n.Path:
+    def path(self, meta: Meta, *parts: Any) -> n.Path:
         """h.*.attn?:Attention"""
-        *segs, maybe, kind = parts
+        *segs, optional, kind = parts
         flat = tuple(seg for group in segs for seg in group)
-        return n.Path(flat, maybe is not None, _plain(kind), span=self._span(at))
+        return n.Path(flat, optional is not None, _plain(kind), span=self._span(meta))
 
     # ---- statements -------------------------------------------------------------------
 
-    def do(self, at: Meta, path: n.Path, *args: Any) -> n.Do:
+    def do(self, meta: Meta, path: n.Path, *args: Any) -> n.Do:
         """verify(forward)"""
-        span = self._span(at)
+        span = self._span(meta)
         name = n.Name(tuple(seg.text for seg in path.segs), span=path.span)
         return n.Do(path, n.Call(name, args, span=span), span=span)
 
-    def at(self, at: Meta, *parts: Any) -> n.At:
+    def at(self, meta: Meta, *parts: Any) -> n.At:
         """at h.* where out_features > 64 except h.0 { ... }"""
         *paths, where, except_, block = parts
-        return n.At(tuple(paths), where, except_ or (), block, span=self._span(at))
+        return n.At(tuple(paths), where, except_ or (), block, span=self._span(meta))
 
-    def where(self, at: Meta, test: Any) -> Any:
+    def where(self, meta: Meta, test: Any) -> Any:
         """where out_features > 64"""
         return test
 
-    def except_(self, at: Meta, *paths: n.Path) -> tuple[n.Path, ...]:
+    def except_(self, meta: Meta, *paths: n.Path) -> tuple[n.Path, ...]:
         """except h.0, h.1"""
         return paths
 
     # ---- declarations -----------------------------------------------------------------
 
-    def start(self, at: Meta, header: n.Header, *items: Any) -> n.File:
+    def start(self, meta: Meta, header: n.Header, *items: Any) -> n.File:
         """Make the node of a whole file."""
         last = self.source.text.count("\n") + 1
         return n.File(header, items, span=Span(self.source, 1, 1, last, 1))
 
-    def use(self, at: Meta, path: Token, alias: Token | None, *args: Any) -> n.Use:
+    def use(self, meta: Meta, path: Token, alias: Token | None, *args: Any) -> n.Use:
         """use "x.sched" as x"""
-        return n.Use(str(path)[1:-1], _plain(alias), args or None, span=self._span(at))
+        return n.Use(str(path)[1:-1], _plain(alias), args or None, span=self._span(meta))
 
-    def mesh(self, at: Meta, *parts: Any) -> n.Mesh:
+    def mesh(self, meta: Meta, *parts: Any) -> n.Mesh:
         """mesh(dp=2) on h100x64, mesh(dp=2) on "mine.toml\""""
         *args, on = parts
-        return n.Mesh(tuple(args), on and str(on).strip('"'), span=self._span(at))
+        return n.Mesh(tuple(args), on and str(on).strip('"'), span=self._span(meta))
 
-    def view(self, at: Meta, name: Token, size: Any, *axes: Token) -> n.View:
+    def view(self, meta: Meta, name: Token, size: Any, *axes: Token) -> n.View:
         """view cp of (ring, ulysses)"""
-        return n.View(str(name), size, tuple(map(str, axes)), span=self._span(at))
+        return n.View(str(name), size, tuple(map(str, axes)), span=self._span(meta))
 
-    def search(self, at: Meta, how: Token, limit: n.Keyword) -> n.Search:
+    def search(self, meta: Meta, kind: Token, limit: n.Keyword) -> n.Search:
         """search at least dp = 2"""
-        return n.Search(" ".join(how.split()), limit, span=self._span(at))
+        return n.Search(" ".join(kind.split()), limit, span=self._span(meta))
 
-    def params(self, at: Meta, *params: n.Param) -> tuple[n.Param, ...]:
+    def params(self, meta: Meta, *params: n.Param) -> tuple[n.Param, ...]:
         """(over: axis, out=R)"""
         return params
 
-    def relax(self, at: Meta, *names: Token) -> tuple[str, ...]:
+    def relax(self, meta: Meta, *names: Token) -> tuple[str, ...]:
         """relax(rng, dtype)"""
         return tuple(map(str, names))
 
-    def step(self, at: Meta, name: Token, relax: Any, block: n.Block) -> n.Step:
+    def step(self, meta: Meta, name: Token, relax: Any, block: n.Block) -> n.Step:
         """step "x" relax(rng) { ... }"""
-        return n.Step(str(name)[1:-1], relax or (), block, span=self._span(at))
+        return n.Step(str(name)[1:-1], relax or (), block, span=self._span(meta))
 
-    def drop(self, at: Meta, name: Token) -> n.Drop:
+    def drop(self, meta: Meta, name: Token) -> n.Drop:
         """drop step "x" """
-        return n.Drop(str(name)[1:-1], span=self._span(at))
+        return n.Drop(str(name)[1:-1], span=self._span(meta))
 
 
 EDITION = 1  # the edition that this schedlang reads
@@ -313,19 +315,19 @@ class UpgradedSource:
 
 def upgrade_source(source: Source) -> UpgradedSource:
     """Rewrite a text of an older edition into the current one; other texts stay unchanged."""
-    found = HEADER.match(source.text)
-    edition = int(found[1][:9]) if found else EDITION
-    text, made = source.text, []
-    if found is None or not FIRST_EDITION <= edition < EDITION:
+    match = HEADER.match(source.text)
+    edition = int(match[1][:9]) if match else EDITION
+    text, changes = source.text, []
+    if match is None or not FIRST_EDITION <= edition < EDITION:
         return UpgradedSource(source)
     for number in range(edition, EDITION):
         for change in CHANGES.get(number, ()):
             before, text = text, change.rewrite(text)
-            made += [change] * (before != text)
+            changes += [change] * (before != text)
     header = HEADER.match(text)
     assert header is not None, "no change takes a file's header away"
     text = f"{text[: header.start(1)]}{EDITION}{text[header.end(1) :]}"
-    return UpgradedSource(Source(source.name, text), tuple(made))
+    return UpgradedSource(Source(source.name, text), tuple(changes))
 
 
 def edition_mismatch(version: str, span: Span) -> Diagnostic:

@@ -98,9 +98,9 @@ def _convert_axis(value: Any, axes: Mapping[str, int]) -> str:
 
 
 def _convert_literal(choices: tuple[Any, ...], value: Any) -> Any:
-    word: Any = value.name if isinstance(value, AxisSize) and value.name in choices else value
+    literal: Any = value.name if isinstance(value, AxisSize) and value.name in choices else value
     for choice in choices:
-        if choice == word and isinstance(choice, bool) == isinstance(word, bool):
+        if choice == literal and isinstance(choice, bool) == isinstance(literal, bool):
             return choice
     raise Mismatch(f"one of {quote_names(map(str, choices), 12)}", [str(c) for c in choices])
 
@@ -119,9 +119,9 @@ def _convert_union(kinds: tuple[Any, ...], value: Any, axes: Mapping[str, int]) 
             if len(kinds) == 1 or type(None) in kinds:
                 raise
             expected.append(describe(kind))
-        except Mismatch as wrong:
-            expected.append(wrong.expected)
-            choices += wrong.choices
+        except Mismatch as mismatch:
+            expected.append(mismatch.expected)
+            choices += mismatch.choices
     raise Mismatch(" or ".join(dict.fromkeys(expected)), choices)
 
 
@@ -140,8 +140,8 @@ def _convert_tuple(args: tuple[Any, ...], value: Any, axes: Mapping[str, int]) -
 def _convert_element(kind: Any, item: Any, axes: Mapping[str, int]) -> Any:
     try:
         return convert(kind, item, axes)
-    except Mismatch as wrong:
-        raise Mismatch(wrong.expected, wrong.choices, (item,)) from None
+    except Mismatch as mismatch:
+        raise Mismatch(mismatch.expected, mismatch.choices, (item,)) from None
 
 
 def _convert_plain(kind: Any, value: Any) -> Any:
@@ -191,10 +191,10 @@ def describe(kind: Any) -> str:
     if origin is Literal:
         return f"one of {quote_names(map(str, args), 12)}"
     if origin in (Union, types.UnionType):
-        return " or ".join(describe(one) for one in args if one is not type(None))
+        return " or ".join(describe(arg) for arg in args if arg is not type(None))
     if origin is tuple:
-        each = PLURALS.get(args[0]) if args else None
-        return f"a list of {each}" if each else f"a list, each {describe(args[0])}"
+        plural = PLURALS.get(args[0]) if args else None
+        return f"a list of {plural}" if plural else f"a list, each {describe(args[0])}"
     return str(getattr(kind, "__name__", kind))
 
 
@@ -237,18 +237,18 @@ def signature_of(primitive: type[Any]) -> CallSignature:
     if primitive in _SURFACES:
         return _SURFACES[primitive]
     hints = typing.get_type_hints(primitive, include_extras=True)
-    own = [f for f in dataclasses.fields(primitive) if f.init]
-    kinds = {f.name: hints[f.name] for f in own}
+    init_fields = [f for f in dataclasses.fields(primitive) if f.init]
+    kinds = {f.name: hints[f.name] for f in init_fields}
     marks = {name: getattr(kind, "__metadata__", ("",))[0] for name, kind in kinds.items()}
     special = [name for name, mark in marks.items() if mark in (REST, MANY)]
     missing = dataclasses.MISSING
     _SURFACES[primitive] = CallSignature(
         kinds,
         tuple(name for name in kinds if name not in special),
-        tuple(f.name for f in own if not f.kw_only and f.name not in special),
+        tuple(f.name for f in init_fields if not f.kw_only and f.name not in special),
         tuple(
             f.name
-            for f in own
+            for f in init_fields
             if f.default is missing and f.default_factory is missing and f.name not in special
         ),
         next((name for name in special if marks[name] == REST), None),
@@ -304,24 +304,24 @@ class Binder:
 
     def bind_arguments(self, arguments: Sequence[Argument]) -> bool:
         """Bind the arguments; return whether there was no problem."""
-        free = list(self.surface.positional)
+        unbound = list(self.surface.positional)
         for argument in arguments:
             name = argument.name
             if name is not None and name not in self.surface.keywords:
                 self._bind_keyword(name, argument)
             elif name is None and self.surface.many:
                 self._bind_several(self.many, self.surface.many, argument)
-            elif name is None and not free:
+            elif name is None and not unbound:
                 self._report_surplus(argument)
-            elif (field := name or free.pop(0)) in self.bound:
+            elif (field := name or unbound.pop(0)) in self.bound:
                 self._report_duplicate(field, argument)
             else:
                 self.bound[field] = None  # tried, whatever comes of it
                 for value in self._convert(field, self.surface.types[field], argument):
                     self.bound[field] = value
-        lacking = [name for name in self.surface.required if name not in self.bound]
-        if lacking:
-            self._report_missing(lacking)
+        missing = [name for name in self.surface.required if name not in self.bound]
+        if missing:
+            self._report_missing(missing)
         return not self.problems
 
     def _add_problem(
@@ -341,21 +341,21 @@ class Binder:
         if self.surface.rest and not self._is_misspelt_field(name, argument):
             self._bind_rest(name, argument)
         else:
-            known = self.surface.keywords
-            help_ = suggest_name(name, known, "it takes") if known else "it takes none"
+            keywords = self.surface.keywords
+            help_ = suggest_name(name, keywords, "it takes") if keywords else "it takes none"
             title = f"`{self.name}` takes no argument `{name}`"
-            facts = facts_of_unknown(name, known)
+            facts = facts_of_unknown(name, keywords)
             self._add_problem("S302", title, Label(argument.span), help_, facts=facts)
 
     def _is_misspelt_field(self, name: str, argument: Argument) -> bool:
         """Return whether a free keyword is so close to a field, by name or value, that the field
         was meant."""
-        near = find_closest(name, self.surface.keywords)
-        if near is None or (len(name) > 3 and near[:3] == name[:3]):
-            return near is not None
+        closest = find_closest(name, self.surface.keywords)
+        if closest is None or (len(name) > 3 and closest[:3] == name[:3]):
+            return closest is not None
         assert self.surface.rest
         free = self._accepts(self._element_type(self.surface.rest), argument)
-        return not free and self._accepts(self.surface.types[near], argument)
+        return not free and self._accepts(self.surface.types[closest], argument)
 
     def _accepts(self, kind: Any, argument: Argument) -> bool:
         try:
@@ -370,12 +370,12 @@ class Binder:
         return typing.get_args(pair)[1] if field == self.surface.rest else pair
 
     def _bind_rest(self, name: str, argument: Argument) -> None:
-        found: list[Any] = []
-        if any(name == known for known, _ in self.rest):
+        values: list[Any] = []
+        if any(name == bound_name for bound_name, _ in self.rest):
             self._report_duplicate(name, argument)
         assert self.surface.rest
-        self._bind_several(found, self.surface.rest, argument)
-        self.rest += [(name, value) for value in found]
+        self._bind_several(values, self.surface.rest, argument)
+        self.rest += [(name, value) for value in values]
 
     def _bind_several(self, into: list[Any], field: str, argument: Argument) -> None:
         """Bind one value of a field that takes several."""
@@ -392,14 +392,14 @@ class Binder:
         suggested = [
             n for n in self.surface.keywords if argument.word in words_of(self.surface.types[n])
         ]
-        near = tuple(f"did you mean `{name}={argument.word}`?" for name in suggested)
+        hints = tuple(f"did you mean `{name}={argument.word}`?" for name in suggested)
         facts: Facts = ()
         if suggested:
             facts = (("unknown", argument.word), ("meant", f"{suggested[0]}={argument.word}"))
-        self._add_problem("S302", title, Label(argument.span), *(near or order), facts=facts)
+        self._add_problem("S302", title, Label(argument.span), *(hints or order), facts=facts)
 
-    def _report_missing(self, lacking: Sequence[str]) -> None:
-        title = f"`{self.name}` needs {quote_names(lacking)}"
+    def _report_missing(self, missing: Sequence[str]) -> None:
+        title = f"`{self.name}` needs {quote_names(missing)}"
         self._add_problem(
             "S305", title, Label(self.span), f"for example `{self.primitive.example}`"
         )
@@ -410,21 +410,21 @@ class Binder:
             return [convert(kind, argument.value, self.axes)]
         except UnknownAxis as axis:
             self._report_unknown_axis(str(axis), argument)
-        except Mismatch as wrong:
-            value = wrong.culprit[0] if wrong.culprit else argument.value
-            if wrong.expected == describe(Axis) and argument.word:
+        except Mismatch as mismatch:
+            value = mismatch.culprit[0] if mismatch.culprit else argument.value
+            if mismatch.expected == describe(Axis) and argument.word:
                 self._report_unknown_axis(argument.word, argument)
                 return []
             symbol = isinstance(value, Symbol | AxisSize) or type(value) is str
-            if wrong.choices and symbol:
-                word = value.name if isinstance(value, AxisSize) else str(value)
-                title = f"`{self.name}` has no {field} `{word}`"
-                help_ = _suggest_choice(word, wrong.choices)
-                facts = facts_of_unknown(word, wrong.choices)
+            if mismatch.choices and symbol:
+                name = value.name if isinstance(value, AxisSize) else str(value)
+                title = f"`{self.name}` has no {field} `{name}`"
+                help_ = _suggest_choice(name, mismatch.choices)
+                facts = facts_of_unknown(name, mismatch.choices)
                 self._add_problem("S303", title, Label(argument.value_span), help_, facts=facts)
             else:
-                each = "each value in " if wrong.culprit else ""
-                title = f"{each}`{field}` of `{self.name}` must be {wrong.expected}"
+                prefix = "each value in " if mismatch.culprit else ""
+                title = f"{prefix}`{field}` of `{self.name}` must be {mismatch.expected}"
                 shape = f"for example `{self.primitive.example}`"
                 label = Label(argument.value_span, _describe_value(argument, value))
                 self._add_problem("S304", title, label, shape, facts=unknown_words(value))
@@ -432,13 +432,15 @@ class Binder:
 
     def _report_unknown_axis(self, name: str, argument: Argument) -> None:
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.axes.items())
-        near = find_closest(name, self.axes)
-        alone = argument.name and not isinstance(argument.value, tuple)
-        before = f"{argument.name}=" if alone else ""
-        helps = (f"did you mean `{before}{near}`?",) if near else ()
-        if not near and len(self.axes) < 6 and name.isidentifier():  # a long mesh is not repeated
+        closest = find_closest(name, self.axes)
+        is_single = argument.name and not isinstance(argument.value, tuple)
+        prefix = f"{argument.name}=" if is_single else ""
+        helps = (f"did you mean `{prefix}{closest}`?",) if closest else ()
+        if (
+            not closest and len(self.axes) < 6 and name.isidentifier()
+        ):  # a long mesh is not repeated
             helps = (f"declare it: `mesh({', '.join(filter(None, (mesh, f'{name}=2')))})`",)
-        elif not near and self.axes and not name.isidentifier():
+        elif not closest and self.axes and not name.isidentifier():
             helps = (f"name an axis: `{', '.join(self.axes)}`",)
         note = f"the mesh is {mesh}" if self.axes else "no mesh is declared above"
         title = f"the mesh has no axis `{name}`"
@@ -448,18 +450,20 @@ class Binder:
 
 def _describe_value(argument: Argument, value: object) -> str:
     """Return a phrase with an argument's value, and the name that the value came from."""
-    named = argument.word and not isinstance(value, str | AxisSize)
-    return f"`{argument.word}` is {show_value(value)}" if named else f"this is {show_value(value)}"
+    is_word = argument.word and not isinstance(value, str | AxisSize)
+    return (
+        f"`{argument.word}` is {show_value(value)}" if is_word else f"this is {show_value(value)}"
+    )
 
 
 def _suggest_choice(word: str, choices: Sequence[str]) -> str:
-    near = find_closest(word, choices)
+    closest = find_closest(word, choices)
     listed = f"choose one of {quote_names(choices, 12)}"
-    return f"did you mean `{near}`? {listed}" if near and len(choices) > 4 else listed
+    return f"did you mean `{closest}`? {listed}" if closest and len(choices) > 4 else listed
 
 
 def words_of(kind: Any) -> tuple[str, ...]:
     """Return the words that an argument of this type may be."""
     inside = typing.get_args(kind)
-    own = tuple(one for one in inside if isinstance(one, str))
-    return own + tuple(word for one in inside for word in words_of(one))
+    words = tuple(arg for arg in inside if isinstance(arg, str))
+    return words + tuple(word for arg in inside for word in words_of(arg))

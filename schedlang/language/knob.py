@@ -75,15 +75,15 @@ def make_knob(node: n.Knob, names: Names, settings: Mapping[str, Any]) -> Knob:
     choices, interval = _evaluate_domain(node, names)
     knob = Knob(node.name, node.type, None, choices, interval, node.span)
     if node.name in settings:
-        value, place = _read_setting(knob, settings[node.name]), node.span
+        value, origin = _read_setting(knob, settings[node.name]), node.span
     elif node.default is not None:
-        value, place = _check_type(knob, evaluate(node.default, names), node.default.span), None
+        value, origin = _check_type(knob, evaluate(node.default, names), node.default.span), None
     else:
         title = f"`{node.name}` has no value"
         help_ = f"set it: `--knob {node.name}=...`, or give it a default"
         raise Refusal.of("S105", title, Label(node.span, "no default"), helps=(help_,))
     if not knob.allows(value):
-        _refuse_outside(knob, node, value, from_setting=place is not None)
+        _refuse_outside(knob, node, value, from_setting=origin is not None)
     if knob.type == "choice":
         value = Choice.of(str(value), knob.name, [str(option) for option in knob.options])
     return Knob(node.name, node.type, value, choices, interval, node.span)
@@ -129,27 +129,27 @@ def _check_type(knob: Knob, value: Any, span: Span) -> Any:
     if not kinds[knob.type](value):
         title = f"`{knob.name}` must be of type {knob.type}"
         helps: tuple[str, ...] = (f"give it {TYPE_HELPS[knob.type]}",)
-        if other := next((name for name, fits in kinds.items() if fits(value)), None):
-            helps = (*helps, f"or declare it so: `knob {knob.name}: {other}`")
+        if kind_name := next((name for name, fits in kinds.items() if fits(value)), None):
+            helps = (*helps, f"or declare it so: `knob {knob.name}: {kind_name}`")
         raise Refusal.of("S102", title, Label(span, f"this is {show_value(value)}"), helps=helps)
     if knob.type == "choice":
         return Symbol(value.name if isinstance(value, AxisSize) else value)
     return {"int": int, "float": float, "bool": bool}[knob.type](value)
 
 
-def _read_setting(knob: Knob, given: Any) -> Any:
+def _read_setting(knob: Knob, setting: Any) -> Any:
     """Return a setting from outside the file; a text is parsed as the knob's type."""
-    value = given
-    if isinstance(given, str) and knob.type != "choice":
+    value = setting
+    if isinstance(setting, str) and knob.type != "choice":
         readers: Mapping[str, Callable[[str], Any]] = {
             "int": int,
             "float": float,
             "bool": _parse_bool,
         }
         try:
-            value = readers[knob.type](given)
+            value = readers[knob.type](setting)
         except ValueError:
-            title = f"`{knob.name}` cannot be `{given}`"
+            title = f"`{knob.name}` cannot be `{setting}`"
             label = Label(knob.span, f"is of type {knob.type}")
             helps = (f"give it {TYPE_HELPS[knob.type]}",)
             raise Refusal.of("S102", title, label, helps=helps) from None
@@ -157,24 +157,26 @@ def _read_setting(knob: Knob, given: Any) -> Any:
 
 
 def _parse_bool(text: str) -> bool:
-    known = {"true": True, "false": False, "1": True, "0": False}
-    if text.lower() not in known:
+    values = {"true": True, "false": False, "1": True, "0": False}
+    if text.lower() not in values:
         raise ValueError(text)
-    return known[text.lower()]
+    return values[text.lower()]
 
 
 def _refuse_outside(knob: Knob, node: n.Knob, value: Any, from_setting: bool) -> None:
     assert node.domain is not None
     domain = printer.expr(node.domain)
-    many = f"set `{knob.name}` to one of {domain}" if knob.choices else f"choose from {domain}"
+    choice_hint = (
+        f"set `{knob.name}` to one of {domain}" if knob.choices else f"choose from {domain}"
+    )
     title = f"`{knob.name}` cannot be {show_value(value).strip('`')}"
     also = () if from_setting or node.default is None else (Label(node.default.span, "default"),)
     label = Label(node.domain.span, "its allowed values")
-    raise Refusal.of("S103", title, label, also, helps=(many,))
+    raise Refusal.of("S103", title, label, also, helps=(choice_hint,))
 
 
 def refuse_unknown_settings(
-    settings: Mapping[str, Any], knobs: Mapping[str, Knob], at: Span
+    settings: Mapping[str, Any], knobs: Mapping[str, Knob], span: Span
 ) -> None:
     """Refuse (S106) a setting of a knob that the schedule does not have."""
     for name in settings:
@@ -182,19 +184,21 @@ def refuse_unknown_settings(
             help_ = suggest_name(name, knobs, "its knobs are") if knobs else "it has no knobs"
             title = f"the schedule has no knob `{name}`"
             facts = facts_of_unknown(name, knobs)
-            raise Refusal.of("S106", title, Label(at), helps=(help_,), facts=facts)
+            raise Refusal.of("S106", title, Label(span), helps=(help_,), facts=facts)
 
 
 def find_alternatives(
     knobs: Mapping[str, Knob], holds: Callable[[Mapping[str, Any]], bool]
 ) -> list[str]:
     """Return, as text, values of single knobs that would make a requirement hold."""
-    found = []
+    alternatives = []
     for knob in knobs.values():
-        fits = [v for v in knob.options if v != knob.value and _holds_with(holds, {knob.name: v})]
-        if fits:
-            found.append(f"`{knob.name}` may be {quote_values(fits[:6])}")
-    return found
+        options = [
+            v for v in knob.options if v != knob.value and _holds_with(holds, {knob.name: v})
+        ]
+        if options:
+            alternatives.append(f"`{knob.name}` may be {quote_values(options[:6])}")
+    return alternatives
 
 
 def _holds_with(holds: Callable[[Mapping[str, Any]], bool], changed: Mapping[str, Any]) -> bool:

@@ -120,8 +120,8 @@ def _chain(left: n.Expr, op: str, right: n.Expr) -> n.Chain:
     items: tuple[n.Expr | str, ...] = (left,)
     if isinstance(left, n.Chain):
         binds = _precedence(left)
-        same = binds == level > 0
-        items = left.items if same else (left if binds > level else n.Group((left,)),)
+        same_level = binds == level > 0
+        items = left.items if same_level else (left if binds > level else n.Group((left,)),)
     if isinstance(right, n.Chain) and _precedence(right) <= level:
         right = n.Group((right,))
     return n.Chain((*items, op, right))
@@ -146,8 +146,8 @@ def lift(value: object, span: Span = NOWHERE) -> n.Expr:
         return _text(value, span)
     if isinstance(value, list | tuple):
         items = tuple(lift(item, span) for item in value)
-        many = isinstance(value, tuple) and len(items) > 1
-        return n.Group(items, span=span) if many else n.List(items, span=span)
+        is_list = isinstance(value, tuple) and len(items) > 1
+        return n.Group(items, span=span) if is_list else n.List(items, span=span)
     if isinstance(value, Replicate):
         return n.Name(("R",), span=span)
     if isinstance(value, P):
@@ -186,12 +186,12 @@ def _refuse_value(value: object, span: Span) -> NoReturn:
     raise Refusal.of("S304", title, label, helps=(help_,))
 
 
-def call(name: str, args: Any, named: Any, span: Span = NOWHERE) -> n.Call:
+def call(name: str, args: Any, kwargs: Any, span: Span = NOWHERE) -> n.Call:
     """Return the call `name(*args, **named)`; `except_=` stands for a word that Python reserves."""
-    given: list[n.Expr | n.Keyword] = [lift(value, span) for value in args]
-    for key, value in named.items():
-        given.append(n.Keyword(key.rstrip("_"), lift(value, span), span=span))
-    return n.Call(n.Name(tuple(name.split(".")), span=span), tuple(given), span=span)
+    nodes: list[n.Expr | n.Keyword] = [lift(value, span) for value in args]
+    for key, value in kwargs.items():
+        nodes.append(n.Keyword(key.rstrip("_"), lift(value, span), span=span))
+    return n.Call(n.Name(tuple(name.split(".")), span=span), tuple(nodes), span=span)
 
 
 def row(paths: Sequence[n.Path], call: n.Call, remark: str = "") -> n.Rule | n.Do:
@@ -223,23 +223,23 @@ def header(class_name: str) -> n.Header:
 def call_of(primitive: Primitive, span: Span = NOWHERE) -> n.Call:
     """Return the call that makes a bound primitive, with the arguments that differ from the
     defaults."""
-    own = signature_of(type(primitive))
+    signature = signature_of(type(primitive))
     args: list[object] = []
-    named: dict[str, object] = {}
+    kwargs: dict[str, object] = {}
     in_order = True  # until a positional field is left out
     for field in dataclasses.fields(primitive):  # type: ignore[arg-type]
         value = getattr(primitive, field.name)
-        if field.name == own.many:
+        if field.name == signature.many:
             args += value
-        elif field.name == own.rest:
-            named |= dict(value)
+        elif field.name == signature.rest:
+            kwargs |= dict(value)
         elif value == field.default:
             in_order = in_order and field.kw_only is True
         elif in_order and not field.kw_only:
             args.append(value)
         else:
-            named[field.name] = value
-    return call(type(primitive).__name__, args, named, span)
+            kwargs[field.name] = value
+    return call(type(primitive).__name__, args, kwargs, span)
 
 
 QUOTED = re.compile(r"`([^`]+)`")
@@ -264,44 +264,44 @@ class _NoPythonForm(Exception):
 def spell_in_python(text: str) -> str:
     """Return a help text with each schedule fragment in it replaced by the equivalent Python
     call."""
-    if given := LOSS.fullmatch(text):
-        return f"give one: `loss=lambda output, batch: {given[1]}`"
-    return QUOTED.sub(lambda found: f"`{_spell_code(found[1])}`", text)
+    if loss := LOSS.fullmatch(text):
+        return f"give one: `loss=lambda output, batch: {loss[1]}`"
+    return QUOTED.sub(lambda match: f"`{_spell_code(match[1])}`", text)
 
 
-def _spell_code(said: str) -> str:
-    if opened := STEP_HEAD.fullmatch(said):
+def _spell_code(text: str) -> str:
+    if opened := STEP_HEAD.fullmatch(text):
         return f"with sch.step({opened[1]}, {_relax_argument(opened[2])}):"
-    if relaxed := RELAX.fullmatch(said):
+    if relaxed := RELAX.fullmatch(text):
         return f"sch.step(..., {_relax_argument(relaxed[1])})"
-    if option := OPTION.fullmatch(said):
+    if option := OPTION.fullmatch(text):
         settings = ", ".join(option[2].split(","))
         return f"sch.{'set' if option[1] == 'knob' else 'mesh'}({settings})"
     try:
-        if PYTHON_TEXT.search(said):
-            return said
-        if ARGUMENT.fullmatch(said):
-            given = [
-                one
-                for row in _parse_statements(f"x({said})")
+        if PYTHON_TEXT.search(text):
+            return text
+        if ARGUMENT.fullmatch(text):
+            args = [
+                arg
+                for row in _parse_statements(f"x({text})")
                 if isinstance(row, n.Do)
-                for one in row.call.args
+                for arg in row.call.args
             ]
-            return ", ".join(_format_arguments(given)).replace(PLACEHOLDER, "...")
-        made = [call for item in _parse_statements(said) for call in _python_calls(item)]
+            return ", ".join(_format_arguments(args)).replace(PLACEHOLDER, "...")
+        calls = [call for item in _parse_statements(text) for call in _python_calls(item)]
     except (Refusal, _NoPythonForm, AttributeError):
-        return said
-    return "; ".join(made).replace(PLACEHOLDER, "...") or said
+        return text
+    return "; ".join(calls).replace(PLACEHOLDER, "...") or text
 
 
 def _relax_argument(names: str) -> str:
-    several = [f'"{name.strip()}"' for name in names.split(",")]
-    return f"relax={several[0]}" if len(several) == 1 else f"relax=[{', '.join(several)}]"
+    names_list = [f'"{name.strip()}"' for name in names.split(",")]
+    return f"relax={names_list[0]}" if len(names_list) == 1 else f"relax=[{', '.join(names_list)}]"
 
 
-def _parse_statements(said: str) -> Sequence[n.Item]:
+def _parse_statements(text: str) -> Sequence[n.Item]:
     """Parse text as the statements of a schedule; raises Refusal for anything else."""
-    quoted = re.split(r'("[^"]*")', said)
+    quoted = re.split(r'("[^"]*")', text)
     filled = [part if part[:1] == '"' else DOTS.sub(PLACEHOLDER, part) for part in quoted]
     return parse(Source("", f"schedule 1\n{''.join(filled)}\n")).items
 
@@ -312,19 +312,19 @@ def _python_calls(item: n.Item) -> Iterator[str]:
             for path in item.paths:
                 yield f'sch["{printer.path(path)}"].{_call(call)}'
         case n.Do(call=call):
-            known = find(call.name.text)
-            if known is None:
+            primitive = find(call.name.text)
+            if primitive is None:
                 raise _NoPythonForm  # a Python function of the model file
-            if known.__name__ == "verify":  # `sch.verify(...)` would verify now
+            if primitive.__name__ == "verify":  # `sch.verify(...)` would verify now
                 yield f"sch.row({', '.join([_VERIFY, *_format_arguments(call.args)])})"
             else:  # a module's verb follows the module in question
-                yield f"{'sch' * (known.takes == 'model')}.{_call(call)}"
-        case n.Mesh(given, on):
-            names = [*_format_arguments(given), *([f'on="{on}"'] if on else [])]
+                yield f"{'sch' * (primitive.takes == 'model')}.{_call(call)}"
+        case n.Mesh(args, on):
+            names = [*_format_arguments(args), *([f'on="{on}"'] if on else [])]
             yield f"sch.mesh({', '.join(names)})"
         case n.Expect(test) | n.Require(test):
-            word = type(item).__name__.lower()
-            yield f"sch.{word}({printer.expr(test)!r})".replace("'", '"')
+            verb = type(item).__name__.lower()
+            yield f"sch.{verb}({printer.expr(test)!r})".replace("'", '"')
         case n.Use(path, None, None):
             yield f'sch.use("{path}")'
         case _:
@@ -335,13 +335,13 @@ def _call(call: n.Call) -> str:
     return f"{call.name.text}({', '.join(_format_arguments(call.args))})"
 
 
-def _format_arguments(given: Sequence[n.Node]) -> Iterator[str]:
-    for one in given:
-        if isinstance(one, n.Keyword):
-            name = f"{one.name}_" if keyword.iskeyword(one.name) else one.name
-            yield f"{name}={_format_argument_value(one.value)}"
+def _format_arguments(args: Sequence[n.Node]) -> Iterator[str]:
+    for arg in args:
+        if isinstance(arg, n.Keyword):
+            name = f"{arg.name}_" if keyword.iskeyword(arg.name) else arg.name
+            yield f"{name}={_format_argument_value(arg.value)}"
         else:
-            yield _format_argument_value(one)
+            yield _format_argument_value(arg)
 
 
 def _format_argument_value(node: n.Node) -> str:
@@ -352,8 +352,8 @@ def _format_argument_value(node: n.Node) -> str:
             number = re.fullmatch(r"[\d.e+-]+", text) is not None
             return constant or (text if number or text[:1] == '"' else f'"{text}"')
         case n.Name(parts):
-            plain = parts in (("R",), (PLACEHOLDER,), ("True",), ("False",), ("None",))
-            return node.text if plain else f'"{node.text}"'
+            is_constant = parts in (("R",), (PLACEHOLDER,), ("True",), ("False",), ("None",))
+            return node.text if is_constant else f'"{node.text}"'
         case n.List(items):
             return f"[{', '.join(map(_format_argument_value, items))}]"
         case n.Group(items) if len(items) > 1:

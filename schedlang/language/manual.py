@@ -37,9 +37,11 @@ def explain(primitive: type[Primitive]) -> str:
         )
     parts.append(f"example   {primitive.example}")
     facts = [f"takes     {SUBJECT[primitive.takes]}"]
-    facts += [f"{word:<9} {_list_names(getattr(primitive, word))}" for word in ("reads", "writes")]
+    facts += [
+        f"{label:<9} {_list_names(getattr(primitive, label))}" for label in ("reads", "writes")
+    ]
     facts.append(f"gives up  {describe_gives_up(primitive)}")
-    facts += [f"{word:<9} {description}" for word, description in _ordering(primitive)]
+    facts += [f"{label:<9} {description}" for label, description in _ordering(primitive)]
     return "\n\n".join([*parts, "\n".join(facts)]) + "\n"
 
 
@@ -97,11 +99,11 @@ def _format_parameter(primitive: type[Primitive], field: dataclasses.Field[Any])
     return f"{field.name}={default}"
 
 
-def _element_type(kind: Any, place: int | None = None) -> Any:
+def _element_type(kind: Any, index: int | None = None) -> Any:
     """Return the type of one value of a field that takes several; of a pair, of the value at
-    `place`."""
-    one = typing.get_args(typing.get_args(kind)[0])[0]
-    return one if place is None else typing.get_args(one)[place]
+    `index`."""
+    element = typing.get_args(typing.get_args(kind)[0])[0]
+    return element if index is None else typing.get_args(element)[index]
 
 
 def _short_type(kind: Any) -> str:
@@ -135,5 +137,5 @@ def _ordering(primitive: type[Primitive]) -> list[tuple[str, str]]:
     others = [other for other in registry().values() if other is not primitive]
     above = [o.__name__ for o in others if relation_of(primitive, o) == "clash"]
     below = [o.__name__ for o in others if relation_of(o, primitive) == "clash"]
-    found = [("after", above), ("before", below)]
-    return [(word, ", ".join(sorted(names))) for word, names in found if names]
+    relations = [("after", above), ("before", below)]
+    return [(relation, ", ".join(sorted(names))) for relation, names in relations if names]

@@ -336,35 +336,37 @@ def walk(node: object) -> Iterator[Node]:
     """Yield a node and all nodes below it, in the order of the text."""
     waiting = [node]
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, tuple):
-            waiting.extend(reversed(one))
-        elif isinstance(one, Node):
-            yield one
-            kind = type(one)
+        current = waiting.pop()
+        if isinstance(current, tuple):
+            waiting.extend(reversed(current))
+        elif isinstance(current, Node):
+            yield current
+            kind = type(current)
             if kind not in _NODE_FIELDS:
-                own = [f.name for f in reversed(fields(kind)) if f.type not in _TEXT_TYPES]
-                _NODE_FIELDS[kind] = tuple(name for name in own if name not in ("span", "comments"))
-            waiting.extend(getattr(one, name) for name in _NODE_FIELDS[kind])
+                field_names = [f.name for f in reversed(fields(kind)) if f.type not in _TEXT_TYPES]
+                _NODE_FIELDS[kind] = tuple(
+                    name for name in field_names if name not in ("span", "comments")
+                )
+            waiting.extend(getattr(current, name) for name in _NODE_FIELDS[kind])
 
 
 _TEXT_TYPES = ("str", "str | None", "tuple[str, ...]", "bool")
 _NODE_FIELDS: dict[type[Node], tuple[str, ...]] = {}  # fields that may hold nodes, last first
 
 
-def with_spans(node: Any, span: Span, known: Mapping[int, Span] = MappingProxyType({})) -> Any:
+def with_spans(node: Any, span: Span, spans: Mapping[int, Span] = MappingProxyType({})) -> Any:
     """Return the same tree with all spans set to `span`.
 
-    A node whose `id` is in `known` gets that span, and so do the nodes below it.
+    A node whose `id` is in `spans` gets that span, and so do the nodes below it.
     """
     if isinstance(node, tuple):
-        return tuple(with_spans(item, span, known) for item in node)
+        return tuple(with_spans(item, span, spans) for item in node)
     if not isinstance(node, Node):
         return node
-    span = known.get(id(node), span)
-    dropped = ("span", "remarks") if known else ("span",)  # the printed text has them as comments
-    own = (f.name for f in fields(node) if f.name not in dropped)
-    parts = {name: with_spans(getattr(node, name), span, known) for name in own}
+    span = spans.get(id(node), span)
+    dropped = ("span", "remarks") if spans else ("span",)  # the printed text has them as comments
+    field_names = (f.name for f in fields(node) if f.name not in dropped)
+    parts = {name: with_spans(getattr(node, name), span, spans) for name in field_names}
     return type(node)(**parts, span=span)
 
 
@@ -384,34 +386,35 @@ def drop_last_row(items: Sequence[Any]) -> list[Any]:
     return rest
 
 
-def fold_rows(items: Sequence[Any], same: Callable[[Sequence[Any]], bool]) -> list[Any]:
-    """Fold rows for `h.0` to `h.11` into one for `h[:12]`, wherever `same` returns true for the
-    result.
+def fold_rows(items: Sequence[Any], unchanged: Callable[[Sequence[Any]], bool]) -> list[Any]:
+    """Fold rows for `h.0` to `h.11` into one for `h[:12]`, wherever `unchanged` returns true for
+    the result.
 
-    Folding may move rows past rows of the same kind: `same` decides whether that changes anything.
+    Folding may move rows past rows of the same kind: `unchanged` decides whether that changes
+    anything.
     """
-    found = list(items)
-    for place in range(len(found)):
-        if isinstance(found[place], Step | At):
-            inner = _fold_body(found, place, same)
-            found[place] = replace(found[place], block=replace(found[place].block, body=inner))
+    folded = list(items)
+    for index in range(len(folded)):
+        if isinstance(folded[index], Step | At):
+            inner = _fold_body(folded, index, unchanged)
+            folded[index] = replace(folded[index], block=replace(folded[index].block, body=inner))
     tried: set[StatementFamily] = set()
-    while (family := next((f for f in _find_families(found) if f not in tried), None)) is not None:
+    while (family := next((f for f in _find_families(folded) if f not in tried), None)) is not None:
         tried.add(family)
-        made = _fold_family(found, family)
-        found = made if same(made) else found
-    return found
+        candidate = _fold_family(folded, family)
+        folded = candidate if unchanged(candidate) else folded
+    return folded
 
 
 def _fold_body(
-    items: Sequence[Any], place: int, same: Callable[[Sequence[Any]], bool]
+    items: Sequence[Any], index: int, unchanged: Callable[[Sequence[Any]], bool]
 ) -> tuple[Any, ...]:
-    """Fold the body of a step or a scope as far as `same` allows for all items."""
-    outer = items[place]
+    """Fold the body of a step or a scope as far as `unchanged` allows for all items."""
+    outer = items[index]
 
     def still(body: Sequence[Any]) -> bool:
         inner = replace(outer, block=replace(outer.block, body=tuple(body)))
-        return same([*items[:place], inner, *items[place + 1 :]])
+        return unchanged([*items[:index], inner, *items[index + 1 :]])
 
     return tuple(fold_rows(outer.block.body, still))
 
@@ -421,8 +424,8 @@ def _find_families(items: Sequence[Any]) -> Iterator[StatementFamily]:
     evenly."""
     seen: dict[StatementFamily, list[int]] = {}
     for item in items:
-        for place, number in _find_numbers(item):
-            seen.setdefault((_without_number(item, place), place), []).append(number)
+        for index, number in _find_numbers(item):
+            seen.setdefault((_without_number(item, index), index), []).append(number)
     for family, numbers in seen.items():
         steps = {b - a for a, b in zip(numbers, numbers[1:])}
         if len(steps) == 1 and min(steps) > 0:
@@ -432,37 +435,37 @@ def _find_families(items: Sequence[Any]) -> Iterator[StatementFamily]:
 def _find_numbers(item: Any) -> Iterator[tuple[int, int]]:
     """Yield place and value of each number in the only path of a statement: h.3.mlp has 3, at 1."""
     paths = item.paths if isinstance(item, Rule | At) else ()
-    for place, seg in enumerate(paths[0].segs) if len(paths) == 1 else ():
-        before = paths[0].segs[place - 1] if place else None
+    for index, seg in enumerate(paths[0].segs) if len(paths) == 1 else ():
+        before = paths[0].segs[index - 1] if index else None
         if seg.text.isdigit() and not seg.index and before is not None and not before.index:
-            yield place, int(seg.text)
+            yield index, int(seg.text)
 
 
-def _without_number(item: FoldableStatement, place: int) -> FoldableStatement:
+def _without_number(item: FoldableStatement, index: int) -> FoldableStatement:
     path = item.paths[0]
-    segs = (*path.segs[:place], replace(path.segs[place], text=""), *path.segs[place + 1 :])
+    segs = (*path.segs[:index], replace(path.segs[index], text=""), *path.segs[index + 1 :])
     return replace(item, paths=(replace(path, segs=segs),))
 
 
 def _fold_family(items: Sequence[Any], family: StatementFamily) -> list[Any]:
     """Replace the statements of a family by one, at the place of the first."""
-    like, place = family
-    mine = [
-        (item, dict(_find_numbers(item))[place])
+    template, index = family
+    members = [
+        (item, dict(_find_numbers(item))[index])
         for item in items
-        if place in dict(_find_numbers(item)) and _without_number(item, place) == like
+        if index in dict(_find_numbers(item)) and _without_number(item, index) == template
     ]
-    numbers = [number for _, number in mine]
+    numbers = [number for _, number in members]
     step = numbers[1] - numbers[0]
     bounds = Slice(
         str(numbers[0]) if numbers[0] else None,
         str(numbers[-1] + 1),
         str(step) if step > 1 else None,
     )
-    first = mine[0][0]
+    first = members[0][0]
     path = first.paths[0]
-    head = replace(path.segs[place - 1], index=(bounds,))
-    segs = (*path.segs[: place - 1], head, *path.segs[place + 1 :])
-    one = replace(first, paths=(replace(path, segs=segs),))
-    folded_ids = {id(item) for item, _ in mine[1:]}
-    return [one if item is first else item for item in items if id(item) not in folded_ids]
+    head = replace(path.segs[index - 1], index=(bounds,))
+    segs = (*path.segs[: index - 1], head, *path.segs[index + 1 :])
+    folded = replace(first, paths=(replace(path, segs=segs),))
+    folded_ids = {id(item) for item, _ in members[1:]}
+    return [folded if item is first else item for item in items if id(item) not in folded_ids]

@@ -116,9 +116,9 @@ def pattern_of(node: n.Pattern) -> Pattern:
     """Return the pattern of a declaration; refuses S885 where the declaration is not a valid
     pattern."""
     params = tuple(p.name for p in node.params)
-    for given in node.params:
-        if given.type or given.default is not None:
-            _refuse("a pattern's parameters are tensors", given, f"write `{given.name}`")
+    for param in node.params:
+        if param.type or param.default is not None:
+            _refuse("a pattern's parameters are tensors", param, f"write `{param.name}`")
     body = _term(node.body, params)
     if not isinstance(body, Op):
         _refuse(
@@ -208,19 +208,21 @@ def _call(node: n.Call, params: Sequence[str]) -> Op:
         title = f"the function `{name}` is not allowed in a pattern"
         facts = facts_of_unknown(name, FUNCTIONS)
         _refuse(title, node.name, suggest_name(name, FUNCTIONS, "it knows"), facts=facts)
-    order, given = FUNCTIONS[name], {}
-    free = list(order)
+    order, operands = FUNCTIONS[name], {}
+    unbound = list(order)
     for arg in node.args:
-        word = arg.name if isinstance(arg, n.Keyword) else free[0] if free else ""
-        if word not in (*order, *NAMED_ARGUMENTS.get(name, ())):
-            accepted = ", ".join((*order, *(f"{one}=" for one in NAMED_ARGUMENTS.get(name, ()))))
+        keyword = arg.name if isinstance(arg, n.Keyword) else unbound[0] if unbound else ""
+        if keyword not in (*order, *NAMED_ARGUMENTS.get(name, ())):
+            accepted = ", ".join(
+                (*order, *(f"{option}=" for option in NAMED_ARGUMENTS.get(name, ())))
+            )
             _refuse(f"`{name}` takes no such argument", arg, f"it takes {accepted}")
-        if word in free:
-            free.remove(word)
-        given[word] = _term(arg.value if isinstance(arg, n.Keyword) else arg, params)
-    if order[0] not in given:
+        if keyword in unbound:
+            unbound.remove(keyword)
+        operands[keyword] = _term(arg.value if isinstance(arg, n.Keyword) else arg, params)
+    if order[0] not in operands:
         _refuse(f"`{name}` needs an argument", node, f"write `{name}(x)`")
-    return Op(name, tuple(given.items()))
+    return Op(name, tuple(operands.items()))
 
 
 def _refuse(title: str, node: n.Node, *helps: str, facts: Facts = ()) -> NoReturn:

@@ -26,8 +26,8 @@ def expr(node: n.Node | str) -> str:
             return node.text
         case n.Keyword(name, value):
             return f"{name}={expr(value)}"
-        case n.Call(name, given):
-            return name.text + args(given)
+        case n.Call(name, nodes):
+            return name.text + args(nodes)
         case n.List(items):
             return f"[{', '.join(map(expr, items))}]"
         case n.Group(items):
@@ -43,9 +43,9 @@ def expr(node: n.Node | str) -> str:
     raise AssertionError(node)
 
 
-def args(given: Sequence[n.Node]) -> str:
+def args(nodes: Sequence[n.Node]) -> str:
     """Print arguments in their parentheses."""
-    return f"({', '.join(map(expr, given))})"
+    return f"({', '.join(map(expr, nodes))})"
 
 
 def index(item: str | n.Slice) -> str:
@@ -67,9 +67,9 @@ def path(node: n.Path) -> str:
     return ".".join(map(seg, node.segs)) + "?" * node.optional + kind
 
 
-def params(given: Sequence[n.Param]) -> str:
+def params(nodes: Sequence[n.Param]) -> str:
     """Print the parameters of a def or a pattern."""
-    return f"({', '.join(map(param, given))})"
+    return f"({', '.join(map(param, nodes))})"
 
 
 def param(node: n.Param) -> str:
@@ -84,13 +84,13 @@ def head(node: n.Node) -> str:
     match node:
         case n.Header(version, model):
             return f"schedule {version}" + _prefix_text(" for ", model)
-        case n.Use(file, alias, given):
+        case n.Use(file, alias, nodes):
             return (
-                f'use "{file}"' + _prefix_text(" as ", alias) + (f" {args(given)}" if given else "")
+                f'use "{file}"' + _prefix_text(" as ", alias) + (f" {args(nodes)}" if nodes else "")
             )
-        case n.Mesh(given, on):
+        case n.Mesh(nodes, on):
             name = on if on is None or on.isidentifier() else f'"{on}"'
-            return f"mesh{args(given)}" + _prefix_text(" on ", name)
+            return f"mesh{args(nodes)}" + _prefix_text(" on ", name)
         case n.View(name, size, axes):
             return f"view {name}" + _prefix_expr(" = ", size) + f" of ({', '.join(axes)})"
         case n.Knob(name, kind, default, domain):
@@ -99,21 +99,21 @@ def head(node: n.Node) -> str:
             )
         case n.Require(test):
             return f"require {expr(test)}"
-        case n.Search(how, limit):
-            return f"search {how} {limit.name} = {expr(limit.value)}"
+        case n.Search(mode, limit):
+            return f"search {mode} {limit.name} = {expr(limit.value)}"
         case n.Expect(test, on):
             return f"expect {expr(test)}" + _prefix_text(" on ", on)
         case n.Drop(name):
             return f'drop step "{name}"'
-        case n.Pattern(name, given, body):
-            return f"pattern {name}{params(given)} {{ {expr(body)} }}"
+        case n.Pattern(name, nodes, body):
+            return f"pattern {name}{params(nodes)} {{ {expr(body)} }}"
     return _block_head(node)
 
 
 def _block_head(node: n.Node) -> str:
     match node:
-        case n.Def(name, given, _):
-            return f"def {name}{params(given)}"
+        case n.Def(name, parameters, _):
+            return f"def {name}{params(parameters)}"
         case n.Step(name, relax, _):
             return f'step "{name}"' + (f" relax({', '.join(relax)})" if relax else "")
         case n.Override(step):
@@ -133,9 +133,9 @@ def statement(node: n.Rule | n.Do) -> str:
     return f"{paths(node.paths)}  {expr(node.call)}"
 
 
-def paths(several: Sequence[n.Path]) -> str:
+def paths(paths_: Sequence[n.Path]) -> str:
     """Print several selectors, separated by commas."""
-    return ", ".join(map(path, several))
+    return ", ".join(map(path, paths_))
 
 
 def _prefix_text(before: str, text: str | None) -> str:
@@ -184,8 +184,8 @@ def _rule_runs(rows: list[OutputLine]) -> Iterator[list[OutputLine]]:
     """Yield maximal runs of rules at one depth; every other row is a run of its own."""
     run: list[OutputLine] = []
     for row in rows:
-        together = run and row.right is not None and run[-1].right is not None
-        if together and row.depth == run[-1].depth:
+        joins = run and row.right is not None and run[-1].right is not None
+        if joins and row.depth == run[-1].depth:
             run.append(row)
             continue
         if run:
@@ -233,11 +233,11 @@ def with_printed_spans(file: n.File, name: str) -> n.File:
         )
         return Span(source, start, columns[0], end, columns[1])
 
-    known = {node: span(*rows) for node, rows in printer.places.items()}
+    spans = {node: span(*rows) for node, rows in printer.places.items()}
     texts = ((row.comment or row.left, row) for row in printer.rows)
     comments = (n.Comment(text, span(row, row)) for text, row in texts if text.startswith("#"))
-    whole = Span(source, 1, 1, len(source.lines), 1)
-    placed: n.File = n.with_spans(file, whole, known)
+    file_span = Span(source, 1, 1, len(source.lines), 1)
+    placed: n.File = n.with_spans(file, file_span, spans)
     return replace(placed, comments=tuple(comments))
 
 
@@ -334,7 +334,7 @@ class Printer:
     def _statement(self, node: n.Node) -> None:
         for text in node.remarks if isinstance(node, n.Mesh) else ():
             self._put(text)
-        known = len(self.rows)
+        start = len(self.rows)
         match node:
             case n.Rule(call=call):
                 self._call(paths(node.paths), call.name.text, call.args)
@@ -348,19 +348,19 @@ class Printer:
                 self._block(head(node), block)
             case _:
                 self._put(head(node))
-        self.places[id(node)] = self.rows[known], self.rows[-1]
+        self.places[id(node)] = self.rows[start], self.rows[-1]
         if isinstance(node, n.Rule | n.Do) and node.remarks:
             self.rows[-1].comment = " ".join(node.remarks)
         self._attach_comment(self._end_line(node))
 
-    def _call(self, left: str, name: str, given: Sequence[n.Node]) -> None:
+    def _call(self, left: str, name: str, nodes: Sequence[n.Node]) -> None:
         """Put a row; one argument per line where the row would be too long."""
-        text = name + args(given)
+        text = name + args(nodes)
         size = len(INDENT) * self.depth + len(left) + len("  ") * bool(left) + len(text)
-        first = text if size <= WIDTH or not given else name + "("
+        first = text if size <= WIDTH or not nodes else name + "("
         self._put(left or first, first if left else None)
         if first is not text:
-            for arg in given:
+            for arg in nodes:
                 self._put(f"{INDENT}{expr(arg)},")
             self._put(")")
 
@@ -426,5 +426,5 @@ def _first_block(node: n.Node) -> n.Block | None:
 def _needs_blank_line(before: n.Item | None, item: n.Item) -> bool:
     """Return whether a blank line must stand between two items at the top of a file."""
     blocks = n.Step | n.Def | n.Override
-    same = type(before) is type(item)
-    return not same or isinstance(item, blocks) or isinstance(before, blocks)
+    same_kind = type(before) is type(item)
+    return not same_kind or isinstance(item, blocks) or isinstance(before, blocks)

@@ -89,7 +89,7 @@ class Selector:
     @cached_property
     def order(self) -> dict[str, int]:
         """The position of every module in model order."""
-        return {fqn: place for place, fqn in enumerate(self.descend(""))}
+        return {fqn: index for index, fqn in enumerate(self.descend(""))}
 
     def descend(self, fqn: str) -> Iterator[str]:
         """Yield a module and all modules below it, in model order."""
@@ -97,9 +97,9 @@ class Selector:
         while waiting:
             fqn = waiting.pop()
             yield fqn
-            if there := self.tree.children(fqn):
+            if children := self.tree.children(fqn):
                 prefix = f"{fqn}." if fqn else ""
-                waiting += [prefix + name for name in reversed(there)]
+                waiting += [prefix + name for name in reversed(children)]
 
     def sort(self, modules: Iterable[str]) -> tuple[str, ...]:
         """Return the modules in model order, each once."""
@@ -121,25 +121,27 @@ class Selector:
         """
         key = (path, tuple(roots))
         if key not in self._selected:
-            found = self._select(path, roots, names)
+            selected = self._select(path, roots, names)
             if any(seg.index for seg in path.segs) and not _has_literal_bounds(path):
-                return found
-            self._selected[key] = found
+                return selected
+            self._selected[key] = selected
         return self._selected[key]
 
     def _select(self, path: n.Path, roots: Sequence[str], names: Names) -> tuple[str, ...]:
         groups = [MatchedModules(root, (root,)) for root in roots]
         for seg in path.segs:
-            named = self._match_below(seg, groups)
-            if named and seg is path.segs[-1] and not seg.index and not path.type:
-                return self.sort(fqn for _, names in named for fqn in names)
-            found = [MatchedModules(root, (fqn,)) for root, names in named for fqn in names]
-            groups = found or self._match_each_group(seg, groups, path.optional)
+            matches = self._match_below(seg, groups)
+            if matches and seg is path.segs[-1] and not seg.index and not path.type:
+                return self.sort(fqn for _, names in matches for fqn in names)
+            matched = [MatchedModules(root, (fqn,)) for root, names in matches for fqn in names]
+            groups = matched or self._match_each_group(seg, groups, path.optional)
             if seg.index:
                 groups = [self._index(seg, group, names) for group in groups]
         if path.type:
             return self.sort(
-                m for same in _group_by_root(groups) for m in self._filter_by_type(path, same)
+                m
+                for root_groups in _group_by_root(groups)
+                for m in self._filter_by_type(path, root_groups)
             )
         return self.sort(m for group in groups for m in group.modules)
 
@@ -154,75 +156,80 @@ class Selector:
         """
         if seg.text == "**" or any(group.after_globstar for group in groups):
             return []
-        found = []
+        matches = []
         for group in groups:
             for fqn in group.modules:
-                there = tuple(self.tree.children(fqn))
-                key = (seg.text, there)
+                children = tuple(self.tree.children(fqn))
+                key = (seg.text, children)
                 if key not in self._matches:
-                    plain = seg.text in there and seg.text.isidentifier()
-                    self._matches[key] = (seg.text,) if plain else _matching_children(*key)
+                    is_name = seg.text in children and seg.text.isidentifier()
+                    self._matches[key] = (seg.text,) if is_name else _matching_children(*key)
                 names = self._matches[key]
                 if not names:
                     return []
                 prefix = f"{fqn}." if fqn else ""
-                found.append((group.root, [prefix + name for name in names]))
-        return found
+                matches.append((group.root, [prefix + name for name in names]))
+        return matches
 
     def _match_each_group(
-        self, seg: n.Seg, groups: Sequence[MatchedModules], maybe: bool
+        self, seg: n.Seg, groups: Sequence[MatchedModules], optional: bool
     ) -> list[MatchedModules]:
         """Match one segment below each group, module by module."""
-        looked = [m for group in groups for m in group.modules]
-        return [new for group in groups for new in self._match_group(seg, group, looked, maybe)]
+        searched = [m for group in groups for m in group.modules]
+        return [
+            new for group in groups for new in self._match_group(seg, group, searched, optional)
+        ]
 
     def _match_group(
-        self, seg: n.Seg, group: MatchedModules, looked: Sequence[str], maybe: bool
+        self, seg: n.Seg, group: MatchedModules, searched: Sequence[str], optional: bool
     ) -> list[MatchedModules]:
-        """Match one segment below one group; with `maybe` the segment may match nothing."""
+        """Match one segment below one group; with `optional` the segment may match nothing."""
         if seg.text == "**":
-            below = self.sort(d for m in group.modules for d in self.descend(m))
-            return [MatchedModules(group.root, below, after_globstar=True)]
-        found: list[str] = []
-        for wanted in _expand_alternatives(seg.text):
-            hits = [_join(m, c) for m in group.modules for c in self._children(m, wanted, seg)]
-            if not hits and group.modules and not maybe:
-                self._refuse_no_match(seg, wanted, group, looked)
-            found += hits
+            inside = self.sort(d for m in group.modules for d in self.descend(m))
+            return [MatchedModules(group.root, inside, after_globstar=True)]
+        fqns: list[str] = []
+        for glob in _expand_alternatives(seg.text):
+            hits = [_join(m, c) for m in group.modules for c in self._children(m, glob, seg)]
+            if not hits and group.modules and not optional:
+                self._refuse_no_match(seg, glob, group, searched)
+            fqns += hits
         if group.after_globstar:
-            return [MatchedModules(group.root, self.sort(found), after_globstar=True)]
-        return [MatchedModules(group.root, (fqn,)) for fqn in self.sort(found)]
+            return [MatchedModules(group.root, self.sort(fqns), after_globstar=True)]
+        return [MatchedModules(group.root, (fqn,)) for fqn in self.sort(fqns)]
 
-    def _children(self, fqn: str, wanted: str, seg: n.Seg) -> list[str]:
-        there = self.tree.children(fqn)
-        if wanted.isdigit() and wanted not in there and there:
-            return [self._child_at(fqn, int(wanted), seg)]
-        pattern = _compile_pattern(wanted)
-        return [name for name in there if pattern.fullmatch(name)]
+    def _children(self, fqn: str, glob: str, seg: n.Seg) -> list[str]:
+        children = self.tree.children(fqn)
+        if glob.isdigit() and glob not in children and children:
+            return [self._child_at(fqn, int(glob), seg)]
+        pattern = _compile_pattern(glob)
+        return [name for name in children if pattern.fullmatch(name)]
 
     def _child_at(self, fqn: str, index: int, seg: n.Seg) -> str:
         """Return the child at an index, which counts from the end if negative; refuses S202."""
-        there = self.tree.children(fqn)
-        if not -len(there) <= index < len(there):
-            count = f"{len(there)} children, 0 to {len(there) - 1}" if there else "no children"
+        children = self.tree.children(fqn)
+        if not -len(children) <= index < len(children):
+            count = (
+                f"{len(children)} children, 0 to {len(children) - 1}" if children else "no children"
+            )
             label = Label(seg.span, f"{quote_module(fqn)} has {count}")
-            helps = ("count from the end: the last is `-1`",) if there else ()
+            helps = ("count from the end: the last is `-1`",) if children else ()
             raise Refusal.of("S202", f"index {index} is out of range", label, helps=helps)
-        return there[index]
+        return children[index]
 
     def _index(self, seg: n.Seg, group: MatchedModules, names: Names) -> MatchedModules:
         """Pick children by [3], [-1], [0:12], [::2] or [:ckpt]."""
         picked: list[str] = []
         for fqn in group.modules:
-            there = self.tree.children(fqn)
+            children = self.tree.children(fqn)
             for item in seg.index:
                 if isinstance(item, str):
-                    place = _evaluate_bound(item, seg, names)
-                    assert place is not None
-                    picked.append(_join(fqn, self._child_at(fqn, place, seg)))
+                    index = _evaluate_bound(item, seg, names)
+                    assert index is not None
+                    picked.append(_join(fqn, self._child_at(fqn, index, seg)))
                 else:
                     picked += [
-                        _join(fqn, name) for name in _slice_children(there, item, seg, names, fqn)
+                        _join(fqn, name)
+                        for name in _slice_children(children, item, seg, names, fqn)
                     ]
         return MatchedModules(group.root, self.sort(picked), group.after_globstar)
 
@@ -231,102 +238,106 @@ class Selector:
         if kept or path.optional or not found:
             return kept
         assert path.type is not None
-        there = sorted({self.tree.class_names(fqn)[0] for fqn in found})
-        near = find_closest(path.type, there)
-        help_ = f"did you mean `:{near}`?" if near else f"the types there are {quote_names(there)}"
+        types = sorted({self.tree.class_names(fqn)[0] for fqn in found})
+        closest = find_closest(path.type, types)
+        help_ = (
+            f"did you mean `:{closest}`?"
+            if closest
+            else f"the types there are {quote_names(types)}"
+        )
         count = f"selects {len(found)} modules, none" if len(found) > 1 else "selects 1 module, not"
         label = Label(path.span, f"{count} of this type")
         title = f"no selected module is a `{path.type}`"
-        facts = facts_of_unknown(path.type, there)
+        facts = facts_of_unknown(path.type, types)
         raise Refusal.of("S203", title, label, helps=(help_,), facts=facts)
 
     def _refuse_no_match(
-        self, seg: n.Seg, wanted: str, group: MatchedModules, looked: Sequence[str]
+        self, seg: n.Seg, glob: str, group: MatchedModules, searched: Sequence[str]
     ) -> NoReturn:
-        children = sorted({name for m in group.modules for name in self.tree.children(m)})
-        where = quote_module(group.modules[0])
-        says = f"{where} has no child `{wanted}`" if children else f"{where} has no children"
+        children = sorted({name for module in group.modules for name in self.tree.children(module)})
+        owner = quote_module(group.modules[0])
+        text = f"{owner} has no child `{glob}`" if children else f"{owner} has no children"
         notes: tuple[str, ...] = ()
-        if len(looked) > 1:
-            ends = f"{quote_module(looked[0])} to {quote_module(looked[-1])}"
-            notes = (f"searched {len(looked)} modules, {ends}",)
-            having = [m for m in looked if self._has_child(m, wanted)]
-            if having:
+        if len(searched) > 1:
+            ends = f"{quote_module(searched[0])} to {quote_module(searched[-1])}"
+            notes = (f"searched {len(searched)} modules, {ends}",)
+            owners = [module for module in searched if self._has_child(module, glob)]
+            if owners:
                 notes += (
-                    f"{len(having)} of them have one; end the path in `?` to select only those",
+                    f"{len(owners)} of them have one; end the path in `?` to select only those",
                 )
-        near = find_closest(wanted, children)
-        helps: tuple[str, ...] = (f"did you mean `{near}`?",) if near else ()
-        if not near and children:
+        closest = find_closest(glob, children)
+        helps: tuple[str, ...] = (f"did you mean `{closest}`?",) if closest else ()
+        if not closest and children:
             helps = (f"its children are {quote_names(children)}",)
-        label = Label(seg.span, says)
-        facts, title = facts_of_unknown(wanted, children), "selector matches no module"
+        label = Label(seg.span, text)
+        facts, title = facts_of_unknown(glob, children), "selector matches no module"
         raise Refusal.of("S201", title, label, (), notes, helps, facts=facts)
 
-    def _has_child(self, fqn: str, wanted: str) -> bool:
-        return any(_compile_pattern(wanted).fullmatch(name) for name in self.tree.children(fqn))
+    def _has_child(self, fqn: str, glob: str) -> bool:
+        return any(_compile_pattern(glob).fullmatch(name) for name in self.tree.children(fqn))
 
     # ---- at ... where ... except ... ------------------------------------------------------
 
     def select_scope(self, at: n.At, roots: Sequence[str], names: Names) -> tuple[str, ...]:
         """Return the modules of an `at`; refuses S207 where `where` or `except` leave no module."""
-        found = self.sort(m for path in at.paths for m in self.select(path, roots, names))
-        if not found:
-            return found
-        kept = self._filter_where(at.where, found, names) if at.where is not None else found
-        excluded = {m for path in at.except_ for m in self.select(path, roots, names)}
+        fqns = self.sort(module for path in at.paths for module in self.select(path, roots, names))
+        if not fqns:
+            return fqns
+        kept = self._filter_where(at.where, fqns, names) if at.where is not None else fqns
+        excluded = {module for path in at.except_ for module in self.select(path, roots, names)}
         remaining = tuple(fqn for fqn in kept if fqn not in excluded)
         if not remaining:
             title = "this selection is empty"
-            label = Label(at.paths[0].span.to(at.paths[-1].span), _describe_count(found))
+            label = Label(at.paths[0].span.to(at.paths[-1].span), _describe_count(fqns))
             notes: tuple[str, ...] = ("`except` removes all of them",)
             if not kept and at.where is not None:
                 notes = (
                     "`where` is false for all of them",
-                    *self._describe_values(at.where, found, names),
+                    *self._describe_values(at.where, fqns, names),
                 )
             helps = ("change the condition, or end the path in `?`: then it may select nothing",)
             raise Refusal.of("S207", title, label, notes=notes, helps=helps)
         return remaining
 
-    def _filter_where(self, test: n.Expr, found: tuple[str, ...], names: Names) -> tuple[str, ...]:
+    def _filter_where(self, test: n.Expr, fqns: tuple[str, ...], names: Names) -> tuple[str, ...]:
         """Return the modules for which the test is true; a module without a named attribute is
         dropped."""
         kept, lacking = [], []
-        for index, fqn in enumerate(found):
+        for index, fqn in enumerate(fqns):
             try:
-                holds = evaluate(test, replace(names, module_lookup=self._names_at(fqn, index)))
+                result = evaluate(test, replace(names, module_lookup=self._names_at(fqn, index)))
             except MissingAttribute as missing:
                 lacking.append(str(missing))
                 continue
-            if not isinstance(holds, bool) and holds is not UNKNOWN:
-                label = Label(test.span, f"this is {show_value(holds)}")
+            if not isinstance(result, bool) and result is not UNKNOWN:
+                label = Label(test.span, f"this is {show_value(result)}")
                 title = "`where` needs a condition: true or false"
-                raise Refusal.of("S304", title, label, facts=unknown_words(holds))
-            if holds is True:
+                raise Refusal.of("S304", title, label, facts=unknown_words(result))
+            if result is True:
                 kept.append(fqn)
-        if lacking and len(lacking) == len(found):
+        if lacking and len(lacking) == len(fqns):
             label = Label(test.span, f"in `{printer.expr(test)}`")
             title = f"no selected module has an attribute `{lacking[0]}`"
-            own = self.tree.attributes(found[0])
+            attributes = self.tree.attributes(fqns[0])
             helps: tuple[str, ...] = (f"every module has {quote_names(WHERE_NAMES)}",)
-            if near := find_closest(lacking[0], [*WHERE_NAMES, *own]):
-                helps = (f"did you mean `{near}`?", *helps)
-            facts = facts_of_unknown(lacking[0], [*WHERE_NAMES, *own])
+            if closest := find_closest(lacking[0], [*WHERE_NAMES, *attributes]):
+                helps = (f"did you mean `{closest}`?", *helps)
+            facts = facts_of_unknown(lacking[0], [*WHERE_NAMES, *attributes])
             raise Refusal.of("S208", title, label, helps=helps, facts=facts)
         return tuple(kept)
 
-    def _describe_values(self, test: n.Expr, found: tuple[str, ...], names: Names) -> Iterator[str]:
+    def _describe_values(self, test: n.Expr, fqns: tuple[str, ...], names: Names) -> Iterator[str]:
         """Yield, as notes, the values that the names of a test have in the selected modules."""
-        for word in dict.fromkeys(node.text for node in walk(test) if isinstance(node, n.Name)):
+        for name in dict.fromkeys(node.text for node in walk(test) if isinstance(node, n.Name)):
             values: dict[str, None] = {}
-            for index, fqn in enumerate(found):
+            for index, fqn in enumerate(fqns):
                 with suppress(AttributeError):
-                    values[show_value(self._names_at(fqn, index)(word))] = None
-            known = list(values)
-            if known and word not in names.known_names():
-                more = f" and {len(known) - 4} more" if len(known) > 4 else ""
-                yield f"`{word}` is {', '.join(known[:4])}{more}"
+                    values[show_value(self._names_at(fqn, index)(name))] = None
+            shown = list(values)
+            if shown and name not in names.known_names():
+                suffix = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
+                yield f"`{name}` is {', '.join(shown[:4])}{suffix}"
 
     def _names_at(self, fqn: str, index: int) -> Any:
         """Return the function that looks up the names of a `where` at one module."""
@@ -359,10 +370,8 @@ def _join(fqn: str, name: str) -> str:
     return f"{fqn}.{name}" if fqn else name
 
 
-def _describe_count(found: Sequence[str]) -> str:
-    return (
-        f"selects {len(found)} modules" if len(found) > 1 else f"selects {quote_module(found[0])}"
-    )
+def _describe_count(fqns: Sequence[str]) -> str:
+    return f"selects {len(fqns)} modules" if len(fqns) > 1 else f"selects {quote_module(fqns[0])}"
 
 
 @lru_cache
@@ -390,23 +399,23 @@ def _has_literal_bounds(path: n.Path) -> bool:
     """Return whether all indices of a path are numbers, so that no knob changes what the path
     names."""
     items = [item for seg in path.segs for item in seg.index]
-    each = (
+    bounds = (
         (item,) if isinstance(item, str) else (item.start, item.stop, item.step) for item in items
     )
-    return all(not text or text.lstrip("-").isdigit() for texts in each for text in texts)
+    return all(not text or text.lstrip("-").isdigit() for texts in bounds for text in texts)
 
 
-def _matching_children(text: str, there: Sequence[str]) -> Sequence[str]:
+def _matching_children(text: str, children: Sequence[str]) -> Sequence[str]:
     """Return the children that a segment names, in order; () if one of its alternatives matches
     none."""
-    found: set[str] = set()
-    for wanted in _expand_alternatives(text):
-        pattern = _compile_pattern(wanted)
-        hits = [name for name in there if pattern.fullmatch(name)]
+    matched: set[str] = set()
+    for glob in _expand_alternatives(text):
+        pattern = _compile_pattern(glob)
+        hits = [name for name in children if pattern.fullmatch(name)]
         if not hits:
             return ()
-        found.update(hits)
-    return [name for name in there if name in found]
+        matched.update(hits)
+    return [name for name in children if name in matched]
 
 
 def _evaluate_bound(text: str | None, seg: n.Seg, names: Names) -> int | None:
@@ -419,12 +428,12 @@ def _evaluate_bound(text: str | None, seg: n.Seg, names: Names) -> int | None:
     if value is UNKNOWN:
         return 0
     if type(value) is Symbol:
-        known = names.known_names()
-        near = find_closest(text, known)
-        helps = (f"did you mean `{near}`?",) if near else ()
+        options = names.known_names()
+        closest = find_closest(text, options)
+        helps = (f"did you mean `{closest}`?",) if closest else ()
         title = f"unknown name `{text}`"
         label = Label(seg.span, "used as an index")
-        raise Refusal.of("S210", title, label, helps=helps, facts=facts_of_unknown(text, known))
+        raise Refusal.of("S210", title, label, helps=helps, facts=facts_of_unknown(text, options))
     if isinstance(value, bool) or not isinstance(value, int):
         label = Label(seg.span, f"`{text}` is {show_value(value)}")
         raise Refusal.of("S304", "an index must be an integer", label)
@@ -432,7 +441,7 @@ def _evaluate_bound(text: str | None, seg: n.Seg, names: Names) -> int | None:
 
 
 def _slice_children(
-    there: Sequence[str], item: n.Slice, seg: n.Seg, names: Names, fqn: str
+    children: Sequence[str], item: n.Slice, seg: n.Seg, names: Names, fqn: str
 ) -> Sequence[str]:
     """Return a slice of the children; refuses S202 an empty slice, unless a name sets its
     bounds."""
@@ -441,10 +450,10 @@ def _slice_children(
     if bounds[2] == 0:
         helps = ("write `[::2]` for every second module",)
         raise Refusal.of("S202", "the step of a slice cannot be 0", Label(seg.span), helps=helps)
-    picked = there[slice(*bounds)]
+    picked = children[slice(*bounds)]
     numbers = all(text is None or text.lstrip("-").isdigit() for text in texts)
     if not picked and numbers:
-        label = Label(seg.span, f"{quote_module(fqn)} has {len(there)} children")
+        label = Label(seg.span, f"{quote_module(fqn)} has {len(children)} children")
         helps = ("the end is not included: `[0:2]` selects two modules",)
         raise Refusal.of("S202", "this slice is empty", label, helps=helps)
     return picked

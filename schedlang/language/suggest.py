@@ -46,26 +46,28 @@ class CorrectedCall:
 
         An argument without `{}` is only a default: another of the same name replaces it.
         """
-        main = next((one for one in parts if "{}" in one), parts[0])
-        self.defaults |= {one for one in parts if one != main}
-        self.arguments += [one.replace("{}", value) for one in parts]
+        main = next((part for part in parts if "{}" in part), parts[0])
+        self.defaults |= {part for part in parts if part != main}
+        self.arguments += [part.replace("{}", value) for part in parts]
 
     def helps(self, verb: str) -> tuple[str, ...]:
         """Return the help texts: what to write, ready to paste."""
         if self.replacement_rows:
             return tuple(f"its row here is `{row}`" for row in self.replacement_rows)
         rows = dict.fromkeys(self.extra_rows)
-        beside = [f"and a separate row below: `{row}`" for row in rows]
-        return (f"write `{self.call(verb)}`", *beside)
+        notes = [f"and a separate row below: `{row}`" for row in rows]
+        return (f"write `{self.call(verb)}`", *notes)
 
     def call(self, verb: str) -> str:
         """Return the call as text, keyword arguments last."""
         by_name: dict[str, str] = {}
-        for one in self.arguments:
-            name = one.partition("=")[0]
-            if name not in by_name or one not in self.defaults:
-                by_name[name] = one
-        return f"{verb}({', '.join(sorted(by_name.values(), key=lambda one: '=' in one))})"
+        for argument in self.arguments:
+            name = argument.partition("=")[0]
+            if name not in by_name or argument not in self.defaults:
+                by_name[name] = argument
+        return (
+            f"{verb}({', '.join(sorted(by_name.values(), key=lambda argument: '=' in argument))})"
+        )
 
 
 @dataclass(frozen=True)
@@ -83,21 +85,21 @@ class CallArgument:
 
 
 def correct_call(
-    verb: str, given: Sequence[CallArgument], keywords: Sequence[str]
+    verb: str, arguments: Sequence[CallArgument], keywords: Sequence[str]
 ) -> CorrectedCall | None:
     """Translate a call into words of this language; None where no argument is a known foreign word.
 
     `keywords` are the arguments that the verb accepts.
     """
     table = ARGUMENTS.get(verb, {})
-    found = CorrectedCall()
-    for place, one in enumerate(given):
-        if UNKNOWN in _flatten(one.value):
+    corrected = CorrectedCall()
+    for index, argument in enumerate(arguments):
+        if UNKNOWN in _flatten(argument.value):
             return None
-        words = _ArgumentTranslator(table, frozenset(keywords), found)
-        if words.put(one):
-            found.why[place] = tuple(dict.fromkeys(words.why))
-    return found if found.why else None
+        translator = _ArgumentTranslator(table, frozenset(keywords), corrected)
+        if translator.put(argument):
+            corrected.why[index] = tuple(dict.fromkeys(translator.why))
+    return corrected if corrected.why else None
 
 
 class _ArgumentTranslator:
@@ -107,75 +109,79 @@ class _ArgumentTranslator:
         self.table, self.keywords, self.into = table, keywords, into
         self.why: list[str] = []
 
-    def put(self, one: CallArgument) -> bool:
+    def put(self, argument: CallArgument) -> bool:
         """Add an argument in this language's words; return whether that differs from the given
         argument."""
-        if isinstance(one.value, SymbolicCall):
-            return self._put_call(one, one.value)
-        if isinstance(one.value, tuple):
-            return self._put_list(one, one.value)
-        other = self._find_entry(one.name, one.value)
-        if other is None:
-            text = format_argument(one.value)
-            self.into.arguments.append(f"{one.name}={text}" if one.named else text)
+        if isinstance(argument.value, SymbolicCall):
+            return self._put_call(argument, argument.value)
+        if isinstance(argument.value, tuple):
+            return self._put_list(argument, argument.value)
+        entry = self._find_entry(argument.name, argument.value)
+        if entry is None:
+            text = format_argument(argument.value)
+            self.into.arguments.append(f"{argument.name}={text}" if argument.named else text)
             return False
-        self._add_reasons(other, one.value)
-        if other.argument:
-            bare = "=" in other.argument or not one.named or one.name not in self.keywords
-            parts = other.argument.split(", ") if bare else [f"{one.name}={other.argument}"]
-            self.into.add_argument(parts, format_argument(one.value))
+        self._add_reasons(entry, argument.value)
+        if entry.argument:
+            positional = (
+                "=" in entry.argument or not argument.named or argument.name not in self.keywords
+            )
+            parts = (
+                entry.argument.split(", ") if positional else [f"{argument.name}={entry.argument}"]
+            )
+            self.into.add_argument(parts, format_argument(argument.value))
         return True
 
     def _find_entry(self, name: str, value: object) -> Replacement | None:
         """Return the table's entry for a word, or for an argument that this verb does not accept;
         else None."""
-        word = format_argument(value)
-        found = self.table.get(f"{name}={word}")
-        if found is not None or name in self.keywords:
-            return found
+        text = format_argument(value)
+        entry = self.table.get(f"{name}={text}")
+        if entry is not None or name in self.keywords:
+            return entry
         if name:
             return self.table.get(name)
-        found = self.table.get(word)  # an entry that drops its argument may also match a bare word
-        return found if found is not None and found.argument == "" else self.table.get("=")
+        entry = self.table.get(text)  # an entry that drops its argument may also match a bare word
+        return entry if entry is not None and entry.argument == "" else self.table.get("=")
 
-    def _add_reasons(self, other: Replacement, value: object) -> None:
-        word = format_argument(value).strip('"')
-        row = other.row
+    def _add_reasons(self, entry: Replacement, value: object) -> None:
+        text = format_argument(value).strip('"')
+        row = entry.row
         if 'order="{}"' in row:
-            row = row.replace("{}", guess_order(word) or "1F1B")
-        row = row.replace("{}", word)
-        self.why += [other.why] if other.why else []
-        where = self.into.replacement_rows if other.argument is None else self.into.extra_rows
-        where += [row] if row else []
+            row = row.replace("{}", guess_order(text) or "1F1B")
+        row = row.replace("{}", text)
+        self.why += [entry.why] if entry.why else []
+        rows = self.into.replacement_rows if entry.argument is None else self.into.extra_rows
+        rows += [row] if row else []
 
-    def _put_list(self, one: CallArgument, items: tuple[Any, ...]) -> bool:
+    def _put_list(self, argument: CallArgument, items: tuple[Any, ...]) -> bool:
         """Add a list, its words translated one by one."""
         if isinstance(items[0] if items else None, AxisSize):
-            self.into.arguments.append(f"{one.name}={format_argument(items)}")
+            self.into.arguments.append(f"{argument.name}={format_argument(items)}")
             return False
-        others = [self.table.get(f"{one.name}={format_argument(item)}") for item in items]
-        for other, item in zip(others, items):
-            if other is not None:
-                self._add_reasons(other, item)
+        others = [self.table.get(f"{argument.name}={format_argument(item)}") for item in items]
+        for entry, item in zip(others, items):
+            if entry is not None:
+                self._add_reasons(entry, item)
         texts = [o.argument if o else format_argument(item) for o, item in zip(others, items)]
         inside = ", ".join(dict.fromkeys(text for text in texts if text))
-        name = f"{one.name}=" if one.named else ""
+        name = f"{argument.name}=" if argument.named else ""
         self.into.arguments.append(f"{name}[{inside}]")
         return any(others)
 
-    def _put_call(self, one: CallArgument, call: SymbolicCall) -> bool:
+    def _put_call(self, argument: CallArgument, call: SymbolicCall) -> bool:
         """Add a word with options in parentheses, `ring(layout=striped)`, as arguments beside each
         other."""
-        word = Symbol(call.name)
-        if not one.name and call.name in self.keywords and f"={word}" not in self.table:
+        symbol = Symbol(call.name)
+        if not argument.name and call.name in self.keywords and f"={symbol}" not in self.table:
             return (
                 self.put(CallArgument(call.name, call.args[0], True)) or True
                 if call.args
                 else False
             )
-        if word not in one.words and self._find_entry(one.name, word) is None:
+        if symbol not in argument.words and self._find_entry(argument.name, symbol) is None:
             return False
-        self.put(CallArgument(one.name, word, one.named))
+        self.put(CallArgument(argument.name, symbol, argument.named))
         for value in call.args:
             if self._find_entry("", value) not in (None, self.table.get("=")):
                 self.put(CallArgument("", value, False))
@@ -217,9 +223,9 @@ def format_argument(value: Any) -> str:
 
 def _format_amount(value: Bytes | Seconds) -> str:
     """Format bytes or seconds in the largest unit that gives a whole number."""
-    plain = "B" if isinstance(value, Bytes) else "s"
-    mine = [(size, unit) for unit, size in UNITS.items() if unit[-1] == plain]
-    size, unit = max((one for one in mine if value % one[0] == 0), default=(1, plain))
+    base_unit = "B" if isinstance(value, Bytes) else "s"
+    units = [(size, unit) for unit, size in UNITS.items() if unit[-1] == base_unit]
+    size, unit = max((pair for pair in units if value % pair[0] == 0), default=(1, base_unit))
     return f"{value / size:g}{unit}"
 
 
@@ -234,42 +240,46 @@ def suggest_call(binder: Binder, arguments: Sequence[Argument]) -> list[Diagnost
 
     If the corrected call would be refused too, the primitive's example is offered instead.
     """
-    surface, example = binder.surface, binder.primitive.example
-    found = correct_call(binder.name, _call_arguments(surface, arguments), surface.keywords)
-    if found is None:
+    signature, example = binder.surface, binder.primitive.example
+    corrected = correct_call(binder.name, _call_arguments(signature, arguments), signature.keywords)
+    if corrected is None:
         return binder.problems
-    present = {text.partition("=")[0] for text in found.arguments} | set(binder.bound)
-    found.arguments += _missing_arguments(surface.required, present, example)
-    wrong = None if found.replacement_rows else _objections(binder, found.call(binder.name))
-    helps = found.helps(binder.name) if wrong is None else (f"for example `{example}`",)
-    why: dict[Span, tuple[str, ...]] = {
+    present = {text.partition("=")[0] for text in corrected.arguments} | set(binder.bound)
+    corrected.arguments += _missing_arguments(signature.required, present, example)
+    objections = (
+        None if corrected.replacement_rows else _objections(binder, corrected.call(binder.name))
+    )
+    helps = corrected.helps(binder.name) if objections is None else (f"for example `{example}`",)
+    reasons: dict[Span, tuple[str, ...]] = {
         binder.span: ()
     }  # the corrected call also has the missing arguments
-    for place, notes in found.why.items():
-        why |= dict.fromkeys((arguments[place].span, arguments[place].value_span), notes)
+    for index, notes in corrected.why.items():
+        reasons |= dict.fromkeys((arguments[index].span, arguments[index].value_span), notes)
     return [
-        replace(one, notes=(*why[one.primary.span], *(wrong or ())), helps=helps)
-        if one.primary.span in why
-        else one
-        for one in binder.problems
+        replace(problem, notes=(*reasons[problem.primary.span], *(objections or ())), helps=helps)
+        if problem.primary.span in reasons
+        else problem
+        for problem in binder.problems
     ]
 
 
-def _call_arguments(surface: CallSignature, arguments: Sequence[Argument]) -> list[CallArgument]:
+def _call_arguments(signature: CallSignature, arguments: Sequence[Argument]) -> list[CallArgument]:
     """Return the arguments by name; a positional argument has the name of its field."""
-    free = list(surface.positional)
-    found = []
-    for one in arguments:
-        name = one.name or surface.many or (free.pop(0) if free else "")
-        words = words_of(surface.types.get(name))
-        found.append(CallArgument(name, one.value, one.name is not None, words))
-    return found
+    unbound = list(signature.positional)
+    call_arguments = []
+    for argument in arguments:
+        name = argument.name or signature.many or (unbound.pop(0) if unbound else "")
+        words = words_of(signature.types.get(name))
+        call_arguments.append(CallArgument(name, argument.value, argument.name is not None, words))
+    return call_arguments
 
 
-def _missing_arguments(required: Sequence[str], said: set[str], example: str) -> list[str]:
+def _missing_arguments(required: Sequence[str], present: set[str], example: str) -> list[str]:
     """Return the required arguments that are missing, with the values of the example."""
-    found = [re.search(rf"\b{name}=[\w\"-]+", example) for name in required if name not in said]
-    return [one[0] for one in found if one]
+    matches = [
+        re.search(rf"\b{name}=[\w\"-]+", example) for name in required if name not in present
+    ]
+    return [match[0] for match in matches if match]
 
 
 def _objections(binder: Binder, call: str) -> tuple[str, ...] | None:
@@ -282,16 +292,16 @@ def _objections(binder: Binder, call: str) -> tuple[str, ...] | None:
     for names in AXES_IN_CALL.findall(call):
         axes |= {name: 2 for name in re.findall(r"\w+", names) if name not in axes}
     try:
-        made = parse_expr(call, binder.span)
-        assert isinstance(made, Call)
-        given = [_argument(one, Names(axes=axes)) for one in made.args]
+        node = parse_expr(call, binder.span)
+        assert isinstance(node, Call)
+        arguments = [_argument(arg, Names(axes=axes)) for arg in node.args]
     except Refusal:
         return ()
-    other = Binder(binder.primitive, binder.surface, binder.span, axes)
-    if not other.bind_arguments(given):
+    trial = Binder(binder.primitive, binder.surface, binder.span, axes)
+    if not trial.bind_arguments(arguments):
         return ()
     try:
-        other.build().agree(axes)
+        trial.build().agree(axes)
     except Refusal as refusal:
         diagnostic = refusal.diagnostic
         return (f"`{call}` would be refused: {diagnostic.title}", *diagnostic.helps)

@@ -45,13 +45,13 @@ COMMENT = re.compile(r'"[^"\n]*"|`[^`\n]+`|(#[^\n]*)')
 
 def comments(source: Source) -> tuple[n.Comment, ...]:
     """Return every comment of the text, in order."""
-    found = []
+    result = []
     for number, line in enumerate(source.lines, 1):
         for match in COMMENT.finditer(line):
             if match[1]:
                 span = Span(source, number, match.start(1) + 1, number, match.end(1) + 1)
-                found.append(n.Comment(match[1].rstrip(), span))
-    return tuple(found)
+                result.append(n.Comment(match[1].rstrip(), span))
+    return tuple(result)
 
 
 @without_collector()
@@ -106,15 +106,15 @@ def parse_path(text: str, span: Span) -> n.Path:
 
 def parse_expr(text: str, span: Span) -> n.Expr:
     """Parse an expression given as a string; mistakes are shown inside the string."""
-    made = _parse_fragment(text, span, "expr", n.Node)
-    return made  # type: ignore[no-any-return]
+    node = _parse_fragment(text, span, "expr", n.Node)
+    return node  # type: ignore[no-any-return]
 
 
 def _parse_fragment(text: str, span: Span, start: str, kind: type) -> Any:
     """Parse `text`, then set all spans to `span`, the line that gave the string."""
     source = Source("<string>", text)
     try:
-        made, problems = _parse_tree(source, start)
+        node, problems = _parse_tree(source, start)
     except Refusal as refused:
         inner = refused.diagnostic
         also = (Label(span, "given here"),) if span else ()
@@ -123,8 +123,8 @@ def _parse_fragment(text: str, span: Span, start: str, kind: type) -> Any:
         ) from None
     if problems:
         raise Refusal(*problems)
-    assert isinstance(made, kind)
-    return n.with_spans(made, span)
+    assert isinstance(node, kind)
+    return n.with_spans(node, span)
 
 
 def source_of(schedule: str | os.PathLike[str]) -> Source:
@@ -139,20 +139,20 @@ def read(path: str | FilePath, name: str | None = None) -> Source:
     try:
         raw = read_bytes(path, MAX_BYTES)
     except OSError as error:
-        why = error.strerror or str(error)
-        why = why[:1].lower() + why[1:]
-        there: set[str] = set()
+        reason = error.strerror or str(error)
+        reason = reason[:1].lower() + reason[1:]
+        names: set[str] = set()
         with suppress(OSError):  # the folder may be unreadable, too
-            there = {each.name for each in FilePath(path).parent.glob("*.sched")}
-        others = there - {FilePath(path).name}
-        near, facts = (
+            names = {file.name for file in FilePath(path).parent.glob("*.sched")}
+        others = names - {FilePath(path).name}
+        hint, facts = (
             find_closest(FilePath(path).name, others),
             facts_of_unknown(FilePath(path).name, others),
         )
         helps = (
-            (f"did you mean `{near}`?",) if near else ("give the path of a schedule: `x.sched`",)
+            (f"did you mean `{hint}`?",) if hint else ("give the path of a schedule: `x.sched`",)
         )
-        title = f"cannot read `{shown}`: {why}"
+        title = f"cannot read `{shown}`: {reason}"
         raise Refusal.of("S000", title, helps=helps, facts=facts) from None
     try:
         return Source(shown, raw.decode("utf-8-sig").replace("\r\n", "\n"))
@@ -225,7 +225,7 @@ def explain_error(source: Source, mistake: UnexpectedInput) -> Diagnostic:
 
 def _explain_character(source: Source, line: int, col: int) -> Diagnostic:
     char = source.line(line)[col - 1 : col] or "\\r"
-    place = Span(source, line, col, line, col + 1)
+    span = Span(source, line, col, line, col + 1)
     rest = source.line(line)[col - 1 :]
     if char == '"':
         closing = Span(source, line, col, line, col + len(rest))
@@ -242,7 +242,7 @@ def _explain_character(source: Source, line: int, col: int) -> Diagnostic:
     elif not char.isprintable() or char.isspace():
         helps = ("delete it: spaces and line ends are the only characters that are not seen",)
     shown = char if char.isprintable() else f"U+{ord(char[0]):04X}"
-    return Diagnostic("S001", f"unexpected character `{shown}`", Label(place), helps=helps)
+    return Diagnostic("S001", f"unexpected character `{shown}`", Label(span), helps=helps)
 
 
 def _explain_unclosed(source: Source, mistake: UnexpectedToken) -> Diagnostic | None:
@@ -250,50 +250,50 @@ def _explain_unclosed(source: Source, mistake: UnexpectedToken) -> Diagnostic | 
     blame."""
     token, ended = mistake.token, mistake.token.type == "$END"
     opened: list[Token] = []
-    for one in mistake.interactive_parser.parser_state.value_stack:
-        if isinstance(one, Token) and one.type in OPENS:
-            opened.append(one)
-        elif isinstance(one, Token) and one.type in CLOSES:
+    for value in mistake.interactive_parser.parser_state.value_stack:
+        if isinstance(value, Token) and value.type in OPENS:
+            opened.append(value)
+        elif isinstance(value, Token) and value.type in CLOSES:
             opened.pop()
     if not opened:
         return None
-    char, bracket, found = str(opened[-1]), span_of(source, opened[-1]), span_of(source, token)
+    char, bracket, stop = str(opened[-1]), span_of(source, opened[-1]), span_of(source, token)
     close = CLOSING[char]
-    wanted = {"(": "RPAR", "[": "RSQB"}.get(char) in mistake.accepts
+    close_accepted = {"(": "RPAR", "[": "RSQB"}.get(char) in mistake.accepts
     # a declaration at the margin was not meant to stand in the block before it
-    first = re.match(r"[a-z]+", source.line(found.line))
-    begun = char == "{" and first is not None and first[0] in DECLARATIONS
-    if not ended and not begun and not (wanted and found.line > bracket.line):
+    first = re.match(r"[a-z]+", source.line(stop.line))
+    opens_block = char == "{" and first is not None and first[0] in DECLARATIONS
+    if not ended and not opens_block and not (close_accepted and stop.line > bracket.line):
         return None
-    here = Label(bracket, "opened here")
+    opening = Label(bracket, "opened here")
     if ended:
         last = len(source.text.rstrip("\n").split("\n"))
         end = len(source.line(last)) + 1
         label = Label(
             Span(source, last, end, last, end + 1), f"end of the file; expected `{close}`"
         )
-    elif begun and first is not None:
-        place = Span(source, found.line, 1, found.line, len(first[0]) + 1)
-        label = Label(place, f"expected `{close}` before this")
+    elif opens_block and first is not None:
+        span = Span(source, stop.line, 1, stop.line, len(first[0]) + 1)
+        label = Label(span, f"expected `{close}` before this")
     else:
-        word = re.match(r"[\w*{}]+", source.line(found.line)[found.col - 1 :])
-        width = min(3, len(word[0])) if word else 1
-        place = replace(found, end_line=found.line, end_col=found.col + width)
-        label = Label(place, f"expected `{close}` or `,` before this")
+        match = re.match(r"[\w*{}]+", source.line(stop.line)[stop.col - 1 :])
+        width = min(3, len(match[0])) if match else 1
+        span = replace(stop, end_line=stop.line, end_col=stop.col + width)
+        label = Label(span, f"expected `{close}` or `,` before this")
     row = source.line(bracket.line).partition("#")[0].strip()
     closed = "close it with `}` on its own line" if char == "{" else f"close it: `{row}{close}`"
-    return Diagnostic("S002", f"this `{char}` is never closed", here, (label,), helps=(closed,))
+    return Diagnostic("S002", f"this `{char}` is never closed", opening, (label,), helps=(closed,))
 
 
 def _explain_unexpected(source: Source, token: Token, accepts: set[str]) -> Diagnostic:
-    place, shown = _stop_place(source, token)
-    before = source.line(place.line)[: place.col - 1]
+    stop, shown = _stop_place(source, token)
+    before = source.line(stop.line)[: stop.col - 1]
     misspelt = _suggest_keyword(before or str(token))
     if token.type in ("_NL", "$END") and {"LPAR", "DOT", "COLON"} <= accepts and before.strip():
         row = before.strip().split()[-1]
         help_ = misspelt or f"add a primitive: `{row}  checkpoint()`"
         title = f"expected `(`, `.` or `:`, found {shown}"
-        return Diagnostic("S003", title, Label(place, "the primitive is missing"), helps=(help_,))
+        return Diagnostic("S003", title, Label(stop, "the primitive is missing"), helps=(help_,))
     expected = [TOKEN_NAMES[name] for name in TOKEN_NAMES if name in accepts]
     if "AT" in accepts:
         expected = ["a declaration", "a step"] if "KNOB" in accepts else ["a row", "`}`"]
@@ -301,7 +301,7 @@ def _explain_unexpected(source: Source, token: Token, accepts: set[str]) -> Diag
         expected = ["a value"]
     elif "SCHEDULE" in accepts:
         expected = ["`schedule 1`"]
-    wanted = " or ".join(expected[:3]) or "something else"
+    expectation = " or ".join(expected[:3]) or "something else"
     helps = [misspelt] if misspelt else []
     first = (before.split() or [""])[0]
     if first in DECLARATIONS and "KNOB" not in accepts and before[:1].isspace():
@@ -313,34 +313,36 @@ def _explain_unexpected(source: Source, token: Token, accepts: set[str]) -> Diag
         helps = [f"`{token}` is a keyword; in a selector write it in backquotes"]
     suggestions = (
         tuple(helps)
-        or _suggest_punctuation(source.line(place.line), place)
-        or _suggest_row_form(source.line(place.line))
+        or _suggest_punctuation(source.line(stop.line), stop)
+        or _suggest_row_form(source.line(stop.line))
     )
-    return Diagnostic("S003", f"expected {wanted}, found {shown}", Label(place), helps=suggestions)
+    return Diagnostic(
+        "S003", f"expected {expectation}, found {shown}", Label(stop), helps=suggestions
+    )
 
 
-def _suggest_punctuation(line: str, place: Span) -> tuple[str, ...]:
+def _suggest_punctuation(line: str, stop: Span) -> tuple[str, ...]:
     """Return the help for a value without quotes, a call without brackets, or a misspelt unit."""
     from schedlang.language.value import UNITS  # `value` imports this module
 
-    before, rest = line[: place.col - 1], line[place.col - 1 :]
+    before, rest = line[: stop.col - 1], line[stop.col - 1 :]
     if number := re.search(r"(\d+)$", before):
         word = (re.match(r"[\w.+-]*", rest) or [""])[0]
         if unit := next((u for u in UNITS if u.lower() == word.lower()), ""):  # `70Gib`
             return (f"write `{number[1]}{unit}`",)
-        named = re.search(r"(\w+)=\d+$", before)  # `order=1F1B`
-        return (f'write `{named[1]}="{number[1]}{word}"`',) if named and word else ()
+        match = re.search(r"(\w+)=\d+$", before)  # `order=1F1B`
+        return (f'write `{match[1]}="{number[1]}{word}"`',) if match and word else ()
     row = re.match(r"\s*(\S*[.*]\S*[ \t]+[a-z_]+)\s*(?:#|$)", line)
     return (f"write `{row[1]}()`",) if row and not rest.partition("#")[0].strip() else ()
 
 
 def _suggest_row_form(line: str) -> tuple[str, ...]:
     """Return the helps for a row in words, such as `zero model stage 2 over dp`."""
-    words = re.match(r"\s*([a-z_]\w*)[ \t]+[^\s(]+(?:\s|$)", line)
-    if not words or words[1] in KEYWORDS:
+    match = re.match(r"\s*([a-z_]\w*)[ \t]+[^\s(]+(?:\s|$)", line)
+    if not match or match[1] in KEYWORDS:
         return ()
-    form = "a row is a selector and a primitive: `layers.*  shard(col, over=tp)`"
-    return (*VERBS.get(words[1], ()), form)
+    hint = "a row is a selector and a primitive: `layers.*  shard(col, over=tp)`"
+    return (*VERBS.get(match[1], ()), hint)
 
 
 def _suggest_keyword(line: str) -> str | None:
@@ -348,8 +350,8 @@ def _suggest_keyword(line: str) -> str | None:
     first = re.match(r"\s*([A-Za-z]+)", line)
     if not first or first[1] in KEYWORDS:
         return None
-    near = find_closest(first[1], DECLARATIONS + STATEMENTS)
-    return f"did you mean `{near}`?" if near else None
+    closest = find_closest(first[1], DECLARATIONS + STATEMENTS)
+    return f"did you mean `{closest}`?" if closest else None
 
 
 def _stop_place(source: Source, token: Token) -> tuple[Span, str]:
@@ -359,8 +361,8 @@ def _stop_place(source: Source, token: Token) -> tuple[Span, str]:
         end = len(source.line(last)) + 1
         return Span(source, last, end, last, end + 1), "the end of the file"
     if token.type == "_NL":
-        found = span_of(source, token)
-        return replace(found, end_line=found.line, end_col=found.col + 1), "the end of the line"
+        span = span_of(source, token)
+        return replace(span, end_line=span.line, end_col=span.col + 1), "the end of the line"
     return span_of(source, token), f"`{token}`"
 
 

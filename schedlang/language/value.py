@@ -44,8 +44,10 @@ class Symbol(str):
 
 def unknown_words(value: Any) -> Facts:
     """Return the facts `unknown` of a value that is a bare word, or a tuple with some."""
-    every = value if isinstance(value, tuple) else (value,)
-    return tuple(fact for one in every if isinstance(one, str) for fact in facts_of_unknown(one))
+    values = value if isinstance(value, tuple) else (value,)
+    return tuple(
+        fact for item in values if isinstance(item, str) for fact in facts_of_unknown(item)
+    )
 
 
 class Choice(Symbol):
@@ -57,9 +59,9 @@ class Choice(Symbol):
     @staticmethod
     def of(value: str, knob: str, options: Sequence[str]) -> Choice:
         """Return a choice of the knob `knob` among `options` (empty: any)."""
-        made = Choice(value)
-        made.knob, made.options = knob, tuple(options)
-        return made
+        choice = Choice(value)
+        choice.knob, choice.options = knob, tuple(options)
+        return choice
 
 
 class AxisSize(int):
@@ -70,9 +72,9 @@ class AxisSize(int):
     @staticmethod
     def of(name: str, size: int) -> AxisSize:
         """Return the size of the axis `name`."""
-        made = AxisSize(size)
-        made.name = name
-        return made
+        axis = AxisSize(size)
+        axis.name = name
+        return axis
 
 
 class Bytes(int):
@@ -93,8 +95,8 @@ class SymbolicCall:
     keywords: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        named = [f"{key}={value}" for key, value in self.keywords]
-        return f"{self.name}({', '.join([*map(str, self.args), *named])})"
+        keywords = [f"{key}={value}" for key, value in self.keywords]
+        return f"{self.name}({', '.join([*map(str, self.args), *keywords])})"
 
 
 class Unknown:
@@ -243,11 +245,11 @@ def _read_model_fact(node: n.Name, parts: tuple[str, ...], names: Names) -> Any:
         try:
             holder = names.model.attribute("", name) if depth == 1 else getattr(holder, name)
         except AttributeError:
-            there = names.model.attributes("") if depth == 1 else vars(holder)
-            public = [known for known in there if not known.startswith("_")]
-            near = (suggest_name(name, public, "it has"),) if public else ()
+            attributes = names.model.attributes("") if depth == 1 else vars(holder)
+            public = [attribute for attribute in attributes if not attribute.startswith("_")]
+            hints = (suggest_name(name, public, "it has"),) if public else ()
             title = f"`{path}` has no attribute `{name}`"
-            refuse_at(node, "S206", title, "", *near, facts=facts_of_unknown(name, public))
+            refuse_at(node, "S206", title, "", *hints, facts=facts_of_unknown(name, public))
         if inspect.isroutine(holder):
             refuse_at(
                 node, "S206", f"`{path}.{name}` is not a plain value", "only data can be read"
@@ -261,8 +263,8 @@ def _read_model_fact(node: n.Name, parts: tuple[str, ...], names: Names) -> Any:
 
 def _is_computed(holder: object, name: str) -> bool:
     """Return whether reading the attribute would run code written for it."""
-    found = inspect.getattr_static(type(holder), name, None) if holder is not None else None
-    return isinstance(found, property) or inspect.isroutine(found)
+    attribute = inspect.getattr_static(type(holder), name, None) if holder is not None else None
+    return isinstance(attribute, property) or inspect.isroutine(attribute)
 
 
 def read_plain_value(holder: object, path: Sequence[str]) -> Any:
@@ -293,18 +295,18 @@ def plain_value(value: object) -> Any:
 
 
 def _evaluate_call(node: n.Call, names: Names) -> Any:
-    given = [a for a in node.args if not isinstance(a, n.Keyword)]
-    args = tuple(evaluate(a, names) for a in given)
-    named = {a.name: evaluate(a.value, names) for a in node.args if isinstance(a, n.Keyword)}
+    positional = [a for a in node.args if not isinstance(a, n.Keyword)]
+    args = tuple(evaluate(a, names) for a in positional)
+    keywords = {a.name: evaluate(a.value, names) for a in node.args if isinstance(a, n.Keyword)}
     if node.name.text == "S":
         return _evaluate_split(
-            node, (*(_evaluate_dim(a, names) for a in given[:1]), *args[1:]), named
+            node, (*(_evaluate_dim(a, names) for a in positional[:1]), *args[1:]), keywords
         )
     if node.name.text == "P":
-        if named or len(args) > 1 or (args and args[0] not in ("sum", "avg", "max")):
+        if keywords or len(args) > 1 or (args and args[0] not in ("sum", "avg", "max")):
             refuse_at(node, "S303", "a partial value is `P(sum)`, `P(avg)` or `P(max)`")
         return P(str(args[0]) if args else "sum")
-    return SymbolicCall(node.name.text, args, tuple(named.items()))
+    return SymbolicCall(node.name.text, args, tuple(keywords.items()))
 
 
 def _evaluate_dim(node: n.Expr, names: Names) -> Any:
@@ -315,14 +317,14 @@ def _evaluate_dim(node: n.Expr, names: Names) -> Any:
     """
     if isinstance(node, n.Name) and len(node.parts) == 1:
         value = names.arguments.get(node.text)
-        holds = isinstance(value, str | int) and not isinstance(value, bool | AxisSize)
-        return value if holds else Symbol(node.text)
+        is_dim = isinstance(value, str | int) and not isinstance(value, bool | AxisSize)
+        return value if is_dim else Symbol(node.text)
     return evaluate(node, names)
 
 
-def _evaluate_split(node: n.Call, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def _evaluate_split(node: n.Call, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """S(dim), S(dim, blocks=3), S(dim, blocks=[4096, 1024, 1024])"""
-    for name in named:
+    for name in keywords:
         if name != "blocks":
             title = f"`S` takes no argument `{name}`"
             refuse_at(
@@ -330,14 +332,14 @@ def _evaluate_split(node: n.Call, args: tuple[Any, ...], named: dict[str, Any]) 
                 "S302",
                 title,
                 "",
-                *_suggest_for_split(name, named[name]),
+                *_suggest_for_split(name, keywords[name]),
                 facts=facts_of_unknown(name),
             )
     if len(args) != 1:
         refuse_at(
             node, "S305", "`S` takes one dim", "", "by name: `S(out)`, or by position: `S(-1)`"
         )
-    dim, blocks = args[0], named.get("blocks", 1)
+    dim, blocks = args[0], keywords.get("blocks", 1)
     if UNKNOWN in (dim, blocks):
         return UNKNOWN
     if isinstance(dim, bool) or not isinstance(dim, int | str):
@@ -412,10 +414,10 @@ def _evaluate_chain(node: n.Chain, items: tuple[Any, ...], names: Names) -> Any:
         truths = [
             v if v is UNKNOWN else _require_bool(i, v, names) for i, v in zip(items[::2], values)
         ]
-        decided = op == "or"
-        if decided in truths:
-            return decided
-        return UNKNOWN if UNKNOWN in truths else not decided
+        deciding = op == "or"
+        if deciding in truths:
+            return deciding
+        return UNKNOWN if UNKNOWN in truths else not deciding
     left = evaluate(items[0], names)
     if op in COMPARISONS:
         return _apply_comparison(node, op, left, evaluate(items[2], names), names)
@@ -436,9 +438,9 @@ def _apply_operator(
     if UNKNOWN in (left, right):
         return UNKNOWN
     if right == 0 and op in ("/", "//", "%"):
-        word = printer.expr(item)
-        help_ = f"set it: `--knob {word}=1`" if word in names.knobs else "divide by another number"
-        refuse_at(node, "S107", "division by zero", f"`{word}` is 0", help_)
+        text = printer.expr(item)
+        help_ = f"set it: `--knob {text}=1`" if text in names.knobs else "divide by another number"
+        refuse_at(node, "S107", "division by zero", f"`{text}` is 0", help_)
     result = ARITHMETIC[op](left, right)
     if not isfinite(result) or (isinstance(result, int) and abs(result) >= 10**MAX_DIGITS):
         label = f"a number has at most {MAX_DIGITS} digits"
@@ -454,10 +456,10 @@ def _apply_comparison(node: n.Chain, op: str, left: Any, right: Any, names: Name
         assert isinstance(item, n.Node)
         _check_symbol(item, value, other, names)
     numbers = _is_number(left) and _is_number(right)
-    same = (
+    comparable = (
         numbers or type(left) is type(right) or (isinstance(left, str) and isinstance(right, str))
     )
-    if not same or (op not in ("==", "!=") and not numbers):
+    if not comparable or (op not in ("==", "!=") and not numbers):
         title = f"cannot compare {show_value(left)} and {show_value(right)}"
         refuse_at(node, "S304", title, facts=unknown_words((left, right)))
     return COMPARISONS[op](left, right)
@@ -496,9 +498,9 @@ def _require_bool(item: n.Node, value: Any, names: Names) -> bool:
 def _refuse_unknown(item: n.Node, name: str, names: Names) -> NoReturn:
     if names.module_lookup is not None:
         raise MissingAttribute(name)
-    known = names.known_names()
-    helps = (suggest_name(name, known, "the names are"),) if known else ()
+    options = names.known_names()
+    helps = (suggest_name(name, options, "the names are"),) if options else ()
     label = "no knob, axis or argument"
     refuse_at(
-        item, "S210", f"unknown name `{name}`", label, *helps, facts=facts_of_unknown(name, known)
+        item, "S210", f"unknown name `{name}`", label, *helps, facts=facts_of_unknown(name, options)
     )

@@ -41,7 +41,7 @@ RematTree = tuple[Any, ...]  # items: places (int) and trees
 
 def region_paths(tree: RematTree) -> tuple[tuple[int, ...], ...]:
     """Return the regions around each place, outermost first, as numbers unique to each region."""
-    found: list[tuple[int, ...]] = []
+    paths: list[tuple[int, ...]] = []
     numbers = iter(range(10**9))
 
     def walk(items: RematTree, around: tuple[int, ...]) -> None:
@@ -49,20 +49,20 @@ def region_paths(tree: RematTree) -> tuple[tuple[int, ...], ...]:
             if isinstance(item, tuple):
                 walk(item, (*around, next(numbers)))
             else:
-                assert item == len(found), "places stand in their order, each once"
-                found.append(around)
+                assert item == len(paths), "places stand in their order, each once"
+                paths.append(around)
 
     walk(tree, ())
-    return tuple(found)
+    return tuple(paths)
 
 
 def decisions_of(last: Any) -> tuple[Any, ...]:
     """Return the decisions of a partial plan in order, following its links `before`."""
-    found = []
+    decisions = []
     while last is not None and last.last is not None:
-        found.append(last.last)
+        decisions.append(last.last)
         last = last.before
-    return tuple(found[::-1])
+    return tuple(decisions[::-1])
 
 
 def places_of(item: Any) -> list[int]:
@@ -82,11 +82,11 @@ def outer_regions(tree: RematTree) -> Iterator[tuple[int, ...]]:
 def group_places(count: int, size: int, every: int = 1) -> RematTree:
     """Group places into regions of `size` (the last may be smaller); only each `every`-th is a
     region."""
-    found: list[Any] = []
+    regions: list[Any] = []
     for number, first in enumerate(range(0, count, size)):
         run = tuple(range(first, min(first + size, count)))
-        found += [run] if number % every == 0 else run
-    return tuple(found)
+        regions += [run] if number % every == 0 else run
+    return tuple(regions)
 
 
 def sqrt_region_size(count: int) -> int:
@@ -100,13 +100,13 @@ def sqrt_region_size(count: int) -> int:
 
 def group_consecutive(names: Sequence[str]) -> list[tuple[str, ...]]:
     """Group consecutive elements of lists: `h.3`, `h.4`."""
-    found: list[list[str]] = []
+    runs: list[list[str]] = []
     for name in names:
-        if found and _next(found[-1][-1]) == name:
-            found[-1].append(name)
+        if runs and _next(runs[-1][-1]) == name:
+            runs[-1].append(name)
         else:
-            found.append([name])
-    return [tuple(run) for run in found]
+            runs.append([name])
+    return [tuple(run) for run in runs]
 
 
 def _next(name: str) -> str:

@@ -61,11 +61,13 @@ def pareto_front(operators: Sequence[Operator]) -> list[tuple[int, float, tuple[
 
     In the order of bytes, beginning with nothing saved.
     """
-    total = sum(one.work for one in operators)
+    total = sum(op.work for op in operators)
     points: list[tuple[int, float, tuple[int, ...]]] = [(0, total, ())]
-    for place, one in enumerate(operators):
-        more = [(size + one.bytes, work - one.work, (*kept, place)) for size, work, kept in points]
-        points = _undominated([*points, *more])
+    for index, op in enumerate(operators):
+        extended = [
+            (size + op.bytes, work - op.work, (*kept, index)) for size, work, kept in points
+        ]
+        points = _undominated([*points, *extended])
     return points
 
 
@@ -73,14 +75,14 @@ def pareto_front(operators: Sequence[Operator]) -> list[tuple[int, float, tuple[
 def module_choices(cost: ModuleCost) -> tuple[ModuleChoice, ...]:
     """Return the choices for a module in the order of their bytes: the frontier, and no
     recomputation."""
-    found = [ModuleChoice(None, cost.saved, 0, 0.0)]
+    choices = [ModuleChoice(None, cost.saved, 0, 0.0)]
     for size, work, kept in pareto_front(cost.operators):
-        inside = sum(cost.operators[place].saved for place in kept)
-        keys = tuple(cost.operators[place].key for place in kept)
+        inside = sum(cost.operators[index].saved for index in kept)
+        keys = tuple(cost.operators[index].key for index in kept)
         held, again = cost.input + size, cost.fixed + work
         if held < cost.saved:
-            found.append(ModuleChoice(keys, held, max(0, cost.saved - inside), again))
-    return tuple(sorted(found, key=lambda one: (one.held, one.again)))
+            choices.append(ModuleChoice(keys, held, max(0, cost.saved - inside), again))
+    return tuple(sorted(choices, key=lambda choice: (choice.held, choice.again)))
 
 
 @dataclass(frozen=True)
@@ -105,46 +107,46 @@ def extend_plans(
     before: Iterable[PartialPlan], cost: ModuleCost, memory: int
 ) -> tuple[PartialPlan, ...]:
     """Extend plans by one module: all that fit and that no other plan dominates."""
-    found = [
-        (one.held + choice.held, one.again + choice.again, one, choice)
-        for one in before
+    extended = [
+        (plan.held + choice.held, plan.again + choice.again, plan, choice)
+        for plan in before
         for choice in module_choices(cost)
-        if one.held + choice.held + choice.during <= memory
+        if plan.held + choice.held + choice.during <= memory
     ]
     return tuple(
-        PartialPlan(size, work, last, one) for size, work, one, last in _undominated(found)
+        PartialPlan(size, work, last, plan) for size, work, plan, last in _undominated(extended)
     )
 
 
 def choose_saved(chain: Sequence[ModuleCost], memory: int) -> tuple[ModuleChoice, ...] | None:
     """Choose what each module saves so that the least is recomputed within `memory`; None: nothing
     fits."""
-    found = EMPTY_PLANS
+    plans = EMPTY_PLANS
     for cost in chain:
-        found = extend_plans(found, cost, memory)
-    return found[-1].chosen if found else None
+        plans = extend_plans(plans, cost, memory)
+    return plans[-1].chosen if plans else None
 
 
-def describe_choices(chosen: Sequence[ModuleChoice]) -> str:
+def describe_choices(choices: Sequence[ModuleChoice]) -> str:
     """Describe how many modules save what, and what they recompute."""
-    found = []
-    for one, count in Counter(chosen).items():
-        if one.kept is None:
-            found.append(f"{count} kept whole ({one.held} bytes each)")
+    lines = []
+    for choice, count in Counter(choices).items():
+        if choice.kept is None:
+            lines.append(f"{count} kept whole ({choice.held} bytes each)")
             continue
-        names = Counter(name.rpartition("::")[2] for name, _ in one.kept)
-        kept = ", ".join(f"{often} {name}" for name, often in names.items()) or "nothing"
-        found.append(
-            f"{count} recomputed, of which are kept: {kept} ({one.held} bytes each,"
-            f" {one.again:.3g} operations again)"
+        names = Counter(name.rpartition("::")[2] for name, _ in choice.kept)
+        kept = ", ".join(f"{times} {name}" for name, times in names.items()) or "nothing"
+        lines.append(
+            f"{count} recomputed, of which are kept: {kept} ({choice.held} bytes each,"
+            f" {choice.again:.3g} operations again)"
         )
-    return "; ".join(found)
+    return "; ".join(lines)
 
 
 def min_memory(chain: Sequence[ModuleCost]) -> int:
     """Return the fewest bytes in which `choose_saved` finds a plan."""
-    most = sum(one.saved for one in chain)
-    return bisect_left(range(most), True, key=lambda memory: _fits(chain, memory))
+    total = sum(cost.saved for cost in chain)
+    return bisect_left(range(total), True, key=lambda memory: _fits(chain, memory))
 
 
 def _fits(chain: Sequence[ModuleCost], memory: int) -> bool:
@@ -152,26 +154,26 @@ def _fits(chain: Sequence[ModuleCost], memory: int) -> bool:
     before = 0
     for cost in chain:
         fitting = (c for c in module_choices(cost) if before + c.held + c.during <= memory)
-        least = next(fitting, None)  # choices are in the order of their bytes
-        if least is None:
+        smallest = next(fitting, None)  # choices are in the order of their bytes
+        if smallest is None:
             return False
-        before += least.held
+        before += smallest.held
     return True
 
 
 def _undominated(points: list[tuple]) -> list[tuple]:  # type: ignore[type-arg]
     """Return the tuples (bytes, work, ...) that no other dominates."""
-    found: list[tuple] = []  # type: ignore[type-arg]
-    for point in sorted(points, key=lambda one: one[:2]):
-        if not found or point[1] < found[-1][1]:
-            found.append(point)
-    if len(found) <= MAX_POINTS:
-        return found
+    front: list[tuple] = []  # type: ignore[type-arg]
+    for point in sorted(points, key=lambda entry: entry[:2]):
+        if not front or point[1] < front[-1][1]:
+            front.append(point)
+    if len(front) <= MAX_POINTS:
+        return front
     step = -(
-        -(found[-1][0] - found[0][0]) // (MAX_POINTS - 1)
+        -(front[-1][0] - front[0][0]) // (MAX_POINTS - 1)
     )  # the last of each step has the least work
-    steps = {(point[0] - found[0][0]) // step: point for point in found}
-    return [found[0], *(point for point in steps.values() if point is not found[0])]
+    steps = {(point[0] - front[0][0]) // step: point for point in front}
+    return [front[0], *(point for point in steps.values() if point is not front[0])]
 
 
 class RunCosts:
@@ -187,17 +189,17 @@ class RunCosts:
     def of(self, stage: int, low: int, high: int) -> float:
         """Return the least repeated work of modules low to high - 1 on a stage; inf: nothing
         fits."""
-        found = self._fitted(self.memory[stage], tuple(self._kinds[low:high]))
-        return found[-1].again if found else math.inf
+        plans = self._fitted(self.memory[stage], tuple(self._kinds[low:high]))
+        return plans[-1].again if plans else math.inf
 
     def _fitted(self, memory: int, kinds: tuple[int, ...]) -> tuple[PartialPlan, ...]:
         if not kinds:
             return EMPTY_PLANS
-        known = next(
+        length = next(
             k for k in range(len(kinds), -1, -1) if k == 0 or (memory, kinds[:k]) in self._known
         )
-        found = self._known[memory, kinds[:known]] if known else EMPTY_PLANS
-        for end in range(known, len(kinds)):
-            found = extend_plans(found, self._costs[kinds[end]], memory)
-            self._known[memory, kinds[: end + 1]] = found
-        return found
+        plans = self._known[memory, kinds[:length]] if length else EMPTY_PLANS
+        for end in range(length, len(kinds)):
+            plans = extend_plans(plans, self._costs[kinds[end]], memory)
+            self._known[memory, kinds[: end + 1]] = plans
+        return plans

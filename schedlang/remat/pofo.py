@@ -68,22 +68,24 @@ class _Part:
         dropped."""
         return self.held, self.done + self.again, self.done
 
-    def with_(self, way: Treatment, cost: ModuleCost, place: int, ratio: float) -> _Part:
+    def with_(self, treatment: Treatment, cost: ModuleCost, index: int, ratio: float) -> _Part:
         """Return this plan with one module more."""
         behind = self.behind + cost.forward
-        if way == "offload":
+        if treatment == "offload":
             done = self.done + self.again + self.waits(behind, ratio, last=False)
-            return _Part(self.held + cost.small, done, 0.0, place, _moved(cost), 0.0, way, self)
-        held = self.held + (cost.saved if way == "keep" else cost.input)
-        again = self.again + (cost.forward if way == "recompute" else 0.0)
-        return _Part(held, self.done, again, self.moved, self.flight, behind, way, self)
+            return _Part(
+                self.held + cost.small, done, 0.0, index, _moved(cost), 0.0, treatment, self
+            )
+        held = self.held + (cost.saved if treatment == "keep" else cost.input)
+        again = self.again + (cost.forward if treatment == "recompute" else 0.0)
+        return _Part(held, self.done, again, self.moved, self.flight, behind, treatment, self)
 
     def waits(self, behind: float, ratio: float, last: bool) -> float:
         """Return how much longer the copies of the last offloaded module take than the work behind
         it."""
         copied = self.flight * ratio
-        back = copied if last else max(0.0, copied - 2 * behind - self.again)
-        return max(0.0, copied - behind) + back
+        return_wait = copied if last else max(0.0, copied - 2 * behind - self.again)
+        return max(0.0, copied - behind) + return_wait
 
     def time(self, ratio: float) -> float:
         """Return the time of the full chain, if this is the full plan."""
@@ -100,10 +102,10 @@ def _moved(cost: ModuleCost) -> int:
     return cost.saved - cost.small
 
 
-def _fits(part: _Part, way: Treatment, cost: ModuleCost, memory: int) -> bool:
+def _fits(part: _Part, treatment: Treatment, cost: ModuleCost, memory: int) -> bool:
     """Return whether a module fits behind this plan, in its forward and in its backward."""
-    own = cost.saved + (cost.input if way == "recompute" else 0)
-    return part.held + part.flight + own <= memory
+    needed = cost.saved + (cost.input if treatment == "recompute" else 0)
+    return part.held + part.flight + needed <= memory
 
 
 def pofo(
@@ -117,57 +119,59 @@ def pofo(
     """
     parts: list[_Part] = [_Part()]
     thinned = False
-    for place, cost in enumerate(chain):
-        more = [
-            part.with_(way, cost, place, ratio)
+    for index, cost in enumerate(chain):
+        extended = [
+            part.with_(treatment, cost, index, ratio)
             for part in parts
-            for way in among
-            if _fits(part, way, cost, memory)
+            for treatment in among
+            if _fits(part, treatment, cost, memory)
         ]
-        parts, fewer = _pruned(more)
-        thinned = thinned or fewer
-    found = [_measured(chain, part.ways, ratio) for part in parts]
+        parts, was_thinned = _pruned(extended)
+        thinned = thinned or was_thinned
+    plans = [_measured(chain, part.ways, ratio) for part in parts]
     if thinned and len(among) == len(TREATMENTS):
-        simpler = (pofo(chain, memory, ratio, ("keep", way)) for way in TREATMENTS[1:])
-        found += [one for one in simpler if one is not None]
-    return min(found, key=lambda one: one.time, default=None)
+        simpler = (pofo(chain, memory, ratio, ("keep", treatment)) for treatment in TREATMENTS[1:])
+        plans += [plan for plan in simpler if plan is not None]
+    return min(plans, key=lambda plan: plan.time, default=None)
 
 
 def _measured(chain: Sequence[ModuleCost], ways: Sequence[Treatment], ratio: float) -> MixedPlan:
     """Return the times of a choice for each module."""
     part = _Part()
-    for place, (cost, way) in enumerate(zip(chain, ways, strict=True)):
-        part = part.with_(way, cost, place, ratio)
-    again = sum((c.forward for c, way in zip(chain, ways) if way == "recompute"), 0.0)
+    for index, (cost, treatment) in enumerate(zip(chain, ways, strict=True)):
+        part = part.with_(treatment, cost, index, ratio)
+    again = sum((c.forward for c, treatment in zip(chain, ways) if treatment == "recompute"), 0.0)
     return MixedPlan(tuple(ways), again, part.time(ratio) - again)
 
 
 def _pruned(parts: Iterable[_Part]) -> tuple[list[_Part], bool]:
     """Keep the undominated plans for each `moved`; also return whether some of them were
     dropped."""
-    ordered = sorted(parts, key=lambda one: (one.moved, *one.order))
-    fronts = [_unbeaten(group) for _, group in groupby(ordered, key=lambda one: one.moved)]
+    ordered = sorted(parts, key=lambda part: (part.moved, *part.order))
+    fronts = [_unbeaten(group) for _, group in groupby(ordered, key=lambda part: part.moved)]
     room = MAX_PLANS // max(1, len(fronts))
-    found = [_thinned(front, room) for front in fronts]
-    return [one for front in found for one in front], sum(map(len, found)) < sum(map(len, fronts))
+    pruned = [_thinned(front, room) for front in fronts]
+    return [part for front in pruned for part in front], sum(map(len, pruned)) < sum(
+        map(len, fronts)
+    )
 
 
 def _unbeaten(ordered: Iterable[_Part]) -> list[_Part]:
     """Return the plans, in order, that no other dominates."""
-    found: list[_Part] = []
+    front: list[_Part] = []
     totals: list[float] = []  # rising, while `dones` falls
     dones: list[float] = []
-    for one in ordered:
-        _, total, done = one.order
-        at = bisect_right(totals, total)
-        if at and dones[at - 1] <= done:
+    for part in ordered:
+        _, total, done = part.order
+        index = bisect_right(totals, total)
+        if index and dones[index - 1] <= done:
             continue
-        found.append(one)
-        end = at
+        front.append(part)
+        end = index
         while end < len(dones) and dones[end] >= done:
             end += 1
-        totals[at:end], dones[at:end] = [total], [done]
-    return found
+        totals[index:end], dones[index:end] = [total], [done]
+    return front
 
 
 def _thinned(front: list[_Part], room: int) -> list[_Part]:
@@ -177,38 +181,40 @@ def _thinned(front: list[_Part], room: int) -> list[_Part]:
     low, high = front[0].held, front[-1].held
     step = max(1, -(-(high - low) // max(1, room - 1)))
     steps: dict[int, _Part] = {}
-    for one in front:
-        key = (one.held - low) // step
-        if key not in steps or one.order[1:] < steps[key].order[1:]:
-            steps[key] = one
-    return list({id(one): one for one in (front[0], *steps.values())}.values())
+    for part in front:
+        key = (part.held - low) // step
+        if key not in steps or part.order[1:] < steps[key].order[1:]:
+            steps[key] = part
+    return list({id(part): part for part in (front[0], *steps.values())}.values())
 
 
 def min_memory(chain: Sequence[ModuleCost]) -> int:
     """Return the fewest bytes in which `pofo` finds a plan."""
-    most = sum(one.saved for one in chain)
-    return bisect_left(range(most), True, key=lambda memory: _possible(chain, memory))
+    total = sum(cost.saved for cost in chain)
+    return bisect_left(range(total), True, key=lambda memory: _possible(chain, memory))
 
 
 def _possible(chain: Sequence[ModuleCost], memory: int) -> bool:
     """Return whether any plan fits: for each `moved` the plan with the fewest bytes is enough."""
     parts: list[_Part] = [_Part()]
-    for place, cost in enumerate(chain):
-        least: dict[int, _Part] = {}
+    for index, cost in enumerate(chain):
+        lightest: dict[int, _Part] = {}
         for part in parts:
-            for way in TREATMENTS:
-                if _fits(part, way, cost, memory):
-                    one = part.with_(way, cost, place, 0.0)
-                    old = least.setdefault(one.moved, one)
-                    least[one.moved] = min(old, one, key=lambda each: each.held)
-        parts = list(least.values())
+            for treatment in TREATMENTS:
+                if _fits(part, treatment, cost, memory):
+                    extended = part.with_(treatment, cost, index, 0.0)
+                    old = lightest.setdefault(extended.moved, extended)
+                    lightest[extended.moved] = min(
+                        old, extended, key=lambda candidate: candidate.held
+                    )
+        parts = list(lightest.values())
     return bool(parts)
 
 
-def describe_plan(found: MixedPlan) -> str:
+def describe_plan(plan: MixedPlan) -> str:
     """Describe how many modules are kept, recomputed and offloaded, and the cost."""
-    count = Counter(found.treatments)
+    count = Counter(plan.treatments)
     return (
         f"{count['keep']} kept whole, {count['recompute']} recomputed, {count['offload']} moved to"
-        f" the host; {found.again:.3g} operations again, {found.waited:.3g} waited for"
+        f" the host; {plan.again:.3g} operations again, {plan.waited:.3g} waited for"
     )

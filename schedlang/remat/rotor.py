@@ -48,16 +48,16 @@ class ModuleCost:
 
 def peak_saved(tree: RematTree, chain: Sequence[ModuleCost]) -> int:
     """Return the most bytes that are saved at a time in a forward and its backward."""
-    found = before = 0
+    peak = before = 0
     for item in tree:
         if isinstance(item, tuple):
             entered = chain[places_of(item)[0]].input
-            found = max(found, before + entered + peak_saved(item, chain))
+            peak = max(peak, before + entered + peak_saved(item, chain))
             before += entered
         else:
             before += chain[item].saved
-        found = max(found, before)
-    return found
+        peak = max(peak, before)
+    return peak
 
 
 def smallest_tree(chain: Sequence[ModuleCost]) -> tuple[int, RematTree]:
@@ -94,12 +94,12 @@ def rotor(chain: Sequence[ModuleCost], memory: int, slots: int = MEMORY_STEPS) -
         return tuple(range(len(chain)))
     step = max(1, -(-memory // slots))
     table = _Table(
-        [ModuleCost(c.work, -(-c.saved // step), -(-c.input // step)) for c in chain],
+        [ModuleCost(cost.work, -(-cost.saved // step), -(-cost.input // step)) for cost in chain],
         memory // step,
     )
-    found = table.tree(0, len(chain), memory // step)
+    tree = table.tree(0, len(chain), memory // step)
     # with rounding up nothing may fit, although the smallest tree does
-    return found if found is not None else smallest_tree(chain)[1]
+    return tree if tree is not None else smallest_tree(chain)[1]
 
 
 class _Table:
@@ -123,9 +123,9 @@ class _Table:
         for j in range(s + 1, t):  # a region s to j - 1, and the rest
             work += self.chain[j - 1].work
             inner = self.best[s, j] + self.best[j, t] + work
-            found = _shifted(inner, self.chain[s].input)
-            first = np.where(found < best, j, first)
-            best = np.minimum(best, found)
+            candidate = _shifted(inner, self.chain[s].input)
+            first = np.where(candidate < best, j, first)
+            best = np.minimum(best, candidate)
         self.best[s, t], self.first[s, t] = best, first
 
     def tree(self, s: int, t: int, memory: int) -> RematTree | None:
@@ -145,7 +145,7 @@ class _Table:
 
 def _shifted(row: NDArray[Any], by: int) -> NDArray[Any]:
     """Shift a row by `by` steps of memory, which are used up."""
-    moved = np.full(row.shape, IMPOSSIBLE)
+    shifted = np.full(row.shape, IMPOSSIBLE)
     if by < len(row):
-        moved[by:] = row[: len(row) - by]
-    return moved
+        shifted[by:] = row[: len(row) - by]
+    return shifted

@@ -101,7 +101,7 @@ class Assembly:
     def primary_parameters(self) -> frozenset[str]:
         """The parameters whose shard this rank counts in the norm, for all ranks that hold it."""
         mesh, rank = self.ranks.mesh, self.ranks.rank
-        return frozenset(n for n, one in self.holdings.items() if one.is_primary(mesh, rank))
+        return frozenset(n for n, h in self.holdings.items() if h.is_primary(mesh, rank))
 
     @cached_property
     def sliced_parameters(self) -> tuple[str, ...]:
@@ -111,18 +111,18 @@ class Assembly:
     @cached_property
     def trained(self) -> frozenset[str]:
         """The parameters of this rank that take gradients."""
-        return frozenset(name for name, one in self.parameters.items() if one.requires_grad)
+        return frozenset(name for name, p in self.parameters.items() if p.requires_grad)
 
     @cached_property
     def local_parameters(self) -> LocalParameters:
         """This rank's parameters, with values derived from them that do not change."""
-        held = as_local_parameters(self.parameters)
+        parameters = as_local_parameters(self.parameters)
         # an order with stale weights drops gradients within a step
         if not self.pipeline.timeline.stale:
-            held.flatten(
+            parameters.flatten(
                 self.reductions if self.early_reductions is None else self.early_reductions.rest
             )
-        return held
+        return parameters
 
     @cached_property
     def needs_no_weights(self) -> bool:
@@ -173,11 +173,11 @@ class Assembly:
         rows."""
         if self.tokens is None:
             return [list(parts)]
-        played = any(one.is_meta for one in self.parameters.values())
-        meet = MetaExchange() if played else ExchangeKeys(self.dropout)
+        on_meta = any(parameter.is_meta for parameter in self.parameters.values())
+        exchange = MetaExchange() if on_meta else ExchangeKeys(self.dropout)
         return [
-            [self.tokens.take_part(part, place, meet) for part in parts]
-            for place in range(self.tokens.ranks)
+            [self.tokens.take_part(part, position, exchange) for part in parts]
+            for position in range(self.tokens.ranks)
         ]
 
     def part_weights(self, parts: Sequence[BatchPart]) -> list[Number]:
@@ -203,8 +203,8 @@ class Assembly:
 
     def buffer_holding(self, name: str, shape: Sequence[int]) -> Holding:
         """Return the holding of a buffer: where the value that counts is; every rank has a copy."""
-        home = self.buffer_homes.get(name)
-        stages = None if home is None else frozenset([home])
+        stage = self.buffer_homes.get(name)
+        stages = None if stage is None else frozenset([stage])
         return Holding(name, Layout.whole(shape), (), self.stage_axis, stages)
 
     def is_primary_rank(self, rank: int) -> bool:
@@ -212,5 +212,5 @@ class Assembly:
         stage."""
         mesh = self.ranks.mesh
         axes = (*self.replicas, *((self.stage_axis,) if self.stage_axis is not None else ()))
-        free = {plain for axis in axes for plain in mesh.fold(axis)}
-        return all(at == 0 for axis, at in mesh.coordinates(rank).items() if axis not in free)
+        free = {mesh_axis for axis in axes for mesh_axis in mesh.fold(axis)}
+        return all(index == 0 for axis, index in mesh.coordinates(rank).items() if axis not in free)

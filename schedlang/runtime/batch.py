@@ -42,12 +42,12 @@ def named_arguments(model: nn.Module | None) -> frozenset[str] | None:
     """
     if model is None:
         return None
-    own = vars(model).get("forward")
-    if own is None:
+    forward = vars(model).get("forward")
+    if forward is None:
         return _of_class(type(model).forward)
     # a method: its function is shared by many calls and many modules, so the cache serves them
-    found = _of_class(own.__func__) if isinstance(own, MethodType) else _named(own)
-    return found if found is not None else _of_class(type(model).forward)
+    names = _of_class(forward.__func__) if isinstance(forward, MethodType) else _named(forward)
+    return names if names is not None else _of_class(type(model).forward)
 
 
 def _named(forward: Callable[..., Any], skipped: int = 0) -> frozenset[str] | None:
@@ -55,10 +55,10 @@ def _named(forward: Callable[..., Any], skipped: int = 0) -> frozenset[str] | No
         parameters = list(inspect.signature(forward).parameters.values())[skipped:]
     except (TypeError, ValueError):  # compiled code without a signature
         return None
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return frozenset(one.name for one in parameters if one.kind in by_name)
+    return frozenset(parameter.name for parameter in parameters if parameter.kind in by_name)
 
 
 _of_class = lru_cache(maxsize=256)(partial(_named, skipped=1))
@@ -94,9 +94,9 @@ def named_tensors(batch: Batch, inside: bool = True) -> dict[str, Tensor]:
 
 def dotted_path(keys: Sequence[Any]) -> str:
     """Return the path that pytree gives for a nested value as dotted text: `side.scale.0`."""
-    known = ("key", "idx", "name")
-    words = ([getattr(key, word) for word in known if hasattr(key, word)] for key in keys)
-    return ".".join(str(word[0]) for word in words)
+    attributes = ("key", "idx", "name")
+    labels = ([getattr(key, attr) for attr in attributes if hasattr(key, attr)] for key in keys)
+    return ".".join(str(attr[0]) for attr in labels)
 
 
 def with_leaf_tensors(batch: Batch, grad: bool = True) -> dict[str, Any]:
@@ -107,8 +107,8 @@ def with_leaf_tensors(batch: Batch, grad: bool = True) -> dict[str, Any]:
             return value
         return value.detach().clone().requires_grad_(grad)
 
-    out: dict[str, Any] = pytree.tree_map(as_leaf, dict(batch))
-    return out
+    leaves: dict[str, Any] = pytree.tree_map(as_leaf, dict(batch))
+    return leaves
 
 
 def batch_to_device(batch: Batch, device: torch.device) -> dict[str, Any]:
@@ -117,8 +117,8 @@ def batch_to_device(batch: Batch, device: torch.device) -> dict[str, Any]:
     def to_device(value: Any) -> Any:
         return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
-    out: dict[str, Any] = pytree.tree_map(to_device, dict(batch))
-    return out
+    moved: dict[str, Any] = pytree.tree_map(to_device, dict(batch))
+    return moved
 
 
 def check_batch(batch: object) -> None:
@@ -128,11 +128,11 @@ def check_batch(batch: object) -> None:
         if callable(batch):
             help_ = "call it: `batch(0)`"
         raise Refusal.of("S619", f"a batch is a dict, not {kind_of(batch)}", helps=(help_,))
-    other = next((key for key in batch if not isinstance(key, str)), None)
-    if other is not None:
-        title = f"the keys of a batch are names, not {kind_of(other)}"
+    bad_key = next((key for key in batch if not isinstance(key, str)), None)
+    if bad_key is not None:
+        message = f"the keys of a batch are names, not {kind_of(bad_key)}"
         helps = ("name the model's arguments: `{'input_ids': ids}`",)
-        raise Refusal.of("S619", title, notes=(f"this one is {other!r}",), helps=helps)
+        raise Refusal.of("S619", message, notes=(f"this one is {bad_key!r}",), helps=helps)
 
 
 def row_count(batch: Batch) -> int:
@@ -153,10 +153,10 @@ def row_count(batch: Batch) -> int:
             return value.shape[0]
     objects = _closed(batch)
     if objects:
-        key, one, _ = objects[0]
+        key, sample, _ = objects[0]
         raise Refusal.of(
             "S605",
-            f"the batch has no rows: `{key}` is made of `{type(one).__name__}`",
+            f"the batch has no rows: `{key}` is made of `{type(sample).__name__}`",
             notes=(
                 "the batch is split by rows, dim 0 of its tensors; objects of this class"
                 " cannot be split",
@@ -180,24 +180,24 @@ _APART = (
 
 def _closed(batch: Batch) -> list[tuple[str, Any, int | None]]:
     """List unsplittable objects with tensors: key, object (a list's first), samples if known."""
-    found: list[tuple[str, Any, int | None]] = []
+    objects: list[tuple[str, Any, int | None]] = []
     for key, value in () if pytree.is_flat(batch) else batch.items():
         listed = isinstance(value, (list, tuple)) and len(value) > 0
-        one = value[0] if listed else value
-        if pytree.is_opaque(one):
-            counts = (getattr(one, word, None) for word in ("num_graphs", "batch_size"))
+        sample = value[0] if listed else value
+        if pytree.is_opaque(sample):
+            counts = (getattr(sample, attr, None) for attr in ("num_graphs", "batch_size"))
             count = len(value) if listed else next((c for c in counts if isinstance(c, int)), None)
-            found.append((key, one, count))
-    return found
+            objects.append((key, sample, count))
+    return objects
 
 
 def _check_closed(batch: Batch, count: int) -> None:
     """Refuse (S670) objects with a sample per row that cannot be split: each part would get all."""
-    for key, one, samples in _closed(batch):
+    for key, sample, samples in _closed(batch):
         if samples == count:
             raise Refusal.of(
                 "S670",
-                f"the batch cannot be split by rows: `{key}` is made of `{type(one).__name__}`",
+                f"the batch cannot be split by rows: `{key}` is made of `{type(sample).__name__}`",
                 notes=(
                     f"it has {samples} samples, as many as the batch has rows, but objects of"
                     " this class cannot be split",
@@ -236,42 +236,42 @@ def select_rows(batch: Batch, rows: Sequence[int], count: int) -> dict[str, Any]
     Tensors in dicts and lists are included. Objects with as many samples, such as a `Batch` of
     torch_geometric, are rebuilt from the selected samples.
     """
-    first, last = rows[0], rows[-1] + 1
+    start, stop = rows[0], rows[-1] + 1
 
     def part(value: Any) -> Any:
         if pytree.is_sample_batch(value):
-            return _of_samples(value, first, last) if value.num_graphs == count else value
-        whole = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
-        return value[first:last] if whole else value
+            return _of_samples(value, start, stop) if value.num_graphs == count else value
+        has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
+        return value[start:stop] if has_rows else value
 
-    given = dict(batch)
-    if pytree.is_flat(given):  # nothing in it is made of samples
+    values = dict(batch)
+    if pytree.is_flat(values):  # nothing in it is made of samples
         if len(rows) == count:
-            return given
+            return values
         return {
-            name: value[first:last]
+            name: value[start:stop]
             if isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
             else value
-            for name, value in given.items()
+            for name, value in values.items()
         }
-    whole: dict[str, Any] = pytree.tree_map(part, given, is_leaf=pytree.is_sample_batch)
-    return whole
+    selected: dict[str, Any] = pytree.tree_map(part, values, is_leaf=pytree.is_sample_batch)
+    return selected
 
 
-def _of_samples(value: Any, first: int, last: int) -> Any:
+def _of_samples(value: Any, start: int, stop: int) -> Any:
     """Return an object of some samples of another: graphs keep their edges, with new numbers.
 
     Raises Refusal S670 if the object does not return its samples.
     """
-    if (first, last) == (0, value.num_graphs):
+    if (start, stop) == (0, value.num_graphs):
         return value
     kind = type(value)
-    held: list[str] = list(value.keys()) if hasattr(value, "keys") else []
-    followed = [key.removesuffix("_batch") for key in held if key.endswith("_batch")]
-    more = {"follow_batch": followed} if followed else {}
-    root: Any = next(one for one in reversed(kind.__mro__) if hasattr(one, "from_data_list"))
+    keys: list[str] = list(value.keys()) if hasattr(value, "keys") else []
+    followed = [key.removesuffix("_batch") for key in keys if key.endswith("_batch")]
+    options = {"follow_batch": followed} if followed else {}
+    root: Any = next(base for base in reversed(kind.__mro__) if hasattr(base, "from_data_list"))
     try:
-        return root.from_data_list(value.to_data_list()[first:last], **more)
+        return root.from_data_list(value.to_data_list()[start:stop], **options)
     except Exception as error:
         raise Refusal.of(
             "S670",
@@ -289,13 +289,13 @@ def split_rows(count: int, parts: RowShares) -> list[range]:
     """
     if isinstance(parts, int):
         base, extra = divmod(count, parts)
-        starts = [place * base + min(place, extra) for place in range(parts + 1)]
+        starts = [index * base + min(index, extra) for index in range(parts + 1)]
         return [range(a, b) for a, b in zip(starts, starts[1:])]
-    whole = sum(parts)
-    sizes = [count * weight // whole for weight in parts]
-    lacking = sorted(range(len(parts)), key=lambda place: -(count * parts[place] % whole))
-    for place in lacking[: count - sum(sizes)]:
-        sizes[place] += 1
+    total = sum(parts)
+    sizes = [count * weight // total for weight in parts]
+    short = sorted(range(len(parts)), key=lambda index: -(count * parts[index] % total))
+    for index in short[: count - sum(sizes)]:
+        sizes[index] += 1
     ends = list(accumulate(sizes, initial=0))
     return [range(a, b) for a, b in zip(ends, ends[1:])]
 
@@ -306,15 +306,17 @@ def split_batch(batch: Batch, replicas: RowShares, micro: int) -> list[list[Batc
     `micro` is the number of microbatches. Raises Refusal S606 if there are fewer rows than parts.
     """
     count = _enough(batch, replicas, micro)
-    every = _rows(count, replicas, micro)
-    return [[BatchPart(select_rows(batch, rows, count), rows) for rows in parts] for parts in every]
+    split = _rows(count, replicas, micro)
+    return [[BatchPart(select_rows(batch, rows, count), rows) for rows in parts] for parts in split]
 
 
 @lru_cache(maxsize=8)  # most steps have as many rows as the step before
 def _rows(count: int, replicas: RowShares, micro: int) -> list[list[tuple[int, ...]]]:
     """Return the row numbers of each part; the result is shared, do not change it."""
-    every = split_rows(count, replicas)
-    return [[tuple(one[k.start : k.stop]) for k in split_rows(len(one), micro)] for one in every]
+    shares = split_rows(count, replicas)
+    return [
+        [tuple(part[k.start : k.stop]) for k in split_rows(len(part), micro)] for part in shares
+    ]
 
 
 def largest_part(batch: Batch, replicas: RowShares, micro: int) -> dict[str, Any]:
@@ -336,25 +338,25 @@ def splits_evenly(batch: Batch, replicas: RowShares, micro: int) -> bool:
     return len(sizes) == 1 and sizes.pop() % micro == 0
 
 
-def _enough(batch: Batch, among: RowShares, micro: int) -> int:
+def _enough(batch: Batch, shares: RowShares, micro: int) -> int:
     """Return the rows of a batch; raise Refusal S606 if a replica has fewer than `micro` rows."""
-    count, dealt = row_count(batch), ""
-    if isinstance(among, int):
-        replicas, least, needed = among, count // among, among * micro
+    count, dealt_text = row_count(batch), ""
+    if isinstance(shares, int):
+        replicas, fewest, needed = shares, count // shares, shares * micro
     else:
-        each = (min(map(len, split_rows(rows, among))) for rows in itertools.count(count))
-        replicas, least = len(among), next(each)
-        larger = (n for n, k in enumerate(each, count + 1) if k >= micro)
-        needed = count if least >= micro else next(larger)
-        dealt = f", rows dealt {' : '.join(map(str, among))}"
+        least_rows = (min(map(len, split_rows(rows, shares))) for rows in itertools.count(count))
+        replicas, fewest = len(shares), next(least_rows)
+        larger = (n for n, k in enumerate(least_rows, count + 1) if k >= micro)
+        needed = count if fewest >= micro else next(larger)
+        dealt_text = f", rows dealt {' : '.join(map(str, shares))}"
     if replicas * micro > 1:
         _check_closed(batch, count)
-    if least < micro:
+    if fewest < micro:
         parts = f"{micro} microbatch{'es' * (micro > 1)} each"
         raise Refusal.of(
             "S606",
             f"the batch has {count} row{'s' * (count != 1)}, but {needed} are needed",
-            notes=(f"{replicas} data-parallel ranks with {parts}{dealt}",),
+            notes=(f"{replicas} data-parallel ranks with {parts}{dealt_text}",),
             helps=(f"use a batch of at least {needed} rows",),
         )
     return count
@@ -383,11 +385,11 @@ def stack_outputs(outputs: Sequence[Any], rows: Sequence[int], weights: Sequence
     flat = [pytree.tree_flatten(output) for output in outputs]
     weights = weights if sum(weights) > 0 else [1.0] * len(rows)
     spec = flat[0][1]
-    if any(other != spec for _, other in flat[1:]) or _listed(spec, rows[0]):
+    if any(other_spec != spec for _, other_spec in flat[1:]) or _listed(spec, rows[0]):
         return _nested(outputs, rows, weights)
     leaves = zip(*(leaves for leaves, _ in flat))
-    whole = [_stacked(values, rows, weights) for values in leaves]
-    return pytree.tree_unflatten(whole, spec)
+    stacked = [_stacked(values, rows, weights) for values in leaves]
+    return pytree.tree_unflatten(stacked, spec)
 
 
 def _listed(spec: Any, count: int) -> bool:
@@ -403,22 +405,22 @@ def _nested(values: Sequence[Any], rows: Sequence[int], weights: Sequence[float]
     if len(values) > 1 and type(first) in (list, tuple):
         lengths = [len(v) if type(v) is type(first) else -1 for v in values]
         if lengths == list(rows) and len(set(rows)) > 1:
-            return type(first)(one for value in values for one in value)
-        if lengths == list(rows) and any(_of_one(one, rows[0]) for one in first):
+            return type(first)(child for value in values for child in value)
+        if lengths == list(rows) and any(_of_one(child, rows[0]) for child in first):
             return MissingOutput("it is not known whether its entries belong to samples")
     flat = [_one_level(value) for value in values]
     spec = flat[0][1]
-    if any(other != spec for _, other in flat[1:]):
+    if any(other_spec != spec for _, other_spec in flat[1:]):
         return MissingOutput(f"parts of a `{type(first).__name__}` are not of one length")
     if spec.is_leaf():
         return _stacked(values, rows, weights)
     children = zip(*(leaves for leaves, _ in flat))
-    return pytree.tree_unflatten([_nested(one, rows, weights) for one in children], spec)
+    return pytree.tree_unflatten([_nested(child, rows, weights) for child in children], spec)
 
 
 def _one_level(value: Any) -> tuple[list[Any], Any]:
     """Flatten a value by one level; return its children and the spec that rebuilds it."""
-    return pytree.tree_flatten(value, lambda one: one is not value)
+    return pytree.tree_flatten(value, lambda node: node is not value)
 
 
 def _of_one(entry: Any, count: int) -> bool:
@@ -436,16 +438,16 @@ def _stacked(values: Sequence[Any], rows: Sequence[int], weights: Sequence[float
             if _either_dim(values, rows):
                 return MissingOutput("it is not known which of its dims has the rows")
             return torch.cat(list(values))
-        alike = all(v.shape == first.shape for v in values)
-        if alike and first.is_floating_point():
+        same_shape = all(v.shape == first.shape for v in values)
+        if same_shape and first.is_floating_point():
             return _mean(values, weights)
-        if alike and all(torch.equal(v, first) for v in values):
+        if same_shape and all(torch.equal(v, first) for v in values):
             return first
         return MissingOutput("its parts cannot be concatenated")
     if all(isinstance(v, float) for v in values):
         return _mean(values, weights)
-    plain = isinstance(first, (bool, int, str, type(None)))
-    if plain and all(type(v) is type(first) and v == first for v in values):
+    is_plain = isinstance(first, (bool, int, str, type(None)))
+    if is_plain and all(type(v) is type(first) and v == first for v in values):
         return first
     return MissingOutput(f"parts of a `{type(first).__name__}` cannot be concatenated")
 
@@ -454,8 +456,8 @@ def _either_dim(values: Sequence[Tensor], rows: Sequence[int]) -> bool:
     """Return whether dim 0 has several entries for each row, and another dim has exactly one."""
     if values[0].shape[0] == rows[0]:
         return False
-    others = zip(*(v.shape[1:] for v in values))
-    return any(sizes == tuple(rows) for sizes in others)
+    other_sizes = zip(*(v.shape[1:] for v in values))
+    return any(sizes == tuple(rows) for sizes in other_sizes)
 
 
 def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
@@ -468,8 +470,8 @@ def _by_rows(values: Sequence[Tensor], rows: Sequence[int]) -> bool:
     """Return whether dim 0 holds the same number of rows for each sample, in all parts."""
     if any(not v.ndim or v.shape[0] % count for v, count in zip(values, rows)):
         return False
-    each = {v.shape[0] // count for v, count in zip(values, rows)}
-    return len(each) == 1 and each != {0} and len({v.shape[1:] for v in values}) == 1
+    per_row = {v.shape[0] // count for v, count in zip(values, rows)}
+    return len(per_row) == 1 and per_row != {0} and len({v.shape[1:] for v in values}) == 1
 
 
 def run_forward(
@@ -492,8 +494,8 @@ def loss_of(
         return loss(output, batch)
     if isinstance(output, Tensor):
         return output if output.dim() == 0 else None
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    return found if isinstance(found, Tensor) else None
+    value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return value if isinstance(value, Tensor) else None
 
 
 LABEL_NAMES = ("labels", "label", "targets", "target", "y")
@@ -560,23 +562,23 @@ def _loss(model: Any, output: Any, batch: Mapping[str, Any]) -> str:
         return _place(scalar, output)
     if not floats:
         return 'torch.nn.functional.mse_loss(output, batch["target"])'
-    path, value = next((one for one in floats if _word(one[0]) in OUTPUT_NAMES), floats[0])
-    said, key = _place(path, output), _labels(model, batch)
+    path, value = next((entry for entry in floats if _word(entry[0]) in OUTPUT_NAMES), floats[0])
+    expression, key = _place(path, output), _labels(model, batch)
     label = batch.get(key)
     if isinstance(label, Tensor) and label.is_floating_point():
-        return f'torch.nn.functional.mse_loss({said}, batch["{key}"])'
+        return f'torch.nn.functional.mse_loss({expression}, batch["{key}"])'
     flat = value.dim() > 2 and (not isinstance(label, Tensor) or label.dim() > 1)
     if flat:
-        said = f"{said}.flatten(0, -2)"
-    return f'torch.nn.functional.cross_entropy({said}, batch["{key}"]{".flatten()" * flat})'
+        expression = f"{expression}.flatten(0, -2)"
+    return f'torch.nn.functional.cross_entropy({expression}, batch["{key}"]{".flatten()" * flat})'
 
 
 def _labels(model: Any, batch: Mapping[str, Any]) -> str:
     """Return the key of the labels: by a usual name, or the first key that the forward rejects."""
     names = named_arguments(model)
     remaining = [key for key in batch if names is not None and key not in names]
-    first = (remaining or LABEL_NAMES)[0]
-    return next((key for key in LABEL_NAMES if key in batch), first)
+    default = (remaining or LABEL_NAMES)[0]
+    return next((key for key in LABEL_NAMES if key in batch), default)
 
 
 def _word(path: Any) -> str:
@@ -587,10 +589,10 @@ def _place(path: Any, output: Any) -> str:
     """Return the Python expression for a leaf of `output`: attributes where it has them."""
     expression, value = "output", output
     for key in path:
-        word = getattr(key, "key", getattr(key, "name", None))
-        if isinstance(word, str) and word.isidentifier() and hasattr(value, word):
-            expression, value = f"{expression}.{word}", getattr(value, word)
+        attr = getattr(key, "key", getattr(key, "name", None))
+        if isinstance(attr, str) and attr.isidentifier() and hasattr(value, attr):
+            expression, value = f"{expression}.{attr}", getattr(value, attr)
         else:
-            index = word if word is not None else key.idx
+            index = attr if attr is not None else key.idx
             expression, value = f"{expression}[{index!r}]".replace("'", '"'), value[index]
     return expression

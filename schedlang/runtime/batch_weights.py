@@ -16,23 +16,23 @@ from schedlang.runtime.device import has_float64, on_accelerator, plain_numbers,
 Number = float | Tensor  # a tensor: 0-dim, on an accelerator
 
 
-def as_numbers(values: Sequence[Number], there: torch.device | None = None) -> list[Number]:
+def as_numbers(values: Sequence[Number], target: torch.device | None = None) -> list[Number]:
     """Return weights in one form: tensors on a device if any of them is on an accelerator, else
     plain.
 
     there  the device to use instead of theirs
     """
-    homes = dict.fromkeys([one.device for one in values if isinstance(one, Tensor)])
-    device = next((home for home in homes if on_accelerator(home)), None)
+    devices = dict.fromkeys([tensor.device for tensor in values if isinstance(tensor, Tensor)])
+    device = next((candidate for candidate in devices if on_accelerator(candidate)), None)
     if device is None:
         return list(plain_numbers(values))
-    device = there or device
-    kind = torch.float64 if has_float64(device) else torch.float32
+    device = target or device
+    dtype = torch.float64 if has_float64(device) else torch.float32
 
     def put(value: Number) -> Tensor:
         if not isinstance(value, Tensor):
-            return torch.full((), value, dtype=kind, device=device)
-        value = value.detach().reshape(()).to(kind)
+            return torch.full((), value, dtype=dtype, device=device)
+        value = value.detach().reshape(()).to(dtype)
         return value.to(device) if on_accelerator(value) else send_to_device(value, device)
 
     return list(torch.stack([put(value) for value in values]).unbind())
@@ -45,24 +45,24 @@ def are_on_host(values: Sequence[Number]) -> bool:
 
 def sum_numbers(values: Sequence[Number]) -> Number:
     """Return the sum of the tensors, if there are any, else of the plain numbers."""
-    there = [value for value in values if isinstance(value, Tensor)]
-    return torch.stack(there).sum() if there else float(sum(values))
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return torch.stack(tensors).sum() if tensors else float(sum(values))
 
 
 def stack_numbers(values: Sequence[Number]) -> Tensor:
     """Stack numbers into one tensor: in float64, on the device of the first tensor among them."""
-    there = next((one for one in values if isinstance(one, Tensor)), None)
-    if there is None:
+    like = next((value for value in values if isinstance(value, Tensor)), None)
+    if like is None:
         return torch.tensor(values, dtype=torch.float64)
-    return torch.stack([filled_like(there, one) for one in values])
+    return torch.stack([filled_like(like, value) for value in values])
 
 
-def if_positive(value: Number, other: float, asked: Number | None = None) -> Number:
-    """Return `value`, or `other` where `asked` (by default `value`) is not above zero."""
-    asked = value if asked is None else asked
-    if isinstance(asked, Tensor):
-        return torch.where(asked > 0, value, other)
-    return value if asked > 0 else other
+def if_positive(value: Number, fallback: float, tested: Number | None = None) -> Number:
+    """Return `value`, or `fallback` where `tested` (by default `value`) is not above zero."""
+    tested = value if tested is None else tested
+    if isinstance(tested, Tensor):
+        return torch.where(tested > 0, value, fallback)
+    return value if tested > 0 else fallback
 
 
 def nonzero_weight(total: Number) -> Number:

@@ -37,11 +37,11 @@ class DeclinedCalls:
     first_arguments: str = ""
 
     def __str__(self) -> str:
-        more = f" and {len(self.sites) - 1} more" if len(self.sites) > 1 else ""
+        others = f" and {len(self.sites) - 1} more" if len(self.sites) > 1 else ""
         first = f" (first {self.first_arguments})" if self.first_arguments else ""
         return (
             f"`{self.kernel}` leaves some calls of"
-            f" `{self.sites[0] or 'the model'}`{more} to the"
+            f" `{self.sites[0] or 'the model'}`{others} to the"
             f" model: {self.reason}{first}"
         )
 
@@ -53,7 +53,7 @@ class DeclinedCalls:
         return Diagnostic("W703", str(self), helps=helps, level="warning")
 
 
-def note_declined(module: nn.Module, kernel: str, why: str, **given: object) -> None:
+def note_declined(module: nn.Module, kernel: str, reason: str, **given: object) -> None:
     """Record at a module that `kernel` declined a call; `first_arguments` are its arguments by
     name.
 
@@ -62,14 +62,14 @@ def note_declined(module: nn.Module, kernel: str, why: str, **given: object) -> 
     if torch.compiler.is_compiling():
         return
     declined = vars(module).setdefault(_DECLINED, {})
-    calls, first = declined.get((kernel, why), (0, ""))
+    calls, first = declined.get((kernel, reason), (0, ""))
     first = first or ", ".join(f"{name} {_shape(value)}" for name, value in given.items())
-    declined[kernel, why] = (calls + 1, first)
+    declined[kernel, reason] = (calls + 1, first)
     name, warned = vars(module).get(_WARNED, ("", None))
-    if warned is not None and (kernel, why) not in warned:
-        warned.add((kernel, why))
+    if warned is not None and (kernel, reason) not in warned:
+        warned.add((kernel, reason))
         warnings.warn(
-            DeclinedCalls(kernel, why, (name,), 1, first).warning.render(DEFAULT_COLUMNS),
+            DeclinedCalls(kernel, reason, (name,), 1, first).warning.render(DEFAULT_COLUMNS),
             stacklevel=2,
         )
 
@@ -93,24 +93,24 @@ def declined_in(module: nn.Module) -> tuple[DeclinedCalls, ...]:
     Recomputed calls count.
     """
     return merge_declined(
-        DeclinedCalls(kernel, why, (name,), calls, given)
+        DeclinedCalls(kernel, reason, (name,), calls, first)
         for name, child in module.named_modules()
-        for (kernel, why), (calls, given) in vars(child).get(_DECLINED, {}).items()
+        for (kernel, reason), (calls, first) in vars(child).get(_DECLINED, {}).items()
     )
 
 
-def merge_declined(found: Iterable[DeclinedCalls]) -> tuple[DeclinedCalls, ...]:
+def merge_declined(declined: Iterable[DeclinedCalls]) -> tuple[DeclinedCalls, ...]:
     """Merge the records of several modules, ranks or runs: one for each kernel and reason."""
     groups: dict[tuple[str, str], list[DeclinedCalls]] = {}
-    for one in found:
-        groups.setdefault((one.kernel, one.reason), []).append(one)
+    for entry in declined:
+        groups.setdefault((entry.kernel, entry.reason), []).append(entry)
     return tuple(
         DeclinedCalls(
-            kernel, why, _sites(of), sum(each.calls for each in of), of[0].first_arguments
+            kernel, reason, _sites(group), sum(c.calls for c in group), group[0].first_arguments
         )
-        for (kernel, why), of in groups.items()
+        for (kernel, reason), group in groups.items()
     )
 
 
-def _sites(found: Sequence[DeclinedCalls]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(site for one in found for site in one.sites))
+def _sites(declined: Sequence[DeclinedCalls]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(site for entry in declined for site in entry.sites))

@@ -57,12 +57,12 @@ def local_device(otherwise: int = 0) -> torch.device:
     kind = accelerator()
     if kind is None:
         return HOST
-    place = torch.accelerator.current_device_index()
-    if place == 0:
+    index = torch.accelerator.current_device_index()
+    if index == 0:
         local_rank = os.environ.get("LOCAL_RANK", otherwise)
-        place = int(local_rank) % torch.accelerator.device_count()
-        torch.accelerator.set_device_index(place)
-    return torch.device(kind.type, place)
+        index = int(local_rank) % torch.accelerator.device_count()
+        torch.accelerator.set_device_index(index)
+    return torch.device(kind.type, index)
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -79,20 +79,20 @@ def set_current_device(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index)
 
 
-def on_accelerator(where: Tensor | torch.device) -> bool:
+def on_accelerator(holder: Tensor | torch.device) -> bool:
     """Return whether a tensor or device is on an accelerator: neither CPU nor meta."""
-    kind = (where.device if isinstance(where, Tensor) else where).type
+    kind = (holder.device if isinstance(holder, Tensor) else holder).type
     return kind != _HOST and kind != _NOT_THERE
 
 
-def on_host(where: Tensor | torch.device) -> bool:
+def on_host(holder: Tensor | torch.device) -> bool:
     """Return whether a tensor is in host memory."""
-    return (where.device if isinstance(where, Tensor) else where).type == HOST.type
+    return (holder.device if isinstance(holder, Tensor) else holder).type == HOST.type
 
 
-def is_meta(where: Tensor | torch.device) -> bool:
+def is_meta(holder: Tensor | torch.device) -> bool:
     """Return whether a tensor or device is the meta device: shapes without storage."""
-    return (where.device if isinstance(where, Tensor) else where).type == _NOT_THERE
+    return (holder.device if isinstance(holder, Tensor) else holder).type == _NOT_THERE
 
 
 def has_float64(device: torch.device) -> bool:
@@ -132,10 +132,10 @@ def on_stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
     return nullcontext() if stream is None else stream
 
 
-def queue_stream_wait(stream: torch.Stream | None, first: torch.Stream | None) -> None:
-    """Let later work on a stream wait for all work that is now on `first`."""
-    if stream is not None and first is not None:
-        stream.wait_stream(first)
+def queue_stream_wait(stream: torch.Stream | None, awaited: torch.Stream | None) -> None:
+    """Let later work on a stream wait for all work that is now on `awaited`."""
+    if stream is not None and awaited is not None:
+        stream.wait_stream(awaited)
 
 
 def mark_stream(stream: torch.Stream | None) -> torch.Event | None:
@@ -162,12 +162,12 @@ def hold_for_stream(tensor: Tensor, stream: torch.Stream | None) -> Tensor:
     return tensor
 
 
-def synchronize(where: torch.device | torch.Stream | None) -> None:
+def synchronize(target: torch.device | torch.Stream | None) -> None:
     """Block the host until all work on a device or a stream is done; do nothing for a CPU."""
-    if isinstance(where, torch.Stream):
-        where.synchronize()
-    elif where is not None and _accelerates(where):
-        torch.accelerator.synchronize(with_index(where))
+    if isinstance(target, torch.Stream):
+        target.synchronize()
+    elif target is not None and _accelerates(target):
+        torch.accelerator.synchronize(with_index(target))
 
 
 def send_to_device(host: Tensor, device: torch.device) -> Tensor:
@@ -177,9 +177,9 @@ def send_to_device(host: Tensor, device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
-def seeded_generator(*words: object) -> torch.Generator:
+def seeded_generator(*seeds: object) -> torch.Generator:
     """Return a generator on the host whose seed is a hash of the words."""
-    digest = hashlib.blake2b(" ".join(map(str, words)).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(" ".join(map(str, seeds)).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
@@ -192,9 +192,9 @@ def host_number(value: Tensor) -> Tensor | float:
 def plain_numbers(values: Sequence[Tensor | float]) -> list[float]:
     """Return plain numbers; the host waits at most once for those on a device."""
     values = [v.item() if isinstance(v, Tensor) and v.device.type == _HOST else v for v in values]
-    there = [value for value in values if isinstance(value, Tensor)]
-    if len({(one.device, one.dtype) for one in there}) == 1:
-        fetched = iter(torch.stack([one.detach().reshape(()) for one in there]).tolist())
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if len({(tensor.device, tensor.dtype) for tensor in tensors}) == 1:
+        fetched = iter(torch.stack([tensor.detach().reshape(()) for tensor in tensors]).tolist())
         values = [next(fetched) if isinstance(value, Tensor) else value for value in values]
     return [float(value) for value in values]
 
@@ -208,9 +208,9 @@ def host_empty(shape: Sequence[int], dtype: torch.dtype, *, beside: torch.device
     return torch.empty(tuple(shape), dtype=dtype, device=HOST, pin_memory=pinned)
 
 
-def same_kind(one: torch.device, other: torch.device) -> bool:
+def same_kind(device: torch.device, other: torch.device) -> bool:
     """Return whether two devices are of one type, whatever their indices."""
-    return one.type == other.type
+    return device.type == other.type
 
 
 def peak_bytes(device: torch.device) -> int | None:
@@ -277,8 +277,8 @@ def default_generator(device: torch.device) -> RandomGenerator:
     module = torch.get_device_module(device)
     if hasattr(module, "init"):
         module.init()  # generators are made with the device's context
-    held = getattr(module, "default_generators", None)
-    return held[with_index(device).index] if held else _StateOnlyGenerator(module)
+    generators = getattr(module, "default_generators", None)
+    return generators[with_index(device).index] if generators else _StateOnlyGenerator(module)
 
 
 def default_generators(devices: Iterable[torch.device]) -> list[RandomGenerator]:
@@ -291,21 +291,21 @@ def default_generators(devices: Iterable[torch.device]) -> list[RandomGenerator]
 _draw_nothing: set[type] = set()  # classes of attributes of modules that hold no generator
 
 
-def module_generators(inside: Modules) -> list[torch.Generator]:
+def module_generators(modules: Modules) -> list[torch.Generator]:
     """Return the generators that modules hold as plain attributes."""
     candidates = [
-        one for _, one in inside if not _draw_nothing.issuperset(map(type, vars(one).values()))
+        m for _, m in modules if not _draw_nothing.issuperset(map(type, vars(m).values()))
     ]
     if (
         not candidates
     ):  # most modules: decided by classes alone, without a Python call for each value
         return []
     # not by `isinstance`, which calls into classes written in Python
-    kinds = {type(value) for one in candidates for value in vars(one).values()}
-    made = {kind for kind in kinds if torch.Generator in kind.__mro__}
-    _draw_nothing.update(kinds - made)
-    held = [value for one in candidates for value in vars(one).values() if type(value) in made]
-    return list({id(value): value for value in held}.values())
+    kinds = {type(value) for m in candidates for value in vars(m).values()}
+    drawing = {kind for kind in kinds if torch.Generator in kind.__mro__}
+    _draw_nothing.update(kinds - drawing)
+    generators = [value for m in candidates for value in vars(m).values() if type(value) in drawing]
+    return list({id(value): value for value in generators}.values())
 
 
 class RestoredGenerators(AbstractContextManager[None]):
@@ -313,17 +313,17 @@ class RestoredGenerators(AbstractContextManager[None]):
     after."""
 
     def __init__(self, generators: Iterable[RandomGenerator]) -> None:
-        self.first = [(one, one.get_state()) for one in generators]
+        self.first = [(generator, generator.get_state()) for generator in generators]
         self.now: list[list[tuple[RandomGenerator, Tensor]]] = []
 
     def __enter__(self) -> None:
-        self.now.append([(one, one.get_state()) for one, _ in self.first])
-        for one, state in self.first:
-            one.set_state(state)
+        self.now.append([(generator, generator.get_state()) for generator, _ in self.first])
+        for generator, state in self.first:
+            generator.set_state(state)
 
     def __exit__(self, *error: object) -> None:
-        for one, state in self.now.pop():
-            one.set_state(state)
+        for generator, state in self.now.pop():
+            generator.set_state(state)
 
 
 def generators_restored() -> AbstractContextManager[None]:

@@ -52,15 +52,15 @@ def measure_collectives(longest: float) -> list[Rate]:
 
     Every rank runs the same sizes: all ranks decide together whether to go on.
     """
-    count, found = dist.get_world_size(), []
+    count, rates = dist.get_world_size(), []
     for op in ("all_reduce", "all_gather", "broadcast"):
         for power in range(10, 27, 2):
             size = 2**power
-            took = _slowest_seconds(_collective(op, size, count))
-            found.append(Rate(op, "float32", 0, size, took))
-            if took > longest:
+            seconds = _slowest_seconds(_collective(op, size, count))
+            rates.append(Rate(op, "float32", 0, size, seconds))
+            if seconds > longest:
                 break
-    return found
+    return rates
 
 
 # -- one size --------------------------------------------------------------------------------------
@@ -72,10 +72,10 @@ Measurement = tuple[str, str, float, float, Callable[[], Any], torch.device]
 def _growing(longest: float, make: Callable[[int], Measurement]) -> Iterator[Rate]:
     """Yield measurements of growing sizes until one takes `longest` seconds."""
     for k in range(12):
-        what, dtype, flops, moved, run, device = make(k)
-        took = _seconds(run, device)
-        yield Rate(what, dtype, flops, moved, took)
-        if took > longest:
+        name, dtype, flops, num_bytes, function, device = make(k)
+        seconds = _seconds(function, device)
+        yield Rate(name, dtype, flops, num_bytes, seconds)
+        if seconds > longest:
             return
 
 
@@ -88,54 +88,54 @@ def _copy(k: int, device: torch.device) -> Measurement:
 def _product(k: int, dtype: str, device: torch.device) -> Measurement:
     n = 128 * 2**k
     a, b = (torch.randn(n, n, device=device).to(DTYPES[dtype]) for _ in range(2))
-    moved = 3.0 * n * n * a.element_size()
-    return "product", dtype, 2.0 * n**3, moved, lambda: a @ b, device
+    num_bytes = 3.0 * n * n * a.element_size()
+    return "product", dtype, 2.0 * n**3, num_bytes, lambda: a @ b, device
 
 
 def _attention(k: int, dtype: str, device: torch.device) -> Measurement:
     n = 128 * 2**k
     shape = (1, HEADS, n, CHANNELS)
     q, k_, v = (torch.randn(shape, device=device).to(DTYPES[dtype]) for _ in range(3))
-    run = torch.nn.functional.scaled_dot_product_attention
-    moved = 4.0 * q.numel() * q.element_size()
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    num_bytes = 4.0 * q.numel() * q.element_size()
     flops = 4.0 * HEADS * n * n * CHANNELS
-    return "attention", dtype, flops, moved, lambda: run(q, k_, v), device
+    return "attention", dtype, flops, num_bytes, lambda: sdpa(q, k_, v), device
 
 
-def _seconds(run: Callable[[], Any], device: torch.device, often: int = 1) -> float:
-    """Return the median of a few times, each the mean of `often` calls, after one warm-up call."""
-    run()
-    took = []
+def _seconds(function: Callable[[], Any], device: torch.device, calls: int = 1) -> float:
+    """Return the median of a few times, each the mean of `calls` calls, after one warm-up call."""
+    function()
+    times = []
     for _ in range(REPETITIONS):
         synchronize(device)
         begin = time.perf_counter()
-        for _ in range(often):
-            run()
+        for _ in range(calls):
+            function()
         synchronize(device)
-        took.append((time.perf_counter() - begin) / often)
-    return statistics.median(took)
+        times.append((time.perf_counter() - begin) / calls)
+    return statistics.median(times)
 
 
 def _collective(op: str, size: int, count: int) -> Callable[[], Any]:
-    whole = torch.zeros(size // 4)
+    full = torch.zeros(size // 4)
     if op == "all_reduce":
-        return lambda: dist.all_reduce(whole)
+        return lambda: dist.all_reduce(full)
     if op == "broadcast":
-        return lambda: dist.broadcast(whole, 0)
+        return lambda: dist.broadcast(full, 0)
     part = torch.zeros(size // 4 // count)
     parts = [torch.zeros_like(part) for _ in range(count)]
     return lambda: dist.all_gather(parts, part)
 
 
-def _slowest_seconds(run: Callable[[], Any]) -> float:
+def _slowest_seconds(function: Callable[[], Any]) -> float:
     """Return the median, over repetitions, of the time of the slowest rank; equal on all ranks."""
-    run()
-    took = []
+    function()
+    times = []
     for _ in range(REPETITIONS):
         dist.barrier()
         begin = time.perf_counter()
-        run()
-        took.append(time.perf_counter() - begin)
-    slowest = torch.tensor(took)
+        function()
+        times.append(time.perf_counter() - begin)
+    slowest = torch.tensor(times)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(statistics.median(slowest.tolist()))

@@ -85,9 +85,9 @@ class InventedValues(TorchFunctionMode):
             if func is Tensor.__bool__ and self.outside:
                 return False  # no overflow
         if self.outside and func in SCALES and isinstance(args[1], int | float):
-            at, factor = storage_place(args[0]), float(args[1])
+            place, factor = storage_place(args[0]), float(args[1])
             times = factor if SCALES[func] else 1 / factor
-            self.scaled[at] = self.scaled.get(at, 1.0) * times
+            self.scaled[place] = self.scaled.get(place, 1.0) * times
         out = func(*args, **kwargs)
         if func is torch.cat and self.parameters and out.is_meta and out.dim() == 1:
             parts = list(tensors_in(args[0]))
@@ -97,10 +97,12 @@ class InventedValues(TorchFunctionMode):
     def _gradients_in(self, parts: Sequence[Tensor]) -> dict[str, tuple[int, int]]:
         """Return the parameters whose gradients begin at the start of one of these tensors."""
         with torch._C.DisableTorchFunction():
-            there = {storage_place(part) for part in parts}
+            places = {storage_place(part) for part in parts}
             grads = [(name, parameter.grad) for name, parameter in self.parameters.items()]
-            found = {name: storage_place(grad) for name, grad in grads if grad is not None}
-            return {name: place for name, place in found.items() if place in there}
+            grad_places = {name: storage_place(grad) for name, grad in grads if grad is not None}
+            return {
+                name: grad_place for name, grad_place in grad_places.items() if grad_place in places
+            }
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class DryRunProgram(Program):
         self, parts: Sequence[BatchPart], scale: Sequence[Number] | None, *, train: bool
     ) -> dict[int, MicrobatchResult]:
         pipeline = self.assembly.pipeline
-        plain = pipeline.run
+        original_run = pipeline.run
 
         def run(batches: Any, scale: Any = None, **options: Any) -> Any:
             self.weights = list(scale or ())
@@ -147,30 +149,30 @@ class DryRunProgram(Program):
                 if original_on_op is not None:
                     original_on_op(event)
 
-            return plain(batches, scale, **options, on_op=on_op)
+            return original_run(batches, scale, **options, on_op=on_op)
 
-        bare = [replace(part, inputs=meta_batch(part.inputs)) for part in parts]
+        meta_parts = [replace(part, inputs=meta_batch(part.inputs)) for part in parts]
         vars(pipeline)["run"] = run
         self.invented.outside = False
         try:
             with torch._C.DisableTorchFunction():  # the inputs are real, not on the meta device
-                known = MetaMode([p.inputs for p in parts], [p.inputs for p in bare])
-            with known:
-                return super()._run(bare, scale, train=train)
+                mode = MetaMode([p.inputs for p in parts], [p.inputs for p in meta_parts])
+            with mode:
+                return super()._run(meta_parts, scale, train=train)
         finally:
             del vars(pipeline)["run"]
             self.invented.outside = True
             self._mark(None)
 
-    def _mark(self, what: Any) -> None:
+    def _mark(self, op: Any) -> None:
         """Tell the footprint which operation begins."""
         if self.footprint is not None:
             gc.collect()
-            held = self.assembly.parameters.values()
+            parameters = self.assembly.parameters.values()
             with torch._C.DisableTorchFunction():  # outside of all modes
-                gradients = [p.grad for p in held if p.grad is not None]
+                gradients = [p.grad for p in parameters if p.grad is not None]
             self.footprint.set_class("gradients", gradients)
-            self.footprint.begin_segment(what)
+            self.footprint.begin_segment(op)
 
 
 def dry_run(
@@ -190,24 +192,24 @@ def dry_run(
     assembly = replace(program.assembly, dropout=None, split_batches=dealings)
     optimizer = program.optimizer if footprint is not None else None
     answers = InventedValues(assembly.parameters if footprint is None else {})
-    played = DryRunProgram(assembly, optimizer, footprint=footprint, invented=answers)
+    dry = DryRunProgram(assembly, optimizer, footprint=footprint, invented=answers)
     pipeline = assembly.pipeline
     pipeline.mail.device = torch.device("meta")
     if pipeline.parking is not None:
         for mail in (pipeline.parking.out, pipeline.parking.home):
             mail.device = torch.device("meta")
         vars(pipeline.parking)["receive_sizes"] = lambda source: ()  # no other rank exists
-    _record_messages(pipeline.mail, played.messages)
-    parts, _, _ = played._parts(batch, local=False)
+    _record_messages(pipeline.mail, dry.messages)
+    parts, _, _ = dry._parts(batch, local=False)
     shard, split = parts[0].token_shard, assembly.tokens
-    whole: Callable[[Any], tuple[int, ...]] = (
+    full_sizes: Callable[[Any], tuple[int, ...]] = (
         tuple if split is None else split.sizes(batch, shard.place, _copies_of_rows(assembly))
     )
     for edge, tokens in cut.routes.items():  # as after the first step, when sizes are known
         leaves = [cut.graph.leaves[token] for token in tokens]
         for part, replica in product(parts, range(pipeline.timeline.replicas)):
             shape = (True, signature(meta_batch(part.inputs)))
-            for index, resized in enumerate(_slice_shapes(pipeline, part, whole)):
+            for index, resized in enumerate(_slice_shapes(pipeline, part, full_sizes)):
                 layout = tuple((getattr(torch, leaf.dtype), resized(leaf.shape)) for leaf in leaves)
                 pipeline.sizes.store(shape, StageMessage(False, *edge, replica, 0, index), layout)
     watched: tuple[Any, ...] = ()
@@ -219,11 +221,11 @@ def dry_run(
                 partial(Stub._run_on_meta, stub)
             )
     with ExitStack() as stack:
-        for mode in (torch.device("meta"), played.invented, *watched):
+        for mode in (torch.device("meta"), dry.invented, *watched):
             stack.enter_context(mode)
-        played.train_step(batch)
-        played._mark(None)
-    return played
+        dry.train_step(batch)
+        dry._mark(None)
+    return dry
 
 
 def _copies_of_rows(assembly: Assembly) -> int:
@@ -239,24 +241,24 @@ def _collect_at_marks() -> Iterator[None]:
     Each collection looks only at new objects: a model and its modules are very many.
     """
     # a command has frozen its imports; otherwise the caller disables the collector
-    ours = ProcessState.own or not gc.get_freeze_count()
+    freezes = ProcessState.own or not gc.get_freeze_count()
     with without_collector():
-        if ours:
+        if freezes:
             gc.freeze()
         try:
             yield
         finally:
-            if ours:
+            if freezes:
                 gc.unfreeze()
 
 
 def _slice_shapes(
-    pipeline: Pipeline, part: BatchPart, whole: Callable[[Any], tuple[int, ...]]
+    pipeline: Pipeline, part: BatchPart, full_sizes: Callable[[Any], tuple[int, ...]]
 ) -> list[Callable[[Any], tuple[int, ...]]]:
     """Return, for each slice of a part, a function from the shape of a full value to the slice's
     shape."""
     if pipeline.slices is None:
-        return [whole]
+        return [full_sizes]
 
     def along(span: SliceSpan) -> Callable[[Any], tuple[int, ...]]:
         def resized(shape: Any) -> tuple[int, ...]:
@@ -265,19 +267,19 @@ def _slice_shapes(
 
         return resized
 
-    return [along(one.piece.span) for one in pipeline.slices.split_batch(part.inputs)]
+    return [along(part_slice.piece.span) for part_slice in pipeline.slices.split_batch(part.inputs)]
 
 
-def _record_messages(mail: PeerChannel, letters: list[SimulatedMessage]) -> None:
+def _record_messages(channel: PeerChannel, messages: list[SimulatedMessage]) -> None:
     """Record every message where the pipeline sends or posts it, in order."""
-    send, post = mail.send, mail.post
+    send, post = channel.send, channel.post
 
-    def sending(to: int, key: Any, tensors: Sequence[Tensor], *, header: bool) -> None:
-        letters.append(SimulatedMessage((mail.rank, to), True, key, len(tensors)))
-        send(to, key, tensors, header=header)
+    def sending(target: int, key: Any, tensors: Sequence[Tensor], *, header: bool) -> None:
+        messages.append(SimulatedMessage((channel.rank, target), True, key, len(tensors)))
+        send(target, key, tensors, header=header)
 
     def posting(source: int, key: Any, count: int, *rest: Any) -> None:
-        letters.append(SimulatedMessage((source, mail.rank), False, key, count))
+        messages.append(SimulatedMessage((source, channel.rank), False, key, count))
         post(source, key, count, *rest)
 
-    vars(mail).update(send=sending, post=posting)
+    vars(channel).update(send=sending, post=posting)

@@ -90,9 +90,9 @@ class Float64(AmbientMode):
         """Call one of the functions whose output dtype is given in another way than by an
         argument."""
         if func in _CASTS:
-            wanted = _CASTS[func]
+            cast_dtype = _CASTS[func]
             return args[0].to(
-                wanted, memory_format=kwargs.get("memory_format", torch.preserve_format)
+                cast_dtype, memory_format=kwargs.get("memory_format", torch.preserve_format)
             )
         if func is Tensor.view and any(
             isinstance(a, torch.dtype) for a in (*args, *kwargs.values())
@@ -100,10 +100,10 @@ class Float64(AmbientMode):
             target = next(a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype))
             if target == torch.uint8 and type(args[0]) in _WHOLE and args[0].dtype in _WIDEST:
                 return self.run(func, types, args, kwargs).as_subclass(Float64Bytes)
-            known = isinstance(args[0], Float64Bytes) and target in FLOAT64_DTYPES
+            allowed = isinstance(args[0], Float64Bytes) and target in FLOAT64_DTYPES
             # bytes of a file that was written in float64 are valid in any mode
-            known |= target == torch.float64 and not args[0].is_floating_point()
-            if not known and (target in FLOAT64_DTYPES or args[0].dtype in FLOAT64_DTYPES):
+            allowed |= target == torch.float64 and not args[0].is_floating_point()
+            if not allowed and (target in FLOAT64_DTYPES or args[0].dtype in FLOAT64_DTYPES):
                 raise _bits_refusal(f"it views {args[0].dtype} as {target}")
         if func is Tensor.type and len(args) + len(kwargs) == 1:
             return func(*args, **kwargs)
@@ -181,9 +181,9 @@ class Float64Bytes(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", str(func))
-        given = (*args, *(kwargs or {}).values())
-        kinds = [a for a in given if isinstance(a, torch.dtype)]
-        tensors = [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
+        values = (*args, *(kwargs or {}).values())
+        kinds = [a for a in values if isinstance(a, torch.dtype)]
+        tensors = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
         if (
             name not in _MOVES | _SENDS
             or any(k not in FLOAT64_DTYPES if name == "view" else k != torch.uint8 for k in kinds)
@@ -270,13 +270,13 @@ def to_float64(value: Any) -> Any:
 def as_float64(module: M) -> M:
     """Copy a module with float64 parameters, buffers and tensor attributes; ties are kept."""
     twin = copy_module(module)
-    done: dict[int, Tensor] = {}
+    buffers: dict[int, Tensor] = {}
     for child in twin.modules():
         for parameter in child.parameters(recurse=False):
             parameter.grad = None
             parameter.data = to_float64(parameter.data)
         for name, buffer in child.named_buffers(recurse=False):
-            setattr(child, name, done.setdefault(id(buffer), to_float64(buffer)))
+            setattr(child, name, buffers.setdefault(id(buffer), to_float64(buffer)))
         for name, value in list(vars(child).items()):
             if isinstance(value, (Tensor, tuple, list)) and not name.startswith("_"):
                 setattr(child, name, to_float64(value))

@@ -57,8 +57,8 @@ class ForwardLayers:
         """Add or replace the layer of a kind."""
         self.kinds[kind] = layer
         # dynamo cannot trace the bound method
-        own = partial(type(self.module).forward, self.module)
-        self.call = self.plain = own if self.original is None else self.original
+        original = partial(type(self.module).forward, self.module)
+        self.call = self.plain = original if self.original is None else self.original
         for name in ORDER:
             if name in self.kinds:
                 self.call = partial(self.kinds[name], self.call)
@@ -102,8 +102,8 @@ def the_input(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     """Return the only argument of a call; raise Refusal S821 if there are more."""
     values = [*args, *(value for value in kwargs.values() if value is not None)]
     if len(values) == 1:
-        found: Tensor = values[0]
-        return found
+        tensor: Tensor = values[0]
+        return tensor
     raise Refusal.of(
         "S821",
         f"`{type(module).__name__}` was called with {len(values)} arguments, but its kernel"
@@ -158,10 +158,10 @@ def change_innermost(function: Any, change: Callable[[Any], Any]) -> Any:
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
         return change(function)
-    made = change_innermost(inner, change)
-    cells = tuple(CellType(made) if _holds(cell, inner) else cell for cell in function.__closure__)
+    new = change_innermost(inner, change)
+    cells = tuple(CellType(new) if _holds(cell, inner) else cell for cell in function.__closure__)
     copied = _copied(function, function.__globals__, cells)
-    copied.__wrapped__ = made
+    copied.__wrapped__ = new
     return copied
 
 
@@ -172,13 +172,13 @@ def with_globals(function: Any, named: Mapping[str, Any]) -> Any:
     return _copied(function, names, function.__closure__)
 
 
-def _copied(function: FunctionType, space: dict[str, Any], cells: Any) -> Any:
-    made: Any = FunctionType(
-        function.__code__, space, function.__name__, function.__defaults__, cells
+def _copied(function: FunctionType, namespace: dict[str, Any], cells: Any) -> Any:
+    function_copy: Any = FunctionType(
+        function.__code__, namespace, function.__name__, function.__defaults__, cells
     )
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__dict__.update(function.__dict__)
-    return made
+    function_copy.__kwdefaults__ = function.__kwdefaults__
+    function_copy.__dict__.update(function.__dict__)
+    return function_copy
 
 
 def _holds(cell: CellType, value: Any) -> bool:

@@ -43,7 +43,7 @@ class AttributeSnapshot:
             if len(space) != len(before) or not all(map(is_, space.values(), before.values())):
                 names = [k for k in {**before, **space} if _is_users_name(k)]
                 previous = [(space, k, before.get(k, MISSING)) for k in names]
-                self._set += [one for one in previous if one[2] is not space.get(one[1], MISSING)]
+                self._set += [old for old in previous if old[2] is not space.get(old[1], MISSING)]
             for key, value, content in contents:
                 if isinstance(value, Tensor):
                     if value._version != content and torch.is_grad_enabled():
@@ -57,13 +57,13 @@ class AttributeSnapshot:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore, within the block, the attributes from before the forward."""
-        now = [(space, key, space.get(key, MISSING)) for space, key, _ in self._set]
+        current = [(space, key, space.get(key, MISSING)) for space, key, _ in self._set]
         contents = [(value, value.copy()) for value, _ in self._filled]
         _restore(self._set, self._filled)
         try:
             yield
         finally:
-            _restore(now, contents)
+            _restore(current, contents)
 
 
 def _contents(space: Space) -> list[tuple[str, Any, Any]]:
@@ -89,8 +89,8 @@ def _entries(value: Any) -> Any:
     return value.values() if isinstance(value, Mapping) else value
 
 
-def _restore(places: list[tuple[Space, str, Any]], filled: list[tuple[Any, Any]]) -> None:
-    for space, key, value in places:
+def _restore(attributes: list[tuple[Space, str, Any]], filled: list[tuple[Any, Any]]) -> None:
+    for space, key, value in attributes:
         if value is MISSING:
             space.pop(key, None)
         else:

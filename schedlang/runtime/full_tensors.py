@@ -45,53 +45,54 @@ WeightedOutput = tuple[Any, int, float]  # an output, its rows, and its weight i
 
 
 def gather_token_outputs(
-    a: Assembly, mine: WeightedOutput, layout: SequenceLayout
+    a: Assembly, local: WeightedOutput, layout: SequenceLayout
 ) -> WeightedOutput:
     """Return the output of this rank's rows, from all ranks that have tokens of these rows."""
     assert a.tokens is not None
     group = a.ranks.group(a.context)
-    found: list[Any] = [mine]
+    gathered: list[Any] = [local]
     if group.pg is not None:
-        found = world.all_gather_tensors(mine, group.pg, a.ranks.device)
-    outputs, rows, weights = zip(*found)
+        gathered = world.all_gather_tensors(local, group.pg, a.ranks.device)
+    outputs, rows, weights = zip(*gathered)
     return join_token_outputs(outputs, weights, layout, a.tokens.outputs), rows[0], sum(weights)
 
 
 def join_token_outputs(
-    outputs: Sequence[Any], weights: Sequence[float], layout: SequenceLayout, along: Any
+    outputs: Sequence[Any], weights: Sequence[float], layout: SequenceLayout, token_dims: Any
 ) -> Any:
-    """Join outputs to those of full sequences; `along` maps a leaf's path to its dim of tokens."""
+    """Join outputs to those of full sequences; `token_dims` maps a leaf's path to its dim of
+    tokens."""
     flat = [pytree.tree_flatten_with_path(output) for output in outputs]
-    made: list[Any] = []
+    joined: list[Any] = []
     for leaves in zip(*(leaves for leaves, _ in flat)):
         name, values = dotted_path(leaves[0][0]), [value for _, value in leaves]
-        dim = along.get(name)
+        dim = token_dims.get(name)
         if dim is not None and all(isinstance(value, Tensor) for value in values):
-            own = [v.narrow(dim, 0, n) for v, n in zip(values, layout.counts)]
-            made.append(layout.concatenate(own, dim))
+            unpadded = [v.narrow(dim, 0, n) for v, n in zip(values, layout.counts)]
+            joined.append(layout.concatenate(unpadded, dim))
             continue
-        plain = all(can_stack(value) for value in values)
-        whole = stack_outputs(values, [1] * len(values), weights) if plain else None
-        scattered = isinstance(whole, Tensor) and whole.dim() > 0 and values[0].dim() > 0
-        made.append(
+        stackable = all(can_stack(value) for value in values)
+        stacked = stack_outputs(values, [1] * len(values), weights) if stackable else None
+        scattered = isinstance(stacked, Tensor) and stacked.dim() > 0 and values[0].dim() > 0
+        joined.append(
             MissingOutput("its parts by tokens cannot be concatenated")
-            if not plain or scattered
-            else whole
+            if not stackable or scattered
+            else stacked
         )
-    return pytree.tree_unflatten(made, flat[0][1])
+    return pytree.tree_unflatten(joined, flat[0][1])
 
 
 def join_token_gradients(
-    grads: Sequence[Tensor | None], layout: SequenceLayout, along: bool
+    grads: Sequence[Tensor | None], layout: SequenceLayout, has_tokens: bool
 ) -> Tensor | None:
     """Join gradients of an input from ranks with different tokens: concatenated in order, or
     summed."""
-    there = [grad for grad in grads if grad is not None]
-    if not there:
+    present = [grad for grad in grads if grad is not None]
+    if not present:
         return None
-    if along and len(there) == len(grads):
-        return layout.concatenate(there, 1)
-    return torch.stack(there).sum(0)
+    if has_tokens and len(present) == len(grads):
+        return layout.concatenate(present, 1)
+    return torch.stack(present).sum(0)
 
 
 _EARLIER = "an earlier stage of the pipeline has it"
@@ -108,29 +109,29 @@ def full_output(
     """
     output = None
     with torch.no_grad():
-        own = {
+        local_parts = {
             k: (_gather_logits(_mark_missing(a, out)), *rest) for k, (out, *rest) in parts.items()
         }
-    if made := _gather_copies(a, own):
-        mine = (stack_outputs(*zip(*made)), *map(sum, list(zip(*made))[1:]))
+    if copies := _gather_copies(a, local_parts):
+        local = (stack_outputs(*zip(*copies)), *map(sum, list(zip(*copies))[1:]))
         if layout is not None:
-            mine = gather_token_outputs(a, mine, layout)
-        output = _across_replicas(a, mine)
+            local = gather_token_outputs(a, local, layout)
+        output = _across_replicas(a, local)
     return drop_missing(_broadcast_output(a, output))
 
 
-def _gather_copies(a: Assembly, own: Mapping[int, Any]) -> list[Any]:
+def _gather_copies(a: Assembly, local: Mapping[int, Any]) -> list[Any]:
     """Return all microbatches in order on the ranks of the last stage's first copy; elsewhere
     nothing."""
     pipe = a.pipeline
     last = pipe.timeline.stages - 1
-    places = {pipe.place_of(last, replica) for replica in range(pipe.timeline.replicas)}
-    if a.stage_axis is not None and len(places) > 1:
-        line = a.ranks.group(a.stage_axis)
-        assert line.pg is not None
-        everyone = world.all_gather_tensors(own, line.pg, a.ranks.device)
-        own = {k: one for part in everyone for k, one in part.items()}
-    return [own[k] for k in sorted(own)] if pipe.place == pipe.place_of(last) else []
+    last_places = {pipe.place_of(last, replica) for replica in range(pipe.timeline.replicas)}
+    if a.stage_axis is not None and len(last_places) > 1:
+        group = a.ranks.group(a.stage_axis)
+        assert group.pg is not None
+        gathered = world.all_gather_tensors(local, group.pg, a.ranks.device)
+        local = {k: output for part in gathered for k, output in part.items()}
+    return [local[k] for k in sorted(local)] if pipe.place == pipe.place_of(last) else []
 
 
 def drop_missing(output: Any) -> tuple[Any, dict[str, str]]:
@@ -159,16 +160,16 @@ def _mark_missing(a: Assembly, output: Any) -> Any:
     """Mark values in a microbatch's output that the last stage does not have as `MissingOutput`."""
     if a.stage_axis is None:
         return output
-    plain = (Tensor, ShardedLogits, bool, int, float, str, type(None))
+    plain_types = (Tensor, ShardedLogits, bool, int, float, str, type(None))
     shorter = tuple(name for m in a.outputs_missing if (name := _LIST.split(m)[0]) != m and name)
 
     def kept(path: Any, leaf: Any) -> Any:
-        place = pytree.keystr(path)
+        name = pytree.keystr(path)
         # earlier stages have changed this list: it has another structure
-        if place.startswith(shorter):
-            upto = next(k for k, key in enumerate(path) if isinstance(key, pytree.SequenceKey))
-            return MissingOutput(_EARLIER, place_text(path[:upto]))
-        if place in a.outputs_missing or not isinstance(leaf, plain):
+        if name.startswith(shorter):
+            depth = next(k for k, key in enumerate(path) if isinstance(key, pytree.SequenceKey))
+            return MissingOutput(_EARLIER, place_text(path[:depth]))
+        if name in a.outputs_missing or not isinstance(leaf, plain_types):
             return MissingOutput(_EARLIER)
         return leaf
 
@@ -178,16 +179,16 @@ def _mark_missing(a: Assembly, output: Any) -> Any:
 
 def _gather_logits(output: Any) -> Any:
     """Gather the vocabulary-sharded logits of an output; all ranks of their group call this."""
-    made = lambda v: v.full() if isinstance(v, ShardedLogits) else v  # noqa: E731
+    to_full = lambda v: v.full() if isinstance(v, ShardedLogits) else v  # noqa: E731
     is_split = lambda value: isinstance(value, ShardedLogits)  # noqa: E731
-    return pytree.tree_map(made, output, is_leaf=is_split)
+    return pytree.tree_map(to_full, output, is_leaf=is_split)
 
 
-def _across_replicas(a: Assembly, mine: WeightedOutput) -> Any:
+def _across_replicas(a: Assembly, local: WeightedOutput) -> Any:
     group = a.ranks.group(a.row_axes)
     if group.pg is None:
-        return mine[0]
-    return stack_outputs(*zip(*world.all_gather_tensors(mine, group.pg, a.ranks.device)))
+        return local[0]
+    return stack_outputs(*zip(*world.all_gather_tensors(local, group.pg, a.ranks.device)))
 
 
 def _broadcast_output(a: Assembly, output: Any) -> Any:
@@ -201,31 +202,31 @@ def local_shards(a: Assembly) -> dict[str, Tensor]:
     return {name: local_tensor(parameter) for name, parameter in a.parameters.items()}
 
 
-def full_gradients(a: Assembly, to: ReceiverChoice | None = None) -> dict[str, Tensor]:
-    """Return full gradients, on all ranks or those that `to` gives; without parameters that have
-    none."""
-    found = {name: local_gradient(parameter) for name, parameter in a.parameters.items()}
-    own = {name: grad for name, grad in found.items() if grad is not None}
-    return assemble_tensors(a.holdings, own, a.ranks, to, a.gather_routes)
+def full_gradients(a: Assembly, receivers: ReceiverChoice | None = None) -> dict[str, Tensor]:
+    """Return full gradients, on all ranks or those that `receivers` gives; without parameters that
+    have none."""
+    grads = {name: local_gradient(parameter) for name, parameter in a.parameters.items()}
+    local_grads = {name: grad for name, grad in grads.items() if grad is not None}
+    return assemble_tensors(a.holdings, local_grads, a.ranks, receivers, a.gather_routes)
 
 
 def trained_names(a: Assembly) -> list[str]:
     """Return the names of the parameters that some rank trains, in model order."""
-    mine = [name for name, p in a.parameters.items() if p.requires_grad]
-    union = {name for names in world.distinct_objects(mine) for name in names}
+    local = [name for name, p in a.parameters.items() if p.requires_grad]
+    union = {name for names in world.distinct_objects(local) for name in names}
     return [name for name in a.holdings if name in union]
 
 
-def full_state_dict(a: Assembly, to: ReceiverChoice | None = None) -> dict[str, Tensor]:
-    """Return parameters and buffers by the original's keys, on all ranks or those that `to`
+def full_state_dict(a: Assembly, receivers: ReceiverChoice | None = None) -> dict[str, Tensor]:
+    """Return parameters and buffers by the original's keys, on all ranks or those that `receivers`
     gives."""
-    found = {
-        **assemble_tensors(a.holdings, local_shards(a), a.ranks, to, a.gather_routes),
+    tensors = {
+        **assemble_tensors(a.holdings, local_shards(a), a.ranks, receivers, a.gather_routes),
         **full_buffers(a),
     }
     for names in a.ties:
-        found.update({name: found[names[0]] for name in names if names[0] in found})
-    return {key: found[key] for key in a.keys if to is None or key in found}
+        tensors.update({name: tensors[names[0]] for name in names if names[0] in tensors})
+    return {key: tensors[key] for key in a.keys if receivers is None or key in tensors}
 
 
 def full_buffers(a: Assembly) -> dict[str, Tensor]:
@@ -235,51 +236,51 @@ def full_buffers(a: Assembly) -> dict[str, Tensor]:
     For stages that are placed twice, the first replica's, which also evaluates: statistics of one
     replica, never a mixture of both.
     """
-    own = {name: value.detach().cpu().clone() for name, value in a.buffers.items()}
+    local = {name: value.detach().cpu().clone() for name, value in a.buffers.items()}
     if a.stage_axis is None:
-        return own
-    place = a.ranks.mesh.index(a.ranks.rank, a.stage_axis)
-    mine = {n: v for n, v in own.items() if place == a.buffer_homes.get(n, place)}
+        return local
+    stage_rank = a.ranks.mesh.index(a.ranks.rank, a.stage_axis)
+    primary = {n: v for n, v in local.items() if stage_rank == a.buffer_homes.get(n, stage_rank)}
     merged: dict[str, Tensor] = {}
-    for values in reversed(world.distinct_objects(mine)):
+    for values in reversed(world.distinct_objects(primary)):
         merged.update(values)
     return merged
 
 
 def buffer_errors(a: Assembly) -> dict[str, float]:
     """Return for each buffer 0 if its copies on all ranks that hold it are equal, else 1."""
-    place = a.ranks.mesh.index(a.ranks.rank, a.stage_axis) if a.stage_axis is not None else 0
+    stage_rank = a.ranks.mesh.index(a.ranks.rank, a.stage_axis) if a.stage_axis is not None else 0
     stages = a.buffer_stages
-    mine = {
+    local = {
         name: value.detach().cpu().clone()
         for name, value in a.buffers.items()
-        if a.stage_axis is None or stages.get(name) is None or place in (stages[name] or ())
+        if a.stage_axis is None or stages.get(name) is None or stage_rank in (stages[name] or ())
     }
-    everyone = world.distinct_objects(mine)
-    out = {}
-    for name in dict.fromkeys(name for found in everyone for name in found):
-        first, *others = [found[name] for found in everyone if name in found]
-        out[name] = float(any(not torch.equal(first, other) for other in others))
-    return out
+    rank_buffers = world.distinct_objects(local)
+    errors = {}
+    for name in dict.fromkeys(name for buffers in rank_buffers for name in buffers):
+        first, *others = [buffers[name] for buffers in rank_buffers if name in buffers]
+        errors[name] = float(any(not torch.equal(first, other) for other in others))
+    return errors
 
 
 def load_full_state(a: Assembly, state: Mapping[str, Tensor]) -> None:
     """Load full values; raises Refusal S641 before anything is changed."""
     if not isinstance(state, Mapping):
-        title = f"a state dict is a dict, not {kind_of(state)}"
-        raise Refusal.of("S641", title, helps=("`program.load` takes the path of a checkpoint",))
+        message = f"a state dict is a dict, not {kind_of(state)}"
+        raise Refusal.of("S641", message, helps=("`program.load` takes the path of a checkpoint",))
     shapes = {name: h.layout.shape for name, h in a.holdings.items()}
-    wrong = [f"`{k}` is missing" for k in a.keys if k not in state]
-    wrong += [f"`{k}` is unknown" for k in state if k not in a.keys]
-    wrong += [
+    problems = [f"`{k}` is missing" for k in a.keys if k not in state]
+    problems += [f"`{k}` is unknown" for k in state if k not in a.keys]
+    problems += [
         f"`{name}` is {list(state[name].shape)}, not {list(shape)}"
         for name, shape in shapes.items()
         if name in state and tuple(state[name].shape) != shape
     ]
-    if wrong:
-        more = (f"and {len(wrong) - 8} more like these",) * (len(wrong) > 8)
+    if problems:
+        rest = (f"and {len(problems) - 8} more like these",) * (len(problems) > 8)
         helps = ("give the full state dict of this model, as `model.state_dict()` returns it",)
-        notes = (*wrong[:8], *more)
+        notes = (*problems[:8], *rest)
         raise Refusal.of("S641", "the state dict is not of this model", notes=notes, helps=helps)
     with torch.no_grad(), open_quantized(a.parameters.values()):
         for name, parameter in a.parameters.items():
@@ -297,22 +298,29 @@ def replica_errors(a: Assembly) -> dict[str, float]:
     Each rank receives its shard from the rank that is primary for it; padding is compared with
     zeros.
     """
-    own = local_shards(a)
+    local = local_shards(a)
     sizes = {name: p.itemsize for name, p in a.module.named_parameters()}
-    way = plan_copies(a.holdings, {n: sizes[n] for n in a.holdings}, a.ranks.mesh, a.gather_routes)
-    theirs = {name: torch.zeros_like(part, device="cpu") for name, part in own.items()}
-    for route in way.routes:
+    plan = plan_copies(a.holdings, {n: sizes[n] for n in a.holdings}, a.ranks.mesh, a.gather_routes)
+    target = {name: torch.zeros_like(part, device="cpu") for name, part in local.items()}
+    for route in plan.routes:
         redistribute_by_route(
-            route, own.__getitem__, theirs.__getitem__, MESSAGE_BYTES, bucket_device(a.ranks.device)
+            route,
+            local.__getitem__,
+            target.__getitem__,
+            MESSAGE_BYTES,
+            bucket_device(a.ranks.device),
         )
-    mine = {}
-    for name, part in theirs.items():
+    errors = {}
+    for name, part in target.items():
         if part.numel():
             scale = float(part.double().abs().max())
-            error = float((own[name].cpu().double() - part.double()).abs().max())
-            mine[name] = error / scale if scale else error
-    everyone = world.all_gather_object(mine)
-    return {name: max(found.get(name, 0.0) for found in everyone) for name in a.holdings}
+            error = float((local[name].cpu().double() - part.double()).abs().max())
+            errors[name] = error / scale if scale else error
+    rank_errors = world.all_gather_object(errors)
+    return {
+        name: max(found_errors.get(name, 0.0) for found_errors in rank_errors)
+        for name in a.holdings
+    }
 
 
 def full_optimizer_state(
@@ -322,81 +330,85 @@ def full_optimizer_state(
 
     On all ranks, or those that `to` gives.
     """
-    laid: dict[tuple[str, str], Tensor] = {}
-    plain: dict[tuple[str, str], Any] = {}
+    sharded: dict[tuple[str, str], Tensor] = {}
+    unsharded: dict[tuple[str, str], Any] = {}
     states: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
     for name, p in a.parameters.items():
         for key, value in states.get(p, {}).items():
             if is_sharded_like(value, p):
-                laid[name, key] = local_tensor(value)
+                sharded[name, key] = local_tensor(value)
             else:
-                plain[name, key] = value.cpu().clone() if isinstance(value, Tensor) else value
+                unsharded[name, key] = value.cpu().clone() if isinstance(value, Tensor) else value
     keys = sorted(
-        {key for told in world.distinct_objects(sorted({k for _, k in laid})) for key in told}
+        {
+            key
+            for some_keys in world.distinct_objects(sorted({k for _, k in sharded}))
+            for key in some_keys
+        }
     )
-    holdings = {(name, key): one for key in keys for name, one in a.holdings.items()}
-    found: dict[tuple[str, str], Any] = dict(
-        assemble_tensors(holdings, laid, a.ranks, to, a.gather_routes)
+    holdings = {(name, key): holding for key in keys for name, holding in a.holdings.items()}
+    values_by_key: dict[tuple[str, str], Any] = dict(
+        assemble_tensors(holdings, sharded, a.ranks, to, a.gather_routes)
     )
-    for values in reversed(world.distinct_objects(plain)):
-        found.update(values)
-    out: dict[str, dict[str, Any]] = {}
-    for name, key in sorted(found, key=lambda one: one[1]):
-        out.setdefault(name, {})[key] = found[name, key]
-    return out
+    for values in reversed(world.distinct_objects(unsharded)):
+        values_by_key.update(values)
+    state: dict[str, dict[str, Any]] = {}
+    for name, key in sorted(values_by_key, key=lambda holding: holding[1]):
+        state.setdefault(name, {})[key] = values_by_key[name, key]
+    return state
 
 
 def full_input_gradients(
-    a: Assembly, parts: Sequence[BatchPart], times: float = 1.0
+    a: Assembly, parts: Sequence[BatchPart], divisor: float = 1.0
 ) -> dict[str, Tensor | None]:
     """Return gradients of the batch's float tensors: rows of all replicas, summed over stages.
 
-    The loss was multiplied by `times`.
+    The loss was multiplied by `divisor`.
     """
-    mine = [
+    local = [
         {
-            k: None if v.grad is None else v.grad / times
+            k: None if v.grad is None else v.grad / divisor
             for k, v in named_tensors(part.inputs).items()
             if v.requires_grad
         }
         for part in parts
     ]
-    everyone = world.all_gather_object(mine)
-    places = range(a.ranks.mesh.size(a.row_axes))
-    names = mine[0] if mine else {}
+    gathered = world.all_gather_object(local)
+    indices = range(a.ranks.mesh.size(a.row_axes))
+    names = local[0] if local else {}
     layout = parts[0].token_shard.layout if parts and parts[0].token_shard is not None else None
     return {
-        n: _concatenate([_row_gradient(a, everyone, place, n, layout) for place in places])
+        n: _concatenate([_row_gradient(a, gathered, index, n, layout) for index in indices])
         for n in names
     }
 
 
 def _row_gradient(
-    a: Assembly, everyone: Sequence[Any], place: int, name: str, layout: SequenceLayout | None
+    a: Assembly, gathered: Sequence[Any], index: int, name: str, layout: SequenceLayout | None
 ) -> Tensor | None:
     """Return the gradient of some rows, from all ranks that have tokens of these rows."""
     if layout is None or a.tokens is None:
-        return _replica_gradient(a, everyone, place, name)
+        return _replica_gradient(a, gathered, index, name)
     count = len(layout.runs)
-    found = [_replica_gradient(a, everyone, place * count + k, name) for k in range(count)]
-    return join_token_gradients(found, layout, name in (a.tokens.along or ()))
+    grads = [_replica_gradient(a, gathered, index * count + k, name) for k in range(count)]
+    return join_token_gradients(grads, layout, name in (a.tokens.along or ()))
 
 
-def _replica_gradient(a: Assembly, everyone: Sequence[Any], place: int, name: str) -> Tensor | None:
+def _replica_gradient(a: Assembly, gathered: Sequence[Any], index: int, name: str) -> Tensor | None:
     """Return the gradient of one replica's rows: the sum over stages."""
-    found = [
+    grads = [
         [part[name] for part in parts]
-        for rank, parts in enumerate(everyone)
-        if a.is_primary_rank(rank) and a.part_index(rank) == place
+        for rank, parts in enumerate(gathered)
+        if a.is_primary_rank(rank) and a.part_index(rank) == index
     ]
-    return _concatenate([_sum_present(values) for values in zip(*found)])
+    return _concatenate([_sum_present(values) for values in zip(*grads)])
 
 
 def _concatenate(rows: Sequence[Tensor | None]) -> Tensor | None:
-    there = [row for row in rows if row is not None]
-    return torch.cat(there) if there and len(there) == len(rows) else None
+    present = [row for row in rows if row is not None]
+    return torch.cat(present) if present and len(present) == len(rows) else None
 
 
 def _sum_present(values: Sequence[Tensor | None]) -> Tensor | None:
-    there = [value for value in values if value is not None]
-    return torch.stack(there).sum(0) if there else None
+    present = [value for value in values if value is not None]
+    return torch.stack(present).sum(0) if present else None

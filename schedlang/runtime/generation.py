@@ -78,11 +78,11 @@ def _encoder_option(model: Any, inputs: Tensor | None, options: Mapping[str, Any
     if options.get("encoder_outputs") is not None:
         raise _refusal("`encoder_outputs` are not followed", "give the inputs of the encoder")
     names = (model.main_input_name, "inputs_embeds")
-    given = {name: options[name] for name in names if options.get(name) is not None}
-    found = given or ({} if inputs is None else {names[0]: inputs})
-    if not found:
+    inputs_by_name = {name: options[name] for name in names if options.get(name) is not None}
+    encoder_inputs = inputs_by_name or ({} if inputs is None else {names[0]: inputs})
+    if not encoder_inputs:
         raise _refusal(f"`{names[0]}`, an input of the encoder, is missing", "give it")
-    return {"encoder_outputs": ModelOutput(found)}
+    return {"encoder_outputs": ModelOutput(encoder_inputs)}
 
 
 def _check_options(a: Assembly, model: Any, options: Mapping[str, Any]) -> None:
@@ -105,17 +105,17 @@ def _check_same_on_ranks(
         for name, value in {"inputs": inputs, **options}.items()
         if isinstance(value, Tensor)
     }
-    plain = {
+    settings = {
         name: repr(value)
         for name, value in options.items()
         if isinstance(value, (bool, int, float, str, list, tuple, type(None)))
     }
     helps = ("give the same prompts and settings on every rank",)
-    states = {str(k): checksum(one.get_state()) for k, one in enumerate(generators)}
+    states = {str(k): checksum(generator.get_state()) for k, generator in enumerate(generators)}
     check_agreement(
         [
             AgreementItem("prompt", tensors, readable=False, helps=helps),
-            AgreementItem("settings of generation", plain, helps=helps),
+            AgreementItem("settings of generation", settings, helps=helps),
             AgreementItem(
                 "generator of random numbers",
                 states,
@@ -126,8 +126,8 @@ def _check_same_on_ranks(
     )
 
 
-def _refusal(title: str, help_: str) -> Refusal:
-    return Refusal.of("S627", title, helps=(help_,))
+def _refusal(message: str, help_: str) -> Refusal:
+    return Refusal.of("S627", message, helps=(help_,))
 
 
 def _facade(a: Assembly, model: Any, run: RunForward) -> Any:
@@ -136,59 +136,61 @@ def _facade(a: Assembly, model: Any, run: RunForward) -> Any:
 
     kind: Any = type(model)
     shares, _, _ = a.batch_parts
-    least = (shares if isinstance(shares, int) else sum(shares)) * a.microbatches
+    min_rows = (shares if isinstance(shares, int) else sum(shares)) * a.microbatches
     multiples = {split: _token_multiple(a, split) for split in (True, False)}
-    fed = 0  # tokens of the last forward without our cache
+    tokens_fed = 0  # tokens of the last forward without our cache
 
     @functools.wraps(kind.forward)
     def forward(self: Any, **inputs: Any) -> Any:
-        nonlocal fed
+        nonlocal tokens_fed
         name = next((name for name in CACHES if inputs.get(name) is not None), None)
         cache: Any = None if name is None else inputs.pop(name)
         if (encoder := inputs.pop("encoder_outputs", None)) is not None:
             inputs |= encoder  # the inputs that `_encoder_option` has put there
         tokens = _token_count(inputs)
         # a cache that the model itself makes (RWKV, MiniMax): the loop expects that it is used
-        if (tokens < fed) if name is None else not isinstance(cache, KeyValueCache):
+        if (tokens < tokens_fed) if name is None else not isinstance(cache, KeyValueCache):
             raise _refusal(OTHER_STATE, NO_CACHE_HELP)
-        fed = tokens if name is None else 0
+        tokens_fed = tokens if name is None else 0
         # new tokens after a prompt are unsharded on every rank of their sequence; stored keys are
         # sharded
         new = a.tokens is not None and name is not None and cache.seen > 0
         multiple = multiples[not new]
         if a.tokens is not None and not new:
             inputs = _drop_defaults(inputs, a.batch_keys)
-        kept = inputs.pop("logits_to_keep", 0) if multiple > 1 else 0
-        batch, rows = _pad_rows(_pad_tokens(inputs, tokens, multiple), least)
-        given = {"return_dict": True, **{key: v for key, v in batch.items() if v is not None}}
-        output = run(given, _with_cache(name, cache, tokens if new else 0), whole=new)
-        if rows < least or multiple > 1:
-            output.logits = output.logits[:rows, tokens - kept if kept else 0 : tokens]
+        num_kept = inputs.pop("logits_to_keep", 0) if multiple > 1 else 0
+        batch, rows = _pad_rows(_pad_tokens(inputs, tokens, multiple), min_rows)
+        arguments = {"return_dict": True, **{key: v for key, v in batch.items() if v is not None}}
+        output = run(arguments, _with_cache(name, cache, tokens if new else 0), whole=new)
+        if rows < min_rows or multiple > 1:
+            output.logits = output.logits[:rows, tokens - num_kept if num_kept else 0 : tokens]
         if name is not None:
             if a.tokens is not None and not new:
-                cache.keep_prompt(a.tokens.layout(given), tokens)
+                cache.keep_prompt(a.tokens.layout(arguments), tokens)
             cache.advance(tokens, -tokens % multiple)
             output[name] = cache
         return output
 
-    def prepared(self: Any, config: Any, given: dict[str, Any], *more: Any, **keyed: Any) -> None:
-        kind._prepare_cache_for_generation(self, config, given, *more, **keyed)
+    def prepared(self: Any, config: Any, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        kind._prepare_cache_for_generation(self, config, values, *args, **kwargs)
         for name in CACHES:
-            if (made := given.get(name)) is None:
+            if (cache := values.get(name)) is None:
                 continue
-            two = type(made) is EncoderDecoderCache
-            for one in (made.self_attention_cache, made.cross_attention_cache) if two else (made,):
-                _check_cache(one)
-            given[name] = _cache_class(two)()
-            given[name].turns = new_turns(a)
+            is_pair = type(cache) is EncoderDecoderCache
+            for part in (
+                (cache.self_attention_cache, cache.cross_attention_cache) if is_pair else (cache,)
+            ):
+                _check_cache(part)
+            values[name] = _cache_class(is_pair)()
+            values[name].turns = new_turns(a)
 
-    more = {
+    attributes = {
         "forward": forward,
         "_prepare_cache_for_generation": prepared,
         "device": property(lambda self: a.ranks.device),
         "__module__": kind.__module__,
     }
-    facade: Any = object.__new__(type(kind.__name__, (kind,), more))
+    facade: Any = object.__new__(type(kind.__name__, (kind,), attributes))
     facade.__dict__.update({name: v for name, v in vars(model).items() if name != "forward"})
     return facade
 
@@ -215,17 +217,17 @@ def new_turns(a: Assembly) -> CacheAssignment | None:
     )
 
 
-def _check_cache(made: Any) -> None:
+def _check_cache(cache: Any) -> None:
     """Refuse a cache that does not store exactly all keys and values."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-    if type(made) is not DynamicCache:
+    if type(cache) is not DynamicCache:
         raise _refusal(
-            f"a cache of the kind `{type(made).__name__}` is not supported",
+            f"a cache of the kind `{type(cache).__name__}` is not supported",
             "leave out `cache_implementation` and caches of your own: this one keeps"
             " all keys and values",
         )
-    if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in made.layers):
+    if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
         raise _refusal(OTHER_STATE, NO_CACHE_HELP)
 
 
@@ -239,24 +241,24 @@ def _token_count(inputs: Mapping[str, Any]) -> int:
     return int(grows.shape[1])
 
 
-def _drop_defaults(inputs: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
+def _drop_defaults(inputs: Mapping[str, Any], batch_keys: frozenset[str]) -> dict[str, Any]:
     """Drop tensors with default values that the program does not know; refuse (S627) others.
 
     known  the keys of the batch that the program was built from, which splits sequences
     """
-    found = dict(inputs)
+    remaining = dict(inputs)
     for name, value in inputs.items():
-        if name in known or not isinstance(value, Tensor):
+        if name in batch_keys or not isinstance(value, Tensor):
             continue
-        counted = torch.arange(value.shape[-1], device=value.device)
-        plain = counted if name.endswith(("position_ids", "cache_position")) else 1
-        if not bool((value == plain).all()):
+        positions = torch.arange(value.shape[-1], device=value.device)
+        default = positions if name.endswith(("position_ids", "cache_position")) else 1
+        if not bool((value == default).all()):
             raise _refusal(
                 f"`{name}` was not in the batch of `build`, and sequences are split",
                 f"build from a batch with `{name}`",
             )
-        del found[name]
-    return found
+        del remaining[name]
+    return remaining
 
 
 def _token_multiple(a: Assembly, split: bool) -> int:
@@ -267,10 +269,10 @@ def _token_multiple(a: Assembly, split: bool) -> int:
     """
     mesh = a.ranks.mesh
     axes = {
-        one.axis
-        for found in a.boundaries.values()
-        for one in found
-        for placement in (one.input, one.output)
+        boundary.axis
+        for boundaries in a.boundaries.values()
+        for boundary in boundaries
+        for placement in (boundary.input, boundary.output)
         if isinstance(placement, S) and dim_of(placement) == 1
     }
     # a rank has at most two ranges of the tokens that are split for attention
@@ -283,39 +285,40 @@ def _pad_tokens(inputs: Mapping[str, Any], tokens: int, multiple: int) -> Mappin
 
     Positions continue; masks also cover the stored tokens before.
     """
-    more = -tokens % multiple
-    if not more:
+    padding = -tokens % multiple
+    if not padding:
         return inputs
 
-    grows = next(name for name in _GROWING if inputs.get(name) is not None)
-    mask = "decoder_attention_mask" if grows.startswith("decoder") else "attention_mask"
+    tokens_name = next(name for name in _GROWING if inputs.get(name) is not None)
+    mask = "decoder_attention_mask" if tokens_name.startswith("decoder") else "attention_mask"
 
     def filled(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         if name in ("position_ids", "cache_position"):
-            steps = torch.arange(1, more + 1, device=value.device, dtype=value.dtype)
+            steps = torch.arange(1, padding + 1, device=value.device, dtype=value.dtype)
             return torch.cat([value, value[..., -1:] + steps], -1)
         if name == mask:
-            return torch.cat([value, value.new_zeros(len(value), more)], 1)
-        if name in (grows, "token_type_ids"):
-            return torch.cat([value, value[:, -1:].expand(-1, more, *value.shape[2:])], 1)
+            return torch.cat([value, value.new_zeros(len(value), padding)], 1)
+        if name in (tokens_name, "token_type_ids"):
+            return torch.cat([value, value[:, -1:].expand(-1, padding, *value.shape[2:])], 1)
         return value
 
     return {name: filled(name, value) for name, value in inputs.items()}
 
 
-def _pad_rows(inputs: Mapping[str, Any], least: int) -> tuple[dict[str, Any], int]:
-    """Return the batch padded to `least` rows by copies of its last row, and its number of rows."""
+def _pad_rows(inputs: Mapping[str, Any], min_rows: int) -> tuple[dict[str, Any], int]:
+    """Return the batch padded to `min_rows` rows by copies of its last row, and its number of
+    rows."""
     tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
     rows = len(tensors[0])
 
     def filled(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != rows:
             return value
-        return torch.cat([value, value[-1:].expand(least - rows, *value.shape[1:])])
+        return torch.cat([value, value[-1:].expand(min_rows - rows, *value.shape[1:])])
 
-    if rows >= least:
+    if rows >= min_rows:
         return dict(inputs), rows
     return {name: filled(value) for name, value in inputs.items()}, rows
 
@@ -340,80 +343,80 @@ class KeyValueCache:
     def part(self, microbatch: int) -> KeyValueCache:
         """Return the cache of a microbatch."""
         if microbatch not in self._parts:
-            self._parts[microbatch] = made = type(self)()
-            made._whole = self
+            self._parts[microbatch] = part = type(self)()
+            part._whole = self
         return self._parts[microbatch]
 
     def keep_prompt(self, layout: SequenceLayout, tokens: int) -> None:
         """Store this rank's tokens of a prompt; drop the padding."""
         assert self.turns is not None
-        own = self.turns.assign_prompt(layout, tokens)
+        local = self.turns.assign_prompt(layout, tokens)
         for part in self._parts.values():
             for layer, (keys, values) in part._held.items():
                 if keys.shape[-2] != layout.counts[self.turns.place]:
                     raise _refusal(OTHER_STATE, NO_CACHE_HELP)
-                part._held[layer] = keys.index_select(-2, own), values.index_select(-2, own)
+                part._held[layer] = keys.index_select(-2, local), values.index_select(-2, local)
 
     def decoding_contexts(self, tokens: int) -> Callable[[int], Decoding]:
         """Assign new tokens to ranks; return a function that gives the context of each
         microbatch."""
         assert self.turns is not None
-        own = self.turns.assign_new(tokens)
-        held = self.turns.positions
+        local = self.turns.assign_new(tokens)
+        positions = self.turns.positions
         self._running = running = dict[int, Decoding]()
-        return lambda k: running.setdefault(k, Decoding(held, own))
+        return lambda k: running.setdefault(k, Decoding(positions, local))
 
-    def advance(self, tokens: int, behind: int = 0) -> None:
+    def advance(self, tokens: int, padding: int = 0) -> None:
         """Count the tokens of a forward, and drop the padding.
 
         Raises Refusal S627 if the model stores other tokens than expected.
         """
         self.seen += tokens
-        wanted = self.seen + behind
+        expected = self.seen + padding
         if self.turns is not None:  # `keep_prompt` has dropped some already
-            wanted, behind = len(self.turns.positions), 0
-            if any(one.returned for one in self._running.values()):
+            expected, padding = len(self.turns.positions), 0
+            if any(decoding.returned for decoding in self._running.values()):
                 raise _refusal(OTHER_STATE, NO_CACHE_HELP)
         for part in self._parts.values():
             for layer, (keys, values) in part._held.items():
-                if keys.shape[-2] != wanted:
+                if keys.shape[-2] != expected:
                     raise _refusal(OTHER_STATE, NO_CACHE_HELP)
-                if behind:
+                if padding:
                     part._held[layer] = keys[..., : self.seen, :], values[..., : self.seen, :]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Append new keys and values to the stored ones; on the meta device nothing is stored."""
-        new = current_decoding()
-        if new is not None:
-            return self._dealt(new, key_states, value_states, layer_idx)
+        decoding = current_decoding()
+        if decoding is not None:
+            return self._dealt(decoding, key_states, value_states, layer_idx)
         if key_states.is_meta:
-            before = [
-                new.new_empty((*new.shape[:-2], self._whole.seen, new.shape[-1]))
-                for new in (key_states, value_states)
+            cached = [
+                decoding.new_empty((*decoding.shape[:-2], self._whole.seen, decoding.shape[-1]))
+                for decoding in (key_states, value_states)
             ]
         else:
-            before = list(self._held.get(layer_idx, ()))
+            cached = list(self._held.get(layer_idx, ()))
         keys, values = key_states, value_states
-        if before:
-            keys, values = torch.cat([before[0], keys], -2), torch.cat([before[1], values], -2)
+        if cached:
+            keys, values = torch.cat([cached[0], keys], -2), torch.cat([cached[1], values], -2)
         if not key_states.is_meta:
             self._held[layer_idx] = keys, values
         return keys, values
 
     def _dealt(
-        self, new: Decoding, keys: Tensor, values: Tensor, layer: int
+        self, decoding: Decoding, keys: Tensor, values: Tensor, layer: int
     ) -> tuple[Tensor, Tensor]:
         """Return this rank's keys and values, after appending the new ones that are assigned to
         it."""
-        if not new.shapes:
-            own, held = new.cached_tokens, self._held[layer]
-            if len(own):  # else nothing is copied
-                more = keys.index_select(-2, own), values.index_select(-2, own)
-                held = torch.cat([held[0], more[0]], -2), torch.cat([held[1], more[1]], -2)
-            self._held[layer] = keys, values = held
-        new.returned.append((keys, values))
+        if not decoding.shapes:
+            local, cached = decoding.cached_tokens, self._held[layer]
+            if len(local):  # else nothing is copied
+                added = keys.index_select(-2, local), values.index_select(-2, local)
+                cached = torch.cat([cached[0], added[0]], -2), torch.cat([cached[1], added[1]], -2)
+            self._held[layer] = keys, values = cached
+        decoding.returned.append((keys, values))
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -448,16 +451,16 @@ class _NoUpdates(dict[int, bool]):
 
 
 @functools.cache
-def _cache_class(two: bool) -> Any:
+def _cache_class(two_caches: bool) -> Any:
     """Return the class of caches; made on first use, since few runs import transformers.
 
     two  for a decoder with an encoder: each microbatch has a second cache that stores nothing
     """
     from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-    one = type("Cache", (KeyValueCache, DynamicCache), {})
-    if not two:
-        return one
+    cache_class = type("Cache", (KeyValueCache, DynamicCache), {})
+    if not two_caches:
+        return cache_class
 
     class Passes(DynamicCache):  # type: ignore[misc]  # transformers has no types
         def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -467,8 +470,8 @@ def _cache_class(two: bool) -> Any:
         __reduce__ = KeyValueCache.__reduce__
 
     def part(self: Any, microbatch: int) -> Any:
-        both = Both(KeyValueCache.part(self, microbatch), Passes())
-        both.is_updated = _NoUpdates()
-        return both
+        cache_pair = Both(KeyValueCache.part(self, microbatch), Passes())
+        cache_pair.is_updated = _NoUpdates()
+        return cache_pair
 
-    return type("Cache", (one,), {"part": part})
+    return type("Cache", (cache_class,), {"part": part})

@@ -40,13 +40,15 @@ def restore_global_state(model: nn.Module, loss: Any = None) -> Iterator[None]:
     variable, in a class or by `functools.lru_cache`: later runs of the model itself would find
     them. A `loss` must not count the calls made here either, nor keep their means.
     """
-    classes = {cls for one in model.modules() for cls in type(one).__mro__}
-    own = frozenset(cls for cls in classes if cls.__module__.split(".")[0] not in LIBRARY_PACKAGES)
-    spaces = _spaces(own)
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    user_classes = frozenset(
+        cls for cls in classes if cls.__module__.split(".")[0] not in LIBRARY_PACKAGES
+    )
+    spaces = _spaces(user_classes)
     undo: UndoList = []
     keeps = loss is not None and (not isinstance(loss, FunctionType) or loss.__closure__)
     # a proof comes here a hundred times, and most functions have no attributes
-    empty = [one for one in spaces if not one[0]]
+    empty_spaces = [module for module in spaces if not module[0]]
     try:
         for names, put in spaces:
             if names:
@@ -54,35 +56,35 @@ def restore_global_state(model: nn.Module, loss: Any = None) -> Iterator[None]:
         with restore_loss_state(loss) if keeps else restore_generators():
             yield
     finally:
-        for names, put in empty:
+        for names, put in empty_spaces:
             if names:
                 _put_back(names, {}, put)
-        for back in undo:
-            back()
+        for restore in undo:
+            restore()
 
 
 @contextmanager
 def restore_loss_state(loss: Any) -> Iterator[None]:
     """Restore, after the block, the state of a loss and of random generators."""
-    kept = StateSnapshot(None, loss)
+    snapshot = StateSnapshot(None, loss)
     try:
         with restore_generators():
             yield
     finally:
-        kept.restore()
+        snapshot.restore()
 
 
 @contextmanager
 def restore_generators() -> Iterator[None]:
     """Restore, after the block, the states of Python's and numpy's generators."""
     state, numpy = random.getstate(), sys.modules.get("numpy")
-    drawn = None if numpy is None else numpy.random.get_state(legacy=False)
+    numpy_state = None if numpy is None else numpy.random.get_state(legacy=False)
     try:
         yield
     finally:
         random.setstate(state)
         if numpy is not None:
-            numpy.random.set_state(drawn)
+            numpy.random.set_state(numpy_state)
 
 
 @functools.lru_cache(maxsize=16)  # one model is run many times
@@ -93,9 +95,11 @@ def _spaces(classes: frozenset[type]) -> list[tuple[Any, Setter]]:
         str
     ]()  # the modules that are values of a module's globals, or define such values
     for value in [value for name in modules_searched for value in vars(sys.modules[name]).values()]:
-        home = getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", "")
-        if isinstance(home, str):
-            neighbors.add(home)
+        module_name = getattr(
+            value, "__name__" if isinstance(value, ModuleType) else "__module__", ""
+        )
+        if isinstance(module_name, str):
+            neighbors.add(module_name)
     # of large libraries only the modules that define the classes are searched
     modules_searched |= {
         n
@@ -106,13 +110,13 @@ def _spaces(classes: frozenset[type]) -> list[tuple[Any, Setter]]:
     functions = {
         f for s in (*modules, *map(vars, classes)) for f in _functions(s, modules_searched)
     }
-    found: list[tuple[Any, Setter]] = [
+    spaces: list[tuple[Any, Setter]] = [
         (space, partial(_set_item, space))
         for space in (*modules, *(function.__dict__ for function in functions))
     ]
-    found += [(vars(cls), partial(_set_attribute, cls)) for cls in classes]
+    spaces += [(vars(cls), partial(_set_attribute, cls)) for cls in classes]
     cells = tuple(cell for function in functions for cell in function.__closure__ or ())
-    return [*found, (cells, partial(_set_cell, cells))]
+    return [*spaces, (cells, partial(_set_cell, cells))]
 
 
 def _set_item(space: Any, key: Any, value: Any) -> None:
@@ -129,18 +133,18 @@ def _set_attribute(cls: type, name: str, value: Any) -> None:
         setattr(cls, name, value)
 
 
-def _set_cell(cells: tuple[CellType, ...], place: int, value: Any) -> None:
+def _set_cell(cells: tuple[CellType, ...], index: int, value: Any) -> None:
     if value is not MISSING:  # it was not bound
-        cells[place].cell_contents = value
+        cells[index].cell_contents = value
 
 
-def _functions(space: Any, homes: Iterable[str]) -> Iterator[FunctionType]:
+def _functions(space: Any, module_names: Iterable[str]) -> Iterator[FunctionType]:
     for value in tuple(space.values()):
         if isinstance(value, ModuleType):  # it may import what is asked for
             continue
-        for one in (value, getattr(value, "__wrapped__", value)):  # for a decorator
-            if isinstance(one, FunctionType) and one.__module__ in homes:
-                yield one
+        for candidate in (value, getattr(value, "__wrapped__", value)):  # for a decorator
+            if isinstance(candidate, FunctionType) and candidate.__module__ in module_names:
+                yield candidate
 
 
 def _remember(space: Any, put: Setter | None, undo: UndoList, depth: int) -> None:
@@ -184,15 +188,15 @@ def _forget(cache: Any, misses: int) -> None:
 
 
 def _put_back(space: Any, before: dict[Any, Any], put: Setter | None) -> None:
-    now = _contents(space)
-    if len(now) == len(before) and all(map(is_, now.values(), before.values())):
+    current = _contents(space)
+    if len(current) == len(before) and all(map(is_, current.values(), before.values())):
         return
-    changed = [k for k, v in now.items() if k not in before or before[k] is not v]
-    held = [k for k in changed if _holds(now[k]) or _holds(before.get(k))]
+    changed = [k for k, v in current.items() if k not in before or before[k] is not v]
+    restored = [k for k in changed if _holds(current[k]) or _holds(before.get(k))]
     if put is not None:
-        for key in held:
+        for key in restored:
             put(key, before.get(key, MISSING))
-    elif held:  # a list has the same indices as before
+    elif restored:  # a list has the same indices as before
         space[:] = before.values()
 
 

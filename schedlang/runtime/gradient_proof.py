@@ -113,52 +113,54 @@ def why_not_partial(tensor: Tensor, axis: str, varies: VaryingAxes) -> str | Non
     partial."""
     pending, seen = [tensor], set()
     while pending:
-        one = pending.pop()
-        if id(one) in seen:
+        current = pending.pop()
+        if id(current) in seen:
             continue
-        seen.add(id(one))
-        made: TensorOrigin | None = one.__dict__.get("_schedlang_made")
-        if made is None:
+        seen.add(id(current))
+        origin: TensorOrigin | None = current.__dict__.get("_schedlang_made")
+        if origin is None:
             return f"a shard is summed over `{axis}`, as if it were a partial sum"
-        needed = _partial_inputs(made, axis, varies)
-        if isinstance(needed, str):
-            return needed
-        pending += needed
+        partial_inputs = _partial_inputs(origin, axis, varies)
+        if isinstance(partial_inputs, str):
+            return partial_inputs
+        pending += partial_inputs
     return None
 
 
-def _partial_inputs(made: TensorOrigin, axis: str, varies: VaryingAxes) -> list[Tensor] | str:
+def _partial_inputs(origin: TensorOrigin, axis: str, varies: VaryingAxes) -> list[Tensor] | str:
     """Return the inputs that must be partial for the result to be partial, or why it is not
     partial."""
-    parts = [t for t in made.inputs if axis in varies(t)]
-    alike = [t for t in made.inputs if axis not in varies(t)]
-    if made.name in SUMMING:
-        place = BIASED.get(made.name)
-        bias = made.inputs[place] if place is not None and len(made.inputs) == 3 else None
+    parts = [t for t in origin.inputs if axis in varies(t)]
+    replicated = [t for t in origin.inputs if axis not in varies(t)]
+    if origin.name in SUMMING:
+        index = BIASED.get(origin.name)
+        bias = origin.inputs[index] if index is not None and len(origin.inputs) == 3 else None
         if bias is not None and axis not in varies(bias):
-            return f"`{made.name}` adds its bias on each rank of `{axis}`, before the sum"
+            return f"`{origin.name}` adds its bias on each rank of `{axis}`, before the sum"
         return parts if len(parts) < 2 else []
-    if made.name in TIMES:
-        masked = any(t.dtype == torch.bool for t in made.inputs)  # each rank keeps its own entries
+    if origin.name in TIMES:
+        masked = any(
+            t.dtype == torch.bool for t in origin.inputs
+        )  # each rank keeps its own entries
         return parts if len(parts) == 1 and not masked else []
-    if made.name in ADDS:
-        if alike:
+    if origin.name in ADDS:
+        if replicated:
             return (
-                f"`{made.name}` adds a replicated tensor on every rank of `{axis}` before the sum"
+                f"`{origin.name}` adds a replicated tensor on every rank of `{axis}` before the sum"
             )
         return parts
-    if made.name == "index_add":  # adds to zeros at any indices: each rank has indices of its own
-        return [t for t in parts if t is not made.inputs[0] and t.is_floating_point()]
-    if made.name in LINEAR:
+    if origin.name == "index_add":  # adds to zeros at any indices: each rank has indices of its own
+        return [t for t in parts if t is not origin.inputs[0] and t.is_floating_point()]
+    if origin.name in LINEAR:
         return parts
-    if made.name == "embedding_bag":  # entries for rows of other ranks must have weight zero
-        floats = [t for t in made.inputs if t.is_floating_point()]
+    if origin.name == "embedding_bag":  # entries for rows of other ranks must have weight zero
+        floats = [t for t in origin.inputs if t.is_floating_point()]
         if len(floats) == 2 and is_masked(floats[1]):
             return []
         return f"each rank of `{axis}` adds up rows, even for ids that it does not hold"
-    if made.name == "embedding":
+    if origin.name == "embedding":
         return f"each rank of `{axis}` looks up a row, even for ids that it does not hold"
-    return f"`{made.name}` is not linear, and runs before the sum over `{axis}`"
+    return f"`{origin.name}` is not linear, and runs before the sum over `{axis}`"
 
 
 class VaryingTypes(Lattice):
@@ -181,10 +183,10 @@ class VaryingTypes(Lattice):
 
     def axes_of(self, tensor: Tensor) -> Axes:
         """Return the axes along which a tensor differs from rank to rank."""
-        known: Axes | None = self.of(tensor)
-        if known is None and tensor.grad_fn is not None:
+        axes: Axes | None = self.of(tensor)
+        if axes is None and tensor.grad_fn is not None:
             return self.axes_of_output(tensor.grad_fn, tensor.output_nr)
-        return known or NO_AXES
+        return axes or NO_AXES
 
     def axes_of_output(self, node: Any, output: int) -> Axes:
         """Return the axes along which an output of an autograd node differs from rank to rank.
@@ -192,22 +194,22 @@ class VaryingTypes(Lattice):
         A node that was not observed, because it ran inside one call, varies along the axes of its
         inputs.
         """
-        at = (node, output)
-        if at not in self.varying:
-            crossed: CommunicationRecord | None = getattr(node, "schedlang", None)
+        key = (node, output)
+        if key not in self.varying:
+            record: CommunicationRecord | None = getattr(node, "schedlang", None)
             if hasattr(node, "variable"):
-                self.varying[at] = self.of(node.variable) or NO_AXES
-            elif crossed is not None:
-                self.varying[at] = crossed.after
+                self.varying[key] = self.of(node.variable) or NO_AXES
+            elif record is not None:
+                self.varying[key] = record.after
             else:
                 edges = (edge for edge in node.next_functions if edge[0] is not None)
-                self.varying[at] = NO_AXES.union(*(self.axes_of_output(*edge) for edge in edges))
-        return self.varying[at]
+                self.varying[key] = NO_AXES.union(*(self.axes_of_output(*edge) for edge in edges))
+        return self.varying[key]
 
-    def record_type(self, tensor: Tensor, axes: Axes, made: TensorOrigin | None = None) -> None:
+    def record_type(self, tensor: Tensor, axes: Axes, origin: TensorOrigin | None = None) -> None:
         """Record the axes of a tensor, and how the tensor was made if it varies."""
         self.put(tensor, axes)
-        tensor.__dict__["_schedlang_made"] = made if axes else None
+        tensor.__dict__["_schedlang_made"] = origin if axes else None
         if tensor.grad_fn is not None:
             self.varying[tensor.grad_fn, tensor.output_nr] = axes
             self.sites.setdefault(tensor.grad_fn, self.site)
@@ -234,12 +236,12 @@ class VaryingTypes(Lattice):
             call.outputs and not observed
         ):  # else the call's own nodes have been typed, see `axes_of_output`
             axes = NO_AXES.union(*(self.axes_of(t) for t in call.inputs))
-            made = TensorOrigin(call.name, tuple(call.inputs)) if axes else None
+            origin = TensorOrigin(call.name, tuple(call.inputs)) if axes else None
             mark_masked(call.name, call.inputs, call.outputs)
             for tensor in call.outputs:
-                written = any(tensor is given for given in call.inputs)
+                written = any(tensor is source for source in call.inputs)
                 if not written or (call.name.endswith("_") and axes - self.axes_of(tensor)):
-                    self.record_type(tensor, axes, made)
+                    self.record_type(tensor, axes, origin)
 
     # -- functions that communicate ----------------------------------------------------------------
 
@@ -247,19 +249,19 @@ class VaryingTypes(Lattice):
     def observe(self) -> Iterator[None]:
         """Observe every communicating function of the runtime within the block, forward and
         backward."""
-        found: list[tuple[Any, bool]] = [
+        functions: list[tuple[Any, bool]] = [
             (kind, kind in collectives.PLAIN_FUNCTIONS)
             for module in COMMUNICATING_MODULES
             for kind in vars(module).values()
             if isinstance(kind, type) and issubclass(kind, torch.autograd.Function)
         ]
-        before = [(kind, kind.forward, kind.backward) for kind, _ in found]
+        before = [(kind, kind.forward, kind.backward) for kind, _ in functions]
         try:
-            for kind, plain in found:
-                made = self._forward(kind.forward, plain)
+            for kind, is_plain in functions:
+                observed = self._forward(kind.forward, is_plain)
                 if issubclass(kind, GridFunction):
-                    made = self._product(kind.forward, kind.reduced_groups)
-                kind.forward = staticmethod(made)
+                    observed = self._product(kind.forward, kind.reduced_groups)
+                kind.forward = staticmethod(observed)
                 kind.backward = staticmethod(self._backward(kind.backward))
             with listen_to_collectives(self._listen):
                 yield
@@ -272,33 +274,35 @@ class VaryingTypes(Lattice):
             running.append(ObservedCollective(kind, self.fold(group.axes), group.label))
 
     def _listened(
-        self, run: Callable[..., Any], *args: Any
+        self, function: Callable[..., Any], *args: Any
     ) -> tuple[Any, list[ObservedCollective]]:
         self.heard.append([])
         try:
-            out = run(*args)
+            out = function(*args)
         finally:
             observed = self.heard.pop()
         return out, observed
 
-    def _forward(self, inner: Callable[..., Any], plain: bool) -> Callable[..., Any]:
+    def _forward(self, inner: Callable[..., Any], is_plain: bool) -> Callable[..., Any]:
         def forward(ctx: Any, *args: Any) -> Any:
             out, observed = self._listened(inner, ctx, *args)
             inputs = tensors_in(args)
             before = NO_AXES.union(*(self.axes_of(t) for t in inputs))
-            after = self._after(inputs[0], before, tensors_in(out)[0], args, observed, plain)
+            after = self._after(inputs[0], before, tensors_in(out)[0], args, observed, is_plain)
             ctx.schedlang = CommunicationRecord(self.site, before, after)
             # a plain all-reduce over one axis keeps a tensor partial over the other axes
             linear = (
                 (*MOVING_COLLECTIVES, "all-reduce", "reduce-scatter")
-                if plain
+                if is_plain
                 else MOVING_COLLECTIVES
             )
-            moved = bool(observed) and all(one.kind in linear for one in observed)
-            made = TensorOrigin("moved", tuple(inputs)) if moved else TensorOrigin("collective", ())
+            moves = bool(observed) and all(c.kind in linear for c in observed)
+            origin = (
+                TensorOrigin("moved", tuple(inputs)) if moves else TensorOrigin("collective", ())
+            )
             for tensor in tensors_in(out):
                 self.put(tensor, after)
-                tensor.__dict__["_schedlang_made"] = made if after else None
+                tensor.__dict__["_schedlang_made"] = origin if after else None
             return out
 
         return forward
@@ -313,8 +317,10 @@ class VaryingTypes(Lattice):
             out, _ = self._listened(inner, ctx, x, weight, *args)
             shared = frozenset(self.fold(args[0].down.axes))
             after = self.axes_of(x) | (self.axes_of(weight) - shared)
-            due = frozenset(a for g in summed(ctx) for a in self.fold(g.axes))
-            ctx.schedlang = CommunicationRecord(self.site, self.axes_of(x), after, reduced_axes=due)
+            sums = frozenset(a for g in summed(ctx) for a in self.fold(g.axes))
+            ctx.schedlang = CommunicationRecord(
+                self.site, self.axes_of(x), after, reduced_axes=sums
+            )
             self.put(out, after)
             out.__dict__["_schedlang_made"] = TensorOrigin("collective", ()) if after else None
             return out
@@ -328,33 +334,33 @@ class VaryingTypes(Lattice):
         out: Tensor,
         args: Any,
         observed: list[ObservedCollective],
-        plain: bool,
+        is_plain: bool,
     ) -> Axes:
         """Return the axes along which the output of a communicating function varies."""
         after = before
-        for one in observed:
-            for axis in one.axes:
-                if one.kind in SUMMING_COLLECTIVES:
-                    self._summed(x, before, axis, one, plain)
-                if one.kind not in ("reduce-scatter", *MOVING_COLLECTIVES):
+        for collective in observed:
+            for axis in collective.axes:
+                if collective.kind in SUMMING_COLLECTIVES:
+                    self._summed(x, before, axis, collective, is_plain)
+                if collective.kind not in ("reduce-scatter", *MOVING_COLLECTIVES):
                     after -= {axis}
-        if not observed and plain and out.shape != x.shape:  # every rank keeps its own shard
+        if not observed and is_plain and out.shape != x.shape:  # every rank keeps its own shard
             groups = (a for a in args if isinstance(a, Group))
             after |= {axis for group in groups for axis in self.fold(group.axes)}
         return after
 
     def _summed(
-        self, x: Tensor, before: Axes, axis: str, one: ObservedCollective, plain: bool
+        self, x: Tensor, before: Axes, axis: str, collective: ObservedCollective, is_plain: bool
     ) -> None:
         self.sums += 1
-        fqn = one.label or self.site
+        fqn = collective.label or self.site
         if axis not in before:
-            reason = f"its {one.kind} sums values that are equal on all ranks of `{axis}`"
+            reason = f"its {collective.kind} sums values that are equal on all ranks of `{axis}`"
             self.faults.append(TypeFault("often", fqn, axis, reason))
-        elif plain:
-            wrong = why_not_partial(x, axis, self.axes_of)
-            if wrong is not None:
-                self.faults.append(TypeFault("type", fqn, axis, wrong))
+        elif is_plain:
+            why = why_not_partial(x, axis, self.axes_of)
+            if why is not None:
+                self.faults.append(TypeFault("type", fqn, axis, why))
 
     def _backward(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def backward(ctx: Any, *grads: Any) -> Any:
@@ -445,94 +451,94 @@ class BackwardWalk:
         sites = dict(self.typed.sites)
         sites.setdefault(self.root, "")
         for node in self.nodes:
-            came = arrived.pop(node, [])
-            if not came:
+            arrivals = arrived.pop(node, [])
+            if not arrivals:
                 continue
             site = sites[node]
-            shares, outputs = self._joined(came, site), frozenset(nr for nr, _ in came)
+            shares, outputs = self._joined(arrivals, site), frozenset(nr for nr, _ in arrivals)
             if hasattr(node, "variable"):
                 self._reached(node.variable, shares, stages[node])
                 continue
-            own = self.stage_of(site)
-            here = stages[node] if own is None else own
+            module_stages = self.stage_of(site)
+            node_stages = stages[node] if module_stages is None else module_stages
             for edge in node.next_functions:
                 if edge[0] is None:
                     continue
                 arrived.setdefault(edge[0], []).append(
                     (edge[1], self._through(node, outputs, edge, shares, site))
                 )
-                stages[edge[0]] = stages.get(edge[0], frozenset()) | here
+                stages[edge[0]] = stages.get(edge[0], frozenset()) | node_stages
                 sites.setdefault(edge[0], site)
                 if hasattr(edge[0], "variable"):
                     self._used(edge[0].variable, site)
         return self.found
 
     def _used(self, parameter: Tensor, site: str) -> None:
-        known = self.parameters.get(id(parameter))
-        if known is not None:
-            self.found.setdefault(known[0], ParameterGradient()).sites.append(site)
+        entry = self.parameters.get(id(parameter))
+        if entry is not None:
+            self.found.setdefault(entry[0], ParameterGradient()).sites.append(site)
 
     def _reached(self, parameter: Tensor, shares: GradientShares, stages: frozenset[int]) -> None:
-        known = self.parameters.get(id(parameter))
-        if known is not None:
-            made = self.found.setdefault(known[0], ParameterGradient())
-            made.shares, made.stages = dict(shares), stages
+        entry = self.parameters.get(id(parameter))
+        if entry is not None:
+            gradient = self.found.setdefault(entry[0], ParameterGradient())
+            gradient.shares, gradient.stages = dict(shares), stages
 
-    def _joined(self, came: list[tuple[int, GradientShares]], site: str) -> GradientShares:
+    def _joined(self, arrivals: list[tuple[int, GradientShares]], site: str) -> GradientShares:
         """Return the sum of gradients from several uses; they must be of one kind."""
-        joined = dict(came[0][1])
-        for _, more in came[1:]:
-            for axis, share in more.items():
+        joined = dict(arrivals[0][1])
+        for _, shares in arrivals[1:]:
+            for axis, share in shares.items():
                 if share != joined[axis]:
-                    mine = joined[axis]
-                    first = f"adds a gradient that is {_share_text(share)} over `{axis}`"
-                    self._missing(site, axis, f"{first} to one that is {_share_text(mine)}")
-                    joined[axis] = max(share, mine, key=lambda s: (s.kind == PART, s.extra_sums))
+                    other = joined[axis]
+                    prefix = f"adds a gradient that is {_share_text(share)} over `{axis}`"
+                    self._missing(site, axis, f"{prefix} to one that is {_share_text(other)}")
+                    joined[axis] = max(share, other, key=lambda s: (s.kind == PART, s.extra_sums))
         return joined
 
     def _through(
         self, node: Any, outputs: frozenset[int], edge: Any, shares: GradientShares, site: str
     ) -> GradientShares:
-        crossed = _crossed(node)
-        out = NO_AXES.union(*(self.typed.axes_of_output(node, nr) for nr in outputs))
-        into = self.typed.axes_of_output(*edge)
-        found = {}
-        if crossed is not None and crossed.reduced_axes:
-            shares = self._settled(crossed, shares, into, site)
-            crossed = None
+        record = _crossed(node)
+        outer = NO_AXES.union(*(self.typed.axes_of_output(node, nr) for nr in outputs))
+        inner = self.typed.axes_of_output(*edge)
+        result = {}
+        if record is not None and record.reduced_axes:
+            shares = self._settled(record, shares, inner, site)
+            record = None
         for axis, share in shares.items():
             observed = (
-                [h for h in crossed.backward_collectives if axis in h.axes]
-                if crossed is not None
+                [h for h in record.backward_collectives if axis in h.axes]
+                if record is not None
                 else []
             )
             label = next((h.label for h in observed if h.label), site)
-            found[axis] = self._along(axis, share, axis in out, axis in into, observed, label)
-        return found
+            result[axis] = self._along(axis, share, axis in outer, axis in inner, observed, label)
+        return result
 
     def _along(
         self,
         axis: str,
         share: GradientShare,
-        out: bool,
-        into: bool,
+        out_varies: bool,
+        in_varies: bool,
         observed: list[ObservedCollective],
         site: str,
     ) -> GradientShare:
         """Return the share after one step of the backward along one axis."""
         kind, times = share.kind, share.extra_sums
-        if out and not into:
+        if out_varies and not in_varies:
             kind = PART  # the gradient on a rank covers only the rank's own shard of the result
-        for one in observed:
-            if one.kind in MOVING_COLLECTIVES:  # each shard returns to the rank that it came from
+        for c in observed:
+            if c.kind in MOVING_COLLECTIVES:  # each shard returns to the rank that it came from
                 continue
-            if one.kind == "all-gather":
-                kind = OWN if into else WHOLE
+            if c.kind == "all-gather":
+                kind = OWN if in_varies else WHOLE
                 continue
             if kind != PART:
                 times += 1
-            kind = WHOLE if one.kind == "all-reduce" else OWN
-        if into:
+            kind = WHOLE if c.kind == "all-reduce" else OWN
+        if in_varies:
             if kind == PART:
                 gradient = f"a gradient that is a part over `{axis}`"
                 self._missing(site, axis, f"{gradient} is used as the full gradient, without a sum")
@@ -542,15 +548,15 @@ class BackwardWalk:
         )
 
     def _settled(
-        self, crossed: CommunicationRecord, shares: GradientShares, into: Axes, site: str
+        self, record: CommunicationRecord, shares: GradientShares, in_axes: Axes, site: str
     ) -> GradientShares:
         """Return the shares of a factor's gradient, for a product that sums the gradients of its
         factors."""
-        found = dict(shares)
-        for axis in sorted(crossed.reduced_axes):
+        settled = dict(shares)
+        for axis in sorted(record.reduced_axes):
             observed = [
                 h
-                for h in crossed.backward_collectives
+                for h in record.backward_collectives
                 if axis in h.axes and h.kind.startswith("reduce")
             ]
             label = next((h.label for h in observed if h.label), site)
@@ -560,17 +566,17 @@ class BackwardWalk:
             elif shares[axis].kind == WHOLE:
                 reason = f"its backward sums over `{axis}` values that are equal on all ranks"
                 self.faults.append(TypeFault("often", label, axis, reason))
-            if axis in into:
-                found[axis] = GradientShare(OWN, shares[axis].extra_sums)
-        return found
+            if axis in in_axes:
+                settled[axis] = GradientShare(OWN, shares[axis].extra_sums)
+        return settled
 
     def _missing(self, fqn: str, axis: str, reason: str) -> None:
         self.faults.append(TypeFault("missing", fqn, axis, reason))
 
 
 def _crossed(node: Any) -> CommunicationRecord | None:
-    found: CommunicationRecord | None = getattr(node, "schedlang", None)
-    return found
+    communication: CommunicationRecord | None = getattr(node, "schedlang", None)
+    return communication
 
 
 def _share_text(share: GradientShare) -> str:

@@ -16,7 +16,7 @@ _OUTSIDE = "a number is outside of a table that is split over ranks (S653)"
 
 
 def check_indices(
-    numbers: Tensor, count: int, kind: str, where: str, helps: tuple[str, ...] = ()
+    numbers: Tensor, count: int, kind: str, table: str, helps: tuple[str, ...] = ()
 ) -> None:
     """Refuse (S653) integers that are not in [0, count).
 
@@ -31,12 +31,12 @@ def check_indices(
     if on_accelerator(numbers) or torch.compiler.is_compiling():
         torch._assert_async((low >= 0) & (high < count), _OUTSIDE)
     elif low < 0 or high >= count:
-        found = int(low if low < 0 else high)
+        outside = int(low if low < 0 else high)
         raise Refusal.of(
             "S653",
-            f"{kind} {found} is outside of 0 to {count - 1}",
+            f"{kind} {outside} is outside of 0 to {count - 1}",
             notes=(
-                f"each rank has a part of {where}",
+                f"each rank has a part of {table}",
                 "the model alone raises IndexError",
             ),
             helps=helps,

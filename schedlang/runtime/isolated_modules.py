@@ -46,8 +46,8 @@ ShardStarts = list[int | None]
 
 def describe_frame(frame: CallFrame) -> str:
     """Return a call as messages name it: the module, and the number of a second or later call."""
-    name, turn = frame
-    return (name or "the model") + (f" (call {turn + 1})" if turn else "")
+    name, call_index = frame
+    return (name or "the model") + (f" (call {call_index + 1})" if call_index else "")
 
 
 @dataclass
@@ -95,9 +95,9 @@ class IsolatedModules(ABC):
         self.turns: dict[str, int] = {}
         self.handles: list[Any] = []
         for name, module in modules_outside(model, opaque):
-            before = module.register_forward_pre_hook(self._before(name), with_kwargs=True)
-            after = module.register_forward_hook(self._after, with_kwargs=True)
-            self.handles += [before, after]
+            pre_handle = module.register_forward_pre_hook(self._before(name), with_kwargs=True)
+            post_handle = module.register_forward_hook(self._after, with_kwargs=True)
+            self.handles += [pre_handle, post_handle]
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -119,7 +119,7 @@ class IsolatedModules(ABC):
         """Return the outputs that a caller gets instead of those that the module returns."""
 
     @abstractmethod
-    def cotangent(self, place: TensorPlace, value: Tensor) -> Tensor:
+    def cotangent(self, key: TensorPlace, value: Tensor) -> Tensor:
         """Return the gradient to use for a tensor that a module passes on."""
 
     # -- the hooks ---------------------------------------------------------------------------------
@@ -137,9 +137,9 @@ class IsolatedModules(ABC):
             inputs = self.replace_inputs(frame, tensors, starts)
             call = RunningCall(frame, module, inputs, _by_place("input", frame, inputs))
             self.running.append(call)
-            made = pytree.tree_unflatten(replace_tensors(spec[0], inputs), spec[1])
+            replaced = pytree.tree_unflatten(replace_tensors(spec[0], inputs), spec[1])
             # in-place changes of a container must be visible to the caller
-            return pytree.write_back((args, kwargs), made, call.undo)
+            return pytree.write_back((args, kwargs), replaced, call.undo)
 
         return hook
 
@@ -170,18 +170,18 @@ class IsolatedModules(ABC):
 
     def gradients(self, call: RunningCall) -> tuple[dict[TensorPlace, Tensor], dict[str, Tensor]]:
         """Return the gradients of a call's inputs and of its own parameters, for the cotangents."""
-        hands = {p: t for p, t in call.passed_on.items() if t.requires_grad}
-        given = {p: t for p, t in call.received.items() if t.requires_grad}
-        named = call.module.named_parameters(recurse=False)
-        parameters = {n: p for n, p in named if p.requires_grad}
-        if not hands or not (given or parameters) or not torch.is_grad_enabled():
+        passed_on = {p: t for p, t in call.passed_on.items() if t.requires_grad}
+        inputs_by_place = {p: t for p, t in call.received.items() if t.requires_grad}
+        named_params = call.module.named_parameters(recurse=False)
+        parameters = {n: p for n, p in named_params if p.requires_grad}
+        if not passed_on or not (inputs_by_place or parameters) or not torch.is_grad_enabled():
             return {}, {}
-        cotangents = [self.cotangent(place, value) for place, value in hands.items()]
-        inputs = [*given.values(), *parameters.values()]
-        found = torch.autograd.grad([*hands.values()], inputs, cotangents, allow_unused=True)
-        back = {p: g for p, g in zip(given, found) if g is not None}
-        rest = found[len(given) :]
-        return back, {n: g for n, g in zip(parameters, rest) if g is not None}
+        cotangents = [self.cotangent(key, value) for key, value in passed_on.items()]
+        inputs = [*inputs_by_place.values(), *parameters.values()]
+        grads = torch.autograd.grad([*passed_on.values()], inputs, cotangents, allow_unused=True)
+        input_grads = {p: g for p, g in zip(inputs_by_place, grads) if g is not None}
+        param_grads = grads[len(inputs_by_place) :]
+        return input_grads, {n: g for n, g in zip(parameters, param_grads) if g is not None}
 
 
 def _by_place(kind: str, frame: CallFrame, tensors: Sequence[Tensor]) -> dict[TensorPlace, Tensor]:
@@ -195,7 +195,7 @@ def _starts_by_place(kind: str, frame: CallFrame, starts: ShardStarts) -> dict[T
 def modules_outside(model: nn.Module, opaque: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of a model by name, without those inside opaque modules."""
     for name, module in model.named_modules():
-        if not any(name.startswith(f"{other}.") for other in opaque):
+        if not any(name.startswith(f"{opaque_name}.") for opaque_name in opaque):
             yield name, module
 
 
@@ -211,10 +211,10 @@ def tensors_of(tree: Any) -> tuple[list[Tensor], ShardStarts, tuple[list[Any], A
     starts: list[int | None] = []
     for leaf in leaves:
         if isinstance(leaf, ShardedLogits):
-            mine = leaf.local.shape[-1]
-            true = max(0, min(mine, leaf.classes - leaf.group.rank * mine))
-            tensors.append(leaf.local[..., :true])
-            starts.append(leaf.group.rank * mine)
+            width = leaf.local.shape[-1]
+            valid = max(0, min(width, leaf.classes - leaf.group.rank * width))
+            tensors.append(leaf.local[..., :valid])
+            starts.append(leaf.group.rank * width)
         elif isinstance(leaf, Tensor):
             tensors.append(leaf)
             starts.append(None)
@@ -224,27 +224,27 @@ def tensors_of(tree: Any) -> tuple[list[Tensor], ShardStarts, tuple[list[Any], A
 def replace_tensors(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
     """Replace the tensors among leaves; as a module's outputs, they may be modified in place."""
     out: list[Any] = []
-    rest = iter(tensors)
+    remaining = iter(tensors)
     for leaf in leaves:
         if isinstance(leaf, ShardedLogits):
-            mine = as_graph_input(next(rest))
-            padding = leaf.local.detach()[..., mine.shape[-1] :]
-            local = torch.cat([mine, padding], -1) if padding.shape[-1] else mine
+            tensor = as_graph_input(next(remaining))
+            padding = leaf.local.detach()[..., tensor.shape[-1] :]
+            local = torch.cat([tensor, padding], -1) if padding.shape[-1] else tensor
             out.append(ShardedLogits(local, leaf.group, leaf.classes))
         else:
-            out.append(as_graph_input(next(rest)) if isinstance(leaf, Tensor) else leaf)
+            out.append(as_graph_input(next(remaining)) if isinstance(leaf, Tensor) else leaf)
     return out
 
 
-def detached_copy(value: Tensor, wants: bool) -> Tensor:
-    """Return a detached copy, a leaf of a new graph if it `wants` a gradient."""
+def detached_copy(value: Tensor, needs_grad: bool) -> Tensor:
+    """Return a detached copy, a leaf of a new graph if it `needs_grad` a gradient."""
     copy = value.detach().clone()
-    return copy.requires_grad_() if wants and copy.is_floating_point() else copy
+    return copy.requires_grad_() if needs_grad and copy.is_floating_point() else copy
 
 
-def random_cotangent(place: TensorPlace, value: Tensor) -> Tensor:
+def random_cotangent(key: TensorPlace, value: Tensor) -> Tensor:
     """Return a random cotangent for a full tensor; it depends on the place and shape alone."""
-    seed = zlib.crc32(repr(place).encode())
+    seed = zlib.crc32(repr(key).encode())
     # not by torch: the modes of a proof refuse random draws that are not the model's
     numbers = numpy.random.default_rng(seed).standard_normal(tuple(value.shape))
     return torch.as_tensor(numbers, dtype=value.dtype)
@@ -270,13 +270,13 @@ class CallRecorder(IsolatedModules):
     ) -> list[Tensor]:
         """Record the outputs and the gradients of the call; return detached copies."""
         outputs = [copy_with_flag(tensor) for tensor in tensors]
-        back, own = self.gradients(call)
-        self.calls[call.frame] = OriginalCall(self._inputs.pop(call.frame), outputs, back, own)
+        to_args, grads = self.gradients(call)
+        self.calls[call.frame] = OriginalCall(self._inputs.pop(call.frame), outputs, to_args, grads)
         return [copy_with_flag(tensor) for tensor in tensors]
 
-    def cotangent(self, place: TensorPlace, value: Tensor) -> Tensor:
+    def cotangent(self, key: TensorPlace, value: Tensor) -> Tensor:
         """Return the cotangent of the full tensor."""
-        return random_cotangent(place, value)
+        return random_cotangent(key, value)
 
 
 def copy_with_flag(tensor: Tensor) -> Tensor:
@@ -312,23 +312,23 @@ class RankView:
     spanning: frozenset[CallFrame]
     names: Mapping[tuple[str, str], str]
 
-    def layout_of(self, frame: CallFrame, given: bool, place: int) -> Note | None:
-        """Return the layout of an input (`given`) or output of a call; None if unknown."""
+    def layout_of(self, frame: CallFrame, is_input: bool, index: int) -> Note | None:
+        """Return the layout of an input (`is_input`) or output of a call; None if unknown."""
         if not self.layouts or not frame[0]:
             return Note()
-        notes = self.layouts.get(frame, (None, None))[0 if given else 1]
-        return notes[place] if notes is not None and place < len(notes) else None
+        notes = self.layouts.get(frame, (None, None))[0 if is_input else 1]
+        return notes[index] if notes is not None and index < len(notes) else None
 
-    def shard_of(self, whole: Tensor, note: Note, start: int | None, like: Tensor) -> Tensor:
-        """Return this rank's shard of a full tensor; of sharded logits the classes of `like`."""
-        whole = whole.detach()
+    def shard_of(self, full: Tensor, note: Note, start: int | None, local: Tensor) -> Tensor:
+        """Return this rank's shard of a full tensor; of sharded logits the classes of `local`."""
+        full = full.detach()
         if start is not None:
-            return whole[..., start : start + like.shape[-1]]
+            return full[..., start : start + local.shape[-1]]
         for axis, tag in note.tags.items():
-            at = self.mesh.index(self.rank, axis)
-            positions = tag.positions(whole.shape[tag.dim], self.mesh.size(axis), at)
-            whole = _select_padded(whole, tag.dim, positions, like)
-        return whole
+            index = self.mesh.index(self.rank, axis)
+            positions = tag.positions(full.shape[tag.dim], self.mesh.size(axis), index)
+            full = _select_padded(full, tag.dim, positions, local)
+        return full
 
     def all_reduce(self, value: Tensor, axes: frozenset[str]) -> Tensor:
         """All-reduce a tensor over some axes; all ranks of these axes must call this."""
@@ -338,14 +338,16 @@ class RankView:
         return value
 
 
-def _select_padded(whole: Tensor, dim: int, positions: Sequence[int], like: Tensor) -> Tensor:
-    """Select indices of a dim; those behind its end are padding, with the values of `like`."""
-    size = whole.shape[dim]
-    there = torch.tensor([index < size for index in positions])
-    found = whole.index_select(dim, torch.tensor([min(i, size - 1) for i in positions]))
-    if found.shape != like.shape or bool(there.all()):
-        return found
-    return torch.where(there.view([-1] + [1] * (found.ndim - 1 - dim % found.ndim)), found, like)
+def _select_padded(full: Tensor, dim: int, positions: Sequence[int], local: Tensor) -> Tensor:
+    """Select indices of a dim; those behind its end are padding, with the values of `local`."""
+    size = full.shape[dim]
+    in_range = torch.tensor([index < size for index in positions])
+    chosen = full.index_select(dim, torch.tensor([min(i, size - 1) for i in positions]))
+    if chosen.shape != local.shape or bool(in_range.all()):
+        return chosen
+    return torch.where(
+        in_range.view([-1] + [1] * (chosen.ndim - 1 - dim % chosen.ndim)), chosen, local
+    )
 
 
 @dataclass(frozen=True)
@@ -389,16 +391,16 @@ class OutputComparison:
 
     def _after(self, name: str) -> Any:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            here = scope.current()
+            current = scope.current()
             frame = name, self.turns.get(name, 0)
-            part = here.microbatch if here is not None else 0
-            call = self.calls[part].get(frame)
+            microbatch = current.microbatch if current is not None else 0
+            call = self.calls[microbatch].get(frame)
             elsewhere = self.view.stages.get(frame, self.stage) != self.stage
             # a recomputation repeats a call of the original: only the first counts
-            if call is None or elsewhere or (part, frame) in self.errors:
+            if call is None or elsewhere or (microbatch, frame) in self.errors:
                 return
             tensors, starts, _ = tensors_of(output)
-            self.errors[part, frame] = self._worst(frame, call, tensors, starts)
+            self.errors[microbatch, frame] = self._worst(frame, call, tensors, starts)
 
         return hook
 
@@ -409,11 +411,11 @@ class OutputComparison:
         if len(tensors) != len(call.outputs) and frame[0] not in self.opaque:
             return math.inf, False
         scale = largest_norm(call.outputs)
-        for k, (got, want, start) in enumerate(zip(tensors, call.outputs, starts)):
+        for k, (value, exact, start) in enumerate(zip(tensors, call.outputs, starts)):
             note = self.view.layout_of(frame, False, k)
             if note is not None or start is not None:
-                shard = self.view.shard_of(want, note or Note(), start, got)
-                worst = max(worst, relative_error(got.detach(), shard, scale))
+                shard = self.view.shard_of(exact, note or Note(), start, value)
+                worst = max(worst, relative_error(value.detach(), shard, scale))
         return worst, worst <= RTOL
 
 
@@ -424,15 +426,17 @@ def largest_norm(tensors: Iterable[Tensor]) -> float:
     return max(norms, default=0.0)
 
 
-def relative_error(got: Tensor, want: Tensor, scale: float) -> float:
+def relative_error(value: Tensor, exact: Tensor, scale: float) -> float:
     """Return the relative error; infinite for another shape or for values that are not finite."""
-    if got.shape != want.shape:
+    if value.shape != exact.shape:
         return math.inf
-    if not got.is_floating_point():
-        return float((got != want).any())
-    same = (got == want) | ~want.isfinite()  # masks contain -inf; the mean over no label is NaN
-    gap = torch.where(same, 0, got - want).double()
-    size = float(torch.where(want.isfinite(), want, 0).double().norm())
+    if not value.is_floating_point():
+        return float((value != exact).any())
+    equal = (
+        value == exact
+    ) | ~exact.isfinite()  # masks contain -inf; the mean over no label is NaN
+    gap = torch.where(equal, 0, value - exact).double()
+    size = float(torch.where(exact.isfinite(), exact, 0).double().norm())
     error = float(gap.norm())
     if not math.isfinite(error):
         return math.inf
@@ -459,19 +463,19 @@ class IsolatedComparison(IsolatedModules):
         self._blind = False  # something of the running call is unknown
 
     def _reference(self, frame: CallFrame) -> OriginalCall | None:
-        here = scope.current()
-        call = self.references[here.microbatch if here is not None else 0].get(frame)
+        current = scope.current()
+        call = self.references[current.microbatch if current is not None else 0].get(frame)
         elsewhere = self.view.stages.get(frame, self.stage) != self.stage
         return None if elsewhere else call
 
     def _compare(
-        self, frame: CallFrame, what: str, got: Tensor, want: Tensor, scale: float, back: bool
+        self, frame: CallFrame, what: str, value: Tensor, exact: Tensor, scale: float, back: bool
     ) -> None:
-        error = relative_error(got.detach(), want, scale)
+        error = relative_error(value.detach(), exact, scale)
         if not error <= RTOL:
             # values are stored for the first of each kind
-            known = any(one.in_backward == back for one in self.findings)
-            values = (None, None) if known else (got.detach().clone(), want.clone())
+            reported = any(finding.in_backward == back for finding in self.findings)
+            values = (None, None) if reported else (value.detach().clone(), exact.clone())
             self.findings.append(Finding(frame, what, error, back, *values))
 
     # -- forward -----------------------------------------------------------------------------------
@@ -494,100 +498,100 @@ class IsolatedComparison(IsolatedModules):
         original = self._reference(call.frame)
         if original is None:
             return tensors
-        same = len(original.outputs) == len(tensors)
-        if not same and call.frame[0] not in self.opaque:
+        same_count = len(original.outputs) == len(tensors)
+        if not same_count and call.frame[0] not in self.opaque:
             self.findings.append(Finding(call.frame, "its outputs are others", math.inf))
             return tensors
         self.judged.add(call.frame[0])
         frame, outputs = call.frame, original.outputs
         forced = self._forced(frame, frame, "its output", outputs, tensors, starts, False)
-        if same and frame not in self.view.spanning:
+        if same_count and frame not in self.view.spanning:
             self._backward(call, original)
         return [*forced, *tensors[len(forced) :]]
 
     def _forced(
         self,
-        guilty: CallFrame | None,
+        caller: CallFrame | None,
         frame: CallFrame,
         what: str,
-        wanted: Sequence[Tensor],
+        references: Sequence[Tensor],
         tensors: Sequence[Tensor],
         starts: ShardStarts,
-        given: bool,
+        are_inputs: bool,
     ) -> list[Tensor]:
-        out, scale = [], largest_norm(wanted)
-        for k, (got, whole, start) in enumerate(zip(tensors, wanted, starts)):
-            note = self.view.layout_of(frame, given, k)
+        forced, scale = [], largest_norm(references)
+        for k, (value, full, start) in enumerate(zip(tensors, references, starts)):
+            note = self.view.layout_of(frame, are_inputs, k)
             if note is None and start is None:
                 self.unknown.add(frame[0])
-                out.append(got)
+                forced.append(value)
                 continue
-            want = self.view.shard_of(whole, note or Note(), start, got)
-            if guilty is not None:
-                self._compare(guilty, what, got, want, scale, False)
-                flows = whole.requires_grad and torch.is_grad_enabled()
-                if flows and not got.requires_grad and guilty not in self.view.spanning:
-                    self.findings.append(Finding(guilty, f"{what} is detached", math.inf, True))
-            same = want.shape == got.shape
-            out.append(detached_copy(want if same else got, whole.requires_grad))
-        return out
+            exact = self.view.shard_of(full, note or Note(), start, value)
+            if caller is not None:
+                self._compare(caller, what, value, exact, scale, False)
+                flows = full.requires_grad and torch.is_grad_enabled()
+                if flows and not value.requires_grad and caller not in self.view.spanning:
+                    self.findings.append(Finding(caller, f"{what} is detached", math.inf, True))
+            same_shape = exact.shape == value.shape
+            forced.append(detached_copy(exact if same_shape else value, full.requires_grad))
+        return forced
 
     # -- backward ----------------------------------------------------------------------------------
 
-    def cotangent(self, place: TensorPlace, value: Tensor) -> Tensor:
+    def cotangent(self, key: TensorPlace, value: Tensor) -> Tensor:
         """Return this rank's shard of the cotangent; where shards are added, a share of it."""
-        _, frame, k = place
-        own = bool(self.running) and frame == self.running[-1].frame
+        _, frame, k = key
+        output = bool(self.running) and frame == self.running[-1].frame
         original = self._reference(frame)
         if original is None:
             return torch.zeros_like(value)  # the original has no such module
-        whole = random_cotangent(place, original.outputs[k] if own else original.inputs[k])
-        note, start = self.view.layout_of(frame, not own, k), self.running[-1].starts.get(place)
-        part = self.view.shard_of(whole, note or Note(), start, value)
+        full = random_cotangent(key, original.outputs[k] if output else original.inputs[k])
+        note, start = self.view.layout_of(frame, not output, k), self.running[-1].starts.get(key)
+        part = self.view.shard_of(full, note or Note(), start, value)
         if (note is None and start is None) or part.shape != value.shape:
             self._blind = True
             return torch.zeros_like(value)
         entered = note.entered if note is not None else frozenset()
         return part / math.prod(self.view.mesh.size(axis) for axis in entered)
 
-    def _backward(self, call: RunningCall, known: OriginalCall) -> None:
+    def _backward(self, call: RunningCall, original: OriginalCall) -> None:
         self._blind = False
-        back, own = self.gradients(call)
+        grads, param_grads = self.gradients(call)
         if self._blind:
             self.unknown.add(call.frame[0])
             return
-        scale = max((float(g.double().norm()) for g in known.gradients.values()), default=0.0)
-        for place, whole in known.gradients.items():
-            leaf, start = call.received.get(place), call.starts.get(place)
-            note = self.view.layout_of(place[1], place[0] == "input", place[2])
+        scale = max((float(g.double().norm()) for g in original.gradients.values()), default=0.0)
+        for key, full_grad in original.gradients.items():
+            leaf, start = call.received.get(key), call.starts.get(key)
+            note = self.view.layout_of(key[1], key[0] == "input", key[2])
             if leaf is None or (note is None and start is None):
                 continue
             note = note or Note()
-            got = self.view.all_reduce(back.get(place, torch.zeros_like(leaf)), note.entered)
-            what = f"the gradient of {_tensor_text(place, call.frame)}"
-            want = self.view.shard_of(whole, note, start, got)
-            self._compare(call.frame, what, got, want, scale, True)
+            value = self.view.all_reduce(grads.get(key, torch.zeros_like(leaf)), note.entered)
+            what = f"the gradient of {_tensor_text(key, call.frame)}"
+            exact = self.view.shard_of(full_grad, note, start, value)
+            self._compare(call.frame, what, value, exact, scale, True)
         parameters = dict(call.module.named_parameters(recurse=False))
-        for name, whole in known.parameters.items():
+        for name, full_grad in original.parameters.items():
             if name not in parameters:
                 continue  # another module is here
-            first = self.view.names[call.frame[0], name]
-            holding = replace(self.view.holdings[first], sliced=())
-            part = shard_of(whole, holding, self.view.mesh, self.view.rank)
-            mine = own.get(name, torch.zeros_like(part))
-            got = self.view.all_reduce(mine, self.view.partial.get(first, frozenset()))
-            self._compare(call.frame, f"the gradient of {name}", got, part, scale, True)
+            primary_name = self.view.names[call.frame[0], name]
+            holding = replace(self.view.holdings[primary_name], sliced=())
+            part = shard_of(full_grad, holding, self.view.mesh, self.view.rank)
+            local = param_grads.get(name, torch.zeros_like(part))
+            value = self.view.all_reduce(local, self.view.partial.get(primary_name, frozenset()))
+            self._compare(call.frame, f"the gradient of {name}", value, part, scale, True)
 
 
-def _tensor_text(place: TensorPlace, own: CallFrame) -> str:
-    kind, frame, k = place
-    return f"its input {k}" if frame == own and kind == "input" else f"the output of {frame[0]}"
+def _tensor_text(key: TensorPlace, call: CallFrame) -> str:
+    kind, frame, k = key
+    return f"its input {k}" if frame == call and kind == "input" else f"the output of {frame[0]}"
 
 
 def worst_findings(findings: Sequence[Finding]) -> Iterator[Finding]:
     """Yield one finding for each module and text, with its largest error, in order."""
-    found: dict[tuple[str, str], Finding] = {}
-    for one in findings:
-        first = found.setdefault((one.frame[0], one.what), one)
-        found[one.frame[0], one.what] = replace(first, error=max(first.error, one.error))
-    yield from found.values()
+    by_module: dict[tuple[str, str], Finding] = {}
+    for f in findings:
+        earlier = by_module.setdefault((f.frame[0], f.what), f)
+        by_module[f.frame[0], f.what] = replace(earlier, error=max(earlier.error, f.error))
+    yield from by_module.values()

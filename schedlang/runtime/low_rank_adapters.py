@@ -51,7 +51,7 @@ class AdaptedProjection(nn.Module):
         return self.training and self.lora_dropout > 0
 
     def add_adapter(
-        self, x: Tensor, y: Tensor, biased: bool, whole: AllReduce | None = None
+        self, x: Tensor, y: Tensor, biased: bool, all_reduce: AllReduce | None = None
     ) -> Tensor:
         """Add the output of the adapter for `x` to `y`, the output of the weight; both may be
         shards.
@@ -68,21 +68,21 @@ class AdaptedProjection(nn.Module):
         delta = F.linear(F.linear(dropped, a), b) * self.lora_scaling
         if magnitude is None:
             return y + delta
-        ratio = magnitude / self._norms(a, b, whole)
+        ratio = magnitude / self._norms(a, b, all_reduce)
         y = y if bias is None else y - bias
         y = (y + delta) * ratio
         return y if bias is None else y + bias
 
     @torch.no_grad()
-    def _norms(self, a: Tensor, b: Tensor, whole: AllReduce | None) -> Tensor:
+    def _norms(self, a: Tensor, b: Tensor, all_reduce: AllReduce | None) -> Tensor:
         """Return the norm of the weights of each output, with the adapter added to them."""
         weight = self._parameters["weight"]
         assert weight is not None
         merged = (weight.t() if self.lora_transposed else weight) + b @ a * self.lora_scaling
-        if whole is None:
+        if all_reduce is None:
             norms: Tensor = torch.linalg.vector_norm(merged, dim=1)
         else:
-            norms = whole(merged.square().sum(1)).sqrt()
+            norms = all_reduce(merged.square().sum(1)).sqrt()
         return norms.clamp_min(torch.finfo(norms.dtype).tiny)  # rows of padding have none
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -97,14 +97,14 @@ class AdaptedProjection(nn.Module):
 
 
 @cache
-def adapted_class(of: Any) -> Any:
-    """Return the class of projections of class `of` with an adapter."""
-    return type(f"Adapted{of.__name__}", (AdaptedProjection, of), {"__module__": __name__})
+def adapted_class(base: Any) -> Any:
+    """Return the class of projections of class `base` with an adapter."""
+    return type(f"Adapted{base.__name__}", (AdaptedProjection, base), {"__module__": __name__})
 
 
-def _empty(of: Any) -> Any:
-    made = adapted_class(of)
-    return made.__new__(made)
+def _empty(base: Any) -> Any:
+    adapted = adapted_class(base)
+    return adapted.__new__(adapted)
 
 
 def _ancestors(module: nn.Module, fqn: str) -> Iterator[nn.Module]:
@@ -174,7 +174,7 @@ class Adapt:
                     "or use `adapt(lora)`, whose initial values do not depend on weights",
                 ),
             )
-        return lambda like: self._drawn(fqn, local, like, varied=False)
+        return lambda template: self._drawn(fqn, local, template, varied=False)
 
     def coding_of(self, name: str) -> WeightQuantization | None:
         """Return the coding in which a parameter is stored, by any of its names; None: it has
@@ -189,61 +189,68 @@ class Adapt:
 
         A projection whose adapter is not among the values is not changed.
         """
-        found = dict(values)
+        result = dict(values)
         for fqn in self.sites:
-            a, b, magnitude = (found.pop(f"{fqn}.{name}", None) for name in AdaptedProjection.inner)
+            a, b, magnitude = (
+                result.pop(f"{fqn}.{name}", None) for name in AdaptedProjection.inner
+            )
             if a is None or b is None:
                 continue
-            weight = found[f"{fqn}.weight"]
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            rows = (weight.t() if fqn in self.transposed else weight).to(wide)
-            rows = rows + b.to(wide) @ a.to(wide) * self.scaling
+            weight = result[f"{fqn}.weight"]
+            wide_dtype = torch.promote_types(weight.dtype, torch.float32)
+            rows = (weight.t() if fqn in self.transposed else weight).to(wide_dtype)
+            rows = rows + b.to(wide_dtype) @ a.to(wide_dtype) * self.scaling
             if magnitude is not None:
                 norms = torch.linalg.vector_norm(rows.detach(), dim=1)
-                rows = rows * (magnitude.to(wide) / norms)[:, None]
-            found[f"{fqn}.weight"] = (rows.t() if fqn in self.transposed else rows).to(weight.dtype)
-        return found
+                rows = rows * (magnitude.to(wide_dtype) / norms)[:, None]
+            result[f"{fqn}.weight"] = (rows.t() if fqn in self.transposed else rows).to(
+                weight.dtype
+            )
+        return result
 
     def stop_random_draws(self, module: nn.Module) -> None:
         """Disable the dropout of the adapters of a copy."""
         for fqn in self.sites:
-            found: Any = module.get_submodule(fqn)
-            found.lora_dropout = 0.0
+            projection: Any = module.get_submodule(fqn)
+            projection.lora_dropout = 0.0
 
     def _made(self, module: nn.Module, varied: bool) -> nn.Module:
-        def made(name: str, old: nn.Parameter) -> nn.Parameter:
+        def made(name: str, parameter: nn.Parameter) -> nn.Parameter:
             coding = self.coding_of(name)
-            value = old.detach() if coding is None else coding.round_weight(old)
+            value = parameter.detach() if coding is None else coding.round_weight(parameter)
             return nn.Parameter(value, name in self.trained)
 
         twin = copy_with(module, made, lambda tensor: tensor)
         for fqn in self.sites:
-            found: Any = twin.get_submodule(fqn)
-            kind: Any = type(found)
-            found.__class__ = adapted_class(kind)
-            found.lora_scaling, found.lora_dropout = self.scaling, self.dropout
-            found.lora_transposed = fqn in self.transposed
-            rows = found.weight.detach().t() if found.lora_transposed else found.weight.detach()
-            out, width = rows.shape
-            for name, shape in ((A, (self.rank, width)), (B, (out, self.rank))):
+            target: Any = twin.get_submodule(fqn)
+            kind: Any = type(target)
+            target.__class__ = adapted_class(kind)
+            target.lora_scaling, target.lora_dropout = self.scaling, self.dropout
+            target.lora_transposed = fqn in self.transposed
+            rows = target.weight.detach().t() if target.lora_transposed else target.weight.detach()
+            height, width = rows.shape
+            for name, shape in ((A, (self.rank, width)), (B, (height, self.rank))):
                 value = rows.new_empty(shape)
                 if not rows.is_meta:
                     value = self._drawn(fqn, name, value, varied)
-                found.register_parameter(name, nn.Parameter(value))
-            if any(isinstance(one, nn.TransformerEncoderLayer) for one in _ancestors(twin, fqn)):
+                target.register_parameter(name, nn.Parameter(value))
+            if any(
+                isinstance(ancestor, nn.TransformerEncoderLayer)
+                for ancestor in _ancestors(twin, fqn)
+            ):
                 # a hook makes its evaluation call the projections; without hooks it reads the
                 # weights and calls nothing
-                found.register_forward_hook(_keep_output)
+                target.register_forward_hook(_keep_output)
             if self.kind == "dora":
                 norms = torch.linalg.vector_norm(rows, dim=1) * (1.5 if varied else 1.0)
-                found.register_parameter(MAGNITUDE, nn.Parameter(norms))
+                target.register_parameter(MAGNITUDE, nn.Parameter(norms))
         return twin
 
-    def _drawn(self, fqn: str, name: str, like: Tensor, varied: bool) -> Tensor:
-        """Return values of the shape and dtype of `like`, on the host if `like` is on the meta
-        device."""
-        value = torch.zeros(like.shape, dtype=torch.float64)
+    def _drawn(self, fqn: str, name: str, template: Tensor, varied: bool) -> Tensor:
+        """Return values of the shape and dtype of `template`, on the host if `template` is on the
+        meta device."""
+        value = torch.zeros(template.shape, dtype=torch.float64)
         if name == A or varied:
-            bound = 1 / math.sqrt(like.shape[1])
+            bound = 1 / math.sqrt(template.shape[1])
             value.uniform_(-bound, bound, generator=seeded_generator(self.seed, f"{fqn}.{name}"))
-        return value.to(like.dtype).to("cpu" if like.is_meta else like.device)
+        return value.to(template.dtype).to("cpu" if template.is_meta else template.device)

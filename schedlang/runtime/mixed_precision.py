@@ -54,7 +54,7 @@ _WIDEST_NAMES = {torch: "index_copy", Tensor: "index_copy"}  # cat and stack do 
 
 
 def _functions_named(names: dict[Any, str]) -> frozenset[Any]:
-    return frozenset(getattr(where, n) for where, some in names.items() for n in some.split())
+    return frozenset(getattr(space, n) for space, listed in names.items() for n in listed.split())
 
 
 _LOW, _WIDE, _WIDEST = map(_functions_named, (_LOW_NAMES, _WIDE_NAMES, _WIDEST_NAMES))
@@ -64,15 +64,16 @@ _CELLS = _functions_named(_CELL_NAMES)
 
 
 def _autocast_dtype(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any], low: torch.dtype
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], low_dtype: torch.dtype
 ) -> Any:
-    """Return the dtype in which autocast to `low` calls a function; None: that of its arguments."""
+    """Return the dtype in which autocast to `low_dtype` calls a function; None: that of its
+    arguments."""
     if func in _LOW or (func in _SUMS and _is_product(args[0])):
-        return low
+        return low_dtype
     if func in _WIDE:
         return torch.float32
     if func in _CELLS:
-        return low if args[0].dtype == low else None
+        return low_dtype if args[0].dtype == low_dtype else None
     if func == F.pad:  # padding that repeats or mirrors is in float32, padding with zeros is not
         mode = kwargs.get("mode", args[2] if len(args) > 2 else "constant")
         return torch.float32 if mode in ("reflect", "replicate") else None
@@ -84,14 +85,16 @@ def _autocast_dtype(
 
 def _is_product(equation: str) -> bool:
     """Return whether an einsum sums over an index of two operands: then it is a matrix product."""
-    given, _, made = equation.replace(" ", "").partition("->")
-    operands = [set(one) - set(".") for one in given.split(",")]
-    twice = {name for one in operands for name in one if sum(name in o for o in operands) > 1}
-    return bool(twice - set(made))
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    operands = [set(operand) - set(".") for operand in inputs.split(",")]
+    shared = {
+        name for operand in operands for name in operand if sum(name in o for o in operands) > 1
+    }
+    return bool(shared - set(output))
 
 
 def autocast(
-    device: str, dtype: torch.dtype | None, keeps: bool = False
+    device: str, dtype: torch.dtype | None, caches: bool = False
 ) -> AbstractContextManager[Any]:
     """Return torch.autocast to `dtype` for a kind of device; `dtype` None: autocast disabled.
 
@@ -101,7 +104,7 @@ def autocast(
         return ImitatedAutocast(dtype)
     if dtype is None:
         return torch.autocast(device, enabled=False)
-    return torch.autocast(device, dtype=dtype, cache_enabled=keeps)
+    return torch.autocast(device, dtype=dtype, cache_enabled=caches)
 
 
 def imitate_autocast(device: str) -> AbstractContextManager[Any]:
@@ -142,9 +145,9 @@ class ImitatedAutocast(AmbientMode):
         kwargs = kwargs or {}
         if self.dtype is None or not _autocasts.modes or _autocasts.modes[-1] is not self:
             return self.run(func, types, args, kwargs)
-        wanted = _autocast_dtype(func, args, kwargs, self.dtype)
-        if wanted is not None:
-            args, kwargs = pytree.tree_map(partial(_cast_float, dtype=wanted), (args, kwargs))
+        dtype = _autocast_dtype(func, args, kwargs, self.dtype)
+        if dtype is not None:
+            args, kwargs = pytree.tree_map(partial(_cast_float, dtype=dtype), (args, kwargs))
             return func(*args, **kwargs)
         return self.run(func, types, args, kwargs)
 
@@ -217,14 +220,14 @@ class CastRegion:
 
 @contextmanager
 def _autocast_with(
-    device: str, dtype: torch.dtype | None, keeps: bool, *more: ModeOrFactory
+    device: str, dtype: torch.dtype | None, caches: bool, *inner_modes: ModeOrFactory
 ) -> Iterator[None]:
     """Enter autocast for a kind of device, together with other modes."""
-    casts = autocast(device, dtype, keeps)  # torch 2.11 cannot compile a test for its class
+    casts = autocast(device, dtype, caches)  # torch 2.11 cannot compile a test for its class
     modes = (casts,) if device == "meta" else ()
     # code that reads whether autocast is on (recurrences do) reads it on the meta device too
     real = autocast("cpu", dtype) if device == "meta" else casts
-    with enter_modes(*more, *modes), real:
+    with enter_modes(*inner_modes, *modes), real:
         yield
 
 
@@ -244,9 +247,9 @@ def cast_model(
                 if not isinstance(module._parameters, CastParameters):
                     module._parameters = CastParameters(module._parameters)
                     module._parameters.region = region
-        low, whole = DTYPES[dtype], params or dtype == "fp32"
+        low, casts_all = DTYPES[dtype], params or dtype == "fp32"
         layer: Any = (
-            CastLayer(low, region) if whole else AutocastLayer(low, region, inner=bool(fqn))
+            CastLayer(low, region) if casts_all else AutocastLayer(low, region, inner=bool(fqn))
         )
         wrap(model.get_submodule(fqn), "cast", layer)
     return region
@@ -254,17 +257,17 @@ def cast_model(
 
 def cast_like(module: nn.Module, copied: nn.Module) -> AbstractContextManager[None]:
     """Return a context that casts the parameters of a copy of a module as those of the module."""
-    own, other = (
+    own_parameters, copied_parameters = (
         next(
-            (m._parameters for m in one.modules() if isinstance(m._parameters, CastParameters)),
+            (m._parameters for m in root.modules() if isinstance(m._parameters, CastParameters)),
             None,
         )
-        for one in (module, copied)
+        for root in (module, copied)
     )
     return (
         nullcontext()
-        if own is None or other is None
-        else other.region.cast_parameters(own.region.dtype)
+        if own_parameters is None or copied_parameters is None
+        else copied_parameters.region.cast_parameters(own_parameters.region.dtype)
     )
 
 
@@ -296,11 +299,11 @@ class CastLayer:
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `inner` with cast arguments and parameters."""
-        came = _input_dtype(args, kwargs)
-        own = self.dtype if self.dtype != torch.float32 else None
-        with self.region.enter(own, device_kind_of(args, kwargs), None):
+        input_dtype = _input_dtype(args, kwargs)
+        low_dtype = self.dtype if self.dtype != torch.float32 else None
+        with self.region.enter(low_dtype, device_kind_of(args, kwargs), None):
             args, kwargs = cast_floats((args, kwargs), self.dtype)
-            return cast_floats(inner(*args, **kwargs), came)
+            return cast_floats(inner(*args, **kwargs), input_dtype)
 
 
 def _input_dtype(args: Any, kwargs: Any) -> torch.dtype:
@@ -316,11 +319,11 @@ def _input_dtype(args: Any, kwargs: Any) -> torch.dtype:
 
 def product_dtype(module: nn.Module, parameter: Tensor, device: str) -> torch.dtype:
     """Return the dtype in which a matrix product in this module would use a parameter now."""
-    own = module._parameters
+    parameters = module._parameters
     if parameter.dtype not in CAST_DTYPES:
         return parameter.dtype
-    if isinstance(own, CastParameters) and own.region.dtype is not None:
-        return own.region.dtype
+    if isinstance(parameters, CastParameters) and parameters.region.dtype is not None:
+        return parameters.region.dtype
     if device == "meta":
         autocast_dtype = _autocasts.modes[-1].dtype if _autocasts.modes else None
     else:
@@ -343,13 +346,13 @@ class CastParameters(dict[str, Any]):
         dtype = region.dtype
         if dtype is None or parameter is None or parameter.dtype not in CAST_DTYPES:
             return parameter
-        kept = region.casts
-        if kept is None or torch.compiler.is_compiling():  # a graph has its own cast
+        casts = region.casts
+        if casts is None or torch.compiler.is_compiling():  # a graph has its own cast
             return parameter.to(dtype)
         key = id(self), name, torch.is_grad_enabled()
-        if key not in kept or kept[key].dtype != dtype:
-            kept[key] = run_first_in_backward(parameter.to(dtype))
-        return kept[key]
+        if key not in casts or casts[key].dtype != dtype:
+            casts[key] = run_first_in_backward(parameter.to(dtype))
+        return casts[key]
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the parameter, cast like `__getitem__`."""
@@ -370,11 +373,11 @@ def _cast_tensor(value: Any, dtype: torch.dtype) -> Any:
         return value
     if value.dtype == dtype:
         return value
-    made = value.to(dtype)
+    cast = value.to(dtype)
     if dtype == torch.float32 or value.requires_grad:
-        return made
-    ends = torch.finfo(dtype)
-    return torch.where(value.isinf(), made, made.clamp(ends.min, ends.max))
+        return cast
+    limits = torch.finfo(dtype)
+    return torch.where(value.isinf(), cast, cast.clamp(limits.min, limits.max))
 
 
 def float_tensors_in(value: Any) -> Iterator[Tensor]:
@@ -389,8 +392,10 @@ def device_kind_of(args: Sequence[Any], kwargs: Mapping[str, Any] = _NONE) -> st
     for value in (*args, *kwargs.values()):
         if type(value) is Tensor:
             return value.device.type
-    found: Sequence[Any] = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    return found[0].device.type if found else torch.get_default_device().type
+    tensors: Sequence[Any] = [
+        t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)
+    ]
+    return tensors[0].device.type if tensors else torch.get_default_device().type
 
 
 @dataclass(frozen=True)

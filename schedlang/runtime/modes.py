@@ -78,10 +78,10 @@ class CarryingMode(AmbientMode):
 
     def __enter__(self) -> Self:
         depth = _len_torch_function_stack()
-        under = _get_function_stack_at(depth - 1) if depth else None
+        beneath = _get_function_stack_at(depth - 1) if depth else None
         # entered again, as by a recomputation: it carries the same mode as before, or none
-        same = under is self._under[-1] if self._under else under is not self
-        carried = under if same and getattr(under, "carried", False) else None
+        same_kind = beneath is self._under[-1] if self._under else beneath is not self
+        carried = beneath if same_kind and getattr(beneath, "carried", False) else None
         if carried is not None:
             _pop_mode()  # type: ignore[no-untyped-call]
         self._under.append(carried)
@@ -138,8 +138,8 @@ def _has_plain_dispatch(kind: Any) -> bool:
     """
     rules: Any = kind.__torch_function__
     inherited: Any = torch.Tensor.__torch_function__
-    plain = rules is torch._C._disabled_torch_function_impl
-    return plain or getattr(rules, "__func__", None) is inherited.__func__
+    is_disabled = rules is torch._C._disabled_torch_function_impl
+    return is_disabled or getattr(rules, "__func__", None) is inherited.__func__
 
 
 @cache
@@ -195,7 +195,7 @@ def reenter_modes() -> AbstractContextManager[None]:
 def modes_on_stack() -> list[AmbientMode]:
     """Return the ambient modes on torch's stack, the outermost first, including carried ones."""
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return [one for mode in stack if isinstance(mode, AmbientMode) for one in _with_carried(mode)]
+    return [m for mode in stack if isinstance(mode, AmbientMode) for m in _with_carried(mode)]
 
 
 def _with_carried(mode: AmbientMode) -> list[AmbientMode]:
@@ -245,31 +245,31 @@ class restore_forward_context:  # noqa: N801  (reads as a function: `context_fn=
         self._entered: list[tuple[AbstractContextManager[None], tuple[ModeOrFactory, ...]]] = []
 
     def __enter__(self) -> None:
-        place, before = self._place(), _active.modes
+        context, before = self._place(), _active.modes
         modes: tuple[ModeOrFactory, ...] = self._modes
         if self._device != _default_device():
             modes = (*modes, self._device)
         if modes:  # most recomputations enter nothing
-            place = _entered_with(modes, place)
+            context = _entered_with(modes, context)
         _active.modes = self._modes
         try:
-            place.__enter__()
+            context.__enter__()
         except BaseException:
             _active.modes = before
             raise
-        self._entered.append((place, before))
+        self._entered.append((context, before))
 
     def __exit__(self, *error: Any) -> None:
-        place, before = self._entered.pop()
+        context, before = self._entered.pop()
         try:
-            place.__exit__(*error)
+            context.__exit__(*error)
         finally:
             _active.modes = before
 
 
 @contextmanager
 def _entered_with(
-    modes: tuple[ModeOrFactory, ...], place: AbstractContextManager[None]
+    modes: tuple[ModeOrFactory, ...], context: AbstractContextManager[None]
 ) -> Iterator[None]:
-    with place, _enter_all(modes):
+    with context, _enter_all(modes):
         yield

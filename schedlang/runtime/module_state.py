@@ -39,29 +39,29 @@ class StateSnapshot:
 
     def restore(self) -> None:
         """Restore all values."""
-        for _, space, (before, key), _ in [*self._changes()]:
-            if key in before:
-                space[key] = _restored(*before[key])
+        for _, space, (old_values, key), _ in [*self._changes()]:
+            if key in old_values:
+                space[key] = _restored(*old_values[key])
             else:
                 del space[key]
 
     def _changes(self) -> Iterator[tuple[str, Space, tuple[Mapping[str, Any], str], Any]]:
-        for name, space, before in self._before:
+        for name, space, old_values in self._before:
             for key, value in _plain_entries(space).items():
-                if key not in before or not same_values(before[key][1], value):
-                    yield f"{name}.{key}".lstrip("."), space, (before, key), value
+                if key not in old_values or not same_values(old_values[key][1], value):
+                    yield f"{name}.{key}".lstrip("."), space, (old_values, key), value
 
 
-def _restored(held: Any, before: Any) -> Any:
+def _restored(container: Any, old_value: Any) -> Any:
     """Return the value to restore: the same list or dict object, with its former contents."""
-    if type(held) is list:
-        held[:] = _copied(before)
-    elif type(held) is dict:
-        held.clear()
-        held.update(_copied(before))
+    if type(container) is list:
+        container[:] = _copied(old_value)
+    elif type(container) is dict:
+        container.clear()
+        container.update(_copied(old_value))
     else:
-        return _copied(before)
-    return held
+        return _copied(old_value)
+    return container
 
 
 class ClosureVariables(MutableMapping[str, Any]):
@@ -97,10 +97,12 @@ def _is_bound(cell: CellType) -> bool:
 
 def _spaces(model: nn.Module | None, loss: Any) -> Iterator[tuple[str, Space]]:
     visited = set[int]()
-    for name, one in () if model is None else model.named_modules():
-        yield name, vars(one)
-        held = [(key, value) for key, value in vars(one).items() if _is_users_class(type(value))]
-        for key, value in held:
+    for name, module in () if model is None else model.named_modules():
+        yield name, vars(module)
+        entries = [
+            (key, value) for key, value in vars(module).items() if _is_users_class(type(value))
+        ]
+        for key, value in entries:
             if not isinstance(value, nn.Module):
                 path = f"{name}.{key}".lstrip(".")
                 yield from ((path, space) for space in _spaces_of(value, visited, 1))
@@ -115,7 +117,7 @@ def _spaces_of(owner: Any, visited: set[int], depth: int) -> Iterator[Space]:
     visited.add(id(owner))
     inner: list[Any] = []
     if isinstance(owner, nn.Module):
-        yield from (space for one in owner.modules() for space in (vars(one), one._buffers))
+        yield from (space for m in owner.modules() for space in (vars(m), m._buffers))
         return
     if isinstance(owner, MethodType):
         inner = [owner.__self__]
@@ -131,9 +133,9 @@ def _spaces_of(owner: Any, visited: set[int], depth: int) -> Iterator[Space]:
     elif not isinstance(owner, (type, Tensor)) and hasattr(owner, "__dict__"):
         yield vars(owner)
         inner = [*vars(owner).values()]
-    for one in inner if depth else ():
-        if callable(one) or type(one) in (list, tuple, dict) or _is_users_class(type(one)):
-            yield from _spaces_of(one, visited, depth - 1)
+    for m in inner if depth else ():
+        if callable(m) or type(m) in (list, tuple, dict) or _is_users_class(type(m)):
+            yield from _spaces_of(m, visited, depth - 1)
 
 
 def _is_users_class(kind: type) -> bool:
@@ -169,14 +171,14 @@ def same_values(a: Any, b: Any) -> bool:
     """Return whether two values are equal; tensors in them are compared by value."""
     if a is b:
         return True
-    mine, theirs = pytree.tree_leaves(a), pytree.tree_leaves(b)
-    return len(mine) == len(theirs) and all(map(_equal, mine, theirs))
+    leaves_a, leaves_b = pytree.tree_leaves(a), pytree.tree_leaves(b)
+    return len(leaves_a) == len(leaves_b) and all(map(_equal, leaves_a, leaves_b))
 
 
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        same = (a.device, a.dtype, a.shape) == (b.device, b.dtype, b.shape)
-        return same and (a.is_meta or _allclose(a, b))
+        same_type = (a.device, a.dtype, a.shape) == (b.device, b.dtype, b.shape)
+        return same_type and (a.is_meta or _allclose(a, b))
     if a is b:
         return True
     try:

@@ -23,8 +23,8 @@ class Freeze:
         """Return the changed copy."""
         frozen = {id(module.get_parameter(name)) for name in self.names}
 
-        def made(name: str, old: nn.Parameter) -> nn.Parameter:
-            return nn.Parameter(old.detach(), old.requires_grad and id(old) not in frozen)
+        def made(name: str, p: nn.Parameter) -> nn.Parameter:
+            return nn.Parameter(p.detach(), p.requires_grad and id(p) not in frozen)
 
         return copy_with(module, made, _same)
 
@@ -37,15 +37,15 @@ class Tie:
 
     def __call__(self, module: nn.Module) -> nn.Module:
         """Return the changed copy."""
-        firsts: dict[int, nn.Parameter] = {}
+        first_of: dict[int, nn.Parameter] = {}
         for group in self.groups:
             first = module.get_parameter(group[0])
             for name in group:
-                firsts[id(module.get_parameter(name))] = first
+                first_of[id(module.get_parameter(name))] = first
         shared: dict[int, nn.Parameter] = {}
 
-        def made(name: str, old: nn.Parameter) -> nn.Parameter:
-            source = firsts.get(id(old), old)
+        def made(name: str, parameter: nn.Parameter) -> nn.Parameter:
+            source = first_of.get(id(parameter), parameter)
             return shared.setdefault(id(source), on_same_storage(source))
 
         return copy_with(module, made, _same)
@@ -59,18 +59,18 @@ class Untie:
 
     def __call__(self, module: nn.Module) -> nn.Module:
         """Return the changed copy."""
-        twin = copy_with(module, lambda name, old: on_same_storage(old), _same)
+        twin = copy_with(module, lambda name, parameter: on_same_storage(parameter), _same)
         for name in self.names:
             owner, _, local = name.rpartition(".")
-            old = twin.get_parameter(name)
-            own = nn.Parameter(old.detach().clone(), old.requires_grad)
-            twin.get_submodule(owner)._parameters[local] = own
+            parameter = twin.get_parameter(name)
+            separate = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            twin.get_submodule(owner)._parameters[local] = separate
         return twin
 
 
-def on_same_storage(old: nn.Parameter) -> nn.Parameter:
+def on_same_storage(parameter: nn.Parameter) -> nn.Parameter:
     """Return a new parameter on the storage of another."""
-    return nn.Parameter(old.detach(), old.requires_grad)
+    return nn.Parameter(parameter.detach(), parameter.requires_grad)
 
 
 def _same(tensor: Tensor) -> Tensor:

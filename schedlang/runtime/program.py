@@ -115,21 +115,21 @@ class Program:
 
     def __repr__(self) -> str:
         facts = self._facts()
-        where = f", rank {facts['rank']}" if "rank" in facts else ""
+        rank = f", rank {facts['rank']}" if "rank" in facts else ""
         micro = f", {facts['microbatches']} microbatches" if "microbatches" in facts else ""
-        drawn = f", dropout {facts['dropout']}" if "dropout" in facts else ""
-        said = f"{facts['parameters here']} parameters here{micro}, {facts['optimizer']}"
-        return f"<Program of {self._model}{where}: {said}, step {self.step}{drawn}>"
+        dropout = f", dropout {facts['dropout']}" if "dropout" in facts else ""
+        description = f"{facts['parameters here']} parameters here{micro}, {facts['optimizer']}"
+        return f"<Program of {self._model}{rank}: {description}, step {self.step}{dropout}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         if self.assembly.ranks.mesh.world > 1:
             raise copy_refusal(
                 "a program of several ranks cannot be copied: its groups are this job's"
             )
-        made = object.__new__(type(self))
-        memo[id(self)] = made
-        vars(made).update(copy.deepcopy(vars(self), memo))
-        return made
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
 
     def _repr_html_(self) -> str:
         """Return the text of `repr` as a table, for notebooks."""
@@ -141,8 +141,8 @@ class Program:
         a = self.assembly
         if not a.pipeline.timeline.stale:
             return None
-        timeline, place = a.pipeline.timeline, a.pipeline.place
-        return WeightVersions(timeline, place, tuple(a.parameters.values()), self._update)
+        timeline, position = a.pipeline.timeline, a.pipeline.place
+        return WeightVersions(timeline, position, tuple(a.parameters.values()), self._update)
 
     @property
     def _model(self) -> str:
@@ -151,18 +151,18 @@ class Program:
     def _facts(self) -> dict[str, str]:
         """Return the facts of this rank's program for `repr`; usual values are left out."""
         a = self.assembly
-        at = ", ".join(f"{axis}={place}" for axis, place in a.ranks.at.items())
-        held = sum(parameter.numel() for parameter in a.parameters.values())
-        optimizer, drawn = self.optimizer, a.logical_dropout_reason
+        indices = ", ".join(f"{axis}={index}" for axis, index in a.ranks.at.items())
+        count = sum(parameter.numel() for parameter in a.parameters.values())
+        optimizer, reason = self.optimizer, a.logical_dropout_reason
         facts = {
-            "rank": f"{a.ranks.rank} of {a.ranks.mesh.world} ({at})" if at else "",
-            "parameters here": format_count(held),
+            "rank": f"{a.ranks.rank} of {a.ranks.mesh.world} ({indices})" if indices else "",
+            "parameters here": format_count(count),
             "microbatches": str(a.microbatches) if a.microbatches > 1 else "",
             "optimizer": "no optimizer" if optimizer is None else type(optimizer).__name__,
             "step": str(self.step),
-            "dropout": f"drawn logically ({drawn})" if drawn else "",
+            "dropout": f"drawn logically ({reason})" if reason else "",
         }
-        return {name: said for name, said in facts.items() if said}
+        return {name: text for name, text in facts.items() if text}
 
     @property
     def grad_norm(self) -> float | None:
@@ -194,7 +194,7 @@ class Program:
         Such a loop does not reduce gradients over ranks; if that is needed, backward is refused.
         """
         tiers = () if self.offloaded is None else self.offloaded.tiers.values()
-        return module_of(self.assembly, any(one.gradient != DEVICE for one in tiers))
+        return module_of(self.assembly, any(tier.gradient != DEVICE for tier in tiers))
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -221,24 +221,24 @@ class Program:
         if self.follow_inputs:
             parts = self._inputs = [replace(p, inputs=with_leaf_tensors(p.inputs)) for p in parts]
         if self._versions is None:
-            times = 1.0 if self.loss_scale is None else self.loss_scale.scale
-            results = self._run(parts, [times * w / total for w in weights], train=True)
+            loss_scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
+            results = self._run(parts, [loss_scale * w / total for w in weights], train=True)
             self._sum()
         else:
             self._versions.begin()
-            made = self._versions.made
+            updates = self._versions.made
             # whether an update happens is decided on the host, which waits once
-            weighed = iter(plain_numbers([w for some in self._weights_of_ranks for w in some]))
-            known = [[next(weighed) for _ in some] for some in self._weights_of_ranks]
-            self._totals = sum_update_weights(known, made)
-            scale = [w / nonzero_weight(self._totals[made[k]]) for k, w in enumerate(weights)]
+            numbers = iter(plain_numbers([w for ws in self._weights_of_ranks for w in ws]))
+            host_weights = [[next(numbers) for _ in ws] for ws in self._weights_of_ranks]
+            self._totals = sum_update_weights(host_weights, updates)
+            scale = [w / nonzero_weight(self._totals[updates[k]]) for k, w in enumerate(weights)]
             results = self._run(parts, scale, train=True)
             self._versions.finish()
         loss = self._clip_and_reduce(results, weights, total)
         if self.keep_output:
             self.output = self._whole(results, parts, weights)
-        ruled = self.loss_scale is not None or self.allowed is not None
-        if self._versions is None and (not ruled or self._should_step(loss)):
+        may_skip = self.loss_scale is not None or self.allowed is not None
+        if self._versions is None and (not may_skip or self._should_step(loss)):
             self._step_weights()
         self.step += 1
         return loss
@@ -250,12 +250,12 @@ class Program:
         assert self._norm is not None
         return self.allowed is None or self.allowed(loss, self._norm)
 
-    def _update(self, made: int) -> None:
+    def _update(self, update: int) -> None:
         """Make one update inside a step, with this rank's gradients of the finished microbatches.
 
         An update of microbatches without any weight (no labels) changes nothing.
         """
-        if not self._totals[made] > 0:
+        if not self._totals[update] > 0:
             self.assembly.local_parameters.zero()
             return
         self._sum()
@@ -299,7 +299,7 @@ class Program:
     def _evaluate(
         self,
         batch: Batch,
-        each: Callable[[int, BatchPart], BatchPart] | None = None,
+        prepare: Callable[[int, BatchPart], BatchPart] | None = None,
         local: bool = False,
         whole: bool = False,
     ) -> Any:
@@ -309,8 +309,8 @@ class Program:
         step, count = self.evaluated
         self.evaluated = self.step, count + 1 if step == self.step else 1
         parts, weights, _ = self._parts(batch, local, whole)
-        if each is not None:
-            parts = [each(k, part) for k, part in enumerate(parts)]
+        if prepare is not None:
+            parts = [prepare(k, part) for k, part in enumerate(parts)]
         with torch.no_grad():
             results = self._run(parts, None, train=False)
         reshard_all(self.assembly.sliced)
@@ -325,30 +325,30 @@ class Program:
         weights: Sequence[Number],
     ) -> Any:
         weights = plain_numbers(weights)
-        made = {k: (r.output, len(parts[k].rows), weights[k]) for k, r in results.items()}
+        outputs = {k: (r.output, len(parts[k].rows), weights[k]) for k, r in results.items()}
         layout = parts[0].token_shard.layout if parts[0].token_shard is not None else None
-        output, self.left_out = full_output(self.assembly, made, layout)
+        output, self.left_out = full_output(self.assembly, outputs, layout)
         return output
 
     def _parts(
         self, batch: Batch, local: bool, whole: bool = False
     ) -> tuple[list[BatchPart], list[Number], Number]:
         """Return this rank's microbatches, their weights, and the weight of the full batch."""
-        mine = split_step_batch(self.assembly, batch, local, whole)
-        self._weights_of_ranks, self._same_shapes = mine.weights_of_ranks, mine.same_shapes
-        device, parts = self.assembly.ranks.device, list(mine.parts)
+        split = split_step_batch(self.assembly, batch, local, whole)
+        self._weights_of_ranks, self._same_shapes = split.weights_of_ranks, split.same_shapes
+        device, parts = self.assembly.ranks.device, list(split.parts)
         if on_accelerator(device):
             parts = [replace(part, inputs=batch_to_device(part.inputs, device)) for part in parts]
-        return parts, list(mine.weights), mine.total
+        return parts, list(split.weights), split.total
 
     def _run(
         self, parts: Sequence[BatchPart], scale: Sequence[Number] | None, *, train: bool
     ) -> dict[int, MicrobatchResult]:
         a = self.assembly
-        which = 0 if train else self.evaluated[1]
+        pass_index = 0 if train else self.evaluated[1]
         scopes = [
-            Scope(self.step, place, part.rows, which, self._same_shapes)
-            for place, part in enumerate(parts)
+            Scope(self.step, index, part.rows, pass_index, self._same_shapes)
+            for index, part in enumerate(parts)
         ]
 
         def around(op: Op) -> contextlib.AbstractContextManager[Any]:
@@ -363,7 +363,7 @@ class Program:
         early, versions, region = (
             (a.early_reductions, self._versions, a.region) if train else (None,) * 3
         )
-        observed = a.sliced or any(one is not None for one in (early, versions, region))
+        observed = a.sliced or any(item is not None for item in (early, versions, region))
 
         def on_op(event: ScheduledOp) -> None:
             if versions is not None:
@@ -395,8 +395,8 @@ class Program:
             a.local_parameters.stepping = False
             if region is not None:
                 region.end_step()
-        for one in a.sliced.values():
-            one.end_prefetch()
+        for item in a.sliced.values():
+            item.end_prefetch()
         return results
 
     def _sum(self) -> None:
@@ -404,13 +404,13 @@ class Program:
         a = self.assembly
         if self.offloaded is not None:
             self.offloaded.finish_backward()
-        for one in a.sliced.values():
-            one.check_calls()
+        for stage in a.sliced.values():
+            stage.check_calls()
         a.local_parameters.drop_unwritten()
         if a.early_reductions is not None:
             a.early_reductions.finish()
-        rest = a.reductions if a.early_reductions is None else a.early_reductions.rest
-        sum_gradients(a.local_parameters, rest)
+        reductions = a.reductions if a.early_reductions is None else a.early_reductions.rest
+        sum_gradients(a.local_parameters, reductions)
         if a.compressor is not None:
             a.compressor.sum(a.parameters)
         if self.loss_scale is not None:
@@ -431,28 +431,28 @@ class Program:
             return torch.as_tensor(value, dtype=a.loss_dtype)
         squares = host_number(square_sum(a.parameters, a.primary_parameters, a.ranks.device))
         names = a.sliced_parameters
-        used = gradient_flags(a.sliced, a.parameters, names) if names else []
-        both = stack_numbers([squares, value])
-        if used:
-            both = torch.cat([both, self._used_flags(used, both)])
-        end = len(both)
+        used_flags = gradient_flags(a.sliced, a.parameters, names) if names else []
+        stacked = stack_numbers([squares, value])
+        if used_flags:
+            stacked = torch.cat([stacked, self._used_flags(used_flags, stacked)])
+        end = len(stacked)
         if scale is not None:
-            both = torch.cat([both, scale.overflow_flag(both)])
-        world.all_reduce(both, a.ranks.world.group)
+            stacked = torch.cat([stacked, scale.overflow_flag(stacked)])
+        world.all_reduce(stacked, a.ranks.world.group)
         if scale is not None:
-            scale.set_overflow(both[end:])
-        if any(not here and name in a.trained for name, here in zip(names, used)):
-            sums = both[2:end].tolist()
-            counts = unpack_counts(sums, len(names), a.ranks.mesh.world, both.dtype)
+            scale.set_overflow(stacked[end:])
+        if any(not is_used and name in a.trained for name, is_used in zip(names, used_flags)):
+            counted = stacked[2:end].tolist()
+            counts = unpack_counts(counted, len(names), a.ranks.mesh.world, stacked.dtype)
             for name, count in zip(names, counts):
                 # unused on all ranks: no gradient, as in a plain loop
                 if not count and name in a.trained:
                     drop_gradient(a.parameters[name])
-        self._norm = norm = host_number(both[0].sqrt())
+        self._norm = norm = host_number(stacked[0].sqrt())
         factor = clip_factor(norm, self.clip) if self.clip is not None else None
         if factor is not None:
             scale_gradients(a.parameters, factor)
-        return both[1].to(a.loss_dtype)
+        return stacked[1].to(a.loss_dtype)
 
     def _loss(
         self, results: Mapping[int, MicrobatchResult], weights: Sequence[Number], total: Number
@@ -465,12 +465,12 @@ class Program:
         if not losses or not a.is_primary:
             return 0.0
         shares = [weights[k] / total for k in losses]
-        there = on_accelerator(a.ranks.device)  # on the host the shares are plain numbers
-        to, each = a.ranks.device, losses.values()
-        moved = [x.double().to(to) if there else host_number(x) for x in each]
+        on_device = on_accelerator(a.ranks.device)  # on the host the shares are plain numbers
+        device, values = a.ranks.device, losses.values()
+        terms = [x.double().to(device) if on_device else host_number(x) for x in values]
         # nothing to add; a weight that is on the device is not read
         single = len(shares) == 1 and not isinstance(shares[0], Tensor) and shares[0] == 1.0
-        share = moved[0] if single else sum_numbers([x * part for x, part in zip(moved, shares)])
+        share = terms[0] if single else sum_numbers([x * part for x, part in zip(terms, shares)])
         return share.to(torch.float64).reshape(()) if isinstance(share, Tensor) else share
 
     def _used_flags(self, used: Sequence[float], like: Tensor) -> Tensor:
@@ -481,10 +481,10 @@ class Program:
         key = tuple(used)
         if self._used is None or self._used[0] != key:
             numbers = pack_flags(used, self.assembly.ranks.mesh.world, like.dtype)
-            there = on_accelerator(like)
+            on_device = on_accelerator(like)
             self._used = (
                 key,
-                torch.tensor(numbers, dtype=like.dtype).to(like.device) if there else numbers,
+                torch.tensor(numbers, dtype=like.dtype).to(like.device) if on_device else numbers,
             )
         flags = self._used[1]
         return flags if isinstance(flags, Tensor) else like.new_tensor(flags)

@@ -37,11 +37,11 @@ def memory_of(program: Program) -> MemoryUse:
     state: list[Any] = []
     if program.optimizer is not None:
         state = [value for slots in program.optimizer.state.values() for value in slots.values()]
-    held = program.offloaded.peer if program.offloaded is not None else None
-    state_bytes = _bytes(state) + (held.held_bytes() if held is not None else 0)
+    peer = program.offloaded.peer if program.offloaded is not None else None
+    state_bytes = _bytes(state) + (peer.held_bytes() if peer is not None else 0)
     peak = peak_bytes(device_of(parameters))
-    own = program.assembly.ranks.rank
-    return MemoryUse(own, _bytes(parameters), _bytes(grads), state_bytes, peak)
+    rank = program.assembly.ranks.rank
+    return MemoryUse(rank, _bytes(parameters), _bytes(grads), state_bytes, peak)
 
 
 def _bytes(values: Iterable[Any]) -> int:

@@ -85,12 +85,12 @@ def innermost_module() -> int:
     return _here.frame.modules[-1][0] if _here.frame.modules else 0
 
 
-def count_call(where: str) -> int:
+def count_call(site: str) -> int:
     """Count one more call at a site; return its number 0, 1, ... within one pass over the outermost
     module."""
     calls = _here.frame.calls
-    number = calls.get(where, 0)
-    calls[where] = number + 1
+    number = calls.get(site, 0)
+    calls[site] = number + 1
     return number
 
 
@@ -114,15 +114,15 @@ def last_memo() -> dict[Any, Any]:
     return _here.frame.memo
 
 
-def reuse_memo(noted: dict[Any, Any]) -> None:
+def reuse_memo(memo: dict[Any, Any]) -> None:
     """Let the next pass over an outermost module use the notes of an earlier pass."""
-    _here.frame.memo, _here.frame.keep_memo = noted, True
+    _here.frame.memo, _here.frame.keep_memo = memo, True
 
 
-def skip_calls(where: str, count: int) -> None:
+def skip_calls(site: str, count: int) -> None:
     """Count calls at a site that are made elsewhere in this pass."""
     calls = _here.frame.calls
-    calls[where] = calls.get(where, 0) + count
+    calls[site] = calls.get(site, 0) + count
 
 
 def current_visit() -> Any:

@@ -53,7 +53,7 @@ class SplitBatch:
     @cached_property
     def weight_sum(self) -> Number:
         """The sum of the weights of all parts."""
-        return sum_numbers([one for weights in self.weights_of_ranks for one in weights])
+        return sum_numbers([weight for weights in self.weights_of_ranks for weight in weights])
 
     @property
     def total(self) -> Number:
@@ -73,12 +73,12 @@ def split_step_batch(a: Assembly, batch: Batch, local: bool, whole: bool = False
             f"`local` is {local!r}",
             helps=("give True where each rank has rows of its own, else False",),
         )
-    mine = _split_local_rows(a, batch) if local else _split_full_batch(a, batch, whole)
+    split = _split_local_rows(a, batch) if local else _split_full_batch(a, batch, whole)
     # if all weights are zero: the model's own loss (NaN, or 0) in every layout
-    weight = mine.weight_sum
+    weight = split.weight_sum
     if not isinstance(weight, Tensor) and weight > 0:
-        return mine
-    return replace(mine, weights=[if_positive(one, 1.0, weight) for one in mine.weights])
+        return split
+    return replace(split, weights=[if_positive(w, 1.0, weight) for w in split.weights])
 
 
 def check_batch_names(batch: Batch, known: frozenset[str]) -> None:
@@ -86,48 +86,48 @@ def check_batch_names(batch: Batch, known: frozenset[str]) -> None:
     if type(batch) is dict and known.issuperset(batch):
         return
     check_batch(batch)
-    new = [name for name in batch if name not in known]
-    if new and known:
-        near = find_closest(new[0], [name for name in known if name not in batch])
+    unknown = [name for name in batch if name not in known]
+    if unknown and known:
+        closest = find_closest(unknown[0], [name for name in known if name not in batch])
         raise Refusal.of(
             "S619",
-            f"the key `{new[0]}` of the batch was not in the batch of `build`",
+            f"the key `{unknown[0]}` of the batch was not in the batch of `build`",
             notes=(f"the program was built from a batch of {', '.join(sorted(known))}",),
             helps=(
-                *((f"did you mean `{near}`?",) if near else ()),
+                *((f"did you mean `{closest}`?",) if closest else ()),
                 "build with a batch that has all keys of training: `sch.build(batch=batch)`",
             ),
-            facts=facts_of_unknown(new[0], (near,) if near else ()),
+            facts=facts_of_unknown(unknown[0], (closest,) if closest else ()),
         )
 
 
 def _split_full_batch(a: Assembly, batch: Batch, whole: bool) -> SplitBatch:
-    shares, replicas, place = a.batch_parts
-    alone = replicas * a.microbatches == 1 and a.tokens is None and pytree.is_flat(batch)
-    if alone and (count := row_count(batch)):  # one part: its weight cancels
+    shares, replicas, index = a.batch_parts
+    single = replicas * a.microbatches == 1 and a.tokens is None and pytree.is_flat(batch)
+    if single and (count := row_count(batch)):  # one part: its weight cancels
         return SplitBatch([BatchPart({**batch}, tuple(range(count)))], [1.0], [[1.0]], _always)
-    weigh: list[list[Number]]
-    known = a.split_batches if a.tokens is None else None
-    if known is not None and (key := (id(batch), replicas)) in known:
-        _, everyone, weigh, even = known[key]
-        return SplitBatch(everyone[place], weigh[place], weigh, even)
-    everyone = split_batch(batch, shares, a.microbatches)
+    all_weights: list[list[Number]]
+    cached = a.split_batches if a.tokens is None else None
+    if cached is not None and (key := (id(batch), replicas)) in cached:
+        _, all_parts, all_weights, even = cached[key]
+        return SplitBatch(all_parts[index], all_weights[index], all_weights, even)
+    all_parts = split_batch(batch, shares, a.microbatches)
     if a.tokens is not None:
         copies = a.tokens.ranks
-        everyone = [
+        all_parts = [
             parts
-            for share in everyone
+            for share in all_parts
             for parts in ([share] * copies if whole else a.split_tokens(share))
         ]
-    if replicas * a.microbatches == 1 or (known is None and a.needs_no_weights):
-        weigh = [[1.0] * len(parts) for parts in everyone]
+    if replicas * a.microbatches == 1 or (cached is None and a.needs_no_weights):
+        all_weights = [[1.0] * len(parts) for parts in all_parts]
     else:
-        weights = iter(a.part_weights([part for parts in everyone for part in parts]))
-        weigh = [[next(weights) for _ in parts] for parts in everyone]
-    even = cache(lambda: len({_shapes(parts) for parts in everyone}) == 1)
-    if known is not None:  # with the batch, so that no other object gets its id
-        known[id(batch), replicas] = batch, everyone, weigh, even
-    return SplitBatch(everyone[place], weigh[place], weigh, even)
+        weights = iter(a.part_weights([part for parts in all_parts for part in parts]))
+        all_weights = [[next(weights) for _ in parts] for parts in all_parts]
+    even = cache(lambda: len({_shapes(parts) for parts in all_parts}) == 1)
+    if cached is not None:  # with the batch, so that no other object gets its id
+        cached[id(batch), replicas] = batch, all_parts, all_weights, even
+    return SplitBatch(all_parts[index], all_weights[index], all_weights, even)
 
 
 def _always() -> bool:
@@ -137,34 +137,34 @@ def _always() -> bool:
 def _split_local_rows(a: Assembly, batch: Batch) -> SplitBatch:
     mesh = a.ranks.mesh
     (rows,) = split_batch(batch, 1, a.microbatches)
-    own = a.split_tokens(rows)[mesh.index(a.ranks.rank, a.context)]
-    weights = a.part_weights(own)
+    local_parts = a.split_tokens(rows)[mesh.index(a.ranks.rank, a.context)]
+    weights = a.part_weights(local_parts)
     group = a.ranks.group(a.replicas)
     if group.pg is None:
-        return SplitBatch(own, weights, [weights], lambda: True)
+        return SplitBatch(local_parts, weights, [weights], lambda: True)
     on_host = a.ranks.host_group(a.replicas)
     assert on_host is not None
     # weights on the device are gathered there; the host gathers whether there are any, and rows
     own_known = are_on_host(weights)
     host_weights = weights if own_known else [0.0] * len(weights)
-    shapes = crc32(repr(_shapes(own)).encode())
+    shapes = crc32(repr(_shapes(local_parts)).encode())
     gathered = world.all_gather_numbers(
         [*map(float, host_weights), not own_known, shapes, row_count(batch)], on_host
     )
-    everyone: Sequence[Sequence[Number]] = [row[:-3] for row in gathered]
-    if any(there for *_, there, _, _ in gathered):
-        everyone = _gather_on_device(a, weights)
-        weights = list(everyone[group.rank])
+    all_weights: Sequence[Sequence[Number]] = [row[:-3] for row in gathered]
+    if any(on_device for *_, on_device, _, _ in gathered):
+        all_weights = _gather_on_device(a, weights)
+        weights = list(all_weights[group.rank])
     # samples are numbered across all ranks; ranks of one sequence have the same samples
-    first = sum(
+    offset = sum(
         int(count)
         for rank, (*_, count) in zip(group.ranks, gathered)
         if mesh.index(rank, a.row_axes) < mesh.index(a.ranks.rank, a.row_axes)
         and not any(mesh.coordinates(rank)[axis] for axis in a.context)
     )
-    parts = [replace(part, rows=tuple(first + row for row in part.rows)) for part in own]
+    shifted = [replace(part, rows=tuple(offset + row for row in part.rows)) for part in local_parts]
     return SplitBatch(
-        parts, weights, everyone, lambda: len({shape for *_, shape, _ in gathered}) == 1
+        shifted, weights, all_weights, lambda: len({shape for *_, shape, _ in gathered}) == 1
     )
 
 
@@ -180,10 +180,10 @@ def _shapes(parts: Sequence[BatchPart]) -> tuple[object, ...]:
 def _gather_on_device(a: Assembly, weights: Sequence[Number]) -> list[list[Tensor]]:
     """Gather the weights of each rank's parts, from device to device."""
     device = a.ranks.device
-    kind = torch.float64 if has_float64(device) else torch.float32
-    like = torch.empty((), dtype=kind, device=device)
-    mine = torch.stack([filled_like(like, one) for one in weights])
-    gathered = all_gather(mine, 0, a.ranks.group(a.replicas))
+    dtype = torch.float64 if has_float64(device) else torch.float32
+    like = torch.empty((), dtype=dtype, device=device)
+    local = torch.stack([filled_like(like, weight) for weight in weights])
+    gathered = all_gather(local, 0, a.ranks.group(a.replicas))
     return [list(row.unbind()) for row in gathered.view(-1, len(weights))]
 
 
@@ -234,11 +234,11 @@ class BatchComparison:
         shapes = {} if local else {name: _shape(value) for name, value in batch.items()}
         rows = a.ranks.mesh.index(a.ranks.rank, a.replicas) if local else 0
         parts = [dict(kinds.parts), shapes, dict(values.parts), dict(settings.parts)]
-        everyone = world.all_gather_object((rows, parts))
+        gathered = world.all_gather_object((rows, parts))
         items = (kinds, AgreementItem("batch", shapes, helps=_HELPS), values, settings)
-        for place, item in enumerate(items):
-            for ranks in _rank_groups(everyone, apart=item is values):
-                _check(item, {rank: everyone[rank][1][place] for rank in ranks}, step)
+        for index, item in enumerate(items):
+            for ranks in _rank_groups(gathered, apart=item is values):
+                _check(item, {rank: gathered[rank][1][index] for rank in ranks}, step)
 
 
 def _same_for_all(a: Assembly, batch: Batch) -> bool:
@@ -247,25 +247,25 @@ def _same_for_all(a: Assembly, batch: Batch) -> bool:
     If a number equals the mean over ranks, and its square the mean of squares, it is equal on all
     ranks; for 20 bits the sums are exact.
     """
-    own = crc32(repr([(name, _value(value)) for name, value in batch.items()]).encode()) >> 12
-    found = torch.tensor([own, own**2], dtype=torch.float64, device=a.ranks.device)
-    world.all_reduce(found, a.ranks.world.group)
-    return found.tolist() == [a.ranks.mesh.world * own, a.ranks.mesh.world * own**2]
+    local_sum = crc32(repr([(name, _value(value)) for name, value in batch.items()]).encode()) >> 12
+    sums = torch.tensor([local_sum, local_sum**2], dtype=torch.float64, device=a.ranks.device)
+    world.all_reduce(sums, a.ranks.world.group)
+    return sums.tolist() == [a.ranks.mesh.world * local_sum, a.ranks.mesh.world * local_sum**2]
 
 
-def _rank_groups(everyone: list[tuple[int, Any]], apart: bool) -> list[list[int]]:
+def _rank_groups(gathered: list[tuple[int, Any]], apart: bool) -> list[list[int]]:
     """Return groups of ranks to compare: all ranks, or those with the same rows."""
     rows: dict[int, list[int]] = {}
-    for rank, (own, _) in enumerate(everyone):
-        rows.setdefault(own if apart else 0, []).append(rank)
+    for rank, (row_index, _) in enumerate(gathered):
+        rows.setdefault(row_index if apart else 0, []).append(rank)
     return list(rows.values())
 
 
 def _check(item: AgreementItem, values: Mapping[int, Mapping[str, str]], step: int | None) -> None:
-    title, notes = describe_differences(item, values)
+    message, notes = describe_differences(item, values)
     if notes:
         when = "an evaluation" if step is None else f"step {step}"
-        raise Refusal.of("S652", f"{title} in {when}", notes=tuple(notes), helps=item.helps)
+        raise Refusal.of("S652", f"{message} in {when}", notes=tuple(notes), helps=item.helps)
 
 
 def _kind(value: object) -> str:

@@ -22,13 +22,13 @@ def modules_in(module: nn.Module) -> Modules:
     seen: set[int] = set()
     pending = [("", module)]
     while pending:
-        path, one = pending.pop()
-        if id(one) in seen:
+        path, current = pending.pop()
+        if id(current) in seen:
             continue
-        seen.add(id(one))
-        found.append((path, one))
+        seen.add(id(current))
+        found.append((path, current))
         prefix = path + "." if path else ""
-        for name, child in reversed(one._modules.items()):
+        for name, child in reversed(current._modules.items()):
             if child is not None:
                 pending.append((prefix + name, child))
     return found
@@ -44,10 +44,10 @@ class ModuleWalk:
 
     def current(self) -> Modules:
         """Return the current result of `modules_in`."""
-        changed = [k for (_, one), k in zip(self.found, self._children) if one._modules != k]
+        changed = [k for (_, child), k in zip(self.found, self._children) if child._modules != k]
         if changed or not self.found:
             self.found = modules_in(self.module)
-            self._children = [dict(one._modules) for _, one in self.found]
+            self._children = [dict(child._modules) for _, child in self.found]
         return self.found
 
 
@@ -72,6 +72,6 @@ def record_first_calls(
     def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         calls.setdefault(name, (args, kwargs))
 
-    each = [(model.get_submodule(name), partial(note, name)) for name in sorted(names)]
-    with remove_hooks_after(m.register_forward_pre_hook(n, with_kwargs=True) for m, n in each):
+    hooks = [(model.get_submodule(name), partial(note, name)) for name in sorted(names)]
+    with remove_hooks_after(m.register_forward_pre_hook(n, with_kwargs=True) for m, n in hooks):
         yield calls

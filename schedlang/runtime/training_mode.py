@@ -17,13 +17,11 @@ class TrainingMode:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         # torch's own classes only set flags in `train`
-        self._switching = [
-            one for one in module.modules() if type(one).train is not nn.Module.train
-        ]
-        for one in self._switching:
-            if all(inner.training for inner in one.modules()):  # `train` has not been called yet
-                one.train()
-        self._flags = [(one, one.training) for one in module.modules()] if module.training else []
+        self._switching = [m for m in module.modules() if type(m).train is not nn.Module.train]
+        for m in self._switching:
+            if all(inner.training for inner in m.modules()):  # `train` has not been called yet
+                m.train()
+        self._flags = [(m, m.training) for m in module.modules()] if module.training else []
 
     def train(self) -> None:
         """Switch to training, with the flags that are set now, or were set before the
@@ -38,5 +36,5 @@ class TrainingMode:
     def evaluate(self) -> None:
         """Switch to evaluation."""
         if self.module.training:
-            self._flags = [(one, one.training) for one in self.module.modules()]
+            self._flags = [(m, m.training) for m in self.module.modules()]
         self.module.eval()

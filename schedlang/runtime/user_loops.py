@@ -46,15 +46,15 @@ def module_of(a: Assembly, offloads_gradients: bool) -> nn.Module:
     Raises Refusal S617 where a loop cannot train with the module, as with offloaded gradients.
     """
     if a.tokens is not None:
-        title = f"`{a.context[0]}` splits sequences: a program has no module to call"
-        raise Refusal.of("S617", title, helps=(f"{_STEP}: they split the sequences",))
+        message = f"`{a.context[0]}` splits sequences: a program has no module to call"
+        raise Refusal.of("S617", message, helps=(f"{_STEP}: they split the sequences",))
     if a.stage_axis is not None:
-        title = f"the pipeline over `{a.stage_axis}` has no single module"
+        message = f"the pipeline over `{a.stage_axis}` has no single module"
         helps = (f"{_STEP}: each rank runs a stage of the model",)
-        raise Refusal.of("S617", title, helps=helps)
+        raise Refusal.of("S617", message, helps=helps)
     if offloads_gradients:
-        title = "offloaded gradients leave the device at once: your own loop would find none"
-        raise Refusal.of("S617", title, helps=(_STEP,))
+        message = "offloaded gradients leave the device at once: your own loop would find none"
+        raise Refusal.of("S617", message, helps=(_STEP,))
     if not a.local_parameters.guarded:
         a.local_parameters.guarded = True
         refuse_copies(a.module, _refuse_copy)
@@ -72,9 +72,9 @@ def _register_replacement_hooks() -> None:
     register_module_module_registration_hook(_check_replacement)
 
 
-def _check_replacement(module: nn.Module, name: str, new: object) -> None:
+def _check_replacement(module: nn.Module, name: str, value: object) -> None:
     """Raise Refusal S617 if a step would neither train nor save the new parameter or module."""
-    if module in _user_modules and new is not getattr(module, name, None):
+    if module in _user_modules and value is not getattr(module, name, None):
         raise Refusal.of(
             "S617",
             f"a new `{name}` in a module of a program would be neither trained nor saved",
@@ -86,34 +86,34 @@ def _check_replacement(module: nn.Module, name: str, new: object) -> None:
         ).at(python_span())
 
 
-def copy_refusal(title: str) -> Refusal:
+def copy_refusal(message: str) -> Refusal:
     """Return S617 for a copy of a program or of its module, whose ranks could not communicate."""
     helps = (
         "`program.state_dict()` has whole values, for averages of weights or a copy of the model",
         "a second program: `sch.build(...)` again, then `load_state_dict`",
     )
-    return Refusal.of("S617", title, helps=helps).at(python_span())
+    return Refusal.of("S617", message, helps=helps).at(python_span())
 
 
 def _refuse_copy(module: nn.Module, unused: object) -> nn.Module:
     raise copy_refusal(f"a `{type(module).__name__}` whose parameters are slices cannot be copied")
 
 
-def _guard_sums(held: LocalParameters, sums: Iterable[GradientReduction]) -> None:
+def _guard_sums(parameters: LocalParameters, reductions: Iterable[GradientReduction]) -> None:
     """Refuse a backward outside of a step if it reaches gradients that are all-reduced over
     ranks."""
-    for one in sums:
-        for name in one.names if one.group.size > 1 else ():
-            parameter = held[name]
+    for reduction in reductions:
+        for name in reduction.names if reduction.group.size > 1 else ():
+            parameter = parameters[name]
             trained = parameter.requires_grad
             parameter.requires_grad_(True)  # else it accepts no hook; it may be trained later
-            parameter.register_hook(_check_stepping(held, name))  # type: ignore[no-untyped-call]
+            parameter.register_hook(_check_stepping(parameters, name))  # type: ignore[no-untyped-call]
             parameter.requires_grad_(trained)
 
 
-def _check_stepping(held: LocalParameters, name: str) -> Callable[[Tensor], None]:
+def _check_stepping(parameters: LocalParameters, name: str) -> Callable[[Tensor], None]:
     def check(unused: Tensor) -> None:
-        if not held.stepping:
+        if not parameters.stepping:
             raise own_backward(name).at(python_span())
 
     return check
@@ -123,8 +123,10 @@ def _guard_shards(a: Assembly) -> None:
     """Mark the parameters that are shards, and register checks of what needs full tensors."""
     everything = all(name in a.parameters for name in a.holdings)
     for name, parameter in a.parameters.items():
-        whole = math.prod(a.holdings[name].layout.shape)
-        if not everything or parameter.numel() < whole:  # for a DTensor, numel counts all shards
+        full_size = math.prod(a.holdings[name].layout.shape)
+        if (
+            not everything or parameter.numel() < full_size
+        ):  # for a DTensor, numel counts all shards
             setattr(parameter, _SHARD, name)
             _register_checks()
 
@@ -186,14 +188,14 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *unused: object) -> None:
 def _is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     """Return whether the optimizer is elementwise, by a trial with a copy without state."""
 
-    def twin(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        made = copy.copy(optimizer)
-        made.state = defaultdict(dict)
-        made.param_groups = [{**group, "params": [p for _, p in named]}]
-        _checked.add(made)
-        return made
+    def twin(named_params: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        copied = copy.copy(optimizer)
+        copied.state = defaultdict(dict)
+        copied.param_groups = [{**group, "params": [p for _, p in named_params]}]
+        _checked.add(copied)
+        return copied
 
-    vector = any(one.dim() == 1 for one in group["params"])
+    vector = any(parameter.dim() == 1 for parameter in group["params"])
     try:
         return is_elementwise(twin, {**SAMPLE_DIMS, "probe.1.bias": 1} if vector else SAMPLE_DIMS)
     except Refusal:

@@ -61,8 +61,8 @@ def _adapter_contents(
     }
     saved = sorted({name.rpartition(".")[0] for name in trained if name not in adapter_names})
     tensors = {_peft_name(name): value for name, value in state.items() if name in adapter_names}
-    others = (n for n in state if n.rpartition(".")[0] in saved and n not in adapter_names)
-    tensors |= {f"{PREFIX}{name}": state[name] for name in others}
+    saved_names = (n for n in state if n.rpartition(".")[0] in saved and n not in adapter_names)
+    tensors |= {f"{PREFIX}{name}": state[name] for name in saved_names}
     return tensors, json.dumps(_peft_config(rows, saved, model), indent=2)
 
 
@@ -74,10 +74,10 @@ def _peft_name(name: str) -> str:
 
 
 def _peft_config(rows: Sequence[Adapt], saved: Sequence[str], model: nn.Module) -> dict[str, Any]:
-    first, own = rows[0], getattr(getattr(model, "config", None), "name_or_path", None)
+    first, base_name = rows[0], getattr(getattr(model, "config", None), "name_or_path", None)
     return {
         "peft_type": "LORA",
-        "base_model_name_or_path": own or None,
+        "base_model_name_or_path": base_name or None,
         "inference_mode": True,
         "r": first.rank,
         "lora_alpha": first.alpha,
@@ -92,8 +92,8 @@ def _peft_config(rows: Sequence[Adapt], saved: Sequence[str], model: nn.Module) 
     }
 
 
-def _no_adapter(target: Path, several: bool) -> Diagnostic:
-    if several:
+def _no_adapter(target: Path, plural: bool) -> Diagnostic:
+    if plural:
         return Diagnostic(
             "S639",
             f"cannot write the adapters to `{target}`: some are `lora` and some `dora`",
@@ -130,9 +130,11 @@ def _check_model(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         )
 
 
-def _write_error(target: Path, why: str, *helps: str) -> Diagnostic:
+def _write_error(target: Path, reason: str, *helps: str) -> Diagnostic:
     """Describe why weights cannot be written (S631)."""
-    return Diagnostic("S631", f"cannot write the weights to `{target}`", notes=(why,), helps=helps)
+    return Diagnostic(
+        "S631", f"cannot write the weights to `{target}`", notes=(reason,), helps=helps
+    )
 
 
 FILE_BYTES = 5 * 10**9  # bytes of a file
@@ -148,13 +150,13 @@ def export_weights(
     model: nn.Module,
     parts: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
-    most: int = FILE_BYTES,
+    file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write full weights under the original's names; all ranks call this, and each writes its
     files.
 
-    `parts` are this rank's shards of the parameters, `most` the bytes of a file. `model` is the
-    model that the schedule was made for; it is only read. For a model of transformers, its own
+    `parts` are this rank's shards of the parameters, `file_bytes` the bytes of a file. `model` is
+    the model that the schedule was made for; it is only read. For a model of transformers, its own
     `save_pretrained` decides the files and writes its configuration, so that `from_pretrained`
     loads the folder with ties intact. Any other model becomes one file, for
     `safetensors.torch.load_model`; a tied tensor is written once. Adapters are merged. A writer
@@ -172,11 +174,11 @@ def export_weights(
     run_on_all_ranks(lambda: source.check_ties(target, state, model), diagnose, (Exception,))
 
     def fill(folder: Path) -> None:
-        plan = lambda: _plan_files(folder, a.ranks.rank, state, model, most)  # noqa: E731
-        files, each = run_on_all_ranks(plan, diagnose, (Exception,)), a.ranks.mesh.world
-        for first in range(0, len(files), each):
-            some = files[first : first + each]
-            run_on_all_ranks(lambda some=some: _write(folder, some, source), diagnose)  # type: ignore[misc]
+        plan = lambda: _plan_files(folder, a.ranks.rank, state, model, file_bytes)  # noqa: E731
+        files, world_size = run_on_all_ranks(plan, diagnose, (Exception,)), a.ranks.mesh.world
+        for first in range(0, len(files), world_size):
+            batch = files[first : first + world_size]
+            run_on_all_ranks(lambda batch=batch: _write(folder, batch, source), diagnose)  # type: ignore[misc]
 
     replace_folder(
         target, a.ranks.rank, fill, marks=WEIGHTS_FILES, diagnose=diagnose, failures=(Exception,)
@@ -229,55 +231,57 @@ class GatheredTensors:
 
     def state(self) -> dict[str, LazyTensor]:
         """Return all tensors by the model's keys, tied names share one; nothing is gathered yet."""
-        kinds = {name: p.dtype for name, p in self.a.module.named_parameters()}
-        found: dict[str, LazyTensor] = {}
+        dtypes = {name: p.dtype for name, p in self.a.module.named_parameters()}
+        tensors: dict[str, LazyTensor] = {}
         for name, holding in self.a.holdings.items():
-            read = lambda box, name=name: self.gather_box(name, box, kinds[name])  # noqa: E731
-            found[name] = LazyTensor(read, holding.layout.shape, kinds[name], ())
+            read = lambda box, name=name: self.gather_box(name, box, dtypes[name])  # noqa: E731
+            tensors[name] = LazyTensor(read, holding.layout.shape, dtypes[name], ())
         for name, value in self.buffers.items():
             read = lambda box, value=value: crop(value, box)  # noqa: E731
-            found[name] = LazyTensor(read, value.shape, value.dtype, ())
+            tensors[name] = LazyTensor(read, value.shape, value.dtype, ())
         for names in self.a.ties:
-            found.update({name: found[names[0]] for name in names if names[0] in found})
-        return {key: found[key] for key in self.a.keys}
+            tensors.update({name: tensors[names[0]] for name in names if names[0] in tensors})
+        return {key: tensors[key] for key in self.a.keys}
 
     def gather_box(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """Return a box of a parameter on the writer, on other ranks a meta tensor; all ranks call
         this."""
-        kept = self.cached.setdefault(self.writer, {})
-        if name not in kept:
-            while len(kept) >= _KEPT:
-                kept.pop(next(iter(kept)))
-            own = {name: self.parts[name]} if name in self.parts else {}
-            holdings, here = {name: self.a.holdings[name]}, (self.writer,)
-            found = assemble_tensors(holdings, own, self.a.ranks, lambda _: here)
-            kept[name] = found.get(name)
-        whole = kept[name]
-        if whole is None:
-            return torch.empty([high - low for low, high in box], dtype=dtype, device="meta")
-        return crop(whole, box)
+        cached = self.cached.setdefault(self.writer, {})
+        if name not in cached:
+            while len(cached) >= _KEPT:
+                cached.pop(next(iter(cached)))
+            local = {name: self.parts[name]} if name in self.parts else {}
+            holdings, receivers = {name: self.a.holdings[name]}, (self.writer,)
+            gathered = assemble_tensors(holdings, local, self.a.ranks, lambda _: receivers)
+            cached[name] = gathered.get(name)
+        full_tensor = cached[name]
+        if full_tensor is None:
+            return torch.empty([stop - start for start, stop in box], dtype=dtype, device="meta")
+        return crop(full_tensor, box)
 
-    def gather_tensor(self, one: Tensor, writer: int) -> Tensor:
+    def gather_tensor(self, tensor: Tensor, writer: int) -> Tensor:
         """Return a full tensor of the state on the writer; all ranks call this."""
         self.writer = writer
-        assert isinstance(one, LazyTensor)
-        return read_box(one, [0] * one.ndim, one.shape)
+        assert isinstance(tensor, LazyTensor)
+        return read_box(tensor, [0] * tensor.ndim, tensor.shape)
 
     def check_ties(self, target: Path, state: Mapping[str, Tensor], model: nn.Module) -> None:
         """Refuse a model whose ties would undo separate training; all ranks call this."""
-        first: dict[int, str] = {}
-        wrong: Diagnostic | None = None
+        first_names: dict[int, str] = {}
+        error: Diagnostic | None = None
         for name, tensor in model.state_dict(keep_vars=True).items():
-            one = first.setdefault(id(tensor), name)
-            if state[one] is state[name]:
+            first_name = first_names.setdefault(id(tensor), name)
+            if state[first_name] is state[name]:
                 continue
-            both = [self.gather_tensor(state[each], 0) for each in (one, name)]
-            if self.a.ranks.rank == 0 and not torch.equal(*both):
-                reason = f"`{one}` and `{name}` are one parameter of the given model, but were"
+            values = [self.gather_tensor(state[alias], 0) for alias in (first_name, name)]
+            if self.a.ranks.rank == 0 and not torch.equal(*values):
+                reason = (
+                    f"`{first_name}` and `{name}` are one parameter of the given model, but were"
+                )
                 help_ = "give a model in which they are not tied"
-                wrong = wrong or _write_error(target, f"{reason} trained separately", help_)
-        if wrong is not None:
-            raise Refusal(wrong)
+                error = error or _write_error(target, f"{reason} trained separately", help_)
+        if error is not None:
+            raise Refusal(error)
 
 
 # -- contents of files -------------------------------------------------------------------------
@@ -295,12 +299,12 @@ class TensorFile:
     def header(self) -> bytes:
         """The first bytes by the safetensors format: a length, and a table of all tensors."""
         table: dict[str, Any] = {"__metadata__": dict(self.metadata)}
-        at = 0
-        for name, one in self.tensors.items():
-            end = at + one.numel() * one.element_size()
-            kind, shape = _DTYPES[one.dtype], list(one.shape)
-            table[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, end]}
-            at = end
+        offset = 0
+        for name, tensor in self.tensors.items():
+            end = offset + tensor.numel() * tensor.element_size()
+            dtype, shape = _DTYPES[tensor.dtype], list(tensor.shape)
+            table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+            offset = end
         text = json.dumps(table, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
@@ -313,26 +317,26 @@ def _file(name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str])
 
 
 def _plan_files(
-    folder: Path, rank: int, state: Mapping[str, Tensor], model: Any, most: int
+    folder: Path, rank: int, state: Mapping[str, Tensor], model: Any, file_bytes: int
 ) -> list[TensorFile]:
     """Return the files, equal on all ranks; rank 0 writes the other files of the folder."""
     if not hasattr(model, "save_pretrained"):
         first_names: dict[int, str] = {}
         aliases = {"format": "pt"}
         for name, tensor in state.items():
-            one = first_names.setdefault(id(tensor), name)
-            if one != name:
-                aliases[name] = one
+            first_name = first_names.setdefault(id(tensor), name)
+            if first_name != name:
+                aliases[name] = first_name
         return [_file(WEIGHTS_FILE, {name: state[name] for name in first_names.values()}, aliases)]
     # saving records classes and dtypes in the configuration: use that of a copy
     tensors = (*model.parameters(), *model.buffers())
     twin: Any = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     twin.should_save_on_this_rank = lambda is_main_process: True  # else only the first rank would
     with ExitStack() as stack:
-        made = stack.enter_context(_intercept_files())
-        own = stack.enter_context(tempfile.TemporaryDirectory()) if rank else folder
-        twin.save_pretrained(own, state_dict=dict(state), max_shard_size=most)
-    return made
+        files = stack.enter_context(_intercept_files())
+        target = stack.enter_context(tempfile.TemporaryDirectory()) if rank else folder
+        twin.save_pretrained(target, state_dict=dict(state), max_shard_size=file_bytes)
+    return files
 
 
 @contextmanager
@@ -342,16 +346,16 @@ def _intercept_files() -> Iterator[list[TensorFile]]:
     This patches a private name: the library has no other way to ask.
     """
     modeling: Any = sys.modules["transformers.modeling_utils"]
-    found: list[TensorFile] = []
+    files: list[TensorFile] = []
 
     def caught(tensors: Mapping[str, Tensor], file: str, metadata: Mapping[str, str]) -> None:
-        found.append(_file(os.path.basename(file), tensors, metadata))
+        files.append(_file(os.path.basename(file), tensors, metadata))
 
-    before, modeling.safe_save_file = modeling.safe_save_file, caught
+    original, modeling.safe_save_file = modeling.safe_save_file, caught
     try:
-        yield found
+        yield files
     finally:
-        modeling.safe_save_file = before
+        modeling.safe_save_file = original
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -362,29 +366,29 @@ def _write(folder: Path, files: Sequence[TensorFile], source: GatheredTensors) -
 
     An error on one rank is raised at the end: other ranks need its shards.
     """
-    rank, wrong = source.a.ranks.rank, None
-    mine: BinaryIO | None = None
+    rank, failure = source.a.ranks.rank, None
+    file: BinaryIO | None = None
     if rank < len(files):
         try:
-            mine = (folder / files[rank].name).open("xb")
-            mine.write(files[rank].header)
+            file = (folder / files[rank].name).open("xb")
+            file.write(files[rank].header)
         except OSError as error:
-            wrong = error
-    for row in itertools.zip_longest(*(one.tensors.values() for one in files)):
-        for writer, one in enumerate(row):
-            if one is None:
+            failure = error
+    for row in itertools.zip_longest(*(item.tensors.values() for item in files)):
+        for writer, item in enumerate(row):
+            if item is None:
                 continue
-            value = source.gather_tensor(one, writer)
-            if rank == writer and mine is not None and wrong is None:
+            value = source.gather_tensor(item, writer)
+            if rank == writer and file is not None and failure is None:
                 try:
-                    mine.write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                    file.write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
                 except OSError as error:
-                    wrong = error
+                    failure = error
     source.cached.clear()
-    if mine is not None:
-        with mine:
-            if wrong is None:
-                mine.flush()
-                os.fsync(mine.fileno())
-    if wrong is not None:
-        raise wrong
+    if file is not None:
+        with file:
+            if failure is None:
+                file.flush()
+                os.fsync(file.fileno())
+    if failure is not None:
+        raise failure

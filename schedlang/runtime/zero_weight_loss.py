@@ -40,20 +40,20 @@ class _NoLabels(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func in (F.cross_entropy, F.nll_loss):
-            given = {**dict(zip(_NAMES, args)), **kwargs}
-            if _is_mean(given):
-                none = ~torch.ne(given["target"], given.get("ignore_index", -100)).any()
+            arguments = {**dict(zip(_NAMES, args)), **kwargs}
+            if _is_mean(arguments):
+                none = ~torch.ne(arguments["target"], arguments.get("ignore_index", -100)).any()
                 if isinstance(self.weight, Tensor):
                     return func(*args, **kwargs).masked_fill(none & (self.weight == 0), 0.0)
                 if none:
-                    return func(**{**given, "reduction": "sum"})
+                    return func(**{**arguments, "reduction": "sum"})
         return func(*args, **kwargs)
 
 
-def _is_mean(given: dict[str, Any]) -> bool:
-    plain = given.get("size_average") is None and given.get("reduce") is None
-    mean = plain and given.get("reduction", "mean") == "mean"
-    return mean and not given["target"].is_floating_point()
+def _is_mean(arguments: dict[str, Any]) -> bool:
+    modern = arguments.get("size_average") is None and arguments.get("reduce") is None
+    mean = modern and arguments.get("reduction", "mean") == "mean"
+    return mean and not arguments["target"].is_floating_point()
 
 
 def zero_unlabelled_loss(weight: Number) -> AbstractContextManager[Any]:
@@ -73,6 +73,8 @@ def with_loss_weight(
 
 
 @contextmanager
-def _nested(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
-    with one, other:
+def _nested(
+    outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
+) -> Iterator[None]:
+    with outer, inner:
         yield

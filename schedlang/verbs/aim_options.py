@@ -88,15 +88,17 @@ class Aims:
         if not self.samples:
             title = "nothing says how long the training is"
             bad_option(title, "give its rows or tokens: `--samples 10M`, `--tokens 300G`")
-        found: dict[int, float] = {}
+        steps: dict[int, float] = {}
         for text in self.samples:
-            many, _, all_ = text.rpartition("=")
-            found[parse_count(many, "--samples") if many else rows] = parse_count(all_, "--samples")
-        if any(all_ < many for many, all_ in found.items()):
+            row_text, _, total_text = text.rpartition("=")
+            steps[parse_count(row_text, "--samples") if row_text else rows] = parse_count(
+                total_text, "--samples"
+            )
+        if any(total_text < row_text for row_text, total_text in steps.items()):
             bad_option(
                 "a training has fewer rows than one of its steps", "give all: `--samples 10M`"
             )
-        return found
+        return steps
 
     def _steps_from_tokens(self, rows: int, length: int) -> Mapping[int, float]:
         assert self.tokens is not None

@@ -89,31 +89,31 @@ def calibrate(
     base = _base_machine(like, host, ranks)
     with ProgressLine(as_json) as telling:
         rates, sent = _measure_rates(longest, ranks if host else 1, telling)
-    found = fit_machine(base, rates, sent, chosen, ranks)
-    samples = [asdict(one) for one in (*rates, *sent)]
-    _write_machine(found, out, as_json, {"samples": samples})
+    machine = fit_machine(base, rates, sent, chosen, ranks)
+    samples = [asdict(sample) for sample in (*rates, *sent)]
+    _write_machine(machine, out, as_json, {"samples": samples})
 
 
 def _write_machine(
-    found: FittedMachine, out: Path | None, as_json: bool, more: dict[str, Any]
+    fitted: FittedMachine, out: Path | None, as_json: bool, extra: dict[str, Any]
 ) -> None:
     """Write the machine, or print it."""
     from schedlang.passes.simulate.calibration import machine_toml
 
     if out is not None:
-        write_text(out, machine_toml(found))
+        write_text(out, machine_toml(fitted))
     if as_json:
-        machine = asdict(found.cluster) | {"peaks": dict(found.cluster.peaks)}
-        machine["low"] = None if math.isinf(found.cluster.low) else found.cluster.low
-        show_json({"machine": machine, "how": dict(found.remarks), **more})
+        machine = asdict(fitted.cluster) | {"peaks": dict(fitted.cluster.peaks)}
+        machine["low"] = None if math.isinf(fitted.cluster.low) else fitted.cluster.low
+        show_json({"machine": machine, "how": dict(fitted.remarks), **extra})
     elif out is None:
-        print(machine_toml(found), end="")
+        print(machine_toml(fitted), end="")
     else:
-        print(f"{out}: {found.cluster.name}, read it with `--on {out}`")
+        print(f"{out}: {fitted.cluster.name}, read it with `--on {out}`")
 
 
 def _fit_to_runs(
-    model: Path, runs: Path, like: str | None, dtype: str | None, out: Path | None, as_json: bool
+    model: Path, runs: Path, on: str | None, dtype: str | None, out: Path | None, as_json: bool
 ) -> None:
     """Fit a machine to a table of runs; report the errors, and the constants that the runs do not
     show."""
@@ -127,56 +127,56 @@ def _fit_to_runs(
     from schedlang.passes.simulate.node_cluster import Nodes
     from schedlang.verbs.model_search import batch_of
 
-    base = cluster_named(like)[0] if like is not None else None
+    base = cluster_named(on)[0] if on is not None else None
     if base is None:
-        title = f"unknown machine `{like}`" if like else "the machine is missing"
+        title = f"unknown machine `{on}`" if on else "the machine is missing"
         bad_option(title, f"give one of {', '.join(CLUSTERS)}, or a file: `--like a100`")
     if isinstance(base, Nodes):
-        bad_option(f"`{like}` has unlike nodes, whose runs are not fitted", "give one kind of them")
-    wide = _check_dtype(dtype, host=False) == "float32"
+        bad_option(f"`{on}` has unlike nodes, whose runs are not fitted", "give one kind of them")
+    single = _check_dtype(dtype, host=False) == "float32"
     timed = read_runs(runs)
     load_all()
     file = load_model_file(str(model), model)
     facts = ModelFacts(file.model(meta=True))
-    profiles = Profiles(facts, batch_of(file), file.loss, file.weight, "" if wide else "bf16")
+    profiles = Profiles(facts, batch_of(file), file.loss, file.weight, "" if single else "bf16")
     chains = chains_of(runs, timed, profiles, base, profiles.recipe)
-    found = fitted_to_runs(timed, chains, base, profiles.recipe)
-    off, alone = found.error(found.predicted), found.error(found.left_out)
+    fit = fitted_to_runs(timed, chains, base, profiles.recipe)
+    error, cv_error = fit.error(fit.predicted), fit.error(fit.left_out)
     if not as_json:
-        kept = f"; not told by them: {', '.join(found.unfitted)}" if found.unfitted else ""
-        print(f"{len(timed)} runs, {off:.1%} off in the mean, each left out {alone:.1%}{kept}")
-    each = [
+        kept = f"; not told by them: {', '.join(fit.unfitted)}" if fit.unfitted else ""
+        print(f"{len(timed)} runs, {error:.1%} off in the mean, each left out {cv_error:.1%}{kept}")
+    rows = [
         {**asdict(run), "told": predicted, "alone": left_out}
-        for run, predicted, left_out in zip(timed, found.predicted, found.left_out, strict=True)
+        for run, predicted, left_out in zip(timed, fit.predicted, fit.left_out, strict=True)
     ]
-    more = {"mape": off, "left_out": alone, "not_told": found.unfitted, "runs": each}
-    _write_machine(FittedMachine(found.cluster, found.remarks), out, as_json, more)
+    extra = {"mape": error, "left_out": cv_error, "not_told": fit.unfitted, "runs": rows}
+    _write_machine(FittedMachine(fit.cluster, fit.remarks), out, as_json, extra)
 
 
-def _check_dtype(asked: str | None, host: bool) -> str:
+def _check_dtype(dtype: str | None, host: bool) -> str:
     from schedlang.passes.simulate.calibration import DTYPE_BYTES
 
-    if asked is not None and asked not in DTYPE_BYTES:
-        bad_option(f"cannot measure in `{asked}`", f"give one of {', '.join(DTYPE_BYTES)}")
-    return asked or ("float32" if host else "bfloat16")
+    if dtype is not None and dtype not in DTYPE_BYTES:
+        bad_option(f"cannot measure in `{dtype}`", f"give one of {', '.join(DTYPE_BYTES)}")
+    return dtype or ("float32" if host else "bfloat16")
 
 
-def _base_machine(like: str | None, host: bool, ranks: int) -> Cluster:
+def _base_machine(on: str | None, host: bool, ranks: int) -> Cluster:
     """Return the machine whose fields are used where nothing is measured."""
     from schedlang.passes.simulate.machine import CLUSTERS, GIB, Cluster, cluster_named
     from schedlang.runtime.device import device_name, local_device, total_bytes
 
-    known = cluster_named(like)[0] if like is not None else None
-    known = known.slowest if known is not None else None  # of different nodes, one machine
-    if known is None and (like is not None or not host or ranks < 2):
-        title = f"unknown machine `{like}`" if like else "links between ranks are not measured"
+    base = cluster_named(on)[0] if on is not None else None
+    base = base.slowest if base is not None else None  # of different nodes, one machine
+    if base is None and (on is not None or not host or ranks < 2):
+        title = f"unknown machine `{on}`" if on else "links between ranks are not measured"
         bad_option(title, f"give one of {', '.join(CLUSTERS)}, or a file: `--like h100`")
     name = re.sub(r"\W+", "_", device_name(local_device()).lower()) or "host"
-    held = total_bytes(local_device())
-    if known is None:
-        return Cluster(name, 1.0, 1.0, 1.0, 1.0, ranks, (held or GIB) // ranks)
+    memory = total_bytes(local_device())
+    if base is None:
+        return Cluster(name, 1.0, 1.0, 1.0, 1.0, ranks, (memory or GIB) // ranks)
     return replace(
-        known, name=name, memory=held // (ranks if host else 1) if held else known.memory
+        base, name=name, memory=memory // (ranks if host else 1) if memory else base.memory
     )
 
 
@@ -188,9 +188,9 @@ def _measure_rates(
     from schedlang.runtime.launch.pool import Pool
 
     rates = []
-    for one in measure_operators(longest, tuple(DTYPES)):
-        rates.append(one)
-        telling(f"{one.what} in {one.dtype}")
+    for rate in measure_operators(longest, tuple(DTYPES)):
+        rates.append(rate)
+        telling(f"{rate.what} in {rate.dtype}")
     if ranks < 2:
         return rates, []
     telling(f"messages of {ranks} ranks")

@@ -37,21 +37,21 @@ def check(
 
     warnings = collect_warnings(files, parse_settings(common.knob, common.mesh))
     proven = _prove_static(files, common) if common.model is not None else {}
-    wrong = [one for static in proven.values() for one in static.problems]
-    unchecked = any(not claim.checked for one in proven.values() for claim in one.claims)
+    problems = [item for static in proven.values() for item in static.problems]
+    unchecked = any(not claim.checked for item in proven.values() for claim in item.claims)
     changed = _changed_locks(files, common.model) if locked else []
-    code = REFUSED if wrong else FAILS if changed else UNCHECKED if unchecked else HOLDS
+    code = REFUSED if problems else FAILS if changed else UNCHECKED if unchecked else HOLDS
     if as_json:
         show_json(
             {
                 "exit": code,
-                "diagnostics": [d.to_json() for d in (*wrong, *warnings)],
+                "diagnostics": [diagnostic.to_json() for diagnostic in (*problems, *warnings)],
                 **({"static": {str(f): p.to_json() for f, p in proven.items()}} if proven else {}),
-                **({"locks": [one.to_json() for one in changed]} if locked else {}),
+                **({"locks": [item.to_json() for item in changed]} if locked else {}),
             }
         )
     else:
-        show_warnings([*wrong, *warnings])
+        show_warnings([*problems, *warnings])
         for file in files:
             _print_result(file, proven.get(file))
         for compared in changed:
@@ -68,10 +68,10 @@ def _prove_static(files: Sequence[Path], common: Common) -> dict[Path, Static]:
 
     proven = {}
     for file in files:
-        found = plan_schedule(file, common.model, common.knob, common.mesh)
-        count_step_gains(found.plan, found.model.batch(0))
+        planned = plan_schedule(file, common.model, common.knob, common.mesh)
+        count_step_gains(planned.plan, planned.model.batch(0))
         proven[file] = static(
-            found.plan, found.model.batch(0), found.model.loss, found.model.weight
+            planned.plan, planned.model.batch(0), planned.model.loss, planned.model.weight
         )
     return proven
 
@@ -83,7 +83,7 @@ def _changed_locks(files: Sequence[Path], model: str | None) -> list[LockCompari
     from schedlang.verbs.lockfile import compare_lock
 
     compared = [compare_lock(file, model) for file in files if not is_library(file)]
-    return [one for one in compared if one.changes]
+    return [comparison for comparison in compared if comparison.changes]
 
 
 def _print_result(file: Path, static: Static | None) -> None:
@@ -97,5 +97,5 @@ def _print_result(file: Path, static: Static | None) -> None:
     print(f"{file}: {verdict}")
     for claim in static.claims:
         print(f"  {claim.name:<16} {claim.description}: {claim.verdict}")
-    for one in static.unseen:
-        print(f"  not covered: {one}")
+    for gap in static.unseen:
+        print(f"  not covered: {gap}")

@@ -92,41 +92,41 @@ def ci(
         asks.shrink,
         timeout=terms.timeout,
     )
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     with RankPool() as ranks:
         for file in files:
-            mine = replace(wish, refused=expected.get(file.resolve(), ""))
-            for outcome in _examine_file(file, mine, asks, ranks):
-                found.append(outcome)
+            own_wish = replace(wish, refused=expected.get(file.resolve(), ""))
+            for outcome in _examine_file(file, own_wish, asks, ranks):
+                outcomes.append(outcome)
                 if not as_json:
                     _print_outcome(outcome)
-            if svg is not None and found[-1].code == HOLDS and not mine.refused:
-                _draw_plan(file, mine, svg)
-    _annotate_github(found, sys.stderr if as_json else sys.stdout)
-    code = _exit_code(found)
+            if svg is not None and outcomes[-1].code == HOLDS and not own_wish.refused:
+                _draw_plan(file, own_wish, svg)
+    _annotate_github(outcomes, sys.stderr if as_json else sys.stdout)
+    code = _exit_code(outcomes)
     if as_json:
-        show_json({"exit": code, "outcomes": [outcome.to_json() for outcome in found]})
+        show_json({"exit": code, "outcomes": [outcome.to_json() for outcome in outcomes]})
     raise typer.Exit(code)
 
 
 def _examine_file(
-    file: Path, wish: ProofTerms, asks: ExtraChecks, ranks: object
+    file: Path, terms: ProofTerms, checks: ExtraChecks, ranks: object
 ) -> Iterator[Outcome]:
     """Yield the outcomes for one file; stop at the first that does not hold."""
     from schedlang.verbs import examine
     from schedlang.verbs.lockfile import lock_path
 
     assert isinstance(ranks, examine.RankPool)
-    first = examine.check(file, wish)
+    first = examine.check(file, terms)
     yield first
     if first.code != HOLDS or examine.is_library(file):
         return
-    if not wish.refused and (asks.locked or lock_path(file).exists()):
-        yield examine.lock(file, wish)
-    second = examine.static(file, wish)
+    if not terms.refused and (checks.locked or lock_path(file).exists()):
+        yield examine.lock(file, terms)
+    second = examine.static(file, terms)
     yield second
-    if second.code == HOLDS and not asks.static:
-        yield examine.verify(file, wish, ranks)
+    if second.code == HOLDS and not checks.static:
+        yield examine.verify(file, terms, ranks)
 
 
 def _find_schedules(paths: Sequence[Path]) -> Iterator[Path]:
@@ -137,24 +137,24 @@ def _find_schedules(paths: Sequence[Path]) -> Iterator[Path]:
         if not path.is_dir():
             yield path
             continue
-        every = sorted(path.rglob("*.sched"))
-        below = [p for p in every if not any(x[0] == "." for x in p.relative_to(path).parts)]
-        if not below:
+        schedules = sorted(path.rglob("*.sched"))
+        visible = [p for p in schedules if not any(x[0] == "." for x in p.relative_to(path).parts)]
+        if not visible:
             title = f"there is no schedule below `{path}`"
             raise Refusal.of("S000", title, helps=("give the files: `x.sched`",))
-        yield from below
+        yield from visible
 
 
-def _expected_refusals(said: Sequence[str], files: Sequence[Path]) -> dict[Path, str]:
+def _expected_refusals(texts: Sequence[str], files: Sequence[Path]) -> dict[Path, str]:
     """Return the schedules that must be refused, each with its code; refuses S109 unknown ones."""
-    known, found = {file.resolve() for file in files}, {}
-    for text in said:
+    paths, expected = {file.resolve() for file in files}, {}
+    for text in texts:
         name, _, code = text.rpartition(":")
-        if Path(name).resolve() not in known or not code:
+        if Path(name).resolve() not in paths or not code:
             title = f"`--refused {text}` matches none of the schedules"
             bad_option(title, "write the file, a colon and the code: `--refused x.sched:S403`")
-        found[Path(name).resolve()] = code.strip()
-    return found
+        expected[Path(name).resolve()] = code.strip()
+    return expected
 
 
 def _print_outcome(outcome: Outcome) -> None:
@@ -166,7 +166,7 @@ def _print_outcome(outcome: Outcome) -> None:
         print(wrap_lines(outcome.text, terminal_columns(sys.stderr)), file=sys.stderr)
 
 
-def _annotate_github(found: Sequence[Outcome], out: TextIO) -> None:
+def _annotate_github(outcomes: Sequence[Outcome], out: TextIO) -> None:
     """Print annotations to `out` and write the job's summary; nothing outside of GitHub.
 
     The runner reads commands from both streams, so that JSON can stay alone on standard output.
@@ -176,20 +176,20 @@ def _annotate_github(found: Sequence[Outcome], out: TextIO) -> None:
 
     if not on_github():
         return
-    for outcome in found:
+    for outcome in outcomes:
         if outcome.note is not None:
             print(annotation(outcome.note), file=out)
-    summarize(summary([outcome.to_json() for outcome in found]))
+    summarize(summary([outcome.to_json() for outcome in outcomes]))
 
 
-def _exit_code(found: Sequence[Outcome]) -> int:
+def _exit_code(outcomes: Sequence[Outcome]) -> int:
     """Return 1 if anything does not hold, else 2 if any was refused, else 3 if any was not
     checked."""
-    codes = {UNCHECKED if outcome.skipped else outcome.code for outcome in found}
+    codes = {UNCHECKED if outcome.skipped else outcome.code for outcome in outcomes}
     return next((code for code in (FAILS, REFUSED, UNCHECKED) if code in codes), HOLDS)
 
 
-def _draw_plan(file: Path, wish: ProofTerms, folder: Path) -> None:
+def _draw_plan(file: Path, terms: ProofTerms, folder: Path) -> None:
     """Draw a plan into the folder, in a file named after the schedule's path."""
     from schedlang.verbs.examine import is_library
     from schedlang.verbs.inputs import account_costs, plan_schedule, write_text
@@ -198,8 +198,8 @@ def _draw_plan(file: Path, wish: ProofTerms, folder: Path) -> None:
 
     if is_library(file):
         return
-    found = plan_schedule(file, wish.model, wish.knobs, wish.mesh)
+    planned = plan_schedule(file, terms.model, terms.knobs, terms.mesh)
     folder.mkdir(parents=True, exist_ok=True)
     parts = [part for part in file.parts if part not in ("..", ".", file.anchor)]
-    svg = draw_plan(make_view(found.plan, account_costs(found), file.name))
+    svg = draw_plan(make_view(planned.plan, account_costs(planned), file.name))
     write_text(folder / f"{'.'.join(parts)}.svg", svg)

@@ -46,20 +46,20 @@ def parse_costs(text: str | None) -> Cost:
     Defaults: F is 1, I and W are as F, everything else takes no time. `B=` stands for both halves
     of a backward. Whole numbers and fractions (`1/3`) are exact.
     """
-    given: dict[str, Number] = {}
+    values: dict[str, Number] = {}
     for part in (text or "").split(","):
         if not part.strip():
             continue
-        name, equals, value = (word.strip() for word in part.partition("="))
-        known = {n.lower(): n for n in NAMES}.get(name.lower())
-        if known is None:
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        key = {n.lower(): n for n in NAMES}.get(name.lower())
+        if key is None:
             help_ = suggest_name(name, NAMES, "costs:")
             _refuse_cost(part, f"there is no cost `{name}`", help_, facts_of_unknown(name, NAMES))
-        if not equals or known in given:
-            why = "it is given twice" if equals else "it needs a value"
-            _refuse_cost(part, why, f"write it once, as `{known}=1.5`")
-        given[known] = _parse_value(known, part, value)
-    return _make_cost(given)
+        if not equals or key in values:
+            reason = "it is given twice" if equals else "it needs a value"
+            _refuse_cost(part, reason, f"write it once, as `{key}=1.5`")
+        values[key] = _parse_value(key, part, value)
+    return _make_cost(values)
 
 
 def parse_times(text: str) -> Cost | Measurement:
@@ -69,29 +69,29 @@ def parse_times(text: str) -> Cost | Measurement:
     if not text.strip().lower().endswith(".json"):
         return parse_costs(text)
     try:
-        made = json.loads(read_utf8(text.strip()))
+        data = json.loads(read_utf8(text.strip()))
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or "it is not JSON"
-        title = f"cannot read `{text.strip()}`: {why}"
+        reason = getattr(error, "strerror", None) or "it is not JSON"
+        title = f"cannot read `{text.strip()}`: {reason}"
         raise Refusal.of("S915", title, helps=(MEASURE_HELP,)) from None
     try:
-        return read_measurement(made)
+        return read_measurement(data)
     except (KeyError, TypeError, ValueError, IndexError):
         title = f"`{text.strip()}` has no times of a pipeline"
         helps = (MEASURE_HELP, "or give the times of a microbatch in ms: `--cost F=18,B=37,step=4`")
         raise Refusal.of("S915", title, helps=helps) from None
 
 
-def _make_cost(given: dict[str, Number]) -> Cost:
-    if "B" in given and given.keys() & {"I", "W"}:
+def _make_cost(values: dict[str, Number]) -> Cost:
+    if "B" in values and values.keys() & {"I", "W"}:
         _refuse_cost("B", "`B` is `I` and `W` together", "give either `B`, or `I` and `W`")
-    forward = given.get("F", 1)
-    if "B" in given:
-        whole = given.pop("B")
-        half = whole / 2 if isinstance(whole, float) else Fraction(whole) / 2
-        given |= {"I": half, "W": half}
+    forward = values.get("F", 1)
+    if "B" in values:
+        backward = values.pop("B")
+        half = backward / 2 if isinstance(backward, float) else Fraction(backward) / 2
+        values |= {"I": half, "W": half}
     cost = Cost(f=forward, i=forward, w=forward)
-    fields: dict[str, Any] = {FIELDS[name]: value for name, value in given.items()}
+    fields: dict[str, Any] = {FIELDS[name]: value for name, value in values.items()}
     cost = replace(cost, **fields)
     if not cost.f + cost.i + cost.w:
         _refuse_cost("F=0", "all times are 0", "one of `F`, `I` and `W` must be above 0")
@@ -113,8 +113,8 @@ def _parse_value(name: str, part: str, text: str) -> Number:
     return value
 
 
-def _refuse_cost(part: str, why: str, help_: str, facts: Facts = ()) -> NoReturn:
-    title = f"cannot read `--cost {part.strip()}`: {why}"
+def _refuse_cost(part: str, reason: str, help_: str, facts: Facts = ()) -> NoReturn:
+    title = f"cannot read `--cost {part.strip()}`: {reason}"
     bad_option(title, help_, facts)
 
 
@@ -148,24 +148,24 @@ def check_expected_costs(plan: Plan, account: Account) -> None:
     _exit_with(unmet_expectations(plan, account))
 
 
-def check_expected_time(plan: Plan, took: StepSeconds) -> None:
+def check_expected_time(plan: Plan, measured: StepSeconds) -> None:
     """Check the expectations on times alone; exit 1."""
     from schedlang.passes.simulate.expectations import check_times
 
-    _exit_with(check_times(plan, took))
+    _exit_with(check_times(plan, measured))
 
 
-def _report_uncompared(plan: Plan, took: StepSeconds | None) -> None:
+def _report_uncompared(plan: Plan, measured: StepSeconds | None) -> None:
     """Print the expected times that are not compared."""
     from schedlang.passes.simulate.expectations import NOT_TIMED, time_expectations
 
-    for one in time_expectations(plan) if took is None else ():
-        print(f"`{one.said}` is not compared here: {NOT_TIMED}", file=sys.stderr)
+    for expectation in time_expectations(plan) if measured is None else ():
+        print(f"`{expectation.said}` is not compared here: {NOT_TIMED}", file=sys.stderr)
 
 
 def _exit_with(problems: Iterable[Diagnostic]) -> None:
-    found = list(problems)
-    for problem in found:
+    failures = list(problems)
+    for problem in failures:
         print(problem.render(message_columns(sys.stderr)), file=sys.stderr)
-    if found:
+    if failures:
         raise typer.Exit(FAILS)

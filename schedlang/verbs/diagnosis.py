@@ -84,13 +84,13 @@ class Diagnosis:
     @property
     def is_stuck(self) -> bool:
         """Whether some rank waits for too long."""
-        return any(one.seconds >= self.after for one in self.missing)
+        return any(pending.seconds >= self.after for pending in self.missing)
 
     @property
     def is_healthy(self) -> bool:
         """Whether there is nothing to report."""
         ended_early = [rank for rank in self.ended if len(self.ended) < len(self.job.ledgers)]
-        failed = [one for one in self.job.ledgers.values() if one.error]
+        failed = [ledger for ledger in self.job.ledgers.values() if ledger.error]
         return not (
             self.unrecorded or self.silent or self.is_stuck or self.slow or ended_early or failed
         )
@@ -98,7 +98,7 @@ class Diagnosis:
 
 def diagnose(job: Job, after: float = STUCK_AFTER) -> Diagnosis:
     """Diagnose a job from all its ledgers."""
-    over = tuple(rank for rank, one in job.ledgers.items() if one.over)
+    ended = tuple(rank for rank, one in job.ledgers.items() if one.over)
     silent = {
         rank: job.now - one.written
         for rank, one in job.ledgers.items()
@@ -109,7 +109,7 @@ def diagnose(job: Job, after: float = STUCK_AFTER) -> Diagnosis:
     stuck = any(one.seconds >= after for one in missing)
     paces = tuple(_measure_paces(job))
     return Diagnosis(
-        *(job, after, never, silent, over, missing),
+        *(job, after, never, silent, ended, missing),
         differs=tuple(_find_differences(job)) if stuck else (),
         causes=_find_causes(job, missing),
         paces=paces,
@@ -123,14 +123,14 @@ def diagnose(job: Job, after: float = STUCK_AFTER) -> Diagnosis:
 
 def _find_pending(job: Job) -> Iterator[PendingOp]:
     """Yield every operation in which some rank waits, by start time."""
-    found: dict[object, list[tuple[int, Op]]] = {}
-    for rank, one in sorted(job.ledgers.items()):
-        if one.waits is not None and not one.over:
-            op = one.waits
+    pending: dict[object, list[tuple[int, Op]]] = {}
+    for rank, ledger in sorted(job.ledgers.items()):
+        if ledger.waits is not None and not ledger.over:
+            op = ledger.waits
             key = (op.lane, op.number, op.ends, op.op if op.ends is not None else "")
-            found.setdefault(key, []).append((rank, op))
-    for those in sorted(found.values(), key=lambda those: min(op.began for _, op in those)):
-        op, waiting = those[0][1], tuple(rank for rank, _ in those)
+            pending.setdefault(key, []).append((rank, op))
+    for group in sorted(pending.values(), key=lambda group: min(op.began for _, op in group)):
+        op, waiting = group[0][1], tuple(rank for rank, _ in group)
         ranks = op.ends or next(
             (job.ledgers[r].lanes[op.lane] for r in waiting if op.lane in job.ledgers[r].lanes), ()
         )
@@ -139,9 +139,9 @@ def _find_pending(job: Job) -> Iterator[PendingOp]:
             for rank in ranks
             if rank not in waiting and rank >= 0 and not _has_reached(job, rank, op)
         )
-        seen = [job.ledgers[rank] for rank in waiting]
-        latest = max(min(job.now, one.written + SILENT_AFTER) for one in seen)
-        yield PendingOp(op, tuple(ranks), waiting, absent, latest - min(o.began for _, o in those))
+        ledgers = [job.ledgers[rank] for rank in waiting]
+        latest = max(min(job.now, ledger.written + SILENT_AFTER) for ledger in ledgers)
+        yield PendingOp(op, tuple(ranks), waiting, absent, latest - min(o.began for _, o in group))
 
 
 _OTHER = {"send": "receive", "receive": "send"}
@@ -149,15 +149,15 @@ _OTHER = {"send": "receive", "receive": "send"}
 
 def _has_reached(job: Job, rank: int, op: Op) -> bool:
     """Return whether a rank has begun the same collective, or the other end of a message."""
-    one = job.ledgers.get(rank)
-    if one is None:
+    ledger = job.ledgers.get(rank)
+    if ledger is None:
         return False
     if op.ends is None:
-        return one.counts.get((op.lane, "", None), 0) >= op.number
+        return ledger.counts.get((op.lane, "", None), 0) >= op.number
     other = _OTHER.get(op.op, op.op)
-    if not one.live:  # a flight recorder counts the messages per rank, not per pair
-        return one.waits is not None and (one.waits.op, one.waits.ends) == (other, op.ends)
-    return one.counts.get((op.lane, other, op.ends), 0) >= op.number
+    if not ledger.live:  # a flight recorder counts the messages per rank, not per pair
+        return ledger.waits is not None and (ledger.waits.op, ledger.waits.ends) == (other, op.ends)
+    return ledger.counts.get((op.lane, other, op.ends), 0) >= op.number
 
 
 def _find_causes(job: Job, missing: Sequence[PendingOp]) -> tuple[int, ...]:
@@ -165,9 +165,11 @@ def _find_causes(job: Job, missing: Sequence[PendingOp]) -> tuple[int, ...]:
 
     An operation counts if ranks have not reached it, or if all its ranks are stuck in it.
     """
-    held = [one for one in missing if one.absent or {*one.waiting} == {*one.ranks}]
-    waiting = {rank for one in held for rank in one.waiting}
-    absent = {rank for one in missing for rank in one.absent}
+    blocked = [
+        pending for pending in missing if pending.absent or {*pending.waiting} == {*pending.ranks}
+    ]
+    waiting = {rank for pending in blocked for rank in pending.waiting}
+    absent = {rank for pending in missing for rank in pending.absent}
     return tuple(sorted(absent - waiting))
 
 
@@ -178,8 +180,8 @@ def _find_differences(job: Job) -> Iterator[Divergence]:
     all-to-alls.
     """
     lanes: dict[str, tuple[int, ...]] = {}
-    for one in job.ledgers.values():
-        lanes.update(one.lanes)
+    for ledger in job.ledgers.values():
+        lanes.update(ledger.lanes)
     for lane, ranks in lanes.items():
         kept = {
             rank: _collectives_of(job.ledgers[rank], lane) for rank in ranks if rank in job.ledgers
@@ -188,39 +190,39 @@ def _find_differences(job: Job) -> Iterator[Divergence]:
             continue
         first, *others = kept
         for rank in others:
-            both = sorted(kept[first].keys() & kept[rank].keys())
-            pairs = ((kept[first][k], kept[rank][k]) for k in both)
-            other = next(((a, b) for a, b in pairs if (a.op, a.whose) != (b.op, b.whose)), None)
-            if other is not None:
-                yield Divergence(lane, (first, rank), other)
+            shared = sorted(kept[first].keys() & kept[rank].keys())
+            pairs = ((kept[first][k], kept[rank][k]) for k in shared)
+            differing = next(((a, b) for a, b in pairs if (a.op, a.whose) != (b.op, b.whose)), None)
+            if differing is not None:
+                yield Divergence(lane, (first, rank), differing)
                 break
 
 
-def _collectives_of(one: Ledger, lane: str) -> dict[int, Op]:
-    return {op.number: op for op in one.ops if op.lane == lane and op.ends is None}
+def _collectives_of(ledger: Ledger, lane: str) -> dict[int, Op]:
+    return {op.number: op for op in ledger.ops if op.lane == lane and op.ends is None}
 
 
 # -- pace ------------------------------------------------------------------------------------------
 
 
 def _measure_paces(job: Job) -> Iterator[Pace]:
-    for rank, one in sorted(job.ledgers.items()):
-        if steps := one.steps[-LAST_STEPS:]:
-            cycle = median(took for _, took, _ in steps)
-            yield Pace(rank, cycle, median(took - waited for _, took, waited in steps))
+    for rank, ledger in sorted(job.ledgers.items()):
+        if steps := ledger.steps[-LAST_STEPS:]:
+            cycle = median(seconds for _, seconds, _ in steps)
+            yield Pace(rank, cycle, median(seconds - waited for _, seconds, waited in steps))
 
 
 def _find_slow(paces: Sequence[Pace]) -> Iterator[Pace]:
     """Yield the ranks whose own time exceeds the median of the others by more than a tenth of a
     step."""
-    for one in paces:
-        others = [other.own for other in paces if other is not one]
+    for pace in paces:
+        others = [other.own for other in paces if other is not pace]
         if (
             others
-            and one.own > SLOW_FACTOR * median(others)
-            and one.own - median(others) > one.cycle / 10
+            and pace.own > SLOW_FACTOR * median(others)
+            and pace.own - median(others) > pace.cycle / 10
         ):
-            yield one
+            yield pace
 
 
 # -- links -----------------------------------------------------------------------------------------
@@ -241,30 +243,30 @@ def _measure_links(job: Job) -> Iterator[Link]:
 
     Only where the host waits for transfers, or a dump contains their times.
     """
-    found: dict[tuple[tuple[int, ...], str], list[tuple[int, float]]] = {}
+    samples: dict[tuple[tuple[int, ...], str], list[tuple[int, float]]] = {}
     for (ranks, op, size), times in _transfer_times(job).items():
-        for took in times:
-            found.setdefault((ranks, op), []).append((size, took))
-    for (ranks, op), transfers in sorted(found.items()):
+        for seconds in times:
+            samples.setdefault((ranks, op), []).append((size, seconds))
+    for (ranks, op), transfers in sorted(samples.items()):
         share = _SHARES[op](len(ranks)) if op in _SHARES else 1.0
-        rate = median(size * share / took for size, took in transfers)
+        rate = median(size * share / seconds for size, seconds in transfers)
         yield Link(ranks, op, len(transfers), int(median(size for size, _ in transfers)), rate)
 
 
 def _transfer_times(job: Job) -> dict[tuple[tuple[int, ...], str, int], list[float]]:
-    met: dict[object, dict[int, Op]] = {}
+    by_key: dict[object, dict[int, Op]] = {}
     for rank, ledger in job.ledgers.items():
         if ledger.device != "cpu" and ledger.live:
             continue
         for op in ledger.ops:
             if op.size >= LARGE_BYTES and op.ended > op.began and (op.ends or op.op in _SHARES):
-                met.setdefault((op.lane, op.number, op.ends), {})[rank] = op
-    found: dict[tuple[tuple[int, ...], str, int], list[float]] = {}
-    for members in met.values():
-        rank, one = next(iter(members.items()))
-        ranks = one.ends or job.ledgers[rank].lanes.get(one.lane, ())
+                by_key.setdefault((op.lane, op.number, op.ends), {})[rank] = op
+    times: dict[tuple[tuple[int, ...], str, int], list[float]] = {}
+    for members in by_key.values():
+        rank, first_op = next(iter(members.items()))
+        ranks = first_op.ends or job.ledgers[rank].lanes.get(first_op.lane, ())
         if set(ranks) == members.keys():
-            took = min(op.ended - op.began for op in members.values())
-            kind = one.op if one.ends is None else "message"
-            found.setdefault((tuple(ranks), kind, one.size), []).append(took)
-    return found
+            seconds = min(op.ended - op.began for op in members.values())
+            kind = first_op.op if first_op.ends is None else "message"
+            times.setdefault((tuple(ranks), kind, first_op.size), []).append(seconds)
+    return times

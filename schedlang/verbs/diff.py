@@ -43,18 +43,18 @@ def diff(
 
     check_folders(html=html)
     first, second = _plan_both((old, new), common)
-    found = compare(first.plan, second.plan)
+    difference = compare(first.plan, second.plan)
     costs = compare_accounts(account_costs(first, memory=True), account_costs(second, memory=True))
     names = (old.name, new.name) if old.name != new.name else (str(old), str(new))
     if html is not None:
-        write_output(html, diff_page(names, found, costs))
+        write_output(html, diff_page(names, difference, costs))
     if as_json:
-        show_json({**found.to_json(), "costs": [cost.to_json() for cost in costs]})
+        show_json({**difference.to_json(), "costs": [cost.to_json() for cost in costs]})
         return
     if markdown:
-        print(format_markdown(names, found, costs))
+        print(format_markdown(names, difference, costs))
         return
-    print(wrap_lines("\n".join(map(str, (found, *costs))), terminal_columns()))
+    print(wrap_lines("\n".join(map(str, (difference, *costs))), terminal_columns()))
 
 
 def _plan_both(files: tuple[Path, Path], common: Common) -> list[PlannedSchedule]:
@@ -67,7 +67,7 @@ def _plan_both(files: tuple[Path, Path], common: Common) -> list[PlannedSchedule
         bad_option(title, "leave them out, or give a schedule instead of a plan")
     return [
         load_saved_plan(file, common.model)
-        if was
+        if is_saved
         else plan_schedule(file, common.model, common.knob, common.mesh)
-        for file, was in zip(files, kept, strict=True)
+        for file, is_saved in zip(files, kept, strict=True)
     ]

@@ -46,12 +46,12 @@ def doctor(
     from schedlang.verbs.diagnosis import diagnose
     from schedlang.verbs.ledgers import read_job
 
-    found = diagnose(read_job(folder), stuck_after)
-    code = 0 if found.is_healthy else FAILS
+    diag = diagnose(read_job(folder), stuck_after)
+    code = 0 if diag.is_healthy else FAILS
     if as_json:
-        show_json({"exit": code, **_facts(found)})
+        show_json({"exit": code, **_facts(diag)})
     else:
-        print("\n".join(_report_lines(folder, found)))
+        print("\n".join(_report_lines(folder, diag)))
     if code:
         raise typer.Exit(code)
 
@@ -59,81 +59,81 @@ def doctor(
 # -- as text ---------------------------------------------------------------------------------------
 
 
-def _report_lines(folder: Path, found: Diagnosis) -> list[str]:
-    job = found.job
-    lines = [_head_line(folder, found), *_gone_lines(found)]
-    for rank in found.causes:
-        if found.is_stuck:
-            lines += ["", *_cause_lines(found, rank)]
-    if found.is_stuck and not found.causes:
-        lines += ["", *_circle_lines(found)]
+def _report_lines(folder: Path, diag: Diagnosis) -> list[str]:
+    job = diag.job
+    lines = [_head_line(folder, diag), *_gone_lines(diag)]
+    for rank in diag.causes:
+        if diag.is_stuck:
+            lines += ["", *_cause_lines(diag, rank)]
+    if diag.is_stuck and not diag.causes:
+        lines += ["", *_circle_lines(diag)]
     lines += [
-        line for one in found.differs for line in ("", *_difference_lines(one.ranks, one.ops))
+        line for item in diag.differs for line in ("", *_difference_lines(item.ranks, item.ops))
     ]
-    if found.missing:
+    if diag.missing:
         lines += ["", "pending"]
-        lines += [f"  {_pending_line(one)}" for one in found.missing]
-    if found.paces:
+        lines += [f"  {_pending_line(item)}" for item in diag.missing]
+    if diag.paces:
         lines += ["", "steps  median of the last, in seconds: from end to end, without waiting"]
-        slow = {one.rank for one in found.slow}
-        for pace in found.paces:
+        slow = {item.rank for item in diag.slow}
+        for pace in diag.paces:
             mark = "  slow" if pace.rank in slow else ""
             lines.append(f"  rank {pace.rank:<5} {pace.cycle:9.3f} {pace.own:9.3f}{mark}")
-        lines += [line for pace in found.slow for line in _slow_place(job.ledgers[pace.rank])]
-    if found.links:
+        lines += [line for pace in diag.slow for line in _slow_place(job.ledgers[pace.rank])]
+    if diag.links:
         lines += ["", "links  bytes a second of each rank, median"]
-        for link in found.links:
-            what = f"{link.op}, {link.count} of {format_bytes(link.size)}"
+        for link in diag.links:
+            text = f"{link.op}, {link.count} of {format_bytes(link.size)}"
             lines.append(
-                f"  ranks {_list_ranks(link.ranks):<16} {format_bytes(int(link.rate))}/s   {what}"
+                f"  ranks {_list_ranks(link.ranks):<16} {format_bytes(int(link.rate))}/s   {text}"
             )
     return lines
 
 
-def _head_line(folder: Path, found: Diagnosis) -> str:
-    job = found.job
-    steps = [one.step for one in job.ledgers.values() if one.step >= 0]
-    at = f", step {min(steps)}" if steps else ""
-    at += f" to {max(steps)}" if steps and min(steps) != max(steps) else ""
+def _head_line(folder: Path, diag: Diagnosis) -> str:
+    job = diag.job
+    steps = [ledger.step for ledger in job.ledgers.values() if ledger.step >= 0]
+    progress = f", step {min(steps)}" if steps else ""
+    progress += f" to {max(steps)}" if steps and min(steps) != max(steps) else ""
     state = (
         "stuck"
-        if found.is_stuck
+        if diag.is_stuck
         else "slow"
-        if found.slow
+        if diag.slow
         else "well"
-        if found.is_healthy
+        if diag.is_healthy
         else "failed"
     )
-    if len(found.ended) == len(job.ledgers):
+    if len(diag.ended) == len(job.ledgers):
         state = f"ended, {state}"
-    return f"{folder.name}   {len(job.ledgers)} of {job.world} ranks{at}   {state}"
+    return f"{folder.name}   {len(job.ledgers)} of {job.world} ranks{progress}   {state}"
 
 
-def _gone_lines(found: Diagnosis) -> list[str]:
-    lines = [f"  rank {rank} has written nothing" for rank in found.unrecorded]
-    if found.silent.keys() == found.job.ledgers.keys():
-        return [*lines, f"  no rank has written for {min(found.silent.values()):.0f} s"]
-    for rank, seconds in found.silent.items():
-        how = "its process has ended without a message, or is stopped"
-        host = found.job.ledgers[rank].host
-        lines.append(f"  rank {rank} ({host}) has not written for {seconds:.0f} s: {how}")
-    for rank, one in found.job.ledgers.items():
-        if one.error:
-            lines.append(f"  rank {rank} ended by {one.error}")
-        elif one.over and len(found.ended) < len(found.job.ledgers):
+def _gone_lines(diag: Diagnosis) -> list[str]:
+    lines = [f"  rank {rank} has written nothing" for rank in diag.unrecorded]
+    if diag.silent.keys() == diag.job.ledgers.keys():
+        return [*lines, f"  no rank has written for {min(diag.silent.values()):.0f} s"]
+    for rank, seconds in diag.silent.items():
+        fate = "its process has ended without a message, or is stopped"
+        host = diag.job.ledgers[rank].host
+        lines.append(f"  rank {rank} ({host}) has not written for {seconds:.0f} s: {fate}")
+    for rank, ledger in diag.job.ledgers.items():
+        if ledger.error:
+            lines.append(f"  rank {rank} ended by {ledger.error}")
+        elif ledger.over and len(diag.ended) < len(diag.job.ledgers):
             lines.append(f"  rank {rank} has ended normally")
     return lines
 
 
-def _cause_lines(found: Diagnosis, rank: int) -> list[str]:
+def _cause_lines(diag: Diagnosis, rank: int) -> list[str]:
     """Describe a rank that others wait for, and where the rank is instead."""
     lines = []
-    for one in found.missing:
-        if rank in one.absent:
-            lines.append(f"rank {rank} has not reached {_describe_op(one.op, one.ranks)}")
-            lines += [f"  row {one.op.row}"] * bool(one.op.row)
-            lines.append(f"  {_who_waits(one.waiting)} in it for {one.seconds:.0f} s")
-    ledger = found.job.ledgers.get(rank)
+    for wait in diag.missing:
+        if rank in wait.absent:
+            lines.append(f"rank {rank} has not reached {_describe_op(wait.op, wait.ranks)}")
+            lines += [f"  row {wait.op.row}"] * bool(wait.op.row)
+            lines.append(f"  {_who_waits(wait.waiting)} in it for {wait.seconds:.0f} s")
+    ledger = diag.job.ledgers.get(rank)
     if ledger is not None and not ledger.over:
         lines.append("  it is in")
         lines += [f"    {call}" for call in _user_calls(ledger)]
@@ -144,17 +144,17 @@ def _user_calls(ledger: Ledger) -> list[str]:
     """Return the innermost call, and the calls in the user's files."""
     first, *rest = ledger.stack or ("an unknown place",)
     others = ("site-packages", "/lib/python", "schedlang/", "<")
-    own = [call for call in rest if not any(part in call for part in others)]
-    return [first, *own][:_CALLS]
+    user_calls = [call for call in rest if not any(part in call for part in others)]
+    return [first, *user_calls][:_CALLS]
 
 
-def _circle_lines(found: Diagnosis) -> list[str]:
+def _circle_lines(diag: Diagnosis) -> list[str]:
     """Describe ranks that wait for each other, or an operation that all ranks have reached."""
     lines = []
-    for one in found.missing:
-        for rank in one.absent:
+    for wait in diag.missing:
+        for rank in wait.absent:
             lines.append(
-                f"rank {rank} has not reached {_describe_op(one.op, one.ranks)}: it waits, too"
+                f"rank {rank} has not reached {_describe_op(wait.op, wait.ranks)}: it waits, too"
             )
     return lines or [
         "all ranks have reached the operation that they wait for: the network does not deliver it"
@@ -162,17 +162,17 @@ def _circle_lines(found: Diagnosis) -> list[str]:
 
 
 def _difference_lines(ranks: tuple[int, int], ops: tuple[Op, Op]) -> list[str]:
-    one, other = ops
-    lines = [f"ranks {ranks[0]} and {ranks[1]} differ from collective {one.number} of a group on"]
+    first, second = ops
+    lines = [f"ranks {ranks[0]} and {ranks[1]} differ from collective {first.number} of a group on"]
     for rank, op in zip(ranks, ops):
         lines.append(f"  rank {rank}: {op.op}{_op_details(op)}")
         lines += [f"    row {op.row}"] * bool(op.row)
     return [*lines, "  the other rank has skipped what only one of them does"]
 
 
-def _pending_line(one: PendingOp) -> str:
-    text = f"{_who_waits(one.waiting)} for {one.seconds:.1f} s in {_describe_op(one.op, one.ranks)}"
-    return text + (f", for {_ranks_phrase(one.absent)}" if one.absent else "")
+def _pending_line(op: PendingOp) -> str:
+    text = f"{_who_waits(op.waiting)} for {op.seconds:.1f} s in {_describe_op(op.op, op.ranks)}"
+    return text + (f", for {_ranks_phrase(op.absent)}" if op.absent else "")
 
 
 def _who_waits(ranks: tuple[int, ...]) -> str:
@@ -195,19 +195,19 @@ def _describe_op(op: Op, ranks: tuple[int, ...]) -> str:
 
 
 def _op_details(op: Op) -> str:
-    whose = f" for `{op.whose}`" if op.whose else ""
-    held = f", {format_bytes(op.size)}" if op.size else ""
-    return whose + (" in backward" if op.backward else "") + held
+    owner = f" for `{op.whose}`" if op.whose else ""
+    size_text = f", {format_bytes(op.size)}" if op.size else ""
+    return owner + (" in backward" if op.backward else "") + size_text
 
 
 def _slow_place(ledger: Ledger) -> list[str]:
     """Describe the place where a slow rank was seen at work most often."""
-    looks = sum(n for *_, n in ledger.where)
+    total = sum(n for *_, n in ledger.where)
     lines = []
     for module, line, row, n in ledger.where[:1]:
-        what = f"`{module}`, " if module else ""
+        owner = f"`{module}`, " if module else ""
         lines.append(
-            f"  rank {ledger.rank} was found at work in {what}{line} ({n} of {looks} looks)"
+            f"  rank {ledger.rank} was found at work in {owner}{line} ({n} of {total} looks)"
         )
         lines += [f"    row {row}"] * bool(row)
     return lines
@@ -216,42 +216,42 @@ def _slow_place(ledger: Ledger) -> list[str]:
 # -- for machines ----------------------------------------------------------------------------------
 
 
-def _facts(found: Diagnosis) -> dict[str, Any]:
-    job = found.job
+def _facts(diag: Diagnosis) -> dict[str, Any]:
+    job = diag.job
     return {
         "world": job.world,
         "ranks": sorted(job.ledgers),
-        "stuck": found.is_stuck,
-        "never": list(found.unrecorded),
-        "silent": {str(rank): seconds for rank, seconds in found.silent.items()},
-        "over": list(found.ended),
-        "errors": {str(rank): one.error for rank, one in job.ledgers.items() if one.error},
-        "causes": list(found.causes),
+        "stuck": diag.is_stuck,
+        "never": list(diag.unrecorded),
+        "silent": {str(rank): seconds for rank, seconds in diag.silent.items()},
+        "over": list(diag.ended),
+        "errors": {str(rank): item.error for rank, item in job.ledgers.items() if item.error},
+        "causes": list(diag.causes),
         "pending": [
             {
-                **_op_json(one.op),
-                "ranks": list(one.ranks),
-                "waiting": list(one.waiting),
-                "absent": list(one.absent),
-                "seconds": one.seconds,
+                **_op_json(item.op),
+                "ranks": list(item.ranks),
+                "waiting": list(item.waiting),
+                "absent": list(item.absent),
+                "seconds": item.seconds,
             }
-            for one in found.missing
+            for item in diag.missing
         ],
         "differs": [
-            {"ranks": list(one.ranks), "ops": [_op_json(op) for op in one.ops]}
-            for one in found.differs
+            {"ranks": list(item.ranks), "ops": [_op_json(op) for op in item.ops]}
+            for item in diag.differs
         ],
-        "steps": [vars(one) for one in found.paces],
-        "slow": [one.rank for one in found.slow],
+        "steps": [vars(item) for item in diag.paces],
+        "slow": [item.rank for item in diag.slow],
         "where": {
-            str(one.rank): [
-                dict(zip(("module", "line", "row", "looks"), each))
-                for each in job.ledgers[one.rank].where
+            str(item.rank): [
+                dict(zip(("module", "line", "row", "looks"), look))
+                for look in job.ledgers[item.rank].where
             ]
-            for one in found.slow
+            for item in diag.slow
         },
-        "links": [{**vars(one), "ranks": list(one.ranks)} for one in found.links],
-        "stacks": {str(rank): list(one.stack) for rank, one in job.ledgers.items()},
+        "links": [{**vars(item), "ranks": list(item.ranks)} for item in diag.links],
+        "stacks": {str(rank): list(item.stack) for rank, item in job.ledgers.items()},
     }
 
 

@@ -105,20 +105,20 @@ class Outcome:
         }
 
 
-def summary(found: Sequence[Mapping[str, Any]]) -> str:
+def summary(outcomes: Sequence[Mapping[str, Any]]) -> str:
     """Format outcomes (as JSON values) as a Markdown table."""
     head = ("schedule", "", "outcome", "largest relative error", "mesh", "where", "seconds")
     rows = [
         (
-            f"`{one['file']}`",
-            one["question"],
-            _MARKS[one["exit"]] + one["outcome"],
-            one.get("max_rel_err", ""),
-            one.get("mesh", ""),
-            "" if one["exit"] == HOLDS else f"`{one['where']}`",
-            f"{one['seconds']:.1f}",
+            f"`{outcome['file']}`",
+            outcome["question"],
+            _MARKS[outcome["exit"]] + outcome["outcome"],
+            outcome.get("max_rel_err", ""),
+            outcome.get("mesh", ""),
+            "" if outcome["exit"] == HOLDS else f"`{outcome['where']}`",
+            f"{outcome['seconds']:.1f}",
         )
-        for one in found
+        for outcome in outcomes
     ]
     return f"### schedlang\n\n{table(head, rows)}\n"
 
@@ -134,14 +134,14 @@ class RankPool:
         self._found: ModelFile | None = None
         self._pool: Pool | None = None
 
-    def model_file(self, named: str | None, beside: Path) -> ModelFile:
+    def model_file(self, model: str | None, schedule: Path) -> ModelFile:
         """Return the model file of a schedule; import it anew unless it was the last one."""
         from schedlang.ir.modelfile import load_model_file
 
-        key = named or str((beside.parent / "model.py").resolve())
+        key = model or str((schedule.parent / "model.py").resolve())
         if key != self._key or self._found is None:
             self.close()
-            self._found = load_model_file(named, beside)
+            self._found = load_model_file(model, schedule)
             self._key = key
         sys.modules[self._found.name] = self._found.module  # another module may have taken the name
         return self._found
@@ -187,65 +187,67 @@ def first_row(file: Path) -> int:
     from schedlang.passes.elaborate.base_schedules import is_base
 
     rows = (n.Step, n.At, n.When, n.Rule, n.Do)
-    found = (
+    lines = (
         item.span.line
         for item in parse(read(file)).items
         if isinstance(item, rows) or isinstance(item, n.Use) and is_base(item)
     )
-    return next(found, 0)
+    return next(lines, 0)
 
 
-def check(file: Path, wish: ProofTerms) -> Outcome:
+def check(file: Path, terms: ProofTerms) -> Outcome:
     """Check syntax, names, domains and arguments without a model; the text has the warnings."""
 
     def ask(outcome: Outcome) -> Outcome:
         from schedlang.verbs.inputs import parse_settings
         from schedlang.verbs.quick_check import collect_warnings
 
-        found = collect_warnings([file], parse_settings(wish.knobs, wish.mesh))
-        return replace(outcome, text="\n\n".join(d.render(DEFAULT_COLUMNS) for d in found))
+        warnings = collect_warnings([file], parse_settings(terms.knobs, terms.mesh))
+        return replace(
+            outcome, text="\n\n".join(diagnostic.render(DEFAULT_COLUMNS) for diagnostic in warnings)
+        )
 
     outcome = _answer(Outcome(file, CHECK), ask)
     # most mistakes show only with the model: a check that holds is no answer yet
-    return _check_refusal(outcome, wish.refused) if wish.refused and outcome.code else outcome
+    return _check_refusal(outcome, terms.refused) if terms.refused and outcome.code else outcome
 
 
-def lock(file: Path, wish: ProofTerms) -> Outcome:
+def lock(file: Path, terms: ProofTerms) -> Outcome:
     """Compare the model and the schedule with the lock file."""
 
     def ask(outcome: Outcome) -> Outcome:
         from schedlang.verbs.lockfile import compare_lock
 
-        compared: LockComparison = compare_lock(file, wish.model)
+        compared: LockComparison = compare_lock(file, terms.model)
         code = FAILS if compared.changes else HOLDS
         return replace(outcome, code=code, text=str(compared))
 
     return _answer(Outcome(file, LOCK), ask)
 
 
-def static(file: Path, wish: ProofTerms) -> Outcome:
+def static(file: Path, terms: ProofTerms) -> Outcome:
     """Plan the schedule for its model, and prove what can be proven without running."""
 
     def ask(outcome: Outcome) -> Outcome:
         from schedlang.passes.static_checks.static import static as proofs
         from schedlang.verbs.inputs import plan_schedule
 
-        found = plan_schedule(file, wish.model, wish.knobs, wish.mesh)
-        batch = found.model.batch(wish.seed)
-        proven = proofs(found.plan, batch, found.model.loss, found.model.weight)
-        lines = [f"{one.name}: {one.description}: {one.verdict}" for one in proven.claims]
+        planned = plan_schedule(file, terms.model, terms.knobs, terms.mesh)
+        batch = planned.model.batch(terms.seed)
+        proven = proofs(planned.plan, batch, planned.model.loss, planned.model.weight)
+        lines = [f"{claim.name}: {claim.description}: {claim.verdict}" for claim in proven.claims]
         if proven.problems:
             return _refused_outcome(
                 outcome, proven.problems, Refusal(*proven.problems).render(DEFAULT_COLUMNS)
             )
-        code = HOLDS if all(one.checked for one in proven.claims) else UNCHECKED
+        code = HOLDS if all(claim.checked for claim in proven.claims) else UNCHECKED
         return replace(outcome, code=code, text="\n".join(lines))
 
     outcome = _answer(Outcome(file, STATIC), ask)
-    return _check_refusal(outcome, wish.refused) if wish.refused and outcome.code else outcome
+    return _check_refusal(outcome, terms.refused) if terms.refused and outcome.code else outcome
 
 
-def verify(file: Path, wish: ProofTerms, ranks: RankPool) -> Outcome:
+def verify(file: Path, terms: ProofTerms, ranks: RankPool) -> Outcome:
     """Prove that the schedule computes what its model computes, or is refused as required."""
 
     def ask(outcome: Outcome) -> Outcome:
@@ -253,42 +255,42 @@ def verify(file: Path, wish: ProofTerms, ranks: RankPool) -> Outcome:
         from schedlang.runtime.launch.rank_job import limit_time
 
         try:
-            with limit_time(wish.timeout):
-                return _run_verify(outcome, wish, ranks)
+            with limit_time(terms.timeout):
+                return _run_verify(outcome, terms, ranks)
         except (RankDied, Hang) as failure:
             return replace(outcome, code=UNCHECKED, text=str(failure))
 
     outcome = _answer(Outcome(file, VERIFY), ask)
-    return _check_refusal(outcome, wish.refused) if wish.refused else outcome
+    return _check_refusal(outcome, terms.refused) if terms.refused else outcome
 
 
-def _run_verify(outcome: Outcome, wish: ProofTerms, ranks: RankPool) -> Outcome:
+def _run_verify(outcome: Outcome, terms: ProofTerms, ranks: RankPool) -> Outcome:
     from schedlang.passes.prove import prove
     from schedlang.passes.reduce_model.shrink import with_reduction
     from schedlang.verbs.inputs import make_proof_case, parse_settings
 
-    file, given = outcome.file, parse_settings(wish.knobs, wish.mesh)
-    found = ranks.model_file(wish.model, file)
-    options: dict[str, Any] = {"model": wish.model, "seed": wish.seed, "dtype": wish.dtype}
-    one = make_proof_case(file, found, given, **options)
-    if one.case.plan.mesh.world > wish.world and wish.shrink:
-        one = make_proof_case(file, found, given, **options, shrink=True)
-    mesh = one.case.plan.mesh
-    if mesh.world > wish.world:
-        few = f"the mesh {mesh} has {mesh.world} ranks, at most {wish.world} are started"
-        return replace(outcome, skipped=few)
-    made = prove(one.case, pool=ranks.pool(), title=file.name, command=one.command)
-    report = with_reduction(made, one.small)
-    place, line = _first_blamed(report)
-    reduced = (("reduced", one.small.description),) if one.small is not None else ()
+    file, settings = outcome.file, parse_settings(terms.knobs, terms.mesh)
+    model_file = ranks.model_file(terms.model, file)
+    options: dict[str, Any] = {"model": terms.model, "seed": terms.seed, "dtype": terms.dtype}
+    case = make_proof_case(file, model_file, settings, **options)
+    if case.case.plan.mesh.world > terms.world and terms.shrink:
+        case = make_proof_case(file, model_file, settings, **options, shrink=True)
+    mesh = case.case.plan.mesh
+    if mesh.world > terms.world:
+        limit_text = f"the mesh {mesh} has {mesh.world} ranks, at most {terms.world} are started"
+        return replace(outcome, skipped=limit_text)
+    proof = prove(case.case, pool=ranks.pool(), title=file.name, command=case.command)
+    report = with_reduction(proof, case.small)
+    path, line = _first_blamed(report)
+    reduced = (("reduced", case.small.description),) if case.small is not None else ()
     return replace(
         outcome,
         code=report.exit_code,
         text=str(report),
         report=report,
         line=line,
-        place=place,
-        facts=(*_report_facts(report, wish, str(mesh)), *reduced),
+        place=path,
+        facts=(*_report_facts(report, terms, str(mesh)), *reduced),
     )
 
 
@@ -298,17 +300,17 @@ def _first_blamed(report: Report) -> tuple[str, int]:
     return (match[1], int(match[2])) if match else ("", 0)
 
 
-def _report_facts(report: Report, wish: ProofTerms, mesh: str) -> list[tuple[str, str]]:
+def _report_facts(report: Report, terms: ProofTerms, mesh: str) -> list[tuple[str, str]]:
     """Return the facts of a report for the JSON output."""
-    place, line = _first_blamed(report)
-    worst = max(
+    path, line = _first_blamed(report)
+    worst_row = max(
         (row.error for row in report.rows if row.gate < 1), key=_error_size, default=math.nan
     )
     return [
-        ("max_rel_err", f"{worst:.3e}"),
+        ("max_rel_err", f"{worst_row:.3e}"),
         ("first_divergence", report.first.place if report.first is not None else ""),
-        ("suspect_line", f"{place}:{line}" if line else ""),
-        ("seed", str(wish.seed)),
+        ("suspect_line", f"{path}:{line}" if line else ""),
+        ("seed", str(terms.seed)),
         ("equivalence", report.equivalence),
         ("mesh", mesh),
     ]
@@ -333,15 +335,15 @@ def _answer(outcome: Outcome, ask: Callable[[Outcome], Outcome]) -> Outcome:
     """Run one examination; a refusal, or an error of schedlang, is an outcome, too."""
     start = time.perf_counter()
     try:
-        found = ask(outcome)
+        answer = ask(outcome)
     except Refusal as refusal:
-        found = _refused_outcome(outcome, refusal.diagnostics, refusal.render(DEFAULT_COLUMNS))
+        answer = _refused_outcome(outcome, refusal.diagnostics, refusal.render(DEFAULT_COLUMNS))
     except Exception:
-        found = replace(outcome, code=UNCHECKED, text=traceback.format_exc().rstrip())
-    return replace(found, seconds=time.perf_counter() - start)
+        answer = replace(outcome, code=UNCHECKED, text=traceback.format_exc().rstrip())
+    return replace(answer, seconds=time.perf_counter() - start)
 
 
-def _refused_outcome(outcome: Outcome, said: Sequence[Diagnostic], text: str) -> Outcome:
-    span: Any = said[0].primary.span
-    place, line = (span.source.name, span.line) if span else ("", 0)
-    return replace(outcome, code=REFUSED, text=text, place=place, line=line)
+def _refused_outcome(outcome: Outcome, diagnostics: Sequence[Diagnostic], text: str) -> Outcome:
+    span: Any = diagnostics[0].primary.span
+    path, line = (span.source.name, span.line) if span else ("", 0)
+    return replace(outcome, code=REFUSED, text=text, place=path, line=line)

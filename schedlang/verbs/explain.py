@@ -30,27 +30,27 @@ def explain(
     from schedlang.language import manual
 
     load_all()
-    known = registry()
+    verbs = registry()
     if conflicts:
         _show(
-            primitive.conflict_table(known) if as_json else primitive.format_conflicts(known),
+            primitive.conflict_table(verbs) if as_json else primitive.format_conflicts(verbs),
             as_json,
         )
     elif name is None:
         _list_all(as_json)
-    elif name in known:
-        page: object = manual.to_json(known[name]) if as_json else manual.explain(known[name])
+    elif name in verbs:
+        page: object = manual.to_json(verbs[name]) if as_json else manual.explain(verbs[name])
         _show(page, as_json)
     elif name.upper() in codes.CODES or name.upper() in codes.WARNINGS:
         code = name.upper()
         _show(codes.to_json(code) if as_json else codes.explain(code), as_json)
     else:
-        near = find_closest(name, [*known, *codes.CODES, *codes.WARNINGS])
+        closest = find_closest(name, [*verbs, *codes.CODES, *codes.WARNINGS])
         helps = VERBS.get(name) or (
-            (f"did you mean `{near}`?",) if near else ("`schedlang explain` lists them all",)
+            (f"did you mean `{closest}`?",) if closest else ("`schedlang explain` lists them all",)
         )
         title = f"there is no primitive or code `{name}`"
-        facts = facts_of_unknown(name, () if near is None or name in VERBS else (near,))
+        facts = facts_of_unknown(name, () if closest is None or name in VERBS else (closest,))
         raise Refusal.of("S301", title, helps=helps, facts=facts)
 
 

@@ -57,17 +57,17 @@ def fabric(
     from schedlang.passes.simulate.node_cluster import cluster_and_ranks
     from schedlang.verbs.inputs import account_costs, plan_schedule
 
-    found = plan_schedule(file, common.model, common.knob, common.mesh, rows)
-    world = found.plan.mesh.world
-    known, counted = cluster_of(found.tree) if on is None else cluster_named(on)
-    if known is None and on is None:
+    planned = plan_schedule(file, common.model, common.knob, common.mesh, rows)
+    world = planned.plan.mesh.world
+    machine, counted = cluster_of(planned.tree) if on is None else cluster_named(on)
+    if machine is None and on is None:
         bad_option("the cluster is missing", "give it: `--on a100`, `--on cluster.toml`")
-    cluster, _ = cluster_and_ranks(known or str(on), world if known is not None else counted)
+    cluster, _ = cluster_and_ranks(machine or str(on), world if machine is not None else counted)
     hosts = cluster.node_of(world - 1) + 1
     if hosts < 3:
         title = f"{world} ranks of {cluster.name} are {hosts} hosts: there is nothing to choose"
         bad_option(title, "a larger mesh: `--mesh dp=64`; or fewer ranks in a node of `--on`")
-    sent = account_costs(found).collectives
+    sent = account_costs(planned).collectives
     if sent is None:
         bad_option(
             "the model file has no batch: nothing is sent without one", "`batch(seed)` in it"
@@ -75,14 +75,16 @@ def fabric(
     ports = min(_ports(cluster, world), hosts - 1) if links is None else links
     if ports >= hosts:
         bad_option(f"a host has {hosts - 1} others, not {ports}", f"`--links {hosts - 1}`")
-    traffic = traffic_of(found.plan, sent, cluster.node_of)
+    traffic = traffic_of(planned.plan, sent, cluster.node_of)
     link = _uplink_rate(cluster, world) / ports
-    chosen, took = choose_strides(hosts, ports, traffic, link)
-    made = Wiring(hosts, chosen, took, link, _switch_seconds(hosts, traffic, link * ports), traffic)
+    strides, seconds = choose_strides(hosts, ports, traffic, link)
+    wiring = Wiring(
+        hosts, strides, seconds, link, _switch_seconds(hosts, traffic, link * ports), traffic
+    )
     if as_json:
-        show_json(made.to_json())
+        show_json(wiring.to_json())
     else:
-        print(wrap_lines("\n".join(made.lines(file.name, cluster.name)), terminal_columns()))
+        print(wrap_lines("\n".join(wiring.lines(file.name, cluster.name)), terminal_columns()))
 
 
 @dataclass(frozen=True)
@@ -107,20 +109,20 @@ class Wiring:
         from schedlang.passes.planner.fabric import routes, strides_around
 
         links = "1 link" if len(self.strides) == 1 else f"{len(self.strides)} links"
-        each = f"{links} of {self.link / 1e9:.4g} GB/s each"
-        yield f"{name} · {self.hosts} hosts of {cluster} · {each}"
+        rate_text = f"{links} of {self.link / 1e9:.4g} GB/s each"
+        yield f"{name} · {self.hosts} hosts of {cluster} · {rate_text}"
         yield ""
         on = ", ".join(f"h + {stride}" for stride in self.strides)
         yield f"links     from each host h to {on} (modulo {self.hosts})"
-        for group, much in sorted(self.traffic.rings.items()):
+        for group, size in sorted(self.traffic.rings.items()):
             around = strides_around(self.hosts, self.strides, group)
-            how = f"by strides {', '.join(map(str, around))}" if around else "by the shortest ways"
+            via = f"by strides {', '.join(map(str, around))}" if around else "by the shortest ways"
             members = ", ".join(map(str, group))
-            yield f"ring      {members}: {format_bytes(round(much))} a link, {how}"
-        for (source, target), much in sorted(self.traffic.messages.items()):
-            way = routes(self.hosts, self.strides)[(target - source) % self.hosts]
-            words = " + ".join(map(str, way))
-            yield f"message   {source} to {target}: {format_bytes(round(much))}, by {words}"
+            yield f"ring      {members}: {format_bytes(round(size))} a link, {via}"
+        for (source, target), size in sorted(self.traffic.messages.items()):
+            route = routes(self.hosts, self.strides)[(target - source) % self.hosts]
+            hops = " + ".join(map(str, route))
+            yield f"message   {source} to {target}: {format_bytes(round(size))}, by {hops}"
         times = f"{format_seconds(self.seconds)} on the fullest link"
         yield f"a step    {times}; behind a switch that never blocks {format_seconds(self.switch)}"
 
@@ -128,7 +130,7 @@ class Wiring:
         """Return plain values, in bytes and seconds."""
         from schedlang.passes.planner.fabric import routes, strides_around
 
-        ways = routes(self.hosts, self.strides)
+        paths = routes(self.hosts, self.strides)
         return {
             "hosts": self.hosts,
             "strides": list(self.strides),
@@ -143,14 +145,14 @@ class Wiring:
             "rings": [
                 {
                     "hosts": group,
-                    "bytes": much,
+                    "bytes": size,
                     "strides": strides_around(self.hosts, self.strides, group),
                 }
-                for group, much in self.traffic.rings.items()
+                for group, size in self.traffic.rings.items()
             ],
             "messages": [
-                {"from": a, "to": b, "bytes": much, "route": ways[(b - a) % self.hosts]}
-                for (a, b), much in self.traffic.messages.items()
+                {"from": a, "to": b, "bytes": size, "route": paths[(b - a) % self.hosts]}
+                for (a, b), size in self.traffic.messages.items()
             ],
         }
 
@@ -162,11 +164,11 @@ def _ports(cluster: Cluster, world: int) -> int:
 
 def _uplink_rate(cluster: Cluster, world: int) -> float:
     """Return the bytes per second that the slowest host sends to others."""
-    ways: defaultdict[int, float] = defaultdict(float)
+    rates: defaultdict[int, float] = defaultdict(float)
     for rank in range(world):
-        one = cluster.device_of(rank)
-        ways[cluster.node_of(rank)] += one.network * one.routed
-    return min(ways.values())
+        device = cluster.device_of(rank)
+        rates[cluster.node_of(rank)] += device.network * device.routed
+    return min(rates.values())
 
 
 def _switch_seconds(hosts: int, traffic: Traffic, out: float) -> float:

@@ -34,22 +34,22 @@ def fmt(
     from schedlang.language.syntax import read
     from schedlang.verbs.inputs import write_text
 
-    made: dict[Path, tuple[str, str]] = {}
+    formatted: dict[Path, tuple[str, str]] = {}
     notes: dict[Path, list[str]] = {}  # the changes of an upgrade
     problems: list[Diagnostic] = []
     for file in files:
         try:
             source = read(file)
             newer = upgrade_source(source) if upgrade else UpgradedSource(source)
-            made[file] = (source.text, printer.fmt(newer.source))
+            formatted[file] = (source.text, printer.fmt(newer.source))
             notes[file] = [change.description for change in newer.changes]
         except Refusal as refusal:
             problems += refusal.diagnostics
     if problems:
         raise Refusal(*problems)
-    changed = [file for file, (before, after) in made.items() if _differs(file, before, after)]
+    changed = [file for file, (before, after) in formatted.items() if _differs(file, before, after)]
     for file in changed if not check else ():
-        write_text(file, made[file][1])
+        write_text(file, formatted[file][1])
     code = FAILS if check and changed else 0
     if as_json:
         upgrades = {str(file): note for file, note in notes.items() if note}

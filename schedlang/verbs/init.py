@@ -54,35 +54,37 @@ def init(
     sizes = parse_settings((), mesh).mesh
     check_mesh(sizes)
     start = time.perf_counter()
-    found = _load_file(model)
+    model_file = _load_file(model)
     import torch  # noqa: F401  (a model file may defer it; it counts as an import)
 
     imports = time.perf_counter() - start
-    module = _make_model(found, sizes)
+    module = _make_model(model_file, sizes)
     adapters = None if adapt is None else Adapters(adapt, rank)
-    made = propose(module, found.batch(0), sizes, found.loss, found.weight, adapters)
+    proposal = propose(
+        module, model_file.batch(0), sizes, model_file.loss, model_file.weight, adapters
+    )
     spent = time.perf_counter() - start - imports
     if as_json:
-        show_json({"schedule": made.text, "notes": list(made.notes), "mesh": dict(sizes)})
+        show_json({"schedule": proposal.text, "notes": list(proposal.notes), "mesh": dict(sizes)})
     else:
-        print(made.text, end="")
+        print(proposal.text, end="")
         print(f"written in {spent:.1f} s, imports {imports:.1f} s", file=sys.stderr)
 
 
-def _make_model(found: ModelFile, sizes: Mapping[str, int]) -> nn.Module:
+def _make_model(model_file: ModelFile, sizes: Mapping[str, int]) -> nn.Module:
     """Return the model on the meta device; with values if its sequences may be split."""
     from schedlang.passes.autoshard.propose import ROLES
     from schedlang.verbs.inputs import model_to_try
 
-    module = found.model(meta=True)
+    module = model_file.model(meta=True)
     split = any(size > 1 and ROLES[axis] == "tokens" for axis, size in sizes.items())
-    return model_to_try(found, module) if split else module
+    return model_to_try(model_file, module) if split else module
 
 
-def _load_file(named: str) -> ModelFile:
+def _load_file(model: str) -> ModelFile:
     """Load the model file of a path, of a folder with a `model.py`, or of a dotted name."""
     from schedlang.ir.modelfile import load_model_file
 
-    if Path(named).is_dir():
-        named = str(Path(named) / "model.py")
-    return load_model_file(named)
+    if Path(model).is_dir():
+        model = str(Path(model) / "model.py")
+    return load_model_file(model)

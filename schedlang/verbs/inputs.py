@@ -42,8 +42,8 @@ def parse_settings(knobs: Sequence[str] | None, mesh: str | None) -> Settings:
             bad_option(title, "the size of an axis must be an integer above 0")
         sizes[name] = int(text)
     world = os.environ.get("WORLD_SIZE", "")
-    given = dict(_parse_pair("--knob", part) for part in knobs or ())
-    return Settings(given, sizes, int(world) if world.isdigit() else None)
+    values = dict(_parse_pair("--knob", part) for part in knobs or ())
+    return Settings(values, sizes, int(world) if world.isdigit() else None)
 
 
 def _parse_pair(option: str, text: str) -> tuple[str, str]:
@@ -74,11 +74,11 @@ def read_saved_plan(file: Path, model: str | None) -> tuple[dict[str, Any], Mode
     from schedlang.passes.elaborate.plan_record import read_record
 
     record = read_record(file)
-    named = record.get("model_file")
-    if model is None and named and not (file.parent / "model.py").is_file():
+    model_file = record.get("model_file")
+    if model is None and model_file and not (file.parent / "model.py").is_file():
         title = f"`{file}` has the rows; `--model` gives the model"
-        notes = (f"the plan was made for {ascii(named)}; there is no `model.py` next to it",)
-        model = shlex.quote(named) if named.isprintable() else "FILE"
+        notes = (f"the plan was made for {ascii(model_file)}; there is no `model.py` next to it",)
+        model = shlex.quote(model_file) if model_file.isprintable() else "FILE"
         helps = (f"if you trust that file: `--model {model}`",)
         raise Refusal.of("S904", title, notes=notes, helps=helps)
     return record, load_model_file(model, file)
@@ -91,10 +91,10 @@ def load_saved_plan(file: Path, model: str | None) -> PlannedSchedule:
     from schedlang.language.syntax import parse
     from schedlang.passes.elaborate.plan_record import plan_from_record
 
-    record, found = read_saved_plan(file, model)
-    plan = plan_from_record(record, ModelFacts(found.model(meta=True)))
+    record, model_file = read_saved_plan(file, model)
+    plan = plan_from_record(record, ModelFacts(model_file.model(meta=True)))
     text = Source(str(record.get("schedule_file", file)), str(record.get("schedule_text", "")))
-    return PlannedSchedule(file, parse(text), plan, found)
+    return PlannedSchedule(file, parse(text), plan, model_file)
 
 
 @dataclass(frozen=True)
@@ -129,38 +129,38 @@ def plan_schedule(
     from schedlang.language.syntax import parse, read
     from schedlang.schedule import Schedule
 
-    given = parse_settings(knobs, mesh)
+    settings = parse_settings(knobs, mesh)
     tree = parse(read(file))
     start = time.perf_counter()
-    found = load_model_file(model, file)
+    model_file = load_model_file(model, file)
     import torch  # noqa: F401  (a model file may defer it; it counts as an import)
 
     imports = time.perf_counter() - start
-    module = found.model(meta=True)
-    schedule = Schedule(module, tree, given)
-    made = schedule.plan()
-    slices = made.order.slices if made.order is not None else 1
-    if slices * made.mesh.size(made.context_axes) > 1:
-        schedule = Schedule(model_to_try(found, module), tree, given)
-        made = schedule.plan()
-    if made.completions:
+    module = model_file.model(meta=True)
+    schedule = Schedule(module, tree, settings)
+    plan = schedule.plan()
+    slices = plan.order.slices if plan.order is not None else 1
+    if slices * plan.mesh.size(plan.context_axes) > 1:
+        schedule = Schedule(model_to_try(model_file, module), tree, settings)
+        plan = schedule.plan()
+    if plan.completions:
         from schedlang.passes.complete.complete import complete_plan
 
-        made = complete_plan(made, _batch_of_rows(found, rows), found.loss)
-    return PlannedSchedule(file, tree, made, found, imports, tuple(schedule.warnings()), rows)
+        plan = complete_plan(plan, _batch_of_rows(model_file, rows), model_file.loss)
+    return PlannedSchedule(file, tree, plan, model_file, imports, tuple(schedule.warnings()), rows)
 
 
 MAX_TRIED_PARAMETERS = 1 << 24  # parameters: a model up to this size is made with values quickly
 
 
-def model_to_try(found: ModelFile, module: nn.Module) -> nn.Module:
+def model_to_try(model_file: ModelFile, module: nn.Module) -> nn.Module:
     """Return the model with values if it is small, else as it is, on the meta device.
 
     Whether a model can run on a part of its tokens shows only with values: a trial runs, as before
     training.
     """
     small = sum(parameter.numel() for parameter in module.parameters()) <= MAX_TRIED_PARAMETERS
-    return found.model() if small else module
+    return model_file.model() if small else module
 
 
 def _batch_of_rows(model: ModelFile, rows: int | None) -> dict[str, Any] | None:
@@ -170,19 +170,19 @@ def _batch_of_rows(model: ModelFile, rows: int | None) -> dict[str, Any] | None:
     return batch if batch is None or rows is None else expand_rows(batch, rows)
 
 
-def account_costs(one: PlannedSchedule, *, memory: bool = False) -> Account:
+def account_costs(planned: PlannedSchedule, *, memory: bool = False) -> Account:
     """Account the costs of the plan, with a batch if there is one."""
     from schedlang.passes.simulate.account import account
 
-    loss, weight = one.model.loss, one.model.weight
+    loss, weight = planned.model.loss, planned.model.weight
     try:
-        return account(one.plan, one.batch(), loss, weight=weight, memory=memory)
+        return account(planned.plan, planned.batch(), loss, weight=weight, memory=memory)
     except Refusal as refusal:
         if refusal.diagnostic.code != "S606":
             raise
-        more = f"or see a step of more such rows: `schedlang plan {one.file.name} --rows N`"
+        hint = f"or see a step of more such rows: `schedlang plan {planned.file.name} --rows N`"
         raise Refusal(
-            replace(refusal.diagnostic, helps=(*refusal.diagnostic.helps, more))
+            replace(refusal.diagnostic, helps=(*refusal.diagnostic.helps, hint))
         ) from refusal
 
 
@@ -250,8 +250,8 @@ class ProofCase:
 
 def make_proof_case(
     file: Path,
-    found: ModelFile,
-    given: Settings,
+    model_file: ModelFile,
+    settings: Settings,
     *,
     model: str | None = None,
     seed: int = 0,
@@ -270,45 +270,45 @@ def make_proof_case(
     from schedlang.passes.verify.requirements import STEPS, steps_of
     from schedlang.schedule import Schedule
 
-    tree, module = parse(read(file)), found.model(seed=seed, meta=bool(shrink))
+    tree, module = parse(read(file)), model_file.model(seed=seed, meta=bool(shrink))
     small = None
     if shrink or (shrink is None and has_meta_parameters(module)):
         small = reduce_model_file(
-            tree, given, found, module, _make_batches(found, seed, STEPS), seed
+            tree, settings, model_file, module, _make_batches(model_file, seed, STEPS), seed
         )
         if (steps := steps_of(small.plan)) > STEPS:
             small = reduce_model_file(
-                tree, given, found, module, _make_batches(found, seed, steps), seed
+                tree, settings, model_file, module, _make_batches(model_file, seed, steps), seed
             )
         plan, batches = small.plan, small.batches
     else:
-        plan = Schedule(module, tree, given).plan()
-        batches = _make_batches(found, seed, steps_of(plan))
-    subject = None
+        plan = Schedule(module, tree, settings).plan()
+        batches = _make_batches(model_file, seed, steps_of(plan))
+    target = None
     if only is not None:  # expectations are about all rows, not about a part
         plan = replace(plan_of_lines(plan, only), expected=())
     elif plan.expected:
-        subject = _expectation_subject(
-            tree, found, given, small.full_plan if small is not None else plan, seed
+        target = _expectation_subject(
+            tree, model_file, settings, small.full_plan if small is not None else plan, seed
         )
-    case = Case(plan, batches, found.loss, found.weight, seed, dtype, expected_for=subject)
+    case = Case(plan, batches, model_file.loss, model_file.weight, seed, dtype, expected_for=target)
     command = verify_command(file, plan, seed, model, only) + (" --shrink" if small else "")
     return ProofCase(case, small, command)
 
 
 def _expectation_subject(
-    tree: File, found: ModelFile, given: Settings, whole: Plan, seed: int
+    tree: File, model_file: ModelFile, settings: Settings, full_plan: Plan, seed: int
 ) -> tuple[Plan, Any]:
     """Return the plan and the batch that expectations are about: the full model on the file's own
     mesh."""
     from schedlang.schedule import Schedule
 
-    if given.mesh:
+    if settings.mesh:
         # the file's mesh may need ranks that only a job has: then use the command's
         with suppress(Refusal):
-            whole = Schedule(whole.model.model, tree, replace(given, mesh={})).plan()
-    return whole, found.batch(seed)
+            full_plan = Schedule(full_plan.model.model, tree, replace(settings, mesh={})).plan()
+    return full_plan, model_file.batch(seed)
 
 
-def _make_batches(found: ModelFile, seed: int, steps: int) -> tuple[Any, ...]:
-    return tuple(found.batch(seed + step) for step in range(steps))
+def _make_batches(model_file: ModelFile, seed: int, steps: int) -> tuple[Any, ...]:
+    return tuple(model_file.batch(seed + step) for step in range(steps))

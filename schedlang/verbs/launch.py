@@ -127,7 +127,7 @@ class Job:
         ranks = f"{self.nodes * self.per_node} ranks, {self.per_node} a node"
         return [
             f"{self.name}: {ranks}",
-            *(f"{axis}  {where}" for axis, where in self.axis_spans.items()),
+            *(f"{axis}  {span}" for axis, span in self.axis_spans.items()),
         ]
 
     @property
@@ -139,16 +139,16 @@ class Job:
         """
         from schedlang.diagnostics.job_refusals import FRESH_STORE
 
-        again = self.elastic is not None or (self.nodes > 1 and self.restarts)
-        return {FRESH_STORE: "1"} if again else {}
+        fresh = self.elastic is not None or (self.nodes > 1 and self.restarts)
+        return {FRESH_STORE: "1"} if fresh else {}
 
-    def torchrun(self, *where: str) -> tuple[str, ...]:
-        """Return the command of a node; `where` are the options of the rendezvous."""
+    def torchrun(self, *rendezvous: str) -> tuple[str, ...]:
+        """Return the command of a node; `rendezvous` are the options of the rendezvous."""
         nodes = f"{self.nodes}" if self.elastic is None else f"{self.elastic}:{self.nodes}"
         counts = ("--nnodes", nodes, "--nproc-per-node", str(self.per_node))
         return (
             *("torchrun", *counts, "--max-restarts", str(self.restarts)),
-            *("--rdzv-backend", "c10d", *where, *self.command),
+            *("--rdzv-backend", "c10d", *rendezvous, *self.command),
         )
 
 
@@ -168,13 +168,13 @@ def launch(
     queue.  The ranks of a node are consecutive, so the last axes of the mesh are inside nodes.  A
     comment in the script gives the place of each axis.
     """
-    named = [each for each, chosen in vars(engine).items() if chosen]
-    if len(named) > 1:
+    engines = [option for option, is_set in vars(engine).items() if is_set]
+    if len(engines) > 1:
         bad_option(
-            f"a script is for one engine, not for {' and '.join(named)}",
+            f"a script is for one engine, not for {' and '.join(engines)}",
             "call `schedlang launch` once for each",
         )
-    kind = named[0] if named else "torchrun"
+    kind = engines[0] if engines else "torchrun"
     job = job_of(file, nodes, common)
     if job.elastic is not None and kind != "torchrun":
         bad_option(
@@ -196,58 +196,60 @@ def launch(
 # -- the job ---------------------------------------------------------------------------------------
 
 
-def job_of(file: Path, asked: Nodes, common: Common) -> Job:
+def job_of(file: Path, request: Nodes, common: Common) -> Job:
     """Plan a schedule for the ranks of its job; refuses a mesh that does not fill the nodes."""
     for option in ("nodes", "per_node"):
-        check_positive(option.replace("_", "-"), getattr(asked, option))
-    mesh, node = _plan_mesh(file, asked, common)
-    per_node = node if asked.per_node else min(node, mesh.world)
+        check_positive(option.replace("_", "-"), getattr(request, option))
+    mesh, node = _plan_mesh(file, request, common)
+    per_node = node if request.per_node else min(node, mesh.world)
     if mesh.world % per_node:
         bad_option(
             f"{mesh.world} ranks do not fill nodes of {per_node}",
             f"give ranks of a node that divide {mesh.world}: `--per-node N`",
         )
-    if asked.nodes is not None and asked.nodes * per_node != mesh.world:
-        held = f"{asked.nodes} nodes of {per_node}"
+    if request.nodes is not None and request.nodes * per_node != mesh.world:
+        node_text = f"{request.nodes} nodes of {per_node}"
         bad_option(
-            f"the mesh has {mesh.world} ranks, {held} have {asked.nodes * per_node}",
+            f"the mesh has {mesh.world} ranks, {node_text} have {request.nodes * per_node}",
             f"give `--nodes {mesh.world // per_node}`, or other sizes: `--mesh AXIS=N`",
         )
-    if asked.elastic is not None:
-        _check_elastic(asked.elastic, mesh.world // per_node, asked)
-    lies = {
+    if request.elastic is not None:
+        _check_elastic(request.elastic, mesh.world // per_node, request)
+    spans = {
         f"{axis}={size}": _describe_span(mesh, axis, per_node)
         for axis, size in mesh.axes
         if size > 1
     }
     return Job(
-        _job_name(asked.name or file.stem),
-        _rank_command(file, asked, common),
+        _job_name(request.name or file.stem),
+        _rank_command(file, request, common),
         mesh.world // per_node,
         per_node,
-        asked.restarts if asked.restarts is not None else _RESTARTS[asked.elastic is not None],
-        None if asked.time is None else _parse_time(asked.time),
-        asked.image,
-        asked.cpu,
-        asked.record,
-        asked.elastic,
-        lies,
+        request.restarts
+        if request.restarts is not None
+        else _RESTARTS[request.elastic is not None],
+        None if request.time is None else _parse_time(request.time),
+        request.image,
+        request.cpu,
+        request.record,
+        request.elastic,
+        spans,
     )
 
 
-def _check_elastic(least: int, nodes: int, asked: Nodes) -> None:
+def _check_elastic(min_nodes: int, nodes: int, request: Nodes) -> None:
     """Refuse a job that cannot continue with fewer nodes."""
-    if least > nodes:
-        title = f"a job of {nodes} nodes cannot go on while {least} are left"
+    if min_nodes > nodes:
+        title = f"a job of {nodes} nodes cannot go on while {min_nodes} are left"
         bad_option(title, f"give as many or fewer: `--elastic {nodes}`")
-    if asked.script is None:
+    if request.script is None:
         bad_option(
             "`schedlang run` begins anew, and an elastic job goes on",
             "give a script with `Trainer(..., elastic=True)`: `--script train.py`",
         )
 
 
-def _plan_mesh(file: Path, asked: Nodes, common: Common) -> tuple[Mesh, int]:
+def _plan_mesh(file: Path, request: Nodes, common: Common) -> tuple[Mesh, int]:
     """Return the mesh of the planned schedule, and the number of ranks of a node."""
     from schedlang.ir.modelfile import load_model_file
     from schedlang.language.syntax import parse, read
@@ -256,16 +258,16 @@ def _plan_mesh(file: Path, asked: Nodes, common: Common) -> tuple[Mesh, int]:
     from schedlang.schedule import Schedule
     from schedlang.verbs.inputs import parse_settings
 
-    given, tree = parse_settings(common.knob, common.mesh), parse(read(file))
+    settings, tree = parse_settings(common.knob, common.mesh), parse(read(file))
     cluster = cluster_of(tree)[0]
-    node = asked.per_node or (NODE if cluster is None else cluster.node)
-    if isinstance(cluster, Unlike) and {one.device.node for one in cluster.nodes} != {node}:
+    node = request.per_node or (NODE if cluster is None else cluster.node)
+    if isinstance(cluster, Unlike) and {kind.device.node for kind in cluster.nodes} != {node}:
         title = f"the nodes of `{cluster.name}` have {cluster.text()}: one script starts as many"
         bad_option(title, "start `torchrun` on each node with its own `--nproc-per-node`")
-    if asked.nodes is not None:
-        given = replace(given, world=asked.nodes * node)
+    if request.nodes is not None:
+        settings = replace(settings, world=request.nodes * node)
     module = load_model_file(common.model, file).model(meta=True)
-    return Schedule(module, tree, given).plan().mesh, node
+    return Schedule(module, tree, settings).plan().mesh, node
 
 
 def _describe_span(mesh: Mesh, axis: str, per_node: int) -> str:
@@ -276,17 +278,17 @@ def _describe_span(mesh: Mesh, axis: str, per_node: int) -> str:
     return f"across {max(map(len, spans))} nodes"
 
 
-def _rank_command(file: Path, asked: Nodes, common: Common) -> tuple[str, ...]:
-    if asked.script is not None:
+def _rank_command(file: Path, request: Nodes, common: Common) -> tuple[str, ...]:
+    if request.script is not None:
         try:
-            words = tuple(shlex.split(asked.script))
+            command = tuple(shlex.split(request.script))
         except ValueError as error:
             bad_option(f"cannot read `--script`: {error}".lower(), "close the quotes")
-        if not words:
+        if not command:
             bad_option("`--script` is empty", "write `--script 'train.py --steps 100'`")
-        return words
+        return command
     options = [*(("--mesh", common.mesh) if common.mesh else ())]
-    options += [word for knob in common.knob or () for word in ("--knob", knob)]
+    options += [argument for knob in common.knob or () for argument in ("--knob", knob)]
     options += ["--model", common.model] if common.model else []
     return ("-m", "schedlang", "run", str(file), *options)
 
@@ -294,17 +296,17 @@ def _rank_command(file: Path, asked: Nodes, common: Common) -> tuple[str, ...]:
 def _job_name(text: str) -> str:
     """Return a name that every engine accepts: lower-case letters, digits and `-`, a letter
     first."""
-    found = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:50].strip("-")
-    return found if found[:1].isalpha() else f"job-{found}".strip("-")
+    slug = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:50].strip("-")
+    return slug if slug[:1].isalpha() else f"job-{slug}".strip("-")
 
 
 def _parse_time(text: str) -> int:
-    found = re.fullmatch(r"(\d{1,4}):([0-5]\d):([0-5]\d)", text)
-    if found is None:
+    match = re.fullmatch(r"(\d{1,4}):([0-5]\d):([0-5]\d)", text)
+    if match is None:
         bad_option(
             f"cannot read `--time {text}`", "write hours, minutes, seconds: `--time 8:00:00`"
         )
-    hours, minutes, seconds = map(int, found.groups())
+    hours, minutes, seconds = map(int, match.groups())
     return hours * 3600 + minutes * 60 + seconds
 
 
@@ -313,18 +315,20 @@ def _parse_time(text: str) -> int:
 
 def _torchrun(job: Job) -> str:
     """Return a command for each node; `HEAD` stands for the first node's name."""
-    where: tuple[str, ...] = ("--rdzv-id", job.name, "--rdzv-endpoint", HEAD)
+    rendezvous: tuple[str, ...] = ("--rdzv-id", job.name, "--rdzv-endpoint", HEAD)
     lines = [*job.notes, "on each node, with HEAD the name of one of them:"]
     from schedlang.runtime.launch.rank_job import RECORD
 
-    known = {RECORD: job.record} if job.record else {}
-    known |= job.store_variable
+    environment = {RECORD: job.record} if job.record else {}
+    environment |= job.store_variable
     if job.elastic is not None:
-        where = (*where, "--rdzv-conf", ELASTIC)
+        rendezvous = (*rendezvous, "--rdzv-conf", ELASTIC)
         store = shlex.join(("python", "-c", STORE.format(port=PORT)))
         lines = [*job.notes, "on HEAD, a machine that stays:", store, "on each node, HEAD or not:"]
-    set_ = ("env", *(f"{name}={value}" for name, value in known.items())) if known else ()
-    return _comment_lines(lines) + _quote_words((*set_, *job.torchrun(*where))) + "\n"
+    set_ = (
+        ("env", *(f"{name}={value}" for name, value in environment.items())) if environment else ()
+    )
+    return _comment_lines(lines) + _quote_words((*set_, *job.torchrun(*rendezvous))) + "\n"
 
 
 def _slurm(job: Job) -> str:
@@ -334,7 +338,7 @@ def _slurm(job: Job) -> str:
     options += [] if job.seconds is None else [f"time={_format_time(job.seconds)}"]
     options += [f"output={job.name}-%j.log", "open-mode=append"]
     options += ["requeue"] if job.restarts else ["no-requeue"]
-    where = ("--rdzv-id", SLURM_ID, "--rdzv-endpoint", HEAD)
+    rendezvous = ("--rdzv-id", SLURM_ID, "--rdzv-endpoint", HEAD)
     return "\n".join(
         [
             "#!/bin/bash",
@@ -345,7 +349,7 @@ def _slurm(job: Job) -> str:
             'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
             *(f"export {name}={shlex.quote(value)}" for name, value in _environment(job).items()),
             # one node that fails ends the step on all, and the job with its exit code
-            f"srun --kill-on-bad-exit=1 {_quote_words(job.torchrun(*where))}",
+            f"srun --kill-on-bad-exit=1 {_quote_words(job.torchrun(*rendezvous))}",
             "",
         ]
     )
@@ -387,7 +391,7 @@ def _k8s(job: Job) -> str:
     ]
     # JSON is YAML, and needs no writer of it
     return _comment_lines(job.notes) + "---\n".join(
-        json.dumps(one, indent=2) + "\n" for one in documents
+        json.dumps(document, indent=2) + "\n" for document in documents
     )
 
 
@@ -399,8 +403,8 @@ def _ray(job: Job) -> str:
     """Return a driver script: one task per node, which is that node's torchrun."""
     bundle = {"CPU": 1} if job.cpu else {"CPU": 1, "GPU": job.per_node}
     # say which node has the store: torchrun may not recognise its machine by Ray's addresses
-    where = ("--rdzv-id", job.name, "--rdzv-endpoint", "HEAD", "--rdzv-conf", "HOST")
-    words = list(job.torchrun(*where))
+    rendezvous = ("--rdzv-id", job.name, "--rdzv-endpoint", "HEAD", "--rdzv-conf", "HOST")
+    command = list(job.torchrun(*rendezvous))
     notes = "".join(f"# {note}\n" for note in job.notes)
     wait = "" if job.seconds is None else f", timeout={job.seconds}"
     return f"""{notes}import os
@@ -411,7 +415,7 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 BUNDLE = {bundle!r}
-COMMAND = {words!r}
+COMMAND = {command!r}
 ENVIRONMENT = {_environment(job)!r}
 
 
@@ -451,14 +455,14 @@ SCRIPTS: Mapping[str, Callable[[Job], str]] = {
 
 def _environment(job: Job) -> dict[str, str]:
     """Return the variables of ranks, besides those of torchrun."""
-    found = {"OMP_NUM_THREADS": "1"} if job.cpu else {}
-    found |= job.store_variable
+    variables = {"OMP_NUM_THREADS": "1"} if job.cpu else {}
+    variables |= job.store_variable
     if job.record:
         from schedlang.runtime.launch.rank_job import RECORD
 
-        found[RECORD] = job.record
+        variables[RECORD] = job.record
     # gloo of torch 2.13 starts an elastic job again only under this
-    return found | ({"TORCH_GLOO_LAZY_INIT": "1"} if job.restarts else {})
+    return variables | ({"TORCH_GLOO_LAZY_INIT": "1"} if job.restarts else {})
 
 
 def _format_time(seconds: int) -> str:
@@ -469,8 +473,6 @@ def _comment_lines(notes: Sequence[str]) -> str:
     return "".join(f"# {note}\n" for note in notes)
 
 
-def _quote_words(words: Sequence[str]) -> str:
+def _quote_words(args: Sequence[str]) -> str:
     """Quote the words of a shell command, except our own variables."""
-    return " ".join(
-        f'"{word}"' if word in (HEAD, SLURM_ID) else shlex.quote(word) for word in words
-    )
+    return " ".join(f'"{arg}"' if arg in (HEAD, SLURM_ID) else shlex.quote(arg) for arg in args)

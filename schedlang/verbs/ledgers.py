@@ -71,7 +71,7 @@ class Ledger:
     def waits(self) -> Op | None:
         """The operation of the rank's main work in which the rank waits now; None: it does not
         wait."""
-        return next((one for one in reversed(self.ops) if one.waits and not one.beside), None)
+        return next((op for op in reversed(self.ops) if op.waits and not op.beside), None)
 
 
 @dataclass(frozen=True)
@@ -89,20 +89,20 @@ def read_job(folder: Path) -> Job:
     if not folder.is_dir():
         raise _refuse_empty(f"`{folder}` is no folder")
     files = sorted(path for path in folder.iterdir() if path.is_file())
-    ours = [path for path in files if _OURS.fullmatch(path.name)]
-    if ours:
-        found = [_read_record(path) for path in ours]
+    own = [path for path in files if _OURS.fullmatch(path.name)]
+    if own:
+        logs = [_read_record(path) for path in own]
     else:
         dumps = [(path, _DUMP.fullmatch(path.name)) for path in files]
-        found = _complete_lanes([_read_dump(path, int(match[1])) for path, match in dumps if match])
-    if not found:
+        logs = _complete_lanes([_read_dump(path, int(match[1])) for path, match in dumps if match])
+    if not logs:
         raise _refuse_empty(
             f"`{folder}` has neither records of ranks nor dumps of a flight recorder"
         )
-    last = max(one.began for one in found)
-    found = [one for one in found if one.written >= last]  # older files are of an earlier job
-    now = time.time() if any(one.live for one in found) else max(one.written for one in found)
-    return Job({one.rank: one for one in found}, max(one.world for one in found), now)
+    last = max(log.began for log in logs)
+    logs = [log for log in logs if log.written >= last]  # older files are of an earlier job
+    now = time.time() if any(log.live for log in logs) else max(log.written for log in logs)
+    return Job({log.rank: log for log in logs}, max(log.world for log in logs), now)
 
 
 def _refuse_empty(title: str) -> Refusal:
@@ -118,33 +118,35 @@ def _refuse_empty(title: str) -> Refusal:
 
 def _read_record(path: Path) -> Ledger:
     try:
-        found = json.loads(path.read_text())
-        if found["version"] != VERSION:
-            title = f"`{path.name}` is a record of version {found['version']}, this reads {VERSION}"
+        record = json.loads(path.read_text())
+        if record["version"] != VERSION:
+            title = (
+                f"`{path.name}` is a record of version {record['version']}, this reads {VERSION}"
+            )
             raise Refusal.of("S109", title, helps=("read it with the version that wrote it",))
-        now = json.loads(path.with_suffix(".now.json").read_text())
-        made: dict[str, Any] = {
-            "steps": tuple((int(n), float(a), float(b)) for n, a, b in found["steps"]),
-            "lanes": {name: tuple(ranks) for name, ranks in found["lanes"].items()},
-            "counts": {(a, b, _read_ends(ends)): n for a, b, ends, n in found["counts"]},
-            "ops": tuple(_read_op(row) for row in found["ops"]),
-            "where": tuple((a, b, c, n) for a, b, c, n in now["where"]),
-            "stack": tuple(now["stack"]),
-            **{name: now[name] for name in ("written", "over", "error")},
-            **{name: found[name] for name in ("rank", "world", "host", "device", "began", "step")},
+        live = json.loads(path.with_suffix(".now.json").read_text())
+        values: dict[str, Any] = {
+            "steps": tuple((int(n), float(a), float(b)) for n, a, b in record["steps"]),
+            "lanes": {name: tuple(ranks) for name, ranks in record["lanes"].items()},
+            "counts": {(a, b, _read_ends(ends)): n for a, b, ends, n in record["counts"]},
+            "ops": tuple(_read_op(row) for row in record["ops"]),
+            "where": tuple((a, b, c, n) for a, b, c, n in live["where"]),
+            "stack": tuple(live["stack"]),
+            **{name: live[name] for name in ("written", "over", "error")},
+            **{name: record[name] for name in ("rank", "world", "host", "device", "began", "step")},
         }
-        return Ledger(**made)
+        return Ledger(**values)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _damaged(path, error) from None
 
 
 def _read_op(row: Sequence[Any]) -> Op:
-    made = dict(zip((one.name for one in fields(Op)), row, strict=True))
-    return Op(**{**made, "ends": _read_ends(made["ends"])})
+    values = dict(zip((op_field.name for op_field in fields(Op)), row, strict=True))
+    return Op(**{**values, "ends": _read_ends(values["ends"])})
 
 
-def _read_ends(given: Sequence[int] | None) -> tuple[int, int] | None:
-    return None if given is None else (given[0], given[1])
+def _read_ends(ends: Sequence[int] | None) -> tuple[int, int] | None:
+    return None if ends is None else (ends[0], ends[1])
 
 
 def _damaged(path: Path, error: Exception) -> Refusal:
@@ -174,17 +176,17 @@ def _read_dump(path: Path, rank: int) -> Ledger:
     """Read a dump of torch's flight recorder; calling lines stand for the names of modules."""
     try:
         data = path.read_bytes()
-        found = json.loads(data) if data[:1] == b"{" else _Plain(io.BytesIO(data)).load()
-        config = found.get("pg_config", {})
+        dump = json.loads(data) if data[:1] == b"{" else _Plain(io.BytesIO(data)).load()
+        config = dump.get("pg_config", {})
         lanes = {name: _parse_ranks(group["ranks"]) for name, group in config.items()}
-        ops = [_read_entry(one, lanes) for one in found["entries"]]
+        ops = [_read_entry(entry, lanes) for entry in dump["entries"]]
     except (OSError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
         raise _damaged(path, error) from None
     counts: dict[tuple[str, str, tuple[int, int] | None], int] = {}
-    for one in ops:
-        counts[one.channel] = max(counts.get(one.channel, 0), one.number)
+    for entry in ops:
+        counts[entry.channel] = max(counts.get(entry.channel, 0), entry.number)
     world = max((len(ranks) for ranks in lanes.values()), default=0)
-    moments = [one.began for one in ops] or [0.0]
+    moments = [entry.began for entry in ops] or [0.0]
     return Ledger(
         rank=rank,
         world=max(world, rank + 1),
@@ -205,41 +207,41 @@ def _read_dump(path: Path, rank: int) -> Ledger:
     )
 
 
-def _complete_lanes(found: Sequence[Ledger]) -> list[Ledger]:
+def _complete_lanes(ledgers: Sequence[Ledger]) -> list[Ledger]:
     """Add to ledgers the ranks of groups that dumps do not contain: the ranks that have used the
     group."""
     used: dict[str, tuple[int, ...]] = {}
-    for rank, lane in sorted({(one.rank, op.lane) for one in found for op in one.ops}):
+    for rank, lane in sorted({(ledger.rank, op.lane) for ledger in ledgers for op in ledger.ops}):
         used[lane] = (*used.get(lane, ()), rank)
-    return [replace(one, lanes={**used, **one.lanes}) for one in found]
+    return [replace(ledger, lanes={**used, **ledger.lanes}) for ledger in ledgers]
 
 
-def _parse_ranks(told: object) -> tuple[int, ...]:
-    return tuple(ast.literal_eval(told) if isinstance(told, str) else told)  # type: ignore[arg-type]
+def _parse_ranks(ranks: object) -> tuple[int, ...]:
+    return tuple(ast.literal_eval(ranks) if isinstance(ranks, str) else ranks)  # type: ignore[arg-type]
 
 
-def _read_entry(one: Mapping[str, Any], lanes: Mapping[str, tuple[int, ...]]) -> Op:
-    name, _, way = str(one["profiling_name"]).partition(":")[2].partition(" ")
+def _read_entry(entry: Mapping[str, Any], lanes: Mapping[str, tuple[int, ...]]) -> Op:
+    name, _, direction = str(entry["profiling_name"]).partition(":")[2].partition(" ")
     op = {**_NAMES, "recv": "receive"}.get(name, name.replace("_", "-"))
-    lane, ends = one["process_group"][0], None
-    if one.get("is_p2p"):  # "send 0->1": places in the group
-        places = [int(place) for place in way.split("->")]
-        source, target = (lanes[lane][place] if lanes.get(lane) else place for place in places)
+    lane, ends = entry["process_group"][0], None
+    if entry.get("is_p2p"):  # "send 0->1": places in the group
+        places = [int(index) for index in direction.split("->")]
+        source, target = (lanes[lane][index] if lanes.get(lane) else index for index in places)
         ends = source, target
-    number = int(one["collective_seq_id" if ends is None else "p2p_seq_id"])
-    size = max(_count_bytes(one, side) for side in ("input", "output"))
-    began, took = one["time_created_ns"] / 1e9, one.get("duration_ms")
-    waits = one["state"] != "completed" and not one.get("retired", False)
-    ended = 0.0 if waits else began + (took or 0.0) / 1e3
-    frames = one.get("frames") or ()
-    own = [f for f in frames if not _NOT_USERS.search(f["filename"])]
-    whose = f"{own[0]['filename']}:{own[0]['line']}" if own else ""
-    return Op(lane, number, op, whose, "", size, ends, False, waits, False, began, ended)
+    number = int(entry["collective_seq_id" if ends is None else "p2p_seq_id"])
+    size = max(_count_bytes(entry, side) for side in ("input", "output"))
+    began, duration = entry["time_created_ns"] / 1e9, entry.get("duration_ms")
+    waits = entry["state"] != "completed" and not entry.get("retired", False)
+    ended = 0.0 if waits else began + (duration or 0.0) / 1e3
+    frames = entry.get("frames") or ()
+    user_frames = [frame for frame in frames if not _NOT_USERS.search(frame["filename"])]
+    caller = f"{user_frames[0]['filename']}:{user_frames[0]['line']}" if user_frames else ""
+    return Op(lane, number, op, caller, "", size, ends, False, waits, False, began, ended)
 
 
-def _count_bytes(one: Mapping[str, Any], side: str) -> int:
+def _count_bytes(entry: Mapping[str, Any], side: str) -> int:
     total = 0
-    for shape, kind in zip(one.get(f"{side}_sizes", ()), one.get(f"{side}_dtypes", ())):
+    for shape, kind in zip(entry.get(f"{side}_sizes", ()), entry.get(f"{side}_dtypes", ())):
         count = _WIDTHS.get(kind, 1)
         for length in shape:
             count *= length

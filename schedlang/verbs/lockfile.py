@@ -31,9 +31,9 @@ class LockComparison:
         path = lock_path(self.schedule)
         if not self.changes:
             return f"{path}: holds"
-        was, now = (text[: len("sha256:") + 12] for text in self.structure)
-        same = "the model is the same" if was == now else f"the model was {was}, is {now}"
-        head = [f"{path} does not hold: {same}"]
+        old, new = (text[: len("sha256:") + 12] for text in self.structure)
+        note = "the model is the same" if old == new else f"the model was {old}, is {new}"
+        head = [f"{path} does not hold: {note}"]
         head += [f"  since then: {', '.join(self.versions)}"] if self.versions else []
         lines = [f"  {line}" for change in self.changes for line in change.lines()]
         foot = f"  to accept it: schedlang plan {self.schedule} --lock"
@@ -56,7 +56,7 @@ def lock_path(schedule: Path) -> Path:
 
 
 def lock_of(
-    found: PlannedSchedule, account: Account, knobs: Sequence[str] | None, mesh: str | None
+    planned: PlannedSchedule, account: Account, knobs: Sequence[str] | None, mesh: str | None
 ) -> Lock:
     """Return the lock of a planned schedule, with the settings that the schedule was planned
     with."""
@@ -64,18 +64,18 @@ def lock_of(
 
     settings = [("--knob", text) for text in sorted(knobs or ())]
     settings += [("--mesh", mesh)] if mesh else []
-    return make_lock(found.plan, account, tuple(settings))
+    return make_lock(planned.plan, account, tuple(settings))
 
 
 def write_lock(
-    found: PlannedSchedule, account: Account, knobs: Sequence[str] | None, mesh: str | None
+    planned: PlannedSchedule, account: Account, knobs: Sequence[str] | None, mesh: str | None
 ) -> Path:
     """Write the lock atomically, over an existing one."""
     from schedlang.passes.lock import to_text
     from schedlang.verbs.inputs import write_text
 
-    path = lock_path(found.file)
-    write_text(path, to_text(lock_of(found, account, knobs, mesh)))
+    path = lock_path(planned.file)
+    write_text(path, to_text(lock_of(planned, account, knobs, mesh)))
     return path
 
 
@@ -92,18 +92,18 @@ def compare_lock(schedule: Path, model: str | None) -> LockComparison:
     try:
         text = read_utf8(path)
     except (OSError, UnicodeDecodeError) as error:
-        why = "there is none" if isinstance(error, FileNotFoundError) else f"{error}"
+        reason = "there is none" if isinstance(error, FileNotFoundError) else f"{error}"
         title = f"cannot read the lock `{path}`"
         helps = (f"write one: `schedlang plan {schedule} --lock`",)
-        raise Refusal.of("S721", title, notes=(why,), helps=helps) from None
+        raise Refusal.of("S721", title, notes=(reason,), helps=helps) from None
     old = read_lock(text, str(path))
     knobs = [value for option, value in old.settings if option == "--knob"]
     mesh = next((value for option, value in old.settings if option == "--mesh"), None)
-    found = plan_schedule(schedule, model, knobs, mesh)
-    new = lock_of(found, account_costs(found), knobs, mesh)
-    moved = tuple(changed_versions(old, new))
+    planned = plan_schedule(schedule, model, knobs, mesh)
+    new = lock_of(planned, account_costs(planned), knobs, mesh)
+    versions = tuple(changed_versions(old, new))
     return LockComparison(
-        schedule, tuple(compare_locks(old, new)), moved, (old.structure, new.structure)
+        schedule, tuple(compare_locks(old, new)), versions, (old.structure, new.structure)
     )
 
 

@@ -97,7 +97,7 @@ def search_model(
     cluster: Cluster,
     ranks: int,
     limits: Limits,
-    asked: Search,
+    options: Search,
     aims: Aims,
     as_json: bool,
 ) -> None:
@@ -115,78 +115,82 @@ def search_model(
     from schedlang.runtime.batch import row_count
 
     start = time.perf_counter()
-    if asked.dtype not in DTYPES:
-        bad_option(f"`--dtype {asked.dtype}` is none of {', '.join(DTYPES)}", "`--dtype bf16`")
-    limits = parse_limits(asked.pin or (), asked.forbid or (), asked.least or ()).combined_with(
-        limits
-    )
-    questions = [parse_question(text) for text in asked.why or ()]
-    if asked.planner is not None:
-        find_planner(asked.planner)
-    check_folders(out=asked.out)
-    batch, dtype = batch_of(model), "" if asked.dtype == "none" else asked.dtype
+    if options.dtype not in DTYPES:
+        bad_option(f"`--dtype {options.dtype}` is none of {', '.join(DTYPES)}", "`--dtype bf16`")
+    limits = parse_limits(
+        options.pin or (), options.forbid or (), options.least or ()
+    ).combined_with(limits)
+    questions = [parse_question(text) for text in options.why or ()]
+    if options.planner is not None:
+        find_planner(options.planner)
+    check_folders(out=options.out)
+    batch, dtype = batch_of(model), "" if options.dtype == "none" else options.dtype
     facts = ModelFacts(model_to_try(model, model.model(meta=True)))
     profiles = Profiles(facts, batch, model.loss, model.weight, dtype)
-    job = job_of(profiles, cluster, ranks, _step_rows(batch, asked), [limits, *questions])
+    job = job_of(profiles, cluster, ranks, _step_rows(batch, options), [limits, *questions])
     aim = aims.read(job.rows, length_of(batch))
 
     def find(profiles: Profiles, job: Job) -> SearchResult:
-        return _search_best(profiles, job, limits, asked.planner, as_json)
+        return _search_best(profiles, job, limits, options.planner, as_json)
 
     if aim is None:
-        made = tune_model(profiles, job, find)
+        tuned = tune_model(profiles, job, find)
     else:
         from schedlang.passes.planner.aims import tune_for_aim
 
-        job, made = tune_for_aim(profiles, job, aim, find)
-    last, written = made.found, made.written
-    answers = [explain_rejection(profiles, made.room, one, last, limits) for one in questions]
-    if asked.out is not None and written is not None:
-        write_output(asked.out, written.file.text)
+        job, tuned = tune_for_aim(profiles, job, aim, find)
+    last, schedule = tuned.found, tuned.written
+    answers = [
+        explain_rejection(profiles, tuned.room, question, last, limits) for question in questions
+    ]
+    if options.out is not None and schedule is not None:
+        write_output(options.out, schedule.file.text)
     if as_json:
-        show_json(_plain(job, last, answers, written))
+        show_json(_plain(job, last, answers, schedule))
     else:
-        told = "\n".join(_report_lines(name, job, last, answers, written))
-        print(wrap_lines(told, terminal_columns()))
-        if written is not None and asked.out is not None:
-            print(f"next: schedlang verify {asked.out} --shrink --model {name}")
+        report = "\n".join(_report_lines(name, job, last, answers, schedule))
+        print(wrap_lines(report, terminal_columns()))
+        if schedule is not None and options.out is not None:
+            print(f"next: schedlang verify {options.out} --shrink --model {name}")
             if job.rows != row_count(batch):
-                print(f"or:   schedlang plan {asked.out} --rows {job.rows} --model {name}")
-        elif written is not None:
+                print(f"or:   schedlang plan {options.out} --rows {job.rows} --model {name}")
+        elif schedule is not None:
             print("write it: add `-o best.sched`")
         print(f"searched in {time.perf_counter() - start:.1f} s", file=sys.stderr)
-    if written is None:
+    if schedule is None:
         raise typer.Exit(FAILS)
 
 
 # -- the batch -------------------------------------------------------------------------------------
 
 
-def batch_of(found: ModelFile) -> Mapping[str, Any]:
+def batch_of(model_file: ModelFile) -> Mapping[str, Any]:
     """Return the batch of a model file; refuses S109 a file without one."""
-    if not found.has_batch:
+    if not model_file.has_batch:
         bad_option(
-            f"`{found.name}` has no batch: a step has no cost without one",
+            f"`{model_file.name}` has no batch: a step has no cost without one",
             "define `batch(seed)` in it",
         )
-    return found.batch(0)
+    return model_file.batch(0)
 
 
-def _step_rows(batch: Mapping[str, Any], asked: Search) -> int | None:
+def _step_rows(batch: Mapping[str, Any], options: Search) -> int | None:
     """Return the rows of a step from the options."""
     from schedlang.passes.planner.tuning import length_of
 
-    if asked.batch is None:
-        return asked.rows
+    if options.batch is None:
+        return options.rows
     length = length_of(batch)
-    if asked.rows is not None:
+    if options.rows is not None:
         bad_option("`--batch` and `--rows` both say how large a step is", "give one of them")
-    tokens = parse_count(asked.batch, "--batch")
+    tokens = parse_count(options.batch, "--batch")
     if not length or tokens % length:
         rows_text = f"rows of {length} tokens" if length else "rows without tokens"
-        title = f"`--batch {asked.batch}` is no number of {rows_text}, which this model's batch has"
-        near = max(1, tokens // length) if length else 8
-        bad_option(title, f"give rows: `--rows {near}`")
+        title = (
+            f"`--batch {options.batch}` is no number of {rows_text}, which this model's batch has"
+        )
+        suggested = max(1, tokens // length) if length else 8
+        bad_option(title, f"give rows: `--rows {suggested}`")
     return tokens // length
 
 
@@ -201,25 +205,25 @@ def _search_best(
     from schedlang.passes.planner.paper_planners import plan_with
     from schedlang.passes.planner.search import search
 
-    shown = not quiet and sys.stderr.isatty()
+    is_live = not quiet and sys.stderr.isatty()
 
-    def progress(done: int, known: int) -> None:
-        if shown and done % 64 == 0:
-            print(f"\r{done} of {known} ways", end="", file=sys.stderr, flush=True)
+    def progress(done: int, total: int) -> None:
+        if is_live and done % 64 == 0:
+            print(f"\r{done} of {total} ways", end="", file=sys.stderr, flush=True)
 
     last: SearchResult | None = None
     try:
-        for found in search(profiles, job, limits, progress):
-            last = found
-            if shown and found.best is not None:
-                status = f"{found.best.least:.4g} s, at most {found.gap:.0%} above the least"
+        for result in search(profiles, job, limits, progress):
+            last = result
+            if is_live and result.best is not None:
+                status = f"{result.best.least:.4g} s, at most {result.gap:.0%} above the least"
                 print(f"\r{status}", end="", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         if last is None or last.best is None:
             raise
         print("interrupted: the best so far", file=sys.stderr)
     finally:
-        if shown:
+        if is_live:
             print(f"\r{' ' * 60}\r", end="", file=sys.stderr, flush=True)
     assert last is not None
     return last if planner is None else plan_with(planner, profiles, job, last, limits)
@@ -233,7 +237,7 @@ def _report_lines(
     job: Job,
     found: SearchResult,
     answers: Sequence[RejectedSetting],
-    written: WrittenSchedule | None,
+    schedule: WrittenSchedule | None,
 ) -> Iterator[str]:
     """Yield the best in words, what was rejected, and answers to questions."""
     from schedlang.passes.planner.tuning import MAX_REASONS
@@ -241,17 +245,17 @@ def _report_lines(
     rows = f"{job.rows} rows" + (f" of {job.length} tokens" if job.length else "")
     yield f"{head_line(name, job.ranks, job.cluster)} · {rows}"
     yield ""
-    if written is None:
-        late = bool(found.rejected) and all("too late" in one.reason for one in found.rejected)
+    if schedule is None:
+        late = bool(found.rejected) and all("too late" in entry.reason for entry in found.rejected)
         yield "nothing ends in time" if late else "nothing fits"
     else:
         yield f"best      {_describe_setting(found)}"
-        yield from (f"          {line}" for line in written.remarks)
-    yield from (f"rejected  {one.kind}: {one.reason}" for one in found.rejected[:MAX_REASONS])
-    yield from (f"asked     {one.kind}: {one.reason}" for one in answers)
+        yield from (f"          {line}" for line in schedule.remarks)
+    yield from (f"rejected  {entry.kind}: {entry.reason}" for entry in found.rejected[:MAX_REASONS])
+    yield from (f"asked     {entry.kind}: {entry.reason}" for entry in answers)
     for placement, refusal in found.refused:
-        one = refusal.diagnostics[0]
-        yield f"refused   {_describe_placement(placement)}: {one.code}: {one.title}"
+        entry = refusal.diagnostics[0]
+        yield f"refused   {_describe_placement(placement)}: {entry.code}: {entry.title}"
     if found.attribution:
         return
     counts = found.counts
@@ -269,54 +273,54 @@ def head_line(name: str, ranks: int, cluster: Cluster) -> str:
 def _describe_placement(placement: Placement) -> str:
     """Describe a placement: tp = 2, cp = 4, .."""
     sizes = {name: getattr(placement, name) for name in ("rows", "tp", "cp", "ep", "slices")}
-    words = [f"{name} = {size}" for name, size in sizes.items() if size > 1 or name == "rows"]
-    words += ["sequence"] * placement.sequence
-    return ", ".join([*words, *[f"offload {placement.offload}"] * (placement.offload != "none")])
+    parts = [f"{name} = {size}" for name, size in sizes.items() if size > 1 or name == "rows"]
+    parts += ["sequence"] * placement.sequence
+    return ", ".join([*parts, *[f"offload {placement.offload}"] * (placement.offload != "none")])
 
 
-def _describe_setting(found: SearchResult) -> str:
+def _describe_setting(result: SearchResult) -> str:
     """Describe the best setting: dp = 8, tp = 4, zero 1, .."""
     from schedlang.ir.limits import AXES, format_value
     from schedlang.passes.planner.limits import setting_values
 
-    assert found.best is not None
-    setting = setting_values(found.best.setting)
+    assert result.best is not None
+    setting = setting_values(result.best.setting)
     axes = [name for name in ("dp", "pp", "cp", "ep", "tp") if setting.pop(name) != 1]
     if "pp" not in axes:
         setting.pop("order")
     for name, usual in (("offload", "none"), ("axes", "-".join(AXES))):
         if setting[name] == usual:
             setting.pop(name)
-    words = [f"{name} = {setting_values(found.best.setting)[name]}" for name in axes]
+    parts = [f"{name} = {setting_values(result.best.setting)[name]}" for name in axes]
     for name, value in setting.items():
         if name not in ("chunks", "slices") or value != 1:
-            words.append(f"{name} {format_value(value)}")
-    return ", ".join(words)
+            parts.append(f"{name} {format_value(value)}")
+    return ", ".join(parts)
 
 
 def _plain(
     job: Job,
-    found: SearchResult,
+    result: SearchResult,
     answers: Sequence[RejectedSetting],
-    written: WrittenSchedule | None,
+    schedule: WrittenSchedule | None,
 ) -> dict[str, Any]:
     """Return plain values, in seconds and bytes."""
-    best = found.best
+    best = result.best
     return {
         "cluster": asdict(job.cluster),
         "ranks": job.ranks,
         "rows": job.rows,
         "best": None if best is None else asdict(best),
-        "rejected": [asdict(one) for one in found.rejected],
-        "asked": [asdict(one) for one in answers],
+        "rejected": [asdict(rejected) for rejected in result.rejected],
+        "asked": [asdict(rejected) for rejected in answers],
         "refused": [
             {"placement": asdict(placement), "refusal": refusal.diagnostics[0].to_json()}
-            for placement, refusal in found.refused
+            for placement, refusal in result.refused
         ],
-        "by": list(found.attribution),
-        "counts": asdict(found.counts),
-        "done": found.done,
-        "seconds": None if written is None else written.seconds,
-        "peak": None if written is None else written.peak,
-        "schedule": None if written is None else written.file.text,
+        "by": list(result.attribution),
+        "counts": asdict(result.counts),
+        "done": result.done,
+        "seconds": None if schedule is None else schedule.seconds,
+        "peak": None if schedule is None else schedule.peak,
+        "schedule": None if schedule is None else schedule.file.text,
     }

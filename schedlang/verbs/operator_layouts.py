@@ -71,8 +71,8 @@ def search_layouts(
     name: str,
     cluster: Cluster,
     ranks: int,
-    begun: BaseSchedule | None,
-    asked: Search,
+    base: BaseSchedule | None,
+    options: Search,
     as_json: bool,
 ) -> None:
     """Search layouts, write and print them; exit 1 where nothing fits.
@@ -87,32 +87,32 @@ def search_layouts(
     from schedlang.passes.planner.operators.operator_graph import build_graph
     from schedlang.passes.reduce_model.blocks import blocks_of
 
-    start, out = time.perf_counter(), asked.out
+    start, out = time.perf_counter(), options.out
     check_folders(out=out)
     if ranks == 1:
         bad_option("one rank has nothing to split", "`--gpus 4`, or a larger mesh in the schedule")
-    facts = begun.plan.model if begun else ModelFacts(model.model(meta=True))
+    facts = base.plan.model if base else ModelFacts(model.model(meta=True))
     job = Job(facts, batch_of(model), model.loss, model.weight, cluster, ranks)
     trial = RowTrial(facts, blocks_of(facts), job.batch, job.loss, job.weight)
-    given = fixed_rows_of(begun.plan, trial.full_blocks) if begun else FixedRows()
-    meshes = [dict(begun.plan.mesh.sizes)] if begun else list(_meshes(ranks))
-    dtype = _computing_dtype(facts, asked.dtype, begun)
+    fixed = fixed_rows_of(base.plan, trial.full_blocks) if base else FixedRows()
+    meshes = [dict(base.plan.mesh.sizes)] if base else list(_meshes(ranks))
+    dtype = _computing_dtype(facts, options.dtype, base)
     reasons: list[str] = []
     graph = build_graph(trial, dtype)
-    question = LayoutProblem(job, trial, given, begun, graph, dtype, asked.planner)
+    problem = LayoutProblem(job, trial, fixed, base, graph, dtype, options.planner)
     # the simulated step chooses between rows and tensors: the sum of operators is too inexact
-    kinds = (None,) if begun else (False, True)
-    made = [_best_for_mesh(question, mesh, kind, reasons) for mesh in meshes for kind in kinds]
-    best = min((one for one in made if one), key=_step_seconds, default=None)
-    other = _best_proposal(job, meshes, dtype) if begun is None else None
+    kinds = (None,) if base else (False, True)
+    results = [_best_for_mesh(problem, mesh, kind, reasons) for mesh in meshes for kind in kinds]
+    best = min((result for result in results if result), key=_step_seconds, default=None)
+    proposal = _best_proposal(job, meshes, dtype) if base is None else None
     if best is not None and out is not None:
         write_output(out, best.file.text)
     if as_json:
-        show_json(_plain(job, best, other))
+        show_json(_plain(job, best, proposal))
     else:
         print(
             wrap_lines(
-                "\n".join(_report_lines(name, job, best, other, reasons)), terminal_columns()
+                "\n".join(_report_lines(name, job, best, proposal, reasons)), terminal_columns()
             )
         )
         if best is not None and out is None:
@@ -128,27 +128,27 @@ def _meshes(ranks: int) -> Iterator[dict[str, int]]:
     """Yield all ranks as one axis, and as two."""
     yield {"inner": ranks}
     yield from (
-        {"outer": ranks // few, "inner": few} for few in range(2, ranks) if ranks % few == 0
+        {"outer": ranks // count, "inner": count} for count in range(2, ranks) if ranks % count == 0
     )
 
 
-def _computing_dtype(facts: ModelFacts, asked: str, begun: BaseSchedule | None) -> str:
+def _computing_dtype(facts: ModelFacts, dtype: str, base: BaseSchedule | None) -> str:
     """Return the dtype that a model computes in; "": as stored, also for a model stored in 16
     bits."""
     from schedlang.primitives.cast import HALVES, cast
 
-    if begun is not None:
-        casts = (one for one in begun.plan.actions if "" in one.sites)
-        own = (one.primitive.dtype for one in casts if isinstance(one.primitive, cast))
-        return next(own, "")
-    if asked not in DTYPES:
-        bad_option(f"`--dtype {asked}` is none of {', '.join(DTYPES)}", "`--dtype bf16`")
-    stored = any(one.dtype in HALVES for one in facts.unique_parameters.values())
-    return "" if stored or asked == "none" else asked
+    if base is not None:
+        casts = (item for item in base.plan.actions if "" in item.sites)
+        cast_dtypes = (item.primitive.dtype for item in casts if isinstance(item.primitive, cast))
+        return next(cast_dtypes, "")
+    if dtype not in DTYPES:
+        bad_option(f"`--dtype {dtype}` is none of {', '.join(DTYPES)}", "`--dtype bf16`")
+    stored = any(item.dtype in HALVES for item in facts.unique_parameters.values())
+    return "" if stored or dtype == "none" else dtype
 
 
 def _best_for_mesh(
-    asked: LayoutProblem, mesh: Mapping[str, int], rows: bool | None, said: list[str]
+    problem: LayoutProblem, mesh: Mapping[str, int], rows: bool | None, notes: list[str]
 ) -> LayoutResult | None:
     """Return the best layouts over a mesh whose simulated step fits into memory.
 
@@ -168,41 +168,43 @@ def _best_for_mesh(
     from schedlang.passes.planner.profile import Profiles, recipe_of
     from schedlang.passes.planner.values import Recipe
 
-    job, trial, begun = asked.job, asked.trial, asked.begun
-    solver = solve_by_walk if asked.planner == FLEXFLOW else solve
-    recipe = Recipe() if asked.dtype else recipe_of(job.facts)
+    job, trial, base = problem.job, problem.trial, problem.begun
+    solver = solve_by_walk if problem.planner == FLEXFLOW else solve
+    recipe = Recipe() if problem.dtype else recipe_of(job.facts)
     limit, names = float(job.cluster.memory), list(mesh)
-    strides = {one: math.prod(mesh[o] for o in names[k + 1 :]) for k, one in enumerate(names)}
+    strides = {axis: math.prod(mesh[o] for o in names[k + 1 :]) for k, axis in enumerate(names)}
     axes = {
-        one: LayoutRequest(size, job.cluster, strides[one], recipe=recipe)
-        for one, size in mesh.items()
+        axis: LayoutRequest(size, job.cluster, strides[axis], recipe=recipe)
+        for axis, size in mesh.items()
         if size > 1
     }
     for _ in range(MAX_SEARCHES):
-        unity = asked.planner == UNITY
-        found = find_legal_layouts(
-            trial, axes, limit, asked.given, said, asked.graph, unity, rows, solver
+        unity = problem.planner == UNITY
+        layouts = find_legal_layouts(
+            trial, axes, limit, problem.given, notes, problem.graph, unity, rows, solver
         )
-        if found is None:
+        if layouts is None:
             return None
-        if begun is None:
-            own = Profiles(job.facts, job.batch, job.loss, job.weight)
-            relax = own.relax if rows else ""
-            made = layout_schedule(job.facts.class_name, mesh, found, trial, asked.dtype, relax)
+        if base is None:
+            profiles = Profiles(job.facts, job.batch, job.loss, job.weight)
+            relax = profiles.relax if rows else ""
+            schedule = layout_schedule(
+                job.facts.class_name, mesh, layouts, trial, problem.dtype, relax
+            )
         else:
-            made = insert_rows(begun.source, found, trial)
-        plan = expand(made, job.facts).plan
+            schedule = insert_rows(base.source, layouts, trial)
+        plan = expand(schedule, job.facts).plan
         assert plan is not None
         tried = price_plan(job, plan, {})
         if tried.fits(job.cluster.memory):
-            return LayoutResult(mesh, found, made, tried)
-        limit = min(0.99, found[0].solution.bytes / tried.peak) * min(limit, job.cluster.memory)
+            return LayoutResult(mesh, layouts, schedule, tried)
+        limit = min(0.99, layouts[0].solution.bytes / tried.peak) * min(limit, job.cluster.memory)
     return None
 
 
-def _step_seconds(one: LayoutResult) -> float:
-    assert one.tried.time is not None
-    return one.tried.time.seconds
+def _step_seconds(result: LayoutResult) -> float:
+    assert result.tried.time is not None
+    return result.tried.time.seconds
 
 
 def _best_proposal(job: Job, meshes: list[dict[str, int]], dtype: str) -> PricedPlan | None:
@@ -213,64 +215,65 @@ def _best_proposal(job: Job, meshes: list[dict[str, int]], dtype: str) -> Priced
     from schedlang.passes.complete.proposed_rows import precision_step
     from schedlang.passes.elaborate.expand import expand
 
-    found: list[PricedPlan] = []
+    priced: list[PricedPlan] = []
     for mesh in meshes:
         sizes = [*mesh.values()]
-        named = [dict(zip(("dp", "tp"), sizes))] if len(sizes) > 1 else []
-        for one in named or [{"dp": sizes[0]}, {"tp": sizes[0]}]:
+        grids = [dict(zip(("dp", "tp"), sizes))] if len(sizes) > 1 else []
+        for grid in grids or [{"dp": sizes[0]}, {"tp": sizes[0]}]:
             try:
-                file = propose(job.facts, job.batch, one, job.loss, job.weight).file
+                file = propose(job.facts, job.batch, grid, job.loss, job.weight).file
                 if dtype:
                     first, *steps = file.items
                     file = replace(file, items=(first, precision_step(dtype), *steps))
                 plan = expand(file, job.facts).plan
                 assert plan is not None
-                found.append(replace(price_plan(job, plan, {}), knobs=one))
+                priced.append(replace(price_plan(job, plan, {}), knobs=grid))
             except Refusal:  # `init` reports the reason; here there is no result
                 continue
-    return next(iter(rank_fitting(found, job.cluster.memory)), None)
+    return next(iter(rank_fitting(priced, job.cluster.memory)), None)
 
 
 # -- output ----------------------------------------------------------------------------------------
 
 
 def _report_lines(
-    name: str, job: Job, best: LayoutResult | None, other: PricedPlan | None, said: list[str]
+    name: str, job: Job, best: LayoutResult | None, proposal: PricedPlan | None, reasons: list[str]
 ) -> Iterator[str]:
     from schedlang.diagnostics.tables import format_bytes, format_seconds
 
     yield head_line(name, job.ranks, job.cluster)
     if best is None:
         yield "nothing that is legal fits"
-        yield from (f"refused   {why}" for why in dict.fromkeys(said))
+        yield from (f"refused   {reason}" for reason in dict.fromkeys(reasons))
         return
     yield "layouts   " + ", ".join(
-        f"{one.axis} = {best.mesh[one.axis]} {_describe_mode(one)}" for one in best.found
+        f"{layout.axis} = {best.mesh[layout.axis]} {_describe_mode(layout)}"
+        for layout in best.found
     )
-    took, solved = _step_seconds(best), best.found[0].seconds
+    seconds, solved = _step_seconds(best), best.found[0].seconds
     peak = f"{format_bytes(best.tried.peak)} on the fullest rank"
     by_operators = format_seconds(solved)
-    played = format_seconds(took)
-    yield f"          {played} a step as played, {by_operators} by its operators; {peak}"
+    played_text = format_seconds(seconds)
+    yield f"          {played_text} a step as played, {by_operators} by its operators; {peak}"
     yield from (f"          {row}" for row in best.found[0].first_rows)
-    if other is not None and other.time is not None:
-        mesh = ", ".join(f"{axis} = {count}" for axis, count in other.mesh.items())
-        share = other.time.seconds / took - 1
-        word = f"{share:.0%} slower" if share > 0 else f"{-share:.0%} quicker: take it"
+    if proposal is not None and proposal.time is not None:
+        mesh = ", ".join(f"{axis} = {count}" for axis, count in proposal.mesh.items())
+        share = proposal.time.seconds / seconds - 1
+        comparison = f"{share:.0%} slower" if share > 0 else f"{-share:.0%} quicker: take it"
         if abs(share) < SAME_SHARE:
-            word = "as quick"
-        yield f"init      {mesh}: {format_seconds(other.time.seconds)} a step, {word}"
+            comparison = "as quick"
+        yield f"init      {mesh}: {format_seconds(proposal.time.seconds)} a step, {comparison}"
 
 
 SAME_SHARE = 0.005
 
 
-def _describe_mode(one: AxisLayout) -> str:
-    options = one.placed.asked
+def _describe_mode(layout: AxisLayout) -> str:
+    options = layout.placed.asked
     return f"splits rows (zero {options.zero})" if options.mode == "rows" else "splits tensors"
 
 
-def _plain(job: Job, best: LayoutResult | None, other: PricedPlan | None) -> dict[str, object]:
+def _plain(job: Job, best: LayoutResult | None, proposal: PricedPlan | None) -> dict[str, object]:
     """Return plain values, in seconds and bytes."""
     return {
         "ranks": job.ranks,
@@ -278,6 +281,6 @@ def _plain(job: Job, best: LayoutResult | None, other: PricedPlan | None) -> dic
         "solved": None if best is None else best.found[0].seconds,
         "seconds": None if best is None else _step_seconds(best),
         "peak": None if best is None else best.tried.peak,
-        "init": None if other is None or other.time is None else other.time.seconds,
+        "init": None if proposal is None or proposal.time is None else proposal.time.seconds,
         "schedule": None if best is None else best.file.text,
     }

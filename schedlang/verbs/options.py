@@ -29,37 +29,39 @@ def flatten_groups(function: Callable[..., Any]) -> Callable[..., Any]:
     groups: dict[str, Any] = {n: kind for n, kind in hints.items() if is_dataclass(kind)}
     if not groups:
         return function
-    plain = [
-        one.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[one.name])
-        for one in inspect.signature(function).parameters.values()
+    params = [
+        option.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[option.name])
+        for option in inspect.signature(function).parameters.values()
     ]
-    given = [one for each in plain for one in _expand_parameter(each, groups)]
+    expanded = [option for param in params for option in _expand_parameter(param, groups)]
 
     @functools.wraps(function)
     def run(**options: Any) -> Any:
-        made = {
-            name: kind(**{one.name: options.pop(one.name) for one in fields(kind)})
+        grouped = {
+            name: kind(**{entry.name: options.pop(entry.name) for entry in fields(kind)})
             for name, kind in groups.items()
         }
-        return function(**made, **options)
+        return function(**grouped, **options)
 
-    run.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in given}
+    run.__signature__ = inspect.Signature(expanded)  # type: ignore[attr-defined]
+    run.__annotations__ = {option.name: option.annotation for option in expanded}
     return run
 
 
 def _expand_parameter(
-    one: inspect.Parameter, groups: Mapping[str, Any]
+    parameter: inspect.Parameter, groups: Mapping[str, Any]
 ) -> Iterator[inspect.Parameter]:
     """Yield the options of a parameter: itself, or the fields of its group."""
-    if one.name not in groups:
-        yield one
+    if parameter.name not in groups:
+        yield parameter
         return
-    kind = groups[one.name]
+    kind = groups[parameter.name]
     hints = get_type_hints(kind, include_extras=True)
-    for each in fields(kind):
-        default = inspect.Parameter.empty if each.default is MISSING else each.default
-        yield one.replace(name=each.name, default=default, annotation=hints[each.name])
+    for group_field in fields(kind):
+        default = inspect.Parameter.empty if group_field.default is MISSING else group_field.default
+        yield parameter.replace(
+            name=group_field.name, default=default, annotation=hints[group_field.name]
+        )
 
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])

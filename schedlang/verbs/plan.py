@@ -135,26 +135,26 @@ def plan(
     if alone.rank is not None or alone.weights is not None:
         _show_rank(file, common, alone, rows, as_json)
         return
-    found = plan_schedule(file, common.model, common.knob, common.mesh, rows)
-    for warning in () if as_json else found.warnings:
+    planned = plan_schedule(file, common.model, common.knob, common.mesh, rows)
+    for warning in () if as_json else planned.warnings:
         print(warning.render(message_columns(sys.stderr)) + "\n", file=sys.stderr)
-    took = simulate_step(found.plan, cost)
-    shown = make_view(found.plan, account_costs(found, memory=True), file.name, each=each)
-    _write_pictures(shown, written)
-    value = shown.to_json() | ({} if took is None else {"step_seconds": took.seconds})
+    step_time = simulate_step(planned.plan, cost)
+    view = make_view(planned.plan, account_costs(planned, memory=True), file.name, each=each)
+    _write_pictures(view, written)
+    value = view.to_json() | ({} if step_time is None else {"step_seconds": step_time.seconds})
     if written.out is not None:
-        _save_plan(written.out, found)
+        _save_plan(written.out, planned)
     if locks.lock:
-        write_lock(found, shown.account, common.knob, common.mesh)
+        write_lock(planned, view.account, common.knob, common.mesh)
     if as_json:
-        show_json({**value, "warnings": [one.to_json() for one in found.warnings]})
+        show_json({**value, "warnings": [entry.to_json() for entry in planned.warnings]})
     else:
-        print(format_view(shown, each=each, width=terminal_columns()))
-        if took is not None:
-            print(f"\na step takes {took.seconds * 1e3:.4g} ms, {took.how[0]}")
-        spent = time.perf_counter() - start - found.imports
-        print(f"planned in {spent:.1f} s, imports {found.imports:.1f} s", file=sys.stderr)
-    check_expectations(found.plan, shown.account, took)
+        print(format_view(view, each=each, width=terminal_columns()))
+        if step_time is not None:
+            print(f"\na step takes {step_time.seconds * 1e3:.4g} ms, {step_time.how[0]}")
+        spent = time.perf_counter() - start - planned.imports
+        print(f"planned in {spent:.1f} s, imports {planned.imports:.1f} s", file=sys.stderr)
+    check_expectations(planned.plan, view.account, step_time)
 
 
 def _show_transfer(files: tuple[Path, Path], common: Common, apart: bool, as_json: bool) -> None:
@@ -168,17 +168,19 @@ def _show_transfer(files: tuple[Path, Path], common: Common, apart: bool, as_jso
 
 
 def _show_rank(
-    file: Path, common: Common, alone: RankOptions, rows: int | None, as_json: bool
+    file: Path, common: Common, rank_options: RankOptions, rows: int | None, as_json: bool
 ) -> None:
     """Print what one rank would build."""
     from schedlang.passes.simulate.one_rank import describe_rank
     from schedlang.verbs.inputs import plan_schedule
 
-    if alone.rank is None:
+    if rank_options.rank is None:
         bad_option("`--weights` shows what a rank reads of them", "say which: `--rank 0`")
-    found = plan_schedule(file, common.model, common.knob, common.mesh, rows)
-    batch = found.batch() or found.model.batch(0)  # refuses a file without a batch
-    report = describe_rank(found.plan, batch, alone.rank, found.model.loss, alone.weights)
+    planned = plan_schedule(file, common.model, common.knob, common.mesh, rows)
+    batch = planned.batch() or planned.model.batch(0)  # refuses a file without a batch
+    report = describe_rank(
+        planned.plan, batch, rank_options.rank, planned.model.loss, rank_options.weights
+    )
     show_json({"exit": 0, **report.to_json()}) if as_json else print(report.text())
 
 
@@ -191,7 +193,7 @@ def _check_lock_alone(common: Common, locks: Locks) -> None:
         bad_option(title, "or write a new lock with them: `--lock`")
 
 
-def _write_pictures(shown: View, asked: OutputFiles) -> None:
+def _write_pictures(view: View, outputs: OutputFiles) -> None:
     """Write the requested pictures."""
     from schedlang.diagnostics.diagnostic import Refusal
     from schedlang.pipeline.timeline.simulation import simulate_timeline
@@ -199,19 +201,19 @@ def _write_pictures(shown: View, asked: OutputFiles) -> None:
     from schedlang.viz.picture import draw_plan, plan_page
     from schedlang.viz.timeline_page import format_trace
 
-    if asked.svg is not None:
-        write_output(asked.svg, draw_plan(shown))
-    if asked.html is not None:
-        write_output(asked.html, plan_page(shown))
-    if asked.trace is not None:
-        timeline = shown.account.timeline
+    if outputs.svg is not None:
+        write_output(outputs.svg, draw_plan(view))
+    if outputs.html is not None:
+        write_output(outputs.html, plan_page(view))
+    if outputs.trace is not None:
+        timeline = view.account.timeline
         if timeline is None:
             title = "this plan has no pipeline, so there is no timeline to trace"
             raise Refusal.of("S609", title, helps=("leave out `--trace`",))
-        write_output(asked.trace, format_trace(simulate_timeline(timeline)))
+        write_output(outputs.trace, format_trace(simulate_timeline(timeline)))
 
 
-def _save_plan(out: Path, found: PlannedSchedule) -> None:
+def _save_plan(out: Path, planned: PlannedSchedule) -> None:
     """Save all that a later run needs: text, model, decisions, mesh and actions."""
     import json
 
@@ -219,12 +221,12 @@ def _save_plan(out: Path, found: PlannedSchedule) -> None:
     from schedlang.passes.elaborate.plan_record import plan_to_record
     from schedlang.verbs.inputs import write_output
 
-    path = found.model.path
+    path = planned.model.path
     saved = {
         "plan": 1,
-        "schedule_file": str(found.file),
-        "schedule_text": printer.to_text(found.tree),
-        "model_file": str(path) if path is not None else found.model.name,
-        **{key: value for key, value in plan_to_record(found.plan).items() if key != "schedule"},
+        "schedule_file": str(planned.file),
+        "schedule_text": printer.to_text(planned.tree),
+        "model_file": str(path) if path is not None else planned.model.name,
+        **{key: value for key, value in plan_to_record(planned.plan).items() if key != "schedule"},
     }
     write_output(out, json.dumps(saved, indent=1, ensure_ascii=False) + "\n")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from schedlang.passes.elaborate.state import Settings
 
 
-def collect_warnings(files: Sequence[Path], given: Settings) -> list[Diagnostic]:
+def collect_warnings(files: Sequence[Path], settings: Settings) -> list[Diagnostic]:
     """Return the warnings of schedules; refuse all mistakes of all files at once."""
     from schedlang.diagnostics.diagnostic import Refusal
     from schedlang.language.syntax import parse, read
@@ -27,7 +27,7 @@ def collect_warnings(files: Sequence[Path], given: Settings) -> list[Diagnostic]
     for file in files:
         try:
             tree = parse(read(file))
-            warnings += lint(tree, expand(tree, None, given))
+            warnings += lint(tree, expand(tree, None, settings))
         except Refusal as refusal:
             problems += refusal.diagnostics
     if problems:
@@ -37,20 +37,20 @@ def collect_warnings(files: Sequence[Path], given: Settings) -> list[Diagnostic]
 
 def show_warnings(warnings: Sequence[Diagnostic]) -> None:
     """Print each warning, framed, on standard error."""
-    for one in warnings:
-        print(one.render(message_columns(sys.stderr)) + "\n", file=sys.stderr)
+    for warning in warnings:
+        print(warning.render(message_columns(sys.stderr)) + "\n", file=sys.stderr)
 
 
-def run_quick_check(words: Sequence[str]) -> int | None:
+def run_quick_check(args: Sequence[str]) -> int | None:
     """Return the exit code of `check` for these words, if they are files and `--json` only; else
     None.
 
     Editors and hooks check every file that is saved: this path avoids the packages that parse
     options, which take longer to import than the check itself.
     """
-    as_json = "--json" in words
-    files = [Path(word) for word in words if word != "--json"]
-    if not files or any(word.startswith("-") for word in words if word != "--json"):
+    as_json = "--json" in args
+    files = [Path(arg) for arg in args if arg != "--json"]
+    if not files or any(arg.startswith("-") for arg in args if arg != "--json"):
         return None
 
     def run() -> int:
@@ -58,7 +58,7 @@ def run_quick_check(words: Sequence[str]) -> int | None:
 
         warnings = collect_warnings(files, parse_settings(None, None))
         if as_json:
-            show_json({"exit": HOLDS, "diagnostics": [one.to_json() for one in warnings]})
+            show_json({"exit": HOLDS, "diagnostics": [warning.to_json() for warning in warnings]})
             return HOLDS
         show_warnings(warnings)
         for file in files:

@@ -66,31 +66,31 @@ def run(
     from schedlang.verbs.inputs import check_folders
 
     first = os.environ.get("RANK", "0") == "0"
-    shown = _ProgressBar(training.steps, quiet=as_json or not first)
+    bar = _ProgressBar(training.steps, quiet=as_json or not first)
     try:
         check_folders(timeline=timeline)
-        with exit_unchecked(timeout, as_json and first, shown.close):
-            found, planned = _load_plan(file, plan, common, training.seed)
+        with exit_unchecked(timeout, as_json and first, bar.close):
+            model_file, planned = _load_plan(file, plan, common, training.seed)
             check_timeline(timeline, planned)
-            course = TrainingRun(
+            training_run = TrainingRun(
                 planned,
-                found.batch,
-                found.loss,
-                found.weight,
+                model_file.batch,
+                model_file.loss,
+                model_file.weight,
                 training.steps,
                 training.optimizer.lower(),
                 training.lr,
                 training.seed,
                 WATCHED if timeline is not None else 0,
             )
-            check_run(course)
-            _check_costs(course)
+            check_run(training_run)
+            _check_costs(training_run)
             title = file or plan
             assert title is not None
             trained = (
-                _train_in_job(course, shown)
+                _train_in_job(training_run, bar)
                 if _under_torchrun()
-                else _train_locally(course, found, shown)
+                else _train_locally(training_run, model_file, bar)
             )
     except Refusal as refusal:
         if as_json or not is_in_job():
@@ -100,9 +100,9 @@ def run(
             print_once(refusal)
         raise typer.Exit(REFUSED) from None
     if timeline is not None and first and trained.measured is not None:
-        write_measured(timeline, trained.measured, title.name, course.plan.cuts[0].axis)
+        write_measured(timeline, trained.measured, title.name, training_run.plan.cuts[0].axis)
     if first:
-        _print_results(title.name, course, trained, as_json)
+        _print_results(title.name, training_run, trained, as_json)
 
 
 def check_timeline(path: Path | None, plan: Plan) -> None:
@@ -119,7 +119,7 @@ def check_timeline(path: Path | None, plan: Plan) -> None:
         raise Refusal.of("S609", title, helps=("leave out `--timeline`",))
 
 
-def write_measured(path: Path, found: MeasuredStep, title: str, axis: str) -> None:
+def write_measured(path: Path, measured: MeasuredStep, title: str, axis: str) -> None:
     """Write a measured step beside its simulated one, in the format of the file's suffix.
 
     `axis` is the pipeline's axis; the lanes are its positions.
@@ -128,52 +128,55 @@ def write_measured(path: Path, found: MeasuredStep, title: str, axis: str) -> No
     from schedlang.viz.timeline_page import measured_page, measured_svg, measured_trace
 
     if path.suffix == ".json":
-        write_output(path, measured_trace(found))
+        write_output(path, measured_trace(measured))
     else:
         make = measured_svg if path.suffix == ".svg" else measured_page
-        write_output(path, make(found, title, f"{axis}="))
+        write_output(path, make(measured, title, f"{axis}="))
 
 
-def _print_results(name: str, course: TrainingRun, trained: TrainingResult, as_json: bool) -> None:
+def _print_results(
+    name: str, training_run: TrainingRun, trained: TrainingResult, as_json: bool
+) -> None:
     """Print the results of a training; exit 1 if it took longer than the schedule expects."""
     from schedlang.passes.simulate.expectations import check_times
     from schedlang.verbs.costs import check_expected_time
 
-    plan, took = course.plan, _median_step(trained)
+    plan, seconds = training_run.plan, _median_step(trained)
     if as_json:
-        show_json(_facts(course, trained, FAILS if list(check_times(plan, took)) else 0))
+        show_json(_facts(training_run, trained, FAILS if list(check_times(plan, seconds)) else 0))
     else:
-        print(_report_text(name, course, trained))
-        for one in trained.declined_calls:
-            print(one.warning.render(message_columns(sys.stderr)), file=sys.stderr)
-    check_expected_time(plan, took)
+        print(_report_text(name, training_run, trained))
+        for call in trained.declined_calls:
+            print(call.warning.render(message_columns(sys.stderr)), file=sys.stderr)
+    check_expected_time(plan, seconds)
 
 
-def _facts(course: TrainingRun, trained: TrainingResult, code: int) -> dict[str, Any]:
-    mesh = course.plan.mesh
+def _facts(training_run: TrainingRun, trained: TrainingResult, code: int) -> dict[str, Any]:
+    mesh = training_run.plan.mesh
     facts = {
         "exit": code,
         "mesh": dict(mesh.sizes),
         "world": mesh.world,
-        "steps": course.steps,
-        "optimizer": course.optimizer,
-        "lr": course.lr,
+        "steps": training_run.steps,
+        "optimizer": training_run.optimizer,
+        "lr": training_run.lr,
     }
     return facts | trained.to_json()
 
 
-def _check_costs(course: TrainingRun) -> None:
+def _check_costs(training_run: TrainingRun) -> None:
     """Refuse rows that gain nothing (S888), and exit 1 for unexpected costs, before any rank
     starts."""
     from schedlang.passes.simulate.expectations import cost_expectations, count_costs
     from schedlang.passes.simulate.kernel_gains import count_step_gains
     from schedlang.verbs.costs import check_expected_costs
 
-    count_step_gains(course.plan, course.batch(course.seed))
-    if cost_expectations(course.plan):
-        batch = course.batch(course.seed)
+    count_step_gains(training_run.plan, training_run.batch(training_run.seed))
+    if cost_expectations(training_run.plan):
+        batch = training_run.batch(training_run.seed)
         check_expected_costs(
-            course.plan, count_costs(course.plan, batch, course.loss, course.weight)
+            training_run.plan,
+            count_costs(training_run.plan, batch, training_run.loss, training_run.weight),
         )
 
 
@@ -200,23 +203,23 @@ def _load_plan(
     from schedlang.schedule import Schedule
     from schedlang.verbs.inputs import parse_settings, read_saved_plan
 
-    given = parse_settings(common.knob, common.mesh)
+    settings = parse_settings(common.knob, common.mesh)
     if (file is None) == (record is None):
         title = "`run` needs either a schedule or a saved plan"
         bad_option(title, "`schedlang run FILE`, or `--plan p.json`")
     if record is not None:
-        if given.knobs or given.mesh:
+        if settings.knobs or settings.mesh:
             title = "a saved plan has its own settings: `--knob` and `--mesh` are for schedules"
             bad_option(title, "run the schedule, or save a new plan")
-        made, found = read_saved_plan(record, common.model)
-        return found, plan_from_record(made, ModelFacts(found.model(seed=seed)))
+        saved, model_file = read_saved_plan(record, common.model)
+        return model_file, plan_from_record(saved, ModelFacts(model_file.model(seed=seed)))
     assert file is not None
     source = read(file)
-    found = load_model_file(common.model, file)
-    return found, Schedule(found.model(seed=seed), parse(source), given).plan()
+    model_file = load_model_file(common.model, file)
+    return model_file, Schedule(model_file.model(seed=seed), parse(source), settings).plan()
 
 
-def _train_in_job(course: TrainingRun, shown: _ProgressBar) -> TrainingResult:
+def _train_in_job(training_run: TrainingRun, bar: _ProgressBar) -> TrainingResult:
     """Train as one rank of the job that torchrun started."""
     from functools import partial
 
@@ -225,35 +228,39 @@ def _train_in_job(course: TrainingRun, shown: _ProgressBar) -> TrainingResult:
     from schedlang.runtime.comm.agreement import leave_world
     from schedlang.runtime.launch.hang_watch import waits_for_ranks
 
-    check = partial(check_if_cheap, loss=course.loss, weight=course.weight)
-    with waits_for_ranks(), shown:
-        trained = train(replace(course, check=check), shown.step)
+    check = partial(check_if_cheap, loss=training_run.loss, weight=training_run.weight)
+    with waits_for_ranks(), bar:
+        trained = train(replace(training_run, check=check), bar.step)
     leave_world()
     return trained
 
 
-def _train_locally(course: TrainingRun, found: ModelFile, shown: _ProgressBar) -> TrainingResult:
+def _train_locally(
+    training_run: TrainingRun, model_file: ModelFile, bar: _ProgressBar
+) -> TrainingResult:
     """Train on ranks started here."""
     from schedlang.passes.lower.train import train
     from schedlang.passes.prove import check_world
     from schedlang.runtime.launch.pool import Pool
 
-    check_world(course.plan, "run")
-    course = trace_course(course)
-    with Pool(files=found.files) as pool, shown:
-        return pool.run(train, course.plan.mesh.world, course, on_progress=shown.on_message)[0]  # type: ignore[no-any-return]
+    check_world(training_run.plan, "run")
+    training_run = trace_course(training_run)
+    with Pool(files=model_file.files) as pool, bar:
+        return pool.run(
+            train, training_run.plan.mesh.world, training_run, on_progress=bar.on_message
+        )[0]  # type: ignore[no-any-return]
 
 
-def trace_course(course: TrainingRun) -> TrainingRun:
+def trace_course(training_run: TrainingRun) -> TrainingRun:
     """Return the course with its plan traced once for all ranks; refuses what `verify` refuses."""
     from schedlang.passes.verify import probe
     from schedlang.passes.verify.proof_case import Case
 
-    batch = course.batch(course.seed)
+    batch = training_run.batch(training_run.seed)
     case = probe.prepare_checked(
-        Case(course.plan, (batch,), course.loss, course.weight, course.seed)
+        Case(training_run.plan, (batch,), training_run.loss, training_run.weight, training_run.seed)
     )
-    return replace(course, plan=case.plan, prepared=case.prepared)
+    return replace(training_run, plan=case.plan, prepared=case.prepared)
 
 
 class _ProgressBar:
@@ -303,13 +310,14 @@ class _ProgressBar:
             print(f"step {step.number:>4}  {text}", file=sys.stderr, flush=True)
 
 
-def _report_text(name: str, course: TrainingRun, trained: TrainingResult) -> str:
+def _report_text(name: str, training_run: TrainingRun, trained: TrainingResult) -> str:
     """Return the final report of a training as text."""
-    mesh, steps = course.plan.mesh, trained.steps
-    where = f"{mesh} ({mesh.world} ranks)" if mesh.axes else "one rank"
+    mesh, steps = training_run.plan.mesh, trained.steps
+    ranks_text = f"{mesh} ({mesh.world} ranks)" if mesh.axes else "one rank"
     padded = " (padding included)" if steps[0].unit == "tokens" else ""
     lines = [
-        f"{name} · {where} · {len(steps)} steps of {course.optimizer}, lr {course.lr:g}",
+        f"{name} · {ranks_text} · {len(steps)} steps of {training_run.optimizer}, lr"
+        f" {training_run.lr:g}",
         f"  loss    {steps[0].loss:.4f} -> {steps[-1].loss:.4f}",
         f"  speed   {trained.per_second:,.0f} {steps[0].unit}/s{padded}",
         f"  step    {trained.median * 1e3:,.1f} ms (median)",
@@ -329,14 +337,16 @@ def _on_cpu(trained: TrainingResult) -> bool:
 def _memory_lines(trained: TrainingResult) -> list[str]:
     """Return one line for the ranks that hold equally much."""
     ranks_by_memory: dict[Any, list[int]] = {}
-    for one in trained.memory:
-        ranks_by_memory.setdefault(replace(one, rank=0), []).append(one.rank)
+    for memory in trained.memory:
+        ranks_by_memory.setdefault(replace(memory, rank=0), []).append(memory.rank)
     lines = []
-    for one, ranks in ranks_by_memory.items():
-        held = [one.parameters, one.gradients, one.optimizer]
-        held += [one.peak] if one.peak is not None else []
-        who = f"ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else f"rank {ranks[0]}"
-        lines.append(f"        {''.join(f'{_format_size(value):>12}' for value in held)}   {who}")
+    for memory, ranks in ranks_by_memory.items():
+        sizes = [memory.parameters, memory.gradients, memory.optimizer]
+        sizes += [memory.peak] if memory.peak is not None else []
+        ranks_text = f"ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else f"rank {ranks[0]}"
+        lines.append(
+            f"        {''.join(f'{_format_size(value):>12}' for value in sizes)}   {ranks_text}"
+        )
     return lines
 
 

@@ -110,8 +110,8 @@ class Pictures:
         from schedlang.viz.timeline_pictures import draw_timings
 
         if self.svg is not None:
-            who = f"{axis}=" if axis else "rank "
-            text = draw_timings({"": times}, title=title, transfers=self.transfers, who=who)
+            label = f"{axis}=" if axis else "rank "
+            text = draw_timings({"": times}, title=title, transfers=self.transfers, who=label)
             write_output(self.svg, text)
         if self.trace is not None:
             write_output(self.trace, format_trace(times))
@@ -149,25 +149,27 @@ def simulate(
     axis = unit = ""
     check_folders(svg=pictures.svg, html=pictures.html, trace=pictures.trace)
     if file is None:
-        found = simulate_named(asked, parse_costs(cost))
+        simulated = simulate_named(asked, parse_costs(cost))
     else:
         plan = plan_schedule(file, common.model, common.knob, common.mesh)
-        given = None if cost is None else parse_costs(cost)
+        given_cost = None if cost is None else parse_costs(cost)
         machine = speeds.machine()
-        if given is None:
+        if given_cost is None:
             machine = replace(
                 machine, slowdowns=place_slowdowns(plan.plan, cluster_of(plan.tree)[0])
             )
-        found = simulate_schedule(file, asked, plan, given, machine)
-        axis, unit = plan.plan.cuts[0].axis, "ms" if given is None else ""
-    title = f"{found.head_line}, bubble {float(found.times.bubble):.1%}"
-    pictures.write(found.times, title, found.order, found.cost, axis=axis, unit=unit)
+        simulated = simulate_schedule(file, asked, plan, given_cost, machine)
+        axis, unit = plan.plan.cuts[0].axis, "ms" if given_cost is None else ""
+    title = f"{simulated.head_line}, bubble {float(simulated.times.bubble):.1%}"
+    pictures.write(simulated.times, title, simulated.order, simulated.cost, axis=axis, unit=unit)
     if as_json:
-        show_json(found.to_json())
+        show_json(simulated.to_json())
     else:
-        print(f"{found.text(width or terminal_columns())}\n\n{draw_bars(found.times, width)}")
-    if file is not None and (took := simulate_step(plan.plan, cost)) is not None:
-        check_expected_time(plan.plan, took)
+        print(
+            f"{simulated.text(width or terminal_columns())}\n\n{draw_bars(simulated.times, width)}"
+        )
+    if file is not None and (step_time := simulate_step(plan.plan, cost)) is not None:
+        check_expected_time(plan.plan, step_time)
 
 
 def draw_bars(times: Timing, width: int | None = None) -> str:

@@ -81,16 +81,16 @@ class SimulatedTimeline:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; times in the unit of the costs, memory in M_B."""
-        t, times = self.timeline, self.times
-        top = _floats(peak_activations(t, self.cost))
+        timeline, times = self.timeline, self.times
+        top = _floats(peak_activations(timeline, self.cost))
         return {
             "order": self.order,
-            "stages": t.ranks,
-            "ranks": t.ranks,
+            "stages": timeline.ranks,
+            "ranks": timeline.ranks,
             "micro": self.micro,
             "chunks": self.chunks,
             "slices": self.slices,
-            "replicas": t.replicas,
+            "replicas": timeline.replicas,
             "cost": _cost_json(self.cost),
             "estimated": list(self.estimated),
             "rank_span": float(times.rank_span),
@@ -99,8 +99,8 @@ class SimulatedTimeline:
             "makespan_bubble": float(times.bubble),
             "busy": _floats(times.busy),
             "peak": top,
-            "live": peak_live(t).tolist(),
-            "weights": weight_copies(t).tolist(),
+            "live": peak_live(timeline).tolist(),
+            "weights": weight_copies(timeline).tolist(),
             "memory": self.memory,
             "fits": self.memory is None or max(top) <= self.memory + 1e-9,
             "communication": {
@@ -109,20 +109,20 @@ class SimulatedTimeline:
                 "time": _floats(times.sending),
             },
             "paper": self.zero_bubble_figures,
-            "timeline": t.text().split("\n") if len(t) <= LONGEST else None,
+            "timeline": timeline.text().split("\n") if len(timeline) <= LONGEST else None,
         }
 
     def text(self, width: int | None = None) -> str:
         """Return the report as text, in `width` columns."""
         times, top = self.times, peak_activations(self.timeline, self.cost)
-        most = int(top.argmax())
+        peak_rank = int(top.argmax())
         lines = [
             self.head_line,
             f"rank span {_short(times.rank_span)}   bubble {float(times.span_bubble):.2%}   "
             "(a rank's first operation to its last)",
             f"makespan  {_short(times.makespan)}   bubble {float(times.bubble):.2%}   "
             "(all ranks, a barrier at the end)",
-            f"activations at most {_short(top[most])} M_B, on rank {most}   "
+            f"activations at most {_short(top[peak_rank])} M_B, on rank {peak_rank}   "
             f"(M_B: a microbatch on one rank's share)",
             f"messages {times.messages}, a rank sends at most {int(times.sent.max())}",
         ]
@@ -130,9 +130,9 @@ class SimulatedTimeline:
             copies = ", ".join(map(str, weight_copies(self.timeline)))
             lines.append(f"versions of the weights kept, stage by stage: {copies}")
         if self.zero_bubble_figures is not None and self.cost.comm:
-            found = self.zero_bubble_figures
-            lines.append(f"as Zero Bubble counts it   {found['cost']:g}, {found['bubble']:.2%}")
-        if self.memory is not None and top[most] > self.memory + 1e-9:
+            figures = self.zero_bubble_figures
+            lines.append(f"as Zero Bubble counts it   {figures['cost']:g}, {figures['bubble']:.2%}")
+        if self.memory is not None and top[peak_rank] > self.memory + 1e-9:
             lines.append(f"over the limit of {self.memory:g} M_B, which this order does not obey")
         lines += [f"estimated: {line}" for line in self.estimated]
         diagram = self.timeline.text((width or WIDE) - len(f"rank {self.timeline.ranks - 1}: "))
@@ -149,43 +149,43 @@ def _floats(values: Any) -> list[float]:
 
 def _cost_json(cost: Cost) -> dict[str, Any]:
     """Return the given costs alone; the times of single stages and edges are lists."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for field in fields(cost):
         value = getattr(cost, field.name)
         if isinstance(value, int | float | Fraction):
             if value or field.name in ("f", "i", "w", "comm", "kept"):
-                found[field.name] = float(value)
+                values[field.name] = float(value)
         elif field.name == "between" and value is not None:
-            found[field.name] = [[*edge, float(time)] for edge, time in value.items()]
+            values[field.name] = [[*edge, float(time)] for edge, time in value.items()]
         elif value is not None:
-            found[field.name] = [float(x) for x in value]
-    return found
+            values[field.name] = [float(x) for x in value]
+    return values
 
 
 TABLE = ".csv"
 
 
-def simulate_named(asked: OrderOptions, cost: Cost) -> SimulatedTimeline:
+def simulate_named(options: OrderOptions, cost: Cost) -> SimulatedTimeline:
     """Simulate an order of the registry or a table; refuses illegal sizes."""
-    name = asked.order or "1F1B"
+    name = options.order or "1F1B"
     if name.lower().endswith(TABLE):
-        return _simulate_table(name, asked, cost)
-    known = _find_order(name)
+        return _simulate_table(name, options, cost)
+    order = _find_order(name)
     ranks, micro, slices = (
         default if value is None else value
-        for value, default in ((asked.stages, 4), (asked.micro, 8), (asked.slices, 1))
+        for value, default in ((options.stages, 4), (options.micro, 8), (options.slices, 1))
     )
-    chunks = default_chunks(name) if asked.chunks is None else asked.chunks
-    if known.kept is not None and cost.kept == 1 and asked.memory is None:
-        cost = replace(cost, kept=known.kept)
+    chunks = default_chunks(name) if options.chunks is None else options.chunks
+    if order.kept is not None and cost.kept == 1 and options.memory is None:
+        cost = replace(cost, kept=order.kept)
     rest: dict[str, Any] = {
         "slices": slices,
         "cost": cost,
-        "memory": asked.memory,
-        "every": asked.every,
+        "memory": options.memory,
+        "every": options.every,
     }
     line = make_timeline(lambda: make_order(name, ranks, micro, chunks, **rest))
-    return SimulatedTimeline(known.name, micro, chunks, slices, asked.memory, line, cost)
+    return SimulatedTimeline(order.name, micro, chunks, slices, options.memory, line, cost)
 
 
 def _find_order(order: str) -> Order:
@@ -193,57 +193,59 @@ def _find_order(order: str) -> Order:
     try:
         return find_order(order)
     except OrderError as error:
-        known = [name for one in ORDERS for name in (one.name, *one.aliases)]
-        near, facts = find_closest(order, known), facts_of_unknown(order, known)
-        helps = (*((f"did you mean `{near}`?",) if near is not None else ()), error.legal)
+        names = [name for entry in ORDERS for name in (entry.name, *entry.aliases)]
+        closest, facts = find_closest(order, names), facts_of_unknown(order, names)
+        helps = (*((f"did you mean `{closest}`?",) if closest is not None else ()), error.legal)
         raise Refusal.of("S608", error.reason, helps=helps, facts=facts) from None
 
 
-def _simulate_table(path: str, asked: OrderOptions, cost: Cost) -> SimulatedTimeline:
+def _simulate_table(path: str, options: OrderOptions, cost: Cost) -> SimulatedTimeline:
     """Simulate a table of an order, which contains its sizes."""
-    _refuse_beside(asked, ("chunks", "slices", "every"), "the table")
+    _refuse_beside(options, ("chunks", "slices", "every"), "the table")
     try:
         text = read_utf8(path)
     except (OSError, UnicodeDecodeError) as error:
         title = f"cannot read the table `{path}`: {getattr(error, 'strerror', 'it is no text')}"
         helps = ("give a file, or an order: `--order 1F1B`",)
         raise Refusal.of("S303", title, helps=helps) from None
-    line = make_timeline(lambda: read_table(text, asked.stages, asked.micro))
+    line = make_timeline(lambda: read_table(text, options.stages, options.micro))
     chunks = -(-line.stages // line.ranks)
-    return SimulatedTimeline(path, line.microbatches, chunks, line.slices, asked.memory, line, cost)
+    return SimulatedTimeline(
+        path, line.microbatches, chunks, line.slices, options.memory, line, cost
+    )
 
 
 def simulate_schedule(
-    file: Path, asked: OrderOptions, found: Any, cost: Cost | None, machine: Any
+    file: Path, options: OrderOptions, planned: Any, cost: Cost | None, machine: Any
 ) -> SimulatedTimeline:
-    """Simulate the order of a schedule's plan (`found`: Planned); without `cost`, costs are
+    """Simulate the order of a schedule's plan (`planned`: Planned); without `cost`, costs are
     estimated."""
     from schedlang.passes.simulate.step_time import PipelineEstimate, estimate_pipeline
 
-    _refuse_beside(asked, tuple(vars(asked)), "the plan of the schedule")
-    plan = found.plan
+    _refuse_beside(options, tuple(vars(options)), "the plan of the schedule")
+    plan = planned.plan
     order = plan.order
     if order is None or not plan.cuts:
         title = f"`{file.name}` has no pipeline to simulate"
         helps = ("add `pipeline_split` and `pipeline`, or give an order: `--order 1F1B`",)
         raise Refusal.of("S609", title, helps=helps)
     if cost is None:
-        batch = found.model.batch(0) if found.model.has_batch else None
-        made = estimate_pipeline(plan, batch, found.model.loss, machine)
+        batch = planned.model.batch(0) if planned.model.has_batch else None
+        estimate = estimate_pipeline(plan, batch, planned.model.loss, machine)
     else:
-        made = PipelineEstimate(
+        estimate = PipelineEstimate(
             make_timeline(lambda: order.timeline(plan.mesh.size(plan.cuts[0].axis))), cost, ()
         )
     sizes = order.name, order.micro, order.chunks, order.slices, order.memory
-    return SimulatedTimeline(*sizes, made.timeline, made.cost, made.notes)
+    return SimulatedTimeline(*sizes, estimate.timeline, estimate.cost, estimate.notes)
 
 
-def _refuse_beside(asked: OrderOptions, names: tuple[str, ...], who: str) -> None:
+def _refuse_beside(options: OrderOptions, names: tuple[str, ...], source: str) -> None:
     """Refuse (S109) options that a file sets itself."""
-    given: Mapping[str, object] = vars(asked)
-    if twice := [name for name in names if given[name] is not None]:
-        words = ", ".join(f"`--{name}`" for name in twice)
-        title = f"{who} already sets {words}"
+    values: Mapping[str, object] = vars(options)
+    if twice := [name for name in names if values[name] is not None]:
+        flags = ", ".join(f"`--{name}`" for name in twice)
+        title = f"{source} already sets {flags}"
         bad_option(title, "leave the option out, or leave out the file")
 
 

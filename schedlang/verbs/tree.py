@@ -32,8 +32,8 @@ def tree(
 
     if file is not None and file.suffix == ".py" and model is None:
         model = str(file)
-    found = load_model_file(model, file)
-    root = tree_of(ModelFacts(found.model(meta=True)), each=each)
+    model_file = load_model_file(model, file)
+    root = tree_of(ModelFacts(model_file.model(meta=True)), each=each)
     if as_json:
         show_json(root.to_json())
     else:

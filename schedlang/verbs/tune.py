@@ -113,21 +113,21 @@ def tune(
     if search.planner == "list":
         print(wrap_lines(describe_planners(), terminal_columns()))
         return
-    given = parse_settings(knob, None)
+    settings = parse_settings(knob, None)
     if wanted.layouts or search.planner == UNITY:
         if aims.is_given:
             bad_option("`--layouts` looks for the quickest step alone", "leave out `--aim`")
-        _search_layouts(file, model, machine, search, given, as_json)
+        _search_layouts(file, model, machine, search, settings, as_json)
         return
     if file.suffix == PYTHON:
-        if given.knobs or _parse_values(wanted):
+        if settings.knobs or _parse_values(wanted):
             bad_option(
                 "a model file has no knobs", "leave out `--knob` and `--try`, or give a schedule"
             )
         _search_model(file, str(file), machine, None, search, aims, as_json)
         return
     tree = parse(read(file))
-    limits = expand(tree, None, given).limits
+    limits = expand(tree, None, settings).limits
     if limits != Limits():
         _search_model(file, model, machine, tree, search, aims, as_json, limits)
         return
@@ -144,7 +144,7 @@ def _search_layouts(
     model: str | None,
     machine: Machine,
     search: Search,
-    given: Settings,
+    settings: Settings,
     as_json: bool,
 ) -> None:
     """Complete a schedule, or start without one: every operator gets a layout."""
@@ -154,26 +154,26 @@ def _search_layouts(
     from schedlang.passes.elaborate.expand import expand
     from schedlang.verbs import operator_layouts
 
-    own = Search(out=search.out, planner=search.planner, dtype=search.dtype)
-    if own != search or search.planner not in (None, UNITY, FLEXFLOW):
+    layout_options = Search(out=search.out, planner=search.planner, dtype=search.dtype)
+    if layout_options != search or search.planner not in (None, UNITY, FLEXFLOW):
         helps = f"`--gpus`, `--on`, `--dtype`, `-o`, `--planner {UNITY}` or `{FLEXFLOW}`"
         bad_option("`--layouts` takes none of the options of a search but `--dtype`", helps)
     if file.suffix == PYTHON:
-        begun, tree, model = None, None, str(file)
+        base, tree, model = None, None, str(file)
     else:
         if search.dtype != Search().dtype:
             bad_option("a schedule says its dtype itself", "leave out `--dtype`")
         source = read(file)
         tree = parse(source)
     cluster, ranks = _find_cluster(machine, tree)
-    found = load_model_file(model, file)
+    model_file = load_model_file(model, file)
     if tree is not None:
-        plan = expand(tree, ModelFacts(found.model(meta=True)), given).plan
+        plan = expand(tree, ModelFacts(model_file.model(meta=True)), settings).plan
         assert plan is not None
-        begun = operator_layouts.BaseSchedule(source, plan)
+        base = operator_layouts.BaseSchedule(source, plan)
         ranks = plan.mesh.world
     operator_layouts.search_layouts(
-        found, model or "model.py", cluster, ranks, begun, search, as_json
+        model_file, model or "model.py", cluster, ranks, base, search, as_json
     )
 
 
@@ -192,16 +192,16 @@ def _search_model(
     from schedlang.verbs.model_search import search_model
 
     cluster, ranks = _find_cluster(machine, tree)
-    found = load_model_file(model, file)
+    model_file = load_model_file(model, file)
     bound = limits or Limits()
-    search_model(found, model or "model.py", cluster, ranks, bound, search, aims, as_json)
+    search_model(model_file, model or "model.py", cluster, ranks, bound, search, aims, as_json)
 
 
 def _rank_settings(
     file: Path,
     tree: File,
     machine: Machine,
-    wanted: TuningOptions,
+    options: TuningOptions,
     model: str | None,
     knob: Sequence[str],
     as_json: bool,
@@ -222,22 +222,29 @@ def _rank_settings(
 
     start = time.perf_counter()
     cluster, ranks = _find_cluster(machine, tree)
-    given = parse_settings(knob, None).knobs
-    menu = settings_of(tree, given, _parse_values(wanted))
-    one = load_model_file(model, file)
-    job = Job(ModelFacts(one.model(meta=True)), batch_of(one), one.loss, one.weight, cluster, ranks)
-    found = []
-    for place, tried in enumerate(
-        price_settings(job, tree, [{**given, **each} for each in menu]), 1
+    fixed = parse_settings(knob, None).knobs
+    candidates = settings_of(tree, fixed, _parse_values(options))
+    source = load_model_file(model, file)
+    job = Job(
+        ModelFacts(source.model(meta=True)),
+        batch_of(source),
+        source.loss,
+        source.weight,
+        cluster,
+        ranks,
+    )
+    priced = []
+    for number, plan in enumerate(
+        price_settings(job, tree, [{**fixed, **each} for each in candidates]), 1
     ):
-        found.append(tried)
+        priced.append(plan)
         if not as_json and sys.stderr.isatty():
-            print(f"\r{place} of {len(menu)}", end="", file=sys.stderr, flush=True)
-    best = rank_fitting(found, cluster.memory)
+            print(f"\r{number} of {len(candidates)}", end="", file=sys.stderr, flush=True)
+    best = rank_fitting(priced, cluster.memory)
     if as_json:
-        show_json(to_json(job, found))
+        show_json(to_json(job, priced))
     else:
-        print(format_tuning(job, found, wanted.top, f"{file.name} · ", terminal_columns()))
+        print(format_tuning(job, priced, options.top, f"{file.name} · ", terminal_columns()))
         if best:  # in one line, however long, to be pasted
             print(f"next: {_next_command(file, best[0], model)}")
         print(f"tried in {time.perf_counter() - start:.1f} s", file=sys.stderr)
@@ -254,33 +261,37 @@ def _find_cluster(machine: Machine, tree: File | None) -> tuple[Cluster, int]:
     from schedlang.passes.simulate.machine import CLUSTERS, cluster_named, cluster_of, with_figures
     from schedlang.passes.simulate.node_cluster import Nodes
 
-    own = (None, None) if tree is None else cluster_of(tree)
-    known, counted = own if machine.on is None else cluster_named(machine.on)
-    ranks = machine.gpus or counted or own[1]
-    if known is None:
-        meshes = [one for one in (tree.items if tree is not None else ()) if isinstance(one, Mesh)]
-        wanted = machine.on or next((one.on for one in meshes), None)
-        title = f"unknown cluster `{wanted}`" if wanted else "the cluster is missing"
+    declared = (None, None) if tree is None else cluster_of(tree)
+    cluster, counted = declared if machine.on is None else cluster_named(machine.on)
+    ranks = machine.gpus or counted or declared[1]
+    if cluster is None:
+        meshes = [
+            mesh for mesh in (tree.items if tree is not None else ()) if isinstance(mesh, Mesh)
+        ]
+        label = machine.on or next((mesh.on for mesh in meshes), None)
+        title = f"unknown cluster `{label}`" if label else "the cluster is missing"
         bad_option(title, f"give one of {', '.join(CLUSTERS)}: `--on h100`")
     if ranks is None:
         bad_option("the number of ranks is missing", "give it: `--gpus 64`")
     for name in ("gpus", "tflops", "bandwidth", "network", "node"):
         check_positive(name, getattr(machine, name))
-    given = {
+    extra = {
         "speed": _scaled(machine.tflops, 1e12),
         "link": _scaled(machine.bandwidth, 1e9),
         "network": _scaled(machine.network, 1e9),
         "node": machine.node,
         "memory": _parse_bytes(machine.memory),
     }
-    if not isinstance(known, Nodes):
-        return with_figures(known, **given), ranks
-    if any(value is not None for value in given.values()):
-        title = f"`{known.name}` has unlike nodes: no option says a figure of all"
+    if not isinstance(cluster, Nodes):
+        return with_figures(cluster, **extra), ranks
+    if any(value is not None for value in extra.values()):
+        title = f"`{cluster.name}` has unlike nodes: no option says a figure of all"
         bad_option(title, "write it into their file: `--on cluster.toml`")
-    if ranks > known.ranks:
-        bad_option(f"`{known.name}` has {known.ranks} ranks, not {ranks}", f"--gpus {known.ranks}")
-    return known.first_nodes(ranks), ranks
+    if ranks > cluster.ranks:
+        bad_option(
+            f"`{cluster.name}` has {cluster.ranks} ranks, not {ranks}", f"--gpus {cluster.ranks}"
+        )
+    return cluster.first_nodes(ranks), ranks
 
 
 def _scaled(value: float | None, unit: float) -> float | None:
@@ -301,15 +312,15 @@ def _parse_bytes(text: str | None) -> int | None:
     return int(value)
 
 
-def _parse_values(wanted: TuningOptions) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for text in wanted.values or ():
+def _parse_values(options: TuningOptions) -> dict[str, list[str]]:
+    domains: dict[str, list[str]] = {}
+    for text in options.values or ():
         name, _, values = (part.strip() for part in text.partition("="))
         listed = [value.strip() for value in values.split(",") if value.strip()]
         if not name or not listed:
             bad_option(f"cannot read `--try {text}`", "write `--try micro=4,8,16`")
-        found[name] = listed
-    return found
+        domains[name] = listed
+    return domains
 
 
 def _next_command(file: Path, best: PricedPlan, model: str | None) -> str:
@@ -317,6 +328,6 @@ def _next_command(file: Path, best: PricedPlan, model: str | None) -> str:
     from schedlang.ir.limits import format_value
 
     mesh = ",".join(f"{axis}={size}" for axis, size in best.mesh.items())
-    words = [f"--knob {name}={format_value(value)}" for name, value in best.knobs.items()]
-    words += [f"--mesh {mesh}"] + ([f"--model {model}"] if model else [])
-    return f"schedlang plan {file} {' '.join(words)}"
+    options = [f"--knob {name}={format_value(value)}" for name, value in best.knobs.items()]
+    options += [f"--mesh {mesh}"] + ([f"--model {model}"] if model else [])
+    return f"schedlang plan {file} {' '.join(options)}"

@@ -121,7 +121,7 @@ def verify(
         raise Refusal.of("S109", title, helps=helps)
     if locked:
         check_lock(file, common.model, as_json)
-    given = parse_settings(common.knob, common.mesh)
+    settings = parse_settings(common.knob, common.mesh)
     with (
         Pool(
             preload=(*BASE_MODULES, *PROGRAM_MODULES), forked=True
@@ -129,22 +129,22 @@ def verify(
         ProgressLine(quiet=as_json) as progress,
         exit_unchecked(timeout, as_json, progress.close),
     ):
-        found = load_model_file(common.model, file)
+        model_file = load_model_file(common.model, file)
         with progress.paused():
-            pool.import_files(found.files, here=True)
-        one = make_proof_case(
+            pool.import_files(model_file.files, here=True)
+        case = make_proof_case(
             file,
-            found,
-            given,
+            model_file,
+            settings,
             model=common.model,
             seed=seed,
             only=only,
             dtype=dtype,
             shrink=shrink,
         )
-        options = {"pool": pool, "title": file.name, "command": one.command, "progress": progress}
-        report = call_in_one_piece(prove, one.case, **options)
-    _print_report(with_reduction(report, one.small), as_json, html, verbose)
+        options = {"pool": pool, "title": file.name, "command": case.command, "progress": progress}
+        report = call_in_one_piece(prove, case.case, **options)
+    _print_report(with_reduction(report, case.small), as_json, html, verbose)
     raise typer.Exit(_exit_code(report))
 
 
@@ -152,13 +152,13 @@ def _check_options(foreign: ForeignProgram, of_schedule: Mapping[str, object]) -
     """Refuse options that would be ignored: a schedule's for a program, or a program's for a
     schedule."""
     if foreign.against is not None:
-        ignored = [word for word, value in of_schedule.items() if value]
-        what, help_ = "a schedule", "leave it out: ranks of a program are counted by `--ranks`"
+        ignored = [option for option, value in of_schedule.items() if value]
+        kind, help_ = "a schedule", "leave it out: ranks of a program are counted by `--ranks`"
     else:
         ignored = ["ranks"] * (foreign.ranks is not None) + ["as-given"] * foreign.as_given
-        what, help_ = "a program", "name it: `--against program.py`; a schedule has `--mesh dp=4`"
+        kind, help_ = "a program", "name it: `--against program.py`; a schedule has `--mesh dp=4`"
     if ignored:
-        bad_option(f"`--{ignored[0]}` is about {what}, and none is verified", help_)
+        bad_option(f"`--{ignored[0]}` is about {kind}, and none is verified", help_)
 
 
 def _exit_code(report: Report) -> int:
@@ -183,15 +183,17 @@ def _judge_program(
     path = foreign.against
     assert path is not None
     with ProgressLine(quiet=as_json) as progress, exit_unchecked(timeout, as_json, progress.close):
-        named = str(file) if file is not None else model
-        given = {"seed": seed, "vary": not foreign.as_given, "quiet": as_json}
-        one = load_task(path, named, foreign.ranks, dtype=dtype, **given)
-        words = ["schedlang verify", *([named] if named else []), f"--against {path}"]
-        words += [f"--ranks {one.task.world}", f"--seed {seed}"]
-        words += ["--as-given"] * foreign.as_given + [f"--dtype {dtype}"] * (dtype is not None)
-        with one.pool() as pool:
-            command = " ".join(words)
-            return judge(one.task, pool=pool, title=one.title, command=command, progress=progress)
+        original = str(file) if file is not None else model
+        options = {"seed": seed, "vary": not foreign.as_given, "quiet": as_json}
+        loaded = load_task(path, original, foreign.ranks, dtype=dtype, **options)
+        parts = ["schedlang verify", *([original] if original else []), f"--against {path}"]
+        parts += [f"--ranks {loaded.task.world}", f"--seed {seed}"]
+        parts += ["--as-given"] * foreign.as_given + [f"--dtype {dtype}"] * (dtype is not None)
+        with loaded.pool() as pool:
+            command = " ".join(parts)
+            return judge(
+                loaded.task, pool=pool, title=loaded.title, command=command, progress=progress
+            )
 
 
 def _print_report(report: Report, as_json: bool, html: Path | None, verbose: bool) -> None:

@@ -44,11 +44,11 @@ def why(
         bad_option(
             title, "`why FILE transformer.h.0`, `why FILE --collectives`, `why FILE --collective 3`"
         )
-    found = plan_schedule(file, common.model, common.knob, common.mesh)
+    planned = plan_schedule(file, common.model, common.knob, common.mesh)
     if name is not None:
-        text = explain_rows(found.plan, found.tree, name)
+        text = explain_rows(planned.plan, planned.tree, name)
     elif collective is None:
-        text = list_collectives(account_costs(found))
+        text = list_collectives(account_costs(planned))
     else:
-        text = explain_collective(found.plan, found.tree, account_costs(found), collective)
+        text = explain_collective(planned.plan, planned.tree, account_costs(planned), collective)
     show_json({"why": text.split("\n")}) if as_json else print(text)

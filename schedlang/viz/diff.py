@@ -75,20 +75,20 @@ def compare(old: Plan, new: Plan) -> Difference:
     """Compare two plans: rows by step and verb, then mesh, knobs and grade."""
     before, after = list(old.actions), list(new.actions)
     for action in old.actions:
-        same = next((a for a in after if _row_key(a) == _row_key(action)), None)
-        if same is not None:
+        unchanged = next((other for other in after if _row_key(other) == _row_key(action)), None)
+        if unchanged is not None:
             before.remove(action)
-            after.remove(same)
+            after.remove(unchanged)
     changes: list[Change] = []
     for action in before:
-        match = next((a for a in after if _place_key(a) == _place_key(action)), None)
+        match = next((other for other in after if _place_key(other) == _place_key(action)), None)
         if match is None:
             changes.append(_make_change("-", action, arguments_text(action.primitive)))
             continue
         after.remove(match)
         changes.append(_make_change("~", match, ", ".join(_changed_arguments(action, match))))
     changes += [_make_change("+", action, arguments_text(action.primitive)) for action in after]
-    order = {name: place for place, name in enumerate(dict.fromkeys(_steps(old, new)))}
+    order = {name: index for index, name in enumerate(dict.fromkeys(_steps(old, new)))}
     changes.sort(key=lambda change: order[change.step])
     return Difference(tuple(changes), tuple(_changed_facts(old, new)))
 
@@ -106,13 +106,13 @@ def _place_key(action: Action) -> object:
     return action.step, action.name, action.sites
 
 
-def _make_change(sign: str, action: Action, said: str) -> Change:
-    return Change(sign, action.step, action.sites, action.name, said)
+def _make_change(sign: str, action: Action, text: str) -> Change:
+    return Change(sign, action.step, action.sites, action.name, text)
 
 
 def _arguments_of(primitive: Primitive) -> dict[str, object]:
-    own = dataclasses.fields(primitive)  # type: ignore[arg-type]
-    return {field.name: getattr(primitive, field.name) for field in own}
+    fields = dataclasses.fields(primitive)  # type: ignore[arg-type]
+    return {field.name: getattr(primitive, field.name) for field in fields}
 
 
 def _changed_arguments(old: Action, new: Action) -> Iterator[str]:
@@ -126,10 +126,10 @@ def _changed_arguments(old: Action, new: Action) -> Iterator[str]:
 def _changed_facts(old: Plan, new: Plan) -> Iterator[str]:
     if old.mesh != new.mesh:
         yield f"mesh {old.mesh} -> {new.mesh}"
-    was = dict(old.decisions)
+    old_values = dict(old.decisions)
     for name, value in new.decisions:
-        if name in was and was[name] != value:
-            yield f"{name} {show_value(was[name])} -> {show_value(value)}"
+        if name in old_values and old_values[name] != value:
+            yield f"{name} {show_value(old_values[name])} -> {show_value(value)}"
     grades = [quote_names(sorted(plan.gives_up)) or "nothing" for plan in (old, new)]
     if grades[0] != grades[1]:
         yield f"gives up {grades[0]} -> {grades[1]}"
@@ -153,28 +153,28 @@ STYLE = (
 )
 
 
-def format_markdown(names: Names, found: Difference, costs: Sequence[CostChange]) -> str:
+def format_markdown(names: Names, difference: Difference, costs: Sequence[CostChange]) -> str:
     """Format the difference as Markdown tables: changed costs, then action by action."""
     lines = [f"### `{names[0]}` → `{names[1]}`", ""]
-    if not found:
+    if not difference:
         return "\n".join([*lines, "No difference: both do the same, and cost the same."])
-    moved = [cost for cost in costs if cost.old != cost.new]
+    changed = [cost for cost in costs if cost.old != cost.new]
     lines += ["| per rank and step | before | after | change |", "|---|---:|---:|---:|"]
     lines += [
-        f"| {one.name} | {one.format(one.old)} | {one.format(one.new)} | {one.change} |"
-        for one in moved
+        f"| {item.name} | {item.format(item.old)} | {item.format(item.new)} | {item.change} |"
+        for item in changed
     ] or ["| all figures | as before | as before | |"]
-    if found.changes:
+    if difference.changes:
         lines += ["", "| | step | where | verb | what |", "|---|---|---|---|---|"]
         lines += [
-            f"| **{one.sign}** {WORDS[one.sign]} | {_escape_cell(one.step)} "
-            f"| `{_escape_cell(one.where)}` "
-            f"| `{one.name}` | {_code_cell(one.said)} |"
-            for one in found.changes
+            f"| **{item.sign}** {WORDS[item.sign]} | {_escape_cell(item.step)} "
+            f"| `{_escape_cell(item.where)}` "
+            f"| `{item.name}` | {_code_cell(item.said)} |"
+            for item in difference.changes
         ]
-    lines += ["", *(f"* {fact}" for fact in found.facts)] if found.facts else []
-    same = [one.name for one in costs if one.old == one.new]
-    lines += ["", f"Unchanged: {', '.join(same)}."] if same and moved else []
+    lines += ["", *(f"* {fact}" for fact in difference.facts)] if difference.facts else []
+    unchanged = [item.name for item in costs if item.old == item.new]
+    lines += ["", f"Unchanged: {', '.join(unchanged)}."] if unchanged and changed else []
     return "\n".join(lines)
 
 
@@ -187,13 +187,13 @@ def _escape_cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def diff_page(names: Names, found: Difference, costs: Sequence[CostChange]) -> str:
+def diff_page(names: Names, difference: Difference, costs: Sequence[CostChange]) -> str:
     """Format the difference as one self-contained page."""
     title = f"{names[0]} → {names[1]}"
     body = [f"<h1>{html.escape(title)}</h1>"]
-    if found:
-        body += [*_cost_table(costs), *_change_table(found.changes)]
-        body += [f"<p>{html.escape(fact)}</p>" for fact in found.facts]
+    if difference:
+        body += [*_cost_table(costs), *_change_table(difference.changes)]
+        body += [f"<p>{html.escape(fact)}</p>" for fact in difference.facts]
     else:
         body.append("<p>No difference: both do the same, and cost the same.</p>")
     return html_page(title, STYLE, "\n".join(body) + "\n", 960)
@@ -204,20 +204,20 @@ def _cost_table(costs: Iterable[CostChange]) -> Iterator[str]:
         '<table><tr><th>per rank and step</th><th class="n">before</th><th class="n">after</th>'
         '<th class="n">change</th></tr>'
     )
-    for one in costs:
-        kind = "s" if one.old == one.new else "b"
-        cells = (one.format(one.old), one.format(one.new), one.change or "as before")
+    for cost in costs:
+        kind = "s" if cost.old == cost.new else "b"
+        cells = (cost.format(cost.old), cost.format(cost.new), cost.change or "as before")
         numbers = "".join(f'<td class="n">{html.escape(text)}</td>' for text in cells)
-        yield f'<tr class="{kind}"><td>{html.escape(one.name)}</td>{numbers}</tr>'
+        yield f'<tr class="{kind}"><td>{html.escape(cost.name)}</td>{numbers}</tr>'
     yield "</table>"
 
 
 def _change_table(changes: Iterable[Change]) -> Iterator[str]:
     yield "<table><tr><th></th><th>step</th><th>where</th><th>verb</th><th>what</th></tr>"
-    for one in changes:
-        word = WORDS[one.sign]
-        cells = (one.where, one.name, one.said)
+    for change in changes:
+        kind = WORDS[change.sign]
+        cells = (change.where, change.name, change.said)
         codes = "".join(f"<td><code>{html.escape(text)}</code></td>" for text in cells)
-        sign = f'<td class="{word}">{html.escape(one.sign)} {word}</td>'
-        yield f"<tr>{sign}<td>{html.escape(one.step)}</td>{codes}</tr>"
+        sign = f'<td class="{kind}">{html.escape(change.sign)} {kind}</td>'
+        yield f"<tr>{sign}<td>{html.escape(change.step)}</td>{codes}</tr>"
     yield "</table>"

@@ -57,8 +57,8 @@ def draw_plan(view: View) -> str:
     y = 44
     parts: list[str] = []
     for draw in (_head, _tree, _memory, _over_time, cost_pictures.draw_traffic, _timeline):
-        found, height = draw(view, y)
-        parts += found
+        drawing, height = draw(view, y)
+        parts += drawing
         y += height
     label = f"plan of {view.title or view.plan.model.class_name}"
     return svg_document("p", WIDTH, y, label, STYLE + cost_pictures.STYLE, parts, corner=8)
@@ -70,10 +70,10 @@ def plan_page(view: View) -> str:
         ".wide{overflow:auto}.wide svg{width:100%;min-width:1010px;height:auto}"
         "pre{overflow:auto;font-size:12px}"
     )
-    shown = f'<div class="wide">{draw_plan(view)}</div>'
+    picture = f'<div class="wide">{draw_plan(view)}</div>'
     text = html.escape(format_view(view))
-    words = f"<details><summary>as text</summary><pre>{text}</pre></details>\n"
-    return html_page(view.title or view.plan.model.class_name, style, shown + words, WIDTH)
+    details = f"<details><summary>as text</summary><pre>{text}</pre></details>\n"
+    return html_page(view.title or view.plan.model.class_name, style, picture + details, WIDTH)
 
 
 Drawn = tuple[list[str], int]
@@ -101,22 +101,22 @@ def _tree(view: View, y: int) -> Drawn:
     rows = list(_visible_rows(tree(view.plan.model, note=marks.at), 0, set()))
     shown = rows[:MOST_ROWS]
     parts = [
-        draw_text(x, y + 14, word, "s")
-        for word, x in (
+        draw_text(x, y + 14, heading, "s")
+        for heading, x in (
             ("stage", MARGIN),
             ("module", COLUMNS["name"]),
             ("class", COLUMNS["class"]),
             ("parameters", COLUMNS["layout"]),
             ("done there", COLUMNS["does"]),
         )
-        if word != "stage" or view.account.stages
+        if heading != "stage" or view.account.stages
     ]
     top = y + ROW
-    for place, (depth, node, again) in enumerate(shown):
-        parts += _draw_row(node, depth, again, top + place * ROW, shade=place % 2 == 0)
+    for index, (depth, node, remark) in enumerate(shown):
+        parts += _draw_row(node, depth, remark, top + index * ROW, shade=index % 2 == 0)
     if len(rows) > len(shown):
-        words = f"and {len(rows) - len(shown)} more modules"
-        parts.append(draw_text(COLUMNS["name"], top + len(shown) * ROW + 15, words, "s"))
+        text = f"and {len(rows) - len(shown)} more modules"
+        parts.append(draw_text(COLUMNS["name"], top + len(shown) * ROW + 15, text, "s"))
     return parts, (len(shown) + 3) * ROW
 
 
@@ -126,23 +126,23 @@ class _MarkFinder:
     def __init__(self, view: View) -> None:
         self.view, self.plan = view, view.plan
         self.sends: dict[str, list[str]] = {}
-        for one in view.account.collectives or ():
-            if one.fqn and not one.what.endswith("again") and one.phase != "step":
-                inside = one.what not in ("parameters", "grads")
-                words = (
-                    f"{one.kind} {'x'.join(one.axes)} {one.what}"
-                    if inside and one.kind != "send"
+        for comm in view.account.collectives or ():
+            if comm.fqn and not comm.what.endswith("again") and comm.phase != "step":
+                inside = comm.what not in ("parameters", "grads")
+                text = (
+                    f"{comm.kind} {'x'.join(comm.axes)} {comm.what}"
+                    if inside and comm.kind != "send"
                     else ""
                 )
-                known = self.sends.setdefault(one.fqn, [])
-                if words and words not in known:
-                    known.append(words)
+                sends = self.sends.setdefault(comm.fqn, [])
+                if text and text not in sends:
+                    sends.append(text)
 
     def at(self, fqn: str) -> Mark:
         """Return the mark of a module."""
         units = self.view.account.stages
         inside = {s for u, s in units.items() if fqn == u or fqn.startswith(f"{u}.")}
-        holds = {s for u, s in units.items() if not fqn or u.startswith(f"{fqn}.")}
+        inner = {s for u, s in units.items() if not fqn or u.startswith(f"{fqn}.")}
         facts = self.plan.model.sites[fqn].parameters
         layouts = tuple(
             f"{short_dtype(fact.dtype)}{self.plan.effective_layout(fact.name).show()}"
@@ -150,44 +150,44 @@ class _MarkFinder:
         )
         rows = [a for a in self.plan.actions if fqn in a.sites and a.has_effect]
         does = tuple(f"{a.name} {arguments_text(a.primitive)}".strip() for a in rows)
-        return Mark(tuple(sorted(inside or holds)), layouts, does, tuple(self.sends.get(fqn, ())))
+        return Mark(tuple(sorted(inside or inner)), layouts, does, tuple(self.sends.get(fqn, ())))
 
 
 Placed = tuple[int, Node, str]
 
 
-def _visible_rows(node: Node, depth: int, known: set[object]) -> Iterator[Placed]:
+def _visible_rows(node: Node, depth: int, seen: set[object]) -> Iterator[Placed]:
     """Yield the modules with a row of the picture.
 
     A block equal to an earlier one, except for its stage, is not expanded again.
     """
     kind = node.class_name, tuple((child.name, _content_key(child)) for child in node.children)
     number = node.name.rpartition(".")[2].rpartition("..")[2].isdigit()
-    again = bool(node.children) and number and kind in known
-    yield depth, node, "as above" if again else ""
-    known.add(kind)
-    if again:
+    repeated = bool(node.children) and number and kind in seen
+    yield depth, node, "as above" if repeated else ""
+    seen.add(kind)
+    if repeated:
         return
     for child in node.children:
         if child.numel or _has_effects(child):
-            yield from _visible_rows(child, depth + 1, known)
+            yield from _visible_rows(child, depth + 1, seen)
 
 
 def _has_effects(node: Node) -> bool:
-    own = node.note
-    assert isinstance(own, Mark)
-    return bool(own.does or own.sends) or any(_has_effects(child) for child in node.children)
+    mark = node.note
+    assert isinstance(mark, Mark)
+    return bool(mark.does or mark.sends) or any(_has_effects(child) for child in node.children)
 
 
 def _content_key(node: Node) -> object:
     """Return a key of the plan's effects below a module, without stages."""
-    own = node.note
-    assert isinstance(own, Mark)
-    below = tuple((child.name, _content_key(child)) for child in node.children)
-    return node.class_name, own.layouts, own.sends, below if below else own.does
+    mark = node.note
+    assert isinstance(mark, Mark)
+    children = tuple((child.name, _content_key(child)) for child in node.children)
+    return node.class_name, mark.layouts, mark.sends, children if children else mark.does
 
 
-def _draw_row(node: Node, depth: int, again: str, y: int, *, shade: bool) -> Iterator[str]:
+def _draw_row(node: Node, depth: int, remark: str, y: int, *, shade: bool) -> Iterator[str]:
     mark = node.note
     assert isinstance(mark, Mark)
     if shade:
@@ -201,24 +201,24 @@ def _draw_row(node: Node, depth: int, again: str, y: int, *, shade: bool) -> Ite
     if mark.layouts:
         yield _draw_layout(COLUMNS["layout"], base, mark.layouts[0])
     tied = [f"= {tensor.tied.rpartition('.')[0]}" for tensor in node.tensors if tensor.tied]
-    yield from _draw_effects(mark.does, [*tied, *mark.sends, *([again] if again else [])], base)
+    yield from _draw_effects(mark.does, [*tied, *mark.sends, *([remark] if remark else [])], base)
 
 
-def _draw_effects(does: Sequence[str], said: Sequence[str], y: int) -> Iterator[str]:
+def _draw_effects(does: Sequence[str], effects: Sequence[str], y: int) -> Iterator[str]:
     """Draw rows of the schedule in frames, then what follows from them."""
     x = float(COLUMNS["does"])
-    for words in does:
-        wide = 6.65 * len(words) + 14
-        frame = draw_box(f"{x:.0f}", y - 13, f"{wide:.0f}", 18, "f", 'rx="9"')
-        yield frame + draw_text(x + 7, y, words, "m k")
-        x += wide + 6
-    words = " · ".join(said)
+    for text in does:
+        width = 6.65 * len(text) + 14
+        frame = draw_box(f"{x:.0f}", y - 13, f"{width:.0f}", 18, "f", 'rx="9"')
+        yield frame + draw_text(x + 7, y, text, "m k")
+        x += width + 6
+    text = " · ".join(effects)
     room = max(0, int((WIDTH - MARGIN - x) / 6.2))
-    if words and len(words) <= room:
-        yield draw_text(x, y, words, "s")
-    elif words:
-        whole = f"<title>{html.escape(words)}</title>"
-        yield f"<g>{whole}{draw_text(x, y, words[: max(0, room - 1)] + '…', 's')}</g>"
+    if text and len(text) <= room:
+        yield draw_text(x, y, text, "s")
+    elif text:
+        tooltip = f"<title>{html.escape(text)}</title>"
+        yield f"<g>{tooltip}{draw_text(x, y, text[: max(0, room - 1)] + '…', 's')}</g>"
 
 
 def _draw_stage(stages: Sequence[int], y: int) -> Iterator[str]:
@@ -231,15 +231,15 @@ def _draw_stage(stages: Sequence[int], y: int) -> Iterator[str]:
         yield f'{chip}<text class="n" x="{MARGIN + 15}" y="{y + 15}">{stage}</text>'
 
 
-def _draw_layout(x: int, y: int, words: str) -> str:
+def _draw_layout(x: int, y: int, layout: str) -> str:
     """Draw a layout, with the axes that split it highlighted."""
     cells = []
-    for place, piece in enumerate(words.split("@")):
-        if place:
-            axis = piece[: next((k for k, c in enumerate(piece) if c in ",]"), len(piece))]
+    for index, part in enumerate(layout.split("@")):
+        if index:
+            axis = part[: next((k for k, char in enumerate(part) if char in ",]"), len(part))]
             cells.append(f'<tspan class="a">@{html.escape(axis)}</tspan>')
-            piece = piece[len(axis) :]
-        cells.append(html.escape(piece))
+            part = part[len(axis) :]
+        cells.append(html.escape(part))
     return f'<text x="{x}" y="{y}" class="m">{"".join(cells)}</text>'
 
 
@@ -258,9 +258,9 @@ def _memory(view: View, y: int) -> Drawn:
         x += 110
     if not view.account.memory:
         parts.append(draw_text(x, y, "activations not estimated", "s"))
-    most = max(one.state for one in classes) or 1
-    for place, one in enumerate(classes[:MOST_BARS]):
-        parts += _draw_bar(view, one, y + 14 + place * 20, 560 / most)
+    largest = max(kind.state for kind in classes) or 1
+    for index, kind in enumerate(classes[:MOST_BARS]):
+        parts += _draw_bar(view, kind, y + 14 + index * 20, 560 / largest)
     rest = len(classes) - MOST_BARS
     if rest > 0:
         parts.append(
@@ -278,20 +278,22 @@ def _over_time(view: View, y: int) -> Drawn:
     )
 
 
-def _draw_bar(view: View, one: RankClass, y: int, scale: float) -> Iterator[str]:
-    where = f"{view.plan.cuts[0].axis}={one.place}" if one.place is not None else f"{one.first}, .."
-    ranks = f"{one.ranks} rank{'s' * (one.ranks > 1)}"
-    yield draw_text(MARGIN, y + 13, where, "m")
+def _draw_bar(view: View, kind: RankClass, y: int, scale: float) -> Iterator[str]:
+    label = (
+        f"{view.plan.cuts[0].axis}={kind.place}" if kind.place is not None else f"{kind.first}, .."
+    )
+    ranks = f"{kind.ranks} rank{'s' * (kind.ranks > 1)}"
+    yield draw_text(MARGIN, y + 13, label, "m")
     yield draw_text(MARGIN + 54, y + 13, ranks, "s")
     x = 150.0
     for name, fill in BARS:
-        count: int = getattr(one, name)
-        wide = max(count * scale, 0.5)
+        count: int = getattr(kind, name)
+        width = max(count * scale, 0.5)
         yield draw_box(
-            x, y + 1, wide, 16, look=f'fill="{fill}"', title=f"{name}: {format_bytes(count)}"
+            x, y + 1, width, 16, look=f'fill="{fill}"', title=f"{name}: {format_bytes(count)}"
         )
         x += count * scale
-    yield draw_text(x + 8, y + 13, format_bytes(one.state))
+    yield draw_text(x + 8, y + 13, format_bytes(kind.state))
 
 
 def _timeline(view: View, y: int) -> Drawn:
@@ -303,14 +305,16 @@ def _timeline(view: View, y: int) -> Drawn:
     if timeline is None or order is None:
         return [], 8
     ranks = max(1, min(timeline.ranks, MOST_OPS * timeline.ranks // max(1, len(timeline))))
-    who = f"{order.axis}=" if order.axis else "rank "
+    label = f"{order.axis}=" if order.axis else "rank "
     title = f"{order.name}, {order.micro} microbatches, bubble {view.account.bubble:.1%}"
     if ranks < timeline.ranks:
         title += f" (the first {ranks} of {timeline.ranks} ranks)"
-    widest, at = WIDTH - 2 * MARGIN - 80, (MARGIN - 4, y - 16)
+    widest, origin = WIDTH - 2 * MARGIN - 80, (MARGIN - 4, y - 16)
     times = {"": simulate_timeline(timeline, UNIT_TIMES, 0.0)}
-    found = draw_timings(times, title=title, widest=widest, ranks=ranks, unit=48.0, who=who, at=at)
-    return [found.strip()], picture_height(ranks) + 8
+    drawing = draw_timings(
+        times, title=title, widest=widest, ranks=ranks, unit=48.0, who=label, at=origin
+    )
+    return [drawing.strip()], picture_height(ranks) + 8
 
 
 # -- printing from Python --------------------------------------------------------------------------

@@ -126,11 +126,11 @@ class View:
             "parameters": sum(fact.numel for fact in self.plan.model.unique_parameters.values()),
             "steps": [
                 {
-                    "name": s.name,
-                    "relaxed": list(s.relaxed),
-                    "lines": [x.to_json() for x in s.lines],
+                    "name": step.name,
+                    "relaxed": list(step.relaxed),
+                    "lines": [x.to_json() for x in step.lines],
                 }
-                for s in self.steps
+                for step in self.steps
             ],
             "account": self.account.to_json(),
         }
@@ -150,8 +150,8 @@ def make_view(plan: Plan, account: Account, title: str = "", *, each: bool = Fal
         if action.changes(Facet.PLACEMENT):
             split |= {f.name for s in action.sites for f in plan.model.sites[s].parameters.values()}
         if steps and steps[-1].name == action.step:
-            known = steps.pop()
-            lines = (*known.lines, *lines)
+            previous = steps.pop()
+            lines = (*previous.lines, *lines)
         steps.append(Step(action.step, relaxed.get(action.step, ()), lines))
     return View(title, plan, account, tuple(steps))
 
@@ -163,12 +163,12 @@ def _lines_of(
         sign, description = _sign_of(plan, action, site, split), _describe_row(plan, action, site)
         return (sign, f"{description}\n{site}") if each else (sign, description)
 
-    mine = [one for one in account.collectives or () if one.row == action.row]
+    related = [comm for comm in account.collectives or () if comm.row == action.row]
     groups = group_sites(action.sites, key)
-    for place, ((_, (sign, description)), sites) in enumerate(groups.items()):
-        last = place == len(groups) - 1  # collectives of no group go with the last
-        included = [one for one in mine if last or _is_at_modules(one, sites)]
-        mine = [one for one in mine if one not in included]
+    for index, ((_, (sign, description)), sites) in enumerate(groups.items()):
+        last = index == len(groups) - 1  # collectives of no group go with the last
+        included = [comm for comm in related if last or _is_at_modules(comm, sites)]
+        related = [comm for comm in related if comm not in included]
         yield Line(
             sign,
             describe_group(sites, plan.model.sites),
@@ -181,14 +181,14 @@ def _lines_of(
         )
 
 
-def _is_at_modules(one: Collective, sites: Sequence[str]) -> bool:
+def _is_at_modules(comm: Collective, sites: Sequence[str]) -> bool:
     """Return whether a collective happens at one of these modules, below or above it."""
     return any(
-        one.fqn == site
+        comm.fqn == site
         or not site
-        or one.fqn.startswith(f"{site}.")
-        or site.startswith(f"{one.fqn}.")
-        or not one.fqn
+        or comm.fqn.startswith(f"{site}.")
+        or site.startswith(f"{comm.fqn}.")
+        or not comm.fqn
         for site in sites
     )
 
@@ -198,22 +198,22 @@ def _place(action: Action) -> tuple[str, int, int]:
     return (span.source.name, span.line, span.col) if span else ("", 0, 0)
 
 
-def _effects(found: Sequence[Collective]) -> tuple[Effect, ...]:
+def _effects(comms: Sequence[Collective]) -> tuple[Effect, ...]:
     sums: dict[tuple[str, tuple[str, ...], str], list[int]] = {}
-    for one in found:
-        what = one.what.split(" to stage")[0].removeprefix("to stage").strip()
-        what = "output" if one.what.startswith("to stage") else what
-        what = "output grad" if one.what.startswith("grad to stage") else what
-        entry = sums.setdefault((one.kind, one.axes, what), [0, 0])
-        entry[0], entry[1] = entry[0] + one.count, entry[1] + one.total
+    for comm in comms:
+        what = comm.what.split(" to stage")[0].removeprefix("to stage").strip()
+        what = "output" if comm.what.startswith("to stage") else what
+        what = "output grad" if comm.what.startswith("grad to stage") else what
+        entry = sums.setdefault((comm.kind, comm.axes, what), [0, 0])
+        entry[0], entry[1] = entry[0] + comm.count, entry[1] + comm.total
     return tuple(Effect(*key, count, size) for key, (count, size) in sums.items())
 
 
 def _sign_of(plan: Plan, action: Action, site: str, split: set[str]) -> str:
     if not action.has_effect:
         return "?"
-    own = {fact.name for fact in plan.model.sites[site].parameters.values()}
-    tied = action.changes(Facet.PLACEMENT) and own and own <= split
+    names = {fact.name for fact in plan.model.sites[site].parameters.values()}
+    tied = action.changes(Facet.PLACEMENT) and names and names <= split
     return "=" if tied and _tied_to(plan, site) else "~"
 
 
@@ -287,25 +287,25 @@ def format_view(view: View, *, each: bool = False, width: int | None = None) -> 
 
 def _layout(lines: Sequence[list[Row]], width: int | None) -> Callable[[list[Row]], list[str]]:
     """Choose a layout of lines: all in columns, else collectives below, else arguments below."""
-    wide = column_widths([row for line in lines for row in line])
-    if width is None or sum(w + 2 for w in wide if w) <= width:
-        return lambda line: [format_row(row, wide) for row in line]
-    own = column_widths([_without_collectives(line) for line in lines])
+    widths = column_widths([row for line in lines for row in line])
+    if width is None or sum(w + 2 for w in widths if w) <= width:
+        return lambda line: [format_row(row, widths) for row in line]
+    tight = column_widths([_without_collectives(line) for line in lines])
     sent = column_widths([row[5:8] for line in lines for row in line])
-    narrow = sum(w + 2 for w in own if w) > width
+    narrow = sum(w + 2 for w in tight if w) > width
     if narrow:
-        own = column_widths([_without_collectives(line)[:3] for line in lines])
+        tight = column_widths([_without_collectives(line)[:3] for line in lines])
 
     def lay(line: list[Row]) -> list[str]:
         first = _without_collectives(line)
         if narrow:
-            head, rest = format_row(first[:3], own), "  ".join(cell for cell in first[3:] if cell)
+            head, rest = format_row(first[:3], tight), "  ".join(cell for cell in first[3:] if cell)
             fits = len(head) + len(rest) + 2 <= width
             printed = (
                 [f"{head}  {rest}".rstrip()] if fits else [head, *wrap_text(rest, width, " " * 5)]
             )
         else:
-            printed = [format_row(first, own)]
+            printed = [format_row(first, tight)]
         return printed + [" " * 5 + format_row(row[5:8], sent) for row in line if row[5]]
 
     return lay
@@ -326,8 +326,8 @@ def _headline(view: View) -> str:
     return "   ".join(part for part in parts if part)
 
 
-def _count(count: int, word: str) -> str:
-    return f"{count} {word}{'s' * (count != 1)}"
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 # -- rows --------------------------------------------------------------------------------------
@@ -336,17 +336,17 @@ def _count(count: int, word: str) -> str:
 def _cells(line: Line) -> list[Row]:
     """Return the first row with the line's own cells, then one row for each further collective."""
     times = f"x{len(line.sites)}" if len(line.sites) > 1 else ""
-    place = f":{line.place[1]}" if line.place[1] else ""
+    position = f":{line.place[1]}" if line.place[1] else ""
     effects = [_effect(effect) for effect in line.effects] or [("", "", "")]
     site = "" if line.pattern == "the model" and line.sign == "?" else line.pattern
-    own: Row = (line.sign, site, line.verb, line.said, times)
-    rows = [(*own, *effects[0], place)]
+    head: Row = (line.sign, site, line.verb, line.said, times)
+    rows = [(*head, *effects[0], position)]
     return rows + [("", "", "", "", "", *effect, "") for effect in effects[1:]]
 
 
 def _effect(effect: Effect) -> Row:
-    each = format_bytes(effect.bytes // effect.count)
-    return f"+ {effect.kind} {'x'.join(effect.axes)}", effect.what, f"{effect.count} x {each}"
+    size = format_bytes(effect.bytes // effect.count)
+    return f"+ {effect.kind} {'x'.join(effect.axes)}", effect.what, f"{effect.count} x {size}"
 
 
 # -- totals ------------------------------------------------------------------------------------
@@ -362,13 +362,13 @@ def _fused(view: View, width: int | None) -> Iterator[str]:
     if not view.account.gains:
         return
     rows: list[Row] = [("kernels of one", "", "forward", "backward", "bytes moved")]
-    for one in view.account.gains:
-        before, after = one.gain.before, one.gain.after
-        where = describe_group(one.sites, view.plan.model.sites)
+    for fused in view.account.gains:
+        before, after = fused.gain.before, fused.gain.after
+        sites_text = describe_group(fused.sites, view.plan.model.sites)
         rows.append(
             (
-                where,
-                one.what,
+                sites_text,
+                fused.what,
                 f"{before.forward} -> {after.forward}",
                 f"{before.backward} -> {after.backward}",
                 f"{format_bytes(before.bytes)} -> {format_bytes(after.bytes)}",
@@ -379,29 +379,29 @@ def _fused(view: View, width: int | None) -> Iterator[str]:
 
 def _ranks(view: View, each: bool, width: int | None) -> Iterator[str]:
     account = view.account
-    whole = format_count(sum(fact.numel for fact in view.plan.model.unique_parameters.values()))
+    total = format_count(sum(fact.numel for fact in view.plan.model.unique_parameters.values()))
     if account.classes is None:
-        yield f"per rank   not counted (the model has {whole} parameters)"
+        yield f"per rank   not counted (the model has {total} parameters)"
         return
-    away = [
+    tiers = [
         tier for tier in ("cpu", "disk", "peer") if any(getattr(c, tier) for c in account.classes)
     ]
     head: Row = (
         "per rank",
         "",
-        f"parameters (of {whole})",
+        f"parameters (of {total})",
         "gradients",
         "optimizer",
         "temporary, during a step",
-        *("for a peer" if tier == "peer" else f"on {tier}" for tier in away),
+        *("for a peer" if tier == "peer" else f"on {tier}" for tier in tiers),
         "activations",
     )
     classes = account.classes if each else account.classes[:MOST_CLASSES]
-    rows = [head, *(_rank(view, one, away) for one in classes)]
+    rows = [head, *(_rank(view, kind, tiers) for kind in classes)]
     if len(classes) < len(account.classes):
-        more = len(account.classes) - len(classes)
+        rest = len(account.classes) - len(classes)
         blank = ("",) * (len(head) - 2)
-        rows.append((f"and {more} more", *blank, "(--each)"))
+        rows.append((f"and {rest} more", *blank, "(--each)"))
     yield from _table(rows, width)
     yield from _peaks(view, each, width)
 
@@ -412,36 +412,36 @@ def _peaks(view: View, each: bool, width: int | None) -> Iterator[str]:
     if memory is None:
         return
     rows: list[Row] = [("peak", "", "at", "sum", *CLASSES)]
-    for one in memory if each else memory[:MOST_CLASSES]:
-        where = _where(view, one.place) or f"rank {one.first}"
-        cells = (format_bytes(count) if count else "-" for count in one.classes.values())
+    for entry in memory if each else memory[:MOST_CLASSES]:
+        label = _where(view, entry.place) or f"rank {entry.first}"
+        cells = (format_bytes(count) if count else "-" for count in entry.classes.values())
         rows.append(
-            (where, _count(one.ranks, "rank"), one.top.what, format_bytes(one.peak), *cells)
+            (label, _count(entry.ranks, "rank"), entry.top.what, format_bytes(entry.peak), *cells)
         )
     yield from _table(rows, width)
 
 
-def _rank(view: View, one: RankClass, away: Sequence[str]) -> Row:
-    where = _where(view, one.place)
-    same = [c for c in view.account.classes or () if c.place == one.place]
-    if len(same) > 1 or not where:
-        where += f" rank {one.first}" + (", .." if one.ranks > 1 else "")
+def _rank(view: View, kind: RankClass, tiers: Sequence[str]) -> Row:
+    label = _where(view, kind.place)
+    at_place = [c for c in view.account.classes or () if c.place == kind.place]
+    if len(at_place) > 1 or not label:
+        label += f" rank {kind.first}" + (", .." if kind.ranks > 1 else "")
     return (
-        where.strip(),
-        _count(one.ranks, "rank"),
-        f"{format_count(one.elements)}, {format_bytes(one.parameters)}",
-        format_bytes(one.gradients),
-        format_bytes(one.optimizer),
-        f"+ {format_bytes(one.working)}" if one.working else "-",
-        *(format_bytes(getattr(one, tier)) for tier in away),
-        _activations(view, one),
+        label.strip(),
+        _count(kind.ranks, "rank"),
+        f"{format_count(kind.elements)}, {format_bytes(kind.parameters)}",
+        format_bytes(kind.gradients),
+        format_bytes(kind.optimizer),
+        f"+ {format_bytes(kind.working)}" if kind.working else "-",
+        *(format_bytes(getattr(kind, tier)) for tier in tiers),
+        _activations(view, kind),
     )
 
 
-def _activations(view: View, one: RankClass) -> str:
+def _activations(view: View, kind: RankClass) -> str:
     """Return the maximal activations of these ranks."""
-    found = [m for m in view.account.memory or () if m.first == one.first]
-    return format_bytes(found[0].activations) if found else NOT_ESTIMATED
+    memories = [memory for memory in view.account.memory or () if memory.first == kind.first]
+    return format_bytes(memories[0].activations) if memories else NOT_ESTIMATED
 
 
 def _where(view: View, place: int | None) -> str:
@@ -456,23 +456,24 @@ def _traffic(view: View, width: int | None) -> Iterator[str]:
             yield "collectives of one step   none\n"
         return
     world = tuple(axis for axis, count in view.plan.mesh.axes if count > 1)
-    kinds = list(dict.fromkeys((one.axes, one.kind) for one in account.collectives))
-    words = ["world" if axes == world and len(axes) > 1 else "x".join(axes) for axes, _ in kinds]
+    kinds = list(dict.fromkeys((item.axes, item.kind) for item in account.collectives))
+    labels = ["world" if axes == world and len(axes) > 1 else "x".join(axes) for axes, _ in kinds]
     rows: list[Row] = [
-        ("collectives", *(f"{word} {kind}" for word, (_, kind) in zip(words, kinds)), "all")
+        ("collectives", *(f"{label} {kind}" for label, (_, kind) in zip(labels, kinds)), "all")
     ]
-    places = list(dict.fromkeys(one.place for one in account.classes or ()))
+    places = list(dict.fromkeys(item.place for item in account.classes or ()))
     for place in sorted(places, key=lambda p: p or 0):
-        mine = account.collectives_at(place)
+        comms = account.collectives_at(place)
         cells = [
-            _format_sum([one for one in mine if (one.axes, one.kind) == kind]) for kind in kinds
+            _format_sum([item for item in comms if (item.axes, item.kind) == kind])
+            for kind in kinds
         ]
-        rows.append((_where(view, place) or "each rank", *cells, _format_sum(mine)))
+        rows.append((_where(view, place) or "each rank", *cells, _format_sum(comms)))
     yield from _table(rows, width, keys=1)
 
 
-def _format_sum(found: Sequence[Collective]) -> str:
-    count, total = sum(one.count for one in found), sum(one.total for one in found)
+def _format_sum(comms: Sequence[Collective]) -> str:
+    count, total = sum(comm.count for comm in comms), sum(comm.total for comm in comms)
     return f"{count}, {format_bytes(total)}" if count else "-"
 
 

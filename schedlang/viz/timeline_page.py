@@ -52,11 +52,11 @@ def format_trace(
     """
     layers = {"pipeline": times} if isinstance(times, Timing) else times
     events: list[str] = []
-    for process, (name, one) in enumerate(layers.items()):
-        events += _name_events(process, name, one)
-        events += _operation_events(process, one, unit)
+    for process, (name, timing) in enumerate(layers.items()):
+        events += _name_events(process, name, timing)
+        events += _operation_events(process, timing, unit)
         if flows:
-            events += _flow_events(process, one, unit)
+            events += _flow_events(process, timing, unit)
     return '{"traceEvents": [\n' + ",\n".join(events) + '\n], "displayTimeUnit": "ms"}\n'
 
 
@@ -67,19 +67,19 @@ def _name_events(process: int, name: str, times: Timing) -> Iterator[str]:
     copied = np.unique(t.rank[np.isin(t.kind, COPY_KINDS)]).tolist()
     threads = [(rank, 2 * rank, f"rank {rank}") for rank in range(t.ranks)]
     threads += [(rank, 2 * rank + 1, f"rank {rank}, copies") for rank in copied]
-    for _, number, title in sorted(threads):
-        yield _meta_event("thread_name", process, number, {"name": title})
+    for _, number, label in sorted(threads):
+        yield _meta_event("thread_name", process, number, {"name": label})
         yield _meta_event("thread_sort_index", process, number, {"sort_index": number})
 
 
-def _meta_event(what: str, process: int, thread: int, args: Mapping[str, object]) -> str:
-    return json.dumps({"ph": "M", "name": what, "pid": process, "tid": thread, "args": args})
+def _meta_event(name: str, process: int, thread: int, args: Mapping[str, object]) -> str:
+    return json.dumps({"ph": "M", "name": name, "pid": process, "tid": thread, "args": args})
 
 
 def _operation_events(process: int, times: Timing, unit: float) -> Iterator[str]:
     t = times.timeline
     threads = 2 * t.rank + np.isin(t.kind, COPY_KINDS)
-    chunk, most = levels(t), t.stages > t.ranks
+    chunk, several_stages = levels(t), t.stages > t.ranks
     columns = (
         threads,
         t.kind,
@@ -92,22 +92,22 @@ def _operation_events(process: int, times: Timing, unit: float) -> Iterator[str]
         times.start * unit,
         (times.end - times.start) * unit,
     )
-    words = {int(kind): (kind.name, look_of(kind).word) for kind in Kind}
-    several, sliced = t.replicas > 1, t.slices > 1
-    for thread, kind, stage, micro, replica, part, version, level, start, took in zip(
+    names = {int(kind): (kind.name, look_of(kind).word) for kind in Kind}
+    has_replicas, sliced = t.replicas > 1, t.slices > 1
+    for thread, kind, stage, micro, replica, part, version, level, start, duration in zip(
         *(column.tolist() for column in columns)
     ):
-        name, kind_word = words[kind]
+        name, kind_word = names[kind]
         args = f'"stage": {stage}, "microbatch": {micro}, "kind": "{kind_word}"'
-        args += f', "replica": {replica}' if several else ""
+        args += f', "replica": {replica}' if has_replicas else ""
         args += f', "slice": {part}' if sliced else ""
         args += f', "version": {version}' if version else ""
-        args += f', "place on its rank": {level}' if most else ""
-        title = f"{name}{micro}.{part}" if sliced else f"{name}{micro}"
-        shape = f'"ph": "X", "dur": {took:.6g}' if took > 0 else '"ph": "i", "s": "t"'
+        args += f', "place on its rank": {level}' if several_stages else ""
+        label = f"{name}{micro}.{part}" if sliced else f"{name}{micro}"
+        shape = f'"ph": "X", "dur": {duration:.6g}' if duration > 0 else '"ph": "i", "s": "t"'
         yield (
             f'{{{shape}, "pid": {process}, "tid": {thread}, "ts": {start:.9g}, '
-            f'"name": "{title}", "cat": "{kind_word}", "args": {{{args}}}}}'
+            f'"name": "{label}", "cat": "{kind_word}", "args": {{{args}}}}}'
         )
 
 
@@ -115,20 +115,22 @@ def _flow_events(process: int, times: Timing, unit: float) -> Iterator[str]:
     """Yield arrows from just before the end of the producer to just after the start of the
     consumer."""
     t = times.timeline
-    made, used = dependencies(t)
-    crossing = t.rank[made] != t.rank[used]
-    made, used = made[crossing], used[crossing]
-    took = times.end - times.start
-    leaves = (times.end[made] - took[made] / 1000) * unit
-    comes = (times.start[used] + took[used] / 1000) * unit
-    columns = (2 * t.rank[made], leaves, 2 * t.rank[used], comes, t.kind[made] == Kind.F)
+    src, dst = dependencies(t)
+    crossing = t.rank[src] != t.rank[dst]
+    src, dst = src[crossing], dst[crossing]
+    length = times.end - times.start
+    leaves = (times.end[src] - length[src] / 1000) * unit
+    arrives = (times.start[dst] + length[dst] / 1000) * unit
+    columns = (2 * t.rank[src], leaves, 2 * t.rank[dst], arrives, t.kind[src] == Kind.F)
     for number, (source, start, target, end, forward) in enumerate(
         zip(*(column.tolist() for column in columns))
     ):
-        what = "activations" if forward else "gradients"
-        same = f'"name": "{what}", "cat": "{what}", "id": "{process}.{number}", "pid": {process}'
-        yield f'{{"ph": "s", "tid": {source}, "ts": {start:.9g}, {same}}}'
-        yield f'{{"ph": "f", "bp": "e", "tid": {target}, "ts": {end:.9g}, {same}}}'
+        content = "activations" if forward else "gradients"
+        shared = (
+            f'"name": "{content}", "cat": "{content}", "id": "{process}.{number}", "pid": {process}'
+        )
+        yield f'{{"ph": "s", "tid": {source}, "ts": {start:.9g}, {shared}}}'
+        yield f'{{"ph": "f", "bp": "e", "tid": {target}, "ts": {end:.9g}, {shared}}}'
 
 
 # -- orders, sizes and costs that are chosen in the browser ----------------------------------------
@@ -162,38 +164,38 @@ class InitialTimeline:
     unit: str = ""
 
 
-def timeline_page(shown: InitialTimeline | None = None, cost: Cost = DEFAULT_COST) -> str:
-    """Return the page: every order at some sizes, and `shown`, the initial one, at its own sizes.
+def timeline_page(initial: InitialTimeline | None = None, cost: Cost = DEFAULT_COST) -> str:
+    """Return the page: every order at some sizes, and `initial`, the initial one, at its own sizes.
 
     Timelines are those of the registry, packed; the page's script only times and draws them. Orders
     that depend on costs are made for `cost`.
     """
-    cost, unit = readable_cost(cost, shown.unit if shown is not None else "")
-    sizes = (shown.timeline.ranks, shown.timeline.microbatches) if shown is not None else None
+    cost, unit = readable_cost(cost, initial.unit if initial is not None else "")
+    sizes = (initial.timeline.ranks, initial.timeline.microbatches) if initial is not None else None
     entries = list(_make_entries(cost, sizes))
     first = {"order": "1F1B", "ranks": 4, "micro": 8, "variant": ""}
-    if shown is not None:
-        t = shown.timeline
-        form = _describe_variant(shown.order, max(1, t.stages // t.ranks), t.slices)
-        mine = _make_entry(shown.order, t.microbatches, form, t)
-        mine["timeline"] |= _weight_lists(t, cost)
-        first = {key: mine[key] for key in first}
-        entries = [mine, *(e for e in entries if any(e[key] != first[key] for key in first))]
+    if initial is not None:
+        t = initial.timeline
+        variant = _describe_variant(initial.order, max(1, t.stages // t.ranks), t.slices)
+        custom = _make_entry(initial.order, t.microbatches, variant, t)
+        custom["timeline"] |= _weight_lists(t, cost)
+        first = {key: custom[key] for key in first}
+        entries = [custom, *(e for e in entries if any(e[key] != first[key] for key in first))]
         entries.sort(
             key=lambda e: [o.name for o in ORDERS].index(e["order"]) if _is_registered(e) else -1
         )
-    book = {
+    data = {
         "entries": entries,
         "first": first,
         "faintest": FAINTEST,
         "cost": {key: round_value(getattr(cost, key)) for key in ("f", "i", "w", "comm")},
         "unit": unit,
-        "who": f"{shown.axis}=" if shown is not None and shown.axis else "rank ",
-        "sources": {one.name: one.source for one in ORDERS},
+        "who": f"{initial.axis}=" if initial is not None and initial.axis else "rank ",
+        "sources": {order.name: order.source for order in ORDERS},
         "looks": [asdict(look_of(kind)) for kind in Kind],
     }
-    text = json.dumps(book, separators=(",", ":"))
-    return _make_page(base64.b64encode(zlib.compress(text.encode(), 9)).decode(), shown, unit)
+    text = json.dumps(data, separators=(",", ":"))
+    return _make_page(base64.b64encode(zlib.compress(text.encode(), 9)).decode(), initial, unit)
 
 
 def readable_cost(cost: Cost, unit: str) -> tuple[Cost, str]:
@@ -201,13 +203,13 @@ def readable_cost(cost: Cost, unit: str) -> tuple[Cost, str]:
     units = {"s": 1e3, "ms": 1.0, "µs": 1e-3, "ns": 1e-6}
     if unit not in units:
         return cost, unit
-    names = [one.name for one in fields(cost) if one.name not in RATIOS]
-    most = max(float(getattr(cost, name) or 0) for name in names) * units[unit]
-    found = next((name for name, size in units.items() if most >= size), "ns")
-    factor = units[unit] / units[found]
+    names = [cost_field.name for cost_field in fields(cost) if cost_field.name not in RATIOS]
+    largest = max(float(getattr(cost, name) or 0) for name in names) * units[unit]
+    best_unit = next((name for name, size in units.items() if largest >= size), "ns")
+    factor = units[unit] / units[best_unit]
     times = {name: value * factor for name in names if (value := getattr(cost, name)) is not None}
     between = cost.between and {edge: value * factor for edge, value in cost.between.items()}
-    return replace(cost, **times, between=between), found
+    return replace(cost, **times, between=between), best_unit
 
 
 def round_value(value: Number) -> float:
@@ -217,35 +219,35 @@ def round_value(value: Number) -> float:
 
 def _weight_lists(t: Timeline, cost: Cost) -> dict[str, list[float]]:
     """Return the weights of stages and slices, where they are not all equal."""
-    given = {"shares": (cost.shares, t.stages), "parts": (cost.slices, t.slices)}
+    weights = {"shares": (cost.shares, t.stages), "parts": (cost.slices, t.slices)}
     return {
         name: [float(x) for x in relative_weights(values, count, name)]
-        for name, (values, count) in given.items()
+        for name, (values, count) in weights.items()
         if values is not None
     }
 
 
 def _is_registered(entry: dict[str, Any]) -> bool:
-    return any(one.name == entry["order"] for one in ORDERS)
+    return any(order.name == entry["order"] for order in ORDERS)
 
 
-def order_variants(known: Order) -> Iterator[tuple[int, int, str]]:
+def order_variants(order: Order) -> Iterator[tuple[int, int, str]]:
     """Yield (chunks, slices, name) of the variants in which an order is shown; none of a searched
     one."""
-    if known.searched:
+    if order.searched:
         return
-    for chunks in known.chunks or CHUNKS:
-        for slices in SLICES if known.sliced else (1,):
-            yield chunks, slices, _describe_variant(known.name, chunks, slices)
+    for chunks in order.chunks or CHUNKS:
+        for slices in SLICES if order.sliced else (1,):
+            yield chunks, slices, _describe_variant(order.name, chunks, slices)
 
 
 def _describe_variant(name: str, chunks: int, slices: int) -> str:
     """Describe what distinguishes a timeline from others of its order and sizes."""
-    known = next((one for one in ORDERS if one.name == name), None)
-    fixed = known is not None and known.chunks is not None and len(known.chunks) == 1
-    words = [f"{chunks} stages a rank"] if chunks > 1 and not fixed else []
-    words += [f"{slices} slices"] if slices > 1 else []
-    return ", ".join(words)
+    order = next((candidate for candidate in ORDERS if candidate.name == name), None)
+    fixed = order is not None and order.chunks is not None and len(order.chunks) == 1
+    parts = [f"{chunks} stages a rank"] if chunks > 1 and not fixed else []
+    parts += [f"{slices} slices"] if slices > 1 else []
+    return ", ".join(parts)
 
 
 def _make_entries(cost: Cost, also: tuple[int, int] | None) -> Iterator[dict[str, Any]]:
@@ -254,14 +256,16 @@ def _make_entries(cost: Cost, also: tuple[int, int] | None) -> Iterator[dict[str
     sizes = list(product(RANKS, MICRO))
     if also is not None and also not in sizes and max(also) <= max(MICRO):
         sizes.append(also)
-    for known in ORDERS:
-        for chunks, slices, name in order_variants(known):
+    for order in ORDERS:
+        for chunks, slices, name in order_variants(order):
             for ranks, micro in sizes:
                 try:
-                    made = make_order(known.name, ranks, micro, chunks, slices=slices, cost=cost)
+                    timeline = make_order(
+                        order.name, ranks, micro, chunks, slices=slices, cost=cost
+                    )
                 except OrderError:
                     continue
-                yield _make_entry(known.name, micro, name, made)
+                yield _make_entry(order.name, micro, name, timeline)
 
 
 def _make_entry(name: str, micro: int, variant: str, timeline: Timeline) -> dict[str, Any]:
@@ -274,8 +278,8 @@ def _make_entry(name: str, micro: int, variant: str, timeline: Timeline) -> dict
     }
 
 
-def _make_page(data: str, shown: InitialTimeline | None, unit: str) -> str:
-    title = f"{shown.order}: timeline" if shown else "timelines"
+def _make_page(data: str, initial: InitialTimeline | None, unit: str) -> str:
+    title = f"{initial.order}: timeline" if initial else "timelines"
     script = resources.files("schedlang.viz").joinpath("page.js").read_text()
     selects = "".join(
         f'<label>{text} <select id="{name}"></select></label>'
@@ -341,27 +345,27 @@ def pack_timeline(timeline: Timeline) -> dict[str, Any]:
     (made, used) that do not follow from the stages' edges, without a transfer.
     """
     t = timeline.compute()
-    found: dict[str, Any] = {"rows": np.diff(t.starts).tolist(), "stages": t.stages}
-    found["peak"] = [round(float(x), 6) for x in peak_activations(timeline)]
+    packed: dict[str, Any] = {"rows": np.diff(t.starts).tolist(), "stages": t.stages}
+    packed["peak"] = [round(float(x), 6) for x in peak_activations(timeline)]
     for name, usual in PACKED.items():
         column = getattr(t, name)
         if (column != usual).any():
-            found[name] = "".join(map(chr, (column + (FIRST - usual)).tolist()))
+            packed[name] = "".join(map(chr, (column + (FIRST - usual)).tolist()))
     if t.edges != chain_edges(t.stages):
-        found["edges"] = t.edges
+        packed["edges"] = t.edges
     if np.isin(t.kind, COPY_KINDS).any():
-        found["copies"] = COPY_KINDS
+        packed["copies"] = COPY_KINDS
     if extra := _extra_pairs(t):
-        found["extra"] = extra
-    return found
+        packed["extra"] = extra
+    return packed
 
 
 def _extra_pairs(t: Timeline) -> list[tuple[int, int]]:
     """Return pairs on one rank that its order does not imply, and those of barriers."""
-    made, used = dependencies(t)
+    src, dst = dependencies(t)
     copies = np.isin(t.kind, COPY_KINDS)
-    explicit = (t.rank[made] == t.rank[used]) & ((made > used) | copies[made])
-    pairs = [(made[explicit], used[explicit])]
+    explicit = (t.rank[src] == t.rank[dst]) & ((src > dst) | copies[src])
+    pairs = [(src[explicit], dst[explicit])]
     if (t.kind == Kind.BARRIER).any():
         pairs += barrier_waits(t, copies)
     return [pair for a, b in pairs for pair in zip(a.tolist(), b.tolist())]
@@ -379,32 +383,32 @@ MEASURED_SHEET = (
 )
 
 
-def measured_svg(found: MeasuredStep, title: str, who: str = "rank ") -> str:
+def measured_svg(measured: MeasuredStep, title: str, who: str = "rank ") -> str:
     """Draw each rank's planned bars, and the measured ones below; `who` names a lane, such as
     `pp=`."""
-    layers = {"planned": found.planned, "measured": found.times}
-    words = " · ".join((title, *found.text().split("   ")))
-    return draw_timings(layers, title=words, widest=WIDEST, unit=float("inf"), who=who)
+    layers = {"planned": measured.planned, "measured": measured.times}
+    caption = " · ".join((title, *measured.text().split("   ")))
+    return draw_timings(layers, title=caption, widest=WIDEST, unit=float("inf"), who=who)
 
 
-def measured_page(found: MeasuredStep, title: str, who: str = "rank ") -> str:
+def measured_page(measured: MeasuredStep, title: str, who: str = "rank ") -> str:
     """Return the picture as a self-contained page, with the figures and the means below it."""
-    value = found.to_json()
+    value = measured.to_json()
     names = ("makespan", "makespan_bubble", "rank_span", "bubble")
-    words = ("step of the pipeline", "its bubble", "longest rank", "its bubble")
+    labels = ("step of the pipeline", "its bubble", "longest rank", "its bubble")
     rows = "".join(
-        f"<tr><td>{word}</td><td>{_format_figure(name, value['measured'][name])}</td>"
+        f"<tr><td>{label}</td><td>{_format_figure(name, value['measured'][name])}</td>"
         f"<td>{_format_figure(name, value['simulated'][name])}</td></tr>"
-        for name, word in zip(names, words)
+        for name, label in zip(names, labels)
     )
     means = "".join(
-        f"<tr><td>{one['kind']}</td><td>{one['stage']}</td>"
-        f"<td>{one['seconds'] * 1e3:.3f} ms</td></tr>"
-        for one in value["means"]
+        f"<tr><td>{mean['kind']}</td><td>{mean['stage']}</td>"
+        f"<td>{mean['seconds'] * 1e3:.3f} ms</td></tr>"
+        for mean in value["means"]
     )
     body = (
         f"<h1>{escape(title)}</h1>\n"
-        f'<div id="frame">{measured_svg(found, title, who)}</div>\n'
+        f'<div id="frame">{measured_svg(measured, title, who)}</div>\n'
         "<p>Planned: the same timeline, simulated with the mean time of each kind of operation at "
         f"each stage and {value['transfer'] * 1e3:.3f} ms for a transfer, all as measured.</p>\n"
         f"<table><tr><th></th><th>measured</th><th>simulated</th></tr>{rows}</table>\n"
@@ -413,10 +417,10 @@ def measured_page(found: MeasuredStep, title: str, who: str = "rank ") -> str:
     return html_page(title, MEASURED_SHEET, body, 1340)
 
 
-def measured_trace(found: MeasuredStep) -> str:
+def measured_trace(measured: MeasuredStep) -> str:
     """Return both timings as processes of one Perfetto trace; `pipeline` holds the figures."""
-    text = format_trace({"planned": found.planned, "measured": found.times}, MICROSECONDS)
-    return text.rstrip()[:-1] + f', "pipeline": {json.dumps(found.to_json())}}}\n'
+    text = format_trace({"planned": measured.planned, "measured": measured.times}, MICROSECONDS)
+    return text.rstrip()[:-1] + f', "pipeline": {json.dumps(measured.to_json())}}}\n'
 
 
 def _format_figure(name: str, value: float) -> str:

@@ -58,22 +58,22 @@ def levels(timeline: Timeline) -> NDArray[np.int64]:
     t = timeline
     level = np.zeros((max(1, t.replicas), max(1, t.stages)), dtype=np.int64)
     for replica, row in enumerate(t.replica_ranks):
-        seen: dict[int, int] = {}
+        counts: dict[int, int] = {}
         for stage, rank in enumerate(row.tolist()):
-            level[replica, stage] = seen.get(rank, 0)
-            seen[rank] = seen.get(rank, 0) + 1
-    found: NDArray[np.int64] = level[t.replica, t.stage]
-    return found
+            level[replica, stage] = counts.get(rank, 0)
+            counts[rank] = counts.get(rank, 0) + 1
+    row_levels: NDArray[np.int64] = level[t.replica, t.stage]
+    return row_levels
 
 
-def shade_of(kind: Kind, level: int, most: int) -> str:
+def shade_of(kind: Kind, level: int, highest: int) -> str:
     """Return the colour of a block: full for the first stage of a rank, fainter for later ones.
 
     Mixed with white in dark mode, too: the dark words on it stay readable.
     """
-    part = 1.0 - (1.0 - FAINTEST) * level / most if most else 1.0
+    part = 1.0 - (1.0 - FAINTEST) * level / highest if highest else 1.0
     full = (int(look_of(kind).fill[k : k + 2], 16) for k in (1, 3, 5))
-    return "#" + "".join(f"{round(255 - (255 - one) * part):02x}" for one in full)
+    return "#" + "".join(f"{round(255 - (255 - channel) * part):02x}" for channel in full)
 
 
 def block_label(microbatch: int, part: int, slices: int) -> str:
@@ -119,10 +119,10 @@ def draw_bars(times: Timing, width: int = 100, *, colour: bool = False) -> str:
     head = len(f"rank {t.ranks - 1} ")
     cells = max(10, width - head)
     scale = cells / max(float(times.end.max(initial=0.0)), 1e-12)
-    shown = list(range(t.ranks))
+    ranks = list(range(t.ranks))
     half = MOST_RANKS // 2
     lines = []
-    for rank in shown if t.ranks <= MOST_RANKS else [*shown[:half], -1, *shown[-half:]]:
+    for rank in ranks if t.ranks <= MOST_RANKS else [*ranks[:half], -1, *ranks[-half:]]:
         if rank < 0:
             lines.append(f"{'..':>{head - 1}} {t.ranks - 2 * half} ranks more")
             continue
@@ -144,10 +144,10 @@ def _bar(
 ) -> Iterator[str]:
     """Yield runs of cells that belong to one operation, or to none."""
     middle = np.arange(cells) + 0.5
-    place = np.searchsorted(end, middle, side="right") if len(rows) else np.zeros(cells, int)
-    there = place < len(rows)
-    there[there] = start[place[there]] <= middle[there]
-    owner = np.where(there, place, -1)
+    index = np.searchsorted(end, middle, side="right") if len(rows) else np.zeros(cells, int)
+    inside = index < len(rows)
+    inside[inside] = start[index[inside]] <= middle[inside]
+    owner = np.where(inside, index, -1)
     first = np.flatnonzero(np.diff(owner, prepend=-2))
     for low, high in zip(first.tolist(), [*first[1:].tolist(), cells]):
         if owner[low] < 0:
@@ -155,9 +155,9 @@ def _bar(
             continue
         row = rows[owner[low]]
         kind = Kind(int(t.kind[row]))
-        words = kind.name[0] + str(int(t.microbatch[row]))
-        words = words if len(words) < high - low else kind.name[0]
-        yield _paint(words.ljust(high - low, "-"), kind, colour)
+        text = kind.name[0] + str(int(t.microbatch[row]))
+        text = text if len(text) < high - low else kind.name[0]
+        yield _paint(text.ljust(high - low, "-"), kind, colour)
 
 
 def _paint(text: str, kind: Kind, colour: bool) -> str:
@@ -169,8 +169,8 @@ def _paint(text: str, kind: Kind, colour: bool) -> str:
 
 def _legend_line(t: Timeline, times: Timing, head: int, colour: bool) -> str:
     kinds: Sequence[int] = np.unique(t.kind[times.end > times.start]).tolist()
-    words = [f"{_paint(Kind(k).name[0], Kind(k), colour)} {look_of(Kind(k)).word}" for k in kinds]
-    return " " * head + "   ".join([*words, f"{IDLE} idle"])
+    legend = [f"{_paint(Kind(k).name[0], Kind(k), colour)} {look_of(Kind(k)).word}" for k in kinds]
+    return " " * head + "   ".join([*legend, f"{IDLE} idle"])
 
 
 # -- as SVG: light and dark, safe for colour blindness ---------------------------------------------
@@ -240,33 +240,35 @@ def draw_timings(
     text = title or f"bubble {float(first.bubble):.1%}, {end:g} units"
     hatched = any(times.timeline.replicas > 1 for times in layers.values())
     parts = [*([HATCH] if hatched else []), draw_text(left, 18, text)]
-    for place, (name, times) in enumerate(layers.items()):
-        tops = [TOP + rank * step + place * ROW for rank in range(lanes)]
+    for index, (name, times) in enumerate(layers.items()):
+        tops = [TOP + rank * step + index * ROW for rank in range(lanes)]
         for rank, y in enumerate(tops):
-            lane = f"{who}{rank}" if not place else ""
+            lane = f"{who}{rank}" if not index else ""
             parts += _draw_lane(lane, name, y, left, end * scale)
         parts += _draw_layer(times, scale, tops, left)
         parts += _draw_transfers(times, scale, tops, left) if transfers else ()
     kinds = np.unique(np.concatenate([times.timeline.kind for times in layers.values()]))
-    several = first.timeline.replicas > 1
-    parts += _draw_legend([Kind(k) for k in kinds.tolist()], several, left, TOP + lanes * step + 6)
-    wide, high = round(left + end * scale + 10), picture_height(lanes, len(layers))
-    return svg_document("t", wide, high, text, STYLE, parts, at=at)
+    has_replicas = first.timeline.replicas > 1
+    parts += _draw_legend(
+        [Kind(k) for k in kinds.tolist()], has_replicas, left, TOP + lanes * step + 6
+    )
+    width, high = round(left + end * scale + 10), picture_height(lanes, len(layers))
+    return svg_document("t", width, high, text, STYLE, parts, at=at)
 
 
-def _draw_lane(who: str, name: str, y: int, left: int, wide: float) -> Iterator[str]:
-    if who:
-        yield draw_text(4, y + 16, who)
+def _draw_lane(lane: str, name: str, y: int, left: int, width: float) -> Iterator[str]:
+    if lane:
+        yield draw_text(4, y + 16, lane)
     if name:
         yield draw_text(LEFT, y + 16, name)
-    yield draw_box(left, y, wide, BLOCK, "lane")
+    yield draw_box(left, y, width, BLOCK, "lane")
 
 
 def _draw_layer(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iterator[str]:
     """Draw the blocks, then the marks above them."""
     t = times.timeline
-    seen = (times.end > times.start) & (t.rank < len(tops))
-    if np.count_nonzero(seen) > MOST_BLOCKS:
+    visible = (times.end > times.start) & (t.rank < len(tops))
+    if np.count_nonzero(visible) > MOST_BLOCKS:
         yield from _draw_paths(times, scale, tops, left)
     else:
         yield from _draw_blocks(times, scale, tops, left)
@@ -288,39 +290,39 @@ def _block_title(t: Timeline, row: int) -> str:
 
 def _draw_blocks(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iterator[str]:
     t, level = times.timeline, levels(times.timeline)
-    most, slices = int(level.max(initial=0)), t.slices
+    highest, slices = int(level.max(initial=0)), t.slices
     columns = (t.rank, t.kind, t.replica, t.microbatch, t.slice, level, times.start, times.end)
     for row, (rank, kind, replica, microbatch, part, high, start, end) in enumerate(
         zip(*(c.tolist() for c in columns))
     ):
-        wide = (end - start) * scale
-        if wide <= 0 or rank >= len(tops):
+        width = (end - start) * scale
+        if width <= 0 or rank >= len(tops):
             continue
         x, y = left + start * scale, tops[rank]
-        look = f'fill="{shade_of(Kind(kind), high, most)}"'
-        yield draw_box(x, y, wide, BLOCK, "b", look, _block_title(t, row))
+        look = f'fill="{shade_of(Kind(kind), high, highest)}"'
+        yield draw_box(x, y, width, BLOCK, "b", look, _block_title(t, row))
         if replica:
-            yield draw_box(x, y, wide, BLOCK, look='fill="url(#replica)" pointer-events="none"')
-        words = block_label(microbatch, part, slices)
-        if wide >= 6.5 * len(words) + 4:
-            yield f'<text class="op" x="{x + wide / 2:.1f}" y="{y + 15}">{words}</text>'
+            yield draw_box(x, y, width, BLOCK, look='fill="url(#replica)" pointer-events="none"')
+        label = block_label(microbatch, part, slices)
+        if width >= 6.5 * len(label) + 4:
+            yield f'<text class="op" x="{x + width / 2:.1f}" y="{y + 15}">{label}</text>'
 
 
 def _draw_paths(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iterator[str]:
     """Draw all blocks of one kind, level and replica as one path, so that large timelines stay
     small."""
     t, level = times.timeline, levels(times.timeline)
-    most = int(level.max(initial=0))
-    shown = (times.end > times.start) & (t.rank < len(tops))
+    highest = int(level.max(initial=0))
+    visible = (times.end > times.start) & (t.rank < len(tops))
     sorts = np.stack([t.kind, level, t.replica], axis=1)
     x = np.round(left + times.start * scale, 2)
-    wide = np.round((times.end - times.start) * scale, 2)
+    widths = np.round((times.end - times.start) * scale, 2)
     top = np.array(tops)
-    for kind, high, replica in np.unique(sorts[shown], axis=0).tolist():
-        rows = shown & (sorts == (kind, high, replica)).all(axis=1)
-        pieces = zip(x[rows].tolist(), top[t.rank[rows]].tolist(), wide[rows].tolist())
-        path = "".join(f"M{a:g} {y}h{w:g}v{BLOCK}h-{w:g}z" for a, y, w in pieces)
-        yield f'<path d="{path}" fill="{shade_of(Kind(kind), high, most)}"/>'
+    for kind, high, replica in np.unique(sorts[visible], axis=0).tolist():
+        rows = visible & (sorts == (kind, high, replica)).all(axis=1)
+        boxes = zip(x[rows].tolist(), top[t.rank[rows]].tolist(), widths[rows].tolist())
+        path = "".join(f"M{a:g} {y}h{w:g}v{BLOCK}h-{w:g}z" for a, y, w in boxes)
+        yield f'<path d="{path}" fill="{shade_of(Kind(kind), high, highest)}"/>'
         if replica:
             yield f'<path d="{path}" fill="url(#replica)"/>'
 
@@ -328,16 +330,16 @@ def _draw_paths(times: Timing, scale: float, tops: Sequence[int], left: int) -> 
 def _draw_transfers(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iterator[str]:
     """Draw transfers between ranks, from the end of the producer to the start of the consumer."""
     t = times.timeline
-    made, used = dependencies(t)
-    crossing = (t.rank[made] != t.rank[used]) & (np.maximum(t.rank[made], t.rank[used]) < len(tops))
-    found: dict[str, list[str]] = {"way": [], "way back": []}
-    for a, b in zip(made[crossing].tolist(), used[crossing].tolist()):
+    src, dst = dependencies(t)
+    crossing = (t.rank[src] != t.rank[dst]) & (np.maximum(t.rank[src], t.rank[dst]) < len(tops))
+    paths: dict[str, list[str]] = {"way": [], "way back": []}
+    for a, b in zip(src[crossing].tolist(), dst[crossing].tolist()):
         kind = "way" if t.kind[a] == Kind.F else "way back"
         x1, x2 = left + float(times.end[a]) * scale, left + float(times.start[b]) * scale
         y1, y2 = tops[int(t.rank[a])], tops[int(t.rank[b])]
         down = y2 > y1
-        found[kind].append(f"M{x1:.1f} {y1 + BLOCK * down}L{x2:.1f} {y2 + BLOCK * (not down)}")
-    for kind, lines in found.items():
+        paths[kind].append(f"M{x1:.1f} {y1 + BLOCK * down}L{x2:.1f} {y2 + BLOCK * (not down)}")
+    for kind, lines in paths.items():
         if lines:
             yield f'<path class="{kind}" d="{"".join(lines)}"/>'
 

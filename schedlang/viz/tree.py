@@ -74,16 +74,16 @@ def _node(
     facts: ModelFacts, site: Site, name: str, each: bool, note: Callable[[str], object]
 ) -> Node:
     prefix = f"{site.fqn}." if site.fqn else ""
-    made = [_node(facts, facts.sites[prefix + c], c, each, note) for c in site.children]
-    children = tuple(_join_only_child(child) for child in (made if each else _fold_runs(made)))
+    nodes = [_node(facts, facts.sites[prefix + c], c, each, note) for c in site.children]
+    children = tuple(_join_only_child(child) for child in (nodes if each else _fold_runs(nodes)))
     tensors = tuple(_tensor(facts, site, n, fact) for n, fact in site.parameters.items())
     count = facts.numel(site.fqn)
     return Node(name, site.fqn, site.class_name, 1, count, tensors, children, note(site.fqn))
 
 
 def _tensor(facts: ModelFacts, site: Site, name: str, fact: ParameterFact) -> Tensor:
-    own = f"{site.fqn}.{name}" if site.fqn else name
-    tied = fact.name if fact.name != own else ""
+    full_name = f"{site.fqn}.{name}" if site.fqn else name
+    tied = fact.name if fact.name != full_name else ""
     dims = site.dims.get(name, ())
     return Tensor(name, fact.dtype, fact.shape, dims, tied, fact.requires_grad)
 
@@ -156,22 +156,22 @@ def _cut_depth(node: Node, depth: int) -> Node:
     return replace(node, children=children, truncated=bool(node.children) and not children)
 
 
-def _tree_rows(node: Node, here: str, below: str) -> Iterator[tuple[str, str, str]]:
+def _tree_rows(node: Node, lead: str, indent: str) -> Iterator[tuple[str, str, str]]:
     from schedlang.diagnostics.tables import format_count
 
     times = f" x{node.count}" if node.count > 1 else ""
-    label = node.class_name + times if here or below else ""
+    label = node.class_name + times if lead or indent else ""
     lines = [str(tensor) for tensor in node.tensors]
     if not node.tensors and (node.children or node.truncated):
         lines = [f"{format_count(node.numel)} parameters" + (" each" if times else "")]
-    for place, words in enumerate(lines or [""]):
-        yield (here + node.name, label, words) if not place else (_stem(below, node), "", words)
-    for place, child in enumerate(node.children):
-        last = place == len(node.children) - 1
+    for index, text in enumerate(lines or [""]):
+        yield (lead + node.name, label, text) if not index else (_stem(indent, node), "", text)
+    for index, child in enumerate(node.children):
+        last = index == len(node.children) - 1
         yield from _tree_rows(
-            child, below + ("└─ " if last else "├─ "), below + ("   " if last else "│  ")
+            child, indent + ("└─ " if last else "├─ "), indent + ("   " if last else "│  ")
         )
 
 
-def _stem(below: str, node: Node) -> str:
-    return below + ("│" if node.children else "")
+def _stem(indent: str, node: Node) -> str:
+    return indent + ("│" if node.children else "")

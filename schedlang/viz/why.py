@@ -27,10 +27,10 @@ def explain_rows(plan: Plan, file: n.File, fqn: str) -> str:
     facts = plan.model
     site = facts.owner(fqn).fqn if fqn in facts.parameters else fqn
     if site not in facts.sites:
-        known = [*facts.sites, *facts.parameters]
-        near = suggest_name(fqn, known, "there are")
+        names = [*facts.sites, *facts.parameters]
+        suggestion = suggest_name(fqn, names, "there are")
         title = f"the model has no module or parameter `{fqn}`"
-        raise Refusal.of("S209", title, helps=(near,), facts=facts_of_unknown(fqn, known))
+        raise Refusal.of("S209", title, helps=(suggestion,), facts=facts_of_unknown(fqn, names))
     head = fqn or "the model"
     if fqn in facts.parameters:
         fact = facts.parameters[fqn]
@@ -46,15 +46,15 @@ def row_text(action: Action, file: n.File) -> str:
     """Describe one row: its place, its text, its step, and the selectors around it."""
     span, items = action.span, splice_file(file).items
     text = str(action.primitive)
-    place = str(span) if span else ""
+    location = str(span) if span else ""
     if span:
         row = span.source.line(span.line)
         end = span.end_col - 1 if span.end_line == span.line else len(row)
         text = row[span.col - 1 : end] or text
     step = f'step "{action.step}"' if action.step else "outside of steps"
-    trail = next(_selectors_around(items, span, ()), ()) if span else ()
-    by = " then ".join(f"`{path}`" for path in trail)
-    return f"  {place}   {text}   {step}" + (f", selected by {by}" if by else "")
+    selectors = next(_selectors_around(items, span, ()), ()) if span else ()
+    by = " then ".join(f"`{path}`" for path in selectors)
+    return f"  {location}   {text}   {step}" + (f", selected by {by}" if by else "")
 
 
 def _selectors_around(
@@ -124,23 +124,23 @@ class Group:
         return self.members[0]
 
     def __str__(self) -> str:
-        one, where = self.first, fold_names([each.fqn for each in self.members])
-        total = sum(each.total for each in self.members)
-        times = sum(each.count for each in self.members)
-        axes = ", ".join(one.axes)
+        first, modules = self.first, fold_names([member.fqn for member in self.members])
+        total = sum(member.total for member in self.members)
+        times = sum(member.count for member in self.members)
+        axes = ", ".join(first.axes)
         return (
-            f"{one.kind} over {axes}   {one.phase}: {one.what}   {where}   "
-            f"{times} x {format_bytes(one.bytes)} = {format_bytes(total)}"
+            f"{first.kind} over {axes}   {first.phase}: {first.what}   {modules}   "
+            f"{times} x {format_bytes(first.bytes)} = {format_bytes(total)}"
         )
 
 
 def group_collectives(account: Account) -> tuple[Group, ...]:
     """Return all collectives of a step, in the order of `plan`, folded over equal modules."""
-    found: dict[object, list[Collective]] = {}
-    for one in account.collectives or ():
-        key = one.kind, one.axes, one.phase, one.what, one.bytes, one.row
-        found.setdefault(key, []).append(one)
-    return tuple(Group(tuple(members)) for members in found.values())
+    groups: dict[object, list[Collective]] = {}
+    for comm in account.collectives or ():
+        key = comm.kind, comm.axes, comm.phase, comm.what, comm.bytes, comm.row
+        groups.setdefault(key, []).append(comm)
+    return tuple(Group(tuple(members)) for members in groups.values())
 
 
 def list_collectives(account: Account) -> str:
@@ -154,31 +154,33 @@ def explain_collective(plan: Plan, file: n.File, account: Account, number: int) 
 
     Raises Refusal S866 for an unknown number.
     """
-    known = group_collectives(account)
-    if not 0 <= number < len(known):
+    groups = group_collectives(account)
+    if not 0 <= number < len(groups):
         none = "no rank sends anything" if account.collectives is not None else account.notes[-1]
         legal = (
-            f"they are numbered 0 to {len(known) - 1}: `why FILE --collectives`" if known else none
+            f"they are numbered 0 to {len(groups) - 1}: `why FILE --collectives`"
+            if groups
+            else none
         )
         title = f"there is no collective {number}"
         raise Refusal.of("S866", title, helps=(legal,))
-    group = known[number]
+    group = groups[number]
     return "\n".join([f"{number}  {group}", *_reason_lines(plan, file, group.members)])
 
 
 def _reason_lines(plan: Plan, file: n.File, members: Sequence[Collective]) -> list[str]:
-    one = members[0]
-    ranks = plan.mesh.size(one.axes)
-    lines = [f"  who     groups of {ranks} ranks along {', '.join(one.axes)}"]
-    if one.places is not None and plan.cuts:
-        places = sorted({place for each in members for place in each.places or ()})
+    first = members[0]
+    ranks = plan.mesh.size(first.axes)
+    lines = [f"  who     groups of {ranks} ranks along {', '.join(first.axes)}"]
+    if first.places is not None and plan.cuts:
+        places = sorted({stage for member in members for stage in member.places or ()})
         lines[-1] += f", at {plan.cuts[0].axis}={','.join(map(str, places))}"
-    lines.append(f"  why     {KINDS.get(one.kind, one.kind)}")
-    reason = next((text for word, text in REASONS.items() if one.what.startswith(word)), "")
+    lines.append(f"  why     {KINDS.get(first.kind, first.kind)}")
+    reason = next((text for prefix, text in REASONS.items() if first.what.startswith(prefix)), "")
     lines += [f"          {reason}"] if reason else []
-    if one.what.endswith("again"):
+    if first.what.endswith("again"):
         lines.append("          it is sent again, because the forward is computed again")
-    row = next((action for action in plan.actions if action.row == one.row), None)
+    row = next((action for action in plan.actions if action.row == first.row), None)
     lines.append(
         "  asked   by no row: it follows from several ranks"
         if row is None

@@ -34,5 +34,5 @@ class halve(Rewrite):  # noqa: N801
         """Wrap the forward of the copy that is being built."""
         import torch
 
-        whole = module.forward
-        module.forward = lambda x: torch.cat([whole(part) for part in x.chunk(self.parts)])
+        forward = module.forward
+        module.forward = lambda x: torch.cat([forward(part) for part in x.chunk(self.parts)])

@@ -43,21 +43,21 @@ def program(model):
         masked_softmax_fusion=False,
     )
     size = model.embed.num_embeddings
-    made = GPTModel(config, get_gpt_layer_local_spec(), size, 64, position_embedding_type="none")
-    made.to(dtype)  # norms are made in float32
+    gpt = GPTModel(config, get_gpt_layer_local_spec(), size, 64, position_embedding_type="none")
+    gpt.to(dtype)  # norms are made in float32
     with torch.no_grad():
         for name, weight, dim in weights(model):
             part = weight if dim is None else weight.chunk(ranks, dim)[dist.get_rank()]
-            made.get_parameter(name).copy_(part)
+            gpt.get_parameter(name).copy_(part)
 
     def step(batch):
         ids, labels = batch["ids"][:, :-1], batch["ids"][:, 1:]
         later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
-        loss = made(ids, None, later[None, None], labels=labels).mean()
+        loss = gpt(ids, None, later[None, None], labels=labels).mean()
         loss.backward()
         return loss
 
-    return schedlang.TrainingProgram(made, step, world_loss="same")
+    return schedlang.TrainingProgram(gpt, step, world_loss="same")
 
 
 def weights(model):
@@ -66,14 +66,14 @@ def weights(model):
     yield "output_layer.weight", model.head.weight, 0
     for kind in ("weight", "bias"):
         yield f"decoder.final_layernorm.{kind}", getattr(model.norm, kind), None
-        for at, block in enumerate(model.blocks):
+        for index, block in enumerate(model.blocks):
             heads = (
                 getattr(layer, kind).unflatten(0, (-1, block.head_width))
                 for layer in (block.query, block.key, block.value)
             )
             fused = torch.stack([*heads], 1).flatten(0, 2)
-            yield f"decoder.layers.{at}.self_attention.linear_qkv.{kind}", fused, 0
+            yield f"decoder.layers.{index}.self_attention.linear_qkv.{kind}", fused, 0
             for name, (original, dim) in LAYERS.items():
                 split = dim if kind == "weight" or dim == 0 else None
                 weight = getattr(getattr(block, original), kind)
-                yield f"decoder.layers.{at}.{name}.{kind}", weight, split
+                yield f"decoder.layers.{index}.{name}.{kind}", weight, split

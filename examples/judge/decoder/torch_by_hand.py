@@ -18,8 +18,8 @@ world = 8
 def program(model):
     mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     pp, dp = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
-    for at in (2, 3) if pp == 0 else (0, 1):
-        model.blocks[at] = nn.Identity()
+    for index in (2, 3) if pp == 0 else (0, 1):
+        model.blocks[index] = nn.Identity()
     if pp == 0:
         model.norm, model.head = nn.Identity(), nn.Identity()
     else:

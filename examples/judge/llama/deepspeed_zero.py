@@ -19,7 +19,7 @@ world = 2
 
 def program(model):
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    whole = copy.deepcopy(model)  # parameters of the engine are in pieces: here they are read whole
+    full = copy.deepcopy(model)  # parameters of the engine are in pieces: here they are read whole
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
@@ -29,19 +29,19 @@ def program(model):
             "zero_allow_untested_optimizer": True,
         },
     )
-    pairs = list(zip(engine.module.parameters(), whole.parameters(), strict=True))
+    pairs = list(zip(engine.module.parameters(), full.parameters(), strict=True))
 
     def step(batch):
         with deepspeed.zero.GatheredParameters([p for p, _ in pairs], modifier_rank=0):
             for p, read in pairs:
                 p.data.copy_(read.data)
         tokens = (batch["labels"][:, 1:] != -100).sum()
-        mine = {name: rows.chunk(ranks)[rank] for name, rows in batch.items()}
-        loss = engine(**mine, num_items_in_batch=tokens).loss * ranks  # ZeRO divides by the ranks
+        local = {name: rows.chunk(ranks)[rank] for name, rows in batch.items()}
+        loss = engine(**local, num_items_in_batch=tokens).loss * ranks  # ZeRO divides by the ranks
         engine.backward(loss)
         for p, read in pairs:
             read.grad = safe_get_full_grad(p).to(read.dtype)
         engine.step()  # at rate 0: forgets the gradients
         return loss
 
-    return schedlang.TrainingProgram(whole, step)
+    return schedlang.TrainingProgram(full, step)

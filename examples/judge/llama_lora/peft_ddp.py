@@ -14,8 +14,8 @@ def program(model):
 
     def step(batch):
         tokens = (batch["labels"][:, 1:] != -100).sum()
-        mine = {name: rows.chunk(ranks)[rank] for name, rows in batch.items()}
-        loss = wrapped(**mine, num_items_in_batch=tokens).loss * ranks  # DDP divides by the ranks
+        local = {name: rows.chunk(ranks)[rank] for name, rows in batch.items()}
+        loss = wrapped(**local, num_items_in_batch=tokens).loss * ranks  # DDP divides by the ranks
         loss.backward()
         return loss
 

@@ -16,8 +16,8 @@ def program(model):
 
     def step(batch):
         tokens = (batch["labels"][:, 1:] != -100).sum()
-        mine = {name: rows.chunk(ranks)[rank] for name, rows in batch.items()}
-        loss = model(**mine, num_items_in_batch=tokens).loss * ranks  # FSDP divides by the ranks
+        local = {name: rows.chunk(ranks)[rank] for name, rows in batch.items()}
+        loss = model(**local, num_items_in_batch=tokens).loss * ranks  # FSDP divides by the ranks
         loss.backward()
         return loss
 

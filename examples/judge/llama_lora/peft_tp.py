@@ -19,8 +19,8 @@ def program(model):
         dtype=base.dtype,
         distributed_config=DistributedConfig(tp_size=dist.get_world_size()),
     )
-    for made, given in zip(split.buffers(), base.buffers(), strict=True):
-        made.copy_(given)  # rotary frequencies are computed anew, here in float64
+    for dst, src in zip(split.buffers(), base.buffers(), strict=True):
+        dst.copy_(src)  # rotary frequencies are computed anew, here in float64
     adapted = get_peft_model(split, config)
     set_peft_model_state_dict(adapted, adapter)
 

@@ -17,13 +17,13 @@ def program(model):
         dtype=model.dtype,
         distributed_config=DistributedConfig(fsdp_size=ranks),
     )
-    for made, given in zip(split.buffers(), model.buffers(), strict=True):
-        made.copy_(given)  # rotary frequencies are computed anew, here in float64
+    for dst, src in zip(split.buffers(), model.buffers(), strict=True):
+        dst.copy_(src)  # rotary frequencies are computed anew, here in float64
 
     def step(batch):
         tokens = (batch["labels"][:, 1:] != -100).sum()
-        mine = {name: rows.chunk(ranks)[rank] for name, rows in batch.items()}
-        loss = split(**mine, num_items_in_batch=tokens).loss * ranks  # FSDP divides by the ranks
+        local = {name: rows.chunk(ranks)[rank] for name, rows in batch.items()}
+        loss = split(**local, num_items_in_batch=tokens).loss * ranks  # FSDP divides by the ranks
         loss.backward()
         return loss
 

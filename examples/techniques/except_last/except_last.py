@@ -46,8 +46,8 @@ class except_last(Recomputing, Settled):  # noqa: N801
 
         module = copy.at(site.fqn)
         checkpoint(module)
-        again, last = layer_of(module, "checkpoint"), copy.plan.micro - 1
-        wrap(module, "checkpoint", Unless(again, last))
+        recomputed, last = layer_of(module, "checkpoint"), copy.plan.micro - 1
+        wrap(module, "checkpoint", Unless(recomputed, last))
 
 
 class Unless:
@@ -60,7 +60,7 @@ class Unless:
         """Call the module itself, or the layer around it."""
         from schedlang.runtime.scope import current
 
-        here = current()
-        if here is not None and here.microbatch == self.microbatch:
+        scope = current()
+        if scope is not None and scope.microbatch == self.microbatch:
             return inner(*args, **kwargs)
         return self.layer(inner, *args, **kwargs)

@@ -16,8 +16,8 @@ SCHEDULE = Path(__file__).parent / "except_last.sched"
 
 def test_it_equals_the_model() -> None:
     """Outputs, loss, gradients and three steps in two stages, with dropout, in float64."""
-    done = CliRunner().invoke(app, ["verify", str(SCHEDULE)])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, ["verify", str(SCHEDULE)])
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize("rows", [12, 5])
@@ -32,7 +32,7 @@ def test_the_last_microbatch_runs_once(rows: int) -> None:
         sch["blocks.*"].except_last()
         sch.pipeline(order="GPipe", micro=3)
     batch = {name: value[:rows] for name, value in file.batch(0).items()}
-    program = sch.build(batch=batch, optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+    program = sch.build(batch=batch, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
     calls.clear()
     program.train_step(batch)
     cut = [4, 4, 4] if rows == 12 else [2, 2, 1]

@@ -34,9 +34,9 @@ class merge_products(Rewrite):  # noqa: N801
         path = {name: f"{site.fqn}.{name}".lstrip(".") for name in (*site.children, *self.names)}
         linear = {name for name in site.children if plan.model.computes_as(path[name], "Linear")}
         if len(set(self.names)) < 2 or not linear.issuperset(self.names):
-            there = ", ".join(f"`{name}`" for name in site.children if name in linear) or "none"
+            names = ", ".join(f"`{name}`" for name in site.children if name in linear) or "none"
             title = "one product takes the place of two or more linear layers"
-            refuse("S401", title, helps=(f"name two or more of {there}",))
+            refuse("S401", title, helps=(f"name two or more of {names}",))
         layers = [plan.model.sites[path[name]].parameters for name in self.names]
         if len({(layer["weight"].shape[1], "bias" in layer) for layer in layers}) > 1:
             title = f"the layers of `{site}` differ in the size of their input, or in having a bias"
@@ -46,8 +46,8 @@ class merge_products(Rewrite):  # noqa: N801
         """Let each of the layers take its part of what the first one that is called computes."""
         layers = [module.get_submodule(name) for name in self.names]
         merged = Merged(layers)
-        for place, layer in enumerate(layers):
-            layer.forward = partial(merged, place)
+        for index, layer in enumerate(layers):
+            layer.forward = partial(merged, index)
 
 
 class Merged:
@@ -56,14 +56,14 @@ class Merged:
     def __init__(self, layers: list[Any]) -> None:
         self.layers, self.x, self.when, self.parts = layers, None, None, {}
 
-    def __call__(self, place: int, x: Any) -> Any:
+    def __call__(self, index: int, x: Any) -> Any:
         """The part of a layer: of the product for this very input, computed if it was not."""
         import torch
 
         when = torch.is_grad_enabled(), None if x.is_inference() else x._version
-        if x is not self.x or when != self.when or place not in self.parts:
+        if x is not self.x or when != self.when or index not in self.parts:
             self.x, self.when, self.parts = x, when, dict(enumerate(self.product(x)))
-        part = self.parts.pop(place)
+        part = self.parts.pop(index)
         self.x = x if self.parts else None
         return part
 
@@ -71,7 +71,7 @@ class Merged:
         """What each layer gives."""
         import torch
 
-        weights, biases = ([getattr(one, n) for one in self.layers] for n in ("weight", "bias"))
+        weights, biases = ([getattr(layer, n) for layer in self.layers] for n in ("weight", "bias"))
         bias = None if biases[0] is None else torch.cat(biases)
-        whole = torch.nn.functional.linear(x, torch.cat(weights), bias)
-        return whole.split([len(weight) for weight in weights], -1)
+        stacked = torch.nn.functional.linear(x, torch.cat(weights), bias)
+        return stacked.split([len(weight) for weight in weights], -1)

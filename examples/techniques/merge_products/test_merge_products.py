@@ -32,8 +32,8 @@ class Products(TorchDispatchMode):
 
 def test_it_equals_the_model() -> None:
     """Outputs, loss, gradients and three steps on two ranks, in float64."""
-    done = CliRunner().invoke(app, ["verify", str(SCHEDULE)])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, ["verify", str(SCHEDULE)])
+    assert result.exit_code == 0, result.output
 
 
 def test_one_product_in_place_of_three() -> None:
@@ -55,8 +55,8 @@ def test_one_product_in_place_of_three() -> None:
     with merged:
         assert torch.equal(layer(x), expected)
     assert (plain.count["addmm"], merged.count["addmm"]) == (3, 1)
-    again = layer.q(x), layer.q(x)  # one layer alone, and again: each call is right
-    assert torch.equal(*again) and torch.equal(again[0], packed.chunk(3, -1)[0])
+    repeated = layer.q(x), layer.q(x)  # one layer alone, and again: each call is right
+    assert torch.equal(*repeated) and torch.equal(repeated[0], packed.chunk(3, -1)[0])
 
 
 def test_what_reads_other_inputs_is_refused() -> None:

@@ -46,14 +46,14 @@ class squeeze(Rewrite, Tried):  # noqa: N801
         """Compare products of rounded operands with whole ones, by what rounding may change."""
         layer = plan.model.module(site.fqn)
         w = layer.weight.detach().float()
-        found = []
+        trials = []
         for name, (args, kwargs) in calls.items():
             x = next(iter((*args, *kwargs.values()))).detach().float()
             error = (product(x, w, None) - x @ w.t()).abs()
             bound = (x.abs() + off(x)) @ (w.abs() + off(w)).t() - x.abs() @ w.abs().t()
-            over = float((error / (bound + 1e-6 * bound.max())).max())
-            found.append(Trial(name or "product", over, 1.0, over <= 1.0))
-        return found
+            share = float((error / (bound + 1e-6 * bound.max())).max())
+            trials.append(Trial(name or "product", share, 1.0, share <= 1.0))
+        return trials
 
 
 def product(x: Any, weight: Any, bias: Any) -> Any:
@@ -82,11 +82,11 @@ def range_of(x: Any) -> tuple[Any, Any, Any]:
     """Exponents of all elements, and by what they are squeezed (a) and shifted (b)."""
     import torch
 
-    logs, there = x.abs().log2(), x != 0
-    mean = torch.where(there, logs, 0).sum() / there.sum().clamp(min=1)
-    wide = logs.amax() - mean
-    a = torch.where(wide > 0, HIGHEST / wide, 1)  # of equal sizes a shift makes ones
-    return logs, a, -a * torch.where(there.any(), mean, 0)
+    logs, nonzero = x.abs().log2(), x != 0
+    mean = torch.where(nonzero, logs, 0).sum() / nonzero.sum().clamp(min=1)
+    spread = logs.amax() - mean
+    a = torch.where(spread > 0, HIGHEST / spread, 1)  # of equal sizes a shift makes ones
+    return logs, a, -a * torch.where(nonzero.any(), mean, 0)
 
 
 def rounded(x: Any) -> Any:
@@ -96,12 +96,14 @@ def rounded(x: Any) -> Any:
     if x.dtype is torch.float64 or not x.numel():
         return x
     logs, a, b = range_of(x)
-    held = (a * logs + b).exp2().to(torch.float8_e5m2).to(x.dtype)
-    return ((held.log2() - b) / a).exp2().copysign(x)
+    encoded = (a * logs + b).exp2().to(torch.float8_e5m2).to(x.dtype)
+    return ((encoded.log2() - b) / a).exp2().copysign(x)
 
 
 def off(x: Any) -> Any:
     """The most by which each element may change."""
     _, a, b = range_of(x)
-    least = ((-HIGHEST - 1 - BITS - b) / a).exp2()  # what is smaller than a half of the least is 0
-    return x.abs() * ((1 + 2.0 ** -(BITS + 1)) ** (1 / a) - 1) + 2 * least
+    smallest = (
+        (-HIGHEST - 1 - BITS - b) / a
+    ).exp2()  # what is smaller than a half of the least is 0
+    return x.abs() * ((1 + 2.0 ** -(BITS + 1)) ** (1 / a) - 1) + 2 * smallest

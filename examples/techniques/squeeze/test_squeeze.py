@@ -16,9 +16,9 @@ SCHEDULE = Path(__file__).parent / "squeeze.sched"
 
 def test_it_equals_the_model() -> None:
     """Everything in float64, gradients within 8 bits in float32, and the products themselves."""
-    done = CliRunner().invoke(app, ["verify", str(SCHEDULE)])
-    assert done.exit_code == 0, done.output
-    assert "squeeze itself" in done.output
+    result = CliRunner().invoke(app, ["verify", str(SCHEDULE)])
+    assert result.exit_code == 0, result.output
+    assert "squeeze itself" in result.output
 
 
 def number(x: float, a: float, b: float) -> float:
@@ -27,8 +27,8 @@ def number(x: float, a: float, b: float) -> float:
         return 0.0
     y = 2.0**b * abs(x) ** a
     unit = 2.0 ** (max(math.frexp(y)[1] - 1, -14) - 2)
-    held = round(y / unit) * unit  # halves to the even one, as Python's own
-    return math.copysign((held / 2.0**b) ** (1 / a), x)
+    nearest = round(y / unit) * unit  # halves to the even one, as Python's own
+    return math.copysign((nearest / 2.0**b) ** (1 / a), x)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-12, 1e12])
@@ -39,16 +39,16 @@ def test_numbers_are_rounded_as_the_paper_says(size: float) -> None:
     generator = torch.Generator().manual_seed(0)
     x = size * torch.randn(300, generator=generator)
     x[:3] = 0
-    logs = [math.log2(abs(one)) for one in x.tolist() if one]
+    logs = [math.log2(abs(value)) for value in x.tolist() if value]
     mean = sum(logs) / len(logs)
     a = 15 / (max(logs) - mean)
-    expected = torch.tensor([number(one, a, -a * mean) for one in x.tolist()])
-    found = rounded(x)
+    expected = torch.tensor([number(value, a, -a * mean) for value in x.tolist()])
+    result = rounded(x)
     off = (
-        found - expected
+        result - expected
     ).abs() > 1e-3 * expected.abs()  # a float32 beside a half goes either way
-    assert off.sum() <= 1, (found[off], expected[off])
-    assert len(found.unique()) < 250
+    assert off.sum() <= 1, (result[off], expected[off])
+    assert len(result.unique()) < 250
     assert torch.equal(rounded(x.double()), x.double())
 
 
@@ -59,7 +59,7 @@ def test_the_backward_rounds_what_comes_back() -> None:
     x, w, dy = (torch.randn(*shape, requires_grad=True) for shape in ((2, 4, 6), (5, 6), (2, 4, 5)))
     y = product(x, w, None)
     y.backward(dy.detach())
-    q, v, g = (rounded(one.detach()) for one in (x, w, dy))
+    q, v, g = (rounded(tensor.detach()) for tensor in (x, w, dy))
     assert torch.equal(y, q @ v.t())
     torch.testing.assert_close(x.grad, g @ v)
     torch.testing.assert_close(w.grad, torch.einsum("abo,abi->oi", g, q))

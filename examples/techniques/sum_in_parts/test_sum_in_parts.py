@@ -22,8 +22,8 @@ SCHEDULE = Path(__file__).parent / "sum_in_parts.sched"
 
 def test_it_equals_the_model() -> None:
     """Outputs, loss, gradients and three steps on four ranks, in float64."""
-    done = CliRunner().invoke(app, ["verify", str(SCHEDULE)])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, ["verify", str(SCHEDULE)])
+    assert result.exit_code == 0, result.output
 
 
 def test_a_plan_tells_of_the_parts() -> None:
@@ -67,12 +67,12 @@ def test_sums_start_between_products(tokens: int, monkeypatch: pytest.MonkeyPatc
     expected = 2 * (x[..., None, :] * layer.weight).sum(-1) + layer.bias
     torch.testing.assert_close(y, expected)
     sizes = {5: [4, 4, 2], 1: [1, 1], 0: [0, 0, 0]}[tokens]
-    both = [(what, size) for size in sizes for what in ("product", "sum")]
-    assert events == [*both, *(("wait", size) for size in sizes)]
-    found = torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
-    one = plain(x, layer.weight, layer.bias)  # each rank has the gradient of its own part
-    for got, want in zip(found, torch.autograd.grad(one.sum(), [x, *layer.parameters()])):
-        torch.testing.assert_close(got, want)
+    expected_events = [(kind, size) for size in sizes for kind in ("product", "sum")]
+    assert events == [*expected_events, *(("wait", size) for size in sizes)]
+    grads = torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
+    output = plain(x, layer.weight, layer.bias)  # each rank has the gradient of its own part
+    for grad, reference in zip(grads, torch.autograd.grad(output.sum(), [x, *layer.parameters()])):
+        torch.testing.assert_close(grad, reference)
 
 
 def test_what_ends_in_no_sum_is_refused() -> None:
@@ -84,6 +84,6 @@ def test_what_ends_in_no_sum_is_refused() -> None:
     with pytest.raises(schedlang.Refusal, match="not a linear layer"):
         sch["blocks.*"].sum_in_parts(2)
     sch["blocks.*.up"].shard("col", over="tp")
-    for one in ("up", "down"):
+    for name in ("up", "down"):
         with pytest.raises(schedlang.Refusal, match="does not end in one sum"):
-            sch[f"blocks.*.{one}"].sum_in_parts(2)
+            sch[f"blocks.*.{name}"].sum_in_parts(2)

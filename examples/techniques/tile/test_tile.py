@@ -31,8 +31,8 @@ class Products(TorchDispatchMode):
 
 def test_it_equals_the_model() -> None:
     """Outputs, loss, gradients and three steps on two ranks, in float64."""
-    done = CliRunner().invoke(app, ["verify", str(SCHEDULE)])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, ["verify", str(SCHEDULE)])
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize("blocks", [(5, 4, 3), (1, 1, 1), (13, 6, 20), (100, 100, 100)])

@@ -57,9 +57,9 @@ class tile(Rewrite):  # noqa: N801
             rows: list[Any] = [None] * len(flat.split(self.rows))
             for left, right in zip(flat.split(self.inputs, 1), w.split(self.inputs, 1)):
                 panel = right.t().contiguous()
-                for place, block in enumerate(left.split(self.rows)):
+                for index, block in enumerate(left.split(self.rows)):
                     part = block.contiguous() @ panel
-                    rows[place] = part if rows[place] is None else rows[place] + part
+                    rows[index] = part if rows[index] is None else rows[index] + part
             columns.append(torch.cat(rows))
         y = torch.cat(columns, 1).reshape(*x.shape[:-1], len(weight))
         return y if bias is None else y + bias

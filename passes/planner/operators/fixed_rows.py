@@ -38,25 +38,25 @@ class FixedRows:
 
     def rows_along(self, axis: str) -> list[ProposedRow]:
         """Return the rows along one axis."""
-        return [row for own, row in self.rows if own == axis]
+        return [row for row_axis, row in self.rows if row_axis == axis]
 
-    def requests(self, axis: str, asked: LayoutRequest) -> list[LayoutRequest]:
+    def requests(self, axis: str, request: LayoutRequest) -> list[LayoutRequest]:
         """List the requests for an axis: all that its rows leave open."""
         rows = self.rows_along(axis)
         stages = [row.argument("stage") for row in rows if row.changes_facet(Facet.STATE)]
-        pins, told = self.pins.get(axis, {}), self.row_dims.get(axis, {})
-        every = axis_requests(replace(asked, pins=pins, row_dims=told))
+        pins, row_dims = self.pins.get(axis, {}), self.row_dims.get(axis, {})
+        requests = axis_requests(replace(request, pins=pins, row_dims=row_dims))
         if stages:
             stage = int(stages[0].text) if isinstance(stages[0], n.Lit) else 1
-            return [replace(every[1], mode="rows", zero=1 if stage == 2 else stage)]  # type: ignore[arg-type]
-        return every[:1] if rows else every
+            return [replace(requests[1], mode="rows", zero=1 if stage == 2 else stage)]  # type: ignore[arg-type]
+        return requests[:1] if rows else requests
 
 
 def fixed_rows_of(plan: Plan, blocks: Blocks) -> FixedRows:
     """Collect the rows of a plan, at modules by their common names."""
     rows: dict[tuple[str, ProposedRow], None] = {}
     pins: dict[str, dict[str, int]] = defaultdict(dict)
-    told: dict[str, dict[str, InputOutputDims]] = defaultdict(dict)
+    row_dims: dict[str, dict[str, InputOutputDims]] = defaultdict(dict)
     for action in plan.actions:
         placed = action.changes(Facet.PLACEMENT, Facet.STATE)
         axes = action.primitive.along if placed else ()
@@ -64,32 +64,32 @@ def fixed_rows_of(plan: Plan, blocks: Blocks) -> FixedRows:
         if len(axes) != 1 and not shapes:
             continue
         axis = axes[0] if axes else next(iter(plan.mesh.sizes))
-        called = lift.call_of(action.primitive)
+        call = lift.call_of(action.primitive)
         for name in _names(blocks, action.sites):
-            rows[axis, ProposedRow((name,) if name else (), called)] = None
+            rows[axis, ProposedRow((name,) if name else (), call)] = None
             ends = (_dim(getattr(action.primitive, end, None)) for end in ("input", "output"))
-            entered, left = ends
+            input_dim, output_dim = ends
             if axes:
-                told[axis][name] = entered, left
+                row_dims[axis][name] = input_dim, output_dim
     for name in plan.model.unique_parameters:
         for split in plan.effective_layout(name).splits:
-            owner, _, own = name.rpartition(".")
-            pins[split.axis][".".join(filter(None, (blocks.common_name(owner), own)))] = split.dim
-    return FixedRows(tuple(rows), pins, told)
+            owner, _, leaf = name.rpartition(".")
+            pins[split.axis][".".join(filter(None, (blocks.common_name(owner), leaf)))] = split.dim
+    return FixedRows(tuple(rows), pins, row_dims)
 
 
 def _names(blocks: Blocks, sites: Collection[str]) -> list[str]:
     """Common names of modules; a module that not all blocks have keeps its own name."""
-    found = dict.fromkeys(
-        common if {*blocks.modules_by_name.get(common, (fqn,))} <= {*sites} else fqn
-        for common, fqn in ((blocks.common_name(fqn), fqn) for fqn in sites)
+    names = dict.fromkeys(
+        common_name if {*blocks.modules_by_name.get(common_name, (fqn,))} <= {*sites} else fqn
+        for common_name, fqn in ((blocks.common_name(fqn), fqn) for fqn in sites)
     )
-    return list(found)
+    return list(names)
 
 
-def _dim(said: Any) -> int | None:
+def _dim(value: Any) -> int | None:
     """Return the dim that an argument names; None where it leaves the dim open."""
-    if said == R:
+    if value == R:
         return UNSPLIT
-    dim = said.dim if isinstance(said, S) else None
+    dim = value.dim if isinstance(value, S) else None
     return 1 if dim == "seq" else dim if isinstance(dim, int) and dim >= 0 else None

@@ -85,7 +85,7 @@ class AxisLayout:
 
 
 def find_axis_layout(
-    trial: RowTrial, graph: Graph, axis: str, asked: LayoutRequest, limit: float = math.inf
+    trial: RowTrial, graph: Graph, axis: str, request: LayoutRequest, limit: float = math.inf
 ) -> AxisLayout | None:
     """Find the best legal layout of a graph over one axis within `limit` bytes; None where none
     exists.
@@ -93,8 +93,8 @@ def find_axis_layout(
     Tries activations with and without a split along the sequence, and returns the quicker legal
     one.
     """
-    found = _quickest(trial, _joints(graph, [(asked,)]), (axis,), limit, FixedRows())
-    return found[0] if found else None
+    layouts = _quickest(trial, _joints(graph, [(request,)]), (axis,), limit, FixedRows())
+    return layouts[0] if layouts else None
 
 
 def find_legal_layouts(
@@ -102,7 +102,7 @@ def find_legal_layouts(
     axes: Mapping[str, LayoutRequest],
     limit: float = math.inf,
     given: FixedRows | None = None,
-    said: list[str] | None = None,
+    refusals: list[str] | None = None,
     graph: Graph | None = None,
     substituted: bool = False,
     rows: bool | None = None,
@@ -110,8 +110,8 @@ def find_legal_layouts(
 ) -> tuple[AxisLayout, ...] | None:
     """Find a legal layout over all axes at once, beside existing rows (`given`).
 
-    Appends refusals to `said`; `graph` is the model's graph, if known.  `rows` says whether an axis
-    must split rows (True) or may not (False); None for whatever is quicker.
+    Appends refusals to `refusals`; `graph` is the model's graph, if known.  `rows` says whether an
+    axis must split rows (True) or may not (False); None for whatever is quicker.
 
     Every axis splits tensors or rows, whichever is quicker and fits, rows at the smallest stage of
     ZeRO that fits; at most one axis splits rows, and its row is the last.  With `substituted`
@@ -119,31 +119,31 @@ def find_legal_layouts(
     nothing fits in `limit` bytes.
     """
     given, graph = given or FixedRows(), graph or build_graph(trial)
-    menu = combine_requests([given.requests(axis, asked) for axis, asked in axes.items()])
-    split = ((several, any(one.mode == "rows" for one in several)) for several in menu)
-    joints = _joints(graph, [several for several, own in split if rows in (None, own)])
+    menu = combine_requests([given.requests(axis, request) for axis, request in axes.items()])
+    split = ((requests, any(part.mode == "rows" for part in requests)) for requests in menu)
+    joints = _joints(graph, [requests for requests, by_rows in split if rows in (None, by_rows)])
     if not joints:
         return None
     if not substituted:
-        return _quickest(trial, joints, tuple(axes), limit, given, said, solver)
+        return _quickest(trial, joints, tuple(axes), limit, given, refusals, solver)
     rules = find_substitutions(trial, graph)
     price = SubstitutionPrice(joints, rules, limit)
     for _, state in search_substitutions(rules, price)[:MAX_TRIES]:
-        above = tuple(rules[k].row for k in sorted(state, key=lambda k: rules[k].recompute))
-        beside = replace(given, first_rows=above)
-        found = _quickest(trial, price.problems_after(state), tuple(axes), limit, beside, said)
-        if found is not None:
-            return tuple(replace(one, first_rows=above) for one in found)
+        first_rows = tuple(rules[k].row for k in sorted(state, key=lambda k: rules[k].recompute))
+        base = replace(given, first_rows=first_rows)
+        layouts = _quickest(trial, price.problems_after(state), tuple(axes), limit, base, refusals)
+        if layouts is not None:
+            return tuple(replace(part, first_rows=first_rows) for part in layouts)
     return None
 
 
 def _joints(graph: Graph, menu: Iterable[tuple[LayoutRequest, ...]]) -> list[MeshPlacement]:
     """Build the problems: with and without activations split along the sequence."""
-    every = list(menu)
-    for several in list(every):
-        if any(one.mode == "tensors" and one.tokens and one.name is None for one in several):
-            every.append(tuple(replace(one, tokens=False) for one in several))
-    return [MeshPlacement(tuple(AxisPlacement(graph, one) for one in several)) for several in every]
+    combos = list(menu)
+    for group in list(combos):
+        if any(req.mode == "tensors" and req.tokens and req.name is None for req in group):
+            combos.append(tuple(replace(req, tokens=False) for req in group))
+    return [MeshPlacement(tuple(AxisPlacement(graph, req) for req in group)) for group in combos]
 
 
 def _quickest(
@@ -151,101 +151,101 @@ def _quickest(
     joints: Sequence[MeshPlacement],
     axes: tuple[str, ...],
     limit: float,
-    given: FixedRows,
-    said: list[str] | None = None,
+    fixed: FixedRows,
+    refusals: list[str] | None = None,
     solver: Solver = solve,
 ) -> tuple[AxisLayout, ...] | None:
     """Return the quickest legal layout of several problems: the most promising are tried first."""
     solved = ((joint, solver(joint.problem, limit)) for joint in joints)
-    bounds = [BestLayout(joint, one, joint.problem, solver) for joint, one in solved if one]
+    bounds = [BestLayout(joint, item, joint.problem, solver) for joint, item in solved if item]
     best: tuple[AxisLayout, ...] | None = None
-    for bound in sorted(bounds, key=lambda one: one.seconds):
+    for bound in sorted(bounds, key=lambda item: item.seconds):
         if best is not None and bound.seconds >= best[0].seconds:
             break
         refused: list[str] = []
-        found = _legal(trial, bound, axes, limit, given, refused)
-        if said is not None:
-            said += refused
-        if found is not None and (best is None or found[0].seconds < best[0].seconds):
-            best = found
+        layouts = _legal(trial, bound, axes, limit, fixed, refused)
+        if refusals is not None:
+            refusals += refused
+        if layouts is not None and (best is None or layouts[0].seconds < best[0].seconds):
+            best = layouts
     return best
 
 
 def _legal(
     trial: RowTrial,
-    found: BestLayout | None,
+    layout: BestLayout | None,
     axes: tuple[str, ...],
     limit: float,
-    given: FixedRows,
+    fixed: FixedRows,
     refused: list[str],
 ) -> tuple[AxisLayout, ...] | None:
     """Return the best layout that the language accepts: a refused option is banned, the next best
     tried."""
     for _ in range(MAX_TRIES):
-        if found is None:
+        if layout is None:
             return None
-        joint, solution = found.joint, found.solution
-        made = _tried(trial, found, axes, given)
-        if isinstance(made, dict):
+        joint, solution = layout.joint, layout.solution
+        outcome = _tried(trial, layout, axes, fixed)
+        if isinstance(outcome, dict):
             reasons = tuple(refused)
             parts = [
                 AxisLayout(
                     axis,
                     part,
                     replace(solution, choice=joint.choice_on_axis(solution.choice, k)),
-                    made[axis],
+                    outcome[axis],
                     reasons,
                 )
                 for k, (axis, part) in enumerate(zip(axes, joint.axes))
             ]
             return tuple(parts)
-        if isinstance(made, int):  # all ranks of this axis would do the same work
-            found = _busy(found, made, limit)
+        if isinstance(outcome, int):  # all ranks of this axis would do the same work
+            layout = _busy(layout, outcome, limit)
             continue
-        why, axis, blamed, alone = made
-        refused.append(why)
+        reason, axis, blamed, by_itself = outcome
+        refused.append(reason)
         if not blamed:
             return None
-        found = _without(found, limit, blamed, [axis] if alone else range(len(axes)))
+        layout = _without(layout, limit, blamed, [axis] if by_itself else range(len(axes)))
     return None
 
 
 def _without(
-    found: BestLayout, limit: float, blamed: Iterable[int], axes: Sequence[int]
+    layout: BestLayout, limit: float, blamed: Iterable[int], axes: Sequence[int]
 ) -> BestLayout | None:
     """Return the best layout without an option of some nodes on axes, banned for all nodes of the
     module."""
-    nodes, options = found.joint.graph.nodes, found.joint.options
+    nodes, options = layout.joint.graph.nodes, layout.joint.options
 
-    def way(at: int, k: int) -> tuple[str, list[NodeLayout]]:
-        return nodes[at].site, [options[at][k][axis] for axis in axes]
+    def way(i: int, k: int) -> tuple[str, list[NodeLayout]]:
+        return nodes[i].site, [options[i][k][axis] for axis in axes]
 
-    bans = [way(at, found.solution.choice[at]) for at in blamed]
-    banned = ([way(at, k) in bans for k in range(len(one))] for at, one in enumerate(options))
-    return _masked(found, limit, dict(enumerate(banned)))
+    bans = [way(i, layout.solution.choice[i]) for i in blamed]
+    banned = ([way(i, k) in bans for k in range(len(menu))] for i, menu in enumerate(options))
+    return _masked(layout, limit, dict(enumerate(banned)))
 
 
 def _masked(
-    found: BestLayout, limit: float, banned: Mapping[int, Sequence[bool]]
+    layout: BestLayout, limit: float, banned: Mapping[int, Sequence[bool]]
 ) -> BestLayout | None:
     """Return the best layout without some options of nodes."""
-    seconds = list(found.problem.seconds)
-    for at, gone in banned.items():
-        seconds[at] = np.where(gone, np.inf, seconds[at])
-    problem = replace(found.problem, seconds=tuple(seconds))
-    solution = found.solver(problem, limit)
-    return None if solution is None else BestLayout(found.joint, solution, problem, found.solver)
+    seconds = list(layout.problem.seconds)
+    for index, mask in banned.items():
+        seconds[index] = np.where(mask, np.inf, seconds[index])
+    problem = replace(layout.problem, seconds=tuple(seconds))
+    solution = layout.solver(problem, limit)
+    return None if solution is None else BestLayout(layout.joint, solution, problem, layout.solver)
 
 
-def _busy(found: BestLayout, axis: int, limit: float) -> BestLayout | None:
+def _busy(layout: BestLayout, axis: int, limit: float) -> BestLayout | None:
     """Return the best layout in which an axis splits at least one module."""
     best: BestLayout | None = None
-    for at, node in enumerate(found.joint.graph.nodes):
-        if node.step.module and len(found.joint.axes[axis].options[at]) > 1:
-            idle = [not one[axis].split for one in found.joint.options[at]]
-            made = _masked(found, limit, {at: idle})
-            if made is not None and (best is None or made.seconds < best.seconds):
-                best = made
+    for index, node in enumerate(layout.joint.graph.nodes):
+        if node.step.module and len(layout.joint.axes[axis].options[index]) > 1:
+            idle = [not option[axis].split for option in layout.joint.options[index]]
+            masked = _masked(layout, limit, {index: idle})
+            if masked is not None and (best is None or masked.seconds < best.seconds):
+                best = masked
     return best
 
 
@@ -253,51 +253,51 @@ RefusedRows = tuple[str, int, Sequence[int], bool]
 
 
 def _tried(
-    trial: RowTrial, found: BestLayout, axes: tuple[str, ...], given: FixedRows
+    trial: RowTrial, best: BestLayout, axes: tuple[str, ...], fixed: FixedRows
 ) -> dict[str, tuple[ProposedRow, ...]] | RefusedRows | int:
     """Return the legal rows of each axis; or why they are refused; or the number of an idle axis.
 
     A refusal has its reason, the axis, the nodes to blame, and whether these rows are refused by
     themselves.
     """
-    sizes = {axis: part.asked.ranks for axis, part in zip(axes, found.joint.axes)}
-    made: dict[str, tuple[ProposedRow, ...]] = {}
-    above: list[ProposedRow] = [*given.first_rows]
-    for k in sorted(range(len(axes)), key=lambda k: found.joint.axes[k].asked.mode == "rows"):
-        axis, part = axes[k], found.joint.axes[k]
-        mine = replace(found.solution, choice=found.joint.choice_on_axis(found.solution.choice, k))
-        own = given.rows_along(axis)
-        named = {name for row in own for name in row.names}
-        zero = any(row.changes_facet(Facet.STATE) for row in own)
+    sizes = {axis: part.asked.ranks for axis, part in zip(axes, best.joint.axes)}
+    axis_rows: dict[str, tuple[ProposedRow, ...]] = {}
+    before: list[ProposedRow] = [*fixed.first_rows]
+    for k in sorted(range(len(axes)), key=lambda k: best.joint.axes[k].asked.mode == "rows"):
+        axis, part = axes[k], best.joint.axes[k]
+        solved = replace(best.solution, choice=best.joint.choice_on_axis(best.solution.choice, k))
+        existing = fixed.rows_along(axis)
+        modules = {name for row in existing for name in row.names}
+        zero = any(row.changes_facet(Facet.STATE) for row in existing)
         rows = [
-            (at, row)
-            for at, row in _rows(part, mine, axis)
-            if not named & {*row.names} and not (zero and row.changes_facet(Facet.STATE))
+            (index, row)
+            for index, row in _rows(part, solved, axis)
+            if not modules & {*row.names} and not (zero and row.changes_facet(Facet.STATE))
         ]
-        beside = {other: sizes[other] for other in (*made, axis)}
-        finder = RowFinder(trial.with_axes(beside), axis, sizes[axis], [*above, *own], [])
-        words = [row.names[0] for _, row in rows if row.style == "vocab"]
-        rows = [*((-1, pad) for pad in padding_rows(finder, words)), *rows]
-        legal = finder.repair_rows([row for _, row in rows])
-        if isinstance(legal, str):
+        trial_axes = {other_axis: sizes[other_axis] for other_axis in (*axis_rows, axis)}
+        finder = RowFinder(trial.with_axes(trial_axes), axis, sizes[axis], [*before, *existing], [])
+        vocab_modules = [row.names[0] for _, row in rows if row.style == "vocab"]
+        rows = [*((-1, pad) for pad in padding_rows(finder, vocab_modules)), *rows]
+        repaired = finder.repair_rows([row for _, row in rows])
+        if isinstance(repaired, str):
             blamed = _blamed(rows, finder.blamed_row)
-            bare = RowFinder(trial, axis, sizes[axis], [*given.first_rows, *own], [])
-            alone = above == [*given.first_rows] or isinstance(
+            bare = RowFinder(trial, axis, sizes[axis], [*fixed.first_rows, *existing], [])
+            by_itself = before == [*fixed.first_rows] or isinstance(
                 bare.repair_rows([row for _, row in rows]), str
             )
-            return legal, k, blamed, alone
-        if not (legal or own):
+            return repaired, k, blamed, by_itself
+        if not (repaired or existing):
             return k
-        made[axis] = tuple(legal)
-        above += [*own, *legal]
-    return made
+        axis_rows[axis] = tuple(repaired)
+        before += [*existing, *repaired]
+    return axis_rows
 
 
-def _blamed(rows: Sequence[tuple[int, ProposedRow]], place: int) -> Sequence[int]:
+def _blamed(rows: Sequence[tuple[int, ProposedRow]], position: int) -> Sequence[int]:
     """Return the node whose row a refusal names; if it names none, the nodes that split tokens."""
-    if 0 <= place < len(rows) and rows[place][0] >= 0:
-        return [rows[place][0]]
-    return [at for at, row in rows if at >= 0 and row.argument("input") is not None]
+    if 0 <= position < len(rows) and rows[position][0] >= 0:
+        return [rows[position][0]]
+    return [node for node, row in rows if node >= 0 and row.argument("input") is not None]
 
 
 def _rows(
@@ -307,25 +307,25 @@ def _rows(
     graph = placed.graph
     read = _readers(placed, solution)
     yield from _entries(placed, solution, axis)
-    done: set[str] = set()
-    for at, node in enumerate(graph.nodes):
-        option = placed.options[at][solution.choice[at]]
-        if node.step.module and node.site not in done:
-            made = _row(graph, at, option, read.get(at, []), axis)
-            if made is not None:
-                done.add(node.site)
-                yield at, made
+    sites: set[str] = set()
+    for index, node in enumerate(graph.nodes):
+        option = placed.options[index][solution.choice[index]]
+        if node.step.module and node.site not in sites:
+            row = _row(graph, index, option, read.get(index, []), axis)
+            if row is not None:
+                sites.add(node.site)
+                yield index, row
     if placed.asked.mode == "rows":  # after the rows of experts
         yield -1, ProposedRow((), make_call("zero", stage=placed.asked.zero, over=axis))
 
 
 def _readers(placed: AxisPlacement, solution: Solution) -> dict[int, list[tuple[Edge, int]]]:
     """Return the edges out of each node, with the layout that their target reads."""
-    found: dict[int, list[tuple[Edge, int]]] = {}
+    readers: dict[int, list[tuple[Edge, int]]] = {}
     for edge in placed.graph.edges:
-        wanted = placed.options[edge.target][solution.choice[edge.target]].inputs[edge.input_index]
-        found.setdefault(edge.source[0], []).append((edge, wanted))
-    return found
+        layout = placed.options[edge.target][solution.choice[edge.target]].inputs[edge.input_index]
+        readers.setdefault(edge.source[0], []).append((edge, layout))
+    return readers
 
 
 def _entries(
@@ -334,30 +334,30 @@ def _entries(
     """Yield a row for the first block, where its input is split along the sequence."""
     graph = placed.graph
     for name, pairs in placed.shared.items():
-        given, handed = pairs[solution.choice[placed.variable_index[name]]]
+        produced, split = pairs[solution.choice[placed.variable_index[name]]]
         node = int(next(e.source[0] for e in graph.edges if e.value == name))
         inside = {
             graph.nodes[edge.target].site
             for edge in graph.edges
             if edge.value == name and "*" in graph.nodes[edge.target].site
         }
-        if given < 0 <= handed and inside and "*" not in graph.nodes[node].site:
+        if produced < 0 <= split and inside and "*" not in graph.nodes[node].site:
             head = min(inside).partition("*")[0]
             yield (
                 -1,
                 ProposedRow(
-                    (f"{head}0",), make_call("shard", input=_dim(graph, node, handed), over=axis)
+                    (f"{head}0",), make_call("shard", input=_dim(graph, node, split), over=axis)
                 ),
             )
 
 
 def _row(
-    graph: Graph, at: int, option: NodeLayout, readers: Sequence[tuple[Edge, int]], axis: str
+    graph: Graph, index: int, option: NodeLayout, readers: Sequence[tuple[Edge, int]], axis: str
 ) -> ProposedRow | None:
     """Return the row of one module, if it is split."""
-    node, x, out = graph.nodes[at], option.inputs[0], option.outputs[0]
-    wanted = {layout for _, layout in readers}
-    gathered = out >= 0 and wanted <= {UNSPLIT, ENTERED} and bool(wanted)
+    node, x, out = graph.nodes[index], option.inputs[0], option.outputs[0]
+    read_layouts = {layout for _, layout in readers}
+    gathered = out >= 0 and read_layouts <= {UNSPLIT, ENTERED} and bool(read_layouts)
     if not option.split:
         return None
     if node.step.module == "experts":
@@ -366,94 +366,94 @@ def _row(
             ProposedRow((node.site,), make_call("expert_parallel", over=axis)) if spread else None
         )
     if x >= 0 and out == x:
-        if graph.dim_name(graph.inputs_of(at)[0], x) in graph.row_dims:
+        if graph.dim_name(graph.inputs_of(index)[0], x) in graph.row_dims:
             return None
-        whole = gathered and any("*" not in graph.nodes[e.target].site for e, _ in readers)
-        there = R if whole else _dim(graph, at, out)
-        given = _dim(graph, at, x)
-        return ProposedRow((node.site,), make_call("shard", input=given, output=there, over=axis))
+        leaves_block = gathered and any("*" not in graph.nodes[e.target].site for e, _ in readers)
+        after = R if leaves_block else _dim(graph, index, out)
+        before = _dim(graph, index, x)
+        return ProposedRow((node.site,), make_call("shard", input=before, output=after, over=axis))
     if out == PARTIAL:
         style = "vocab" if node.step.module == "table" else "row"
-        made = ProposedRow((node.site,), make_call("shard", style, over=axis))
-        split = next((layout for layout in wanted if layout >= 0), None)
+        row = ProposedRow((node.site,), make_call("shard", style, over=axis))
+        split = next((layout for layout in read_layouts if layout >= 0), None)
         inside = "*" in node.site
         return (
-            made.with_argument("output", _dim(graph, at, split))
+            row.with_argument("output", _dim(graph, index, split))
             if split is not None and inside
-            else made
+            else row
         )
     if node.step.module == "table":
-        made = ProposedRow((node.site,), make_call("shard", weight=S("hidden"), over=axis))
+        row = ProposedRow((node.site,), make_call("shard", weight=S("hidden"), over=axis))
     elif node.site in graph.vocabulary_weights and not gathered:
-        made = ProposedRow((node.site,), make_call("shard", "vocab", over=axis))
+        row = ProposedRow((node.site,), make_call("shard", "vocab", over=axis))
     else:
-        made = ProposedRow((node.site,), make_call("shard", "col", over=axis))
-    return made.with_argument("output", R) if gathered else made
+        row = ProposedRow((node.site,), make_call("shard", "col", over=axis))
+    return row.with_argument("output", R) if gathered else row
 
 
-def _dim(graph: Graph, at: int, dim: int) -> S:
+def _dim(graph: Graph, index: int, dim: int) -> S:
     """Return a dim of an activation, by its name if the language has one."""
-    made = graph.result_name(at, 0)
-    token = graph.dim_name(made, dim) in graph.token_dims and len(graph.values[made].shape) == 3
+    name = graph.result_name(index, 0)
+    token = graph.dim_name(name, dim) in graph.token_dims and len(graph.values[name].shape) == 3
     return S("seq") if token and dim == 1 else S(dim)
 
 
-def _statements(one: AxisLayout, trial: RowTrial) -> tuple[n.Stmt, ...]:
+def _statements(layout: AxisLayout, trial: RowTrial) -> tuple[n.Stmt, ...]:
     """List the rows of an axis: rows of modules, then rows of the full model."""
-    named = [row for row in one.rows if row.names]
-    return *fold_statements(named, trial.full_blocks), *(
-        row.at_paths() for row in one.rows if not row.names
+    named_rows = [row for row in layout.rows if row.names]
+    return *fold_statements(named_rows, trial.full_blocks), *(
+        row.at_paths() for row in layout.rows if not row.names
     )
 
 
 def _steps(
-    found: Sequence[AxisLayout], trial: RowTrial, dtype: str = "", relax: str = ""
+    parts: Sequence[AxisLayout], trial: RowTrial, dtype: str = "", relax: str = ""
 ) -> list[n.Step]:
     """Make a step of each axis; the axis that splits rows is the last, and has the proof.
 
     `relax` is the word that this axis gives up.
     """
     steps: list[n.Step] = []
-    if found[0].first_rows:
+    if parts[0].first_rows:
         steps.append(
-            make_step("operators", fold_statements(found[0].first_rows, trial.full_blocks), FORWARD)
+            make_step("operators", fold_statements(parts[0].first_rows, trial.full_blocks), FORWARD)
         )
     if dtype:
         steps.append(precision_step(dtype, FORWARD))
-    axes = sorted((one for one in found if one.rows), key=lambda one: one.splits_rows)
-    named = [
-        (f"over {one.axis}", _statements(one, trial), relax * one.splits_rows) for one in axes
+    axes = sorted((part for part in parts if part.rows), key=lambda part: part.splits_rows)
+    axis_steps = [
+        (f"over {part.axis}", _statements(part, trial), relax * part.splits_rows) for part in axes
     ] or [("whole", (), "")]
-    for name, rows, gives in named:
-        proof = PROOF if name == named[-1][0] else None
-        steps.append(make_step(name, rows, proof, gives))
+    for name, rows, relaxed in axis_steps:
+        proof = PROOF if name == axis_steps[-1][0] else None
+        steps.append(make_step(name, rows, proof, relaxed))
     return steps
 
 
-def insert_rows(source: Source, found: Sequence[AxisLayout], trial: RowTrial) -> n.File:
+def insert_rows(source: Source, layouts: Sequence[AxisLayout], trial: RowTrial) -> n.File:
     """Insert rows into a schedule, at the beginning of its first step, so that all steps prove
     them.
 
     Rows that split the batch become the last step.
     """
     file = printer.with_printed_spans(parse(source), source.name)
-    begun = next((one for one in file.items if isinstance(one, n.Step)), None)
-    if begun is None:
-        items = (*file.items, *_steps(found, trial))
+    first_step = next((entry for entry in file.items if isinstance(entry, n.Step)), None)
+    if first_step is None:
+        items = (*file.items, *_steps(layouts, trial))
     else:
-        split = [one for one in found if one.splits_rows and one.rows]
-        first = [row for one in found if one not in split for row in _statements(one, trial)]
-        body = (*first, *begun.block.body)
-        more = replace(begun, block=replace(begun.block, body=body))
+        split = [entry for entry in layouts if entry.splits_rows and entry.rows]
+        rows = [row for entry in layouts if entry not in split for row in _statements(entry, trial)]
+        body = (*rows, *first_step.block.body)
+        extended = replace(first_step, block=replace(first_step.block, body=body))
         last = _steps(split, trial) if split else ()
-        items = (*(more if one is begun else one for one in file.items), *last)
+        items = (*(extended if entry is first_step else entry for entry in file.items), *last)
     return printer.with_printed_spans(replace(file, items=items), source.name)
 
 
 def layout_schedule(
     name: str,
     mesh: Mapping[str, int],
-    found: Sequence[AxisLayout],
+    layouts: Sequence[AxisLayout],
     trial: RowTrial,
     dtype: str = "",
     relax: str = "",
@@ -463,5 +463,5 @@ def layout_schedule(
     A step that splits rows gives up the word `relax`.
     """
     return make_schedule_file(
-        "layouts.sched", name, lift.mesh(mesh), _steps(found, trial, dtype, relax)
+        "layouts.sched", name, lift.mesh(mesh), _steps(layouts, trial, dtype, relax)
     )

@@ -28,8 +28,8 @@ class IncrementalCost:
         self.problem, self.choice = problem, [*choice]
         self.pairs_of: list[list[tuple[int, int]]] = [[] for _ in choice]
         for pair in problem.pairs:
-            for one in pair:
-                self.pairs_of[one].append(pair)
+            for variable in pair:
+                self.pairs_of[variable].append(pair)
         self.terms: dict[tuple[int, ...], float] = {}
         self.lookups = 0  # number of costs that were looked up
         self._price(range(problem.operators), range(problem.operators, len(choice)))
@@ -42,63 +42,65 @@ class IncrementalCost:
     def change(self, choice: Sequence[int]) -> None:
         """Move to another choice of operators; operators that differ, and their edges, are priced
         again."""
-        own = self.problem.operators
-        moved = [at for at in range(own) if choice[at] != self.choice[at]]
-        for at in moved:
-            self.choice[at] = choice[at]
-        ends = {one for at in moved for pair in self.pairs_of[at] for one in pair}
-        self._price(moved, [one for one in ends if one >= own])
+        operators = self.problem.operators
+        changed = [index for index in range(operators) if choice[index] != self.choice[index]]
+        for index in changed:
+            self.choice[index] = choice[index]
+        ends = {variable for index in changed for pair in self.pairs_of[index] for variable in pair}
+        self._price(changed, [variable for variable in ends if variable >= operators])
 
-    def _price(self, moved: Iterable[int], follow: Iterable[int]) -> None:
+    def _price(self, changed: Iterable[int], follow: Iterable[int]) -> None:
         """Update values between operators, then the costs of both and of their pairs."""
         seconds, pairs, choice = self.problem.seconds, self.problem.pairs, self.choice
-        for one in follow:
-            lines = (line for _, line in self._lines(one, choice))
-            choice[one] = int(sum(lines, start=seconds[one]).argmin())
-        for at in (*moved, *follow):
-            self.terms[at,] = float(seconds[at][choice[at]])
-            for i, j in self.pairs_of[at]:
+        for follower in follow:
+            lines = (line for _, line in self._lines(follower, choice))
+            choice[follower] = int(sum(lines, start=seconds[follower]).argmin())
+        for variable in (*changed, *follow):
+            self.terms[variable,] = float(seconds[variable][choice[variable]])
+            for i, j in self.pairs_of[variable]:
                 self.terms[i, j] = float(pairs[i, j][choice[i], choice[j]])
-            self.lookups += 1 + len(self.pairs_of[at])
+            self.lookups += 1 + len(self.pairs_of[variable])
 
-    def _lines(self, at: int, choice: Sequence[int]) -> Iterator[tuple[int, Costs]]:
+    def _lines(self, variable: int, choice: Sequence[int]) -> Iterator[tuple[int, Costs]]:
         """Yield the neighbours of a variable, with the cost of each of its options given their
         choice."""
-        for i, j in self.pairs_of[at]:
+        for i, j in self.pairs_of[variable]:
             costs = self.problem.pairs[i, j]
-            yield (j, costs[:, choice[j]]) if i == at else (i, costs[choice[i]])
+            yield (j, costs[:, choice[j]]) if i == variable else (i, costs[choice[i]])
 
-    def propose_move(self, at: int, option: int) -> tuple[int, ...]:
+    def propose_move(self, operator: int, option: int) -> tuple[int, ...]:
         """Give one operator another layout; neighbours follow that the language cannot combine with
         it.
 
         Returns the unchanged choice where they cannot follow.
         """
-        choice, done, waiting = [*self.choice], {at}, [at]
-        choice[at] = option
-        for one in waiting:  # grows during the loop
-            for i, j in self.pairs_of[one]:
+        choice, decided, waiting = [*self.choice], {operator}, [operator]
+        choice[operator] = option
+        for current in waiting:  # grows during the loop
+            for i, j in self.pairs_of[current]:
                 if math.isfinite(self.problem.pairs[i, j][choice[i], choice[j]]):
                     continue
-                other = i + j - one
-                if other in done or not self._follows(other, choice, done):
+                neighbour = i + j - current
+                if neighbour in decided or not self._follows(neighbour, choice, decided):
                     return tuple(self.choice)
-                done.add(other)
-                waiting.append(other)
+                decided.add(neighbour)
+                waiting.append(neighbour)
         return tuple(choice)
 
-    def _follows(self, at: int, choice: list[int], done: set[int]) -> bool:
+    def _follows(self, node: int, choice: list[int], decided: set[int]) -> bool:
         """Choose an option that decided neighbours allow, and that the fewest other neighbours
         forbid."""
-        hard, wrong = self.problem.seconds[at], np.zeros(len(self.problem.seconds[at]))
-        for other, line in self._lines(at, choice):
-            if other in done:
+        hard, conflicts = self.problem.seconds[node], np.zeros(len(self.problem.seconds[node]))
+        for neighbour, line in self._lines(node, choice):
+            if neighbour in decided:
                 hard = hard + line
             else:
-                wrong += np.isinf(line)
+                conflicts += np.isinf(line)
                 hard = hard + np.where(np.isinf(line), 0.0, line)
-        choice[at] = min(range(len(hard)), key=lambda k: (math.isinf(hard[k]), wrong[k], hard[k]))
-        return math.isfinite(hard[choice[at]])
+        choice[node] = min(
+            range(len(hard)), key=lambda k: (math.isinf(hard[k]), conflicts[k], hard[k])
+        )
+        return math.isfinite(hard[choice[node]])
 
 
 def solve_by_walk(problem: Problem, limit: float = math.inf, seed: int = 0) -> Solution | None:
@@ -107,7 +109,7 @@ def solve_by_walk(problem: Problem, limit: float = math.inf, seed: int = 0) -> S
     Starts from the first option of each operator, which splits no tensors; where that is forbidden,
     or too large, from the choice with the fewest bytes.
     """
-    free = [k for k, one in enumerate(problem.seconds[: problem.operators]) if len(one) > 1]
+    free = [k for k, costs in enumerate(problem.seconds[: problem.operators]) if len(costs) > 1]
     priced = IncrementalCost(problem, [0] * len(problem.seconds))
 
     def cost(choice: Sequence[int]) -> float:
@@ -122,10 +124,10 @@ def solve_by_walk(problem: Problem, limit: float = math.inf, seed: int = 0) -> S
 
     def propose(choice: tuple[int, ...], chance: random.Random) -> tuple[int, ...]:
         priced.change(choice)
-        at = chance.choice(free)
-        return priced.propose_move(at, chance.randrange(len(problem.seconds[at])))
+        operator = chance.choice(free)
+        return priced.propose_move(operator, chance.randrange(len(problem.seconds[operator])))
 
     steps, heat = STEPS_PER_OPERATOR * len(free), HEAT / max(1, len(free))
-    found = walk(tuple(priced.choice), propose, cost, steps, heat, seed)
-    priced.change(found.plan)
+    result = walk(tuple(priced.choice), propose, cost, steps, heat, seed)
+    priced.change(result.plan)
     return Solution(tuple(priced.choice), *problem.cost(priced.choice), bound=-math.inf)

@@ -92,21 +92,21 @@ class Graph:
         """Dims that have one name: every layout splits them together (dims of Mesh-TensorFlow)."""
         parent: dict[Dim, Dim] = {}
 
-        def root(one: Dim) -> Dim:
-            while parent.setdefault(one, one) != one:
-                one = parent[one]
-            return one
+        def root(dim: Dim) -> Dim:
+            while parent.setdefault(dim, dim) != dim:
+                dim = parent[dim]
+            return dim
 
-        for at, node in enumerate(self.nodes):
-            names = self.inputs_of(at)
-            for way in node.step.splits:
-                dims = [(names[p], d) for p, d in enumerate(way.inputs) if d >= 0 and p in names]
-                dims += [(self.result_name(at, k), d) for k, d in enumerate(way.outputs) if d >= 0]
+        for i, node in enumerate(self.nodes):
+            names = self.inputs_of(i)
+            for split in node.step.splits:
+                dims = [(names[p], d) for p, d in enumerate(split.inputs) if d >= 0 and p in names]
+                dims += [(self.result_name(i, k), d) for k, d in enumerate(split.outputs) if d >= 0]
                 if node.step.module == "experts":
-                    dims = [one for one in dims if self.values[one[0]].kind != "parameter"]
-                for one in dims[1:]:
-                    parent[root(one)] = root(dims[0])
-        return {one: root(one) for one in list(parent)}
+                    dims = [dim for dim in dims if self.values[dim[0]].kind != "parameter"]
+                for dim in dims[1:]:
+                    parent[root(dim)] = root(dims[0])
+        return {dim: root(dim) for dim in list(parent)}
 
     def dim_name(self, value: str, dim: int) -> Dim:
         """Return the common name of all dims that are split together with this one."""
@@ -114,50 +114,50 @@ class Graph:
 
     @cached_property
     def _given(self) -> list[dict[int, str]]:
-        found: list[dict[int, str]] = [{} for _ in self.nodes]
+        inputs: list[dict[int, str]] = [{} for _ in self.nodes]
         for edge in self.edges:
-            found[edge.target].setdefault(edge.input_index, edge.value)
-        return found
+            inputs[edge.target].setdefault(edge.input_index, edge.value)
+        return inputs
 
     def inputs_of(self, node: int) -> Mapping[int, str]:
         """Return the inputs of a node, by their indices."""
         return self._given[node]
 
-    def result_name(self, node: int, place: int) -> str:
+    def result_name(self, node: int, result: int) -> str:
         """Return the name of one of a node's results."""
-        return ":".join(map(str, (*self.nodes[node].key, place)))
+        return ":".join(map(str, (*self.nodes[node].key, result)))
 
     @cached_property
     def tied(self) -> frozenset[str]:
         """Parameters that several modules read."""
-        found: dict[str, set[str]] = {}
+        readers: dict[str, set[str]] = {}
         for edge in self.edges:
             if self.values[edge.value].kind == "parameter":
-                found.setdefault(edge.value, set()).add(self.nodes[edge.target].site)
-        return frozenset(name for name, sites in found.items() if len(sites) > 1)
+                readers.setdefault(edge.value, set()).add(self.nodes[edge.target].site)
+        return frozenset(name for name, sites in readers.items() if len(sites) > 1)
 
     @cached_property
     def first_reads(self) -> Mapping[str, tuple[int, int]]:
         """First reader of each parameter, as (node, input): there its gradient is reduced, once."""
-        found: dict[str, tuple[int, int]] = {}
+        reads: dict[str, tuple[int, int]] = {}
         for edge in self.edges:
-            found.setdefault(edge.value, (edge.target, edge.input_index))
-        return found
+            reads.setdefault(edge.value, (edge.target, edge.input_index))
+        return reads
 
     @cached_property
     def row_dims(self) -> frozenset[Dim]:
         """Names of dims that hold rows of the batch."""
         inputs = [n for n, v in self.values.items() if v.kind == "input" and v.shape]
-        return frozenset(self.dim_name(one, 0) for one in inputs)
+        return frozenset(self.dim_name(name, 0) for name in inputs)
 
     @cached_property
     def token_dims(self) -> frozenset[Dim]:
         """Names of dims that hold tokens of a sequence: of inputs, and of inputs of embedding
         tables."""
         inputs = [n for n, v in self.values.items() if v.kind == "input" and len(v.shape) > 1]
-        tables = (at for at, one in enumerate(self.nodes) if one.step.module == "table")
-        read = [given[0] for given in map(self.inputs_of, tables) if 0 in given]
-        inputs += [one for one in read if len(self.values[one].shape) == 2]
+        tables = (index for index, one in enumerate(self.nodes) if one.step.module == "table")
+        table_inputs = [names[0] for names in map(self.inputs_of, tables) if 0 in names]
+        inputs += [one for one in table_inputs if len(self.values[one].shape) == 2]
         return frozenset(self.dim_name(one, 1) for one in inputs) - self.row_dims
 
     @cached_property
@@ -165,72 +165,72 @@ class Graph:
         """Vocabulary tables outside of blocks, and projections to as many outputs: module ->
         weight."""
         outside = [k for k, one in enumerate(self.nodes) if "*" not in one.site]
-        found: dict[str, str] = {}
+        weights: dict[str, str] = {}
         for kind in ("table", "linear"):
-            for at in outside:
-                node = self.nodes[at]
+            for index in outside:
+                node = self.nodes[index]
                 if node.step.module == kind:
-                    weight = self.inputs_of(at)[1]
-                    found[node.site] = weight
-        words = [
-            self.values[found[self.nodes[k].site]].shape[0]
+                    weight = self.inputs_of(index)[1]
+                    weights[node.site] = weight
+        sizes = [
+            self.values[weights[self.nodes[k].site]].shape[0]
             for k in outside
             if self.nodes[k].step.module == "table"
         ]
-        most = max(words, default=0)
-        return {site: one for site, one in found.items() if self.values[one].shape[0] == most}
+        largest = max(sizes, default=0)
+        return {site: one for site, one in weights.items() if self.values[one].shape[0] == largest}
 
     @cached_property
     def paddable_dims(self) -> frozenset[Dim]:
         """Names of dims that may be padded: vocabularies."""
-        return frozenset(self.dim_name(one, 0) for one in self.vocabulary_weights.values())
+        return frozenset(self.dim_name(weight, 0) for weight in self.vocabulary_weights.values())
 
     @cached_property
     def batch_values(self) -> frozenset[str]:
         """Values that depend on the batch, and not on parameters and constants alone."""
-        found = {name for name, one in self.values.items() if one.kind == "input"}
+        names = {name for name, value in self.values.items() if value.kind == "input"}
         for _ in range(2):  # the second time includes values from one block to the next
             for edge in self.edges:
-                if edge.value in found:
+                if edge.value in names:
                     count = len(self.nodes[edge.target].step.outputs)
-                    found |= {self.result_name(edge.target, k) for k in range(count)}
-        return frozenset(found)
+                    names |= {self.result_name(edge.target, k) for k in range(count)}
+        return frozenset(names)
 
     @cached_property
     def constant_fills(self) -> frozenset[str]:
         """Values that are constant everywhere, so that each rank makes its own part."""
-        found: set[str] = set()
-        for at, node in enumerate(self.nodes):
-            given = self.inputs_of(at)
-            made = node.step.fills or bool(given) and found.issuperset(given.values())
-            if made and len(given) == len(node.step.inputs):
-                found |= {self.result_name(at, k) for k in range(len(node.step.outputs))}
-        return frozenset(found)
+        names: set[str] = set()
+        for index, node in enumerate(self.nodes):
+            inputs = self.inputs_of(index)
+            is_constant = node.step.fills or bool(inputs) and names.issuperset(inputs.values())
+            if is_constant and len(inputs) == len(node.step.inputs):
+                names |= {self.result_name(index, k) for k in range(len(node.step.outputs))}
+        return frozenset(names)
 
     def bytes(self, name: str) -> float:
         """Return the bytes of a value of the full batch."""
-        one = self.values[name]
-        return one.bytes * (self.scale if name in self.batch_values else 1.0)
+        value = self.values[name]
+        return value.bytes * (self.scale if name in self.batch_values else 1.0)
 
 
 def operator_kinds(blocks: Blocks) -> dict[str, str]:
     """Map modules that are split as one operator to their kinds."""
-    facts, found = blocks.facts, {}
+    facts, kinds = blocks.facts, {}
     experts = {fqn for name in experts_of(blocks) for fqn in blocks.modules_by_name[name]}
     for fqn, site in facts.sites.items():
         leaf = leaf_kind(site)
         if fqn in experts:
-            found[fqn] = "experts"
+            kinds[fqn] = "experts"
         elif leaf:
-            found[fqn] = "table" if leaf in TABLES else "conv1d" if leaf == "Conv1D" else "linear"
+            kinds[fqn] = "table" if leaf in TABLES else "conv1d" if leaf == "Conv1D" else "linear"
         elif any(site.is_a(kind) for kind in CONVOLUTIONS):
-            found[fqn] = "convolution" if can_split_module(facts, fqn) else "grouped"
+            kinds[fqn] = "convolution" if can_split_module(facts, fqn) else "grouped"
         elif site.parameters and not site.children:
-            plain = all(len(fact.shape) == 1 for fact in site.parameters.values())
+            flat = all(len(fact.shape) == 1 for fact in site.parameters.values())
             norm = any("Norm" in name for name in site.classes)
-            if plain and norm and "Batch" not in site.class_name and "Group" not in site.class_name:
-                found[fqn] = "norm"
-    return {fqn: kind for fqn, kind in found.items() if kind != "grouped"}
+            if flat and norm and "Batch" not in site.class_name and "Group" not in site.class_name:
+                kinds[fqn] = "norm"
+    return {fqn: kind for fqn, kind in kinds.items() if kind != "grouped"}
 
 
 def build_graph(trial: RowTrial, dtype: str = "") -> Graph:
@@ -244,71 +244,71 @@ def build_graph(trial: RowTrial, dtype: str = "") -> Graph:
 
     blocks = trial.with_fewer_blocks(2) if trial.is_shortened else trial.full_blocks
     model = meta_model(blocks.facts.model, {})
-    stored = {name: one.element_size() for name, one in model.named_parameters()}
-    found = record_graph(model, trial.sample, operator_kinds(blocks), trial.loss, dtype)
+    stored = {name: parameter.element_size() for name, parameter in model.named_parameters()}
+    record = record_graph(model, trial.sample, operator_kinds(blocks), trial.loss, dtype)
     graph = _graph(
-        found, trial.full_blocks, blocks, row_count(trial.batch) / row_count(trial.sample)
+        record, trial.full_blocks, blocks, row_count(trial.batch) / row_count(trial.sample)
     )
     if dtype:
         graph.grad_ratio = max(stored.values(), default=4) / 2
     return graph
 
 
-def _graph(found: StepGraph, whole: Blocks, blocks: Blocks, scale: float) -> Graph:
+def _graph(record: StepGraph, full: Blocks, blocks: Blocks, scale: float) -> Graph:
     """Merge steps of equal blocks into one node, and count how often each edge occurs."""
-    graph, at, makers = Graph(scale=scale), {}, {}
+    graph, num, makers = Graph(scale=scale), {}, {}
     instances: dict[int, list[str]] = {}
-    for step in found.steps:
-        key = _key(found, blocks, step)
+    for step in record.steps:
+        key = _key(record, blocks, step)
         block = blocks.enclosing_block(step.site)
-        if key not in at:
-            at[key] = len(graph.nodes)
-            count = len(whole.modules_by_name.get(key[0], ("",)))
+        if key not in num:
+            num[key] = len(graph.nodes)
+            count = len(full.modules_by_name.get(key[0], ("",)))
             graph.nodes.append(Node(key, step, count, step.kernels))
-        node = at[key]
+        node = num[key]
         instances.setdefault(node, []).append(block)
         for k, value in enumerate(step.outputs):
             makers[value] = node, k, block
-            graph.values.setdefault(graph.result_name(node, k), found.values[value])
-    short: Counter[str] = Counter(blocks.common_name(fqn) for fqn in blocks.facts.sites)
-    for node, those in instances.items():
-        known = graph.nodes[node]
-        if len(those) < short[known.site]:  # a step of only some blocks is not repeated
-            graph.nodes[node] = replace(known, count=len(those))
+            graph.values.setdefault(graph.result_name(node, k), record.values[value])
+    site_counts: Counter[str] = Counter(blocks.common_name(fqn) for fqn in blocks.facts.sites)
+    for node, names in instances.items():
+        merged = graph.nodes[node]
+        if len(names) < site_counts[merged.site]:  # a step of only some blocks is not repeated
+            graph.nodes[node] = replace(merged, count=len(names))
     graph.counts = {
-        graph.result_name(at, k): node.count
-        for at, node in enumerate(graph.nodes)
+        graph.result_name(num, k): node.count
+        for num, node in enumerate(graph.nodes)
         for k in range(len(node.step.outputs))
     }
     crossed: dict[tuple[str, tuple[int, int], int, int], list[tuple[str, str]]] = {}
-    for step in found.steps:
-        key = _key(found, blocks, step)
+    for step in record.steps:
+        key = _key(record, blocks, step)
         block = blocks.enclosing_block(step.site)
-        for place, value in enumerate(step.inputs):
+        for slot, value in enumerate(step.inputs):
             node, k, source_block = makers.get(value, (-1, 0, ""))
-            one = found.values[value]
-            if node < 0 and one.kind == "constant":
+            recorded = record.values[value]
+            if node < 0 and recorded.kind == "constant":
                 continue
-            name = graph.result_name(node, k) if node >= 0 else blocks.common_name(one.name)
-            if one.kind == "parameter":
-                source_block = blocks.enclosing_block(one.name)
+            name = graph.result_name(node, k) if node >= 0 else blocks.common_name(recorded.name)
+            if recorded.kind == "parameter":
+                source_block = blocks.enclosing_block(recorded.name)
             if node < 0:
-                graph.values.setdefault(name, one)
+                graph.values.setdefault(name, recorded)
                 owner = name.rpartition(".")[0]
-                graph.counts.setdefault(name, len(whole.modules_by_name.get(owner, ("",))))
-            crossed.setdefault((name, (node, k), at[key], place), []).append((source_block, block))
-    for (name, source, target, place), ways in crossed.items():
-        count = _crossings(ways, graph.nodes[target].count, set(instances[target]))
+                graph.counts.setdefault(name, len(full.modules_by_name.get(owner, ("",))))
+            crossed.setdefault((name, (node, k), num[key], slot), []).append((source_block, block))
+    for (name, source, target, slot), block_pairs in crossed.items():
+        count = _crossings(block_pairs, graph.nodes[target].count, set(instances[target]))
         maker = graph.nodes[source[0]].step.module if source[0] >= 0 else ""
-        enters = source[0] >= 0 and any(not a and b for a, b in ways)
+        enters = source[0] >= 0 and any(not a and b for a, b in block_pairs)
         boundary = bool(maker or graph.nodes[target].step.module or enters)
-        graph.edges.append(Edge(name, source, target, place, count, boundary))
+        graph.edges.append(Edge(name, source, target, slot, count, boundary))
     return graph
 
 
-def _key(found: StepGraph, blocks: Blocks, step: Step) -> Key:
+def _key(record: StepGraph, blocks: Blocks, step: Step) -> Key:
     """Return a key that is equal for steps of equal blocks."""
-    shapes = ",".join(str(list(found.values[one].shape)) for one in step.inputs)
+    shapes = ",".join(str(list(record.values[value].shape)) for value in step.inputs)
     return blocks.common_name(step.site), step.turn, step.place, f"{step.name}({shapes})"
 
 
@@ -318,10 +318,10 @@ def block_prefix(name: str) -> str:
     return name.rpartition("*")[0]
 
 
-def _crossings(ways: list[tuple[str, str]], count: int, targets: set[str]) -> int:
+def _crossings(block_pairs: list[tuple[str, str]], count: int, targets: set[str]) -> int:
     """Count the occurrences of an edge in the full model, given the blocks at both of its ends."""
-    if all(a == b for a, b in ways):
+    if all(a == b for a, b in block_pairs):
         return count
-    if any(a and a != b for a, b in ways) and len(targets) > 1:
+    if any(a and a != b for a, b in block_pairs) and len(targets) > 1:
         return max(1, count - 1)
-    return count if {b for _, b in ways} >= targets else 1
+    return count if {b for _, b in block_pairs} >= targets else 1

@@ -39,8 +39,8 @@ class BestLayout:
     def decided_axes(self) -> tuple[AxisPlacement, ...]:
         """Return the axes with all layouts decided."""
         choice = self.solution.choice
-        every = enumerate(self.joint.axes)
-        return tuple(part.decided(self.joint.choice_on_axis(choice, k)) for k, part in every)
+        indexed = enumerate(self.joint.axes)
+        return tuple(part.decided(self.joint.choice_on_axis(choice, k)) for k, part in indexed)
 
 
 @dataclass(frozen=True)
@@ -51,19 +51,19 @@ class PaperPlanner:
     search: Callable[[Graph, Sequence[LayoutRequest], float], BestLayout | None]
 
 
-def axis_requests(asked: LayoutRequest) -> list[LayoutRequest]:
+def axis_requests(request: LayoutRequest) -> list[LayoutRequest]:
     """List the requests of one axis: split tensors, or split rows under each stage of ZeRO."""
-    rows = [replace(asked, mode="rows", zero=stage) for stage in ZERO_STAGES]
-    return [replace(asked, mode="tensors"), *rows]
+    rows = [replace(request, mode="rows", zero=stage) for stage in ZERO_STAGES]
+    return [replace(request, mode="tensors"), *rows]
 
 
 def combine_requests(
     menus: Sequence[Sequence[LayoutRequest]],
 ) -> Iterator[tuple[LayoutRequest, ...]]:
     """Combine the requests of several axes; at most one axis splits rows."""
-    for several in itertools.product(*menus):
-        if sum(one.mode == "rows" for one in several) < 2:
-            yield several
+    for requests in itertools.product(*menus):
+        if sum(request.mode == "rows" for request in requests) < 2:
+            yield requests
 
 
 def find_best_layout(
@@ -79,9 +79,9 @@ def find_best_layout(
     nothing fits in `limit` bytes.
     """
     rows = any(part.asked.mode == "rows" for part in done)
-    every = combine_requests([axis_requests(asked)[: 1 if rows else None] for asked in axes])
-    found = (find_layout(graph, one, limit, done, solver) for one in every)
-    return min((one for one in found if one), key=lambda one: one.seconds, default=None)
+    choices = combine_requests([axis_requests(request)[: 1 if rows else None] for request in axes])
+    layouts = (find_layout(graph, c, limit, done, solver) for c in choices)
+    return min((c for c in layouts if c), key=lambda c: c.seconds, default=None)
 
 
 def find_layout(
@@ -92,7 +92,7 @@ def find_layout(
     solver: Solver = solve,
 ) -> BestLayout | None:
     """Find the best layout for these requests, given axes that are already decided."""
-    joint = MeshPlacement((*done, *(AxisPlacement(graph, asked) for asked in axes)))
+    joint = MeshPlacement((*done, *(AxisPlacement(graph, request) for request in axes)))
     solution = solver(joint.problem, limit)
     return None if solution is None else BestLayout(joint, solution, joint.problem, solver)
 
@@ -101,36 +101,36 @@ def plan_tofu(
     graph: Graph, axes: Sequence[LayoutRequest], limit: float = math.inf
 ) -> BestLayout | None:
     """Decide one axis after the other, each of two ranks: the best for the remaining shards."""
-    found: BestLayout | None = None
-    for k, asked in enumerate(axes):
-        rest = limit * math.prod(one.ranks for one in axes[k + 1 :])
-        found = find_best_layout(graph, [asked], rest, found.decided_axes() if found else ())
-        if found is None:
+    layout: BestLayout | None = None
+    for k, request in enumerate(axes):
+        room = limit * math.prod(later.ranks for later in axes[k + 1 :])
+        layout = find_best_layout(graph, [request], room, layout.decided_axes() if layout else ())
+        if layout is None:
             return None
-    return found
+    return layout
 
 
 def plan_mesh_tensorflow(
     graph: Graph, axes: Sequence[LayoutRequest], limit: float = math.inf
 ) -> BestLayout | None:
     """Choose one name of dims for the axis, split wherever it occurs: the best of all names."""
-    (asked,) = axes
-    every = [
-        replace(asked, name=name) for name in splittable_dims(graph) if name not in graph.row_dims
+    (request,) = axes
+    requests = [
+        replace(request, name=name) for name in splittable_dims(graph) if name not in graph.row_dims
     ]
-    every.append(replace(asked, mode="rows"))
-    found = (find_layout(graph, [one], limit) for one in every)
-    return min((one for one in found if one), key=lambda one: one.seconds, default=None)
+    requests.append(replace(request, mode="rows"))
+    layouts = (find_layout(graph, [c], limit) for c in requests)
+    return min((c for c in layouts if c), key=lambda c: c.seconds, default=None)
 
 
 def splittable_dims(graph: Graph) -> list[Dim]:
     """List the names of dims of activations that some node may split."""
-    found: dict[Dim, None] = {}
-    for at, node in enumerate(graph.nodes):
-        for way in node.step.splits:
-            dims = ((graph.result_name(at, k), d) for k, d in enumerate(way.outputs) if d >= 0)
-            found.update(dict.fromkeys(graph.dim_name(*one) for one in dims))
-    return list(found)
+    names: dict[Dim, None] = {}
+    for index, node in enumerate(graph.nodes):
+        for split in node.step.splits:
+            dims = ((graph.result_name(index, k), d) for k, d in enumerate(split.outputs) if d >= 0)
+            names.update(dict.fromkeys(graph.dim_name(*dim) for dim in dims))
+    return list(names)
 
 
 PLANNERS: Mapping[str, PaperPlanner] = MappingProxyType(

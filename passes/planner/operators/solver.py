@@ -44,9 +44,9 @@ class Problem:
 
     def cost(self, choice: Sequence[int]) -> tuple[float, float]:
         """Return seconds and bytes of one choice."""
-        seconds = [float(one[k]) for one, k in zip(self.seconds, choice)]
+        seconds = [float(costs[k]) for costs, k in zip(self.seconds, choice)]
         seconds += [float(m[choice[i], choice[j]]) for (i, j), m in self.pairs.items()]
-        return math.fsum(seconds), sum(float(one[k]) for one, k in zip(self.bytes, choice))
+        return math.fsum(seconds), sum(float(costs[k]) for costs, k in zip(self.bytes, choice))
 
     def with_fixed(self, variable: int, option: int) -> Problem:
         """Return the problem with one variable decided."""
@@ -58,7 +58,7 @@ class Problem:
     @cached_property
     def order(self) -> tuple[int, ...]:
         """The order of elimination: next the variable whose table is the smallest."""
-        return _order([len(one) for one in self.seconds], self.pairs)
+        return _order([len(costs) for costs in self.seconds], self.pairs)
 
 
 @dataclass(frozen=True)
@@ -88,15 +88,15 @@ def solve(
     """
     if not all(map(len, problem.seconds)):
         return None
-    small, kept = _possible(problem)
+    reduced, kept = _possible(problem)
     if not all(map(len, kept)):
         return None
-    found = _least(small, 0.0)
-    if found is not None and found.bytes > limit:
-        found = _limited(small, limit, branches)
-    if found is None:
+    solution = _least(reduced, 0.0)
+    if solution is not None and solution.bytes > limit:
+        solution = _limited(reduced, limit, branches)
+    if solution is None:
         return None
-    return replace(found, choice=tuple(int(one[k]) for one, k in zip(kept, found.choice)))
+    return replace(solution, choice=tuple(int(row[k]) for row, k in zip(kept, solution.choice)))
 
 
 def _possible(problem: Problem) -> tuple[Problem, list[NDArray[np.intp]]]:
@@ -104,60 +104,60 @@ def _possible(problem: Problem) -> tuple[Problem, list[NDArray[np.intp]]]:
 
     Arc consistency (Mackworth 1977).
     """
-    allowed_options: list[NDArray[Any]] = [np.isfinite(one) for one in problem.seconds]
+    allowed_options: list[NDArray[Any]] = [np.isfinite(values) for values in problem.seconds]
     count = -1
-    while count != (count := sum(int(one.sum()) for one in allowed_options)):
+    while count != (count := sum(int(values.sum()) for values in allowed_options)):
         for (i, j), costs in problem.pairs.items():
             allowed = np.isfinite(costs) & allowed_options[i][:, None] & allowed_options[j]
             allowed_options[i], allowed_options[j] = allowed.any(axis=1), allowed.any(axis=0)
-    kept = [np.flatnonzero(one) for one in allowed_options]
-    small = replace(
+    kept = [np.flatnonzero(values) for values in allowed_options]
+    reduced = replace(
         problem,
-        seconds=tuple(one[k] for one, k in zip(problem.seconds, kept)),
-        bytes=tuple(one[k] for one, k in zip(problem.bytes, kept)),
+        seconds=tuple(values[k] for values, k in zip(problem.seconds, kept)),
+        bytes=tuple(values[k] for values, k in zip(problem.bytes, kept)),
         pairs={(i, j): costs[np.ix_(kept[i], kept[j])] for (i, j), costs in problem.pairs.items()},
     )
-    return small, kept
+    return reduced, kept
 
 
 # -- without a limit ------------------------------------------------------------------------------
 
 
 def _order(sizes: Sequence[int], pairs: Mapping[tuple[int, int], Costs]) -> tuple[int, ...]:
-    near: dict[int, set[int]] = {k: set() for k in range(len(sizes))}
+    neighbours: dict[int, set[int]] = {k: set() for k in range(len(sizes))}
     for i, j in pairs:
-        near[i].add(j)
-        near[j].add(i)
+        neighbours[i].add(j)
+        neighbours[j].add(i)
 
     def cells(k: int) -> int:
-        return sizes[k] * math.prod(sizes[other] for other in near[k])
+        return sizes[k] * math.prod(sizes[neighbour] for neighbour in neighbours[k])
 
-    table, order = {k: cells(k) for k in near}, []
+    table, order = {k: cells(k) for k in neighbours}, []
     while table:
-        chosen = min(table, key=table.__getitem__)
-        around = near.pop(chosen)
-        del table[chosen]
-        for other in around:
-            near[other] |= around - {other}
-            near[other].discard(chosen)
-        table |= {other: cells(other) for other in around}  # other tables do not change
-        order.append(chosen)
+        variable = min(table, key=table.__getitem__)
+        around = neighbours.pop(variable)
+        del table[variable]
+        for neighbour in around:
+            neighbours[neighbour] |= around - {neighbour}
+            neighbours[neighbour].discard(variable)
+        table |= {neighbour: cells(neighbour) for neighbour in around}  # other tables do not change
+        order.append(variable)
     return tuple(order)
 
 
 def _least(problem: Problem, price: float) -> Solution | None:
     """Minimise seconds plus `price` times bytes; None where every choice is forbidden."""
     factors: list[Factor] = [
-        ((k,), one + price * more if price else one)
-        for k, (one, more) in enumerate(zip(problem.seconds, problem.bytes))
+        ((k,), vector + price * byte_costs if price else vector)
+        for k, (vector, byte_costs) in enumerate(zip(problem.seconds, problem.bytes))
     ]
     factors += [(pair, costs) for pair, costs in problem.pairs.items()]
-    sizes = [len(one) for one in problem.seconds]
-    found = _eliminated(factors, sizes, problem.order)
-    if found is None:
+    sizes = [len(vector) for vector in problem.seconds]
+    choice = _eliminated(factors, sizes, problem.order)
+    if choice is None:
         return None
-    seconds, size = problem.cost(found)
-    return Solution(found, seconds, size, seconds + price * size)
+    seconds, size = problem.cost(choice)
+    return Solution(choice, seconds, size, seconds + price * size)
 
 
 def _eliminated(
@@ -165,30 +165,30 @@ def _eliminated(
 ) -> tuple[int, ...] | None:
     """Find the cheapest choice by elimination; a variable whose table would be too large is
     enumerated."""
-    done: list[tuple[int, tuple[int, ...], NDArray[np.intp]]] = []
+    steps: list[tuple[int, tuple[int, ...], NDArray[np.intp]]] = []
     for variable in order:
-        mine = [one for one in factors if variable in one[0]]
-        scope = tuple(sorted({v for own, _ in mine for v in own} - {variable}))
+        touching = [factor for factor in factors if variable in factor[0]]
+        scope = tuple(sorted({v for variables, _ in touching for v in variables} - {variable}))
         if sizes[variable] * math.prod(sizes[v] for v in scope) > MAX_CELLS:
-            widest = max(scope, key=lambda v: sum(v in own for own, _ in factors))
-            return _conditioned(factors, sizes, [v for v in order if v != widest], widest, done)
-        table = _joined(mine, (*scope, variable), sizes)
-        factors = [one for one in factors if variable not in one[0]]
+            widest = max(scope, key=lambda v: sum(v in variables for variables, _ in factors))
+            return _conditioned(factors, sizes, [v for v in order if v != widest], widest, steps)
+        table = _joined(touching, (*scope, variable), sizes)
+        factors = [factor for factor in factors if variable not in factor[0]]
         factors.append((scope, table.min(axis=-1)))
-        done.append((variable, scope, table.argmin(axis=-1)))
+        steps.append((variable, scope, table.argmin(axis=-1)))
     total = sum(float(table) for _, table in factors)
-    return None if math.isinf(total) else _traced(done, {}, len(sizes))
+    return None if math.isinf(total) else _traced(steps, {}, len(sizes))
 
 
 def _joined(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]) -> Costs:
     """Add factors over all of their variables, in the order of `scope`."""
     table = np.zeros([sizes[v] for v in scope])
-    place = {v: k for k, v in enumerate(scope)}
-    for own, costs in factors:
-        ranked = sorted(range(len(own)), key=lambda k: place[own[k]])
+    axis_of = {v: k for k, v in enumerate(scope)}
+    for variables, costs in factors:
+        ranked = sorted(range(len(variables)), key=lambda k: axis_of[variables[k]])
         shape = [1] * len(scope)
-        for v in own:
-            shape[place[v]] = sizes[v]
+        for v in variables:
+            shape[axis_of[v]] = sizes[v]
         table += costs.transpose(ranked).reshape(shape)
     return table
 
@@ -198,39 +198,39 @@ def _conditioned(
     sizes: Sequence[int],
     order: Sequence[int],
     variable: int,
-    done: list[tuple[int, tuple[int, ...], NDArray[np.intp]]],
+    steps: list[tuple[int, tuple[int, ...], NDArray[np.intp]]],
 ) -> tuple[int, ...] | None:
     """Find the cheapest choice over all options of one variable, each tried by itself."""
     best: tuple[float, tuple[int, ...]] | None = None
-    gone = {one for one, _, _ in done}
-    left = [v for v in order if v not in gone]
+    decided = {earlier for earlier, _, _ in steps}
+    remaining = [v for v in order if v not in decided]
     for option in range(sizes[variable]):
         cut: list[Factor] = []
-        for own, costs in factors:
-            if variable in own:
-                costs = np.asarray(costs.take(option, axis=own.index(variable)))
-                own = tuple(v for v in own if v != variable)
-            cut.append((own, costs))
-        inner = _eliminated(cut, sizes, left)
+        for variables, costs in factors:
+            if variable in variables:
+                costs = np.asarray(costs.take(option, axis=variables.index(variable)))
+                variables = tuple(v for v in variables if v != variable)
+            cut.append((variables, costs))
+        inner = _eliminated(cut, sizes, remaining)
         if inner is None:
             continue
-        chosen = {v: inner[v] for v in left} | {variable: option}
-        value = sum(float(costs[tuple(chosen[v] for v in own)]) for own, costs in cut)
+        choice = {v: inner[v] for v in remaining} | {variable: option}
+        value = sum(float(costs[tuple(choice[v] for v in variables)]) for variables, costs in cut)
         if best is None or value < best[0]:
-            best = value, _traced(done, chosen, len(sizes))
+            best = value, _traced(steps, choice, len(sizes))
     return None if best is None else best[1]
 
 
 def _traced(
-    done: Sequence[tuple[int, tuple[int, ...], NDArray[np.intp]]],
-    chosen: dict[int, int],
+    steps: Sequence[tuple[int, tuple[int, ...], NDArray[np.intp]]],
+    choice: dict[int, int],
     count: int,
 ) -> tuple[int, ...]:
     """Return the choices of eliminated variables, from the last to the first."""
-    chosen = dict(chosen)
-    for variable, scope, best in reversed(done):
-        chosen[variable] = int(best[tuple(chosen[v] for v in scope)])
-    return tuple(chosen.get(v, 0) for v in range(count))
+    choice = dict(choice)
+    for variable, scope, best in reversed(steps):
+        choice[variable] = int(best[tuple(choice[v] for v in scope)])
+    return tuple(choice.get(v, 0) for v in range(count))
 
 
 # -- with a limit ---------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def solve_smallest(problem: Problem) -> Solution | None:
     def allowed(costs: Costs) -> Costs:
         return np.where(np.isinf(costs), np.inf, 0.0)
 
-    least = _least(
+    smallest = _least(
         replace(
             problem,
             seconds=tuple(allowed(s) + b for s, b in zip(problem.seconds, problem.bytes)),
@@ -284,24 +284,24 @@ def solve_smallest(problem: Problem) -> Solution | None:
         ),
         0.0,
     )
-    if least is None:
+    if smallest is None:
         return None
-    seconds, size = problem.cost(least.choice)
-    return Solution(least.choice, seconds, size, seconds)
+    seconds, size = problem.cost(smallest.choice)
+    return Solution(smallest.choice, seconds, size, seconds)
 
 
 def _limited(problem: Problem, limit: float, branches: int) -> Solution | None:
     """Branch and bound, best first: the branch with the lowest bound splits where its choices
     differ."""
-    first, turn = _bounded(problem, limit), itertools.count()
-    if first is None:
+    root, counter = _bounded(problem, limit), itertools.count()
+    if root is None:
         return None
-    best, heap = first.fits, [(first.bound, next(turn), problem, first)]
+    best, heap = root.fits, [(root.bound, next(counter), problem, root)]
     while heap:
         bound, _, node, branch = heapq.heappop(heap)
         if bound >= best.seconds - RELATIVE_TIE * max(1.0, abs(best.seconds)):
             return replace(best, bound=best.seconds)
-        if next(turn) > branches:
+        if next(counter) > branches:
             return replace(best, bound=bound)
         if branch.over is None:
             continue
@@ -310,9 +310,9 @@ def _limited(problem: Problem, limit: float, branches: int) -> Solution | None:
         widest = max(differ, key=lambda v: abs(np.ptp(node.bytes[v])))
         for option in np.flatnonzero(np.isfinite(node.seconds[widest])):
             child = node.with_fixed(widest, int(option))
-            found = _bounded(child, limit)
-            if found is None or found.bound >= best.seconds:
+            bounded = _bounded(child, limit)
+            if bounded is None or bounded.bound >= best.seconds:
                 continue
-            best = min(best, found.fits, key=lambda one: one.seconds)
-            heapq.heappush(heap, (found.bound, next(turn), child, found))
+            best = min(best, bounded.fits, key=lambda solution: solution.seconds)
+            heapq.heappush(heap, (bounded.bound, next(counter), child, bounded))
     return replace(best, bound=best.seconds)

@@ -56,19 +56,19 @@ class Substitution:
 
 def find_substitutions(trial: RowTrial, graph: Graph) -> list[Substitution]:
     """List the substitutions of a graph that the language accepts; of equal ones the first."""
-    found: dict[tuple[frozenset[int], bool], Substitution] = {}
-    every = (
+    substitutions: dict[tuple[frozenset[int], bool], Substitution] = {}
+    generators = (
         _kernels(trial, graph),
         _rotated(graph),
         _added(graph),
         _merged(graph),
         _recomputed(graph),
     )
-    for one in itertools.chain(*every):
-        known = (one.nodes, one.recompute) in found
-        if one.nodes and not known and trial.find_refusal([one.row], "dp", 1) is None:
-            found[one.nodes, one.recompute] = one
-    return list(found.values())
+    for rule in itertools.chain(*generators):
+        seen = (rule.nodes, rule.recompute) in substitutions
+        if rule.nodes and not seen and trial.find_refusal([rule.row], "dp", 1) is None:
+            substitutions[rule.nodes, rule.recompute] = rule
+    return list(substitutions.values())
 
 
 def _kernels(trial: RowTrial, graph: Graph) -> Iterator[Substitution]:
@@ -77,18 +77,18 @@ def _kernels(trial: RowTrial, graph: Graph) -> Iterator[Substitution]:
     ]
     bare = [k for k in works if not graph.nodes[k].step.module]
     for site in dict.fromkeys(one.site for one in graph.nodes):
-        own = frozenset(k for k in works if graph.nodes[k].site == site)
-        modules = [k for k in own if graph.nodes[k].step.module]
-        below = frozenset(k for k in bare if f"{graph.nodes[k].site}.".startswith(f"{site}."))
+        site_nodes = frozenset(k for k in works if graph.nodes[k].site == site)
+        modules = [k for k in site_nodes if graph.nodes[k].step.module]
+        inner = frozenset(k for k in bare if f"{graph.nodes[k].site}.".startswith(f"{site}."))
         if any(graph.nodes[k].kernels > 1 for k in modules):
-            yield from (Substitution(ProposedRow((site,), one), own) for one in NORM_ROWS)
+            yield from (Substitution(ProposedRow((site,), one), site_nodes) for one in NORM_ROWS)
         elif site in graph.vocabulary_weights and any(
-            graph.nodes[k].step.module == "linear" for k in own
+            graph.nodes[k].step.module == "linear" for k in site_nodes
         ):
-            loss = frozenset(k for k in works if k >= min(own))
+            loss = frozenset(k for k in works if k >= min(site_nodes))
             yield Substitution(ProposedRow((site,), LOSS_KERNEL), loss)
-        elif site and not modules and len(below) > 1:
-            yield from (Substitution(ProposedRow((site,), one), below) for one in POINTWISE_ROWS)
+        elif site and not modules and len(inner) > 1:
+            yield from (Substitution(ProposedRow((site,), one), inner) for one in POINTWISE_ROWS)
 
 
 NORM_ROWS = (
@@ -107,13 +107,13 @@ def _rotated(graph: Graph) -> Iterator[Substitution]:
     Where this is no rotation, the language refuses the row.
     """
     for end, node in enumerate(graph.nodes):
-        own = [k for k in range(end) if graph.nodes[k].site == node.site]
-        named = {
-            name: [k for k in own if graph.nodes[k].step.name == name] for name in ROTARY_OPERATORS
+        body = [k for k in range(end) if graph.nodes[k].site == node.site]
+        nodes_by_name = {
+            name: [k for k in body if graph.nodes[k].step.name == name] for name in ROTARY_OPERATORS
         }
-        if node.step.kind == "attention" and all(named.values()):
-            span = range(named["mul"][0], named["add"][-1] + 1)
-            works = frozenset(k for k in own if k in span and graph.nodes[k].step.allocates)
+        if node.step.kind == "attention" and all(nodes_by_name.values()):
+            rotation = range(nodes_by_name["mul"][0], nodes_by_name["add"][-1] + 1)
+            works = frozenset(k for k in body if k in rotation and graph.nodes[k].step.allocates)
             yield Substitution(
                 ProposedRow((node.site,), make_call("replace_kernel", "rope")), works
             )
@@ -125,15 +125,15 @@ ROTARY_OPERATORS = "mul", "add"
 def _added(graph: Graph) -> Iterator[Substitution]:
     """A sum in a module and the norm after it in the same module, if there is exactly one of
     each."""
-    found: dict[str, list[frozenset[int]]] = defaultdict(list)
+    pairs_by_module: dict[str, list[frozenset[int]]] = defaultdict(list)
     for edge in graph.edges:
         (maker, _), norm = edge.source, graph.nodes[edge.target]
         parent = norm.site.rpartition(".")[0]
         if maker >= 0 and norm.step.module == "norm" and edge.input_index == 0:
-            before = graph.nodes[maker]
-            if before.step.name == "add" and before.site == parent and maker < edge.target:
-                found[parent].append(frozenset((maker, edge.target)))
-    for parent, pairs in found.items():
+            producer = graph.nodes[maker]
+            if producer.step.name == "add" and producer.site == parent and maker < edge.target:
+                pairs_by_module[parent].append(frozenset((maker, edge.target)))
+    for parent, pairs in pairs_by_module.items():
         if len(pairs) == 1:  # each of several would be a kernel of its own
             yield Substitution(
                 ProposedRow((parent,), make_call("replace_kernel", "add_norm")), pairs[0]
@@ -145,67 +145,67 @@ def _merged(graph: Graph) -> Iterator[Substitution]:
     if "merge_products" not in registry():
         return
     readers: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for at, node in enumerate(graph.nodes):
-        if node.step.module == "linear" and 0 in graph.inputs_of(at):
-            readers[node.site.rpartition(".")[0], graph.inputs_of(at)[0]].append(at)
-    for (parent, _), those in readers.items():
-        names = [graph.nodes[at].site.rpartition(".")[2] for at in those]
-        if parent and len(those) > 1:
+    for index, node in enumerate(graph.nodes):
+        if node.step.module == "linear" and 0 in graph.inputs_of(index):
+            readers[node.site.rpartition(".")[0], graph.inputs_of(index)[0]].append(index)
+    for (parent, _), products in readers.items():
+        names = [graph.nodes[index].site.rpartition(".")[2] for index in products]
+        if parent and len(products) > 1:
             yield Substitution(
-                ProposedRow((parent,), make_call("merge_products", *names)), frozenset(those)
+                ProposedRow((parent,), make_call("merge_products", *names)), frozenset(products)
             )
 
 
 def _recomputed(graph: Graph) -> Iterator[Substitution]:
     heads = dict.fromkeys(
-        head + star for head, star, _ in (one.site.partition("*") for one in graph.nodes) if star
+        head + star for head, star, _ in (node.site.partition("*") for node in graph.nodes) if star
     )
     for head in heads:
-        those = (k for k, one in enumerate(graph.nodes) if f"{one.site}.".startswith(f"{head}."))
+        nodes = (k for k, node in enumerate(graph.nodes) if f"{node.site}.".startswith(f"{head}."))
         yield Substitution(
-            ProposedRow((head,), make_call("checkpoint")), frozenset(those), recompute=True
+            ProposedRow((head,), make_call("checkpoint")), frozenset(nodes), recompute=True
         )
 
 
 # -- the graph after substitutions -----------------------------------------------------------------
 
 
-def apply_substitutions(graph: Graph, those: Iterable[Substitution]) -> Graph:
+def apply_substitutions(graph: Graph, substitutions: Iterable[Substitution]) -> Graph:
     """Apply substitutions: the same nodes, some of which are computed in another way."""
-    made = copy(graph)
-    made.nodes = list(graph.nodes)
-    for one in those:
-        change = _recomputed_nodes if one.recompute else _fused
-        for at, node in change(made, one.nodes):
-            made.nodes[at] = node
-    return made
+    new_graph = copy(graph)
+    new_graph.nodes = list(graph.nodes)
+    for substitution in substitutions:
+        change = _recomputed_nodes if substitution.recompute else _fused
+        for index, node in change(new_graph, substitution.nodes):
+            new_graph.nodes[index] = node
+    return new_graph
 
 
 def _fused(graph: Graph, nodes: frozenset[int]) -> Iterator[tuple[int, Node]]:
     """One kernel: values inside it are neither moved nor saved, and every input is read once."""
     read: set[str] = set()
     first = min(nodes)
-    for at in sorted(nodes):
-        given = {*graph.inputs_of(at).values()}
-        within = _inside(graph, at, nodes) | (given & read)
-        read |= given | {graph.result_name(at, k) for k in range(len(graph.nodes[at].step.outputs))}
+    for i in sorted(nodes):
+        inputs = {*graph.inputs_of(i).values()}
+        within = _inside(graph, i, nodes) | (inputs & read)
+        read |= inputs | {graph.result_name(i, k) for k in range(len(graph.nodes[i].step.outputs))}
         yield (
-            at,
-            replace(graph.nodes[at], kernels=int(at == first), inside_kernel=frozenset(within)),
+            i,
+            replace(graph.nodes[i], kernels=int(i == first), inside_kernel=frozenset(within)),
         )
 
 
-def _inside(graph: Graph, at: int, nodes: frozenset[int]) -> set[str]:
+def _inside(graph: Graph, i: int, nodes: frozenset[int]) -> set[str]:
     """Return the results of a node that neither other nodes nor other blocks read."""
-    read = [edge for edge in graph.edges if edge.source[0] == at]
+    read = [edge for edge in graph.edges if edge.source[0] == i]
     out = {e.value for e in read if e.target not in nodes or e.count != graph.nodes[e.target].count}
     return {edge.value for edge in read} - out
 
 
 def _recomputed_nodes(graph: Graph, nodes: frozenset[int]) -> Iterator[tuple[int, Node]]:
-    for at in nodes:
-        forgets = frozenset(_inside(graph, at, nodes))
-        yield at, replace(graph.nodes[at], recomputed=True, not_saved=forgets)
+    for index in nodes:
+        not_saved = frozenset(_inside(graph, index, nodes))
+        yield index, replace(graph.nodes[index], recomputed=True, not_saved=not_saved)
 
 
 # -- the search ------------------------------------------------------------------------------------
@@ -227,23 +227,23 @@ class SubstitutionPrice:
 
     def problems_after(self, state: SubstitutionSet) -> list[MeshPlacement]:
         """Return the problems after substitutions."""
-        made = apply_substitutions(self.joints[0].graph, [self.rules[k] for k in sorted(state)])
-        return [joint.with_graph(made) for joint in self.joints]
+        after = apply_substitutions(self.joints[0].graph, [self.rules[k] for k in sorted(state)])
+        return [joint.with_graph(after) for joint in self.joints]
 
     @cached_property
     def unlimited_seconds(self) -> Sequence[float]:
         """Seconds of the best of each problem without substitutions and without a limit."""
-        found = [solve(joint.problem) for joint in self.joints]
-        return [one.seconds if one else math.inf for one in found]
+        solutions = [solve(joint.problem) for joint in self.joints]
+        return [solution.seconds if solution else math.inf for solution in solutions]
 
     def __call__(self, state: SubstitutionSet) -> float:
         """Return the seconds of the quickest."""
         best = math.inf
         after = zip(self.unlimited_seconds, self.joints, self.problems_after(state))
-        for free, before, joint in sorted(after, key=lambda one: one[0]):
-            if free - joint.max_saving(before) < best:
-                found = solve(joint.problem, self.limit)
-                best = min(best, found.seconds if found else math.inf)
+        for free, original, joint in sorted(after, key=lambda entry: entry[0]):
+            if free - joint.max_saving(original) < best:
+                solution = solve(joint.problem, self.limit)
+                best = min(best, solution.seconds if solution else math.inf)
         return best
 
 
@@ -258,21 +258,21 @@ def search_substitutions(
     Expands the best set so far by one substitution at a time.  With infinite `alpha` and an
     unlimited budget all sets are priced.
     """
-    turn, start = itertools.count(), SubstitutionSet()
+    counter, start = itertools.count(), SubstitutionSet()
     prices = {start: price(start)}
-    heap = [(prices[start], next(turn), start)]
+    heap = [(prices[start], next(counter), start)]
     best = prices[start]
     while heap and len(prices) < budget:
         seconds, _, state = heapq.heappop(heap)
         if seconds > alpha * best:
             break
         for k, rule in enumerate(rules):
-            more = state | {k}
-            if more in prices or any(rule.clashes(rules[one]) for one in state):
+            extended = state | {k}
+            if extended in prices or any(rule.clashes(rules[one]) for one in state):
                 continue
-            prices[more] = price(more)
-            best = min(best, prices[more])
-            if prices[more] <= alpha * best:
-                heapq.heappush(heap, (prices[more], next(turn), more))
+            prices[extended] = price(extended)
+            best = min(best, prices[extended])
+            if prices[extended] <= alpha * best:
+                heapq.heappush(heap, (prices[extended], next(counter), extended))
     ranked = sorted((seconds, len(one), sorted(one)) for one, seconds in prices.items())
     return [(seconds, SubstitutionSet(one)) for seconds, _, one in ranked if seconds < math.inf]

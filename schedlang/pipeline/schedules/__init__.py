@@ -68,48 +68,52 @@ class OrderArguments(TypedDict, total=False):
 
 
 def make_order(
-    name: str, ranks: int, micro: int, chunks: int | None = None, **given: Unpack[OrderArguments]
+    name: str, ranks: int, micro: int, chunks: int | None = None, **options: Unpack[OrderArguments]
 ) -> Timeline:
     """Return the compute operations of every rank under a named order.
 
     `name` in any case, torch's class names included; `micro` microbatches; `chunks` stages per
     rank, None: the order's own number. Raises OrderError for sizes that the order does not have.
     """
-    found = find_order(name)
-    return found.make(checked_size(found, ranks, micro, chunks, **given))
+    order = find_order(name)
+    return order.make(checked_size(order, ranks, micro, chunks, **options))
 
 
 def checked_size(
-    found: Order, ranks: int, micro: int, chunks: int | None = None, **given: Unpack[OrderArguments]
+    order: Order,
+    ranks: int,
+    micro: int,
+    chunks: int | None = None,
+    **options: Unpack[OrderArguments],
 ) -> Size:
     """Return the checked sizes of an order; `chunks` None is its own number. Raises OrderError."""
-    memory = given.pop("memory", None)
-    chunks = default_chunks(name=found.name) if chunks is None else chunks
-    size = Size(ranks, micro, chunks, **given)  # type: ignore[arg-type]
+    memory = options.pop("memory", None)
+    chunks = default_chunks(name=order.name) if chunks is None else chunks
+    size = Size(ranks, micro, chunks, **options)  # type: ignore[arg-type]
     size = replace(size, memory=None if memory is None else Fraction(memory))
     if min(ranks, micro, chunks, size.slices) < 1:
         raise OrderError(
             f"a pipeline of {ranks} ranks, {micro} microbatches and {chunks} chunks is empty",
             "each of them is at least 1",
         )
-    if found.chunks is not None and chunks not in found.chunks:
-        raise OrderError(*_other_chunks(found, chunks))
+    if order.chunks is not None and chunks not in order.chunks:
+        raise OrderError(*_other_chunks(order, chunks))
     if (
-        found.chunks is None
+        order.chunks is None
         and chunks == 1
-        and found.default_chunks > 1
-        and not found.allows_one_stage
+        and order.default_chunks > 1
+        and not order.allows_one_stage
     ):
         raise OrderError(
-            f"{found.name} needs several stages per rank",
-            f'chunks={found.default_chunks}, or order="1F1B"',
+            f"{order.name} needs several stages per rank",
+            f'chunks={order.default_chunks}, or order="1F1B"',
         )
-    if size.slices > 1 and not found.sliced:
-        able = ", ".join(o.name for o in ORDERS if o.sliced)
-        raise OrderError(f"{found.name} does not cut sequences", f"slices=1, or one of {able}")
+    if size.slices > 1 and not order.sliced:
+        names = ", ".join(o.name for o in ORDERS if o.sliced)
+        raise OrderError(f"{order.name} does not cut sequences", f"slices=1, or one of {names}")
     if size.every is not None:
-        _check_every(found, micro, size.every)
-    problem = found.problem(size)
+        _check_every(order, micro, size.every)
+    problem = order.problem(size)
     if problem is not None:
         raise OrderError(*problem)
     return size
@@ -117,39 +121,39 @@ def checked_size(
 
 def default_chunks(name: str) -> int:
     """Return the number of stages that an order puts on each rank by default."""
-    found = find_order(name)
-    return found.default_chunks if found.chunks is None else found.chunks[0]
+    order = find_order(name)
+    return order.default_chunks if order.chunks is None else order.chunks[0]
 
 
 def find_order(name: str) -> Order:
     """Return the order of this name or alias, in any case, or of the table in a file `*.csv`."""
     if name.lower().endswith(".csv"):
         return table_order(name)
-    for known in ORDERS:
-        if name.lower() in (known.name.lower(), *(a.lower() for a in known.aliases)):
-            return known
+    for order in ORDERS:
+        if name.lower() in (order.name.lower(), *(alias.lower() for alias in order.aliases)):
+            return order
     raise OrderError(f"there is no order `{name}`", _legal(name))
 
 
 def guess_order(name: str) -> str | None:
     """Return the order that an alias, a name of another system, or a misspelling stands for."""
-    every = {known: one.name for one in ORDERS for known in (one.name, *one.aliases)}
-    near = find_closest(name, every)
-    return OTHER_ORDERS.get(name.lower()) or (every[near] if near else None)
+    canonical = {alias: order.name for order in ORDERS for alias in (order.name, *order.aliases)}
+    closest = find_closest(name, canonical)
+    return OTHER_ORDERS.get(name.lower()) or (canonical[closest] if closest else None)
 
 
 def _legal(name: str) -> str:
     """Return help on what to write in place of an unknown order."""
-    found = guess_order(name)
-    return f'write `order="{found}"`' if found else "orders: " + ", ".join(o.name for o in ORDERS)
+    guess = guess_order(name)
+    return f'write `order="{guess}"`' if guess else "orders: " + ", ".join(o.name for o in ORDERS)
 
 
-def _check_every(found: Order, micro: int, every: int) -> None:
+def _check_every(order: Order, micro: int, every: int) -> None:
     """Refuse updates inside a step that differ in microbatches, or that the order does not have."""
-    if "staleness" not in found.relaxed:
+    if "staleness" not in order.relaxed:
         stale = ", ".join(o.name for o in ORDERS if "staleness" in o.relaxed)
         raise OrderError(
-            f"{found.name} makes one update a step", f"leave `every` out, or one of {stale}"
+            f"{order.name} makes one update a step", f"leave `every` out, or one of {stale}"
         )
     if every < 1 or micro % every:
         legal = ", ".join(str(n) for n in range(1, micro + 1) if micro % n == 0)
@@ -158,8 +162,8 @@ def _check_every(found: Order, micro: int, every: int) -> None:
         )
 
 
-def _other_chunks(found: Order, chunks: int) -> tuple[str, str]:
-    legal = " or ".join(str(n) for n in found.chunks or ())
+def _other_chunks(order: Order, chunks: int) -> tuple[str, str]:
+    legal = " or ".join(str(n) for n in order.chunks or ())
     stages = "one stage" if legal == "1" else f"{legal} stages"
-    other = f', or order="Interleaved1F1B", chunks={chunks}' if chunks > 1 else ""
-    return f"this order runs {stages} per rank, not {chunks}", f"chunks={legal}{other}"
+    hint = f', or order="Interleaved1F1B", chunks={chunks}' if chunks > 1 else ""
+    return f"this order runs {stages} per rank, not {chunks}", f"chunks={legal}{hint}"

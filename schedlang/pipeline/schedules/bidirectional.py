@@ -26,9 +26,9 @@ def _chimera(size: Size) -> Timeline:
     """
     p = size.ranks
     microbatch, stage = np.meshgrid(np.arange(size.micro), np.arange(p), indexing="ij")
-    unit, turn = np.divmod(microbatch // 2, p // 2)
-    forward = 2 * p * unit + 2 * turn + stage
-    backward = 2 * p * unit + 2 * turn + 2 * p - 1 - stage
+    unit, slot = np.divmod(microbatch // 2, p // 2)
+    forward = 2 * p * unit + 2 * slot + stage
+    backward = 2 * p * unit + 2 * slot + 2 * p - 1 - stage
     return _alternating(p, forward, backward, stage, microbatch)
 
 
@@ -60,29 +60,31 @@ def _rank(ranks: int, stage: Ints, replica: Ints) -> Ints:
     return np.where(replica == 0, stage, ranks - 1 - stage)
 
 
-def check_two_directions(size: Size, least: Callable[[int], int]) -> SizeProblem | None:
+def check_two_directions(size: Size, minimum: Callable[[int], int]) -> SizeProblem | None:
     """Return why two directions cannot share ranks and microbatches equally, and which sizes can.
 
-    `least`: the fewest microbatches for a number of ranks.
+    `minimum`: the fewest microbatches for a number of ranks.
     """
     p, m = size.ranks, size.micro
     if p % 2:
-        legal = [(q, _near(m, least(q))) for q in (p - 1, p + 1) if q > 1]
-        said = [f"{q} ranks" + (f" with micro={found[0]}" * (found[0] != m)) for q, found in legal]
-        return f"two directions meet between two ranks: not on {p}", " or ".join(said)
-    found = _near(m, least(p))
-    if m in found:
+        legal = [(q, _near(m, minimum(q))) for q in (p - 1, p + 1) if q > 1]
+        sizes = [
+            f"{q} ranks" + (f" with micro={nearest[0]}" * (nearest[0] != m)) for q, nearest in legal
+        ]
+        return f"two directions meet between two ranks: not on {p}", " or ".join(sizes)
+    nearest = _near(m, minimum(p))
+    if m in nearest:
         return None
-    at_least = f", at least {least(p)}" if least(p) > 2 else ""
-    why = f"two directions share an even number of microbatches{at_least}, not {m}"
-    return why, " or ".join(f"micro={n}" for n in found)
+    at_least = f", at least {minimum(p)}" if minimum(p) > 2 else ""
+    reason = f"two directions share an even number of microbatches{at_least}, not {m}"
+    return reason, " or ".join(f"micro={n}" for n in nearest)
 
 
-def _near(micro: int, least: int) -> list[int]:
-    """Return the even numbers from `least` on that are nearest to `micro`."""
-    if micro < least:
-        return [least]
-    return [micro - 1, micro + 1] if micro % 2 and micro > least else [micro + micro % 2]
+def _near(micro: int, minimum: int) -> list[int]:
+    """Return the even numbers from `minimum` on that are nearest to `micro`."""
+    if micro < minimum:
+        return [minimum]
+    return [micro - 1, micro + 1] if micro % 2 and micro > minimum else [micro + micro % 2]
 
 
 def _shared(size: Size) -> SizeProblem | None:
@@ -154,8 +156,8 @@ def _dualpipe(size: Size) -> Timeline:
     p, rows = size.ranks, []
     for rank in range(p):
         steps = dualpipe_steps(p // 2, min(rank, p - 1 - rank), size.micro // 2)
-        kind, far, nth = number_steps(steps)
-        replica = far ^ int(rank >= p // 2)
+        kind, chunk, nth = number_steps(steps)
+        replica = chunk ^ int(rank >= p // 2)
         stage = _rank(p, np.array(rank), replica)
         columns = (np.arange(len(kind)), rank, kind, stage, 2 * nth + replica, replica)
         rows.append(np.stack(np.broadcast_arrays(*columns)))

@@ -66,16 +66,18 @@ def read_table(text: str, ranks: int | None = None, micro: int | None = None) ->
     _check_complete(cells)
     rows = [[cell.op for cell in row] for row in cells]
     count = 1 + max(op.microbatch for row in rows for op in row)
-    for what, found, wanted in (("ranks", len(rows), ranks), ("microbatches", count, micro)):
-        if wanted is not None and found != wanted:
-            word = "micro" if what == "microbatches" else what
-            raise OrderError(f"the table is for {found} {what}, not {wanted}", f"{word}={found}")
-    made = timeline_from_rows(rows)
+    for quantity, actual, required in (("ranks", len(rows), ranks), ("microbatches", count, micro)):
+        if required is not None and actual != required:
+            argument = "micro" if quantity == "microbatches" else quantity
+            raise OrderError(
+                f"the table is for {actual} {quantity}, not {required}", f"{argument}={actual}"
+            )
+    timeline = timeline_from_rows(rows)
     try:
-        simulate_timeline(made)
+        simulate_timeline(timeline)
     except TimelineError as error:
         raise OrderError(str(error), "move the operation that is waited for further up") from error
-    return made
+    return timeline
 
 
 def table_order(path: str) -> Order:
@@ -92,10 +94,10 @@ def table_order(path: str) -> Order:
         ) from error
 
     def problem(size: Size) -> SizeProblem | None:
-        both = (t.ranks, t.microbatches)
-        if (size.ranks, size.micro) == both:
+        sizes = (t.ranks, t.microbatches)
+        if (size.ranks, size.micro) == sizes:
             return None
-        return "the table is for {} ranks and {} microbatches".format(*both), (
+        return "the table is for {} ranks and {} microbatches".format(*sizes), (
             f"{t.ranks} ranks with micro={t.microbatches}"
         )
 
@@ -120,43 +122,43 @@ def write_table(t: Timeline) -> str:
 
 
 def _text(op: Op) -> str:
-    more = ((op.replica, "r"), (op.slice, "s"), (op.version, "v"))
-    tail = "".join(f"{letter}{value}" for value, letter in more if value)
+    parts = ((op.replica, "r"), (op.slice, "s"), (op.version, "v"))
+    tail = "".join(f"{letter}{value}" for value, letter in parts if value)
     return f"{op.stage}{op.kind.name}{op.microbatch}{tail}" + (f"~{op.peer}" * (op.peer >= 0))
 
 
 def _cells(line: str, number: int) -> Iterator[Cell]:
     column = 1
-    for word in line.split(","):
-        start = column + len(word) - len(word.lstrip())
-        inner = word.strip().strip('"')
+    for cell in line.split(","):
+        start = column + len(cell) - len(cell.lstrip())
+        inner = cell.strip().strip('"')
         for op in _ops(inner, f"line {number}, column {start}"):
             yield Cell(op, number, start)
-        column += len(word) + 1
+        column += len(cell) + 1
 
 
-def _ops(word: str, place: str) -> Iterator[Op]:
-    if both := OVERLAPPED_CELL.fullmatch(word):
-        for part in both[1].split(";"):
-            yield from _ops(part.strip(), place)
+def _ops(cell: str, location: str) -> Iterator[Op]:
+    if overlapped := OVERLAPPED_CELL.fullmatch(cell):
+        for part in overlapped[1].split(";"):
+            yield from _ops(part.strip(), location)
         return
-    if not word:
+    if not cell:
         return
-    found = CELL.fullmatch(word)
-    if found is None:
-        said = f"`{word}`" if QUOTABLE.fullmatch(word) else "what stands there"
-        raise OrderError(f"{place}: {said} is no operation", LEGAL_CELLS)
-    stage, name, *numbers = found.groups()
+    match = CELL.fullmatch(cell)
+    if match is None:
+        quoted = f"`{cell}`" if QUOTABLE.fullmatch(cell) else "what stands there"
+        raise OrderError(f"{location}: {quoted} is no operation", LEGAL_CELLS)
+    stage, name, *numbers = match.groups()
     if name in SKIPPED_KINDS:
         return
     kind = Kind[name]
     microbatch, replica, part, version = (int(n or 0) for n in numbers[:4])
     if kind in COMPUTE_KINDS and not numbers[0]:
-        raise OrderError(f"{place}: `{word}` does not say of which microbatch", f"{word}0")
+        raise OrderError(f"{location}: `{cell}` does not say of which microbatch", f"{cell}0")
     peer = int(numbers[4]) if numbers[4] else -1
     if (kind in (Kind.EVICT, Kind.LOAD)) != (peer >= 0):
         raise OrderError(
-            f"{place}: `{word}`: EVICT and LOAD, and no other, name a partner rank",
+            f"{location}: `{cell}`: EVICT and LOAD, and no other, name a partner rank",
             f"{stage}EVICT{microbatch}~1",
         )
     yield Op(kind, int(stage), microbatch, replica, part, version, peer)
@@ -167,11 +169,11 @@ def _check_ranks(cells: list[list[Cell]]) -> None:
     homes: dict[tuple[int, int], tuple[int, Cell]] = {}
     for rank, row in enumerate(cells):
         for cell in row:
-            home, first = homes.setdefault((cell.op.replica, cell.op.stage), (rank, cell))
-            if home != rank:
+            first_rank, first = homes.setdefault((cell.op.replica, cell.op.stage), (rank, cell))
+            if first_rank != rank:
                 raise OrderError(
                     f"{cell.place}: stage {cell.op.stage} is on rank {rank}, "
-                    f"and at {first.place} on rank {home}",
+                    f"and at {first.place} on rank {first_rank}",
                     "a stage has one rank; a copy of it is another replica: "
                     f"`{_text(cell.op._replace(replica=cell.op.replica + 1))}`",
                 )
@@ -211,25 +213,25 @@ def _check_slice(
 ) -> None:
     """Refuse a stage that lacks its forward, its backward or its W of one slice."""
     unit = (stage, microbatch, part)
-    back = seen.get(("B", *unit))
-    wanted = ["F", "B"] + (["W"] if back is not None and back.op.kind is Kind.I else [])
-    where = f"line {lines[stage].line}: " if stage in lines else ""
-    for role in wanted:
+    backward = seen.get(("B", *unit))
+    roles = ["F", "B"] + (["W"] if backward is not None and backward.op.kind is Kind.I else [])
+    location = f"line {lines[stage].line}: " if stage in lines else ""
+    for role in roles:
         if (role, *unit) not in seen:
             name = _text(Op(Kind[role], stage, microbatch, slice=part))
             raise OrderError(
-                f"{where}`{name}` is missing", f"add `{name}` to the rank of its stage"
+                f"{location}`{name}` is missing", f"add `{name}` to the rank of its stage"
             )
     weight, forward = seen.get(("W", *unit)), seen[("F", *unit)]
-    if weight is not None and "W" not in wanted:
+    if weight is not None and "W" not in roles:
         raise OrderError(
             f"{weight.place}: `{_text(weight.op)}` has no input gradient",
             f"write the backward as `{_text(weight.op._replace(kind=Kind.I))}`",
         )
-    for other in (back, weight):
-        if other is not None and other.op.replica != forward.op.replica:
+    for cell in (backward, weight):
+        if cell is not None and cell.op.replica != forward.op.replica:
             raise OrderError(
-                f"{other.place}: `{_text(other.op)}` is of another replica than "
+                f"{cell.place}: `{_text(cell.op)}` is of another replica than "
                 f"`{_text(forward.op)}` at {forward.place}",
                 "a microbatch goes through one replica",
             )

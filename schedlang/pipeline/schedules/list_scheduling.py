@@ -49,11 +49,11 @@ class _Run:
 
     def __init__(self, jobs: Jobs, ranks: int, limit: Sequence[Number] | None) -> None:
         self.jobs, self.limit = jobs, limit
-        self.open = [len(needs) for needs in jobs.needs]
+        self.open = [len(sources) for sources in jobs.needs]
         self.users: list[list[int]] = [[] for _ in jobs.rank]
-        for job, needs in enumerate(jobs.needs):
-            for need in needs:
-                self.users[need].append(job)
+        for job, sources in enumerate(jobs.needs):
+            for source in sources:
+                self.users[source].append(job)
         self.arrival: list[Number] = [0] * len(jobs.rank)
         # per rank: ready jobs that free or keep memory, and those that need more
         self.keep: list[list[tuple[Number, int]]] = [[] for _ in range(ranks)]
@@ -73,10 +73,10 @@ class _Run:
             now = self.events[0][0]
             awake = set()
             while self.events and self.events[0][0] <= now:
-                what = heappop(self.events)[1]
-                if what >= 0:
-                    self._offer(what)
-                awake.add(rank_of[what] if what >= 0 else ~what)
+                event = heappop(self.events)[1]
+                if event >= 0:
+                    self._offer(event)
+                awake.add(rank_of[event] if event >= 0 else ~event)
             for rank in awake:
                 if self.free[rank] <= now and (job := self._take(rank)) is not None:
                     left -= 1
@@ -84,8 +84,8 @@ class _Run:
         return None if left else self.rows
 
     def _offer(self, job: int) -> None:
-        heaps = self.grow if self.jobs.gain[job] > 0 else self.keep
-        heappush(heaps[self.jobs.rank[job]], (self.jobs.urgency[job], job))
+        heap = self.grow if self.jobs.gain[job] > 0 else self.keep
+        heappush(heap[self.jobs.rank[job]], (self.jobs.urgency[job], job))
 
     def _take(self, rank: int) -> int | None:
         keep, grow = self.keep[rank], self.grow[rank]
@@ -150,18 +150,18 @@ class StageChain:
                     backward at once
         limit       the most activations that a rank may hold
         """
-        every = [
+        operations = [
             (kind, stage, microbatch)
             for kind in range(len(self.times))
             for stage in range(self.stages)
             for microbatch in range(micro)
         ]
         jobs = Jobs(
-            [self.homes[s] for _, s, _ in every],
-            [self.times[k][s] for k, s, _ in every],
-            [urgency(*one) for one in every],
-            [self._needs(micro, in_flight, *one) for one in every],
-            [self.gains[k][s] for k, s, _ in every],
+            [self.homes[s] for _, s, _ in operations],
+            [self.times[k][s] for k, s, _ in operations],
+            [urgency(*operation) for operation in operations],
+            [self._needs(micro, in_flight, *operation) for operation in operations],
+            [self.gains[k][s] for k, s, _ in operations],
             self.comm,
         )
         rows = list_schedule(jobs, self.ranks, None if limit is None else [limit] * self.ranks)
@@ -182,13 +182,13 @@ class StageChain:
 
         if kind == W:
             return [number(I, stage, microbatch)]
-        found = [number(F, stage, microbatch)] if kind == I else []
+        needed = [number(F, stage, microbatch)] if kind == I else []
         before = stage - 1 if kind == F else stage + 1
         if 0 <= before < self.stages:
-            found.append(number(kind, before, microbatch))
+            needed.append(number(kind, before, microbatch))
         if kind == F and stage == 0 and in_flight is not None and microbatch >= in_flight:
-            found.append(number(I, 0, microbatch - in_flight))
-        return found
+            needed.append(number(I, 0, microbatch - in_flight))
+        return needed
 
 
 StageOperation = tuple[int, int, int]  # (kind, stage, microbatch)
@@ -222,14 +222,14 @@ class _Filling:
 
     def all(self) -> Timeline | None:
         """Run rounds over all ranks as long as any rank advances."""
-        moved = True
-        while moved:
-            moved = False
+        advanced = True
+        while advanced:
+            advanced = False
             for rank in range(self.chain.ranks):
                 while (queue := self.queues[rank]) and (ready := self._ready(rank, queue[0])) >= 0:
                     if not self._step(rank, queue.popleft(), ready):
                         return None
-                    moved = True
+                    advanced = True
         if any(self.queues):
             return None
         for rank, late in enumerate(self.late):

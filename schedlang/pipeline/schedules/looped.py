@@ -42,8 +42,8 @@ def split_rounds(micro: int, group: int) -> list[int]:
     With smaller rounds first or last, ranks would wait for each other forever.
     """
     count = max(1, micro // group)
-    least, more = divmod(micro, count)
-    return [least + 1] * more + [least] * (count - more)
+    size, extra = divmod(micro, count)
+    return [size + 1] * extra + [size] * (count - extra)
 
 
 def depth_first_units(rank: int, size: Size, sizes: list[int]) -> tuple[Ints, Ints]:
@@ -72,8 +72,8 @@ def paper_span(span: Number, size: Size) -> Number:
 
 def _peak(size: Size) -> Fraction:
     """min(2(p-1) + (v-1) g + 1, v m) / v microbatches on rank 0; g is the first round's size."""
-    most = 2 * (size.ranks - 1) + (size.chunks - 1) * split_rounds(size.micro, size.ranks)[0] + 1
-    return Fraction(min(most, size.chunks * size.micro), size.chunks)
+    units = 2 * (size.ranks - 1) + (size.chunks - 1) * split_rounds(size.micro, size.ranks)[0] + 1
+    return Fraction(min(units, size.chunks * size.micro), size.chunks)
 
 
 INTERLEAVED_ORDERS = (
@@ -135,25 +135,25 @@ def _grouped(size: Size, group: int) -> Timeline:
 
 def _group(size: Size) -> int:
     """Return the largest round from p/2 to p that the memory allows; p/2 if no limit is given."""
-    least = (size.ranks + 1) // 2
+    smallest = (size.ranks + 1) // 2
     if size.memory is None:
-        return least
-    fits = [g for g in range(least, size.ranks + 1) if _held(size, g) <= size.memory]
-    return max(fits, default=least)
+        return smallest
+    rounds = [g for g in range(smallest, size.ranks + 1) if _held(size, g) <= size.memory]
+    return max(rounds, default=smallest)
 
 
 def _held(size: Size, group: int) -> Fraction:
     """min((v-1) g + p, v m) stage activations, of 1/v each; g the first round."""
     first = split_rounds(size.micro, group)[0]
-    most = (size.chunks - 1) * first + size.ranks
-    return Fraction(min(most, size.chunks * size.micro), size.chunks)
+    count = (size.chunks - 1) * first + size.ranks
+    return Fraction(min(count, size.chunks * size.micro), size.chunks)
 
 
 def _too_little(size: Size) -> SizeProblem | None:
-    least = _held(size, _group(size))
-    if size.memory is None or least <= size.memory:
+    needed = _held(size, _group(size))
+    if size.memory is None or needed <= size.memory:
         return None
-    return f"a rank of GIS-H holds {float(least):.3g} microbatches", f"memory={ceil(least)}"
+    return f"a rank of GIS-H holds {float(needed):.3g} microbatches", f"memory={ceil(needed)}"
 
 
 def _gis_idle(size: Size) -> Fraction | None:
@@ -213,8 +213,8 @@ FORWARD, BACKWARD = 1, 2  # durations in the paper's drawings
 
 def zigzag_rank(stage: int, ranks: int) -> int:
     """Return the rank of a stage in a zig-zag: 0, 1, .. p-1, p-1, .. 1, 0, 0, 1, .."""
-    turn = stage % (2 * ranks)
-    return min(turn, 2 * ranks - 1 - turn)
+    phase = stage % (2 * ranks)
+    return min(phase, 2 * ranks - 1 - phase)
 
 
 def _hanayo(size: Size) -> Timeline:
@@ -227,13 +227,13 @@ def _hanayo(size: Size) -> Timeline:
     homes = tuple(zigzag_rank(stage, size.ranks) for stage in range(stages))
     times = ((FORWARD,) * stages, (BACKWARD,) * stages)
     chain = StageChain(size.ranks, homes, times, ((1,) * stages, (-1,) * stages))
-    made = chain.list_schedule(
+    timeline = chain.list_schedule(
         size.micro,
         lambda kind, stage, microbatch: (1 - kind) * size.micro + microbatch,
         in_flight=None if size.memory is None else int(size.memory),
     )
-    assert made is not None, "nothing but its own inputs holds a microbatch up"
-    return made
+    assert timeline is not None, "nothing but its own inputs holds a microbatch up"
+    return timeline
 
 
 def _half_a_wave(size: Size) -> SizeProblem | None:

@@ -99,8 +99,8 @@ def _h1_idle(size: Size) -> Fraction:
 def _h2_idle(size: Size) -> Fraction | None:
     """(p-1) (F + I - 2 min(F, W)), at least 0, for 2p - 1 microbatches or more."""
     f, i, w = exact_times(size)
-    enough = size.micro >= 2 * size.ranks - 1
-    return (size.ranks - 1) * max(f + i - 2 * min(f, w), Fraction(0)) if enough else None
+    is_filled = size.micro >= 2 * size.ranks - 1
+    return (size.ranks - 1) * max(f + i - 2 * min(f, w), Fraction(0)) if is_filled else None
 
 
 ZERO_BUBBLE_ORDERS = (
@@ -139,20 +139,20 @@ def _parked_rank(rank: int, size: Size, limit: int) -> list[Op]:
     partner = size.ranks - 1 - rank
     first = min(size.ranks - 1 - rank, size.micro)
     rows: list[Op] = []
-    here: list[int] = []  # microbatches whose activations are on this rank, oldest first
+    stored: list[int] = []  # microbatches whose activations are on this rank, oldest first
 
     def forward(microbatch: int) -> None:
-        if len(here) == limit:
-            rows.append(Op(Kind.EVICT, rank, here.pop(), peer=partner))
+        if len(stored) == limit:
+            rows.append(Op(Kind.EVICT, rank, stored.pop(), peer=partner))
         rows.append(Op(Kind.F, rank, microbatch))
-        here.append(microbatch)
+        stored.append(microbatch)
 
-    def backward(microbatch: int, made: int) -> None:
-        here.remove(microbatch)
+    def backward(microbatch: int, forwards: int) -> None:
+        stored.remove(microbatch)
         rows.append(Op(Kind.B, rank, microbatch))
-        if microbatch + 1 < made and microbatch + 1 not in here:
+        if microbatch + 1 < forwards and microbatch + 1 not in stored:
             rows.append(Op(Kind.LOAD, rank, microbatch + 1, peer=partner))
-            here.insert(0, microbatch + 1)
+            stored.insert(0, microbatch + 1)
 
     for microbatch in range(first):
         forward(microbatch)
@@ -173,15 +173,15 @@ def _least(size: Size) -> int:
     """Return the smallest limit: half of what the two ranks of any pair hold together in 1F1B."""
     p, m = size.ranks, size.micro
     pairs = (min(p - rank, m) + min(rank + 1, m) for rank in range(p))
-    return max(-(-both // 2) for both in pairs)
+    return max(-(-total // 2) for total in pairs)
 
 
 def _too_little(size: Size) -> SizeProblem | None:
-    least = _least(size)
-    if _limit(size) >= least:
+    smallest = _least(size)
+    if _limit(size) >= smallest:
         return None
-    held = f"{size.ranks} ranks in 1F1B hold {least} microbatches each, parked ones included"
-    return f"{held}, and the limit is {_limit(size)}", f"memory={least}"
+    text = f"{size.ranks} ranks in 1F1B hold {smallest} microbatches each, parked ones included"
+    return f"{text}, and the limit is {_limit(size)}", f"memory={smallest}"
 
 
 def _parked_idle(size: Size) -> Fraction:
@@ -281,9 +281,9 @@ VersionRule = Callable[[Timeline, Ints, int], Ints]
 def _stashed(rows: Timeline, at_hand: Ints, every: int) -> Ints:
     """F reads the current weights; B those that its own F has read, which were stashed for it."""
     forward = rows.kind == Kind.F
-    of = np.zeros((rows.ranks, rows.microbatches), dtype=np.int64)
-    of[rows.rank[forward], rows.microbatch[forward]] = at_hand[forward]
-    return of[rows.rank, rows.microbatch]
+    version_of = np.zeros((rows.ranks, rows.microbatches), dtype=np.int64)
+    version_of[rows.rank[forward], rows.microbatch[forward]] = at_hand[forward]
+    return version_of[rows.rank, rows.microbatch]
 
 
 def _one_late(rows: Timeline, at_hand: Ints, every: int) -> Ints:
@@ -297,18 +297,18 @@ def _at_hand(rows: Timeline, at_hand: Ints, every: int) -> Ints:
     return at_hand
 
 
-def _updating(size: Size, apart: int, read: VersionRule, every: int) -> Timeline:
-    """F and B in turn, after `apart` forwards for each rank behind; updates inside the step.
+def _updating(size: Size, spacing: int, read: VersionRule, every: int) -> Timeline:
+    """F and B in turn, after `spacing` forwards for each rank behind; updates inside the step.
 
     An update comes after the last backward that it sums.
     """
-    t = one_f_one_b(size, lambda rank: apart * (size.ranks - 1 - rank))
-    back = (t.kind == Kind.B).reshape(size.ranks, -1).astype(np.int64)
-    at_hand = ((back.cumsum(1) - back) // every).ravel()
+    t = one_f_one_b(size, lambda rank: spacing * (size.ranks - 1 - rank))
+    backwards = (t.kind == Kind.B).reshape(size.ranks, -1).astype(np.int64)
+    at_hand = ((backwards.cumsum(1) - backwards) // every).ravel()
     t = replace(t, version=read(t, at_hand, every).astype(np.int32))
     ends = np.flatnonzero((t.kind == Kind.B) & ((t.microbatch + 1) % every == 0))
-    made = {"kind": Kind.STEP, "version": (t.microbatch[ends] + 1) // every}
-    return t.with_copies(2 * np.arange(len(t)), (ends, 2 * ends + 1, made))
+    updates = {"kind": Kind.STEP, "version": (t.microbatch[ends] + 1) // every}
+    return t.with_copies(2 * np.arange(len(t)), (ends, 2 * ends + 1, updates))
 
 
 def _update_size(size: Size) -> int:

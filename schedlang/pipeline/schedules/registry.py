@@ -143,8 +143,8 @@ def timeline_by_slot(
 
     The columns are broadcast against each other and may have any shape.
     """
-    given = np.broadcast_arrays(slot, rank, kind, stage, microbatch, replica, part)
-    when, *columns = (column.ravel() for column in given)
+    arrays = np.broadcast_arrays(slot, rank, kind, stage, microbatch, replica, part)
+    when, *columns = (column.ravel() for column in arrays)
     order = np.lexsort((when, columns[0]))
     return _timeline(ranks, *(column[order] for column in columns))
 
@@ -161,9 +161,9 @@ def _timeline(
     """Build a timeline with a chain of stages, of operations in the order in which each rank runs
     them."""
     none = np.zeros(len(rank), np.int32)
-    given = np.broadcast_arrays(rank, kind, stage, replica, microbatch, part, none, none - 1)
+    arrays = np.broadcast_arrays(rank, kind, stage, replica, microbatch, part, none, none - 1)
     edges = chain_edges(int(stage.max(initial=-1)) + 1)
-    return Timeline(**dict(zip(COLUMNS, given)), ranks=ranks, edges=edges)
+    return Timeline(**dict(zip(COLUMNS, arrays)), ranks=ranks, edges=edges)
 
 
 def merge_backwards(forward: Ints, backward: Ints, warmup: int) -> Row:

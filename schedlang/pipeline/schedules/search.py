@@ -75,11 +75,11 @@ def find_repetends(
 
     Times are whole numbers. Patterns that on average hold more than `limit` are left out.
     """
-    work = [(F, stage) for stage in range(chain.stages)]
-    work += [(I, stage) for stage in reversed(range(chain.stages))]
+    operations = [(F, stage) for stage in range(chain.stages)]
+    operations += [(I, stage) for stage in reversed(range(chain.stages))]
     empty: tuple[tuple[int, int], ...] = ()
     beam = [_Draft(0, (0.0,) * chain.ranks, (), (empty,) * chain.ranks)]
-    for kind, stage in work:
+    for kind, stage in operations:
         grown = [new for draft in beam for new in _place(chain, period, draft, kind, stage)]
         if limit is not None:
             grown = [new for new in grown if max(new.held) <= limit * period]
@@ -106,7 +106,7 @@ def _place(
         end = start + length
         held = list(draft.held)
         if kind == I:
-            first = next(at for k, s, at in draft.starts if (k, s) == (F, stage))
+            first = next(begun for k, s, begun in draft.starts if (k, s) == (F, stage))
             held[rank] += float(chain.gains[F][stage]) * (start - first)
         new = _Draft(end, tuple(held), starts, tuple(taken))
         if kind == I and len(chain.times) == 3 and stage == chain.homes.index(rank):
@@ -125,12 +125,12 @@ def _weights(chain: StageChain, period: int, draft: _Draft, rank: int) -> _Draft
             continue
         length = int(chain.times[W][stage])
         ready = start + int(chain.times[I][stage])
-        found = _gaps(taken[rank], ready, length, period)
-        if not found:
+        gaps = _gaps(taken[rank], ready, length, period)
+        if not gaps:
             return None
-        starts.append((W, stage, found[0]))
-        taken[rank] = (*taken[rank], (found[0] % period, length))
-        held[rank] -= float(chain.gains[W][stage]) * (found[0] - start)
+        starts.append((W, stage, gaps[0]))
+        taken[rank] = (*taken[rank], (gaps[0] % period, length))
+        held[rank] -= float(chain.gains[W][stage]) * (gaps[0] - start)
     return _Draft(draft.end, tuple(held), tuple(starts), tuple(taken))
 
 
@@ -140,17 +140,17 @@ def _gaps(taken: tuple[tuple[int, int], ...], ready: int, length: int, period: i
     Candidates are `ready` itself, right after another operation, and right before one.
     """
     starts = {ready}
-    for phase, other in taken:
-        starts.add(ready + (phase + other - ready) % period)
+    for phase, other_length in taken:
+        starts.add(ready + (phase + other_length - ready) % period)
         starts.add(ready + (phase - length - ready) % period)
     return sorted(
         start
         for start in starts
         if length <= period
         and all(
-            (start - phase) % period >= other and (phase - start) % period >= length
-            for phase, other in taken
-            if other and length
+            (start - phase) % period >= other_length and (phase - start) % period >= length
+            for phase, other_length in taken
+            if other_length and length
         )
     )
 
@@ -165,18 +165,18 @@ def _finished(chain: StageChain, period: int, draft: _Draft) -> Repetend:
 MAX_TICKS = 120  # maximal ticks of the longest rank in a period: finer costs are rounded
 
 
-def known_timelines(one: Order, size: Size) -> Iterator[Timeline]:
+def known_timelines(order: Order, size: Size) -> Iterator[Timeline]:
     """Yield a known order at these sizes, as prescribed and under the limit, where it has them."""
-    plain = one.replicas == 1 and not one.relaxed and not one.sliced
-    fits = one.chunks is None or size.chunks in one.chunks
-    fits = fits and not (one.chunks is None and size.chunks < one.default_chunks)
-    if not plain or not fits:
+    is_plain = order.replicas == 1 and not order.relaxed and not order.sliced
+    allowed = order.chunks is None or size.chunks in order.chunks
+    allowed = allowed and not (order.chunks is None and size.chunks < order.default_chunks)
+    if not is_plain or not allowed:
         return
     limits = {None, size.memory}
     for limit in sorted(limits, key=lambda limit: limit is not None):
-        asked = replace(size, memory=limit)
-        if one.problem(asked) is None:
-            t = one.make(asked)
+        limited = replace(size, memory=limit)
+        if order.problem(limited) is None:
+            t = order.make(limited)
             if not (t.kind == Kind.RECOMPUTE).any():  # recomputes whatever the limit
                 yield t
 
@@ -188,23 +188,23 @@ def stage_chains(size: Size) -> Iterator[StageChain]:
         tuple(stage % size.ranks for stage in range(stages)),
         tuple(zigzag_rank(stage, size.ranks) for stage in range(stages)),
     }
-    one = [Fraction(1, size.chunks)] * stages
-    takes = (
-        one
+    equal = [Fraction(1, size.chunks)] * stages
+    parts = (
+        equal
         if cost.shares is None
         else relative_weights(cost.shares, stages, "stages") / size.chunks
     )
-    given = cost.shares if cost.held is None else cost.held
-    holds = one if given is None else relative_weights(given, stages, "stages") / size.chunks
+    shares = cost.shares if cost.held is None else cost.held
+    kept = equal if shares is None else relative_weights(shares, stages, "stages") / size.chunks
     split = (cost.f, cost.i, cost.w), (1, cost.kept - 1, -cost.kept)
-    whole = (cost.f, cost.i + cost.w), (1, -1)
+    full = (cost.f, cost.i + cost.w), (1, -1)
     for homes in sorted(placements):
-        for times, gains in (split, whole):
+        for times, gains in (split, full):
             yield StageChain(
                 size.ranks,
                 homes,
-                tuple(tuple(time * part for part in takes) for time in times),
-                tuple(tuple(gain * part for part in holds) for gain in gains),
+                tuple(tuple(time * part for part in parts) for time in times),
+                tuple(tuple(gain * part for part in kept) for gain in gains),
                 cost.comm,
             )
 
@@ -215,18 +215,18 @@ def warmup_timelines(size: Size) -> Iterator[Timeline]:
         return
     room = size.micro if size.memory is None else min(size.micro, int(size.memory))
     for times in (1, 2) if room else ():
-        most = [min(times * (size.ranks - 1 - rank), room - 1) for rank in range(size.ranks)]
-        yield one_f_one_b(size, most.__getitem__)
+        warmups = [min(times * (size.ranks - 1 - rank), room - 1) for rank in range(size.ranks)]
+        yield one_f_one_b(size, warmups.__getitem__)
 
 
 def list_schedules(chain: StageChain, size: Size) -> Iterator[Timeline | None]:
     """Yield list schedules by several urgencies and numbers of microbatches in flight."""
-    most = size.micro if size.memory is None else min(size.micro, int(size.memory))
+    max_flight = size.micro if size.memory is None else min(size.micro, int(size.memory))
     if size.chunks == 1 and size.memory is not None:
-        flights: list[int | None] = [None, most]
+        flights: list[int | None] = [None, max_flight]
     else:
         p = size.ranks
-        flights = list(sorted({min(most, n) for n in (p, p + p // 2, 2 * p, most)}))
+        flights = list(sorted({min(max_flight, n) for n in (p, p + p // 2, 2 * p, max_flight)}))
     for urgency in (oldest_first(size), _deepest(size), _level(size)):
         for flight in flights:
             if flight is None or flight >= 1:
@@ -235,16 +235,16 @@ def list_schedules(chain: StageChain, size: Size) -> Iterator[Timeline | None]:
 
 def oldest_first(size: Size) -> Callable[[int, int, int], Number]:
     """Backwards first, then forwards, weight gradients when nothing else is ready; oldest first."""
-    turn = {I: 0, F: size.micro, W: 2 * size.micro}
-    return lambda kind, stage, microbatch: turn[kind] + microbatch
+    priority = {I: 0, F: size.micro, W: 2 * size.micro}
+    return lambda kind, stage, microbatch: priority[kind] + microbatch
 
 
 def _deepest(size: Size) -> Callable[[int, int, int], Number]:
     """Order as in `oldest_first`, but of the forwards the one that has come farthest."""
     stages = size.ranks * size.chunks
-    turn = {I: 0, F: size.micro * (stages + 1), W: 2 * size.micro * (stages + 1)}
+    priority = {I: 0, F: size.micro * (stages + 1), W: 2 * size.micro * (stages + 1)}
     return lambda kind, stage, microbatch: (
-        turn[kind] + microbatch + size.micro * (stages - stage if kind == F else 0)
+        priority[kind] + microbatch + size.micro * (stages - stage if kind == F else 0)
     )
 
 
@@ -258,13 +258,13 @@ def chain_in_ticks(chain: StageChain) -> tuple[StageChain, Fraction]:
     rounded."""
     times = [[Fraction(time) for time in row] for row in chain.times]
     longest = max(
-        sum(row[s] for row in times for s, home in enumerate(chain.homes) if home == rank)
+        sum(row[s] for row in times for s, owner in enumerate(chain.homes) if owner == rank)
         for rank in range(chain.ranks)
     )
-    whole = 1
+    lcm = 1
     for number in (*(time for row in times for time in row), Fraction(chain.comm)):
-        whole = whole * number.denominator // gcd(whole, number.denominator)
-    scale = Fraction(whole) if longest * whole <= MAX_TICKS else Fraction(MAX_TICKS) / longest
+        lcm = lcm * number.denominator // gcd(lcm, number.denominator)
+    scale = Fraction(lcm) if longest * lcm <= MAX_TICKS else Fraction(MAX_TICKS) / longest
     rounded = tuple(tuple(max(round(t * scale), int(t > 0)) for t in row) for row in times)
     comm = -(-Fraction(chain.comm) * scale // 1)
     return replace(chain, times=rounded, comm=int(comm)), 1 / scale
@@ -290,10 +290,10 @@ def lower_bound(chain: StageChain, size: Size) -> Number:
     it."""
     bounds: list[Number] = []
     for rank in set(chain.homes):
-        own = [stage for stage, home in enumerate(chain.homes) if home == rank]
-        work = size.micro * sum(row[stage] for row in chain.times for stage in own)
+        own_stages = [stage for stage, owner in enumerate(chain.homes) if owner == rank]
+        work = size.micro * sum(row[stage] for row in chain.times for stage in own_stages)
         lead: Number = 0
-        for stage in range(own[0] if size.barrier else 0):
+        for stage in range(own_stages[0] if size.barrier else 0):
             lead += chain.times[F][stage] + chain.comm * (
                 chain.homes[stage + 1] != chain.homes[stage]
             )
@@ -334,9 +334,9 @@ class BestTimeline:
         if t is None:
             return
         self.left -= len(t) + CANDIDATE_OVERHEAD
-        held = max(peak_activations(t, self.size.cost))
-        self.least = held if self.least is None else min(self.least, held)
-        if self.size.memory is not None and held > self.size.memory:
+        peak = max(peak_activations(t, self.size.cost))
+        self.least = peak if self.least is None else min(self.least, peak)
+        if self.size.memory is not None and peak > self.size.memory:
             return
         times = simulate_timeline(t, self.size.cost)
         time: Number = times.makespan if self.size.barrier else times.rank_span
@@ -378,13 +378,13 @@ class _Search:
             if not self.best.done:
                 self.best.offer(fill_gaps(chain, t, self.size.memory, whole_gaps=whole_gaps))
 
-    def simple(self, known: tuple[Order, ...]) -> None:
+    def simple(self, orders: tuple[Order, ...]) -> None:
         """Offer known orders, and list schedules; one with the smallest memory is always among
         them."""
         for t in warmup_timelines(self.size):
             self.offer(t)
-        for one in known:
-            for t in known_timelines(one, self.size) if not self.best.proven else ():
+        for order in orders:
+            for t in known_timelines(order, self.size) if not self.best.proven else ():
                 self.offer(t)
         for chain in self.chains:
             if not self.best.proven:
@@ -392,10 +392,10 @@ class _Search:
                     chain.list_schedule(self.size.micro, oldest_first(self.size), in_flight=1)
                 )
         for chain in self.chains:
-            for made in list_schedules(chain, self.size):
+            for timeline in list_schedules(chain, self.size):
                 if self.best.done:
                     return
-                self.offer(made)
+                self.offer(timeline)
 
     def patterns(self, chain: StageChain, effort: int) -> None:
         """Offer orders made of repetends, the shortest period first."""
@@ -420,10 +420,10 @@ class _Search:
                     )
 
 
-def search_order(size: Size, known: tuple[Order, ...]) -> Timeline:
+def search_order(size: Size, orders: tuple[Order, ...]) -> Timeline:
     """Find the fastest order that holds at most `size.memory` activations on any rank.
 
-    Candidates are the `known` orders of these sizes, list schedules with full and with split
+    Candidates are the `orders` orders of these sizes, list schedules with full and with split
     backwards, and repeating patterns after Tessel with warm-ups and cool-downs by list scheduling,
     over stages in a loop and in a zig-zag. The criterion is the makespan; without `size.barrier`
     the rank span. Orders that move activations to a partner (BPipe) are candidates: activations
@@ -433,25 +433,25 @@ def search_order(size: Size, known: tuple[Order, ...]) -> Timeline:
     smallest memory that works, if nothing fits.
     """
     search = _Search(size)
-    search.simple(known)
+    search.simple(orders)
     for chain in search.chains:
         search.patterns(chain, search.best.left // 2)
     return search.best.answer()
 
 
-def search_as_order(known: tuple[Order, ...]) -> Order:
-    """Return the order `search`, which compares its candidates with the `known` orders."""
+def search_as_order(orders: tuple[Order, ...]) -> Order:
+    """Return the order `search`, which compares its candidates with the `orders` orders."""
 
     @lru_cache(maxsize=16)
     def remembered(size: Size) -> Timeline:
-        return search_order(size, known)
+        return search_order(size, orders)
 
     def make(size: Size) -> Timeline:
         """The best of all orders, list schedules and repeating patterns that fit in memory."""
         try:
             hash(size)
         except TypeError:  # costs that are lists
-            return search_order(size, known)
+            return search_order(size, orders)
         return remembered(size)
 
     return Order(

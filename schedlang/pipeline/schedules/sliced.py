@@ -47,8 +47,8 @@ def _sliced(size: Size, backward: Ints, warmup: list[int]) -> Timeline:
     kind = np.stack([kinds for kinds, _ in rows])
     microbatch, part = np.divmod(np.stack([units for _, units in rows]), size.slices)
     rank = np.arange(size.ranks)[:, None]
-    turn = np.arange(kind.shape[1])
-    return timeline_by_slot(size.ranks, turn, rank, kind, rank, microbatch, part=part)
+    slots = np.arange(kind.shape[1])
+    return timeline_by_slot(size.ranks, slots, rank, kind, rank, microbatch, part=part)
 
 
 def _idle(size: Size) -> Fraction:
@@ -58,8 +58,8 @@ def _idle(size: Size) -> Fraction:
 
 def _seq_peak(size: Size) -> Fraction:
     """min(p - 1 + k, m k) slices on rank 0, each 1/k of a microbatch."""
-    most = min(size.ranks - 1 + size.slices, size.micro * size.slices)
-    return Fraction(most, size.slices)
+    count = min(size.ranks - 1 + size.slices, size.micro * size.slices)
+    return Fraction(count, size.slices)
 
 
 ORDERS = (

@@ -82,8 +82,8 @@ def number_steps(steps: Sequence[int] | Ints) -> tuple[Column, Ints, Ints]:
     step = np.asarray(steps, dtype=np.int64)
     microbatch = np.empty_like(step)
     for c in (0, 1):
-        for same in (step == F0 + c, (step == I0 + c) | (step == B0 + c)):
-            microbatch[same] = np.arange(np.count_nonzero(same))
+        for mask in (step == F0 + c, (step == I0 + c) | (step == B0 + c)):
+            microbatch[mask] = np.arange(np.count_nonzero(mask))
         microbatch[step == W0 + c] = microbatch[step == I0 + c]
     return KINDS[step], step % 2, microbatch
 
@@ -91,8 +91,8 @@ def number_steps(steps: Sequence[int] | Ints) -> tuple[Column, Ints, Ints]:
 def _zb_v_idle(size: Size) -> Fraction | None:
     """(p-1) (I - W), so 0 for equal times; for W <= F <= I and 2p - 1 microbatches or more."""
     f, i, w = exact_times(size)
-    enough = size.micro >= 2 * size.ranks - 1
-    return (size.ranks - 1) * (i - w) if w <= f <= i and enough else None
+    is_filled = size.micro >= 2 * size.ranks - 1
+    return (size.ranks - 1) * (i - w) if w <= f <= i and is_filled else None
 
 
 def _dualpipe_v_idle(size: Size) -> Fraction | None:
@@ -170,26 +170,26 @@ class _Squeeze:
         skipped = False
         while self.freed.min() < self.micro:
             if len(slots) % INTERVAL == 0 and not skipped:
-                begun, state = int(self.done[0, 0]), self._state()
+                started, state = int(self.done[0, 0]), self._state()
                 if state in seen:  # the slots since then would repeat
                     slot, before = seen[state]
-                    again = max(0, (self.micro - begun - 1) // (begun - before))
-                    slots += slots[slot:] * again
-                    self.micro -= again * (begun - before)
+                    repeats = max(0, (self.micro - started - 1) // (started - before))
+                    slots += slots[slot:] * repeats
+                    self.micro -= repeats * (started - before)
                     skipped = True
-                seen[state] = len(slots), begun
+                seen[state] = len(slots), started
             slots.append(self._slot())
         return [column[column >= 0] for column in np.array(slots).T]
 
     def _state(self) -> bytes:
         """Return the state that the next slots depend on, relative to the last started
         microbatch."""
-        begun = int(self.done[0, 0])
+        started = int(self.done[0, 0])
         freed = self.freed.sum(0)
         waiting = freed + np.arange(self.block.limit)[:, None]
-        there = waiting < self.done[2] + self.done[3]
+        valid = waiting < self.done[2] + self.done[3]
         queue = self.queue[np.minimum(waiting, len(self.queue) - 1), self.lanes]
-        parts = (self.done - begun, self.freed - begun, np.where(there, queue, -1))
+        parts = (self.done - started, self.freed - started, np.where(valid, queue, -1))
         return b"".join(part.tobytes() for part in parts)
 
     def _slot(self) -> Ints:
@@ -199,17 +199,17 @@ class _Squeeze:
         ready[:2] &= alive[0] + alive[1] < block.limit
         ready[0] &= alive[0] < block.limit - block.reserve
         ready[0] &= done[0] - done[1] < block.window
-        turn = np.where(ready, block.offsets + INTERVAL * done, np.iinfo(np.int64).max)
-        part, count, freed = turn.argmin(0), done[2] + done[3], self.freed[0] + self.freed[1]
-        run = ready.any(0)
-        weigh = ~run & (freed < count)
-        assert run.any() or weigh.any(), "no rank can go on"
+        slot = np.where(ready, block.offsets + INTERVAL * done, np.iinfo(np.int64).max)
+        part, count, freed = slot.argmin(0), done[2] + done[3], self.freed[0] + self.freed[1]
+        runs = ready.any(0)
+        weigh = ~runs & (freed < count)
+        assert runs.any() or weigh.any(), "no rank can go on"
         chunk = self.queue[np.minimum(freed, len(self.queue) - 1), self.lanes]
-        back = run & (part >= 2)
-        self.queue[count[back], self.lanes[back]] = 3 - part[back]
+        backward = runs & (part >= 2)
+        self.queue[count[backward], self.lanes[backward]] = 3 - part[backward]
         self.freed[chunk[weigh], self.lanes[weigh]] += 1
-        self.done[part[run], self.lanes[run]] += 1
-        return np.where(run, PATH_STEPS[part], np.where(weigh, W0 + chunk, -1))
+        self.done[part[runs], self.lanes[runs]] += 1
+        return np.where(runs, PATH_STEPS[part], np.where(weigh, W0 + chunk, -1))
 
     def _received(self) -> Ints:
         """Count the inputs of every kind that each rank has."""
@@ -265,8 +265,8 @@ def _one_f_one_b_v(size: Size) -> Timeline:
     micro = np.arange(size.micro) * INTERVAL
     rows = []
     for rank in range(size.ranks):
-        turn = (offsets[:, rank, None] + micro).ravel()
-        steps = np.repeat(parts, size.micro)[np.argsort(turn, kind="stable")]
+        slots = (offsets[:, rank, None] + micro).ravel()
+        steps = np.repeat(parts, size.micro)[np.argsort(slots, kind="stable")]
         rows.append(v_row(size, rank, steps))
     return timeline_of_units(rows, size.micro)
 

@@ -45,9 +45,9 @@ class Draft:
         ranks, kept = size.ranks, Fraction(size.cost.kept).limit_denominator(10**6)
         self.ranks, self.micro, self.knobs = ranks, size.micro, knobs
         self.cost, self.comm, self.scale = _ticks(size)
-        whole = kept.denominator * limit.denominator
-        self.held = (whole, -int(whole * (1 - kept)), -int(whole * kept))
-        self.limit = int(limit * whole)
+        scale = kept.denominator * limit.denominator
+        self.held = (scale, -int(scale * (1 - kept)), -int(scale * kept))
+        self.limit = int(limit * scale)
         self.memory = [0] * ranks
         self.free: list[Number] = [0] * ranks
         self.first: list[Number] = [0] * ranks
@@ -58,10 +58,10 @@ class Draft:
 
     def arrival(self, rank: int, kind: int) -> Number:
         """Return the arrival time of the input of a rank's next F or I from another rank."""
-        other = rank - 1 if kind == F else rank + 1
-        if not 0 <= other < self.ranks:
+        neighbour = rank - 1 if kind == F else rank + 1
+        if not 0 <= neighbour < self.ranks:
             return 0
-        return self.end[kind][other][self.done[kind][rank]] + self.comm
+        return self.end[kind][neighbour][self.done[kind][rank]] + self.comm
 
     def put(self, rank: int, kind: int) -> None:
         """Append the next operation of a kind, as early as it can run."""
@@ -132,25 +132,25 @@ def _ticks(size: Size) -> tuple[list[tuple[Number, ...]], Number, int]:
 def build_draft(size: Size, limit: Fraction, knobs: Knobs) -> Draft:
     """Build the order under these choices: rounds of one F and one I on every rank, W between
     them."""
-    made = Draft(size, limit, knobs)
+    draft = Draft(size, limit, knobs)
     for rank in range(size.ranks):
-        made.put(rank, F)
-    for rank, count in enumerate(_warmup(made)):
+        draft.put(rank, F)
+    for rank, count in enumerate(_warmup(draft)):
         for _ in range(count):
-            made.put(rank, F)
+            draft.put(rank, F)
     for rank in reversed(range(size.ranks)):
-        made.put(rank, I)
+        draft.put(rank, I)
     for _ in range(1, size.micro):
-        for rank in _forwards(made):
-            made.fill(rank, F)
-            made.put(rank, F)
+        for rank in _forwards(draft):
+            draft.fill(rank, F)
+            draft.put(rank, F)
         for rank in reversed(range(size.ranks)):
-            made.fill(rank, I)
-            made.put(rank, I)
+            draft.fill(rank, I)
+            draft.put(rank, I)
     for rank in range(size.ranks):
-        while made.done[W][rank] < size.micro:
-            made.put(rank, W)
-    return made
+        while draft.done[W][rank] < size.micro:
+            draft.put(rank, W)
+    return draft
 
 
 def _warmup(draft: Draft) -> list[int]:
@@ -160,8 +160,8 @@ def _warmup(draft: Draft) -> list[int]:
     for rank in reversed(range(draft.ranks - 1)):
         f, i, _ = draft.cost[rank]
         free, arrival = draft.free[rank], ready + draft.comm
-        most = min(draft.micro - 1, (draft.limit - draft.memory[rank]) // draft.held[F])
-        while extra[rank] < most:
+        limit = min(draft.micro - 1, (draft.limit - draft.memory[rank]) // draft.held[F])
+        while extra[rank] < limit:
             if free + f > arrival if not draft.knobs.overfill else free >= arrival:
                 break
             free += f
@@ -175,10 +175,10 @@ def _warmup(draft: Draft) -> list[int]:
 
 def _forwards(draft: Draft) -> Iterator[int]:
     """Yield the ranks that run a forward in this round; where one omits it, so do those before."""
-    wanted = [_wants(draft, rank) for rank in range(draft.ranks)]
+    runs_forward = [_wants(draft, rank) for rank in range(draft.ranks)]
     for rank in reversed(range(draft.ranks - 1)):
-        wanted[rank] = wanted[rank] and wanted[rank + 1]
-    return (rank for rank in range(draft.ranks) if wanted[rank])
+        runs_forward[rank] = runs_forward[rank] and runs_forward[rank + 1]
+    return (rank for rank in range(draft.ranks) if runs_forward[rank])
 
 
 def _wants(draft: Draft, rank: int) -> bool:
@@ -191,10 +191,10 @@ def _wants(draft: Draft, rank: int) -> bool:
     gradient = draft.free[rank + 1] + f + i + draft.comm  # when the next rank's I can be here
     if draft.free[rank] >= gradient:
         return False
-    over = draft.memory[rank] + draft.held[F] - draft.limit
-    freed = draft.waiting(rank) if over > 0 else 0
-    if over > 0 and draft.held[W]:
-        freed = min(freed, -(over // draft.held[W]))
+    excess = draft.memory[rank] + draft.held[F] - draft.limit
+    freed = draft.waiting(rank) if excess > 0 else 0
+    if excess > 0 and draft.held[W]:
+        freed = min(freed, -(excess // draft.held[W]))
     f, _, w = draft.cost[rank]
     if draft.free[rank] + f + freed * w <= gradient:
         return True
@@ -204,7 +204,7 @@ def _wants(draft: Draft, rank: int) -> bool:
 def best_draft(size: Size, limit: Fraction) -> Timeline:
     """Return the shortest of the eight orders whose ranks hold at most `limit` microbatches."""
     drafts = (build_draft(size, limit, Knobs(*knobs)) for knobs in product((True, False), repeat=3))
-    return min(drafts, key=lambda made: made.span).timeline()
+    return min(drafts, key=lambda draft: draft.span).timeline()
 
 
 def _zb_1p(size: Size) -> Timeline:

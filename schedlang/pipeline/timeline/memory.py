@@ -45,8 +45,8 @@ def peak_live(timeline: Timeline) -> NDArray[np.int64]:
     rank that holds them, those on the host on none.
     """
     t = with_partner_rows(timeline)
-    made = np.isin(t.kind, (Kind.F, *BACK)).astype(np.int64)
-    return _tops(t, made - np.isin(t.kind, (Kind.B, Kind.W, *AWAY)))
+    added = np.isin(t.kind, (Kind.F, *BACK)).astype(np.int64)
+    return _tops(t, added - np.isin(t.kind, (Kind.B, Kind.W, *AWAY)))
 
 
 def held_after_rows(
@@ -68,25 +68,25 @@ def with_partner_rows(timeline: Timeline) -> Timeline:
 
 def _steps(t: Timeline, cost: Cost) -> tuple[Ticks, Fraction | None]:
     """Return the change that each row makes to what its rank holds."""
-    one = np.array([Fraction(1)], dtype=object)
-    given = cost.shares if cost.held is None else cost.held
-    stage = one if given is None else relative_weights(given, t.stages, "stages")
-    part = one if cost.slices is None else relative_weights(cost.slices, t.slices, "slices")
+    unit = np.array([Fraction(1)], dtype=object)
+    weights = cost.shares if cost.held is None else cost.held
+    stage = unit if weights is None else relative_weights(weights, t.stages, "stages")
+    part = unit if cost.slices is None else relative_weights(cost.slices, t.slices, "slices")
     share = stage[:, None] * part * Fraction(t.ranks, max(1, t.stages) * max(1, t.slices))
     kept, inputs = exact_number(cost.kept), exact_number(cost.inputs)
     change = {Kind.F: 1, Kind.B: -1, Kind.I: kept - 1, Kind.W: -kept}
     change |= dict.fromkeys(AWAY, -1) | dict.fromkeys(BACK, 1)
-    again = _recomputed_rows(t)
-    if again is None:
+    recomputed = _recomputed_rows(t)
+    if recomputed is None:
         table = _table([change], share)
-        which: Any = 0
+        table_row: Any = 0
     else:
         small = {Kind.F: inputs, Kind.RECOMPUTE: 1 - inputs}
         small |= dict.fromkeys(AWAY, -inputs) | dict.fromkeys(BACK, inputs)
-        table, which = _table([change, change | small], share), again.astype(np.int64)
+        table, table_row = _table([change, change | small], share), recomputed.astype(np.int64)
     ticks, tick = exact_ticks(table, len(t))
-    place = (t.stage if table.shape[2] > 1 else 0, t.slice if table.shape[3] > 1 else 0)
-    return ticks[(which, t.kind, *place)], tick
+    indices = (t.stage if table.shape[2] > 1 else 0, t.slice if table.shape[3] > 1 else 0)
+    return ticks[(table_row, t.kind, *indices)], tick
 
 
 def _table(changes: list[dict[Kind, Any]], share: NDArray[Any]) -> NDArray[Any]:
@@ -99,8 +99,8 @@ def _recomputed_rows(t: Timeline) -> NDArray[np.bool_] | None:
     if not (t.kind == Kind.RECOMPUTE).any():
         return None
     table = RowIndex(t)
-    found: NDArray[np.bool_] = table.rows_of(Kind.RECOMPUTE)[table.where] >= 0
-    return found
+    recomputed: NDArray[np.bool_] = table.rows_of(Kind.RECOMPUTE)[table.where] >= 0
+    return recomputed
 
 
 def _tops(t: Timeline, steps: Ticks) -> Ticks:
@@ -133,33 +133,33 @@ def with_holds(timeline: Timeline) -> Timeline:
     rows = np.flatnonzero(np.isin(t.kind, list(PARTNER_KIND)))
     if not len(rows) or np.isin(t.kind, list(PARTNER_KIND.values())).any():
         return t
-    turn = _turns(t)
-    span = int(turn.max()) + 3
+    positions = _turns(t)
+    span = int(positions.max()) + 3
     answers = {
         "kind": np.where(t.kind[rows] == Kind.EVICT, Kind.HOLD, Kind.GIVE),
         "rank": t.peer[rows],
         "peer": t.rank[rows],
     }
-    at = t.peer[rows] * span + turn[rows] + 2
-    return t.with_copies(t.rank * span + turn, (rows, at, answers))
+    slots = t.peer[rows] * span + positions[rows] + 2
+    return t.with_copies(t.rank * span + positions, (rows, slots, answers))
 
 
 def _turns(t: Timeline) -> Rows:
     """Return the position of each row in one order of all rows, in steps of four; transfers follow
     the row before."""
-    own = np.flatnonzero(~np.isin(t.kind, TRANSFER_KINDS))
-    bare = t.pick(own)
-    start = simulate_timeline(bare).start.copy()
-    for low, high in zip(bare.starts[:-1], bare.starts[1:]):
+    compute = np.flatnonzero(~np.isin(t.kind, TRANSFER_KINDS))
+    subset = t.pick(compute)
+    start = simulate_timeline(subset).start.copy()
+    for low, high in zip(subset.starts[:-1], subset.starts[1:]):
         # copies may begin before earlier rows do
         start[low:high] = np.maximum.accumulate(start[low:high])
-    place = np.empty(len(own), dtype=np.int64)
-    place[np.lexsort((np.arange(len(own)), start))] = 4 * np.arange(len(own))
-    before = np.searchsorted(own, np.arange(len(t)), side="right") - 1
-    there = (before >= 0) & (t.rank[own[np.maximum(before, 0)]] == t.rank)
-    found: Rows = np.where(there, place[np.maximum(before, 0)] + 1, -1)
-    found[own] = place
-    return found
+    positions = np.empty(len(compute), dtype=np.int64)
+    positions[np.lexsort((np.arange(len(compute)), start))] = 4 * np.arange(len(compute))
+    before = np.searchsorted(compute, np.arange(len(t)), side="right") - 1
+    same_rank = (before >= 0) & (t.rank[compute[np.maximum(before, 0)]] == t.rank)
+    turns: Rows = np.where(same_rank, positions[np.maximum(before, 0)] + 1, -1)
+    turns[compute] = positions
+    return turns
 
 
 def with_evictions(timeline: Timeline, ahead: Mapping[int, int]) -> Timeline:
@@ -169,14 +169,14 @@ def with_evictions(timeline: Timeline, ahead: Mapping[int, int]) -> Timeline:
     partner is the next rank of a ring. A microbatch that would be loaded at once is not evicted.
     HOLD and GIVE of the partners come with the transfers (`with_holds`).
     """
-    gone, back = _pairs(timeline, ahead)
-    if not len(gone):
+    evicted, backward = _pairs(timeline, ahead)
+    if not len(evicted):
         return timeline
-    t, partner = timeline, (timeline.rank[gone] + 1) % timeline.ranks
+    t, partner = timeline, (timeline.rank[evicted] + 1) % timeline.ranks
     return t.with_copies(
         4 * np.arange(len(t)) + 1,
-        (gone, 4 * gone + 2, {"kind": Kind.EVICT, "peer": partner}),
-        (gone, 4 * back, {"kind": Kind.LOAD, "peer": partner}),
+        (evicted, 4 * evicted + 2, {"kind": Kind.EVICT, "peer": partner}),
+        (evicted, 4 * backward, {"kind": Kind.LOAD, "peer": partner}),
     )
 
 
@@ -185,11 +185,11 @@ def _pairs(t: Timeline, ahead: Mapping[int, int]) -> tuple[Rows, Rows]:
     loaded."""
     table = RowIndex(t)
     forward, backward = table.rows_of(Kind.F), table.rows_of(Kind.B, Kind.I)
-    there = (forward >= 0) & (backward >= 0)
-    gone, used = forward[there], backward[there]
+    complete = (forward >= 0) & (backward >= 0)
+    evicted, used = forward[complete], backward[complete]
     order = np.argsort(used, kind="stable")
-    gone, used = gone[order], used[order]
-    early = np.array([ahead.get(stage, -1) for stage in range(t.stages)], dtype=np.int64)
-    mine = early[t.stage[gone]]
-    leaves = (mine >= 0) & (used - mine > gone + 1)
-    return gone[leaves], (used - mine)[leaves]
+    evicted, used = evicted[order], used[order]
+    lead = np.array([ahead.get(stage, -1) for stage in range(t.stages)], dtype=np.int64)
+    own_lead = lead[t.stage[evicted]]
+    leaves = (own_lead >= 0) & (used - own_lead > evicted + 1)
+    return evicted[leaves], (used - own_lead)[leaves]

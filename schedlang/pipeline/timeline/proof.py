@@ -45,32 +45,32 @@ def with_transfers(timeline: Timeline, lookahead: int = 1) -> Timeline:
     activations and send them back (`with_holds`).
     """
     t = timeline.compute()
-    made, used = dependencies(t)
-    apart = t.rank[made] != t.rank[used]
-    made, used = made[apart], used[apart]
-    order = np.argsort(made * max(1, t.stages) + t.stage[used], kind="stable")
-    made, used = made[order], used[order]
-    back = t.kind[made] != Kind.F
-    post = np.maximum(_latest_post(t, made, used) - lookahead, t.starts[t.rank[used]])
-    sends = {"kind": np.where(back, Kind.SEND_B, Kind.SEND_F), "peer": t.stage[used]}
-    receives = {"kind": np.where(back, Kind.RECV_B, Kind.RECV_F), "peer": t.stage[made]}
-    turned = t.with_copies(
+    src, dst = dependencies(t)
+    crossing = t.rank[src] != t.rank[dst]
+    src, dst = src[crossing], dst[crossing]
+    order = np.argsort(src * max(1, t.stages) + t.stage[dst], kind="stable")
+    src, dst = src[order], dst[order]
+    is_backward = t.kind[src] != Kind.F
+    post = np.maximum(_latest_post(t, src, dst) - lookahead, t.starts[t.rank[dst]])
+    sends = {"kind": np.where(is_backward, Kind.SEND_B, Kind.SEND_F), "peer": t.stage[dst]}
+    receives = {"kind": np.where(is_backward, Kind.RECV_B, Kind.RECV_F), "peer": t.stage[src]}
+    result = t.with_copies(
         np.arange(len(t)) * PLACE + SELF,
-        (made, made * PLACE + SENT, sends),  # equal turns: as they were sent
-        (used, post * PLACE + POST, receives),
+        (src, src * PLACE + SENT, sends),  # equal turns: as they were sent
+        (dst, post * PLACE + POST, receives),
     )
-    return with_holds(turned)
+    return with_holds(result)
 
 
-def _latest_post(t: Timeline, made: Rows, used: Rows) -> Rows:
+def _latest_post(t: Timeline, src: Rows, dst: Rows) -> Rows:
     """Return where each receive must be posted: not after a later receive of its rank pair."""
-    pair = t.rank[made].astype(np.int64) * t.ranks + t.rank[used]
-    post = used.copy()
+    pair = t.rank[src].astype(np.int64) * t.ranks + t.rank[dst]
+    post = dst.copy()
     order = np.argsort(pair, kind="stable")  # made is ascending: within a pair, the sending order
     bounds = np.flatnonzero(np.diff(pair[order], prepend=-1, append=-1))
     for low, high in zip(bounds[:-1], bounds[1:]):
         part = order[low:high]
-        post[part] = np.minimum.accumulate(used[part][::-1])[::-1]
+        post[part] = np.minimum.accumulate(dst[part][::-1])[::-1]
     return post
 
 
@@ -99,44 +99,44 @@ class MatchedMessages:
         With `rendezvous` a send also waits until its receive is posted; for a HOLD: for the row
         before it, because HOLD does not end before the send.
         """
-        found = [(self.send, self.used)]
+        pairs = [(self.send, self.used)]
         if rendezvous:
             itself = self.receive == self.used
-            found += [((self.receive - itself)[self.receive > 0], self.send[self.receive > 0])]
-        return found
+            pairs += [((self.receive - itself)[self.receive > 0], self.send[self.receive > 0])]
+        return pairs
 
 
-def match_messages(t: Timeline, made: Rows, used: Rows) -> MatchedMessages | None:
+def match_messages(t: Timeline, src: Rows, dst: Rows) -> MatchedMessages | None:
     """Match the messages of a timeline with transfers; None for one without.
 
-    `made` and `used`: rows of the timeline that depend on each other, on different ranks. Raises
+    `src` and `dst`: rows of the timeline that depend on each other, on different ranks. Raises
     TimelineError for a message that is missing, double, useless, too early, too late or out of
     order: per pair of ranks and direction receives are in the order of the sends.
     """
     if not np.isin(t.kind, (*TRANSFER_KINDS, *PARTNER_KINDS)).any():
         return None
-    wanted = _key(t, made, t.kind[made] != Kind.F, t.stage[made], t.stage[used])
-    order = np.argsort(wanted, kind="stable")
-    made, used, wanted = made[order], used[order], wanted[order]
-    found = []
+    expected = _key(t, src, t.kind[src] != Kind.F, t.stage[src], t.stage[dst])
+    order = np.argsort(expected, kind="stable")
+    src, dst, expected = src[order], dst[order], expected[order]
+    matched = []
     for outgoing in (True, False):
         rows = np.flatnonzero(np.isin(t.kind, SENDS if outgoing else RECEIVES))
         ends = (t.stage[rows], t.peer[rows])
         keys = _key(t, rows, t.kind[rows] >= Kind.SEND_B, *(ends if outgoing else ends[::-1]))
         rows, keys = _sorted_unique(t, rows, keys)
-        _check_wanted(t, rows, keys, wanted, made if outgoing else used, outgoing)
-        found.append(rows)
-    send, receive = found
-    _check_in_time(t, made, send, receive, used)
-    parts = [(send, receive, used), *_parked(t)]
+        _check_wanted(t, rows, keys, expected, src if outgoing else dst, outgoing)
+        matched.append(rows)
+    send, receive = matched
+    _check_in_time(t, src, send, receive, dst)
+    parts = [(send, receive, dst), *_parked(t)]
     for part in parts:  # evicted activations have channels of their own, in both directions
         _check_message_order(t, *part[:2])
     return MatchedMessages(*(np.concatenate(rows) for rows in zip(*parts)))
 
 
-def _key(t: Timeline, rows: Rows, back: Any, source: Any, target: Any) -> Rows:
+def _key(t: Timeline, rows: Rows, is_backward: Any, source: Any, target: Any) -> Rows:
     """Return a number for each message that identifies it."""
-    key = back.astype(np.int64) * t.stages + source
+    key = is_backward.astype(np.int64) * t.stages + source
     for column, size in (
         (target, t.stages),
         (t.replica[rows], t.replicas),
@@ -144,8 +144,8 @@ def _key(t: Timeline, rows: Rows, back: Any, source: Any, target: Any) -> Rows:
         (t.slice[rows], t.slices),
     ):
         key = key * size + column
-    found: Rows = key
-    return found
+    numbers: Rows = key
+    return numbers
 
 
 def _sorted_unique(t: Timeline, rows: Rows, keys: Rows) -> tuple[Rows, Rows]:
@@ -158,27 +158,29 @@ def _sorted_unique(t: Timeline, rows: Rows, keys: Rows) -> tuple[Rows, Rows]:
 
 
 def _check_wanted(
-    t: Timeline, rows: Rows, keys: Rows, wanted: Rows, ends: Rows, outgoing: bool
+    t: Timeline, rows: Rows, keys: Rows, expected: Rows, ends: Rows, outgoing: bool
 ) -> None:
     """Check that each wanted message has exactly one row; raises TimelineError if not."""
-    if np.array_equal(keys, wanted):
+    if np.array_equal(keys, expected):
         return
-    missing = np.flatnonzero(~np.isin(wanted, keys))
+    missing = np.flatnonzero(~np.isin(expected, keys))
     title = "sends and receives do not match"
     if len(missing):
         end = describe_row(t, ends[missing[0]])
         text = f"nothing sends what {end} makes" if outgoing else f"nothing receives for {end}"
         raise TimelineError(f"{title}: {text}")
-    more = rows[np.flatnonzero(~np.isin(keys, wanted))[0]]
-    raise TimelineError(f"{title}: {describe_row(t, more)} belongs to no operation of another rank")
+    extra = rows[np.flatnonzero(~np.isin(keys, expected))[0]]
+    raise TimelineError(
+        f"{title}: {describe_row(t, extra)} belongs to no operation of another rank"
+    )
 
 
-def _check_in_time(t: Timeline, made: Rows, send: Rows, receive: Rows, used: Rows) -> None:
-    for first, then, why in ((made, send, "sends what {} makes"), (receive, used, "waits for {}")):
-        wrong = np.flatnonzero((first > then) | (t.rank[first] != t.rank[then]))
-        if len(wrong):
-            a, b = describe_row(t, first[wrong[0]]), describe_row(t, then[wrong[0]])
-            raise TimelineError(f"{b} {why.format(a)}, which stands later or on another rank")
+def _check_in_time(t: Timeline, src: Rows, send: Rows, receive: Rows, dst: Rows) -> None:
+    for first, then, reason in ((src, send, "sends what {} makes"), (receive, dst, "waits for {}")):
+        misplaced = np.flatnonzero((first > then) | (t.rank[first] != t.rank[then]))
+        if len(misplaced):
+            a, b = describe_row(t, first[misplaced[0]]), describe_row(t, then[misplaced[0]])
+            raise TimelineError(f"{b} {reason.format(a)}, which stands later or on another rank")
 
 
 def _parked(t: Timeline) -> tuple[tuple[Rows, ...], tuple[Rows, ...]]:
@@ -191,21 +193,21 @@ def _parked(t: Timeline) -> tuple[tuple[Rows, ...], tuple[Rows, ...]]:
         ends.append(rows)
         keys.append(key)
     for k, kind in enumerate(EVICTION_KINDS):
-        for rows, mine in zip(ends, keys):
-            unmatched = np.flatnonzero(~np.isin(mine, keys[k]))
+        for rows, side in zip(ends, keys):
+            unmatched = np.flatnonzero(~np.isin(side, keys[k]))
             if len(unmatched):
                 raise TimelineError(
                     f"{describe_row(t, rows[unmatched[0]])} waits for a {kind.name}"
                 )
     evict, hold, give, load = ends
-    for mine, other in ((evict, hold), (hold, evict), (give, load), (load, give)):
-        wrong = np.flatnonzero(t.peer[mine] != t.rank[other])
-        if len(wrong):
-            a, b = describe_row(t, mine[wrong[0]]), describe_row(t, other[wrong[0]])
+    for side, counterpart in ((evict, hold), (hold, evict), (give, load), (load, give)):
+        mismatched = np.flatnonzero(t.peer[side] != t.rank[counterpart])
+        if len(mismatched):
+            a, b = describe_row(t, side[mismatched[0]]), describe_row(t, counterpart[mismatched[0]])
             raise TimelineError(f"{a} does not name the rank of {b}")
-    early = np.flatnonzero(give < hold)
-    if len(early):
-        a, b = describe_row(t, give[early[0]]), describe_row(t, hold[early[0]])
+    premature = np.flatnonzero(give < hold)
+    if len(premature):
+        a, b = describe_row(t, give[premature[0]]), describe_row(t, hold[premature[0]])
         raise TimelineError(f"{a} waits for {b}, which stands later")
     table = RowIndex(t)
     needed = table.rows_of(*BACKWARD_KINDS)[tuple(column[load] for column in table.where)]
@@ -217,9 +219,9 @@ def _check_message_order(t: Timeline, send: Rows, receive: Rows) -> None:
     pair = t.rank[send].astype(np.int64) * t.ranks + t.rank[receive]
     order = np.argsort(pair * (len(t) + 1) + send, kind="stable")
     pair, receive, send = pair[order], receive[order], send[order]
-    wrong = np.flatnonzero((pair[1:] == pair[:-1]) & (receive[1:] < receive[:-1]))
-    if len(wrong):
-        k = int(wrong[0])
+    swapped = np.flatnonzero((pair[1:] == pair[:-1]) & (receive[1:] < receive[:-1]))
+    if len(swapped):
+        k = int(swapped[0])
         raise TimelineError(
             f"sends and receives do not match: {describe_row(t, send[k])} comes before "
             f"{describe_row(t, send[k + 1])}, {describe_row(t, receive[k])} after its receive"
@@ -241,36 +243,36 @@ def check_queues(timeline: Timeline, *, one_way: bool = True) -> None:
     one_way: each direction between two ranks has a queue of its own; else both share one.
     """
     t = timeline
-    made, used = dependencies(t)
-    apart = t.rank[made] != t.rank[used]
-    matched = match_messages(t, made[apart], used[apart])
+    src, dst = dependencies(t)
+    crossing = t.rank[src] != t.rank[dst]
+    matched = match_messages(t, src[crossing], dst[crossing])
     if matched is None:
         return
     posts: dict[int, list[tuple[int, Lane]]] = defaultdict(list)
-    needs: dict[int, list[int]] = defaultdict(list)
-    for k, (send, receive, use) in enumerate(
+    awaited: dict[int, list[int]] = defaultdict(list)
+    for k, (send, receive, user) in enumerate(
         zip(matched.send.tolist(), matched.receive.tolist(), matched.used.tolist())
     ):
         lane = _lane(t, send, receive, one_way)
         posts[send].append((k, lane))
         posts[receive].append((k, lane))
-        needs[use].append(k)
-    _Run(t, posts, needs).end()
+        awaited[user].append(k)
+    _Run(t, posts, awaited).end()
 
 
 def _lane(t: Timeline, send: int, receive: int, one_way: bool) -> Lane:
     kind, ends = int(t.kind[send]), (int(t.rank[send]), int(t.rank[receive]))
-    way = {int(Kind.EVICT): 1, int(Kind.GIVE): 2}.get(kind, 0)
-    return (way, *(ends if one_way else (min(ends), max(ends))))
+    channel = {int(Kind.EVICT): 1, int(Kind.GIVE): 2}.get(kind, 0)
+    return (channel, *(ends if one_way else (min(ends), max(ends))))
 
 
 class _Run:
     """Runs the rows of all ranks as far as possible."""
 
     def __init__(
-        self, t: Timeline, posts: dict[int, list[tuple[int, Lane]]], needs: dict[int, list[int]]
+        self, t: Timeline, posts: dict[int, list[tuple[int, Lane]]], awaited: dict[int, list[int]]
     ) -> None:
-        self.t, self.posts, self.needs = t, posts, needs
+        self.t, self.posts, self.needs = t, posts, awaited
         self.queues: dict[tuple[Lane, int], deque[int]] = defaultdict(deque)
         self.done: set[int] = set()
         self.at = t.starts[:-1].tolist()
@@ -278,13 +280,13 @@ class _Run:
 
     def end(self) -> None:
         """Run to the end of all rows; raises TimelineError with the ranks that wait."""
-        moved = True
-        while moved:
-            moved = False
+        advanced = True
+        while advanced:
+            advanced = False
             for rank, last in enumerate(self.t.starts[1:].tolist()):
                 while self.at[rank] < last and self._row(rank, self.at[rank]):
                     self.at[rank] += 1
-                    self.posted[rank], moved = False, True
+                    self.posted[rank], advanced = False, True
         for rank, last in enumerate(self.t.starts[1:].tolist()):
             if self.at[rank] < last:
                 raise TimelineError(self._stuck(rank))
@@ -300,15 +302,15 @@ class _Run:
 
     def _complete_messages(self, lane: Lane) -> None:
         """Complete messages that both ends have reached, and those behind them."""
-        here, there = (self.queues[lane, rank] for rank in lane[1:])
-        while here and there and here[0] == there[0]:
-            self.done.add(here.popleft())
-            there.popleft()
+        own_queue, peer_queue = (self.queues[lane, rank] for rank in lane[1:])
+        while own_queue and peer_queue and own_queue[0] == peer_queue[0]:
+            self.done.add(own_queue.popleft())
+            peer_queue.popleft()
 
     def _stuck(self, rank: int) -> str:
         row = self.at[rank]
         message = next(k for k in self.needs[row] if k not in self.done)
-        ends = {r: lane for r, some in self.posts.items() for k, lane in some if k == message}
+        ends = {r: lane for r, entries in self.posts.items() for k, lane in entries if k == message}
         text = f"messages block each other: {describe_row(self.t, row)} waits"
         lane = next(iter(ends.values()))
         for end in lane[1:]:
@@ -316,8 +318,8 @@ class _Run:
             if queue and queue[0] != message:
                 first = next(
                     r
-                    for r, some in self.posts.items()
-                    if (queue[0], lane) in some and self.t.rank[r] == end
+                    for r, entries in self.posts.items()
+                    if (queue[0], lane) in entries and self.t.rank[r] == end
                 )
                 text += (
                     f", and on rank {end} {describe_row(self.t, first)} stands before its message"
@@ -359,27 +361,27 @@ def check_timeline(
     check_versions(t)
     _check_kept(t, versions)
     check_shards(t)
-    made, used = dependencies(t)
-    apart = t.rank[made] != t.rank[used]
-    matched = match_messages(t, made[apart], used[apart])
-    _check_ends(t, made, used, apart, matched, rendezvous)
+    src, dst = dependencies(t)
+    crossing = t.rank[src] != t.rank[dst]
+    matched = match_messages(t, src[crossing], dst[crossing])
+    _check_ends(t, src, dst, crossing, matched, rendezvous)
     if memory is not None:
         _check_memory(t, memory, cost)
 
 
 def _check_ranks(t: Timeline) -> None:
     """Check that all rows of a stage of a replica are on one rank."""
-    own = np.flatnonzero(
+    strays = np.flatnonzero(
         (t.replica_ranks[t.replica, t.stage] != t.rank) & ~np.isin(t.kind, PARTNER_KINDS)
     )
-    own = own[t.kind[own] != Kind.BARRIER]
-    if len(own):
-        row = int(own[0])
-        home = int(t.replica_ranks[t.replica[row], t.stage[row]])
+    strays = strays[t.kind[strays] != Kind.BARRIER]
+    if len(strays):
+        row = int(strays[0])
+        rank = int(t.replica_ranks[t.replica[row], t.stage[row]])
         raise TimelineError(
             f"{describe_row(t, row)} is not with the other operations of its stage,"
             " which are on rank "
-            f"{home}: all must be on the same rank"
+            f"{rank}: all must be on the same rank"
         )
 
 
@@ -395,17 +397,17 @@ def _check_complete(
             f"microbatch {several} goes through replicas {replicas}, not through one"
         )
     through[0] |= ~through.any(axis=0)
-    wanted = np.broadcast_to(through[:, None, :, None], forward.shape)
-    if complete and (wanted & (forward < 0)).any():
-        raise TimelineError(f"{table.name(np.argmax(wanted & (forward < 0)))} has no forward")
+    required = np.broadcast_to(through[:, None, :, None], forward.shape)
+    if complete and (required & (forward < 0)).any():
+        raise TimelineError(f"{table.name(np.argmax(required & (forward < 0)))} has no forward")
     trained = bool((backward >= 0).any())
     if trained and ((backward >= 0) != (forward >= 0)).any():
-        which = table.name(np.argmax((backward >= 0) != (forward >= 0)))
-        raise TimelineError(f"{which} has a forward without a backward, or the reverse")
+        name = table.name(np.argmax((backward >= 0) != (forward >= 0)))
+        raise TimelineError(f"{name} has a forward without a backward, or the reverse")
     split = np.where(backward >= 0, table.t.kind[backward] == Kind.I, False)
     if (split != (weight >= 0)).any():
-        which = table.name(np.argmax(split != (weight >= 0)))
-        raise TimelineError(f"{which} has an input gradient without a weight gradient, or reverse")
+        name = table.name(np.argmax(split != (weight >= 0)))
+        raise TimelineError(f"{name} has an input gradient without a weight gradient, or reverse")
 
 
 def _check_inputs(table: RowIndex, forward: Rows, backward: Rows, weight: Rows) -> None:
@@ -414,20 +416,22 @@ def _check_inputs(table: RowIndex, forward: Rows, backward: Rows, weight: Rows) 
     _check_before(table, backward, weight, "I before W")
     _check_before(table, forward[..., :-1], forward[..., 1:], "slices forward in order")
     _check_before(table, backward[..., 1:], backward[..., :-1], "slices backward in reverse order")
-    there = set(np.flatnonzero(np.bincount(table.t.kind, minlength=len(Kind))).tolist())
-    rows = {kind: table.rows_of(kind) for kinds in MEMORY_GROUPS for kind in kinds if kind in there}
+    present = set(np.flatnonzero(np.bincount(table.t.kind, minlength=len(Kind))).tolist())
+    rows = {
+        kind: table.rows_of(kind) for kinds in MEMORY_GROUPS for kind in kinds if kind in present
+    }
     for first, then in (kinds for kinds in MEMORY_GROUPS if len(kinds) == 2):
         if first in rows or then in rows:
-            gone, back = (rows.get(k, np.full(table.shape, -1)) for k in (first, then))
-            _check_returns(table, gone, back, first, then)
-    for kind, mine in rows.items():
-        for name, other in (("forward", forward), ("backward", backward)):
-            alone = (mine >= 0) & (other < 0)
-            if alone.any():
-                row = describe_row(table.t, int(mine[alone].ravel()[0]))
+            evicted, returned = (rows.get(k, np.full(table.shape, -1)) for k in (first, then))
+            _check_returns(table, evicted, returned, first, then)
+    for kind, kind_rows in rows.items():
+        for name, counterpart in (("forward", forward), ("backward", backward)):
+            orphaned = (kind_rows >= 0) & (counterpart < 0)
+            if orphaned.any():
+                row = describe_row(table.t, int(kind_rows[orphaned].ravel()[0]))
                 raise TimelineError(f"{row} belongs to a {name} that is not there")
-        _check_before(table, forward, mine, f"F before {kind.name}")
-        _check_before(table, mine, backward, f"{kind.name} before B")
+        _check_before(table, forward, kind_rows, f"F before {kind.name}")
+        _check_before(table, kind_rows, backward, f"{kind.name} before B")
     if Kind.RECOMPUTE in rows:
         for kind in (Kind.LOAD, Kind.RELOAD):
             if kind in rows:
@@ -436,33 +440,33 @@ def _check_inputs(table: RowIndex, forward: Rows, backward: Rows, weight: Rows) 
                 )
 
 
-def _check_before(table: RowIndex, first: Rows, then: Rows, what: str) -> None:
+def _check_before(table: RowIndex, first: Rows, then: Rows, rule: str) -> None:
     """Check that, where both exist, the first comes before the second."""
-    wrong = (first >= 0) & (then >= 0) & (first > then)
-    if wrong.any():
-        k = int(np.argmax(wrong))
+    violations = (first >= 0) & (then >= 0) & (first > then)
+    if violations.any():
+        k = int(np.argmax(violations))
         a, b = describe_row(table.t, int(first.flat[k])), describe_row(table.t, int(then.flat[k]))
-        raise TimelineError(f"{b} waits for {a}, which stands later: {what}, on the same rank")
+        raise TimelineError(f"{b} waits for {a}, which stands later: {rule}, on the same rank")
 
 
-def _check_returns(table: RowIndex, gone: Rows, back: Rows, first: Kind, then: Kind) -> None:
+def _check_returns(table: RowIndex, evicted: Rows, returned: Rows, first: Kind, then: Kind) -> None:
     """Check that evicted or offloaded activations return later, from the same partner."""
     t = table.t
-    lone = (gone >= 0) != (back >= 0)
-    if lone.any():
-        k = int(np.argmax(lone))
-        row = max(int(gone.flat[k]), int(back.flat[k]))
-        other = then if gone.flat[k] >= 0 else first
-        raise TimelineError(f"{describe_row(t, row)} has no {other.name}")
-    _check_before(table, gone, back, f"{first.name} before {then.name}")
+    unpaired = (evicted >= 0) != (returned >= 0)
+    if unpaired.any():
+        k = int(np.argmax(unpaired))
+        row = max(int(evicted.flat[k]), int(returned.flat[k]))
+        missing = then if evicted.flat[k] >= 0 else first
+        raise TimelineError(f"{describe_row(t, row)} has no {missing.name}")
+    _check_before(table, evicted, returned, f"{first.name} before {then.name}")
     if first is not Kind.EVICT:
         return
-    evict, load = gone[gone >= 0], back[gone >= 0]
+    evict, load = evicted[evicted >= 0], returned[evicted >= 0]
     for rows in (evict, load):
-        strange = (t.peer[rows] < 0) | (t.peer[rows] >= t.ranks) | (t.peer[rows] == t.rank[rows])
-        strange |= t.peer[rows] != t.peer[evict]
-        if strange.any():
-            row = int(rows[np.argmax(strange)])
+        bad_peers = (t.peer[rows] < 0) | (t.peer[rows] >= t.ranks) | (t.peer[rows] == t.rank[rows])
+        bad_peers |= t.peer[rows] != t.peer[evict]
+        if bad_peers.any():
+            row = int(rows[np.argmax(bad_peers)])
             raise TimelineError(
                 f"{describe_row(t, row)} names no partner, or another one than EVICT"
             )
@@ -470,16 +474,16 @@ def _check_returns(table: RowIndex, gone: Rows, back: Rows, first: Kind, then: K
 
 def _check_ends(
     t: Timeline,
-    made: Rows,
-    used: Rows,
-    apart: Rows,
+    src: Rows,
+    dst: Rows,
+    crossing: Rows,
     matched: MatchedMessages | None,
     rendezvous: bool,
 ) -> None:
     """Check that every rank reaches its end: no operations wait for each other in a circle."""
-    pairs = [(made[~apart], used[~apart])]
+    pairs = [(src[~crossing], dst[~crossing])]
     if matched is None:
-        pairs.append((made[apart], used[apart]))
+        pairs.append((src[crossing], dst[crossing]))
     else:
         pairs += matched.waits(rendezvous)
     if (t.kind == Kind.BARRIER).any():
@@ -487,10 +491,8 @@ def _check_ends(
     first, then = (np.concatenate(rows) for rows in zip(*pairs))
     live = (t.rank[first] != t.rank[then]) | (first > then)
     first, then = first[live].astype(np.int64), then[live]
-    nothing = np.zeros(len(t), dtype=np.int64)
-    clock = Simulator(
-        t.starts, nothing, Dependencies.of(len(t), first, then, nothing[: len(first)])
-    )
+    zeros = np.zeros(len(t), dtype=np.int64)
+    clock = Simulator(t.starts, zeros, Dependencies.of(len(t), first, then, zeros[: len(first)]))
     if waits_for := clock.run():
         raise TimelineError("the order never ends: " + describe_deadlock(t, waits_for))
 
@@ -510,10 +512,10 @@ def _check_memory(t: Timeline, memory: Number, cost: Cost) -> None:
     """Check that no rank ever holds more than the limit."""
     rows, ticks, tick = held_after_rows(t, cost)
     unit = 1.0 if tick is None else tick
-    most = int(ticks.argmax()) if len(ticks) else 0
-    if len(ticks) and ticks[most] * unit > memory + (1e-9 if tick is None else 0):
-        over = int(np.argmax(ticks * float(unit) > float(memory) + 1e-9))
+    peak = int(ticks.argmax()) if len(ticks) else 0
+    if len(ticks) and ticks[peak] * unit > memory + (1e-9 if tick is None else 0):
+        row = int(np.argmax(ticks * float(unit) > float(memory) + 1e-9))
         raise TimelineError(
-            f"{describe_row(rows, over)} makes its rank hold {float(ticks[over] * unit):g} "
+            f"{describe_row(rows, row)} makes its rank hold {float(ticks[row] * unit):g} "
             f"microbatches' activations, and the limit is {float(memory):g}"
         )

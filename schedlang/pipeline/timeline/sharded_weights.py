@@ -43,18 +43,18 @@ def find_runs(t: Timeline) -> StageRuns:
     """
     rows = np.flatnonzero(np.isin(t.kind, (Kind.F, Kind.B, Kind.I, Kind.RECOMPUTE)))
     stage = t.rank[rows].astype(np.int64) * t.stages + t.stage[rows]
-    back = (t.kind[rows] != Kind.F).astype(np.int64)
-    starts = np.flatnonzero(np.diff(stage * 2 + back, prepend=-1))
+    is_backward = (t.kind[rows] != Kind.F).astype(np.int64)
+    starts = np.flatnonzero(np.diff(stage * 2 + is_backward, prepend=-1))
     if not len(starts):
         return StageRuns(starts, starts, starts)
     ends = np.append(starts[1:], len(rows)) - 1
     several = np.add.reduceat((t.kind[rows] != Kind.RECOMPUTE).astype(np.int64), starts) > 1
     halves = t.rank.astype(np.int64) * t.stages + t.stage
-    there = np.unique(stage)
-    shared = there[np.bincount(there // t.stages)[there // t.stages] > 1]
+    stages = np.unique(stage)
+    shared = stages[np.bincount(stages // t.stages)[stages // t.stages] > 1]
     out = np.union1d(stage[starts[~several]], halves[t.kind == Kind.W])
-    held = np.isin(stage[starts], np.setdiff1d(shared, out))
-    return StageRuns(rows[starts[held]], rows[ends[held]], back[starts[held]])
+    gathered = np.isin(stage[starts], np.setdiff1d(shared, out))
+    return StageRuns(rows[starts[gathered]], rows[ends[gathered]], is_backward[starts[gathered]])
 
 
 def with_gathers(t: Timeline) -> Timeline:
@@ -62,17 +62,17 @@ def with_gathers(t: Timeline) -> Timeline:
 
     Gradients are reduced once a run of backwards. Other stages get no rows.
     """
-    found = find_runs(t)
-    if not len(found.first):
+    runs = find_runs(t)
+    if not len(runs.first):
         return t
     added = (
-        (BEFORE, Kind.UNSHARD, found.first),
-        (REDUCED, Kind.REDUCE, found.last[found.backward == 1]),
-        (AFTER, Kind.RESHARD, found.last),
+        (BEFORE, Kind.UNSHARD, runs.first),
+        (REDUCED, Kind.REDUCE, runs.last[runs.backward == 1]),
+        (AFTER, Kind.RESHARD, runs.last),
     )
     return t.with_copies(
         np.arange(len(t)) * PLACE + SELF,
-        *((rows, rows * PLACE + at, {"kind": kind, "peer": -1}) for at, kind, rows in added),
+        *((rows, rows * PLACE + turn, {"kind": kind, "peer": -1}) for turn, kind, rows in added),
     )
 
 
@@ -97,15 +97,15 @@ def check_shards(t: Timeline) -> None:
         np.isin(t.kind, WEIGHT_KINDS) & np.isin(key, key[t.kind == Kind.UNSHARD])
     )
     latest = latest_before(key, gathered, users)
-    wrong = np.flatnonzero((latest < 0) | (t.kind[latest] != Kind.UNSHARD))
-    if len(wrong):
+    violations = np.flatnonzero((latest < 0) | (t.kind[latest] != Kind.UNSHARD))
+    if len(violations):
         raise TimelineError(
-            f"{describe_row(t, int(users[wrong[0]]))} waits for an UNSHARD before it"
+            f"{describe_row(t, int(users[violations[0]]))} waits for an UNSHARD before it"
         )
     reduces = np.flatnonzero(t.kind == Kind.REDUCE)
     rows = np.flatnonzero(np.isin(t.kind, (Kind.B, Kind.W)) & np.isin(key, key[reduces]))
     last = np.full(t.ranks * t.stages, -1, dtype=np.int64)
     np.maximum.at(last, key[reduces], reduces)
-    lost = np.flatnonzero(rows > last[key[rows]])
-    if len(lost):
-        raise TimelineError(f"{describe_row(t, int(rows[lost[0]]))} has no REDUCE after it")
+    unreduced = np.flatnonzero(rows > last[key[rows]])
+    if len(unreduced):
+        raise TimelineError(f"{describe_row(t, int(rows[unreduced[0]]))} has no REDUCE after it")

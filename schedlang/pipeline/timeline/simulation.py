@@ -51,12 +51,12 @@ class Dependencies:
     lag: Ticks
 
     @staticmethod
-    def of(count: int, made: Rows, used: Rows, lag: Ticks) -> Dependencies:
+    def of(count: int, src: Rows, dst: Rows, lag: Ticks) -> Dependencies:
         """Sort pairs of rows by the row that needs the other."""
-        order = np.argsort(used, kind="stable")
+        order = np.argsort(dst, kind="stable")
         first = np.zeros(count + 1, dtype=np.int64)
-        np.cumsum(np.bincount(used, minlength=count), out=first[1:])
-        return Dependencies(first, made[order], lag[order])
+        np.cumsum(np.bincount(dst, minlength=count), out=first[1:])
+        return Dependencies(first, src[order], lag[order])
 
 
 class Simulator:
@@ -94,18 +94,18 @@ class Simulator:
         """Run one row of every rank that can, in rounds; False where rounds have too few rows to
         pay."""
         active = np.flatnonzero(self.at < self.stop)
-        ran, rounds = 0, 0
+        row_count, rounds = 0, 0
         while active.size:
-            moved = self._round(active)
-            if not moved.size:
+            advanced = self._round(active)
+            if not advanced.size:
                 break
-            ran, rounds = ran + len(moved), rounds + 1
-            if (self.at[moved] == self.stop[moved]).any():
+            row_count, rounds = row_count + len(advanced), rounds + 1
+            if (self.at[advanced] == self.stop[advanced]).any():
                 active = active[self.at[active] < self.stop[active]]
             if rounds % WINDOW == 0:
-                if ran < WINDOW * MIN_ROWS_PER_ROUND:
+                if row_count < WINDOW * MIN_ROWS_PER_ROUND:
                     return False
-                ran = 0
+                row_count = 0
         return True
 
     def _round(self, active: Rows) -> Rows:
@@ -117,14 +117,14 @@ class Simulator:
         while pending.size:
             k = cursor[pending]
             ended = self.end[self.needs.made[k]]
-            there = ended >= 0
-            pending, k, ended = pending[there], k[there], ended[there]
+            known = ended >= 0
+            pending, k, ended = pending[known], k[known], ended[known]
             ready[pending] = np.maximum(ready[pending], ended + self.needs.lag[k])
             cursor[pending] = k + 1
             pending = pending[k + 1 < last[pending]]
         self.cursor[active], self.ready[active] = cursor, ready
-        go = cursor == last
-        ranks, rows, ready = active[go], rows[go], ready[go]
+        runnable = cursor == last
+        ranks, rows, ready = active[runnable], rows[runnable], ready[runnable]
         start = np.maximum(self.free[ranks], ready)
         if self.copies is not None:
             self._run_on_streams(ranks, rows, start)
@@ -134,8 +134,8 @@ class Simulator:
         self.end[rows] = start + self.duration[rows]
         self.at[ranks] += 1
         self.ready[ranks] = 0
-        moved: Rows = ranks
-        return moved
+        advanced: Rows = ranks
+        return advanced
 
     def _run_on_streams(self, ranks: Rows, rows: Rows, start: Ticks) -> None:
         """Add the duration of rows on the stream of each; copies wait for the copies before
@@ -150,7 +150,7 @@ class Simulator:
     def _steps(self) -> None:
         """Simulate by events, near-linear: a row is visited once, and once more when it must
         wait."""
-        first, made, lag = (x.tolist() for x in vars(self.needs).values())
+        first, src, lag = (x.tolist() for x in vars(self.needs).values())
         cost, stop, at = self.duration.tolist(), self.stop.tolist(), self.at.tolist()
         start, end = self.start.tolist(), self.end.tolist()
         free, copied, since = self.free.tolist(), self.copied.tolist(), self.ready.tolist()
@@ -163,12 +163,12 @@ class Simulator:
             row, now, ready, k = at[rank], free[rank], since[rank], cursor[rank]
             while row < stop[rank]:
                 stops = first[row + 1]
-                while k < stops and (ended := end[made[k]]) >= 0:
+                while k < stops and (ended := end[src[k]]) >= 0:
                     if ended + lag[k] > ready:
                         ready = ended + lag[k]
                     k += 1
                 if k < stops:
-                    waiting.setdefault(made[k], []).append(rank)
+                    waiting.setdefault(src[k], []).append(rank)
                     break
                 begin = now if now > ready else ready
                 if copies is not None and copies[row]:
@@ -202,7 +202,7 @@ class Durations:
     tick: Fraction | None
 
 
-def row_durations(t: Timeline, cost: Costs, transfer: Number, made: Rows, used: Rows) -> Durations:
+def row_durations(t: Timeline, cost: Costs, transfer: Number, src: Rows, dst: Rows) -> Durations:
     """Return the costs of rows, and of the transfers (made, used) between ranks.
 
     `transfer` is the time of a transfer where `cost` is not a `Cost`, which has its own.
@@ -212,7 +212,7 @@ def row_durations(t: Timeline, cost: Costs, transfer: Number, made: Rows, used: 
     if isinstance(cost, Cost):
         rows, lags = _row_costs(t, cost), _lags(t, cost)
         row_at = (t.kind, *_index(rows.shape[1:], t.stage, t.slice))
-        lag_at = _index(lags.shape, t.stage[made], t.stage[used], t.slice[made])
+        lag_at = _index(lags.shape, t.stage[src], t.stage[dst], t.slice[src])
     elif isinstance(cost, Mapping):
         rows, lags = _array([cost.get(kind, 0) for kind in Kind]), _array([transfer])
         row_at = (t.kind,)
@@ -220,21 +220,21 @@ def row_durations(t: Timeline, cost: Costs, transfer: Number, made: Rows, used: 
         rows, lags, row_at = _array(cost), _array([transfer]), slice(None)
         if len(rows) != len(t):
             raise ValueError(f"{len(rows)} costs for {len(t)} operations")
-    both = np.concatenate([rows.ravel(), lags.ravel()])
-    both, tick = exact_ticks(both, len(t) + len(made))
-    rows, lags = both[: rows.size].reshape(rows.shape), both[rows.size :].reshape(lags.shape)
-    found = np.zeros(len(made), dtype=both.dtype)
-    found[:] = lags[lag_at]
-    found[t.rank[made] == t.rank[used]] = 0
-    return Durations(rows[row_at], found, tick)
+    costs = np.concatenate([rows.ravel(), lags.ravel()])
+    costs, tick = exact_ticks(costs, len(t) + len(src))
+    rows, lags = costs[: rows.size].reshape(rows.shape), costs[rows.size :].reshape(lags.shape)
+    delays = np.zeros(len(src), dtype=costs.dtype)
+    delays[:] = lags[lag_at]
+    delays[t.rank[src] == t.rank[dst]] = 0
+    return Durations(rows[row_at], delays, tick)
 
 
-def relative_weights(given: Sequence[Number], count: int, what: str) -> NDArray[Any]:
+def relative_weights(weights: Sequence[Number], count: int, name: str) -> NDArray[Any]:
     """Normalise relative weights to a mean of one, exact where they are given exactly."""
-    if len(given) != count:
-        raise ValueError(f"{len(given)} weights of {what}, and there are {count}")
-    total = sum(exact_number(x) for x in given)
-    return np.array([exact_number(x) * count / total for x in given], dtype=object)
+    if len(weights) != count:
+        raise ValueError(f"{len(weights)} weights of {name}, and there are {count}")
+    total = sum(exact_number(x) for x in weights)
+    return np.array([exact_number(x) * count / total for x in weights], dtype=object)
 
 
 _ONE = np.array([Fraction(1)], dtype=object)
@@ -243,19 +243,19 @@ _ONE = np.array([Fraction(1)], dtype=object)
 def _row_costs(t: Timeline, cost: Cost) -> NDArray[Any]:
     """Return costs [kind, stage, slice] in units of cost; stage and slice of size one where all are
     equal."""
-    again = cost.f if cost.recompute is None else cost.recompute
+    recompute = cost.f if cost.recompute is None else cost.recompute
     sliced = {
         Kind.F: cost.f,
         Kind.I: cost.i,
         Kind.W: cost.w,
-        Kind.RECOMPUTE: again,
+        Kind.RECOMPUTE: recompute,
         Kind.B: exact_number(cost.i) + exact_number(cost.w),
         Kind.EVICT: cost.evict,
         Kind.LOAD: cost.load,
         Kind.OFFLOAD: cost.offload,
         Kind.RELOAD: cost.reload,
     }
-    whole = {
+    unsliced = {
         Kind.UNSHARD: cost.unshard,
         Kind.RESHARD: cost.reshard,
         Kind.REDUCE: cost.reduce,
@@ -265,7 +265,7 @@ def _row_costs(t: Timeline, cost: Cost) -> NDArray[Any]:
     stage = stage * Fraction(t.ranks, max(1, t.stages))
     part = _ONE if cost.slices is None else relative_weights(cost.slices, t.slices, "slices")
     part = part / max(1, t.slices)
-    table = _column(sliced) * stage[:, None] * part + _column(whole) * stage[:, None]
+    table = _column(sliced) * stage[:, None] * part + _column(unsliced) * stage[:, None]
     table[Kind.BARRIER] = exact_number(cost.barrier)
     return np.asarray(table)
 
@@ -299,9 +299,9 @@ def exact_number(value: Number) -> Number:
 
 
 def _array(values: Any) -> NDArray[Any]:
-    found = np.asarray(values)
-    if found.dtype == np.float64:
-        return found
+    array = np.asarray(values)
+    if array.dtype == np.float64:
+        return array
     return np.array([exact_number(x) for x in values], dtype=object)
 
 
@@ -313,9 +313,9 @@ def exact_ticks(table: NDArray[Any], count: int) -> tuple[Ticks, Fraction | None
     if table.dtype != object or any(isinstance(x, float) for x in table.ravel()):
         return table.astype(np.float64), None
     scale = math.lcm(*{x.denominator for x in table.ravel()})
-    whole = np.array([int(x * scale) for x in table.ravel()], dtype=object).reshape(table.shape)
-    largest = max((abs(x) for x in whole.ravel()), default=0)
-    return whole.astype(np.int64 if largest * (count + 1) < MAX_TICK else object), Fraction(
+    ticks = np.array([int(x * scale) for x in table.ravel()], dtype=object).reshape(table.shape)
+    largest = max((abs(x) for x in ticks.ravel()), default=0)
+    return ticks.astype(np.int64 if largest * (count + 1) < MAX_TICK else object), Fraction(
         1, scale
     )
 
@@ -377,13 +377,13 @@ class Timing:
     def busy(self) -> NDArray[Any]:
         """Time at work, per rank; copies that overlap with work do not count."""
         t = self.timeline
-        took = self.ends - self.begins
-        took[np.isin(t.kind, COPY_KINDS)] = 0
-        found = np.zeros(t.ranks, dtype=took.dtype)
+        durations = self.ends - self.begins
+        durations[np.isin(t.kind, COPY_KINDS)] = 0
+        totals = np.zeros(t.ranks, dtype=durations.dtype)
         low = t.starts[:-1][self._full]
         if len(low):
-            found[self._full] = np.add.reduceat(took, low)
-        return self._numbers(found)
+            totals[self._full] = np.add.reduceat(durations, low)
+        return self._numbers(totals)
 
     @property
     def bubble(self) -> Any:
@@ -440,57 +440,61 @@ def simulate_timeline(
     TimelineError, naming what each rank waits for, if the order never ends.
     """
     t = timeline.compute()
-    made, used = dependencies(t)
-    took = row_durations(t, cost, transfer, made, used)
-    if min(took.rows.min(initial=0), took.lags.min(initial=0)) < 0:
+    src, dst = dependencies(t)
+    costs = row_durations(t, cost, transfer, src, dst)
+    if min(costs.rows.min(initial=0), costs.lags.min(initial=0)) < 0:
         raise ValueError("costs are times: none below zero")
     copies = np.isin(t.kind, COPY_KINDS)
-    apart = t.rank[made] != t.rank[used]
-    sent, sending = _sent(t, made[apart], took.lags[apart])
-    live = apart | (made > used) | copies[made]  # other inputs are earlier rows of the rank
-    pairs = made[live], used[live], took.lags[live]
+    crossing = t.rank[src] != t.rank[dst]
+    sent, sending = _sent(t, src[crossing], costs.lags[crossing])
+    live = crossing | (src > dst) | copies[src]  # other inputs are earlier rows of the rank
+    pairs = src[live], dst[live], costs.lags[live]
     clock = Simulator(
-        t.starts, took.rows, _needs(t, copies, took.rows, *pairs), copies if copies.any() else None
+        t.starts,
+        costs.rows,
+        _needs(t, copies, costs.rows, *pairs),
+        copies if copies.any() else None,
     )
     if waits := clock.run():
         raise TimelineError("the order never ends: " + describe_deadlock(t, waits))
-    return Timing(t, clock.start, clock.end, took.tick, sent, sending)
+    return Timing(t, clock.start, clock.end, costs.tick, sent, sending)
 
 
 def _needs(
-    t: Timeline, copies: NDArray[np.bool_], took: Ticks, made: Rows, used: Rows, lags: Ticks
+    t: Timeline, copies: NDArray[np.bool_], durations: Ticks, src: Rows, dst: Rows, lags: Ticks
 ) -> Dependencies:
     """Return the dependencies of every row, including those of barriers."""
     if not (t.kind == Kind.BARRIER).any():
-        return Dependencies.of(len(t), made, used, lags)
+        return Dependencies.of(len(t), src, dst, lags)
     (before, waits), (first, others) = barrier_waits(t, copies)
     none = np.zeros(len(before), dtype=lags.dtype)
     return Dependencies.of(
         len(t),
-        np.concatenate([made, before, first]),
-        np.concatenate([used, waits, others]),
-        np.concatenate([lags, none, -took[first]]),  # all start with the first one
+        np.concatenate([src, before, first]),
+        np.concatenate([dst, waits, others]),
+        np.concatenate([lags, none, -durations[first]]),  # all start with the first one
     )
 
 
-def _sent(t: Timeline, made: Rows, lags: Ticks) -> tuple[Rows, Ticks]:
+def _sent(t: Timeline, src: Rows, lags: Ticks) -> tuple[Rows, Ticks]:
     """Return the number of messages that each rank sends, and their time."""
     sending = np.zeros(t.ranks, dtype=lags.dtype)
-    np.add.at(sending, t.rank[made], lags)
-    away = t.rank[t.kind == Kind.EVICT]
-    home = t.peer[(t.kind == Kind.LOAD) & (t.peer >= 0)]
-    return np.bincount(np.concatenate([t.rank[made], away, home]), minlength=t.ranks), sending
+    np.add.at(sending, t.rank[src], lags)
+    evicted = t.rank[t.kind == Kind.EVICT]
+    loaders = t.peer[(t.kind == Kind.LOAD) & (t.peer >= 0)]
+    return np.bincount(np.concatenate([t.rank[src], evicted, loaders]), minlength=t.ranks), sending
 
 
 def describe_deadlock(t: Timeline, waits: dict[int, int]) -> str:
     """Describe a circle of rows that wait for each other; keys of `waits` are the stuck rows."""
-    at = {int(t.rank[row]): row for row in waits}
-    rank, seen = next(iter(at)), list[int]()
-    while rank in at and rank not in seen:
-        seen.append(rank)
-        rank = int(t.rank[waits[at[rank]]])
-    circle = seen[seen.index(rank) :] if rank in seen else seen
+    stuck = {int(t.rank[row]): row for row in waits}
+    rank, visited = next(iter(stuck)), list[int]()
+    while rank in stuck and rank not in visited:
+        visited.append(rank)
+        rank = int(t.rank[waits[stuck[rank]]])
+    cycle = visited[visited.index(rank) :] if rank in visited else visited
     pairs = [
-        f"{describe_row(t, at[r])} waits for {describe_row(t, waits[at[r]])}" for r in circle[:6]
+        f"{describe_row(t, stuck[r])} waits for {describe_row(t, waits[stuck[r]])}"
+        for r in cycle[:6]
     ]
-    return "; ".join(pairs + (["and so on"] if len(circle) > 6 else []))
+    return "; ".join(pairs + (["and so on"] if len(cycle) > 6 else []))

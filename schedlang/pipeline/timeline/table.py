@@ -104,8 +104,8 @@ class Timeline:
         for name in COLUMNS:
             column = getattr(self, name)
             # a read-only column that owns its data is immutable: large timelines are not copied
-            own = column.flags.owndata and not column.flags.writeable
-            if not own or column.dtype != np.int32:
+            is_owned = column.flags.owndata and not column.flags.writeable
+            if not is_owned or column.dtype != np.int32:
                 column = np.array(column, dtype=np.int32)
                 column.setflags(write=False)
                 object.__setattr__(self, name, column)
@@ -115,8 +115,10 @@ class Timeline:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Timeline):
             return NotImplemented
-        same = self.ranks == other.ranks and self.edges == other.edges
-        return same and all(np.array_equal(getattr(self, c), getattr(other, c)) for c in COLUMNS)
+        same_shape = self.ranks == other.ranks and self.edges == other.edges
+        return same_shape and all(
+            np.array_equal(getattr(self, c), getattr(other, c)) for c in COLUMNS
+        )
 
     def __hash__(self) -> int:
         return hash((self.ranks, self.edges, self.kind.tobytes(), self.microbatch.tobytes()))
@@ -157,10 +159,10 @@ class Timeline:
     @cached_property
     def replica_ranks(self) -> Column:
         """[replica, stage]: the rank that runs it, -1 where it has no rows."""
-        found = np.full((self.replicas, self.stages), -1, dtype=np.int32)
-        own = ~np.isin(self.kind, (*PARTNER_KINDS, Kind.BARRIER))
-        found[self.replica[own], self.stage[own]] = self.rank[own]
-        return found
+        ranks = np.full((self.replicas, self.stages), -1, dtype=np.int32)
+        computing = ~np.isin(self.kind, (*PARTNER_KINDS, Kind.BARRIER))
+        ranks[self.replica[computing], self.stage[computing]] = self.rank[computing]
+        return ranks
 
     @property
     def stage_rank(self) -> Column:
@@ -200,20 +202,22 @@ class Timeline:
         Of equal turns the original rows come first, then the copies in the given order.
         """
         source = np.concatenate([np.arange(len(self)), *(rows for rows, _, _ in copies)])
-        order = np.argsort(np.concatenate([turn, *(at for _, at, _ in copies)]), kind="stable")
+        order = np.argsort(
+            np.concatenate([turn, *(positions for _, positions, _ in copies)]), kind="stable"
+        )
         changed = {name for _, _, columns in copies for name in columns}
-        found: dict[str, Any] = {}
+        sorted_columns: dict[str, Any] = {}
         for name in COLUMNS:
             column = getattr(self, name)
             if name in changed:
                 parts = (columns.get(name, column[rows]) for rows, _, columns in copies)
                 parts = (np.broadcast_to(p, len(r)) for p, (r, _, _) in zip(parts, copies))
                 column = np.concatenate([column, *parts], dtype=np.int32, casting="unsafe")
-                found[name] = column[order]
+                sorted_columns[name] = column[order]
             else:
-                found[name] = column[source[order]]
-            found[name].setflags(write=False)
-        return replace(self, **found)
+                sorted_columns[name] = column[source[order]]
+            sorted_columns[name].setflags(write=False)
+        return replace(self, **sorted_columns)
 
     def text(self, width: int | None = None) -> str:
         """Format one line per rank, `F0 F1 B0`; with several stages on a rank `2F0` names the
@@ -221,23 +225,23 @@ class Timeline:
 
         `width` (characters) shortens long lines in the middle.
         """
-        several = bool(np.any(np.bincount(self.stage_rank.clip(0), minlength=1) > 1))
+        show_stage = bool(np.any(np.bincount(self.stage_rank.clip(0), minlength=1) > 1))
         lines = []
         for rank in range(self.ranks):
             low, high = int(self.starts[rank]), int(self.starts[rank + 1])
             ends = [(low, high)]
             if width is not None and high - low > 2 * width:  # a word has at least two characters
                 ends = [(low, low + width), (high - width, high)]
-            words = [word for end in ends for word in self._words(*end, several)]
+            words = [word for end in ends for word in self._words(*end, show_stage)]
             lines.append(f"rank {rank}: {_shorten(words, width)}")
         return "\n".join(lines)
 
-    def _words(self, low: int, high: int, several: bool) -> list[str]:
+    def _words(self, low: int, high: int, show_stage: bool) -> list[str]:
         part = slice(low, high)
         columns = (self.kind[part], self.stage[part], self.microbatch[part], self.slice[part])
         sliced = self.slices > 1
         return [
-            f"{s if several else ''}{Kind(k).name}{m}{f'.{c}' if sliced else ''}"
+            f"{s if show_stage else ''}{Kind(k).name}{m}{f'.{c}' if sliced else ''}"
             for k, s, m, c in zip(*(x.tolist() for x in columns))
         ]
 
@@ -287,9 +291,9 @@ SINGLE_STAGE = timeline_from_rows([[Op(Kind.F, 0, 0), Op(Kind.B, 0, 0)]])
 
 def split_backwards(timeline: Timeline) -> Timeline:
     """Replace every B by I and W; gradients are sent after the I."""
-    whole = timeline.kind == Kind.B
-    first = replace(timeline, kind=np.where(whole, Kind.I, timeline.kind))
-    rows = np.flatnonzero(whole)
+    full = timeline.kind == Kind.B
+    first = replace(timeline, kind=np.where(full, Kind.I, timeline.kind))
+    rows = np.flatnonzero(full)
     return first.with_copies(2 * np.arange(len(timeline)), (rows, 2 * rows + 1, {"kind": Kind.W}))
 
 
@@ -315,14 +319,14 @@ class RowIndex:
     def rows_of(self, *kinds: Kind) -> Rows:
         """Return row numbers of these kinds, -1 where there is none; refuses two at one place."""
         rows = np.flatnonzero(np.isin(self.t.kind, kinds))
-        found = np.full(self.shape, -1, dtype=np.int64)
-        place = tuple(column[rows] for column in self.where)
-        found[place] = rows
-        twice = found[place] != rows
+        index = np.full(self.shape, -1, dtype=np.int64)
+        cell = tuple(column[rows] for column in self.where)
+        index[cell] = rows
+        twice = index[cell] != rows
         if twice.any():
             row = int(rows[np.argmax(twice)])
             raise TimelineError(f"{describe_row(self.t, row)} is there twice")
-        return found
+        return index
 
     def name(self, flat: Any) -> str:
         """Describe a place of the table."""
@@ -352,28 +356,28 @@ def dependencies(timeline: Timeline) -> tuple[Rows, Rows]:
     ]
     if table.shape[3] > 1:
         pairs += [(forward[..., :-1], forward[..., 1:]), (backward[..., 1:], backward[..., :-1])]
-    there = set(np.flatnonzero(np.bincount(timeline.kind, minlength=len(Kind))).tolist())
+    present = set(np.flatnonzero(np.bincount(timeline.kind, minlength=len(Kind))).tolist())
     for kinds in MEMORY_GROUPS:
-        steps = [forward, *(table.rows_of(k) for k in kinds if k in there), backward]
+        steps = [forward, *(table.rows_of(k) for k in kinds if k in present), backward]
         pairs += list(zip(steps[:-1], steps[1:])) if len(steps) > 2 else []
-    found = [_both(a, b) for a, b in pairs]
-    if there & {Kind.UNSHARD, Kind.REDUCE}:
-        found += [_latest(timeline, (Kind.UNSHARD,), COMPUTE_KINDS)]
-        found += [_latest(timeline, (Kind.REDUCE,), (Kind.STEP,))]
-    return np.concatenate([a for a, _ in found]), np.concatenate([b for _, b in found])
+    row_pairs = [_both(a, b) for a, b in pairs]
+    if present & {Kind.UNSHARD, Kind.REDUCE}:
+        row_pairs += [_latest(timeline, (Kind.UNSHARD,), COMPUTE_KINDS)]
+        row_pairs += [_latest(timeline, (Kind.REDUCE,), (Kind.STEP,))]
+    return np.concatenate([a for a, _ in row_pairs]), np.concatenate([b for _, b in row_pairs])
 
 
 def _both(before: Rows, after: Rows) -> tuple[Rows, Rows]:
-    there = (before >= 0) & (after >= 0)
-    return before[there], after[there]
+    exists = (before >= 0) & (after >= 0)
+    return before[exists], after[exists]
 
 
 def _latest(t: Timeline, makers: tuple[Kind, ...], users: tuple[Kind, ...]) -> tuple[Rows, Rows]:
     """Return the users, and for each the latest maker of its stage before it on its rank."""
     key = t.rank.astype(np.int64) * max(1, t.stages) + t.stage
-    made, used = (np.flatnonzero(np.isin(t.kind, kinds)) for kinds in (makers, users))
-    latest = latest_before(key, made, used)
-    return latest[latest >= 0], used[latest >= 0]
+    maker_rows, user_rows = (np.flatnonzero(np.isin(t.kind, kinds)) for kinds in (makers, users))
+    latest = latest_before(key, maker_rows, user_rows)
+    return latest[latest >= 0], user_rows[latest >= 0]
 
 
 def latest_before(key: Rows, makers: Rows, users: Rows) -> Rows:
@@ -381,11 +385,11 @@ def latest_before(key: Rows, makers: Rows, users: Rows) -> Rows:
     if not len(makers):
         return np.full(len(users), -1, dtype=np.int64)
     width = len(key) + 1
-    place = np.sort(key[makers] * width + makers)
-    at = np.searchsorted(place, key[users] * width + users) - 1
-    found = place[at.clip(0)]
-    same = (at >= 0) & (found // width == key[users])
-    return np.where(same, found % width, -1)
+    sorted_keys = np.sort(key[makers] * width + makers)
+    index = np.searchsorted(sorted_keys, key[users] * width + users) - 1
+    latest = sorted_keys[index.clip(0)]
+    matches = (index >= 0) & (latest // width == key[users])
+    return np.where(matches, latest % width, -1)
 
 
 def barrier_waits(t: Timeline, copies: Any) -> tuple[tuple[Rows, Rows], tuple[Rows, Rows]]:
@@ -406,14 +410,14 @@ def barrier_waits(t: Timeline, copies: Any) -> tuple[tuple[Rows, Rows], tuple[Ro
         )
     table = rows.reshape(t.ranks, -1)
     before, waits = [], []
-    for plain in (False, True):
-        stream = np.flatnonzero(copies == plain)
-        at = np.searchsorted(stream, table) - 1
-        there = at >= 0
-        last = np.where(there, stream[at], 0) if len(stream) else np.zeros_like(table)
-        there &= t.rank[last] == np.arange(t.ranks)[:, None]
-        before.append(last[there])
-        waits.append(np.broadcast_to(table[0], table.shape)[there])
+    for is_copy in (False, True):
+        stream = np.flatnonzero(copies == is_copy)
+        index = np.searchsorted(stream, table) - 1
+        exists = index >= 0
+        last = np.where(exists, stream[index], 0) if len(stream) else np.zeros_like(table)
+        exists &= t.rank[last] == np.arange(t.ranks)[:, None]
+        before.append(last[exists])
+        waits.append(np.broadcast_to(table[0], table.shape)[exists])
     first = np.broadcast_to(table[0], table[1:].shape)
     return (np.concatenate(before), np.concatenate(waits)), (first.ravel(), table[1:].ravel())
 

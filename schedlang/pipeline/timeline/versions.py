@@ -20,10 +20,10 @@ def update_versions(timeline: Timeline) -> Column:
     Raises TimelineError as `check_versions` does.
     """
     check_versions(timeline)
-    found: Column = np.ones(timeline.microbatches, dtype=np.int32)
+    versions: Column = np.ones(timeline.microbatches, dtype=np.int32)
     for stage in _stages(timeline):
-        found[stage.microbatch[stage.back]] = stage.newest[stage.back] + 1
-    return found
+        versions[stage.microbatch[stage.back]] = stage.newest[stage.back] + 1
+    return versions
 
 
 def check_versions(timeline: Timeline) -> None:
@@ -40,22 +40,22 @@ def check_versions(timeline: Timeline) -> None:
     groups: dict[int, tuple[int, int]] = {}
     for stage in _stages(timeline):
         stage.check()
-        for microbatch, made in zip(stage.microbatch[stage.back], stage.newest[stage.back] + 1):
-            known = groups.setdefault(int(microbatch), (int(made), stage.index))
-            if known[0] != made:
+        for microbatch, version in zip(stage.microbatch[stage.back], stage.newest[stage.back] + 1):
+            first = groups.setdefault(int(microbatch), (int(version), stage.index))
+            if first[0] != version:
                 raise TimelineError(
-                    f"microbatch {microbatch} goes into update {known[0]} of stage {known[1]} and"
-                    f" into update {made} of stage {stage.index}: the same on all stages"
+                    f"microbatch {microbatch} goes into update {first[0]} of stage {first[1]} and"
+                    f" into update {version} of stage {stage.index}: the same on all stages"
                 )
 
 
 def weight_copies(timeline: Timeline) -> NDArray[np.int64]:
     """Return the most versions of its weights that each stage holds at a time; 1 where none is
     kept."""
-    most = np.ones(timeline.stages, dtype=np.int64)
+    counts = np.ones(timeline.stages, dtype=np.int64)
     for stage in _stages(timeline):
-        most[stage.index] = stage.copies()
-    return most
+        counts[stage.index] = stage.copies()
+    return counts
 
 
 @dataclass(frozen=True)
@@ -77,58 +77,58 @@ class _Stage:
 
     def check(self) -> None:
         steps = self.kind == Kind.STEP
-        made = self.version[steps]
-        if not np.array_equal(made, np.arange(1, len(made) + 1)):
-            self.refuse(f"makes the versions {made.tolist()}, not 1, 2, .. in this order")
-        if self.back.any() and (not steps.any() or self.newest[self.back].max() == len(made)):
+        versions = self.version[steps]
+        if not np.array_equal(versions, np.arange(1, len(versions) + 1)):
+            self.refuse(f"makes the versions {versions.tolist()}, not 1, 2, .. in this order")
+        if self.back.any() and (not steps.any() or self.newest[self.back].max() == len(versions)):
             self.refuse("has a backward that no update follows")
-        if len(np.unique(self.newest[self.back])) != len(made):
+        if len(np.unique(self.newest[self.back])) != len(versions):
             self.refuse("has an update without a backward before it")
         ahead = ~steps & ((self.version > self.newest) | (self.version < 0))
         if ahead.any():
-            at = int(np.argmax(ahead))
+            row = int(np.argmax(ahead))
             self.refuse(
-                f"reads version {self.version[at]} for microbatch {self.microbatch[at]}, when"
-                f" version {self.newest[at]} is the newest"
+                f"reads version {self.version[row]} for microbatch {self.microbatch[row]}, when"
+                f" version {self.newest[row]} is the newest"
             )
         self.check_kept(~steps)
 
     def check_kept(self, reads: NDArray[np.bool_]) -> None:
         forward = np.flatnonzero(self.kind == Kind.F)
-        of = np.zeros(int(self.microbatch.max(initial=0)) + 1, dtype=np.int32)
-        of[self.microbatch[forward]] = self.version[forward]
-        moved = self.back & (self.version != of[self.microbatch])
+        read_version = np.zeros(int(self.microbatch.max(initial=0)) + 1, dtype=np.int32)
+        read_version[self.microbatch[forward]] = self.version[forward]
+        changed = self.back & (self.version != read_version[self.microbatch])
         late = reads & (self.version != self.newest)
-        if moved.any() and late.any():
-            at = int(np.argmax(moved))
+        if changed.any() and late.any():
+            row = int(np.argmax(changed))
             self.refuse(
-                f"reads version {self.version[at]} in a backward of microbatch"
-                f" {self.microbatch[at]} and another one in its forward: that is for stages all of"
+                f"reads version {self.version[row]} in a backward of microbatch"
+                f" {self.microbatch[row]} and another one in its forward: that is for stages all of"
                 " whose rows read the newest weights"
             )
 
-    def refuse(self, what: str) -> None:
-        raise TimelineError(f"stage {self.index} {what}")
+    def refuse(self, problem: str) -> None:
+        raise TimelineError(f"stage {self.index} {problem}")
 
     def copies(self) -> int:
         steps = np.flatnonzero(self.kind == Kind.STEP)
         rows = len(self.kind)
-        born = np.concatenate([[0], steps])
-        dies = np.concatenate([steps, [rows]])  # the newest version is always held
+        starts = np.concatenate([[0], steps])
+        ends = np.concatenate([steps, [rows]])  # the newest version is always held
         reads = self.kind != Kind.STEP
-        np.maximum.at(dies, self.version[reads], np.flatnonzero(reads))
-        held = np.zeros(rows + 2, dtype=np.int64)
-        np.add.at(held, born, 1)
-        np.add.at(held, dies, -1)
-        return int(np.cumsum(held).max(initial=1))
+        np.maximum.at(ends, self.version[reads], np.flatnonzero(reads))
+        changes = np.zeros(rows + 2, dtype=np.int64)
+        np.add.at(changes, starts, 1)
+        np.add.at(changes, ends, -1)
+        return int(np.cumsum(changes).max(initial=1))
 
 
 def _stages(timeline: Timeline) -> Iterator[_Stage]:
     rows = np.flatnonzero(np.isin(timeline.kind, (*READING_KINDS, Kind.STEP)))
     order = np.lexsort((rows, timeline.stage[rows], timeline.replica[rows]))
     rows = rows[order]
-    place = timeline.replica[rows] * timeline.stages + timeline.stage[rows]
-    for part in np.split(rows, np.flatnonzero(np.diff(place)) + 1):
+    key = timeline.replica[rows] * timeline.stages + timeline.stage[rows]
+    for part in np.split(rows, np.flatnonzero(np.diff(key)) + 1):
         if len(part):
             kind, version = timeline.kind[part], timeline.version[part]
             steps = (kind == Kind.STEP).astype(np.int64)

@@ -74,23 +74,26 @@ class OperatorCosts(UnitCosts):
         with super().counting(unit, arguments):
             yield
         del self._calls[unit]
-        for ran in call.ran[: call.repeated]:
-            storages = {key_of(one): one for one in ran.made}
-            if ran.key is None or call.written & set(storages):
-                self.fixed[unit] += ran.work
+        for operator in call.ran[: call.repeated]:
+            storages = {key_of(tensor): tensor for tensor in operator.made}
+            if operator.key is None or call.written & set(storages):
+                self.fixed[unit] += operator.work
             else:
-                self._add(unit, ran, storages, call.saved)
+                self._add(unit, operator, storages, call.saved)
 
     def _add(
         self, unit: int, ran: _RanOperator, storages: dict[int, Tensor], saved: set[int]
     ) -> None:
         assert ran.key is not None
         seen: set[int] = set()
-        sizes = {key: self._size(one, seen) for key, one in storages.items()}
-        old = self._found[unit].get(ran.key, Operator(ran.key, 0.0, 0))
-        inside = sum(size for key, size in sizes.items() if key in saved)
+        sizes = {key: self._size(tensor, seen) for key, tensor in storages.items()}
+        operator = self._found[unit].get(ran.key, Operator(ran.key, 0.0, 0))
+        in_saved = sum(size for key, size in sizes.items() if key in saved)
         self._found[unit][ran.key] = Operator(
-            ran.key, old.work + ran.work, old.bytes + sum(sizes.values()), old.saved + inside
+            ran.key,
+            operator.work + ran.work,
+            operator.bytes + sum(sizes.values()),
+            operator.saved + in_saved,
         )
 
     def count_saved(self, unit: int, tensor: Tensor, size: int) -> None:
@@ -105,16 +108,16 @@ class OperatorCosts(UnitCosts):
     def count_operations(self, unit: int, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Count one operator of a unit."""
         super().count_operations(unit, func, args, kwargs, output)
-        made = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
-        new = is_functional(func)
-        work = operations(func, args, kwargs, output) if new else 0.0
+        outputs = [value for value in tree_leaves(output) if isinstance(value, Tensor)]
+        repeats = is_functional(func)
+        work = operations(func, args, kwargs, output) if repeats else 0.0
         self.forward[unit] += work
         call = self._calls[unit]
-        for argument, one in zip(func._schema.arguments, args):
+        for argument, value in zip(func._schema.arguments, args):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                call.written |= {key_of(t) for t in tree_leaves(one) if isinstance(t, Tensor)}
+                call.written |= {key_of(t) for t in tree_leaves(value) if isinstance(t, Tensor)}
         call.ran.append(
-            _RanOperator(call.turns.next_key(func, args, kwargs), work, made if new else [])
+            _RanOperator(call.turns.next_key(func, args, kwargs), work, outputs if repeats else [])
         )
 
 
@@ -159,13 +162,13 @@ class _Probe(QuantizedActivations):
         probed = self.state.only
         return self.coding if probed in (None, SavedPlace(self.fqn, number)) else None
 
-    def note(self, number: int, tensor: Tensor, made: QuantizedTensor) -> None:
+    def note(self, number: int, tensor: Tensor, quantized: QuantizedTensor) -> None:
         """Record, in the first pass, the module and elements of a place; that pass quantizes
         all."""
         if self.state.only is None:
             place = SavedPlace(self.fqn, number)
-            seen = self.state.places.setdefault(place, PlaceFacts(scope.current_site()))
-            seen.elements += tensor.numel()
+            facts = self.state.places.setdefault(place, PlaceFacts(scope.current_site()))
+            facts.elements += tensor.numel()
 
 
 @dataclass
@@ -195,12 +198,12 @@ def find_places(
     if state.places and not on_meta:
         state.only = SavedPlace("", -1)
         exact = _gradient(model, run, 0)
-        for place, seen in state.places.items():
+        for place, facts in state.places.items():
             state.only = place
             changes = [
                 _distance(_gradient(model, run, draw), exact) for draw in range(PROBE_PASSES)
             ]
-            seen.change = sum(changes) / PROBE_PASSES
+            facts.change = sum(changes) / PROBE_PASSES
     return state.places
 
 
@@ -219,5 +222,5 @@ def _forward(run: Run, draw: int) -> Tensor | None:
         return run()
 
 
-def _distance(found: list[Tensor], exact: list[Tensor]) -> float:
-    return sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, exact))
+def _distance(gradient: list[Tensor], exact: list[Tensor]) -> float:
+    return sum(float((a.double() - b.double()).square().sum()) for a, b in zip(gradient, exact))

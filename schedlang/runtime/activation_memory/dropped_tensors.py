@@ -80,10 +80,10 @@ class DroppedTensors(ABC):
             count += 1
             value = tensor.detach() if tensor.requires_grad else tensor
             if note is not None:
-                now = value.shape, value.dtype, value.device
-                if now != facts:
+                current = value.shape, value.dtype, value.device
+                if current != facts:
                     self._fail(
-                        f"saved {_text(now)} the second time where it saved {_text(facts)} the"
+                        f"saved {_text(current)} the second time where it saved {_text(facts)} the"
                         " first"
                     )
                 note.value = value
@@ -98,8 +98,10 @@ class DroppedTensors(ABC):
             return
         self._fail(f"saved {count} tensors the second time, {last} the first")
 
-    def _fail(self, what: str) -> None:
-        raise RuntimeError(f"recomputation of {self.describe_modules()} ran differently: it {what}")
+    def _fail(self, change: str) -> None:
+        raise RuntimeError(
+            f"recomputation of {self.describe_modules()} ran differently: it {change}"
+        )
 
 
 def _text(facts: Facts) -> str:
@@ -116,10 +118,10 @@ def save_tensors(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
 
     They come back detached. A tensor that was written into since raises an error, as in autograd.
     """
-    keep = outer_pack()
-    if keep is pack_unchanged:
+    pack = outer_pack()
+    if pack is pack_unchanged:
         saved: list[Any] = [VersionedTensor(tensor) for tensor in tensors]
     else:
         with torch.no_grad():
-            saved = [keep(tensor.detach()) for tensor in tensors]
-    return lambda: [unpack(one) for one in saved]
+            saved = [pack(tensor.detach()) for tensor in tensors]
+    return lambda: [unpack(entry) for entry in saved]

@@ -67,18 +67,20 @@ class BudgetPool:
         self.evict()
         self.peak = max(self.peak, self.held_bytes)
 
-    def evict(self, room: int = 0) -> None:
-        """Drop the blocks of least score until all fit with `room` more bytes, or none can be
-        dropped."""
-        if self.held_bytes + room > self.budget:
+    def evict(self, needed_bytes: int = 0) -> None:
+        """Drop the blocks of least score until all fit with `needed_bytes` more bytes, or none can
+        be dropped."""
+        if self.held_bytes + needed_bytes > self.budget:
             busy: set[int] = set()
             for block in self._path:
                 busy |= {id(block), *map(id, block.parents)}
-            loose = (one for one in self._held.values() if not one.pinned)
-            free = {id(one): one for one in loose if id(one) not in busy}
-            while self.held_bytes + room > self.budget and free:
-                worst = min(free.values(), key=self._score)
-                del free[id(worst)]
+            unpinned = (candidate for candidate in self._held.values() if not candidate.pinned)
+            evictable = {
+                id(candidate): candidate for candidate in unpinned if id(candidate) not in busy
+            }
+            while self.held_bytes + needed_bytes > self.budget and evictable:
+                worst = min(evictable.values(), key=self._score)
+                del evictable[id(worst)]
                 self._drop(worst)
 
     def materialize(self, block: StorageBlock) -> Tensor:
@@ -87,18 +89,18 @@ class BudgetPool:
             before, self._path = self._path, [*self._path, block]
             while block.tensor is None:
                 top = self._path[-1]
-                missing = next((one for one in top.parents if one.tensor is None), None)
+                missing = next((parent for parent in top.parents if parent.tensor is None), None)
                 if missing is not None:
                     self._path.append(missing)
                     continue
                 self._run(top)
                 self._path.pop()
             self._path = before
-        found = block.tensor
-        if found._version != block.version:
+        tensor = block.tensor
+        if tensor._version != block.version:
             raise _mutation_refusal("a tensor that its backward needs")
         block.used = self.clock
-        return found
+        return tensor
 
     def _run(self, block: StorageBlock) -> None:
         assert block.node is not None
@@ -106,14 +108,14 @@ class BudgetPool:
         for parent in block.parents:
             parent.used = self.clock
         outputs = [ref() for ref in node.outputs]
-        self.evict(sum(one.size for one in outputs if one is not None and one.tensor is None))
-        made = node.run()
+        self.evict(sum(t.size for t in outputs if t is not None and t.tensor is None))
+        results = node.run()
         self.clock += node.work
         self.repeated_work += node.work
-        for output, one in zip(outputs, made, strict=True):
+        for output, t in zip(outputs, results, strict=True):
             if output is not None and output.tensor is None:
-                assert one is not None and one.untyped_storage().nbytes() == output.size
-                self.hold(output, one)
+                assert t is not None and t.untyped_storage().nbytes() == output.size
+                self.hold(output, t)
 
     def _drop(self, block: StorageBlock) -> None:
         del self._held[block.number]
@@ -138,16 +140,16 @@ class StorageBlock:
     """
 
     def __init__(
-        self, pool: BudgetPool, like: Tensor, changes: list[int], node: OperatorNode | None = None
+        self, pool: BudgetPool, tensor: Tensor, changes: list[int], node: OperatorNode | None = None
     ) -> None:
         self.pool, self.changes, self.node = (
             pool,
             changes,
             node,
         )  # changes: one counter for a full call
-        self.size = like.untyped_storage().nbytes()
-        self.dtype = like.dtype
-        self.base = (tuple(like.shape), like.stride(), like.storage_offset())
+        self.size = tensor.untyped_storage().nbytes()
+        self.dtype = tensor.dtype
+        self.base = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
         self.tensor: Tensor | None = None
         self.version = self.number = 0
         self.pinned, self.used = node is None, 0.0
@@ -229,7 +231,7 @@ class OperatorNode:
         self.parents = tuple(
             {id(r.block): r.block for r in leaves if isinstance(r, TensorRef)}.values()
         )
-        self._outside = tuple(one for one in leaves if isinstance(one, OuterTensor))
+        self._outside = tuple(leaf for leaf in leaves if isinstance(leaf, OuterTensor))
         self.into: StorageBlock | None = (
             None  # the operator writes into this block: a second run into a copy
         )
@@ -239,29 +241,31 @@ class OperatorNode:
 
     def run(self) -> list[Tensor | None]:
         """Run the operator again; return its outputs."""
-        self.refill([one.tensor for one in self._outside])
+        self.refill([leaf.tensor for leaf in self._outside])
         with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
             copied = None if self.into is None else _copy_values(self.into)
 
-            def value(one: TensorRef | OuterTensor) -> Tensor:
-                if isinstance(one, OuterTensor):
-                    return one.get()
-                own = copied if one.block is self.into else None
-                return one.view_of(one.block.pool.materialize(one.block) if own is None else own)
+            def value(ref: TensorRef | OuterTensor) -> Tensor:
+                if isinstance(ref, OuterTensor):
+                    return ref.get()
+                target = copied if ref.block is self.into else None
+                return ref.view_of(
+                    ref.block.pool.materialize(ref.block) if target is None else target
+                )
 
             args, kwargs = tree_map_only((TensorRef, OuterTensor), value, self.arguments)
             with self.rng_state or nullcontext():
-                made = self.operator(*args, **kwargs)
+                output = self.operator(*args, **kwargs)
         if copied is not None:
             return [copied]
-        return [one if isinstance(one, Tensor) else None for one in tree_leaves(made)]
+        return [leaf if isinstance(leaf, Tensor) else None for leaf in tree_leaves(output)]
 
 
-def _mutation_refusal(what: str) -> Refusal:
+def _mutation_refusal(target: str) -> Refusal:
     return Refusal.of(
         "S846",
         "a module with a memory budget reads a tensor that was changed in place",
-        notes=(f"the model changed {what} in place, after the module read it",),
+        notes=(f"the model changed {target} in place, after the module read it",),
         helps=("leave this module out of the row", "or select the module that changes it, too"),
     )
 
@@ -281,11 +285,15 @@ def _dropped_around(block: StorageBlock) -> Iterator[OperatorNode]:
     for step in (_inputs_of, _outputs_of):
         waiting = [block]
         while waiting:
-            one = waiting.pop()
-            if one.node is not None and id(one.node) not in seen:
-                seen.add(id(one.node))
-                yield one.node
-            waiting += [o for o in step(one) if o.tensor is None and id(o.node) not in seen]
+            current = waiting.pop()
+            if current.node is not None and id(current.node) not in seen:
+                seen.add(id(current.node))
+                yield current.node
+            waiting += [
+                other
+                for other in step(current)
+                if other.tensor is None and id(other.node) not in seen
+            ]
 
 
 def _inputs_of(block: StorageBlock) -> Iterator[StorageBlock]:
@@ -294,7 +302,7 @@ def _inputs_of(block: StorageBlock) -> Iterator[StorageBlock]:
 
 def _outputs_of(block: StorageBlock) -> Iterator[StorageBlock]:
     for node in list(block.users):
-        yield from (one for ref in node.outputs if (one := ref()) is not None)
+        yield from (output for ref in node.outputs if (output := ref()) is not None)
 
 
 # ---- Modules that drop saved tensors above a budget, and make them again operator by operator.
@@ -322,8 +330,12 @@ def limit_saved_bytes(modules: Sequence[nn.Module], budget: int) -> BudgetPool:
 
 def budget_pools(model: nn.Module) -> list[BudgetPool]:
     """Return the pools of a model, of modules to which `limit_saved_bytes` was applied."""
-    found = [layer_of(module, "checkpoint") for module in model.modules()]
-    return list({id(one.pool): one.pool for one in found if isinstance(one, BudgetPolicy)}.values())
+    policies = [layer_of(module, "checkpoint") for module in model.modules()]
+    return list(
+        {
+            id(policy.pool): policy.pool for policy in policies if isinstance(policy, BudgetPolicy)
+        }.values()
+    )
 
 
 class BudgetPolicy(SavedTensorPolicy):
@@ -334,13 +346,13 @@ class BudgetPolicy(SavedTensorPolicy):
 
     def run_recorded(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `inner`, and record its operators."""
-        inside = ModuleWalk(self.module)
-        before = buffer_versions(inside.current())
-        noted = _OperatorRecorder(self.module, self.pool)
-        with pack_hooks(noted.pack), noted:
+        walk = ModuleWalk(self.module)
+        before = buffer_versions(walk.current())
+        recorder = _OperatorRecorder(self.module, self.pool)
+        with pack_hooks(recorder.pack), recorder:
             output = inner(*args, **kwargs)
-        noted.known.clear()
-        check_buffers(self.module, before, inside.current())
+        recorder.known.clear()
+        check_buffers(self.module, before, walk.current())
         return output
 
 
@@ -351,29 +363,29 @@ class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.pool, self.changes = pool, [0]
         self.known: dict[int, tuple[StorageWeakRef, StorageBlock]] = {}
-        self._weights = {key_of(one) for one in (*module.parameters(), *module.buffers())}
-        units = [one for one in module.modules() if isinstance(one, FSDPModule)]
+        self._weights = {key_of(item) for item in (*module.parameters(), *module.buffers())}
+        units = [item for item in module.modules() if isinstance(item, FSDPModule)]
         self._refill = lambda tensors: _unshard(units, tensors)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        arguments = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        arguments = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         written = list(_written_tensors(func, args, kwargs))
         if written:
             return self._write(func, args, kwargs, arguments, written)
         if not _is_repeatable(func) or not all(map(_is_plain, arguments)):
             return func(*args, **kwargs)
         node = self._node(func, args, kwargs, arguments)
-        old = {key_of(one) for one in arguments}
+        input_keys = {key_of(value) for value in arguments}
         output = func(*args, **kwargs)
-        made = [one if isinstance(one, Tensor) else None for one in tree_leaves(output)]
+        outputs = [value if isinstance(value, Tensor) else None for value in tree_leaves(output)]
         node.work = operations(func, args, kwargs, output)
         self.pool.clock += node.work
-        for one in made:
-            if one is not None and _is_plain(one) and key_of(one) not in old:
-                node.outputs.append(weakref.ref(self._register(one, node)))
+        for value in outputs:
+            if value is not None and _is_plain(value) and key_of(value) not in input_keys:
+                node.outputs.append(weakref.ref(self._register(value, node)))
             else:
                 node.outputs.append(_no_block)
         return output
@@ -381,9 +393,9 @@ class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _node(self, func: Any, args: Any, kwargs: Any, arguments: Sequence[Tensor]) -> OperatorNode:
         rng_state = None
         if draws_random(func, args, kwargs):
-            own = [one for one in tree_leaves(kwargs) if isinstance(one, torch.Generator)]
+            generators = [leaf for leaf in tree_leaves(kwargs) if isinstance(leaf, torch.Generator)]
             rng_state = RestoredGenerators(
-                own or default_generators(one.device for one in arguments)
+                generators or default_generators(leaf.device for leaf in arguments)
             )
         refs = tree_map_only(Tensor, self._ref, (args, kwargs))
         return OperatorNode(func, refs, 0.0, rng_state, self._refill)
@@ -396,10 +408,10 @@ class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return block
 
     def _block(self, tensor: Tensor) -> StorageBlock | None:
-        found = self.known.get(tensor.untyped_storage()._cdata)
-        if found is None or found[0].expired():  # type: ignore[no-untyped-call]
+        entry = self.known.get(tensor.untyped_storage()._cdata)
+        if entry is None or entry[0].expired():  # type: ignore[no-untyped-call]
             return None
-        return found[1]
+        return entry[1]
 
     def _is_weight(self, tensor: Tensor) -> bool:
         base = tensor._base if tensor._is_view() else tensor
@@ -448,9 +460,9 @@ class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node.into = block
         output = func(*args, **kwargs)
         node.work = float(written[0].numel())
-        new = self._register(written[0], node)
-        new.base = block.base
-        node.outputs.append(weakref.ref(new))
+        target = self._register(written[0], node)
+        target.base = block.base
+        node.outputs.append(weakref.ref(target))
         return output
 
     def _before_write(self, tensor: Tensor) -> None:
@@ -462,10 +474,10 @@ class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         for node in list(block.users):
             for ref in node.outputs:
-                one = ref()
-                if one is not None:
-                    self.pool.materialize(one)
-                    one.pinned = True
+                output = ref()
+                if output is not None:
+                    self.pool.materialize(output)
+                    output.pinned = True
         del self.known[tensor.untyped_storage()._cdata]
 
     # -- what autograd saves -----------------------------------------------------------------------
@@ -508,15 +520,15 @@ def _is_collective(operator: Any) -> bool:
 def _written_tensors(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Iterator[Tensor]:
     """Yield the tensors that an operator writes into; for a collective, all its arguments."""
     schema = operator._schema
-    sends = _is_collective(operator)
-    arguments = dict(zip((one.name for one in schema.arguments), args)) | kwargs
-    for one in schema.arguments:
-        if sends or one.alias_info is not None and one.alias_info.is_write:
-            yield from (t for t in tree_leaves(arguments.get(one.name)) if isinstance(t, Tensor))
+    is_collective = _is_collective(operator)
+    arguments = dict(zip((arg.name for arg in schema.arguments), args)) | kwargs
+    for arg in schema.arguments:
+        if is_collective or arg.alias_info is not None and arg.alias_info.is_write:
+            yield from (t for t in tree_leaves(arguments.get(arg.name)) if isinstance(t, Tensor))
 
 
 def _unshard(units: Sequence[FSDPModule], tensors: Sequence[Tensor]) -> None:
     """Gather parameters that were freed after their forward; the backward frees them, as usual."""
-    if any(one.numel() and not one.untyped_storage().nbytes() for one in tensors):
+    if any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in tensors):
         for unit in units:
             unit.unshard()

@@ -57,27 +57,27 @@ class NearTies:
 
     found: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def note(self, stream: int, first: int, moved: Tensor, levels: int) -> None:
-        """Record ties in `moved`, values to be rounded down to 0..`levels`, of elements from
-        `first`."""
-        flat = moved.detach().reshape(-1)
+    def note(self, stream: int, offset: int, scaled: Tensor, levels: int) -> None:
+        """Record ties in `scaled`, values to be rounded down to 0..`levels`, of elements from
+        `offset`."""
+        flat = scaled.detach().reshape(-1)
         ties = ((flat - flat.round()).abs() <= tie_margin(levels)).nonzero()[:, 0]
-        places, values = (ties + first).cpu(), flat[ties].double().cpu()
+        positions, values = (ties + offset).cpu(), flat[ties].double().cpu()
         if stream in self.found:
-            known = self.found[stream]
-            places, values = torch.cat([known[0], places]), torch.cat([known[1], values])
-        self.found[stream] = places, values
+            earlier = self.found[stream]
+            positions, values = torch.cat([earlier[0], positions]), torch.cat([earlier[1], values])
+        self.found[stream] = positions, values
 
     def gather(self) -> NearTieMap:
         """Return the ties of all ranks; ranks with one stream draw alike for their own parts."""
         if world.size() == 1:
             return self.found
-        out: dict[int, tuple[Tensor, Tensor]] = {}
-        for found in world.all_gather_object(self.found):
-            for draws, (places, values) in found.items():
-                known = out.get(draws, (places[:0], values[:0]))
-                out[draws] = torch.cat([known[0], places]), torch.cat([known[1], values])
-        return out
+        merged: dict[int, tuple[Tensor, Tensor]] = {}
+        for rank_ties in world.all_gather_object(self.found):
+            for draws, (positions, values) in rank_ties.items():
+                earlier = merged.get(draws, (positions[:0], values[:0]))
+                merged[draws] = torch.cat([earlier[0], positions]), torch.cat([earlier[1], values])
+        return merged
 
 
 def tie_margin(levels: int) -> float:
@@ -91,20 +91,20 @@ _near_ties: ContextVar[NearTies | None] = ContextVar("tipped", default=None)
 @contextmanager
 def record_near_ties() -> Iterator[NearTies]:
     """Record near ties in float32 in this thread, within a block."""
-    tipped = NearTies()
-    token = _near_ties.set(tipped)
+    ties = NearTies()
+    token = _near_ties.set(ties)
     try:
-        yield tipped
+        yield ties
     finally:
         _near_ties.reset(token)
 
 
-def note_near_ties(stream: int, first: int, moved: Tensor, levels: int) -> None:
+def note_near_ties(stream: int, offset: int, scaled: Tensor, levels: int) -> None:
     """Record near ties of values that are about to be rounded down, if `record_near_ties` is
     active."""
-    tipped = _near_ties.get()
-    if tipped is not None and moved.dtype == torch.float32 and not moved.is_meta:
-        tipped.note(stream, first, moved, levels)
+    ties = _near_ties.get()
+    if ties is not None and scaled.dtype == torch.float32 and not scaled.is_meta:
+        ties.note(stream, offset, scaled, levels)
 
 
 # ---- Tensors as integers of 8, 4 or 2 bits: a least value and a step for each block of elements.
@@ -143,8 +143,8 @@ class Quantization:
     def stored_bytes(self, count: int, item: int) -> int:
         """Return the bytes in which `count` elements of `item` bytes are stored."""
         blocks = -(-count // self.block)
-        each = 8 if self.bits > 8 else self.bits / 8
-        return round(blocks * self.block * each) + 2 * blocks * max(item, 4)
+        item_bytes = 8 if self.bits > 8 else self.bits / 8
+        return round(blocks * self.block * item_bytes) + 2 * blocks * max(item, 4)
 
 
 @dataclass(frozen=True)
@@ -167,73 +167,73 @@ class QuantizedTensor:
 
     def tensor(self) -> Tensor:
         """Return the dequantized tensor; equal at each call."""
-        made = torch.empty_strided(
+        result = torch.empty_strided(
             self.shape, self.stride, dtype=self.dtype, device=self.codes.device
         )
-        plain = made.is_contiguous()
+        contiguous = result.is_contiguous()
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            flat = made.view(-1) if plain else made.new_empty(made.numel())
-            for blocks, some in _pieces(self.coding, flat):
+            flat = result.view(-1) if contiguous else result.new_empty(result.numel())
+            for blocks, elements in _pieces(self.coding, flat):
                 codes, step = _unpack_bits(self.codes[blocks], self.coding), self.step[blocks, None]
                 numbers = codes.to(self.least.dtype).mul_(step.abs()).add_(self.least[blocks, None])
                 if self.far is not None:
                     is_extreme = (codes == self.coding.reserved_code) & step.signbit()
                     numbers = torch.where(is_extreme, self.far, numbers)
-                flat[some] = numbers.view(-1)[: some.stop - some.start]
-            return made if plain else made.copy_(flat.view(self.shape))
+                flat[elements] = numbers.view(-1)[: elements.stop - elements.start]
+            return result if contiguous else result.copy_(flat.view(self.shape))
 
 
 def quantize(
-    tensor: Tensor, coding: Quantization, stream: int, unseen: bool = False
+    tensor: Tensor, coding: Quantization, stream: int, on_device: bool = False
 ) -> QuantizedTensor:
     """Quantize a tensor of floats, with draws from `stream` (a signed 64-bit number).
 
-    `unseen`: the tensor may hold values without a finite size; they come back as one value (of
+    `on_device`: the tensor may hold values without a finite size; they come back as one value (of
     several, the farthest).
     """
-    work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    work_dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     blocks = -(-tensor.numel() // coding.block)
     stride = torch.empty_like(tensor, device="meta").stride()  # dense
-    new = tensor.detach().new_empty
+    new_empty = tensor.detach().new_empty
     with torch._C.DisableTorchFunction(), torch.no_grad():
         width = coding.block // _PACKED.get(coding.bits, 1)
-        codes = new((blocks, width), dtype=torch.uint8 if coding.bits <= 8 else torch.int64)
-        least, step = new(blocks, dtype=work), new(blocks, dtype=work)
+        codes = new_empty((blocks, width), dtype=torch.uint8 if coding.bits <= 8 else torch.int64)
+        minima, step = new_empty(blocks, dtype=work_dtype), new_empty(blocks, dtype=work_dtype)
         flat = tensor.detach().reshape(-1)
-        ends = ExtremeValues(flat, work) if unseen else None
-        _quantize_pieces(flat, coding, stream, (codes, least, step), ends)
-        far = None if ends is None else ends.common_value()
-    return QuantizedTensor(coding, codes, least, step, tensor.dtype, tensor.shape, stride, far)
+        ends = ExtremeValues(flat, work_dtype) if on_device else None
+        _quantize_pieces(flat, coding, stream, (codes, minima, step), ends)
+        extreme = None if ends is None else ends.common_value()
+    return QuantizedTensor(coding, codes, minima, step, tensor.dtype, tensor.shape, stride, extreme)
 
 
 def _quantize_pieces(
     flat: Tensor,
     coding: Quantization,
     stream: int,
-    into: tuple[Tensor, Tensor, Tensor],
+    outputs: tuple[Tensor, Tensor, Tensor],
     ends: ExtremeValues | None,
 ) -> None:
     """Write the integers of all elements, piece by piece."""
-    codes, least, step = into
-    for blocks, some in _pieces(coding, flat):
-        rows = _rows(flat[some], coding.block).to(least.dtype)
+    codes, minima, step = outputs
+    for blocks, elements in _pieces(coding, flat):
+        rows = _rows(flat[elements], coding.block).to(minima.dtype)
         is_extreme = None if ends is None else ends.note(rows)
         if is_extreme is None:
             low, levels = rows.amin(1), coding.levels
             size = (rows.amax(1) - low) / levels
-            least[blocks], step[blocks] = low, size
+            minima[blocks], step[blocks] = low, size
         else:
             low, high = _finite_range(rows, is_extreme)
             has_extreme = is_extreme.any(1)
             size = (high - low) / (coding.levels - has_extreme.to(low.dtype))
-            least[blocks], step[blocks] = low, torch.where(has_extreme, -size, size)
+            minima[blocks], step[blocks] = low, torch.where(has_extreme, -size, size)
         exact = (rows - low[:, None]) / torch.where(size > 0, size, 1.0)[:, None]
-        moved = exact + _random_numbers(exact, some.start, stream)
-        note_near_ties(stream, some.start, moved, coding.levels)
-        numbers = moved.floor_().clamp_(0, coding.levels)
+        noisy = exact + _random_numbers(exact, elements.start, stream)
+        note_near_ties(stream, elements.start, noisy, coding.levels)
+        numbers = noisy.floor_().clamp_(0, coding.levels)
         if is_extreme is not None:
-            most = (coding.levels - is_extreme.any(1).to(low.dtype))[:, None]
-            numbers = torch.where(is_extreme, coding.reserved_code, torch.minimum(numbers, most))
+            top = (coding.levels - is_extreme.any(1).to(low.dtype))[:, None]
+            numbers = torch.where(is_extreme, coding.reserved_code, torch.minimum(numbers, top))
         codes[blocks] = _pack_bits(numbers, coding)
 
 
@@ -243,24 +243,24 @@ def _finite_range(rows: Tensor, is_extreme: Tensor) -> tuple[Tensor, Tensor]:
         rows.masked_fill(is_extreme, torch.inf).amin(1),
         rows.masked_fill(is_extreme, -torch.inf),
     )
-    none = is_extreme.all(1)
-    return low.masked_fill(none, 0.0), high.amax(1).masked_fill(none, 0.0)
+    all_extreme = is_extreme.all(1)
+    return low.masked_fill(all_extreme, 0.0), high.amax(1).masked_fill(all_extreme, 0.0)
 
 
 def size_bound(dtype: torch.dtype) -> float:
     """Return the size from which a value has no finite size; float16 has real values near its
     end."""
-    most = torch.finfo(dtype).max
-    return most * 0.9 if dtype == torch.float16 else most / 4
+    limit = torch.finfo(dtype).max
+    return limit * 0.9 if dtype == torch.float16 else limit / 4
 
 
 class ExtremeValues:
     """The farthest value without a finite size in a tensor, kept on the device."""
 
-    def __init__(self, flat: Tensor, work: torch.dtype) -> None:
+    def __init__(self, flat: Tensor, dtype: torch.dtype) -> None:
         self.bound = size_bound(flat.dtype)
-        self.least = flat.new_full((), torch.inf, dtype=work)
-        self.most = flat.new_full((), -torch.inf, dtype=work)
+        self.least = flat.new_full((), torch.inf, dtype=dtype)
+        self.most = flat.new_full((), -torch.inf, dtype=dtype)
 
     def note(self, rows: Tensor) -> Tensor:
         """Return a mask of elements without a finite size: infinite, near the dtype's end, or
@@ -278,12 +278,12 @@ class ExtremeValues:
 
 def _pieces(coding: Quantization, flat: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield runs of blocks and their elements; on the meta device only the first."""
-    often, count = max(1, PIECE_SIZE // coding.block), flat.numel()
-    for first in range(0, -(-count // coding.block), often)[: 1 if flat.is_meta else None]:
-        last = first + often
+    blocks_each, count = max(1, PIECE_SIZE // coding.block), flat.numel()
+    for start in range(0, -(-count // coding.block), blocks_each)[: 1 if flat.is_meta else None]:
+        end = start + blocks_each
         yield (
-            slice(first, min(last, -(-count // coding.block))),
-            slice(first * coding.block, min(last * coding.block, count)),
+            slice(start, min(end, -(-count // coding.block))),
+            slice(start * coding.block, min(end * coding.block, count)),
         )
 
 
@@ -295,33 +295,33 @@ def _rows(flat: Tensor, block: int) -> Tensor:
     return flat.view(-1, block)
 
 
-def _random_numbers(like: Tensor, first: int, stream: int) -> Tensor:
-    """Return numbers in [0, 1) for elements from `first` on, with as many digits as fit."""
-    places = torch.arange(1, like.numel() + 1, device=like.device).add_(first)
-    digits = 1 - round(math.log2(torch.finfo(like.dtype).eps))
-    bits = stream_numbers(places, places.new_full((), stream)) >> (_DRAWN - digits)
-    return bits.to(like.dtype).div_(2**digits).view_as(like)
+def _random_numbers(template: Tensor, offset: int, stream: int) -> Tensor:
+    """Return numbers in [0, 1) for elements from `offset` on, with as many digits as fit."""
+    positions = torch.arange(1, template.numel() + 1, device=template.device).add_(offset)
+    digits = 1 - round(math.log2(torch.finfo(template.dtype).eps))
+    integers = stream_numbers(positions, positions.new_full((), stream)) >> (_DRAWN - digits)
+    return integers.to(template.dtype).div_(2**digits).view_as(template)
 
 
 def _pack_bits(numbers: Tensor, coding: Quantization) -> Tensor:
     """Return integers as bytes, several in one byte if small; the first in the lowest bits."""
     if coding.bits > 8:
         return numbers.to(torch.int64)
-    whole = numbers.to(torch.uint8)
-    each = _PACKED.get(coding.bits, 1)
-    out = whole[:, ::each].clone()
-    for turn in range(1, each):
-        out |= whole[:, turn::each] << (coding.bits * turn)
-    return out
+    codes = numbers.to(torch.uint8)
+    per_byte = _PACKED.get(coding.bits, 1)
+    packed = codes[:, ::per_byte].clone()
+    for offset in range(1, per_byte):
+        packed |= codes[:, offset::per_byte] << (coding.bits * offset)
+    return packed
 
 
 def _unpack_bits(codes: Tensor, coding: Quantization) -> Tensor:
     """Return one integer for each element."""
-    each = _PACKED.get(coding.bits, 1)
-    if each == 1:
+    per_byte = _PACKED.get(coding.bits, 1)
+    if per_byte == 1:
         return codes
-    some = [(codes >> (coding.bits * turn)) & coding.levels for turn in range(each)]
-    return torch.stack(some, -1).flatten(1)
+    unpacked = [(codes >> (coding.bits * offset)) & coding.levels for offset in range(per_byte)]
+    return torch.stack(unpacked, -1).flatten(1)
 
 
 # ---- Quantized saved activations of a module between forward and backward.
@@ -348,11 +348,11 @@ class QuantizationCounts:
     after: int = 0
     tensors: int = 0
 
-    def add(self, tensor: Tensor, made: QuantizedTensor) -> None:
+    def add(self, tensor: Tensor, quantized: QuantizedTensor) -> None:
         """Count one tensor."""
         self.tensors += 1
         self.before += tensor.numel() * tensor.element_size()
-        self.after += made.nbytes
+        self.after += quantized.nbytes
 
 
 def quantize_saved(
@@ -403,19 +403,19 @@ class QuantizedActivations(SavedTensorPolicy):
         quantized."""
         return replace(self.coding, bits=self.bits.get(number, self.coding.bits))
 
-    def note(self, number: int, tensor: Tensor, made: QuantizedTensor) -> None:
+    def note(self, number: int, tensor: Tensor, quantized: QuantizedTensor) -> None:
         """Count a quantized tensor."""
-        self.tally.add(tensor, made)
+        self.tally.add(tensor, quantized)
 
     def is_cast_of_own(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a cast of a parameter or buffer of the module."""
-        return any(is_cast_copy(tensor, one) for one in local_tensors_of(self.module))
+        return any(is_cast_copy(tensor, local) for local in local_tensors_of(self.module))
 
-    def look_at(self, predicate: Callable[[Tensor], bool], tensor: Tensor, *turn: object) -> bool:
+    def look_at(self, predicate: Callable[[Tensor], bool], tensor: Tensor, *extra: object) -> bool:
         """Ask about the values of a tensor; on an accelerator, answer as at the first call."""
         if not on_accelerator(tensor):
             return predicate(tensor)
-        key = predicate.__name__, tensor.dtype, *turn
+        key = predicate.__name__, tensor.dtype, *extra
         if key not in self.looked:
             self.looked[key] = predicate(tensor)
         return self.looked[key]
@@ -423,11 +423,11 @@ class QuantizedActivations(SavedTensorPolicy):
 
 def _call_identity(layer: QuantizedActivations) -> tuple[object, ...]:
     """Return values that identify one call of a module in a training."""
-    here = scope.current()
-    if here is None:
+    current = scope.current()
+    if current is None:
         layer.loose += 1
         return (layer.fqn, layer.loose)
-    return (layer.fqn, scope.count_call(f"{layer.fqn} coded"), here.step, here.samples)
+    return (layer.fqn, scope.count_call(f"{layer.fqn} coded"), current.step, current.samples)
 
 
 @dataclass(frozen=True)
@@ -467,35 +467,37 @@ class _Call:
         if memory_key(tensor) in self.own:
             return self.move(tensor)
         self.candidates += 1
-        layer, turn = self.layer, (self.candidates, tensor.dim())
+        layer, call_key = self.layer, (self.candidates, tensor.dim())
         if tensor.dtype in HALVES and layer.look_at(
-            layer.is_cast_of_own, tensor, *turn, tensor.shape
+            layer.is_cast_of_own, tensor, *call_key, tensor.shape
         ):
             return self.move(tensor)
         reference = reference_to(tensor)  # reserves the address, not the memory
         key = (reference.cdata, tensor._version, tensor.dtype, *element_key(tensor))
-        if key not in self.known and layer.look_at(has_extremes, tensor, *turn):
+        if key not in self.known and layer.look_at(has_extremes, tensor, *call_key):
             return self.move(tensor)  # uncounted: not every layout saves a mask of scores
         self.saved += 1
         if key not in self.known:
             coding = self.layer.coding_of(self.saved)
-            stays = coding is None or self.stays(tensor, coding)
+            unquantized = coding is None or self.stays(tensor, coding)
             self.rows.add(tuple(tensor.shape[:-1]))
-            if stays or coding is None:
+            if unquantized or coding is None:
                 return self.move(tensor)
             self.known[key] = reference, self.coded(tensor, coding)
-        made = self.known[key][1]
-        if isinstance(made, QuantizedTensor):
-            return _reshaped(made, tensor.shape)
-        return replace(made, rest=_reshaped(made.rest, tensor.shape))
+        coded = self.known[key][1]
+        if isinstance(coded, QuantizedTensor):
+            return _reshaped(coded, tensor.shape)
+        return replace(coded, rest=_reshaped(coded.rest, tensor.shape))
 
     def coded(self, tensor: Tensor, coding: Quantization) -> QuantizedTensor | MovedTensor:
         """Quantize a tensor; its integers move if the module is offloaded."""
-        unseen = on_accelerator(tensor)
-        made = quantize(tensor, coding, stream_of(*self.words, self.saved), unseen)
-        self.layer.note(self.saved, tensor, made)
-        codes = self.move(made.codes)
-        return made if codes is made.codes else MovedTensor(replace(made, codes=_NO_CODES), codes)
+        on_device = on_accelerator(tensor)
+        coded = quantize(tensor, coding, stream_of(*self.words, self.saved), on_device)
+        self.layer.note(self.saved, tensor, coded)
+        codes = self.move(coded.codes)
+        return (
+            coded if codes is coded.codes else MovedTensor(replace(coded, codes=_NO_CODES), codes)
+        )
 
     def stays(self, tensor: Tensor, coding: Quantization) -> bool:
         """Return whether a tensor that could be quantized is saved unquantized."""
@@ -507,18 +509,18 @@ class _Call:
             tensor.dim() > 2 and tuple(tensor.shape) in self.rows
         ):  # per-row statistics, as of attention
             return True
-        takes = coding.stored_bytes(tensor.numel(), tensor.element_size())
-        return takes >= tensor.untyped_storage().nbytes()  # expanded tensors take less
+        stored_size = coding.stored_bytes(tensor.numel(), tensor.element_size())
+        return stored_size >= tensor.untyped_storage().nbytes()  # expanded tensors take less
 
 
 _NO_CODES = torch.empty(0, dtype=torch.uint8)
 
 
-def _reshaped(made: QuantizedTensor, shape: torch.Size) -> QuantizedTensor:
+def _reshaped(quantized: QuantizedTensor, shape: torch.Size) -> QuantizedTensor:
     """Return the same elements in another shape."""
-    if made.shape == shape:
-        return made
-    return replace(made, shape=shape, stride=torch.empty(shape, device="meta").stride())
+    if quantized.shape == shape:
+        return quantized
+    return replace(quantized, shape=shape, stride=torch.empty(shape, device="meta").stride())
 
 
 def has_extremes(tensor: Tensor) -> bool:
@@ -530,5 +532,5 @@ def has_extremes(tensor: Tensor) -> bool:
         return False
     with torch._C.DisableTorchFunction():
         low, high = torch.aminmax(tensor.detach())
-        most = torch.finfo(tensor.dtype).max / 4
-        return not bool((low > -most) & (high < most))  # one synchronisation for both
+        limit = torch.finfo(tensor.dtype).max / 4
+        return not bool((low > -limit) & (high < limit))  # one synchronisation for both

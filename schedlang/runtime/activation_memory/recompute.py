@@ -92,33 +92,35 @@ class ReplayedState(RestoredGenerators):
         super().__init__([*default_generators(devices), *module_generators(inside)])
         kinds = [
             HOST.type,
-            *sorted({one.type for one in devices if is_autocast_available(one.type)}),
+            *sorted({device.type for device in devices if is_autocast_available(device.type)}),
         ]
         self.casts = [(kind, *_autocast_state(kind)) for kind in kinds]
         self.entered: list[list[torch.amp.autocast]] = []
 
     def __enter__(self) -> None:
-        made = [
+        contexts = [
             _autocast_context(*cast) for cast in self.casts if _autocast_state(cast[0]) != cast[1:]
         ]
-        for one in made:
-            one.__enter__()  # type: ignore[no-untyped-call]
-        self.entered.append(made)
+        for context in contexts:
+            context.__enter__()  # type: ignore[no-untyped-call]
+        self.entered.append(contexts)
         super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        for one in reversed(self.entered.pop()):
-            one.__exit__(*error)
+        for context in reversed(self.entered.pop()):
+            context.__exit__(*error)
 
 
 def _autocast_state(kind: str) -> tuple[bool, torch.dtype, bool]:
-    on = torch.is_autocast_enabled(kind)
-    return on, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+    enabled = torch.is_autocast_enabled(kind)
+    return enabled, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
 
 
-def _autocast_context(kind: str, on: bool, dtype: torch.dtype, cached: bool) -> torch.amp.autocast:
-    return torch.amp.autocast(kind, dtype=dtype, enabled=on, cache_enabled=cached)
+def _autocast_context(
+    kind: str, enabled: bool, dtype: torch.dtype, cached: bool
+) -> torch.amp.autocast:
+    return torch.amp.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached)
 
 
 Context = AbstractContextManager[Any]
@@ -126,14 +128,14 @@ _NOTHING: Context = nullcontext()
 
 
 def selective_contexts(
-    save: tuple[str, ...], chosen: frozenset[Key] = frozenset()
+    save: tuple[str, ...], keys: frozenset[Key] = frozenset()
 ) -> tuple[Context, Context]:
     """Return the contexts of a forward and of its second run, in which some results are saved."""
-    if not (chosen or save):
+    if not (keys or save):
         return _NOTHING, _NOTHING
     keep = policies.code
-    some = SelectiveModes(*numbering_of(save, chosen, keep is not None), keep, "collective" in save)
-    return some.forward, some.second
+    modes = SelectiveModes(*numbering_of(save, keys, keep is not None), keep, "collective" in save)
+    return modes.forward, modes.second
 
 
 # ---- Buffers that a forward changes: a second forward would change them again.
@@ -144,13 +146,13 @@ BufferVersions = dict[str, tuple[int, int]]  # of buffers: identity and version 
 
 def buffer_versions(inside: Modules) -> BufferVersions:
     """Return facts of each buffer, by name, that change when it is written into or replaced."""
-    found: BufferVersions = {}
-    for path, one in inside:
-        for name, buffer in one._buffers.items() if one._buffers else ():
+    versions: BufferVersions = {}
+    for path, module in inside:
+        for name, buffer in module._buffers.items() if module._buffers else ():
             if buffer is not None:
                 version = 0 if buffer.is_inference() else buffer._version
-                found[f"{path}.{name}" if path else name] = (id(buffer), version)
-    return found
+                versions[f"{path}.{name}" if path else name] = (id(buffer), version)
+    return versions
 
 
 def check_buffers(module: nn.Module, before: BufferVersions, inside: Modules) -> None:
@@ -159,7 +161,7 @@ def check_buffers(module: nn.Module, before: BufferVersions, inside: Modules) ->
     after = buffer_versions(inside)
     if after == before:
         return
-    listed = ", ".join(f"`{name}`" for name, now in after.items() if now != before.get(name))
+    listed = ", ".join(f"`{name}`" for name, count in after.items() if count != before.get(name))
     raise Refusal.of(
         "S813",
         f"`{current_site() or _class_name(module)}` changes its buffers, and is checkpointed",
@@ -170,7 +172,7 @@ def check_buffers(module: nn.Module, before: BufferVersions, inside: Modules) ->
 
 def version_counts(tensors: Sequence[Tensor]) -> list[int]:
     """Return how often each tensor was written into."""
-    return [0 if one.is_inference() else one._version for one in tensors]
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def check_arguments(module: nn.Module, before: list[int], tensors: Sequence[Tensor]) -> None:
@@ -212,8 +214,8 @@ class ModuleCall:
         self.module, self.rerun = module, rerun
         tensors = rerun.tensors
         self.needs_grad = [t.requires_grad for t in tensors]
-        places = {id(t): k for k, t in reversed([*enumerate(tensors)])}
-        self.first = [places[id(t)] for t in tensors]  # index of the first occurrence of each
+        first_index = {id(t): k for k, t in reversed([*enumerate(tensors)])}
+        self.first = [first_index[id(t)] for t in tensors]  # index of the first occurrence of each
         self.draws, self.place = ReplayedState(within, rerun.tensors), restore_forward_context()
         self.before = AttributeSnapshot(within)
         self.forward, self.second = selective_contexts(save, chosen)
@@ -221,7 +223,7 @@ class ModuleCall:
 
     def rerun_alone(self, tensors: Sequence[Tensor]) -> Any:
         """Run this call again by itself, with detached tensors."""
-        arguments = self._arguments_of(tensors, lambda t, needs: t.detach().requires_grad_(needs))
+        arguments = self._arguments_of(tensors, lambda t, grad: t.detach().requires_grad_(grad))
         with self.draws, self.before.restored(), self.place, self.second:
             return self.rerun(*arguments)
 
@@ -230,17 +232,17 @@ class ModuleCall:
     ) -> list[Tensor]:
         """Return the arguments of a second run: equal tensors (query and key, say) stay one
         tensor."""
-        made: list[Tensor] = []
-        for k, (first, tensor, needs) in enumerate(
+        arguments: list[Tensor] = []
+        for k, (source, tensor, grad) in enumerate(
             zip(self.first, tensors, self.needs_grad, strict=True)
         ):
-            made.append(enters(tensor, needs) if first == k else made[first])
-        return made
+            arguments.append(enters(tensor, grad) if source == k else arguments[source])
+        return arguments
 
     def run(self, around: tuple[Region, ...]) -> Any:
         """Run the call the first time, within these regions, the outermost first."""
         tensors, before = self.rerun.release_tensors(), buffer_versions(modules_in(self.module))
-        entered = version_counts(tensors)
+        versions = version_counts(tensors)
         with ExitStack() as stack:
             saved: list[tuple[int, ...]] = []
             for region in around:  # tensors saved by an inner region go to the outer one
@@ -251,7 +253,7 @@ class ModuleCall:
             output = self.rerun(*tensors)
         check_buffers(self.module, before, modules_in(self.module))
         self.before.store_changes(current_site() or _class_name(self.module))
-        check_arguments(self.module, entered, tensors)
+        check_arguments(self.module, versions, tensors)
         for region in around:
             region.add_outputs(output)
         return output
@@ -314,13 +316,13 @@ class Checkpoint(SavedTensorPolicy):
             self.module, RepeatableForward(inner, args, kwargs), inside, self.save, self.chosen
         )
         tensors = call.rerun.release_tensors()
-        entered = version_counts(tensors)
+        versions = version_counts(tensors)
         with RecomputedCall(call, save_tensors(tensors)).drop_saved(), call.forward:
-            out = call.rerun(*tensors)
+            output = call.rerun(*tensors)
         check_buffers(self.module, before, self.inside.current())
         call.before.store_changes(current_site() or _class_name(self.module))
-        check_arguments(self.module, entered, tensors)
-        return out
+        check_arguments(self.module, versions, tensors)
+        return output
 
     def _in_graph(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Mark the computations of `inner` as recomputed, in a graph of torch.compile.
@@ -330,12 +332,14 @@ class Checkpoint(SavedTensorPolicy):
         """
         if self.chosen:
             torch._dynamo.graph_break("what a checkpoint keeps is counted call by call, eagerly")
-        run = partial(torch_checkpoint, partial(run_side_effects_once, inner), use_reentrant=False)
+        rerun = partial(
+            torch_checkpoint, partial(run_side_effects_once, inner), use_reentrant=False
+        )
         if not self.save:
-            return run(*args, **kwargs)
+            return rerun(*args, **kwargs)
         policy = partial(_policy, operators_of(self.save))
         saved = partial(create_selective_checkpoint_contexts, policy)
-        return run(*args, context_fn=saved, **kwargs)
+        return rerun(*args, context_fn=saved, **kwargs)
 
 
 class RecomputedCall(DroppedTensors):
@@ -384,17 +388,17 @@ def checkpoint_regions(
     begins a region of its own. Gradients are equal bit for bit.
     """
     chain = RegionChain(tree, save)
-    for place, module in enumerate(modules):
-        if chain.paths[place]:
-            wrap(module, "checkpoint", RegionMember(chain, place, module))
+    for index, module in enumerate(modules):
+        if chain.paths[index]:
+            wrap(module, "checkpoint", RegionMember(chain, index, module))
 
 
 class RegionMember(SavedTensorPolicy):
     """The policy of one module of a chain: its saved tensors are restored with those of its
     region."""
 
-    def __init__(self, chain: RegionChain, place: int, module: nn.Module) -> None:
-        self.chain, self.place, self.module = chain, place, module
+    def __init__(self, chain: RegionChain, index: int, module: nn.Module) -> None:
+        self.chain, self.place, self.module = chain, index, module
 
     @property
     def save(self) -> tuple[str, ...]:
@@ -421,16 +425,16 @@ class RegionChain:
         """Return the chain of a copy of the modules, without open regions."""
         return RegionChain(self.tree, self.save)
 
-    def call(self, place: int, call: ModuleCall) -> Any:
+    def call(self, index: int, call: ModuleCall) -> Any:
         """Run one call of a module: in the open regions if the call is in order, else in new
         ones."""
-        if place != self.next:
+        if index != self.next:
             self.open = {}
-        path = self.paths[place]
+        path = self.paths[index]
         self.open = {number: self.open.get(number) or Region() for number in path}
         around = tuple(self.open.values())
-        self.next = place + 1
-        after = self.paths[place + 1] if place + 1 < len(self.paths) else ()
+        self.next = index + 1
+        after = self.paths[index + 1] if index + 1 < len(self.paths) else ()
         try:
             return call.run(around)
         except BaseException:
@@ -465,15 +469,15 @@ class Region(DroppedTensors):
         """Add a call; save its tensors that are new in the region, and return their indices."""
         sources: list[Source] = []
         saved: list[int] = []
-        for place, tensor in enumerate(tensors):
-            source = next((known.source for known in self._seen if known.is_(tensor)), None)
+        for index, tensor in enumerate(tensors):
+            source = next((other.source for other in self._seen if other.is_(tensor)), None)
             if source is None:
                 source = (False, len(self.entries), len(saved))
-                saved.append(place)
+                saved.append(index)
                 self._remember(source, tensor)
             sources.append(source)
-        held = save_tensors([tensors[place] for place in saved])
-        self.entries.append(_Entry(call, depth, tuple(sources), held))
+        saved_values = save_tensors([tensors[index] for index in saved])
+        self.entries.append(_Entry(call, depth, tuple(sources), saved_values))
         return tuple(saved)
 
     def add_outputs(self, output: Any) -> None:
@@ -490,13 +494,13 @@ class Region(DroppedTensors):
 
     def rerun(self) -> None:
         """Run all calls again."""
-        made: list[Sequence[Any]] = []
+        outputs: list[Sequence[Any]] = []
         saved: list[Sequence[Any]] = []
         for entry in self.entries:
             saved.append(entry.saved())
-            tensors = [(made if own else saved)[c][k] for own, c, k in entry.sources]
+            tensors = [(outputs if inside else saved)[c][k] for inside, c, k in entry.sources]
             output = entry.call.rerun_in_region(entry.depth, tensors)
-            made.append([_detach(leaf) for leaf in _leaves(output)])
+            outputs.append([_detach(leaf) for leaf in _leaves(output)])
 
     def describe_modules(self) -> str:
         """Return the classes of the modules."""

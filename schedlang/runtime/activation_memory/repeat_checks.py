@@ -83,8 +83,8 @@ class RepeatCheck:
         name = self.names[unit]
         kind = self.kinds[name]
         if kind in self.seen:
-            output, drawn = self._run_recorded(name, original, args, kwargs)
-            self.found += drawn
+            output, draw_differences = self._run_recorded(name, original, args, kwargs)
+            self.found += draw_differences
             return output
         self.seen.add(kind)
         if torch._C._are_functorch_transforms_active():
@@ -101,14 +101,14 @@ class RepeatCheck:
             [torch.default_generator, *module_generators(modules_in(module))]
         )
         # state made at the first call exists after it
-        output, drawn = self._run_recorded(name, original, args, kwargs)
+        output, draw_differences = self._run_recorded(name, original, args, kwargs)
         before = AttributeSnapshot(modules_in(module))
         with draws:
             first = _calls(original, fill_template(template, tensors))
         before.store_changes(name)
         with draws, before.restored():
             second = _calls(original, fill_template(template, tensors))
-        self.found += list(_differences(name, first, second))[:1] or drawn
+        self.found += list(_differences(name, first, second))[:1] or draw_differences
         return output
 
     def _run_recorded(
@@ -123,26 +123,26 @@ class RepeatCheck:
         before = _generator_states(module)
         output = original(*args, **kwargs)
         after = _generator_states(module)
-        moved = [where for where, state in after.items() if before.get(where, state) != state]
-        return output, [Difference(name, "", "", "", "", where) for where in moved[:1]]
+        changed = [label for label, state in after.items() if before.get(label, state) != state]
+        return output, [Difference(name, "", "", "", "", label) for label in changed[:1]]
 
 
 def _generator_states(module: nn.Module) -> dict[str, object]:
     """Return the states of the generators that a recomputation does not replay, by name."""
-    found: dict[str, object] = {"Python's `random`": random.getstate()}
+    states: dict[str, object] = {"Python's `random`": random.getstate()}
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         _, keys, *rest = numpy.random.get_state()
-        found["`numpy.random`"] = (keys.tobytes(), *rest)
-    for _, one in modules_in(module):
-        for name, value in vars(one).items():
+        states["`numpy.random`"] = (keys.tobytes(), *rest)
+    for _, child in modules_in(module):
+        for name, value in vars(child).items():
             if isinstance(value, random.Random):
-                found[f"its own generator `{name}`"] = value.getstate()
+                states[f"its own generator `{name}`"] = value.getstate()
             elif type(value).__module__.startswith("numpy.random") and hasattr(
                 value, "bit_generator"
             ):
-                found[f"its own generator `{name}`"] = str(value.bit_generator.state)
-    return found
+                states[f"its own generator `{name}`"] = str(value.bit_generator.state)
+    return states
 
 
 @dataclass(frozen=True)
@@ -157,25 +157,21 @@ class _TorchCall:
 def _differences(
     module: str, first: Sequence[_TorchCall], second: Sequence[_TorchCall]
 ) -> Iterator[Difference]:
-    for one, other in zip_longest(first, second):
-        if (
-            one is None
-            or other is None
-            or (one.function, one.given) != (other.function, other.given)
-        ):
-            known = one or other
-            same_function = one is not None and other is not None and one.function == other.function
+    for a, b in zip_longest(first, second):
+        if a is None or b is None or (a.function, a.given) != (b.function, b.given):
+            call = a or b
+            same_function = a is not None and b is not None and a.function == b.function
             yield Difference(
                 module,
-                known.function,
-                known.place,
-                one.given if one is not None else "",
-                other.given if other is not None and same_function else "",
+                call.function,
+                call.place,
+                a.given if a is not None else "",
+                b.given if b is not None and same_function else "",
             )
 
 
-def _calls(original: Any, given: Any) -> list[_TorchCall]:
-    args, kwargs = given
+def _calls(original: Any, arguments: Any) -> list[_TorchCall]:
+    args, kwargs = arguments
     recorder = _CallRecorder()
     with recorder:
         original(*args, **kwargs)
@@ -202,10 +198,10 @@ class _CallRecorder(TorchFunctionMode):
 def _describe(value: Any) -> str:
     """Return a value as text; for tensors, all that is known without data."""
     if isinstance(value, Tensor):
-        known = f"{list(value.shape)}"
+        text = f"{list(value.shape)}"
         if type(value) is Tensor and on_host(value) and not value.requires_grad:
-            return known + "".join(map(repr, value.flatten()[:SHOWN].tolist()))
-        return known
+            return text + "".join(map(repr, value.flatten()[:SHOWN].tolist()))
+        return text
     if isinstance(value, (bool, int, float, complex, str)):
         return repr(value)
     if hasattr(value, "tobytes"):  # of numpy
@@ -227,8 +223,8 @@ def _line() -> str:
 def pass_through_hooks(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors after the innermost saved-tensor hooks, detached; requires_grad is
     kept."""
-    both = zip(tensors, save_tensors(tensors)())
-    return [new.detach().requires_grad_(old.requires_grad) for old, new in both]
+    pairs = zip(tensors, save_tensors(tensors)())
+    return [copied.detach().requires_grad_(original.requires_grad) for original, copied in pairs]
 
 
 # ---- Results of operators that are saved for a second run, in the process of a comparison.
@@ -256,10 +252,10 @@ class _Result:
         for k, leaf in enumerate(self.leaves):
             if isinstance(leaf, Tensor):
                 version, copy = next(saved)
-                now = leaf if leaf._version == version else copy
-                self.stale |= self.whole and now is copy
+                current = leaf if leaf._version == version else copy
+                self.stale |= self.whole and current is copy
                 with self.place():
-                    (value,) = [now] if self.whole else pass_through_hooks([now])
+                    (value,) = [current] if self.whole else pass_through_hooks([current])
                 self.leaves[k] = value.detach()
 
     def given(self) -> Any:
@@ -271,10 +267,10 @@ class _Result:
 class SavedResults:
     """The results that are saved of one call of a module; unquantized in some `parts` of it."""
 
-    def __init__(self, again: RecomputedRegion, parts: Collection[str] = ()) -> None:
-        self.some, self.parts = again.saves_results, parts
+    def __init__(self, region: RecomputedRegion, parts: Collection[str] = ()) -> None:
+        self.some, self.parts = region.saves_results, parts
         self.numbers, self.chosen = numbering_of(
-            again.saved_classes, again.saved_operators, coded=True
+            region.saved_classes, region.saved_operators, coded=True
         )
         self.found: dict[Hashable, _Result] = {}
 
@@ -301,19 +297,19 @@ class SavedResults:
         with NumberedCalls(self.numbers, self._replace):
             return inner(*args, **kwargs)
 
-    def _store(self, run: NumberedCalls, func: Any, args: Any, kwargs: Any) -> Any:
-        key = run.turns.next_key(func, args, kwargs)
-        out = func(*args, **kwargs)
+    def _store(self, calls: NumberedCalls, func: Any, args: Any, kwargs: Any) -> Any:
+        key = calls.turns.next_key(func, args, kwargs)
+        output = func(*args, **kwargs)
         if self.is_saved(key):
-            leaves, spec = tree_flatten(out)
+            leaves, spec = tree_flatten(output)
             # a later operator may write into them
             copies = [(t._version, t.clone()) for t in leaves if isinstance(t, torch.Tensor)]
-            whole = any(_is_inside(current_site(), part) for part in self.parts)
-            self.found[key] = _Result(capture_scope(), leaves, spec, whole, copies)
-        return out
+            is_part = any(_is_inside(current_site(), part) for part in self.parts)
+            self.found[key] = _Result(capture_scope(), leaves, spec, is_part, copies)
+        return output
 
-    def _replace(self, run: NumberedCalls, func: Any, args: Any, kwargs: Any) -> Any:
-        saved = self.found.get(run.turns.next_key(func, args, kwargs))
+    def _replace(self, calls: NumberedCalls, func: Any, args: Any, kwargs: Any) -> Any:
+        saved = self.found.get(calls.turns.next_key(func, args, kwargs))
         return func(*args, **kwargs) if saved is None or saved.stale else saved.given()
 
 

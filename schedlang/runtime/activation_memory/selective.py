@@ -58,7 +58,7 @@ def _written_tensors(args: tuple[Any, ...]) -> list[Tensor]:
     def flat(value: Any) -> list[Tensor]:
         if isinstance(value, Tensor):
             return [value]
-        return [tensor for each in value for tensor in flat(each)]
+        return [tensor for item in value for tensor in flat(item)]
 
     return flat(args[0])
 
@@ -92,7 +92,7 @@ class CallNumbers:
         ):
             return None
         arguments = tree_leaves((args, kwargs))
-        if not any(isinstance(one, Tensor) and one.requires_grad for one in arguments):
+        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in arguments):
             return None
         name = name_of(operator)
         name = ATTENTION if "_scaled_dot_product_" in name else name
@@ -105,7 +105,7 @@ CallPredicate = Callable[[Any, Any, Any], bool]  # of a call: operator and argum
 
 
 class CallNumbersByKind:
-    """Numbers the calls that `wanted` accepts, among those with tensors of the same shapes.
+    """Numbers the calls that `predicate` accepts, among those with tensors of the same shapes.
 
     A call counts if an argument requires a gradient, even if autograd does not record it: the
     kernel of a package runs inside an autograd function. Results of constants may exist before a
@@ -114,8 +114,8 @@ class CallNumbersByKind:
     make them.
     """
 
-    def __init__(self, wanted: CallPredicate, recorded: bool = False) -> None:
-        self.wanted, self.recorded = wanted, recorded
+    def __init__(self, predicate: CallPredicate, recorded: bool = False) -> None:
+        self.wanted, self.recorded = predicate, recorded
         self.counts: Counter[Hashable] = Counter()
         self.order: list[str] = []
 
@@ -125,11 +125,11 @@ class CallNumbersByKind:
             return None
         if self.recorded and not torch.is_grad_enabled():
             return None
-        arguments = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        if not any(one.requires_grad for one in arguments):
+        arguments = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not any(leaf.requires_grad for leaf in arguments):
             return None
         name = name_of(operator)
-        kind = (name, *((one.shape, one.dtype) for one in arguments))
+        kind = (name, *((leaf.shape, leaf.dtype) for leaf in arguments))
         self.counts[kind] += 1
         self.order.append(name)
         return kind, self.counts[kind] - 1
@@ -145,16 +145,16 @@ class CallNumbering(Protocol):
 
 
 class NumberedCalls(TorchDispatchMode):
-    """Numbers the calls of operators in one run, and lets `gives` return their results.
+    """Numbers the calls of operators in one run, and lets `handler` return their results.
 
     The mode sees higher-order operators (flex_attention), and leaves compiled code alone.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, numbers: Callable[[], CallNumbering], gives: CallHandler) -> None:
+    def __init__(self, numbers: Callable[[], CallNumbering], handler: CallHandler) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.numbers, self.gives = numbers, gives
+        self.numbers, self.gives = numbers, handler
         self.turns, self.sent = numbers(), 0
 
     @classmethod
@@ -201,58 +201,62 @@ class SelectiveModes:
         self.forward = NumberedCalls(numbers, self._run_first)
         self.second = NumberedCalls(numbers, self._run_second)
 
-    def _run_first(self, run: NumberedCalls, func: Any, args: Any, kwargs: Any) -> Any:
-        self.order = run.turns.order
+    def _run_first(self, calls: NumberedCalls, func: Any, args: Any, kwargs: Any) -> Any:
+        self.order = calls.turns.order
         if self.collectives and _is_collective(func):
-            out = func(*args, **kwargs)
-            self.sent.append(([VersionedTensor(tensor) for tensor in _written_tensors(args)], out))
-            return out
-        key = run.turns.next_key(func, args, kwargs)
-        out = func(*args, **kwargs)
+            value = func(*args, **kwargs)
+            self.sent.append(
+                ([VersionedTensor(tensor) for tensor in _written_tensors(args)], value)
+            )
+            return value
+        key = calls.turns.next_key(func, args, kwargs)
+        value = func(*args, **kwargs)
         if key is not None and (self.chosen is None or key in self.chosen):
-            self.store[key] = tree_map_only(Tensor, self.save, out)
-            self.kept |= {storage(one.saved): one for one in _plain_results(self.store[key])}
-        elif name_of(func) == _UNSAFE_VIEW and (one := self.kept.get(storage(out))) is not None:
-            one.watch(out)
-        return out
+            self.store[key] = tree_map_only(Tensor, self.save, value)
+            self.kept |= {storage(saved.saved): saved for saved in _plain_results(self.store[key])}
+        elif name_of(func) == _UNSAFE_VIEW and (saved := self.kept.get(storage(value))) is not None:
+            saved.watch(value)
+        return value
 
     def save(self, tensor: Tensor) -> VersionedTensor | _CodedResult:
         """Save a result."""
         coded = tensor if self.keep is None or policies.summed else self.keep(tensor)
         return VersionedTensor(tensor) if coded is tensor else _CodedResult(coded)
 
-    def _run_second(self, run: NumberedCalls, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_second(self, calls: NumberedCalls, func: Any, args: Any, kwargs: Any) -> Any:
         if self.collectives and _is_collective(func):
-            return self._replay_collective(run, func, args, kwargs)
-        key = run.turns.next_key(func, args, kwargs)
+            return self._replay_collective(calls, func, args, kwargs)
+        key = calls.turns.next_key(func, args, kwargs)
         if key is not None:
-            self._check(run.turns.order)
+            self._check(calls.turns.order)
         saved = self.store.get(key)
-        if saved is None or any(one.is_stale for one in _plain_results(saved)):
+        if saved is None or any(leaf.is_stale for leaf in _plain_results(saved)):
             return func(*args, **kwargs)
-        return tree_map_only((VersionedTensor, _CodedResult), lambda one: alias(unpack(one)), saved)
+        return tree_map_only(
+            (VersionedTensor, _CodedResult), lambda leaf: alias(unpack(leaf)), saved
+        )
 
-    def _replay_collective(self, run: NumberedCalls, func: Any, args: Any, kwargs: Any) -> Any:
-        saved, out = self.sent[run.sent]
-        run.sent += 1
-        if any(one.is_stale for one in saved):
+    def _replay_collective(self, calls: NumberedCalls, func: Any, args: Any, kwargs: Any) -> Any:
+        saved, result = self.sent[calls.sent]
+        calls.sent += 1
+        if any(tensor.is_stale for tensor in saved):
             return func(*args, **kwargs)
         for target, source in zip(_written_tensors(args), saved, strict=True):
             target.copy_(source.saved)
-        return out
+        return result
 
     def _check(self, second: Sequence[str]) -> None:
-        first, place = self.order, len(second) - 1
-        if place >= len(first) or first[place] != second[place]:
-            was = f"`{first[place]}`" if place < len(first) else "nothing"
+        first, index = self.order, len(second) - 1
+        if index >= len(first) or first[index] != second[index]:
+            expected = f"`{first[index]}`" if index < len(first) else "nothing"
             raise RuntimeError(
-                f"recomputation ran differently from the forward: `{second[place]}`, not {was}"
+                f"recomputation ran differently from the forward: `{second[index]}`, not {expected}"
             )
 
 
 def _plain_results(value: Any) -> list[VersionedTensor]:
     """Return the results that are saved unquantized."""
-    return [one for one in tree_leaves(value) if isinstance(one, VersionedTensor)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, VersionedTensor)]
 
 
 class _CodedResult:
@@ -284,7 +288,7 @@ def is_functional(operator: Any) -> bool:
         return True
     if schema.name == _UNSAFE_VIEW:
         return False
-    return all(one.alias_info is None for one in (*schema.arguments, *schema.returns))
+    return all(argument.alias_info is None for argument in (*schema.arguments, *schema.returns))
 
 
 def draws_random(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -301,13 +305,13 @@ def draws_random(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _dropout_rates(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
     """Return the rates of dropout among the arguments of a call; empty without such arguments."""
-    own = operator._schema.name.startswith("aten::")
-    found = []
-    for place, argument in enumerate(operator._schema.arguments):
-        if argument.name == "dropout_p" or (not own and "drop" in argument.name):
-            rate = kwargs.get(argument.name, args[place] if place < len(args) else 0.0)
-            found.append(float(rate) if isinstance(rate, int | float) else 0.0)
-    return found
+    is_aten = operator._schema.name.startswith("aten::")
+    rates = []
+    for index, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p" or (not is_aten and "drop" in argument.name):
+            rate = kwargs.get(argument.name, args[index] if index < len(args) else 0.0)
+            rates.append(float(rate) if isinstance(rate, int | float) else 0.0)
+    return rates
 
 
 # ---- Classes of operators, by which a row names results.
@@ -351,14 +355,14 @@ def numbering_of(
 
 def operators_of(save: tuple[str, ...]) -> frozenset[str]:
     """Return the names of the operators of some classes."""
-    return frozenset(save) | {name for each in save for name in _OPERATORS[each].split()}
+    return frozenset(save) | {name for kind in save for name in _OPERATORS[kind].split()}
 
 
 def is_saved_call(saved: frozenset[str], operator: Any, args: Any, kwargs: Any) -> bool:
     """Return whether the result of a call is saved: of these operators, functional,
     deterministic."""
-    wanted = name_of(operator) in saved or ("attention" in saved and is_attention(operator))
-    return wanted and is_functional(operator) and not draws_random(operator, args, kwargs)
+    selected = name_of(operator) in saved or ("attention" in saved and is_attention(operator))
+    return selected and is_functional(operator) and not draws_random(operator, args, kwargs)
 
 
 def is_attention(operator: Any) -> bool:
@@ -368,6 +372,6 @@ def is_attention(operator: Any) -> bool:
     """
     space, _, _ = name_of(operator).partition("::")
     text = name_of(operator).lower()
-    back = any(word in text for word in ("backward", "bwd", "grad"))
-    named = "attn" in text or "attention" in text
-    return space not in ("aten", "prims") and named and not back and is_functional(operator)
+    backward = any(mark in text for mark in ("backward", "bwd", "grad"))
+    mentions = "attn" in text or "attention" in text
+    return space not in ("aten", "prims") and mentions and not backward and is_functional(operator)

@@ -41,17 +41,17 @@ def groups_of(unit: FSDPModule) -> list[Any]:
     state: Any = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch 2.11 has one at most
-        groups = [one for one in [state._fsdp_param_group] if one is not None]
+        groups = [group for group in [state._fsdp_param_group] if group is not None]
     return list(groups)
 
 
 def refuse_copies(module: nn.Module, refuse: Callable[[nn.Module, object], nn.Module]) -> None:
     """Call `refuse` when a module of torch's fully_shard is deep-copied, in place of torch's
     error."""
-    for one in module.modules():
-        if isinstance(one, FSDPModule):
-            made: Any = type(one)  # a class that torch has made
-            made.__deepcopy__ = refuse
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            fsdp_class: Any = type(child)  # a class that torch has made
+            fsdp_class.__deepcopy__ = refuse
 
 
 def end_unused_gather(unit: FSDPModule) -> None:
@@ -78,22 +78,22 @@ class _WaitOnce:
 
 
 def offloaded_gradients(
-    group: Any, leaving: Callable[[nn.Parameter], bool]
+    group: Any, offloads: Callable[[nn.Parameter], bool]
 ) -> list[tuple[nn.Parameter, Any]]:
-    """Return the parameters that are `leaving` whose gradients a group copies to the host, with
+    """Return the parameters that are `offloads` whose gradients a group copies to the host, with
     events.
 
     A group reduces gradients and copies them to the host; the event is reached when the copies are
     there, or None. torch would wait for each copy at the end of backward, and at once add the next
     microbatch's gradient.
     """
-    held = [one for one in group.fsdp_params if leaving(one.sharded_param)]
+    params = [param for param in group.fsdp_params if offloads(param.sharded_param)]
     # one stream made them all: the last event covers the earlier ones
-    events = [one.grad_offload_event for one in held if one.grad_offload_event is not None]
+    events = [param.grad_offload_event for param in params if param.grad_offload_event is not None]
     event: Any = _WaitOnce(events[-1]) if events else None
-    for one in held:
-        one.grad_offload_event = None
-    return [(one.sharded_param, event) for one in held]
+    for param in params:
+        param.grad_offload_event = None
+    return [(param.sharded_param, event) for param in params]
 
 
 def keep_containers(unit: FSDPModule, overwrites: bool = False) -> None:
@@ -118,46 +118,46 @@ def _keep_containers(group: Any, overwrites: bool) -> None:
 
     def registered(args: Any, kwargs: Any) -> tuple[Any, Any]:
         undo.clear()  # left by a forward that failed
-        given = tuple(args), dict(kwargs)
-        changed = before(*given)
+        inputs = tuple(args), dict(kwargs)
+        changed = before(*inputs)
         if overwrites:
-            changed = _clone_inputs(given, changed, clones)
-        found: tuple[Any, Any] = write_back(given, changed, undo)
-        return found
+            changed = _clone_inputs(inputs, changed, clones)
+        result: tuple[Any, Any] = write_back(inputs, changed, undo)
+        return result
 
-    def ended(*given: Any) -> Any:
+    def ended(*args: Any) -> Any:
         while undo:
             undo.pop()()
-        output = after(*given)
+        output = after(*args)
         return _write_back(output, clones) if clones else output
 
     group._register_post_backward_hook, group.post_forward = registered, ended
 
 
-def _clone_inputs(given: Any, changed: Any, clones: list[tuple[Tensor, Tensor]]) -> Any:
+def _clone_inputs(inputs: Any, changed: Any, clones: list[tuple[Tensor, Tensor]]) -> Any:
     """Clone the tensors that replace the caller's; `clones` collects (caller's tensor, clone)
     pairs."""
     clones.clear()  # left by a forward that failed
     leaves, spec = tree_flatten(changed)
-    for place, (mine, new) in enumerate(zip(tree_leaves(given), leaves, strict=True)):
-        if new is not mine:
-            leaves[place] = new.clone()
-            clones.append((mine, leaves[place]))
+    for index, (original, value) in enumerate(zip(tree_leaves(inputs), leaves, strict=True)):
+        if value is not original:
+            leaves[index] = value.clone()
+            clones.append((original, leaves[index]))
     return spec.unflatten(leaves)
 
 
 def _write_back(output: Any, clones: list[tuple[Tensor, Tensor]]) -> Any:
     """Copy modified clones to the caller's tensors; outputs that are clones become these
     tensors."""
-    mine = {}
+    originals = {}
     while clones:
-        one, clone = clones.pop()
+        original, clone = clones.pop()
         if clone._version:
-            one.copy_(clone)
-        mine[id(clone)] = one
-    if not any(id(leaf) in mine for leaf in tree_leaves(output)):
+            original.copy_(clone)
+        originals[id(clone)] = original
+    if not any(id(leaf) in originals for leaf in tree_leaves(output)):
         return output
-    return tree_map_only(Tensor, lambda leaf: mine.get(id(leaf), leaf), output)
+    return tree_map_only(Tensor, lambda leaf: originals.get(id(leaf), leaf), output)
 
 
 def gather_for_views(unit: FSDPModule) -> None:
@@ -168,35 +168,35 @@ def gather_for_views(unit: FSDPModule) -> None:
     The node of the view's base stays; if the unit's own forward made it, the hook goes there.
     """
     state: Any = unit._get_fsdp_state()
-    plain, first = state._register_pre_backward_hook, [0]
+    register, first_node = state._register_pre_backward_hook, [0]
     for group in groups_of(unit):
-        _note_first_node(group, first)
+        _note_first_node(group, first_node)
 
     def gather(unused: Any) -> None:
         state._pre_backward(None)
 
     def hooked(output: Any) -> Any:
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-            return plain(output)
-        for one in _gradient_outputs(output):
-            node: Any = None if one._base is None else one._base.grad_fn
-            if node is not None and node._sequence_nr() >= first[0]:
+            return register(output)
+        for tensor in _gradient_outputs(output):
+            node: Any = None if tensor._base is None else tensor._base.grad_fn
+            if node is not None and node._sequence_nr() >= first_node[0]:
                 node.register_prehook(gather)
             else:
-                cast(Any, one).register_hook(state._pre_backward)
+                cast(Any, tensor).register_hook(state._pre_backward)
         return output
 
     state._register_pre_backward_hook = hooked
 
 
-def _note_first_node(group: Any, first: list[int]) -> None:
+def _note_first_node(group: Any, first_node: list[int]) -> None:
     """Store the sequence number of the first node that a group's forward will make."""
     before = group._register_post_backward_hook
 
     def registered(args: Any, kwargs: Any) -> Any:
-        found = before(args, kwargs)
-        first[0] = torch._C._autograd._get_sequence_nr()
-        return found
+        result = before(args, kwargs)
+        first_node[0] = torch._C._autograd._get_sequence_nr()
+        return result
 
     group._register_post_backward_hook = registered
 
@@ -208,10 +208,10 @@ _collect: Any = getattr(_fsdp_state, "collect_grad_tensors", None)
 def _gradient_outputs(output: Any) -> Iterable[Tensor]:
     """Return the tensors of an output that need a gradient, as torch finds them."""
     if _collect is not None:
-        found: Iterable[Tensor] = _collect(output)
-        return found
-    tensors = (one for one in tree_leaves(output) if isinstance(one, Tensor))
-    return (one for one in tensors if one.requires_grad)
+        tensors_found: Iterable[Tensor] = _collect(output)
+        return tensors_found
+    tensors = (tensor for tensor in tree_leaves(output) if isinstance(tensor, Tensor))
+    return (tensor for tensor in tensors if tensor.requires_grad)
 
 
 def wrap_post_backward(
@@ -221,9 +221,9 @@ def wrap_post_backward(
     group.post_backward = make(group.post_backward)
 
 
-def parameter_name(unit: FSDPModule, held: Any) -> str:
+def parameter_name(unit: FSDPModule, fsdp_param: Any) -> str:
     """Return the name, inside a unit, of a parameter that the unit gathers."""
-    info = held._module_info
+    info = fsdp_param._module_info
     modules = unit.named_modules()  # type: ignore[attr-defined]
     prefix = next((name for name, child in modules if child is info.module), "")
     return f"{prefix}.{info.param_name}" if prefix else str(info.param_name)
@@ -232,8 +232,8 @@ def parameter_name(unit: FSDPModule, held: Any) -> str:
 class ZeroSlice:
     """A ZeRO slice of a parameter, which fully_shard gathers from the tensor `home`."""
 
-    def __init__(self, held: Any) -> None:
-        self._held = held
+    def __init__(self, fsdp_param: Any) -> None:
+        self._held = fsdp_param
 
     @property
     def home(self) -> Tensor:
@@ -247,20 +247,20 @@ class ZeroSlice:
         flat[: value.numel()].copy_(value.reshape(-1))
         return flat
 
-    def set_home(self, home: Tensor) -> None:
+    def set_home(self, storage: Tensor) -> None:
         """Store the slice in this tensor from now on."""
-        held = self._held
-        dim, part = held.fsdp_placement.dim, held.sharded_param._local_tensor
-        held._sharded_param_data = home
-        whole = home.view(held.padded_sharded_param_size)
-        length = part.size(dim) if part.numel() else 0
-        held.sharded_param._local_tensor = whole.narrow(dim, 0, length)
+        fsdp_param = self._held
+        dim, local = fsdp_param.fsdp_placement.dim, fsdp_param.sharded_param._local_tensor
+        fsdp_param._sharded_param_data = storage
+        padded = storage.view(fsdp_param.padded_sharded_param_size)
+        length = local.size(dim) if local.numel() else 0
+        fsdp_param.sharded_param._local_tensor = padded.narrow(dim, 0, length)
 
 
 def shards_of(units: Iterable[FSDPModule]) -> dict[Any, ZeroSlice]:
     """Return the slices that units gather, by parameter."""
     groups = [group for unit in units for group in groups_of(unit)]
-    return {one.sharded_param: ZeroSlice(one) for group in groups for one in group.fsdp_params}
+    return {p.sharded_param: ZeroSlice(p) for group in groups for p in group.fsdp_params}
 
 
 @contextmanager
@@ -270,8 +270,8 @@ def on_meta_device(units: Iterable[FSDPModule]) -> Iterator[None]:
         for group in groups_of(unit):
             group._validate_no_meta_params = lambda: None
             group.device = torch.device("meta")
-            for one in group.fsdp_params:  # parameters that are cast are gathered on this device
-                one.device = torch.device("meta")
+            for param in group.fsdp_params:  # parameters that are cast are gathered on this device
+                param.device = torch.device("meta")
     names = vars(_fsdp_collectives)
     before = names["_get_device_handle"]
     names["_get_device_handle"] = partial(_device_handle, before)
@@ -281,5 +281,5 @@ def on_meta_device(units: Iterable[FSDPModule]) -> Iterator[None]:
         names["_get_device_handle"] = before
 
 
-def _device_handle(plain: Callable[[str], Any], device: str) -> Any:
-    return plain("cpu" if device == "meta" else device)
+def _device_handle(original: Callable[[str], Any], device: str) -> Any:
+    return original("cpu" if device == "meta" else device)

@@ -19,8 +19,8 @@ def next_hook_number() -> int:
     return hooks.RemovableHandle.next_id if hooks else 0
 
 
-def number_hooks_from(least: int) -> None:
-    """Number the hooks that are added from now on from at least `least`."""
+def number_hooks_from(minimum: int) -> None:
+    """Number the hooks that are added from now on from at least `minimum`."""
     from torch.utils.hooks import RemovableHandle
 
-    RemovableHandle.next_id = max(RemovableHandle.next_id, least)
+    RemovableHandle.next_id = max(RemovableHandle.next_id, minimum)

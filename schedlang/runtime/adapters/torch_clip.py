@@ -30,7 +30,7 @@ def check_unscaling(check: Callable[[Iterable[Any]], None]) -> None:
     """Let `check` see the parameters before `GradScaler` looks whether gradients are finite."""
 
     def unscale(self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        check(one for group in optimizer.param_groups for one in group["params"])
+        check(parameter for group in optimizer.param_groups for parameter in group["params"])
         return _unscale(self, optimizer, *args, **kwargs)
 
     GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]

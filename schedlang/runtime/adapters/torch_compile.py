@@ -76,16 +76,18 @@ def run_side_effects_once(function: Callable[..., Any], *args: Any, **kwargs: An
 
 def compile_one_graph(function: Callable[..., Any], limit: int, backend: Any) -> Callable[..., Any]:
     """Compile a function as one graph per kind of call, with at most `limit` graphs."""
-    own: dict[str, Any] = {} if _EARLY else {"recompile_limit": limit}
-    made: Callable[..., Any] = torch.compile(function, fullgraph=True, backend=backend, **own)
+    limits: dict[str, Any] = {} if _EARLY else {"recompile_limit": limit}
+    compiled: Callable[..., Any] = torch.compile(
+        function, fullgraph=True, backend=backend, **limits
+    )
     if not _EARLY:
-        return made
+        return compiled
 
     def limited(*args: Any, **kwargs: Any) -> Any:  # torch 2.11 has one limit for all functions
         from torch._dynamo import config
 
         with config.patch(recompile_limit=limit):
-            return made(*args, **kwargs)
+            return compiled(*args, **kwargs)
 
     return limited
 
@@ -142,9 +144,9 @@ def compile_keeping_buffers() -> Iterator[None]:
         return
     from torch._functorch._aot_autograd import graph_compile
 
-    plain = graph_compile.collect_bw_donated_buffer_idxs
-    graph_compile.collect_bw_donated_buffer_idxs = lambda *given, **named: []
+    original = graph_compile.collect_bw_donated_buffer_idxs
+    graph_compile.collect_bw_donated_buffer_idxs = lambda *args, **kwargs: []
     try:
         yield
     finally:
-        graph_compile.collect_bw_donated_buffer_idxs = plain
+        graph_compile.collect_bw_donated_buffer_idxs = original

@@ -14,37 +14,38 @@ from schedlang.runtime.device import on_host
 
 
 def patch_data_assignment(
-    across: Callable[[Any, Any], bool], put: Callable[[torch.Tensor, torch.Tensor], None]
+    is_across: Callable[[Any, Any], bool],
+    assign_across: Callable[[torch.Tensor, torch.Tensor], None],
 ) -> None:
     """Let `a.data = b` call `put(a, b)` where `across(a, b)`, in this process, permanently."""
-    old: Any = torch._C.TensorBase.data
+    descriptor: Any = torch._C.TensorBase.data
     compatible = torch._has_compatible_shallow_copy_type
 
     def assign(self: torch.Tensor, value: torch.Tensor) -> None:
-        if across(self, value):
-            put(self, value)
+        if is_across(self, value):
+            assign_across(self, value)
         else:
-            old.__set__(self, value)
+            descriptor.__set__(self, value)
 
     def _has_compatible_shallow_copy_type(input: torch.Tensor, from_: torch.Tensor) -> bool:
-        return across(input, from_) or bool(compatible(input, from_))  # dynamo reads these names
+        return is_across(input, from_) or bool(compatible(input, from_))  # dynamo reads these names
 
     tensor: Any = torch.Tensor
-    tensor.data = property(lambda self: old.__get__(self), assign)
+    tensor.data = property(lambda self: descriptor.__get__(self), assign)
     torch._has_compatible_shallow_copy_type = _has_compatible_shallow_copy_type
 
 
-def run_first_in_backward(made: torch.Tensor) -> torch.Tensor:
+def run_first_in_backward(tensor: torch.Tensor) -> torch.Tensor:
     """Give a tensor's node the highest priority in backward; return the tensor.
 
     Backward runs the youngest node first. A node that is used by many microbatches is older than
     all later nodes, so gradients would accumulate in front of it until the rest of the backward is
     done.
     """
-    node: Any = made.grad_fn
+    node: Any = tensor.grad_fn
     if node is not None:
         node._set_sequence_nr(2**63 - 1)  # like nodes that accumulate a leaf's gradient
-    return made
+    return tensor
 
 
 def run_backward(roots: Sequence[Any], grads: Sequence[torch.Tensor]) -> None:
@@ -53,11 +54,11 @@ def run_backward(roots: Sequence[Any], grads: Sequence[torch.Tensor]) -> None:
     `torch.autograd.backward` checks the shapes in Python, before its engine does. It is called if a
     function mode or a tensor class must see the call, or if device threads need more setup.
     """
-    plain = not _len_torch_function_stack()
-    if plain and all([type(grad) is torch.Tensor and on_host(grad) for grad in grads]):
+    no_modes = not _len_torch_function_stack()
+    if no_modes and all([type(grad) is torch.Tensor and on_host(grad) for grad in grads]):
         engine: Any = Variable._execution_engine
-        both = tuple(roots), tuple(grads)
-        engine.run_backward(*both, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        edges = tuple(roots), tuple(grads)
+        engine.run_backward(*edges, False, False, (), allow_unreachable=True, accumulate_grad=True)
         return
     torch.autograd.backward(roots, grads)
 
@@ -66,20 +67,20 @@ ResizeListener = Callable[[torch.UntypedStorage, int], None]
 
 
 @contextmanager
-def listen_to_resizes(heard: ResizeListener) -> Iterator[None]:
-    """Call `heard` within the block for each resized storage, with its new size in bytes.
+def listen_to_resizes(listener: ResizeListener) -> Iterator[None]:
+    """Call `listener` within the block for each resized storage, with its new size in bytes.
 
     No dispatch mode sees this: fully_shard frees and fills gathered parameters by resizing.
     """
-    plain = torch.UntypedStorage.resize_
+    original = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
-        out = plain(storage, size)
-        heard(storage, size)
+        out = original(storage, size)
+        listener(storage, size)
         return out
 
     torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]

@@ -72,12 +72,12 @@ _MOST = 1 << 62
 Predicate = Callable[[Any], bool]
 
 
-def check_contents(found: Any) -> dict[str, Any]:
+def check_contents(table: Any) -> dict[str, Any]:
     """Return the contents of a checkpoint, as `save` writes them. Raises Unreadable."""
-    if not isinstance(found, dict) or found.get("version") != VERSION:
+    if not isinstance(table, dict) or table.get("version") != VERSION:
         raise Unreadable(f"its version is not {VERSION}")
     _check_entries(
-        found,
+        table,
         "",
         step=_is_count,
         optimizer=_is_dict,
@@ -86,11 +86,11 @@ def check_contents(found: Any) -> dict[str, Any]:
         dtypes=_table_of(_is_dtype),
         ties=_list_of(_list_of(_is_text)),
     )
-    missing = (found["parameters"].keys() | found["buffers"].keys()) - found["dtypes"].keys()
+    missing = (table["parameters"].keys() | table["buffers"].keys()) - table["dtypes"].keys()
     if missing:
         raise Unreadable(f"the dtype of `{min(missing)}` is missing")
-    _check_optimizer_entries(found["optimizer"])
-    if (sums := found.get("sums")) is not None:
+    _check_optimizer_entries(table["optimizer"])
+    if (sums := table.get("sums")) is not None:
         _check_entries(
             sums,
             "sums.",
@@ -99,9 +99,9 @@ def check_contents(found: Any) -> dict[str, Any]:
             errors=_table_of(_is_dtype),
             starts=_table_of(_is_start),
         )
-    if (scale := found.get("loss scale")) is not None:
+    if (scale := table.get("loss scale")) is not None:
         _check_entries(scale, "loss scale.", scale=_is_scale, good=_is_count)
-    return found
+    return table
 
 
 def _check_optimizer_entries(optim: dict[str, Any]) -> None:
@@ -120,77 +120,77 @@ def _check_optimizer_entries(optim: dict[str, Any]) -> None:
         raise Unreadable("`optimizer.of` names a group that does not exist")
     if any({"params", "param_names"} & group.keys() for group in optim["groups"]):
         raise Unreadable("a group of the optimizer has its own parameters")
-    for what in ("parts", "values"):
-        if odd := optim[what].keys() - optim["of"].keys():
-            raise Unreadable(f"`optimizer.{what}` names `{min(odd)}`, which it did not train")
+    for section in ("parts", "values"):
+        if odd := optim[section].keys() - optim["of"].keys():
+            raise Unreadable(f"`optimizer.{section}` names `{min(odd)}`, which it did not train")
     for name, values in optim["values"].items():
-        if twice := values.keys() & optim["parts"].get(name, {}).keys():
-            raise Unreadable(f"`{min(twice)}` of `{name}` is in the optimizer's state twice")
+        if duplicate := values.keys() & optim["parts"].get(name, {}).keys():
+            raise Unreadable(f"`{min(duplicate)}` of `{name}` is in the optimizer's state twice")
 
 
-def _check_entries(found: Any, at: str, **wanted: Predicate) -> None:
+def _check_entries(table: Any, prefix: str, **predicates: Predicate) -> None:
     """Check that each of these entries exists and has the right type."""
-    if not isinstance(found, dict):
-        raise Unreadable(f"`{at.rstrip('.')}` is not a table")
-    for key, right in wanted.items():
-        if key not in found:
-            raise Unreadable(f"`{at}{key}` is missing")
-        if not right(found[key]):
-            raise Unreadable(f"`{at}{key}` has a wrong type")
+    if not isinstance(table, dict):
+        raise Unreadable(f"`{prefix.rstrip('.')}` is not a table")
+    for key, predicate in predicates.items():
+        if key not in table:
+            raise Unreadable(f"`{prefix}{key}` is missing")
+        if not predicate(table[key]):
+            raise Unreadable(f"`{prefix}{key}` has a wrong type")
 
 
 # -- kinds -----------------------------------------------------------------------------------------
 
 
-def _is_dict(found: Any) -> bool:
-    return isinstance(found, Mapping)
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, Mapping)
 
 
-def _is_text(found: Any) -> bool:
-    return isinstance(found, str)
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
-def _is_count(found: Any) -> bool:
-    return type(found) is int and 0 <= found < _MOST
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MOST
 
 
-def _is_dtype(found: Any) -> bool:
-    return isinstance(found, str) and found in DTYPES
+def _is_dtype(value: Any) -> bool:
+    return isinstance(value, str) and value in DTYPES
 
 
-def _is_shape(found: Any) -> bool:
-    return isinstance(found, list | tuple) and all(map(_is_count, found))
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_count, value))
 
 
-def _is_start(found: Any) -> bool:
+def _is_start(value: Any) -> bool:
     """Return whether a value is the size and dtype of a start of a power iteration."""
-    pair = isinstance(found, list | tuple) and len(found) == 2
-    return pair and _is_shape(found[0]) and len(found[0]) == 2 and _is_dtype(found[1])
+    pair = isinstance(value, list | tuple) and len(value) == 2
+    return pair and _is_shape(value[0]) and len(value[0]) == 2 and _is_dtype(value[1])
 
 
-def _is_scale(found: Any) -> bool:
-    return isinstance(found, float | int) and math.isfinite(found) and found > 0
+def _is_scale(value: Any) -> bool:
+    return isinstance(value, float | int) and math.isfinite(value) and value > 0
 
 
-def _is_plain(found: Any) -> bool:
+def _is_plain(value: Any) -> bool:
     """Return whether an optimizer's state has such values: number, text, tensor, lists of these."""
-    if isinstance(found, dict):
-        tensor, moved = found.get("tensor"), found.get("moved")
-        return len(found) == 2 and type(tensor) is Tensor and isinstance(moved, bool)
-    if isinstance(found, list | tuple):
-        return all(map(_is_plain, found))
-    return found is None or isinstance(found, bool | int | float | str)
+    if isinstance(value, dict):
+        tensor, moved = value.get("tensor"), value.get("moved")
+        return len(value) == 2 and type(tensor) is Tensor and isinstance(moved, bool)
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
-def _table_of(right: Predicate) -> Predicate:
-    def of_each(found: Any) -> bool:
-        return isinstance(found, dict) and all(_is_text(k) and right(v) for k, v in found.items())
+def _table_of(check: Predicate) -> Predicate:
+    def of_each(table: Any) -> bool:
+        return isinstance(table, dict) and all(_is_text(k) and check(v) for k, v in table.items())
 
     return of_each
 
 
-def _list_of(right: Predicate) -> Predicate:
-    return lambda found: isinstance(found, list | tuple) and all(map(right, found))
+def _list_of(predicate: Predicate) -> Predicate:
+    return lambda value: isinstance(value, list | tuple) and all(map(predicate, value))
 
 
 # ---- Saving and loading.
@@ -245,14 +245,14 @@ class PreparedCheckpoint:
         diagnose = partial(_unwritten, self.target, f"rank {self.rank}: " if self.world > 1 else "")
 
         def fill(folder: Path) -> None:
-            mine = run_on_all_ranks(
+            written = run_on_all_ranks(
                 lambda: write_file(folder, self.id, self.rank, self.tensors, self.values),
                 diagnose,
                 (Exception,),
             )
-            everyone = comm.gather_object(mine)
+            files = comm.gather_object(written)
             run_on_all_ranks(
-                lambda: write_index(folder, self.id, everyone) if self.rank == 0 else None, diagnose
+                lambda: write_index(folder, self.id, files) if self.rank == 0 else None, diagnose
             )
 
         checkpoint_folders.save_step(
@@ -303,20 +303,20 @@ def _check_beside(beside: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return the data of `beside`, as it will be read. Raises ValueError if it cannot be."""
     if beside is None:
         return None
-    found: dict[str, Any] = {}
+    checked: dict[str, Any] = {}
     for name, value in beside.items():
         try:
             with without_function_modes():
                 data = io.BytesIO()
                 torch.save(value, data)
                 data.seek(0)
-                found[name] = torch.load(data, "cpu", weights_only=True)
+                checked[name] = torch.load(data, "cpu", weights_only=True)
         except Exception as error:  # any error of pickle or of the loader of plain data
             raise ValueError(
                 f"`{name}` cannot be saved beside a checkpoint: it must be made of tensors, "
                 "numbers, strings, and dicts and lists of these"
             ) from error
-    return found
+    return checked
 
 
 def read_beside(path: str | os.PathLike[str], rank: int = 0) -> dict[str, Any] | None:
@@ -328,15 +328,15 @@ def read_beside(path: str | os.PathLike[str], rank: int = 0) -> dict[str, Any] |
     try:
         target, id_ = checkpoint_folders.find_checkpoint(folder)
         index = checkpoint_folders.checked_index(target, id_)
-        where = (*BESIDE, str(rank))
-        if ".".join(where) not in index.values:
+        path_in_index = (*BESIDE, str(rank))
+        if ".".join(path_in_index) not in index.values:
             return None
-        found = read_value(target, index, where)
-        if not isinstance(found, dict):
-            raise Unreadable(f"`{'.'.join(where)}` is not a table")
+        table = read_value(target, index, path_in_index)
+        if not isinstance(table, dict):
+            raise Unreadable(f"`{'.'.join(path_in_index)}` is not a table")
     except FAILURES as error:
         raise Refusal(_unread(folder, target, error)) from None
-    return found
+    return table
 
 
 def load(program: Program, path: str | os.PathLike[str], fresh: bool = False) -> None:
@@ -355,14 +355,14 @@ def load(program: Program, path: str | os.PathLike[str], fresh: bool = False) ->
         last = run_on_all_ranks(lambda: _last(program, folder), unread, FAILURES)
         target, id_ = comm.broadcast_object(0, last)
         try:
-            found = _read(program, folder, target, id_, fresh)
+            contents_read = _read(program, folder, target, id_, fresh)
             break
         except Refusal as refusal:  # another job may have saved, and removed this one
             missed = refusal.diagnostic.code == "S633"
-            again = missed and _has_new_checkpoint(folder, target) and time.monotonic() < end
-            if not comm.broadcast_object(0, again):
+            retries = missed and _has_new_checkpoint(folder, target) and time.monotonic() < end
+            if not comm.broadcast_object(0, retries):
                 raise
-    contents, optim, model, moments, sums = found
+    contents, optim, model, moments, sums = contents_read
     if not fresh:
         _copy_values(program, model)
     load_optimizer(program, optim, moments)
@@ -402,20 +402,22 @@ def _read(
     def reading(step: Callable[[], Any]) -> Any:  # a crafted folder may raise anything
         return run_on_all_ranks(step, partial(_unread, folder, target), (Exception,))
 
-    before, index, contents = reading(lambda: _read_contents(target, id_))
-    first = comm.broadcast_object(0, index.fingerprint)
-    reading(lambda: _check_unchanged(target, before, index.fingerprint == first))
+    state, index, contents = reading(lambda: _read_contents(target, id_))
+    fingerprint = comm.broadcast_object(0, index.fingerprint)
+    reading(lambda: _check_unchanged(target, state, index.fingerprint == fingerprint))
     optim = SavedOptimizer(**contents["optimizer"])
     _check_fit(program, contents, optim)
     model, moments, sums = reading(lambda: _allocate(program, contents, optim, fresh))
     mesh = program.assembly.ranks.mesh
-    shardings = {name: one.sharding(mesh) for name, one in program.assembly.holdings.items()}
-    keyed = {f"model.{name}": sharding for name, sharding in shardings.items()}
+    shardings = {name: held.sharding(mesh) for name, held in program.assembly.holdings.items()}
+    sharding_of_key = {f"model.{name}": sharding for name, sharding in shardings.items()}
     for name in filter(shardings.__contains__, optim.parts):  # same order on all ranks
-        keyed |= {f"optim.state.{name}.{key}": shardings[name] for key in optim.parts[name]}
+        sharding_of_key |= {
+            f"optim.state.{name}.{key}": shardings[name] for key in optim.parts[name]
+        }
     tensors = [*_box_tensors(program, model, moments), *sums]
-    read_together(target, index, tensors, keyed, partial(_unread, folder, target))
-    reading(lambda: _check_unchanged(target, before))
+    read_together(target, index, tensors, sharding_of_key, partial(_unread, folder, target))
+    reading(lambda: _check_unchanged(target, state))
     return contents, optim, model, moments, sums
 
 
@@ -434,10 +436,10 @@ def _allocate(
     return model, moments, empty_residue(program, contents.get("sums"))
 
 
-def _check_unchanged(target: Path, before: tuple[int, ...], same: bool = True) -> None:
-    if not same:
+def _check_unchanged(target: Path, state: tuple[int, ...], same_index: bool = True) -> None:
+    if not same_index:
         raise Unreadable("the ranks have read different checkpoints")
-    if index_state(target) != before:
+    if index_state(target) != state:
         raise Unreadable("it was changed while it was read")
 
 
@@ -466,10 +468,10 @@ def _box_tensors(program: Program, model: _Model, moments: _Moments) -> list[Box
         held_part, primary = holding.part(mesh, rank), holding.is_primary(mesh, rank)
         return BoxedTensor(path, part, holding.layout.shape, held_part, primary)
 
-    where = {n: a.holdings.get(n) or a.buffer_holding(n, part.shape) for n, part in model.items()}
-    found = [boxed(("model", name), where[name], part) for name, part in model.items()]
-    return found + [
-        boxed(("optim", "state", *key), where[key[0]], part) for key, part in moments.items()
+    holders = {n: a.holdings.get(n) or a.buffer_holding(n, part.shape) for n, part in model.items()}
+    boxed_model = [boxed(("model", name), holders[name], part) for name, part in model.items()]
+    return boxed_model + [
+        boxed(("optim", "state", *key), holders[key[0]], part) for key, part in moments.items()
     ]
 
 
@@ -485,17 +487,17 @@ def _read_contents(target: Path, id_: str | None) -> tuple[tuple[int, ...], Inde
 def _check_fit(program: Program, contents: Mapping[str, Any], optim: SavedOptimizer) -> None:
     """Raise the same Refusal on all ranks if the checkpoint does not fit the program."""
     a = program.assembly
-    here = {name: list(holding.layout.shape) for name, holding in a.holdings.items()}
-    here |= {name: list(buffer.shape) for name, buffer in a.saved_buffers.items()}
+    shapes = {name: list(holding.layout.shape) for name, holding in a.holdings.items()}
+    shapes |= {name: list(buffer.shape) for name, buffer in a.saved_buffers.items()}
     saved = {**contents["parameters"], **contents["buffers"]}
-    _same_names("S634", "the checkpoint does not fit this model", saved, here, SAME_MODEL)
-    known = tensor_dtypes(program)
-    for name, shape in here.items():
-        ours, theirs = (known[name], shape), (contents["dtypes"][name], saved[name])
-        if ours != theirs:
+    _same_names("S634", "the checkpoint does not fit this model", saved, shapes, SAME_MODEL)
+    dtypes = tensor_dtypes(program)
+    for name, shape in shapes.items():
+        built, stored = (dtypes[name], shape), (contents["dtypes"][name], saved[name])
+        if built != stored:
             raise Refusal.of(
                 "S635",
-                f"`{name}` was saved as {_describe_kind(theirs)}, but is {_describe_kind(ours)}",
+                f"`{name}` was saved as {_describe_kind(stored)}, but is {_describe_kind(built)}",
                 helps=("load it into a program of the same model and dtype",),
             )
     check_optimizer(program, optim)
@@ -509,10 +511,10 @@ def check_optimizer(program: Program | None, optim: SavedOptimizer) -> bool:
     optimizer = None if program is None else program.optimizer
     kind = type(optimizer).__qualname__ if optimizer is not None else None
     trained = list(trained_parameters(program)) if program is not None else []
-    found = comm.distinct_objects((kind, trained))
-    kinds = [kind for kind, _ in found if kind is not None]
+    described = comm.distinct_objects((kind, trained))
+    kinds = [kind for kind, _ in described if kind is not None]
     if kinds:
-        _check_optimizer(kinds[0], {name for _, names in found for name in names}, optim)
+        _check_optimizer(kinds[0], {name for _, names in described for name in names}, optim)
         odd = group_mismatch(program, optim) if program is not None else ""
         if odd := next(filter(None, comm.distinct_objects(odd)), ""):
             raise _other_optimizer(odd)
@@ -530,13 +532,13 @@ def _check_optimizer(kind: str, names: set[str], optim: SavedOptimizer) -> None:
 
 
 def _same_names(
-    code: str, title: str, saved: Iterable[str], here: Iterable[str], help_: str
+    code: str, message: str, saved: Iterable[str], model_names: Iterable[str], help_: str
 ) -> None:
-    missing, unknown = sorted(set(here) - set(saved)), sorted(set(saved) - set(here))
+    missing, unknown = sorted(set(model_names) - set(saved)), sorted(set(saved) - set(model_names))
     notes = [f"missing in the checkpoint: {quote_names(missing)}"] if missing else []
     notes += [f"not in the model: {quote_names(unknown)}"] if unknown else []
     if notes:
-        raise Refusal.of(code, title, notes=tuple(notes), helps=(help_,))
+        raise Refusal.of(code, message, notes=tuple(notes), helps=(help_,))
 
 
 def _copy_values(program: Program, values: Mapping[str, Tensor]) -> None:
@@ -548,15 +550,15 @@ def _copy_values(program: Program, values: Mapping[str, Tensor]) -> None:
 # -- messages --------------------------------------------------------------------------------------
 
 
-def _describe_kind(found: tuple[str, list[int]]) -> str:
-    return f"{found[0]}{found[1]}"
+def _describe_kind(kind: tuple[str, list[int]]) -> str:
+    return f"{kind[0]}{kind[1]}"
 
 
-def _unwritten(target: Path, where: str, error: BaseException) -> Diagnostic:
+def _unwritten(target: Path, prefix: str, error: BaseException) -> Diagnostic:
     return Diagnostic(
         "S631",
         f"cannot write a checkpoint into `{target}`",
-        notes=(where + describe_failure(error), "what was there before is unchanged"),
+        notes=(prefix + describe_failure(error), "what was there before is unchanged"),
         helps=("give a different folder, one that every rank can write",),
     )
 

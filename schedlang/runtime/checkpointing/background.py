@@ -40,14 +40,14 @@ class BackgroundSave:
     failure: BaseException | None = None
     copies: dict[int, Tensor] = field(default_factory=dict)
 
-    def start(self, begun: PreparedCheckpoint, world: comm.World) -> None:
+    def start(self, checkpoint: PreparedCheckpoint, world: comm.World) -> None:
         """Copy the values, and start to write them; all ranks together, with no save in flight."""
         with comm.enter_thread_groups(world, PURPOSE):
             _ = world.control_group  # created here, where all ranks are together
-        ready = self._copy_tensors(begun.tensors)
-        held = replace(begun, tensors=ready[0], values=copy.deepcopy(begun.values))
+        ready = self._copy_tensors(checkpoint.tensors)
+        copied = replace(checkpoint, tensors=ready[0], values=copy.deepcopy(checkpoint.values))
         self.thread = threading.Thread(
-            target=self._write, args=(held, ready[1], world), name="schedlang: saves", daemon=True
+            target=self._write, args=(copied, ready[1], world), name="schedlang: saves", daemon=True
         )
         self.thread.start()
         atexit.register(self._at_exit)
@@ -64,13 +64,13 @@ class BackgroundSave:
             raise failure
 
     def _write(
-        self, begun: PreparedCheckpoint, copied: list[torch.Event], world: comm.World
+        self, checkpoint: PreparedCheckpoint, copied: list[torch.Event], world: comm.World
     ) -> None:
         try:
             with comm.enter_thread_groups(world, PURPOSE):
                 for event in copied:  # then the device has copied all
                     devices.host_wait(event)
-                begun.write()
+                checkpoint.write()
         except BaseException as error:  # raised by the next `finish`, in the main thread
             self.failure = error
 
@@ -88,19 +88,19 @@ class BackgroundSave:
         An accelerator copies in the order of its stream, before any later work: the host does not
         wait, and the next step changes nothing that is still to be copied.
         """
-        found, streams = [], {}
+        copied, streams = [], {}
         with without_function_modes(), torch.no_grad():
-            for place, one in enumerate(tensors):
-                if not one.primary:
+            for index, tensor in enumerate(tensors):
+                if not tensor.primary:
                     continue
-                source = one.local.detach()
-                into = self.copies.get(place)
-                if into is None or (into.shape, into.dtype) != (source.shape, source.dtype):
-                    into = devices.host_empty(source.shape, source.dtype, beside=source.device)
-                    self.copies[place] = into
-                into.copy_(source, non_blocking=True)
+                source = tensor.local.detach()
+                target = self.copies.get(index)
+                if target is None or (target.shape, target.dtype) != (source.shape, source.dtype):
+                    target = devices.host_empty(source.shape, source.dtype, beside=source.device)
+                    self.copies[index] = target
+                target.copy_(source, non_blocking=True)
                 if devices.on_accelerator(source):
                     streams[source.device] = devices.current_stream(source.device)
-                found.append(replace(one, local=into))
+                copied.append(replace(tensor, local=target))
         events = [devices.mark_stream(stream) for stream in streams.values()]
-        return found, [event for event in events if event is not None]
+        return copied, [event for event in events if event is not None]

@@ -142,18 +142,18 @@ def write_file(
 
     Raises OSError.
     """
-    name, done = f"__{rank}_0.distcp", _WrittenFile({}, {}, {})
-    fewer = config.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
+    name, written = f"__{rank}_0.distcp", _WrittenFile({}, {}, {})
+    no_checksums = config.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
     with (
         without_function_modes(),
-        fewer,
+        no_checksums,
         (folder / name).open("xb", buffering=0) as file,
     ):
         writer = _Writer(file)
         writer.write(_head(id_, name))
         for key, path, value in ((".".join(path), path, value) for path, value in values.items()):
-            done.values[key] = writer.item(name, value)
-            done.paths[key] = path
+            written.values[key] = writer.item(name, value)
+            written.paths[key] = path
         for tensor in (tensor for tensor in tensors if tensor.primary):
             rows = []
             for box in overlaps(tensor.part, full_slice(tensor.shape)):
@@ -161,29 +161,29 @@ def write_file(
                 rows.append(row_of(StoredBox(box.there, box.size, writer.item(name, part)), 0))
             if rows:
                 key, kind = tensor.key, DTYPE_NAMES[tensor.local.dtype]
-                done.tensors[key] = TensorEntry(key, tensor.shape, kind, np.array(rows), (name,))
-                done.paths[key] = tensor.path
+                written.tensors[key] = TensorEntry(key, tensor.shape, kind, np.array(rows), (name,))
+                written.paths[key] = tensor.path
         writer.flush()
-        done.length = writer.at
+        written.length = writer.at
         os.fsync(file.fileno())
-    return done
+    return written
 
 
-def write_index(folder: Path, id_: str, everyone: Sequence[_WrittenFile]) -> None:
+def write_index(folder: Path, id_: str, all_files: Sequence[_WrittenFile]) -> None:
     """Write the two indexes of the folder: our own, and that of DCP. Raises OSError."""
     kinds: dict[str, TensorEntry] = {}
     rows: dict[str, list[Array]] = {}
     values: dict[str, FilePlace] = {}
     paths: dict[str, Path_] = {}
-    for rank, found in enumerate(everyone):
-        for key, entry in found.tensors.items():
+    for rank, written in enumerate(all_files):
+        for key, entry in written.tensors.items():
             kinds.setdefault(key, entry)
-            own = entry.rows.copy()
-            own[:, 2 * len(entry.shape)] = rank
-            rows.setdefault(key, []).append(own)
-        values.update(found.values)
-        paths.update(found.paths)
-    lengths = {f"__{rank}_0.distcp": found.length for rank, found in enumerate(everyone)}
+            entry_rows = entry.rows.copy()
+            entry_rows[:, 2 * len(entry.shape)] = rank
+            rows.setdefault(key, []).append(entry_rows)
+        values.update(written.values)
+        paths.update(written.paths)
+    lengths = {f"__{rank}_0.distcp": written.length for rank, written in enumerate(all_files)}
     tensors = {
         key: replace(entry, found=np.concatenate(rows[key]), files=tuple(lengths))
         for key, entry in kinds.items()
@@ -207,8 +207,8 @@ def _head(id_: str, name: str) -> bytes:
 def _on_host(part: Tensor) -> Tensor:
     """Return the part on the CPU, in a storage of its own: `torch.save` writes full storages."""
     part = part.detach().contiguous().cpu()
-    alone = part.untyped_storage().nbytes() == part.numel() * part.element_size()
-    return part if alone else part.clone()
+    owns_storage = part.untyped_storage().nbytes() == part.numel() * part.element_size()
+    return part if owns_storage else part.clone()
 
 
 class _Writer:
@@ -226,7 +226,7 @@ class _Writer:
 
     def item(self, name: str, value: Any) -> FilePlace:
         """Write one box or value by `torch.save`; our checksum replaces that of torch."""
-        at, self.sum, self.summed = self.at, Checksum(), self.used
+        start, self.sum, self.summed = self.at, Checksum(), self.used
         try:
             torch.save(value, self)  # type: ignore[arg-type]
         except Exception:
@@ -235,7 +235,7 @@ class _Writer:
         if self.failure is not None:  # torch reports it differently, or not at all
             raise self.failure
         self._add()
-        return FilePlace(name, at, self.at - at, self.sum.value)
+        return FilePlace(name, start, self.at - start, self.sum.value)
 
     def write(self, data: Any) -> int:
         """Write all of the data; large data in pieces that the checksum has just read into
@@ -248,12 +248,12 @@ class _Writer:
             self.held[self.used : self.used + len(view)] = view
             self.used += len(view)
             return len(view)
-        low = 0
-        while low < len(view):
-            part = view[low : low + self.sum.piece]
+        offset = 0
+        while offset < len(view):
+            part = view[offset : offset + self.sum.piece]
             self.sum.add(part)
             self._write_out(part)
-            low += len(part)
+            offset += len(part)
         return len(view)
 
     def flush(self) -> None:
@@ -277,22 +277,22 @@ class _Writer:
 
 def _dcp_index(index: Index, paths: Mapping[str, Path_]) -> bytes:
     """Return the index by which torch's own tools read the folder."""
-    held: dict[str, Any] = {key: BytesStorageMetadata() for key in index.values}
-    where = {MetadataIndex(key): _storage_info(place) for key, place in index.values.items()}
+    metadata: dict[str, Any] = {key: BytesStorageMetadata() for key in index.values}
+    storage = {MetadataIndex(key): _storage_info(slot) for key, slot in index.values.items()}
     for key, entry in index.tensors.items():
         chunks = [
             ChunkStorageMetadata(torch.Size(box.whole), torch.Size(box.size)) for box in entry.boxes
         ]
         properties = TensorProperties(DTYPES[entry.dtype])
-        held[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
+        metadata[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
         for box in entry.boxes:
-            where[MetadataIndex(key, torch.Size(box.whole))] = _storage_info(box.place)
+            storage[MetadataIndex(key, torch.Size(box.whole))] = _storage_info(box.place)
     meta = StorageMeta(save_id=index.id)
-    return pickle.dumps(Metadata(held, dict(paths), where, meta, _DCP_VERSION))
+    return pickle.dumps(Metadata(metadata, dict(paths), storage, meta, _DCP_VERSION))
 
 
-def _storage_info(place: FilePlace) -> _StorageInfo:
-    return _StorageInfo(place.file, place.at, place.length)
+def _storage_info(file_place: FilePlace) -> _StorageInfo:
+    return _StorageInfo(file_place.file, file_place.at, file_place.length)
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -306,14 +306,14 @@ def read_parts(
     folder: Path,
     index: Index,
     tensors: Sequence[BoxedTensor],
-    but: SharedBoxes = MappingProxyType({}),
+    skip: SharedBoxes = MappingProxyType({}),
 ) -> None:
     """Read the parts of this rank, without other ranks. Raises Unreadable or OSError.
 
     Every box that is read is checked in full: its checksum, its dtype, its size.
     """
-    wanted: dict[str, list[tuple[BoxedTensor, TensorEntry, StoredBox]]] = defaultdict(list)
-    known: dict[tuple[SliceArray, TensorSlice], Array] = {}  # layers have equal parts
+    by_file: dict[str, list[tuple[BoxedTensor, TensorEntry, StoredBox]]] = defaultdict(list)
+    overlap_cache: dict[tuple[SliceArray, TensorSlice], Array] = {}  # layers have equal parts
     for tensor in tensors:
         if not (size := count_elements(tensor.part)):
             continue
@@ -324,19 +324,19 @@ def read_parts(
         if entry.dtype != kind:
             raise Unreadable(f"`{tensor.key}` is {entry.dtype} in it, but should be {kind}")
         kinds = entry.parts, tensor.part
-        if kinds not in known:
-            known[kinds] = overlap_sizes(
+        if kinds not in overlap_cache:
+            overlap_cache[kinds] = overlap_sizes(
                 entry.parts, SliceArray.from_slices([tensor.part], len(entry.shape))
             )[:, 0]
-        common = known[kinds].copy()
-        if common.sum() != size:
+        overlap = overlap_cache[kinds].copy()
+        if overlap.sum() != size:
             raise Unreadable(f"parts of `{tensor.key}` are not in it")
-        common[but.get(tensor.key, [])] = 0
-        for box in map(entry.box, np.flatnonzero(common).tolist()):
-            wanted[box.place.file].append((tensor, entry, box))
-    for name in sorted(wanted):
+        overlap[skip.get(tensor.key, [])] = 0
+        for box in map(entry.box, np.flatnonzero(overlap).tolist()):
+            by_file[box.place.file].append((tensor, entry, box))
+    for name in sorted(by_file):
         with _open_checked(folder, index, name) as file:
-            for tensor, entry, box in sorted(wanted[name], key=lambda one: one[2].place.at):
+            for tensor, entry, box in sorted(by_file[name], key=lambda item: item[2].place.at):
                 value = _read_box(file, index, entry, box)
                 with without_function_modes():
                     copy_overlap(value, box.part, tensor.local, tensor.part)
@@ -356,33 +356,31 @@ def read_together(
     A box of which each rank needs all or nothing is read by the ranks that need it; a box that is
     split over ranks is read by one of them, which sends the pieces. Raises Refusal on all ranks.
     """
-    keys = [
-        (set(found), ranks) for found, ranks in world.ranks_by_object([one.key for one in tensors])
-    ]
+    keys = [(set(names), ranks) for names, ranks in world.ranks_by_object([t.key for t in tensors])]
     holders = {
-        key: one.restrict_to([r for found, ranks in keys if key in found for r in ranks])
-        for key, one in shardings.items()
+        key: t.restrict_to([r for names, ranks in keys if key in names for r in ranks])
+        for key, t in shardings.items()
     }
 
     def first() -> list[_Round]:
-        turns, but = _plan_rounds(index, holders, world.size()), defaultdict[str, list[int]](list)
-        for turn in turns:
-            for (key, _), (_, some) in turn.items():
-                but[key] += some
-        read_parts(folder, index, tensors, but)
-        return turns
+        rounds, skip = _plan_rounds(index, holders, world.size()), defaultdict[str, list[int]](list)
+        for round_ in rounds:
+            for (key, _), (_, boxes) in round_.items():
+                skip[key] += boxes
+        read_parts(folder, index, tensors, skip)
+        return rounds
 
-    turns = run_on_all_ranks(first, diagnose, (Exception,))
+    rounds = run_on_all_ranks(first, diagnose, (Exception,))
     local = {tensor.key: tensor.local for tensor in tensors}
-    for turn in turns:
-        mine = run_on_all_ranks(
-            partial(_read_for_others, folder, index, turn), diagnose, (Exception,)
+    for round_ in rounds:
+        boxes_read = run_on_all_ranks(
+            partial(_read_for_others, folder, index, round_), diagnose, (Exception,)
         )
-        item = {name: DTYPES[index.tensors[name[0]].dtype].itemsize for name in turn}
+        item = {name: DTYPES[index.tensors[name[0]].dtype].itemsize for name in round_}
         redistribute_tensors(
-            {name: TensorLayout(sharding, item[name]) for name, (sharding, _) in turn.items()},
-            {name: TensorLayout(holders[name[0]], item[name]) for name in turn},
-            mine.__getitem__,
+            {name: TensorLayout(sharding, item[name]) for name, (sharding, _) in round_.items()},
+            {name: TensorLayout(holders[name[0]], item[name]) for name in round_},
+            boxes_read.__getitem__,
             lambda name: local[name[0]],
             LIVE_BYTES // 4,
             HOST,
@@ -397,48 +395,48 @@ _Round = dict[tuple[str, int], tuple[Sharding, list[int]]]
 def _plan_rounds(index: Index, shardings: Mapping[str, Sharding], size: int) -> list[_Round]:
     """Return which rank reads which boxes that are split over ranks: balanced, equal on all
     ranks."""
-    known: dict[Any, Array] = {}
-    turns: list[_Round] = []
-    loads, alive = np.zeros(size, np.int64), np.full(size, LIVE_BYTES)
+    size_cache: dict[Any, Array] = {}
+    rounds: list[_Round] = []
+    loads, live_bytes = np.zeros(size, np.int64), np.full(size, LIVE_BYTES)
     for key, sharding in shardings.items():
         entry = index.tensors.get(key)
         if entry is None or entry.shape != sharding.shape:
             continue  # who holds a part refuses it
         kind = entry.parts, sharding.parts
-        if (found := known.get(kind)) is None:
-            found = known[kind] = overlap_sizes(*kind)
-        common = found * (sharding.copies > 0)
+        if (sizes := size_cache.get(kind)) is None:
+            sizes = size_cache[kind] = overlap_sizes(*kind)
+        overlap = sizes * (sharding.copies > 0)
         readers: dict[int, list[int]] = defaultdict(list)
-        for k in np.flatnonzero(((common > 0) & (common < entry.parts.sizes[:, None])).any(1)):
-            ranks = np.concatenate([sharding.holders[part] for part in np.flatnonzero(common[k])])
+        for k in np.flatnonzero(((overlap > 0) & (overlap < entry.parts.sizes[:, None])).any(1)):
+            ranks = np.concatenate([sharding.holders[part] for part in np.flatnonzero(overlap[k])])
             reader = int(ranks[loads[ranks].argmin()])
             readers[reader].append(int(k))
             loads[reader] += int(entry.sizes[k])
-        for turn in range(max(map(len, readers.values()), default=0)):
-            some = {rank: boxes[turn] for rank, boxes in readers.items() if turn < len(boxes)}
-            of = np.full(size, NOWHERE, np.int32)
-            of[list(some)] = range(len(some))
-            boxes = list(some.values())
+        for number in range(max(map(len, readers.values()), default=0)):
+            chosen = {rank: boxes[number] for rank, boxes in readers.items() if number < len(boxes)}
+            part_of_rank = np.full(size, NOWHERE, np.int32)
+            part_of_rank[list(chosen)] = range(len(chosen))
+            boxes = list(chosen.values())
             bytes_ = entry.sizes[boxes]
-            if (alive[list(some)] + bytes_ > LIVE_BYTES).any():
-                turns.append({})
-                alive[:] = 0
-            alive[list(some)] += bytes_
-            source = Sharding(entry.shape, entry.parts.select(boxes), of)
-            turns[-1][key, turn] = source, boxes
-    return turns
+            if (live_bytes[list(chosen)] + bytes_ > LIVE_BYTES).any():
+                rounds.append({})
+                live_bytes[:] = 0
+            live_bytes[list(chosen)] += bytes_
+            source = Sharding(entry.shape, entry.parts.select(boxes), part_of_rank)
+            rounds[-1][key, number] = source, boxes
+    return rounds
 
 
-def _read_for_others(folder: Path, index: Index, turn: _Round) -> dict[tuple[str, int], Tensor]:
+def _read_for_others(folder: Path, index: Index, round_: _Round) -> dict[tuple[str, int], Tensor]:
     """Read the boxes that this rank sends to others."""
-    found, rank = {}, world.rank()
-    for name, (sharding, boxes) in turn.items():
+    boxes_read, rank = {}, world.rank()
+    for name, (sharding, boxes) in round_.items():
         if sharding.part_of_rank[rank] != NOWHERE:
             entry = index.tensors[name[0]]
             box = entry.box(boxes[sharding.part_of_rank[rank]])
             with _open_checked(folder, index, box.place.file) as file:
-                found[name] = _read_box(file, index, entry, box)
-    return found
+                boxes_read[name] = _read_box(file, index, entry, box)
+    return boxes_read
 
 
 def _read_box(file: IO[bytes], index: Index, entry: TensorEntry, box: StoredBox) -> Tensor:
@@ -452,10 +450,10 @@ def _read_box(file: IO[bytes], index: Index, entry: TensorEntry, box: StoredBox)
 def read_value(folder: Path, index: Index, path: Path_) -> Any:
     """Read one value, plain data. Raises Unreadable or OSError."""
     key = ".".join(path)
-    if (place := index.values.get(key)) is None:
+    if (file_place := index.values.get(key)) is None:
         raise Unreadable(f"`{key}` is not in it")
-    with _open_checked(folder, index, place.file) as file:
-        return _load_value(file, index, place, f"`{key}`")
+    with _open_checked(folder, index, file_place.file) as file:
+        return _load_value(file, index, file_place, f"`{key}`")
 
 
 def check_files(folder: Path, index: Index) -> None:
@@ -465,12 +463,12 @@ def check_files(folder: Path, index: Index) -> None:
     """
     ends: dict[str, int] = dict(index.lengths)
     for entry in index.tensors.values():
-        files, at, length = entry.rows[:, -4:-1].T
+        files, starts, length = entry.rows[:, -4:-1].T
         last = np.zeros(len(entry.files), np.int64)
-        np.maximum.at(last, files, at + length)
+        np.maximum.at(last, files, starts + length)
         ends |= {name: max(ends.get(name, 0), int(end)) for name, end in zip(entry.files, last)}
-    for place in index.values.values():
-        ends[place.file] = max(ends.get(place.file, 0), place.at + place.length)
+    for file_place in index.values.values():
+        ends[file_place.file] = max(ends.get(file_place.file, 0), file_place.at + file_place.length)
     for name, end in ends.items():
         with _open_checked(folder, index, name) as file:
             if os.fstat(file.fileno()).st_size < end:
@@ -485,20 +483,20 @@ def _open_checked(folder: Path, index: Index, name: str) -> Iterator[IO[bytes]]:
         raise Unreadable(f"the file `{name}` is missing")
     with path.open("rb") as file:
         if index.id is not None and (head := file.read(HEAD)) != _head(index.id, name):
-            other = head[10:26].decode(errors="replace")
-            raise Unreadable(f"`{name}` is of save `{other}`, but the index is of `{index.id}`")
+            found_id = head[10:26].decode(errors="replace")
+            raise Unreadable(f"`{name}` is of save `{found_id}`, but the index is of `{index.id}`")
         yield file
 
 
-def _load_value(file: IO[bytes], index: Index, place: FilePlace, what: str) -> Any:
+def _load_value(file: IO[bytes], index: Index, file_place: FilePlace, label: str) -> Any:
     """Load a value that `torch.save` wrote, of plain data only."""
-    file.seek(place.at)
-    if os.fstat(file.fileno()).st_size < place.at + place.length:
-        raise Unreadable(f"`{place.file}` ends before {what} does")
+    file.seek(file_place.at)
+    if os.fstat(file.fileno()).st_size < file_place.at + file_place.length:
+        raise Unreadable(f"`{file_place.file}` ends before {label} does")
     try:
-        data = file.read(place.length)
-        if place.check is not None and CHECKSUMS[index.sums](data) != place.check:
-            raise Unreadable(f"`{place.file}` is damaged: the checksum of {what} differs")
+        data = file.read(file_place.length)
+        if file_place.check is not None and CHECKSUMS[index.sums](data) != file_place.check:
+            raise Unreadable(f"`{file_place.file}` is damaged: the checksum of {label} differs")
         with without_function_modes():
             return torch.load(io.BytesIO(data), "cpu", weights_only=True, mmap=False)
     except (OSError, Unreadable):
@@ -506,23 +504,23 @@ def _load_value(file: IO[bytes], index: Index, place: FilePlace, what: str) -> A
     except Exception as error:  # damaged bytes may raise anything
         if is_out_of_memory(error):
             raise MemoryError(
-                f"{what} takes {place.length:,} bytes, and as many while it is read"
+                f"{label} takes {file_place.length:,} bytes, and as many while it is read"
             ) from error
         line = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise Unreadable(f"`{place.file}` is damaged at {what}: {line}") from error
+        raise Unreadable(f"`{file_place.file}` is damaged at {label}: {line}") from error
 
 
 def _check_value(value: Any, entry: TensorEntry, box: StoredBox) -> None:
     """Refuse a value that is not the box of the index."""
-    plain = type(value) is Tensor and value.layout == torch.strided and value.is_cpu
-    if not plain or value.dtype != DTYPES[entry.dtype] or tuple(value.shape) != box.size:
+    is_plain = type(value) is Tensor and value.layout == torch.strided and value.is_cpu
+    if not is_plain or value.dtype != DTYPES[entry.dtype] or tuple(value.shape) != box.size:
         raise Unreadable(
             f"`{box.place.file}` does not hold box {_describe_box(box)} of `{entry.key}`"
         )
 
 
 def _describe_box(box: StoredBox) -> str:
-    return "[" + ", ".join(f"{at}:{at + n}" for at, n in zip(box.whole, box.size)) + "]"
+    return "[" + ", ".join(f"{low}:{low + n}" for low, n in zip(box.whole, box.size)) + "]"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -552,5 +550,5 @@ def out_of_memory(path: Path, error: BaseException) -> Diagnostic:
 def describe_failure(error: BaseException) -> str:
     """Return a failure in one line."""
     text = str(error).strip().partition("\n")[0]
-    named = isinstance(error, OSError | Unreadable | MemoryError)
-    return text if named and text else f"{type(error).__name__}: {text}".rstrip(": ")
+    has_text = isinstance(error, OSError | Unreadable | MemoryError)
+    return text if has_text and text else f"{type(error).__name__}: {text}".rstrip(": ")

@@ -54,22 +54,22 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     return last_complete(resolve_folder(folder))
 
 
-def last_complete(target: Path, but: Path | None = None) -> Path | None:
-    """Return the last complete checkpoint of a folder, except `but`."""
+def last_complete(target: Path, skip: Path | None = None) -> Path | None:
+    """Return the last complete checkpoint of a folder, except `skip`."""
     try:
         target = _actual_folder(target)
-        every = [target / name for name in _names(target)] or [target]
+        folders = [target / name for name in _names(target)] or [target]
     except OSError:  # not a folder, or not readable
         return None
-    return next((one for one in every if one != but and _is_complete(one)), None)
+    return next((folder for folder in folders if folder != skip and _is_complete(folder)), None)
 
 
 def resolve_folder(path: str | os.PathLike[str]) -> Path:
     """Return the real path of a folder, with links resolved; refuse a value that is no path
     (S618)."""
     if not isinstance(path, str | os.PathLike):  # an int would be an open file
-        title = f"the place of saved state must be a path, not {kind_of(path)}"
-        raise Refusal.of("S618", title, helps=('name a folder: `"saved"`',))
+        message = f"the place of saved state must be a path, not {kind_of(path)}"
+        raise Refusal.of("S618", message, helps=('name a folder: `"saved"`',))
     return Path(os.path.realpath(path))
 
 
@@ -94,13 +94,13 @@ def _is_checkpoint_itself(folder: Path) -> bool:
 
 def _actual_folder(target: Path) -> Path:
     """Return the folder, or, if it is empty, what an older save has left between two renames."""
-    has = target.is_dir() and (
+    has_checkpoints = target.is_dir() and (
         (target / LATEST).is_file() or _is_checkpoint_itself(target) or bool(_names(target))
     )
-    if has or not target.parent.is_dir():
+    if has_checkpoints or not target.parent.is_dir():
         return target
-    left = [path for path in leftovers(target, REPLACED) if path.is_dir()]
-    return max(left, key=lambda path: path.stat().st_mtime_ns, default=target)
+    replaced = [path for path in leftovers(target, REPLACED) if path.is_dir()]
+    return max(replaced, key=lambda path: path.stat().st_mtime_ns, default=target)
 
 
 def save_step(
@@ -118,17 +118,17 @@ def save_step(
     `keep - 1` older ones stay. Raises the same Refusal on all ranks; then no file of an older
     checkpoint has been touched.
     """
-    with ExitStack() as held:
+    with ExitStack() as locks:
         fill_folder(
             rank,
-            lambda: _make_folder(target, step, held),
+            lambda: _make_folder(target, step, locks),
             fill,
-            lambda beside: _publish(target, beside, step, id_, keep),
+            lambda temporary: _publish(target, temporary, step, id_, keep),
             diagnose,
         )
 
 
-def _make_folder(target: Path, step: int, held: ExitStack) -> Path:
+def _make_folder(target: Path, step: int, locks: ExitStack) -> Path:
     """Lock the folder, remove leftovers of dead saves, and create the new folder."""
     if (target / INDEX_FILE).is_file():
         raise Refusal.of(
@@ -145,33 +145,33 @@ def _make_folder(target: Path, step: int, held: ExitStack) -> Path:
         )
     target.mkdir(parents=True, exist_ok=True)
     try:
-        held.enter_context(lock_file(target / LOCK))
-    except LockHeld as other:
-        raise Refusal(other.diagnostic(target)) from None
+        locks.enter_context(lock_file(target / LOCK))
+    except LockHeld as held_lock:
+        raise Refusal(held_lock.diagnostic(target)) from None
     _remove_leftovers(target)
-    beside = temporary_name(target / _name(step, 0), SAVING)
-    beside.mkdir()
-    return beside
+    temporary = temporary_name(target / _name(step, 0), SAVING)
+    temporary.mkdir()
+    return temporary
 
 
-def _publish(target: Path, beside: Path, step: int, id_: str, keep: int | None) -> None:
+def _publish(target: Path, temporary: Path, step: int, id_: str, keep: int | None) -> None:
     """Rename the new folder, and then name it as the last: each by one atomic move."""
-    known = [line for line in _latest_lines(target) if (target / line[0]).is_dir()]
-    others = [(name, "0" * 16) for name in _names(target) if name not in dict(known)]
+    previous = [line for line in _latest_lines(target) if (target / line[0]).is_dir()]
+    unlisted = [(name, "0" * 16) for name in _names(target) if name not in dict(previous)]
     name = next(n for k in range(1 << 30) if not os.path.lexists(target / (n := _name(step, k))))
-    sync(beside)
-    beside.rename(target / name)
-    lines = [(name, id_), *others, *known]
+    sync(temporary)
+    temporary.rename(target / name)
+    lines = [(name, id_), *unlisted, *previous]
     try:
         sync(target)
         sync(target.parent)
         _write_lines(target, lines)
     except BaseException:
-        if [found for found, _ in _latest_lines(target)[:1]] != [name]:
-            (target / name).rename(beside)  # `fill_folder` removes it
+        if [latest for latest, _ in _latest_lines(target)[:1]] != [name]:
+            (target / name).rename(temporary)  # `fill_folder` removes it
         raise
-    for old, _ in lines[keep:] if keep is not None else ():
-        _remove(target / old)
+    for old_name, _ in lines[keep:] if keep is not None else ():
+        _remove(target / old_name)
     _remove_former(target)
 
 
@@ -197,10 +197,10 @@ def _read_latest(target: Path) -> list[tuple[str, str]]:
         raise Unreadable(f"`{LATEST}` is missing")
     with (target / LATEST).open("rb") as file:
         text = file.read(1 << 20).decode(errors="replace")
-    found = [_LINE.fullmatch(line) for line in text.splitlines()]
-    if not found or not text.endswith("\n") or not all(found):
+    matches = [_LINE.fullmatch(line) for line in text.splitlines()]
+    if not matches or not text.endswith("\n") or not all(matches):
         raise Unreadable(f"`{LATEST}` is damaged")
-    return [(match[1], match[match.re.groups]) for match in found if match]
+    return [(match[1], match[match.re.groups]) for match in matches if match]
 
 
 def _latest_lines(target: Path) -> list[tuple[str, str]]:
@@ -212,26 +212,26 @@ def _latest_lines(target: Path) -> list[tuple[str, str]]:
 
 
 def _write_lines(target: Path, lines: list[tuple[str, str]]) -> None:
-    made = target / f".{LATEST}.{secrets.token_hex(4)}{SAVING}"
+    temporary = target / f".{LATEST}.{secrets.token_hex(4)}{SAVING}"
     try:
-        with made.open("x") as file:
+        with temporary.open("x") as file:
             file.write("".join(f"{name} {id_}\n" for name, id_ in lines))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(made, target / LATEST)
+        os.replace(temporary, target / LATEST)
     except BaseException:
-        made.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     sync(target)
 
 
 def _names(target: Path) -> list[str]:
     """Return the names of the checkpoints in a folder: in the order of `latest`, others by step."""
-    there = {path.name: _STEP.fullmatch(path.name) for path in target.iterdir() if path.is_dir()}
-    listed = [name for name, _ in _latest_lines(target) if name in there]
-    more = {n: (int(m[1]), int(m[2] or 0)) for n, m in there.items() if m and n not in listed}
-    new = sorted(more, key=more.__getitem__, reverse=True)
-    return listed + new
+    matches = {path.name: _STEP.fullmatch(path.name) for path in target.iterdir() if path.is_dir()}
+    listed = [name for name, _ in _latest_lines(target) if name in matches]
+    unlisted = {n: (int(m[1]), int(m[2] or 0)) for n, m in matches.items() if m and n not in listed}
+    newest_first = sorted(unlisted, key=unlisted.__getitem__, reverse=True)
+    return listed + newest_first
 
 
 def _is_complete(folder: Path) -> bool:
@@ -255,22 +255,22 @@ def checked_index(folder: Path, id_: str | None) -> Index:
 
 def _remove_leftovers(target: Path) -> None:
     """Remove leftovers of dead saves; the lock excludes other jobs."""
-    made = re.compile(rf"\.{LATEST}\.[0-9a-f]{{8}}{re.escape(SAVING)}")
+    pattern = re.compile(rf"\.{LATEST}\.[0-9a-f]{{8}}{re.escape(SAVING)}")
     for path in list(target.iterdir()):
         if _PARTS.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
-        elif made.fullmatch(path.name):
+        elif pattern.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 
 def _remove(folder: Path) -> None:
     """Remove a checkpoint: rename it first, so that a partial folder is never taken for one."""
-    gone = temporary_name(folder, REPLACED)
+    removed = temporary_name(folder, REPLACED)
     try:
-        folder.rename(gone)
+        folder.rename(removed)
     except OSError:
         return  # the next save tries again
-    shutil.rmtree(gone, ignore_errors=True) if not gone.is_symlink() else gone.unlink()
+    shutil.rmtree(removed, ignore_errors=True) if not removed.is_symlink() else removed.unlink()
 
 
 def _remove_former(target: Path) -> None:
@@ -280,8 +280,8 @@ def _remove_former(target: Path) -> None:
         if _FORMER.fullmatch(path.name):
             path.unlink(missing_ok=True)
     for ending in (SAVING, REPLACED):
-        for left in leftovers(target, ending):
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in leftovers(target, ending):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:

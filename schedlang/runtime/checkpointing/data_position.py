@@ -104,8 +104,8 @@ class BatchStream:
     def _begin(self) -> Iterator[Any]:
         if not self.stateful:
             self._began = generator_states(self.data)
-        for one in (self.data, getattr(self.data, "sampler", None)):
-            if (set_epoch := getattr(one, "set_epoch", None)) is not None:
+        for source in (self.data, getattr(self.data, "sampler", None)):
+            if (set_epoch := getattr(source, "set_epoch", None)) is not None:
                 set_epoch(self.epoch)
         self._it = iter(self.data)
         return self._it
@@ -116,45 +116,48 @@ class BatchStream:
 
 def library_versions() -> PlainData:
     """Return the versions of schedlang, torch and Python, as saved in a checkpoint."""
-    found = {"schedlang": schedlang.__version__, "python": platform.python_version()}
-    return {**found, "torch": str(torch.__version__)}  # torch's class for versions is no plain text
+    versions = {"schedlang": schedlang.__version__, "python": platform.python_version()}
+    return {
+        **versions,
+        "torch": str(torch.__version__),
+    }  # torch's class for versions is no plain text
 
 
-def check_schedule(saved: Mapping[str, Any] | None, schedule: str, last: Path) -> None:
+def check_schedule(saved: Mapping[str, Any] | None, schedule: str, checkpoint: Path) -> None:
     """Refuse a schedule that differs from that of a checkpoint, and a checkpoint of no run (S693).
 
     schedule  the text under which the run continues
     """
     if saved is None:
-        title = f"`{last}` does not record the place of its run in the data"
+        message = f"`{checkpoint}` does not record the place of its run in the data"
         helps = (
             "start the data again, with these parameters: `Trainer(..., accept=True)`",
             "or give another folder: checkpoints of `Trainer` record this place",
         )
-        raise Refusal.of("S693", title, helps=helps)
+        raise Refusal.of("S693", message, helps=helps)
     if saved["schedule"] == schedule:
         return
-    before, now = saved["schedule"].splitlines(), schedule.splitlines()
-    compared = difflib.ndiff(before, now)
+    old_lines, new_lines = saved["schedule"].splitlines(), schedule.splitlines()
+    compared = difflib.ndiff(old_lines, new_lines)
     changed = [line for line in compared if line[:1] in "-+" and line[2:]]
-    title = f"`{last}` was saved under another schedule"
+    message = f"`{checkpoint}` was saved under another schedule"
     helps = (
         "continue with this one: `Trainer(..., accept=True)`; a checkpoint fits any layout",
         "or give the previous schedule, or another folder",
     )
-    raise Refusal.of("S693", title, notes=tuple(changed[:_LINES]), helps=helps)
+    raise Refusal.of("S693", message, notes=tuple(changed[:_LINES]), helps=helps)
 
 
-def check_parts(saved: Mapping[str, Any], parts: int, last: Path) -> None:
+def check_parts(saved: Mapping[str, Any], parts: int, path: Path) -> None:
     """Refuse to continue if each rank has its own data and their number of parts has changed
     (S693).
 
     No position in one division is a position in the other.
     """
     if saved["parts"] != parts:
-        title = f"`{last}` was saved with data in {saved['parts']} parts, but here are {parts}"
+        message = f"`{path}` was saved with data in {saved['parts']} parts, but here are {parts}"
         helps = ("give full batches (`local=False`): their place fits any layout",)
-        raise Refusal.of("S693", title, helps=helps)
+        raise Refusal.of("S693", message, helps=helps)
 
 
 def restore_scheduler(scheduler: Any, saved: Mapping[str, Any] | None) -> None:
@@ -165,12 +168,12 @@ def restore_scheduler(scheduler: Any, saved: Mapping[str, Any] | None) -> None:
     """
     if scheduler is None or saved is None:
         return
-    own = {
+    current = {
         key: value
         for key, value in scheduler.state_dict().items()
         if isinstance(value, list) and len(value) != len(saved.get(key) or value)
     }
-    scheduler.load_state_dict({**saved, **own})
+    scheduler.load_state_dict({**saved, **current})
 
 
 # -- generators ------------------------------------------------------------------------------------
@@ -179,18 +182,18 @@ def restore_scheduler(scheduler: Any, saved: Mapping[str, Any] | None) -> None:
 def generator_states(data: Any = None) -> PlainData:
     """Return the states of the generators of torch, Python, numpy, and of a loader."""
     kind = devices.accelerator()
-    found: PlainData = {
+    states: PlainData = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
         "numpy": None,
         "device": None if kind is None else devices.default_generator(kind).get_state(),
-        "loader": [one.get_state() for one in _loader_generators(data)],
+        "loader": [generator.get_state() for generator in _loader_generators(data)],
     }
     if (numpy := sys.modules.get("numpy")) is not None:
         saved = numpy.random.get_state(legacy=False)
         state = {key: _as_list(value) for key, value in saved["state"].items()}
-        found["numpy"] = {**saved, "state": state}
-    return found
+        states["numpy"] = {**saved, "state": state}
+    return states
 
 
 def restore_generators(data: Any, saved: Mapping[str, Any]) -> None:
@@ -203,8 +206,8 @@ def restore_generators(data: Any, saved: Mapping[str, Any]) -> None:
     kind = devices.accelerator()
     if saved["device"] is not None and kind is not None:
         devices.default_generator(kind).set_state(saved["device"])
-    for one, state in zip(_loader_generators(data), saved["loader"]):
-        one.set_state(state)
+    for generator, state in zip(_loader_generators(data), saved["loader"]):
+        generator.set_state(state)
 
 
 def _as_list(value: Any) -> Any:
@@ -213,12 +216,12 @@ def _as_list(value: Any) -> Any:
 
 def _loader_generators(data: Any) -> list[torch.Generator]:
     """Return the generators of a loader and its samplers, each once."""
-    found: dict[int, torch.Generator] = {}
+    generators: dict[int, torch.Generator] = {}
     for path in _GENERATOR_PATHS:
-        one = data
+        owner = data
         for name in filter(None, path.split(".")):
-            one = getattr(one, name, None)
-        generator = getattr(one, "generator", None)
+            owner = getattr(owner, name, None)
+        generator = getattr(owner, "generator", None)
         if isinstance(generator, torch.Generator):
-            found[id(generator)] = generator
-    return list(found.values())
+            generators[id(generator)] = generator
+    return list(generators.values())

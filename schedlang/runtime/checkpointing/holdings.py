@@ -43,45 +43,45 @@ def rounds_of(source: Mapping[Any, TensorLayout], sizes: Sequence[int]) -> tuple
 
     sizes   of the axes of the mesh, the slowest first: blocks are runs of ranks along them
     """
-    known: dict[Any, list[Sharding]] = {}
+    cache: dict[Any, list[Sharding]] = {}
     steps = {
-        name: sharding_rounds(layout.sharding, sizes, known) for name, layout in source.items()
+        name: sharding_rounds(layout.sharding, sizes, cache) for name, layout in source.items()
     }
-    done = list[Route]()
+    routes = list[Route]()
     for k in range(max(map(len, steps.values()), default=1) - 1):
-        some = [name for name, each in steps.items() if each[k] is not each[k + 1]]
+        changed = [name for name, steps_of in steps.items() if steps_of[k] is not steps_of[k + 1]]
         before, after = (
-            {name: TensorLayout(steps[name][at], source[name].itemsize) for name in some}
-            for at in (k, k + 1)
+            {name: TensorLayout(steps[name][step], source[name].itemsize) for name in changed}
+            for step in (k, k + 1)
         )
-        if some:
-            done.append(find_route(group_by_layout(before, after), math.prod(sizes), gaps=True))
-    return tuple(done)
+        if changed:
+            routes.append(find_route(group_by_layout(before, after), math.prod(sizes), gaps=True))
+    return tuple(routes)
 
 
 def sharding_rounds(
-    sharding: Sharding, sizes: Sequence[int], known: dict[Any, list[Sharding]]
+    sharding: Sharding, sizes: Sequence[int], cache: dict[Any, list[Sharding]]
 ) -> list[Sharding]:
     """Return the sharding before the first round and after each, in places of the full tensor.
 
     A round changes nothing if the parts of its blocks are neither disjoint nor equal; the last
     round gives the full tensor.
     """
-    if sharding.key not in known:
-        every = replicate_on(
+    if sharding.key not in cache:
+        replicated = replicate_on(
             sharding.shape, range(len(sharding.part_of_rank)), len(sharding.part_of_rank)
         )
         total = sharding.sizes[sharding.copies > 0].sum()
-        found, block = list[Sharding](), 1
+        rounds, block = list[Sharding](), 1
         for factor in (1, *_factors(sizes)):
             block *= factor
-            one = _block_sharding(sharding, block)
-            disjoint = one.sizes.sum() == total
-            more = disjoint and (not found or one.key != found[-1].key)
-            found.append(one if more else found[-1])
-        found[-1] = every if found[-1].key == every.key else found[-1]
-        known[sharding.key] = [*found, every]
-    return known[sharding.key]
+            block_sharding = _block_sharding(sharding, block)
+            disjoint = block_sharding.sizes.sum() == total
+            grows = disjoint and (not rounds or block_sharding.key != rounds[-1].key)
+            rounds.append(block_sharding if grows else rounds[-1])
+        rounds[-1] = replicated if rounds[-1].key == replicated.key else rounds[-1]
+        cache[sharding.key] = [*rounds, replicated]
+    return cache[sharding.key]
 
 
 def _factors(sizes: Sequence[int]) -> Iterator[int]:
@@ -97,20 +97,22 @@ def _factors(sizes: Sequence[int]) -> Iterator[int]:
 
 def _block_sharding(sharding: Sharding, block: int) -> Sharding:
     """Return the sharding in which each rank has the bounding part of its block of ranks."""
-    of = np.full(len(sharding.part_of_rank), NOWHERE, np.int32)
-    known: dict[tuple[int, ...], int] = {}
-    for low in range(0, len(of), block):
-        held = unique_sorted(sharding.part_of_rank[low : low + block])
-        if some := tuple(held[held != NOWHERE].tolist()):
-            of[low : low + block] = known.setdefault(some, len(known))
-    parts = [_bounding_part(sharding.parts, list(some)) for some in known]
-    return Sharding(sharding.shape, SliceArray.from_slices(parts, len(sharding.shape)), of)
+    part_of = np.full(len(sharding.part_of_rank), NOWHERE, np.int32)
+    block_numbers: dict[tuple[int, ...], int] = {}
+    for start in range(0, len(part_of), block):
+        held_parts = unique_sorted(sharding.part_of_rank[start : start + block])
+        if block_parts := tuple(held_parts[held_parts != NOWHERE].tolist()):
+            part_of[start : start + block] = block_numbers.setdefault(
+                block_parts, len(block_numbers)
+            )
+    parts = [_bounding_part(sharding.parts, list(block_parts)) for block_parts in block_numbers]
+    return Sharding(sharding.shape, SliceArray.from_slices(parts, len(sharding.shape)), part_of)
 
 
-def _bounding_part(parts: SliceArray, some: list[int]) -> TensorSlice:
+def _bounding_part(parts: SliceArray, indices: list[int]) -> TensorSlice:
     """Return the smallest part that contains some parts, in places of the full tensor."""
     return tuple(
-        _merge_cells(rows[np.isin(rows[:, 0], numbers[some])])
+        _merge_cells(rows[np.isin(rows[:, 0], numbers[indices])])
         for numbers, rows in zip(parts.numbers.T, parts.cells)
     )
 
@@ -158,15 +160,15 @@ class Holding:
         """Return whether a rank is the primary holder of its part, among equal ones."""
         if not self.is_held(mesh, rank):
             return False
-        here = mesh.coordinates(rank)
+        coordinates = mesh.coordinates(rank)
         splitting = {a for axis in (*self.layout.axes, *self.sliced) for a in mesh.fold(axis)}
         if self.axis is not None and self.stages is not None:
             if mesh.index(rank, self.axis) != min(self.stages):
                 return False
             splitting |= set(mesh.fold(self.axis))
-        if any(mesh.index_at(here, s.axis) % s.uneven.repeat for s in self.layout.splits):
+        if any(mesh.index_at(coordinates, s.axis) % s.uneven.repeat for s in self.layout.splits):
             return False
-        return all(place == 0 for axis, place in here.items() if axis not in splitting)
+        return all(index == 0 for axis, index in coordinates.items() if axis not in splitting)
 
     def part(self, mesh: Mesh, rank: int) -> TensorSlice:
         """Return the part that a rank holds, without padding."""
@@ -176,15 +178,15 @@ class Holding:
     def sharding(self, mesh: Mesh, ranks: Sequence[int] = (), world: int = 0) -> Sharding:
         """Return the sharding over a job; `ranks`: those of its `world` ranks that form the
         mesh."""
-        parts, of = _sharding(self.layout, self.sliced, mesh)
+        parts, part_of = _sharding(self.layout, self.sliced, mesh)
         if self.stages is not None and self.axis is not None:
-            place = mesh.index_at(_all_coordinates(mesh), self.axis)
-            of = np.where(np.isin(place, list(self.stages)), of, NOWHERE)
+            stage = mesh.index_at(_all_coordinates(mesh), self.axis)
+            part_of = np.where(np.isin(stage, list(self.stages)), part_of, NOWHERE)
         if len(ranks):
-            everyone = np.full(world, NOWHERE, of.dtype)
-            everyone[list(ranks)] = of
-            of = everyone
-        return Sharding(self.layout.shape, parts, of)
+            all_ranks = np.full(world, NOWHERE, part_of.dtype)
+            all_ranks[list(ranks)] = part_of
+            part_of = all_ranks
+        return Sharding(self.layout.shape, parts, part_of)
 
     def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's part."""
@@ -201,10 +203,10 @@ def _segments(
     runs = layout.segments(mesh, mesh.coordinates(rank))
     if not sliced:
         return runs
-    count, place = mesh.size(sliced), mesh.index(rank, sliced)
+    count, index = mesh.size(sliced), mesh.index(rank, sliced)
     length = sum(run.length for run in runs[0])
     chunk = -(-length // count)  # as torch.chunk, which fully_shard follows
-    first, last = min(place * chunk, length), min((place + 1) * chunk, length)
+    first, last = min(index * chunk, length), min((index + 1) * chunk, length)
     return (tuple(clip_runs(runs[0], first, last)), *runs[1:])
 
 
@@ -212,31 +214,33 @@ def _segments(
 def _sharding(layout: Layout, sliced: tuple[str, ...], mesh: Mesh) -> tuple[SliceArray, Array]:
     """Return the distinct parts, and which of them each rank of the mesh holds, dim by dim."""
     coordinates = _all_coordinates(mesh)
-    cells, of = [], np.zeros((mesh.world, len(layout.shape)), np.int64)
+    cells, cell_numbers = [], np.zeros((mesh.world, len(layout.shape)), np.int64)
     for dim, size in enumerate(layout.shape):
-        over = [split.axis for split in layout.splits if split.dim == dim]
+        axes = [split.axis for split in layout.splits if split.dim == dim]
         places: list[Array] = [np.zeros(mesh.world, np.int64)]
-        places += [mesh.index_at(coordinates, axis) for axis in over]
+        places += [mesh.index_at(coordinates, axis) for axis in axes]
         _, first, code = np.unique(places, axis=1, return_index=True, return_inverse=True)
-        known: dict[tuple[Segment, ...], int] = {}
+        numbers_of: dict[tuple[Segment, ...], int] = {}
         numbers = [
-            known.setdefault(layout.segments(mesh, mesh.coordinates(rank))[dim], len(known))
+            numbers_of.setdefault(
+                layout.segments(mesh, mesh.coordinates(rank))[dim], len(numbers_of)
+            )
             for rank in first.tolist()
         ]
         slices = mesh.size(sliced) if sliced and dim == 0 else 1
-        rows = [_slices(runs, size, slices) for runs in known]
-        for k, some in enumerate(rows):
-            some[:, 0] += k * slices
-        every = np.concatenate(rows)
-        there = unique_sorted(every[:, 0])
-        number = np.full(len(known) * slices, len(there))  # all empty slices are one part
-        number[there] = np.arange(len(there))
-        every[:, 0] = number[every[:, 0]]
-        cells.append(every)
-        at = mesh.index_at(coordinates, sliced) if slices > 1 else 0
-        of[:, dim] = number[np.array(numbers)[code.reshape(-1)] * slices + at]
-    found, part = np.unique(of, axis=0, return_inverse=True)
-    return SliceArray(found, cells), part.reshape(-1).astype(np.int32)
+        rows = [_slices(runs, size, slices) for runs in numbers_of]
+        for k, slice_rows in enumerate(rows):
+            slice_rows[:, 0] += k * slices
+        all_cells = np.concatenate(rows)
+        used = unique_sorted(all_cells[:, 0])
+        number = np.full(len(numbers_of) * slices, len(used))  # all empty slices are one part
+        number[used] = np.arange(len(used))
+        all_cells[:, 0] = number[all_cells[:, 0]]
+        cells.append(all_cells)
+        slice_index = mesh.index_at(coordinates, sliced) if slices > 1 else 0
+        cell_numbers[:, dim] = number[np.array(numbers)[code.reshape(-1)] * slices + slice_index]
+    part_numbers, part = np.unique(cell_numbers, axis=0, return_inverse=True)
+    return SliceArray(part_numbers, cells), part.reshape(-1).astype(np.int32)
 
 
 def _slices(runs: Sequence[Segment], size: int, count: int) -> Array:
@@ -244,45 +248,45 @@ def _slices(runs: Sequence[Segment], size: int, count: int) -> Array:
 
     Padding beyond the true size is left out.
     """
-    spans = [(run.start, run.length) for run in runs]
+    spans = [(run_index.start, run_index.length) for run_index in runs]
     starts, lengths = np.array(spans, np.int64).reshape(-1, 2).T
     ends, total = lengths.cumsum(), int(lengths.sum())
     chunk = max(-(-total // count), 1)
-    low = unique_sorted(ends - lengths, np.arange(count) * chunk)
-    low = low[low < total]
-    run = np.searchsorted(ends, low, "right")
-    start = starts[run] + low - (ends - lengths)[run]
-    length = np.minimum(start + np.diff(low, append=total), size) - start
-    rows = np.stack([low // chunk, low % chunk, start, length], 1)
+    starts_of_cells = unique_sorted(ends - lengths, np.arange(count) * chunk)
+    starts_of_cells = starts_of_cells[starts_of_cells < total]
+    run_index = np.searchsorted(ends, starts_of_cells, "right")
+    start = starts[run_index] + starts_of_cells - (ends - lengths)[run_index]
+    length = np.minimum(start + np.diff(starts_of_cells, append=total), size) - start
+    rows = np.stack([starts_of_cells // chunk, starts_of_cells % chunk, start, length], 1)
     return rows[length > 0]
 
 
 def _all_coordinates(mesh: Mesh) -> dict[str, Any]:
     """Return the coordinates of all ranks on each axis, as arrays."""
     sizes = tuple(mesh.sizes.values())
-    found = np.unravel_index(np.arange(mesh.world), sizes) if sizes else ()
-    return dict(zip(mesh.sizes, found))
+    indices = np.unravel_index(np.arange(mesh.world), sizes) if sizes else ()
+    return dict(zip(mesh.sizes, indices))
 
 
-def clip_runs(runs: tuple[Segment, ...], first: int, last: int) -> Iterator[Segment]:
+def clip_runs(runs: tuple[Segment, ...], start: int, end: int) -> Iterator[Segment]:
     """Yield the pieces of a chain of runs between two local positions."""
-    at = 0
+    offset = 0
     for run in runs:
-        low, high = max(first, at), min(last, at + run.length)
-        if low < high:
-            yield Segment(run.start + low - at, high - low)
-        at += run.length
+        run_start, run_end = max(start, offset), min(end, offset + run.length)
+        if run_start < run_end:
+            yield Segment(run.start + run_start - offset, run_end - run_start)
+        offset += run.length
 
 
 def cells_of(runs: tuple[Segment, ...], size: int) -> Iterator[Cell]:
     """Yield the runs of one dim within its true size: start in the part, in the full dim,
     length."""
-    at = 0
+    offset = 0
     for run in runs:
         length = max(0, min(run.start + run.length, size) - run.start)
         if length:
-            yield at, run.start, length
-        at += run.length
+            yield offset, run.start, length
+        offset += run.length
 
 
 @dataclass(frozen=True)
@@ -306,22 +310,22 @@ _SHORT = 1 << 12  # deliveries of a plan that is cached: large worlds have more
 
 
 def _cached_plan(
-    ways: TransferPlans | None, key: tuple[Any, ...], make: Callable[[], TransferPlan]
+    plans: TransferPlans | None, key: tuple[Any, ...], make: Callable[[], TransferPlan]
 ) -> TransferPlan:
     """Return the plan for a key, cached: a proof needs the same plan after each step."""
-    found = ways.get(key) if ways is not None else None
-    if found is None:
-        found = make()
-        if ways is not None and sum(len(one.kind) for one in found.routes) <= _SHORT:
-            ways[key] = found
-    return found
+    plan = plans.get(key) if plans is not None else None
+    if plan is None:
+        plan = make()
+        if plans is not None and sum(len(route.kind) for route in plan.routes) <= _SHORT:
+            plans[key] = plan
+    return plan
 
 
 def plan_copies(
     holdings: Mapping[Any, Holding],
     sizes: Mapping[Any, int],
     mesh: Mesh,
-    ways: TransferPlans | None = None,
+    plans: TransferPlans | None = None,
 ) -> TransferPlan:
     """Return the plan that sends each part from its primary rank to all that hold the same.
 
@@ -330,15 +334,15 @@ def plan_copies(
 
     def made() -> TransferPlan:
         source, target = {}, {}
-        for name, one in holdings.items():
-            sharding = one.sharding(mesh)
-            speak = [rank for rank in range(mesh.world) if one.is_primary(mesh, rank)]
+        for name, holding in holdings.items():
+            sharding = holding.sharding(mesh)
+            senders = [rank for rank in range(mesh.world) if holding.is_primary(mesh, rank)]
             source[name], target[name] = (
-                TensorLayout(s, sizes[name]) for s in (sharding.restrict_to(speak), sharding)
+                TensorLayout(s, sizes[name]) for s in (sharding.restrict_to(senders), sharding)
             )
         return TransferPlan((find_route(group_by_layout(source, target), world.size()),))
 
-    return _cached_plan(ways, ("copies", tuple(sizes.items())), made)
+    return _cached_plan(plans, ("copies", tuple(sizes.items())), made)
 
 
 def shard_of(value: Tensor, holding: Holding, mesh: Mesh, rank: int) -> Tensor:
@@ -347,26 +351,26 @@ def shard_of(value: Tensor, holding: Holding, mesh: Mesh, rank: int) -> Tensor:
     for dim, runs in enumerate(holding.segments(mesh, rank)):
         size, pieces = part.shape[dim], [part.narrow(dim, 0, 0)]  # a rank may hold no part
         for run in runs:
-            true = max(0, min(run.length, size - run.start))
-            beyond = (*part.shape[:dim], run.length - true, *part.shape[dim + 1 :])
-            pieces += [part.narrow(dim, min(run.start, size), true), part.new_zeros(beyond)]
+            valid = max(0, min(run.length, size - run.start))
+            padding_shape = (*part.shape[:dim], run.length - valid, *part.shape[dim + 1 :])
+            pieces += [part.narrow(dim, min(run.start, size), valid), part.new_zeros(padding_shape)]
         if runs != (Segment(0, size),):
             part = torch.cat(pieces, dim)
     return part.clone(memory_format=torch.contiguous_format)
 
 
-def write_shard(part: Tensor, into: Tensor, holding: Holding, mesh: Mesh, rank: int) -> None:
+def write_shard(part: Tensor, target: Tensor, holding: Holding, mesh: Mesh, rank: int) -> None:
     """Write a rank's part into the full tensor."""
-    copy_overlap(part, holding.part(mesh, rank), into, full_slice(into.shape))
+    copy_overlap(part, holding.part(mesh, rank), target, full_slice(target.shape))
 
 
 def zero_padding(part: Tensor, holding: Holding, mesh: Mesh, rank: int) -> Tensor:
     """Return a rank's part with zeros in the padding."""
     if holding.layout.padded == holding.layout.shape:
         return part
-    made, at = torch.zeros_like(part), holding.part(mesh, rank)
-    copy_overlap(part, at, made, at)
-    return made
+    zeroed, held_part = torch.zeros_like(part), holding.part(mesh, rank)
+    copy_overlap(part, held_part, zeroed, held_part)
+    return zeroed
 
 
 def first_rank(_: Sharding) -> Sequence[int]:
@@ -376,10 +380,10 @@ def first_rank(_: Sharding) -> Sequence[int]:
 
 def assemble_tensors(
     holdings: Mapping[K, Holding],
-    own: Mapping[K, Tensor],
+    parts: Mapping[K, Tensor],
     ranks: RankGroups,
-    to: ReceiverChoice | None = None,
-    ways: TransferPlans | None = None,
+    receivers: ReceiverChoice | None = None,
+    plans: TransferPlans | None = None,
 ) -> dict[K, Tensor]:
     """Return full tensors on the CPU, on all ranks or on some, from the parts of all ranks.
 
@@ -387,44 +391,49 @@ def assemble_tensors(
     to    returns the receivers of a tensor; None: all ranks
     ways  cached plans of this program
     """
-    having = world.ranks_by_object({name: part.dtype for name, part in own.items()})
-    known = tuple((tuple(found.items()), some) for found, some in having)
-    key = "whole", to, tuple(holdings), known
-    way = _cached_plan(ways, key, lambda: _plan_assembly(holdings, having, ranks.mesh, to))
-    mine = {name: part.detach() for name, part in own.items()}
+    owners = world.ranks_by_object({name: part.dtype for name, part in parts.items()})
+    owner_key = tuple((tuple(dtypes.items()), owner_ranks) for dtypes, owner_ranks in owners)
+    key = "whole", receivers, tuple(holdings), owner_key
+    plan = _cached_plan(plans, key, lambda: _plan_assembly(holdings, owners, ranks.mesh, receivers))
+    local = {name: part.detach() for name, part in parts.items()}
     with torch._C.DisableTorchFunction():  # function modes need not see copies
-        made = {
+        full = {
             name: torch.zeros(shape, dtype=dtype)
-            for name, (shape, dtype) in way.shapes.items()
-            if ranks.rank in way.receivers[name]
+            for name, (shape, dtype) in plan.shapes.items()
+            if ranks.rank in plan.receivers[name]
         }
-        if to is None:  # each round sends what earlier rounds have gathered
-            for name, part in mine.items():
-                write_shard(part, made[name], holdings[name], ranks.mesh, ranks.rank)
-    here = mine if to is not None else made
-    for one in way.routes:
+        if receivers is None:  # each round sends what earlier rounds have gathered
+            for name, part in local.items():
+                write_shard(part, full[name], holdings[name], ranks.mesh, ranks.rank)
+    source = local if receivers is not None else full
+    for route in plan.routes:
         redistribute_by_route(
-            one, here.__getitem__, made.__getitem__, MESSAGE_BYTES, bucket_device(ranks.device)
+            route, source.__getitem__, full.__getitem__, MESSAGE_BYTES, bucket_device(ranks.device)
         )
-    return made
+    return full
 
 
 def _plan_assembly(
-    holdings: Mapping[Any, Holding], having: PartOwners, mesh: Mesh, to: ReceiverChoice | None
+    holdings: Mapping[Any, Holding],
+    part_owners: PartOwners,
+    mesh: Mesh,
+    choice: ReceiverChoice | None,
 ) -> TransferPlan:
-    dtypes = {name: dtype for found, _ in having for name, dtype in found.items()}
-    source, target, shapes, wanted = {}, {}, {}, {}
+    dtypes = {name: dtype for owned, _ in part_owners for name, dtype in owned.items()}
+    source, target, shapes, receivers = {}, {}, {}, {}
     for name in (name for name in holdings if name in dtypes):
         sharding, dtype = holdings[name].sharding(mesh), dtypes[name]
-        there = [rank for found, some in having if name in found for rank in some]
-        wanted[name] = to(sharding) if to is not None else range(mesh.world)
-        source[name] = TensorLayout(sharding.restrict_to(there), dtype.itemsize)
+        owners = [
+            rank for owned, owner_ranks in part_owners if name in owned for rank in owner_ranks
+        ]
+        receivers[name] = choice(sharding) if choice is not None else range(mesh.world)
+        source[name] = TensorLayout(sharding.restrict_to(owners), dtype.itemsize)
         target[name] = TensorLayout(
-            replicate_on(sharding.shape, wanted[name], mesh.world), dtype.itemsize
+            replicate_on(sharding.shape, receivers[name], mesh.world), dtype.itemsize
         )
         shapes[name] = sharding.shape, dtype
-    if to is None:
-        return TransferPlan(rounds_of(source, tuple(mesh.sizes.values())), shapes, wanted)
+    if choice is None:
+        return TransferPlan(rounds_of(source, tuple(mesh.sizes.values())), shapes, receivers)
     return TransferPlan(
-        (find_route(group_by_layout(source, target), world.size(), gaps=True),), shapes, wanted
+        (find_route(group_by_layout(source, target), world.size(), gaps=True),), shapes, receivers
     )

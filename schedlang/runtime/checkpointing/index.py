@@ -66,9 +66,9 @@ class Checksum:
             if len(self.rest) < _WORD.itemsize:
                 return
             self._words(np.frombuffer(self.rest, _WORD))
-        whole = len(view) // _WORD.itemsize * _WORD.itemsize
-        self.rest = bytes(view[whole:])
-        self._words(np.frombuffer(view[:whole], _WORD))
+        whole_bytes = len(view) // _WORD.itemsize * _WORD.itemsize
+        self.rest = bytes(view[whole_bytes:])
+        self._words(np.frombuffer(view[:whole_bytes], _WORD))
 
     @property
     def value(self) -> int:
@@ -85,31 +85,31 @@ class Checksum:
         while len(words):
             column = self.at % WORDS
             if column or len(words) < WORDS:
-                took = min(WORDS - column, len(words))
+                taken = min(WORDS - column, len(words))
                 if not self.at:
                     self.sums = np.zeros(WORDS, _WORD)
-                self.sums[column : column + took] += words[:took]
+                self.sums[column : column + taken] += words[:taken]
             else:
-                took = min(_BLOCK - self.at, len(words) // WORDS * WORDS)
-                sums = np.add.reduce(words[:took].reshape(-1, WORDS), 0)
+                taken = min(_BLOCK - self.at, len(words) // WORDS * WORDS)
+                sums = np.add.reduce(words[:taken].reshape(-1, WORDS), 0)
                 self.sums = self.sums + sums if self.at else sums
-            self.at, words = self.at + took, words[took:]
+            self.at, words = self.at + taken, words[taken:]
             if self.at == _BLOCK:
                 self.crc, self.at = zlib.crc32(self.sums.data, self.crc), 0
 
 
 def checksum(data: bytes) -> int:
     """Return the checksum of bytes."""
-    made = Checksum()
-    made.add(data)
-    return made.value
+    digest = Checksum()
+    digest.add(data)
+    return digest.value
 
 
 def _sums_of_each_512(data: bytes) -> int:
     """Return the checksum of older folders, which misses swaps of words in 512 bytes."""
-    whole = len(data) // 512 * 512
-    words = np.frombuffer(data, np.int64, whole // 8).reshape(-1, 64)
-    return zlib.crc32(data[whole:], zlib.crc32(np.einsum("ij->i", words).data))
+    whole_bytes = len(data) // 512 * 512
+    words = np.frombuffer(data, np.int64, whole_bytes // 8).reshape(-1, 64)
+    return zlib.crc32(data[whole_bytes:], zlib.crc32(np.einsum("ij->i", words).data))
 
 
 CHECKSUM_NAME = "crc32 of sums of words 16376 bytes apart"
@@ -222,9 +222,9 @@ class TensorEntry:
     def box(self, k: int) -> StoredBox:
         """Return one of the boxes."""
         row, dims = self.rows[k].tolist(), len(self.shape)
-        file, at, length, check = row[2 * dims :]
-        place = FilePlace(self.files[file], at, length, check if check != NO_SUM else None)
-        return StoredBox(tuple(row[:dims]), tuple(row[dims : 2 * dims]), place)
+        file, offset, length, check = row[2 * dims :]
+        file_place = FilePlace(self.files[file], offset, length, check if check != NO_SUM else None)
+        return StoredBox(tuple(row[:dims]), tuple(row[dims : 2 * dims]), file_place)
 
     @property
     def boxes(self) -> list[StoredBox]:
@@ -234,9 +234,9 @@ class TensorEntry:
 
 def row_of(box: StoredBox, file: int) -> list[int]:
     """Return a box as a row of an entry."""
-    place = box.place
-    check = NO_SUM if place.check is None else place.check
-    return [*box.whole, *box.size, file, place.at, place.length, check]
+    file_place = box.place
+    check = NO_SUM if file_place.check is None else file_place.check
+    return [*box.whole, *box.size, file, file_place.at, file_place.length, check]
 
 
 @dataclass(frozen=True)
@@ -258,20 +258,20 @@ class Index:
 
 def encode_index(index: Index) -> bytes:
     """Return our own index as the bytes of its file."""
-    lines = {
+    row_lines = {
         key: json.dumps({"boxes": entry.rows.tolist()}, separators=(",", ":")).encode() + b"\n"
         for key, entry in index.tensors.items()
     }
     table = {
         "tensors": {
-            key: {"shape": entry.shape, "dtype": entry.dtype, "bytes": len(lines[key])}
+            key: {"shape": entry.shape, "dtype": entry.dtype, "bytes": len(row_lines[key])}
             for key, entry in index.tensors.items()
         },
-        "values": {key: _place_row(place) for key, place in index.values.items()},
+        "values": {key: _place_row(file_place) for key, file_place in index.values.items()},
         "lengths": index.lengths,  # of all files, in the order of their numbers
     }
-    first = json.dumps(table, separators=(",", ":")).encode() + b"\n"
-    body = b"".join((first, *lines.values()))
+    table_line = json.dumps(table, separators=(",", ":")).encode() + b"\n"
+    body = b"".join((table_line, *row_lines.values()))
     head = {
         "schedlang": VERSION,
         "id": index.id,
@@ -287,13 +287,13 @@ def read_index(folder: Path) -> Index:
     executed."""
     if not folder.is_dir():
         raise Unreadable("the folder does not exist")
-    mine, dcps = folder / INDEX_FILE, folder / DCP_INDEX_FILE
-    if not mine.is_file() and not dcps.is_file():
+    own_index, dcp_index = folder / INDEX_FILE, folder / DCP_INDEX_FILE
+    if not own_index.is_file() and not dcp_index.is_file():
         raise Unreadable(f"it has neither `{INDEX_FILE}` nor `{DCP_INDEX_FILE}`")
-    path = mine if mine.is_file() else dcps
+    path = own_index if own_index.is_file() else dcp_index
     data = path.read_bytes()
     with _decoding(path.name):
-        return _decode(data) if path is mine else _read_dcp(data)
+        return _decode(data) if path is own_index else _read_dcp(data)
 
 
 @contextmanager
@@ -306,22 +306,22 @@ def _decoding(name: str) -> Iterator[None]:
     except Unreadable as error:
         raise Unreadable(f"`{name}` is damaged: {error}") from error
     except Exception as error:
-        what = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise Unreadable(f"`{name}` is damaged: {what}") from error
+        message = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise Unreadable(f"`{name}` is damaged: {message}") from error
 
 
 def index_state(folder: Path) -> tuple[int, ...]:
     """Return a value that changes when the index of a folder is replaced."""
     path = next((p for p in (folder / INDEX_FILE, folder / DCP_INDEX_FILE) if p.is_file()), folder)
-    seen = path.stat()
-    return seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 # -- our own ---------------------------------------------------------------------------------------
 
 
-def _place_row(place: FilePlace) -> list[Any]:
-    return [place.file, place.at, place.length, place.check]
+def _place_row(file_place: FilePlace) -> list[Any]:
+    return [file_place.file, file_place.at, file_place.length, file_place.check]
 
 
 def _decode(data: bytes) -> Index:
@@ -330,24 +330,22 @@ def _decode(data: bytes) -> Index:
     header = (head["schedlang"], head["bytes"], head["crc32"])
     if header[0] not in VERSIONS:
         raise Unreadable(f"its version is {header[0]}; this schedlang reads {VERSION}")
-    named = header[0] > 2  # older ones have one kind of checksums
-    sums = head["checksums"] if named else OLD_CHECKSUM_NAME
+    names_sums = header[0] > 2  # older ones have one kind of checksums
+    sums = head["checksums"] if names_sums else OLD_CHECKSUM_NAME
     if sums not in CHECKSUMS:
         raise Unreadable(f"its checksums are `{sums}`, which this schedlang does not know")
-    start = zlib.crc32(sums.encode()) if named else 0
+    start = zlib.crc32(sums.encode()) if names_sums else 0
     if header[1:] != (len(body), zlib.crc32(body, start)) or not _ID.fullmatch(head["id"]):
         raise Unreadable("its checksum does not match its contents")
-    first, _, lines = body.partition(b"\n") if header[0] > 3 else (body, b"", b"")
-    found = json.loads(first)
-    lengths = dict(zip(found["lengths"], _sizes(list(found["lengths"].values()))))
-    tensors, files = found["tensors"], {name: k for k, name in enumerate(lengths)}
+    table_line, _, lines = body.partition(b"\n") if header[0] > 3 else (body, b"", b"")
+    table = json.loads(table_line)
+    lengths = dict(zip(table["lengths"], _sizes(list(table["lengths"].values()))))
+    tensors, files = table["tensors"], {name: k for k, name in enumerate(lengths)}
     rows = _split_lines(tensors, lines) if header[0] > 3 else _old_boxes(tensors, files)
-    values = {key: _place(row) for key, row in found["values"].items()}
+    values = {key: _place(row) for key, row in table["values"].items()}
     return Index(
         head["id"],
-        _entries(
-            {key: (one["shape"], one["dtype"], rows[key]) for key, one in tensors.items()}, files
-        ),
+        _entries({key: (t["shape"], t["dtype"], rows[key]) for key, t in tensors.items()}, files),
         values,
         lengths,
         sums=sums,
@@ -356,72 +354,72 @@ def _decode(data: bytes) -> Index:
 
 def _split_lines(tensors: Mapping[str, Any], lines: bytes) -> dict[str, bytes]:
     """Return the lines, one for each tensor."""
-    ends = [0, *itertools.accumulate(_sizes([one["bytes"] for one in tensors.values()]))]
+    ends = [0, *itertools.accumulate(_sizes([entry["bytes"] for entry in tensors.values()]))]
     if ends[-1] != len(lines):
         raise Unreadable("its lines are not those of its table")
-    return {key: lines[low:high] for key, (low, high) in zip(tensors, itertools.pairwise(ends))}
+    return {key: lines[start:end] for key, (start, end) in zip(tensors, itertools.pairwise(ends))}
 
 
 def _old_boxes(tensors: Mapping[str, Any], files: dict[str, int]) -> dict[str, list[Any]]:
     """Return the boxes of older indexes, which were parts of the table."""
     return {
         key: [
-            [*w, *s, files.setdefault(file, len(files)), at, n, check]
-            for w, s, (file, at, n, check) in one["boxes"]
-            if len(w) == len(s) == len(one["shape"]) or _raise_outside(key)
+            [*w, *s, files.setdefault(file, len(files)), offset, n, check]
+            for w, s, (file, offset, n, check) in entry["boxes"]
+            if len(w) == len(s) == len(entry["shape"]) or _raise_outside(key)
         ]
-        for key, one in tensors.items()
+        for key, entry in tensors.items()
     }
 
 
 def _place(row: Any) -> FilePlace:
-    file, at, length, check = row
+    file, offset, length, check = row
     if not _is_file(file) or not isinstance(check, int):
         raise Unreadable("one of its places is not valid")
-    at, length = _sizes([at, length])
-    return FilePlace(file, at, length, check)
+    offset, length = _sizes([offset, length])
+    return FilePlace(file, offset, length, check)
 
 
-def _sizes(found: Any) -> tuple[int, ...]:
+def _sizes(values: Any) -> tuple[int, ...]:
     """Check that all values are integers from 0 on."""
-    if [n for n in found if not (type(n) is int and 0 <= n < _MOST)]:  # one entry per rank
+    if [n for n in values if not (type(n) is int and 0 <= n < _MOST)]:  # one entry per rank
         raise Unreadable("one of its sizes is not valid")
-    return tuple(found)
+    return tuple(values)
 
 
 # -- checks: dtypes, boxes within their tensors, names of files ----------------------------------
 
 
 def _entries(
-    found: Mapping[str, tuple[Any, str, Any]], files: Mapping[str, int]
+    tables: Mapping[str, tuple[Any, str, Any]], files: Mapping[str, int]
 ) -> dict[str, TensorEntry]:
     """Return entries from shapes, dtypes, and boxes, which are rows or undecoded lines."""
     if not _FILES.fullmatch("".join([f"{name}/" for name in files])):
         odd = next((name for name in files if not _is_file(name)), "nothing")
         raise Unreadable(f"`{odd}` is not a file of a checkpoint")
-    names, made = tuple(files), {}
-    for key, (shape, dtype, boxes) in found.items():
+    names, entries = tuple(files), {}
+    for key, (shape, dtype, boxes) in tables.items():
         if dtype not in DTYPES:
             raise Unreadable(f"`{key}` has no dtype")
-        made[key] = TensorEntry(key, _sizes(shape), dtype, boxes, names)
+        entries[key] = TensorEntry(key, _sizes(shape), dtype, boxes, names)
         if not isinstance(boxes, bytes):
-            made[key].rows  # noqa: B018
-    return made
+            entries[key].rows  # noqa: B018
+    return entries
 
 
 def _is_file(name: Any) -> bool:
     return isinstance(name, str) and _FILE.fullmatch(name) is not None
 
 
-def _check_rows(entry: TensorEntry, found: Any) -> Array:
+def _check_rows(entry: TensorEntry, boxes: Any) -> Array:
     """Return boxes as an array of rows, checked."""
-    dims, rows = len(entry.shape), np.asarray(found if len(found) else np.zeros((0, 0), np.int64))
+    dims, rows = len(entry.shape), np.asarray(boxes if len(boxes) else np.zeros((0, 0), np.int64))
     rows = rows.reshape(len(rows), -1) if rows.size else rows.reshape(0, 2 * dims + 4)
     if rows.dtype != np.int64 or rows.shape[1] != 2 * dims + 4:
         raise Unreadable(f"a box of `{entry.key}` is not valid")
-    most = np.full(2 * dims + 4, _MOST)
-    most[2 * dims] = len(entry.files)
-    if (rows[:, :-1] < 0).any() or (rows[:, -1] < NO_SUM).any() or (rows >= most).any():
+    limits = np.full(2 * dims + 4, _MOST)
+    limits[2 * dims] = len(entry.files)
+    if (rows[:, :-1] < 0).any() or (rows[:, -1] < NO_SUM).any() or (rows >= limits).any():
         raise Unreadable(f"a box of `{entry.key}` is not valid")
     if (rows[:, :dims] + rows[:, dims : 2 * dims] > entry.shape).any():
         _raise_outside(entry.key)
@@ -470,23 +468,25 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _read_dcp(data: bytes) -> Index:
-    found = _fields(_PlainUnpickler(data).load(), "Metadata")
+    metadata_fields = _fields(_PlainUnpickler(data).load(), "Metadata")
     places, files = {}, dict[str, int]()
-    for at, info in found["storage_data"].items():
-        where, metadata = _fields(at, "MetadataIndex"), _fields(info, "_StorageInfo")
+    for key_object, info in metadata_fields["storage_data"].items():
+        location, metadata = _fields(key_object, "MetadataIndex"), _fields(info, "_StorageInfo")
         if metadata.get("transform_descriptors"):
             raise Unreadable("its files are encoded")
-        offset = where.get("offset")  # an unset field is not in the state
-        whole = None if offset is None else _size(offset)
+        offset = location.get("offset")  # an unset field is not in the state
+        corner = None if offset is None else _size(offset)
         start, length = _sizes([metadata["offset"], metadata["length"]])
-        places[where["fqn"], whole] = FilePlace(str(metadata["relative_path"]), start, length, None)
+        places[location["fqn"], corner] = FilePlace(
+            str(metadata["relative_path"]), start, length, None
+        )
         files.setdefault(str(metadata["relative_path"]), len(files))
     tensors, values = {}, {}
-    for key, kept in found["state_dict_metadata"].items():
-        if type(kept).__name__ == "BytesStorageMetadata":
+    for key, stored_kind in metadata_fields["state_dict_metadata"].items():
+        if type(stored_kind).__name__ == "BytesStorageMetadata":
             values[key] = places[key, None]
             continue
-        metadata = _fields(kept, "TensorStorageMetadata")
+        metadata = _fields(stored_kind, "TensorStorageMetadata")
         boxes = [_fields(box, "ChunkStorageMetadata") for box in metadata["chunks"]]
         spans = [(_size(box["offsets"]), _size(box["sizes"])) for box in boxes]
         stored = [StoredBox(w, s, places[key, w]) for w, s in spans if math.prod(s)]
@@ -498,13 +498,13 @@ def _read_dcp(data: bytes) -> Index:
     return Index(None, _entries(tensors, files), values, checksum=zlib.crc32(data))
 
 
-def _fields(one: Any, name: str) -> dict[str, Any]:
+def _fields(pickled: Any, name: str) -> dict[str, Any]:
     """Return the fields of an object that was of this class."""
-    if not isinstance(one, _PickledObject) or type(one).__name__ != name:
+    if not isinstance(pickled, _PickledObject) or type(pickled).__name__ != name:
         raise Unreadable(f"a {name} is expected, and something else found")
-    fields: dict[str, Any] = one.state or {}
+    fields: dict[str, Any] = pickled.state or {}
     return fields
 
 
-def _size(one: Any) -> tuple[int, ...]:
-    return _sizes(one.args[0] if one.args else ())
+def _size(pickled: Any) -> tuple[int, ...]:
+    return _sizes(pickled.args[0] if pickled.args else ())

@@ -56,34 +56,34 @@ def describe_optimizer(program: Program | None) -> SavedOptimizer:
     Raises Refusal S637 on all ranks for a value that is neither tensor nor plain data, or that
     differs between ranks although it is not sharded.
     """
-    mine = run_on_all_ranks(
+    local = run_on_all_ranks(
         lambda: SavedOptimizer() if program is None else _local_state(program),
         lambda error: Diagnostic("S637", str(error)),
     )
-    everyone = world.distinct_objects(mine)
-    out = SavedOptimizer(next((m.kind for m in everyone if m.kind is not None), None))
-    for found in everyone:
-        for name, number in found.of.items():
-            out.of.setdefault(name, _group_number(out.groups, found.groups[number]))
-        for name, parts in found.parts.items():
-            out.parts.setdefault(name, {}).update(parts)
-        for name, values in found.values.items():
+    local_states = world.distinct_objects(local)
+    merged = SavedOptimizer(next((m.kind for m in local_states if m.kind is not None), None))
+    for state in local_states:
+        for name, number in state.of.items():
+            merged.of.setdefault(name, _group_number(merged.groups, state.groups[number]))
+        for name, parts in state.parts.items():
+            merged.parts.setdefault(name, {}).update(parts)
+        for name, values in state.values.items():
             for key, value in values.items():
-                known = out.values.setdefault(name, {}).setdefault(key, value)
-                if not _equal(known, value):
+                first_value = merged.values.setdefault(name, {}).setdefault(key, value)
+                if not _equal(first_value, value):
                     raise _differing(name, key)
-    for name, values in out.values.items():
-        for key in values.keys() & out.parts.get(name, {}).keys():
+    for name, values in merged.values.items():
+        for key in values.keys() & merged.parts.get(name, {}).keys():
             raise _differing(name, key)
-    return out
+    return merged
 
 
 def trained_parameters(program: Program) -> dict[str, nn.Parameter]:
     """Return the parameters that this rank's optimizer updates."""
     if program.optimizer is None:
         return {}
-    own = {id(p) for group in program.optimizer.param_groups for p in group["params"]}
-    return {name: p for name, p in program.assembly.parameters.items() if id(p) in own}
+    owned = {id(p) for group in program.optimizer.param_groups for p in group["params"]}
+    return {name: p for name, p in program.assembly.parameters.items() if id(p) in owned}
 
 
 def is_sharded_like(value: Any, parameter: nn.Parameter) -> TypeGuard[Tensor]:
@@ -121,9 +121,9 @@ def load_optimizer(
     owned = trained_parameters(program)
     names = {id(parameter): name for name, parameter in owned.items()}
     for group in program.optimizer.param_groups:
-        found = next((names[id(p)] for p in group["params"] if id(p) in names), None)
-        if found is not None:
-            _set_group(group, saved.groups[saved.of[found]])
+        first_name = next((names[id(p)] for p in group["params"] if id(p) in names), None)
+        if first_name is not None:
+            _set_group(group, saved.groups[saved.of[first_name]])
     for name, parameter in owned.items():
         program.optimizer.state.pop(parameter, None)
         values = saved.values.get(name, {})
@@ -142,9 +142,9 @@ def group_mismatch(program: Program, saved: SavedOptimizer) -> str:
     groups = program.optimizer.param_groups if program.optimizer is not None else ()
     named_groups = [(g, [owned[id(p)] for p in g["params"] if id(p) in owned]) for g in groups]
     for _, names in named_groups:
-        other = next((n for n in names if saved.of[n] != saved.of[names[0]]), None)
-        if other is not None:
-            return f"its parameter groups differ: {quote_names([names[0], other])} were in two"
+        other_name = next((n for n in names if saved.of[n] != saved.of[names[0]]), None)
+        if other_name is not None:
+            return f"its parameter groups differ: {quote_names([names[0], other_name])} were in two"
     for group, names in named_groups:
         for key, value in saved.groups[saved.of[names[0]]].items() if names else ():
             if key in group and not _can_replace(group[key], value):
@@ -152,48 +152,51 @@ def group_mismatch(program: Program, saved: SavedOptimizer) -> str:
     return ""
 
 
-def _can_replace(known: Any, new: Any) -> bool:
+def _can_replace(current: Any, saved: Any) -> bool:
     """Return whether a saved value may replace this one."""
-    if isinstance(new, dict) and isinstance(known, Tensor):
-        return bool(new["tensor"].shape == known.shape)
-    number = (isinstance(new, dict) and new["tensor"].numel() == 1) or type(new) in (int, float)
-    if isinstance(known, Tensor) or type(known) in (int, float):
+    if isinstance(saved, dict) and isinstance(current, Tensor):
+        return bool(saved["tensor"].shape == current.shape)
+    number = (isinstance(saved, dict) and saved["tensor"].numel() == 1) or type(saved) in (
+        int,
+        float,
+    )
+    if isinstance(current, Tensor) or type(current) in (int, float):
         return number
-    if isinstance(known, list | tuple) and isinstance(new, list | tuple):
-        return len(known) == len(new) and all(map(_can_replace, known, new))
-    return known is None or new is None or type(known) is type(new)
+    if isinstance(current, list | tuple) and isinstance(saved, list | tuple):
+        return len(current) == len(saved) and all(map(_can_replace, current, saved))
+    return current is None or saved is None or type(current) is type(saved)
 
 
 def _local_state(program: Program) -> SavedOptimizer:
     """Return this rank's state, of the parameters for which it is primary."""
-    out, optimizer, a = SavedOptimizer(), program.optimizer, program.assembly
+    state, optimizer, a = SavedOptimizer(), program.optimizer, program.assembly
     if optimizer is None:
-        return out
-    out.kind = type(optimizer).__qualname__
+        return state
+    state.kind = type(optimizer).__qualname__
     owned = trained_parameters(program)
     names = {id(parameter): name for name, parameter in owned.items()}
     for group in optimizer.param_groups:
         hyper = {key: _to_plain(key, v) for key, v in group.items() if key not in NOT_SAVED}
-        number = _group_number(out.groups, hyper)
-        out.of.update({names[id(p)]: number for p in group["params"] if id(p) in names})
+        number = _group_number(state.groups, hyper)
+        state.of.update({names[id(p)]: number for p in group["params"] if id(p) in names})
     for name, parameter in owned.items():
         if not a.holdings[name].is_primary(a.ranks.mesh, a.ranks.rank):
             continue
         for key, value in optimizer.state.get(parameter, {}).items():
             if is_sharded_like(value, parameter):
                 kind = DTYPE_NAMES[value.dtype]
-                out.parts.setdefault(name, {})[key] = kind
+                state.parts.setdefault(name, {})[key] = kind
             else:
-                out.values.setdefault(name, {})[key] = _to_plain(f"{name}.{key}", value)
-    return out
+                state.values.setdefault(name, {})[key] = _to_plain(f"{name}.{key}", value)
+    return state
 
 
-def _group_number(groups: list[Hyper], one: Hyper) -> int:
+def _group_number(groups: list[Hyper], hyper: Hyper) -> int:
     """Return the index of these hyperparameters in the list; append them if they are new."""
-    for number, known in enumerate(groups):
-        if _equal(known, one):
+    for number, group in enumerate(groups):
+        if _equal(group, hyper):
             return number
-    groups.append(one)
+    groups.append(hyper)
     return len(groups) - 1
 
 
@@ -202,7 +205,7 @@ def _to_plain(name: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         return {"tensor": local_tensor(value).cpu().clone(), "moved": not value.is_cpu}
     if isinstance(value, list | tuple):
-        return type(value)(_to_plain(name, one) for one in value)
+        return type(value)(_to_plain(name, item) for item in value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise Refusal.of(
@@ -219,28 +222,28 @@ def _from_plain(value: Any, parameter: nn.Parameter) -> Any:
         copy: Tensor = value["tensor"].clone()
         return copy.to(parameter.device) if value["moved"] else copy
     if isinstance(value, list | tuple):
-        return type(value)(_from_plain(one, parameter) for one in value)
+        return type(value)(_from_plain(item, parameter) for item in value)
     return value
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
-    if isinstance(one, Sequence) and isinstance(other, Sequence) and not isinstance(one, str):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return type(one) is type(other) and bool(one == other)
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
+    if isinstance(a, Sequence) and isinstance(b, Sequence) and not isinstance(a, str):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return type(a) is type(b) and bool(a == b)
 
 
 def _set_group(group: dict[str, Any], hyper: Hyper) -> None:
     parameter = group["params"][0]
     for key, value in hyper.items():
-        new, known = _from_plain(value, parameter), group.get(key)
-        if isinstance(known, Tensor) and isinstance(new, Tensor):
-            known.copy_(new)  # a compiled step may refer to this tensor
+        restored, current = _from_plain(value, parameter), group.get(key)
+        if isinstance(current, Tensor) and isinstance(restored, Tensor):
+            current.copy_(restored)  # a compiled step may refer to this tensor
         else:
-            group[key] = new
+            group[key] = restored
 
 
 def sharded_like(part: Tensor, parameter: nn.Parameter) -> Tensor:
@@ -250,9 +253,9 @@ def sharded_like(part: Tensor, parameter: nn.Parameter) -> Tensor:
         parameter.device,
     ):
         return part
-    made = torch.zeros_like(parameter, dtype=part.dtype, requires_grad=False)
-    local_tensor(made).copy_(part)
-    return made
+    sharded = torch.zeros_like(parameter, dtype=part.dtype, requires_grad=False)
+    local_tensor(sharded).copy_(part)
+    return sharded
 
 
 def _differing(name: str, key: str) -> Refusal:
@@ -283,7 +286,7 @@ def describe_residue(program: Program) -> dict[str, Any] | None:
     c = program.assembly.compressor
     if c is None:
         return None
-    mine = {
+    local = {
         "errors": {
             n: DTYPE_NAMES[m.error.dtype] for n, m in c.memories.items() if m.error is not None
         },
@@ -293,28 +296,28 @@ def describe_residue(program: Program) -> dict[str, Any] | None:
             if m.q is not None
         },
     }
-    out: dict[str, Any] = {"step": c.step, "places": c.group.size, "errors": {}, "starts": {}}
-    for found in world.distinct_objects(mine):
-        out["errors"].update(found["errors"])
-        out["starts"].update(found["starts"])
-    return out
+    merged: dict[str, Any] = {"step": c.step, "places": c.group.size, "errors": {}, "starts": {}}
+    for residue in world.distinct_objects(local):
+        merged["errors"].update(residue["errors"])
+        merged["starts"].update(residue["starts"])
+    return merged
 
 
 def residue_tensors(program: Program) -> list[BoxedTensor]:
     """Return the tensors of this rank's compressor."""
     c = program.assembly.compressor
-    found: list[BoxedTensor] = []
+    tensors: list[BoxedTensor] = []
     if c is None:
-        return found
+        return tensors
     for name, memory in c.memories.items():
         if memory.error is not None:
-            place, places = _place_in_group(program), c.group.size
-            found.append(_error_box(program, name, memory.error[None], (place,), places))
+            index, count = _place_in_group(program), c.group.size
+            tensors.append(_error_box(program, name, memory.error[None], (index,), count))
         if memory.q is not None:
             path = (*STARTS, f"{name} {_part_key(program, name)}")
             primary = _is_primary(program, name) and _place_in_group(program) == 0
-            found.append(replicated_tensor(path, memory.q, primary=primary))
-    return found
+            tensors.append(replicated_tensor(path, memory.q, primary=primary))
+    return tensors
 
 
 def empty_residue(program: Program, saved: SavedResidue | None) -> list[BoxedTensor]:
@@ -322,20 +325,20 @@ def empty_residue(program: Program, saved: SavedResidue | None) -> list[BoxedTen
     c = program.assembly.compressor
     if c is None or saved is None:
         return []
-    found: list[BoxedTensor] = []
-    places = saved["places"]
-    mine = (_place_in_group(program),) if places == c.group.size else tuple(range(places))
+    tensors: list[BoxedTensor] = []
+    count = saved["places"]
+    places_held = (_place_in_group(program),) if count == c.group.size else tuple(range(count))
     for name in c.names:
         kind = saved["errors"].get(name) if c.codec.feedback else None
         if kind is not None:
             shape = local_tensor(program.assembly.parameters[name]).shape
-            empty = zeros((len(mine), *shape), DTYPES[kind])
-            found.append(_error_box(program, name, empty, mine, places))
+            empty = zeros((len(places_held), *shape), DTYPES[kind])
+            tensors.append(_error_box(program, name, empty, places_held, count))
         start = f"{name} {_part_key(program, name)}"
         size, kind = saved["starts"].get(start, ((0, 0), ""))
         if c.codec.kind == "powersgd" and size[1] == c.codec.rank:
-            found.append(replicated_tensor((*STARTS, start), zeros(size, DTYPES[kind])))
-    return found
+            tensors.append(replicated_tensor((*STARTS, start), zeros(size, DTYPES[kind])))
+    return tensors
 
 
 def restore_residue(
@@ -349,28 +352,28 @@ def restore_residue(
         return
     c.step = saved["step"] if saved is not None else 0
     c.memories.clear()
-    for one in parts:
-        error = one.path[:-1] == ERRORS
-        name = one.path[-1] if error else one.path[-1].rpartition(" ")[0]
+    for tensor in parts:
+        is_error = tensor.path[:-1] == ERRORS
+        name = tensor.path[-1] if is_error else tensor.path[-1].rpartition(" ")[0]
         device = program.assembly.parameters[name].device
         memory = c.memories.setdefault(name, CompressionState())
-        if error:
-            share = one.local.sum(0) / (1 if len(one.local) == 1 else c.group.size)
+        if is_error:
+            share = tensor.local.sum(0) / (1 if len(tensor.local) == 1 else c.group.size)
             memory.error = share.reshape(share.shape[0], -1).to(device)
         else:
-            memory.q = one.local.to(device)
+            memory.q = tensor.local.to(device)
 
 
 def _error_box(
-    program: Program, name: str, held: Tensor, places: tuple[int, ...], count: int
+    program: Program, name: str, error: Tensor, held_indices: tuple[int, ...], count: int
 ) -> BoxedTensor:
     """Return the errors of some of `count` places, for this rank's part of a parameter."""
     a = program.assembly
     holding, mesh, rank = a.holdings[name], a.ranks.mesh, a.ranks.rank
     shape = holding.layout.shape
-    at = tuple((at, place, 1) for at, place in enumerate(places))
-    part = (at, *holding.part(mesh, rank))
-    tensor = held.reshape(len(places), *local_tensor(a.parameters[name]).shape)
+    runs = tuple((runs, index, 1) for runs, index in enumerate(held_indices))
+    part = (runs, *holding.part(mesh, rank))
+    tensor = error.reshape(len(held_indices), *local_tensor(a.parameters[name]).shape)
     return BoxedTensor((*ERRORS, name), tensor, (count, *shape), part, _is_primary(program, name))
 
 
@@ -386,8 +389,8 @@ def _is_primary(program: Program, name: str) -> bool:
     a = program.assembly
     assert a.compressor is not None
     mesh = a.ranks.mesh
-    first = dict.fromkeys(mesh.fold(a.compressor.group.axes), 0)
-    return a.holdings[name].is_primary(mesh, mesh.rank({**mesh.coordinates(a.ranks.rank), **first}))
+    zero = dict.fromkeys(mesh.fold(a.compressor.group.axes), 0)
+    return a.holdings[name].is_primary(mesh, mesh.rank({**mesh.coordinates(a.ranks.rank), **zero}))
 
 
 def _part_key(program: Program, name: str) -> str:

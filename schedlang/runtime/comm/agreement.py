@@ -55,18 +55,18 @@ def join_world(wait: float | None = None, met: Any = None) -> None:
     _prepare_end()
     if dist.is_initialized() or not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return
-    given: dict[str, Any] = {"timeout": TIMEOUT}
-    made = rendezvous(wait) if wait is not None and met is None else met
-    if has_round_store() and made is not None:
-        place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-        made.set_timeout(TIMEOUT)  # running ranks may take their time
-        given |= {"store": made, **place}
+    options: dict[str, Any] = {"timeout": TIMEOUT}
+    store = rendezvous(wait) if wait is not None and met is None else met
+    if has_round_store() and store is not None:
+        ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        store.set_timeout(TIMEOUT)  # running ranks may take their time
+        options |= {"store": store, **ranks}
     device = devices.local_device()
     if devices.on_host(device):
-        dist.init_process_group(comm.HOST_BACKEND, **given)
+        dist.init_process_group(comm.HOST_BACKEND, **options)
     else:
         kind = dist.get_default_backend_for_device(device)
-        dist.init_process_group(kind, device_id=device, **given)
+        dist.init_process_group(kind, device_id=device, **options)
     comm.current_world().joined_here = True
 
 
@@ -130,19 +130,19 @@ def checksum(tensor: Tensor) -> str:
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
         return ""
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
-        plain = tensor.detach().resolve_conj().resolve_neg()
-        row = plain.contiguous().view(-1) if plain.dim() else plain.view(1)
+        digest = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
+        resolved = tensor.detach().resolve_conj().resolve_neg()
+        row = resolved.contiguous().view(-1) if resolved.dim() else resolved.view(1)
         if row.storage_offset() * row.element_size() % 8:  # words must be aligned
             row = row.clone()
         flat = row.view(torch.uint8)  # in logical order; a view if the tensor is contiguous
-        whole = flat.numel() // (8 * _COLUMNS) * (8 * _COLUMNS)
-        if whole:
-            words = flat[:whole].view(torch.int64).view(-1, _COLUMNS)
+        whole_bytes = flat.numel() // (8 * _COLUMNS) * (8 * _COLUMNS)
+        if whole_bytes:
+            words = flat[:whole_bytes].view(torch.int64).view(-1, _COLUMNS)
             for dim in (0, 1):
-                found.update(words.sum(dim).cpu().numpy().tobytes())
-        found.update(flat[whole:].cpu().numpy().tobytes())
-    return found.hexdigest()
+                digest.update(words.sum(dim).cpu().numpy().tobytes())
+        digest.update(flat[whole_bytes:].cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 WAIT = 20.0  # seconds for the ranks of a job to come to `build`
@@ -175,24 +175,24 @@ def check_agreement(items: Sequence[AgreementItem], wait: float = WAIT) -> None:
     """
     if (store := shared_store()) is None:
         return
-    here, room = comm.current_world(), _key_prefix(store)
-    mine = {item.name: _digest(item) for item in items}
-    first = json.loads(store.compare_set(f"{room}/first", "", json.dumps(mine)))
-    for name in (name for name, digest in first.items() if mine.get(name) != digest):
-        store.set(f"{room}/unlike/{name}", "1")
-        store.set(f"{room}/unlike", "1")
-    store.set(f"{room}/{here.rank}", "1")
-    store.add(f"{room}/came", 1)
+    local, key = comm.current_world(), _key_prefix(store)
+    digests = {item.name: _digest(item) for item in items}
+    first_digests = json.loads(store.compare_set(f"{key}/first", "", json.dumps(digests)))
+    for name in (name for name, digest in first_digests.items() if digests.get(name) != digest):
+        store.set(f"{key}/unlike/{name}", "1")
+        store.set(f"{key}/unlike", "1")
+    store.set(f"{key}/{local.rank}", "1")
+    store.add(f"{key}/came", 1)
     # all ranks poll the store: few ranks may poll often, and then build without delay
-    most = min(_MOST, 2 * _LEAST * here.size)
-    complete = poll_until(lambda: bool(store.add(f"{room}/came", 0) >= here.size), wait, most)
-    absent = [] if complete else [r for r in range(here.size) if not store.check([f"{room}/{r}"])]
-    verdict = {} if complete else missing_ranks_verdict(absent, here.size, wait)
-    _raise_verdict(store, f"{room}/verdict", verdict)
-    if store.check([f"{room}/unlike"]):
-        for name in (name for name in first if store.check([f"{room}/unlike/{name}"])):
+    longest = min(_MOST, 2 * _LEAST * local.size)
+    complete = poll_until(lambda: bool(store.add(f"{key}/came", 0) >= local.size), wait, longest)
+    absent = [] if complete else [r for r in range(local.size) if not store.check([f"{key}/{r}"])]
+    verdict = {} if complete else missing_ranks_verdict(absent, local.size, wait)
+    _raise_verdict(store, f"{key}/verdict", verdict)
+    if store.check([f"{key}/unlike"]):
+        for name in (name for name in first_digests if store.check([f"{key}/unlike/{name}"])):
             item = next((item for item in items if item.name == name), AgreementItem(name, {}))
-            _compare_parts(store, f"{room}/parts/{name}", item, wait)
+            _compare_parts(store, f"{key}/parts/{name}", item, wait)
 
 
 def round_name() -> str:
@@ -225,39 +225,39 @@ def rendezvous(wait: float) -> Any:
         return None
     if has_round_store() or devices.accelerator() is None:  # else the agent of its node watches it
         store_watch.watch_store(store.clone)
-    room = f"schedlang/came/{round_name()}/{world}"
-    count, rank = f"{room}/count", os.environ["RANK"]
-    store.set(f"{room}/{rank}", "1")
+    key = f"schedlang/came/{round_name()}/{world}"
+    count, rank = f"{key}/count", os.environ["RANK"]
+    store.set(f"{key}/{rank}", "1")
     store.add(count, 1)
     if not poll_until(lambda: bool(store.add(count, 0) >= world), wait):
         refuse_missing(
-            [one for one in range(world) if not store.check([f"{room}/{one}"])], world, wait
+            [peer for peer in range(world) if not store.check([f"{key}/{peer}"])], world, wait
         )
     return store
 
 
-def refuse_missing(gone: Sequence[int], world: int, wait: float) -> NoReturn:
+def refuse_missing(missing: Sequence[int], world: int, wait: float) -> NoReturn:
     """Raise Refusal S651 for ranks that have not come, or no longer answer."""
-    raise _refusal(missing_ranks_verdict(gone, world, wait))
+    raise _refusal(missing_ranks_verdict(missing, world, wait))
 
 
 def _store_of_round(world: int, wait: float) -> Any:
     """Return the store that rank 0 keeps for this round."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    keeps = os.environ["RANK"] == "0"
+    is_master = os.environ["RANK"] == "0"
 
     def made() -> Any:
         return dist.TCPStore(  # type: ignore[attr-defined]
             host,
             port,
             world,
-            is_master=keeps,
+            is_master=is_master,
             timeout=timedelta(seconds=wait),
             wait_for_workers=False,
             multi_tenant=True,
         )
 
-    if keeps:
+    if is_master:
         return made()
     # for a dead machine torch tries one address after the other, each for the full timeout
     if not poll_until(lambda: _answers(host, port), wait):
@@ -281,12 +281,15 @@ def _answers(host: str, port: int) -> bool:
 def report_failure(error: Exception) -> None:
     """Give the verdict that this rank cannot build, with the reason, unless all ranks raise it."""
     if (store := shared_store()) is not None and not getattr(error, _AGREED, False):
-        why = error.diagnostic.title if isinstance(error, Refusal) else _one_line(error)
-        here, room = comm.current_world(), _key_prefix(store)
-        title, notes = f"rank {here.rank} cannot build its part", [f"rank {here.rank} says: {why}"]
-        refusal = _verdict("S650", title, notes, ()) | {"refuses": here.rank}
-        store.compare_set(f"{room}/verdict", "", json.dumps(refusal))
-        store.add(f"{room}/came", here.size)  # no rank has to wait for more ranks
+        reason = error.diagnostic.title if isinstance(error, Refusal) else _one_line(error)
+        local, key = comm.current_world(), _key_prefix(store)
+        message, notes = (
+            f"rank {local.rank} cannot build its part",
+            [f"rank {local.rank} says: {reason}"],
+        )
+        refusal = _verdict("S650", message, notes, ()) | {"refuses": local.rank}
+        store.compare_set(f"{key}/verdict", "", json.dumps(refusal))
+        store.add(f"{key}/came", local.size)  # no rank has to wait for more ranks
 
 
 _AGREED = "_schedlang_agreed"  # marks an error that all ranks raise
@@ -307,23 +310,23 @@ def shared_store() -> Any:
     return c10d._get_default_store()
 
 
-def poll_until(ready: Callable[[], bool], seconds: float, most: float = _MOST) -> bool:
-    """Poll until `ready` returns True, at last every `most` seconds; return False after the time
+def poll_until(ready: Callable[[], bool], seconds: float, longest: float = _MOST) -> bool:
+    """Poll until `ready` returns True, at last every `longest` seconds; return False after the time
     limit."""
     end, pause = time.monotonic() + seconds, _LEAST
     while not ready():
         if time.monotonic() > end:
             return False
         time.sleep(pause)
-        pause = min(pause * 1.5, most)
+        pause = min(pause * 1.5, longest)
     return True
 
 
 def _key_prefix(store: Any) -> str:
     """Return the prefix of the keys of this rank's next agreement."""
-    here = comm.current_world()
-    part = "".join(f"{each}," for each in here.ranks_in_job)
-    return f"schedlang/{part}{store.add(f'schedlang/{part}turn/{here.rank}', 1)}"
+    current = comm.current_world()
+    job_ranks = "".join(f"{job_rank}," for job_rank in current.ranks_in_job)
+    return f"schedlang/{job_ranks}{store.add(f'schedlang/{job_ranks}turn/{current.rank}', 1)}"
 
 
 def _raise_verdict(store: Any, key: str, proposed: Mapping[str, Any]) -> None:
@@ -337,45 +340,45 @@ def _raise_verdict(store: Any, key: str, proposed: Mapping[str, Any]) -> None:
         raise refusal
 
 
-def _compare_parts(store: Any, place: str, item: AgreementItem, wait: float) -> None:
+def _compare_parts(store: Any, prefix: str, item: AgreementItem, wait: float) -> None:
     """Write this rank's parts of an item; rank 0 compares, and all ranks raise its verdict."""
-    rank, verdict, proposed = comm.current_world().rank, f"{place}/verdict", dict[str, Any]()
-    keys = [f"{place}/{each}" for each in range(comm.current_world().size)]
+    rank, verdict, proposed = comm.current_world().rank, f"{prefix}/verdict", dict[str, Any]()
+    keys = [f"{prefix}/{peer}" for peer in range(comm.current_world().size)]
     store.set(keys[rank], zlib.compress(json.dumps(dict(item.parts)).encode(), 1))
-    wanted = keys if rank == 0 else [verdict]
-    if not poll_until(lambda: bool(store.check(wanted)), wait if rank == 0 else wait + _MORE):
+    awaited = keys if rank == 0 else [verdict]
+    if not poll_until(lambda: bool(store.check(awaited)), wait if rank == 0 else wait + _MORE):
         proposed = _verdict("S651", "another rank has ended while the ranks met", (), ())
     elif rank == 0:
-        everyone = _read(store, keys)
-        if not item.partial or _has_conflict({id(parts): parts for parts in everyone}.values()):
-            title, notes = describe_differences(item, dict(enumerate(everyone)))
-            proposed = _verdict("S650", title, notes, item.helps)
+        all_parts = _read(store, keys)
+        if not item.partial or _has_conflict({id(parts): parts for parts in all_parts}.values()):
+            message, notes = describe_differences(item, dict(enumerate(all_parts)))
+            proposed = _verdict("S650", message, notes, item.helps)
     _raise_verdict(store, verdict, proposed)
 
 
 def _read(store: Any, keys: Sequence[str]) -> list[Any]:
     """Read values in one request; equal values are decoded once."""
-    found = [bytes(one) for one in store.multi_get(list(keys))]
-    known = {data: json.loads(zlib.decompress(data)) for data in dict.fromkeys(found)}
-    return [known[data] for data in found]
+    packed = [bytes(data_bytes) for data_bytes in store.multi_get(list(keys))]
+    decoded = {data: json.loads(zlib.decompress(data)) for data in dict.fromkeys(packed)}
+    return [decoded[data] for data in packed]
 
 
-def missing_ranks_verdict(gone: Sequence[int], world: int, wait: float) -> dict[str, Any]:
+def missing_ranks_verdict(missing: Sequence[int], world: int, wait: float) -> dict[str, Any]:
     """Describe the refusal (S651) for ranks that have not come within `wait` seconds."""
-    verb, do = ("has", "does") if len(gone) == 1 else ("have", "do")
+    verb, do = ("has", "does") if len(missing) == 1 else ("have", "do")
     return _verdict(
         "S651",
-        f"{_ranks(gone)} {verb} not called `build` within {wait:g} s",
+        f"{_ranks(missing)} {verb} not called `build` within {wait:g} s",
         [f"this job has {world} ranks, and all of them must call `build`"],
         [
-            f"check what {_ranks(gone)} {do}: `build` must not stand under `if rank == 0`",
+            f"check what {_ranks(missing)} {do}: `build` must not stand under `if rank == 0`",
             "if ranks load for longer, wait longer: `sch.build(wait=300, ...)`",
         ],
     )
 
 
-def _verdict(code: str, title: str, notes: Iterable[str], helps: Iterable[str]) -> dict[str, Any]:
-    return {"code": code, "title": title, "notes": list(notes), "helps": list(helps)}
+def _verdict(code: str, message: str, notes: Iterable[str], helps: Iterable[str]) -> dict[str, Any]:
+    return {"code": code, "title": message, "notes": list(notes), "helps": list(helps)}
 
 
 def _refusal(verdict: Mapping[str, Any]) -> Refusal:
@@ -395,7 +398,9 @@ def _has_conflict(parts_of_ranks: Iterable[Mapping[str, str]]) -> bool:
     """Return whether two ranks have different values of one part."""
     seen: dict[str, str] = {}
     return any(
-        seen.setdefault(name, text) != text for one in parts_of_ranks for name, text in one.items()
+        seen.setdefault(name, text) != text
+        for part in parts_of_ranks
+        for name, text in part.items()
     )
 
 
@@ -403,58 +408,56 @@ def _has_conflict(parts_of_ranks: Iterable[Mapping[str, str]]) -> bool:
 
 
 def describe_differences(
-    item: AgreementItem, everyone: Mapping[int, Mapping[str, str]]
+    item: AgreementItem, parts_of_ranks: Mapping[int, Mapping[str, str]]
 ) -> tuple[str, list[str]]:
     """Return a title that names ranks and item, and a note for each of the first differing parts.
 
     The majority is assumed to be right; of two equally large groups the one with the lowest rank.
     """
-    names = list(dict.fromkeys(name for parts in everyone.values() for name in parts))
-    notes, odd = [], Counter[int]()
+    names = list(dict.fromkeys(name for parts in parts_of_ranks.values() for name in parts))
+    notes, odd_counts = [], Counter[int]()
     for name in names:
         values = {
             rank: parts.get(name)
-            for rank, parts in everyone.items()
+            for rank, parts in parts_of_ranks.items()
             if name in parts or not item.partial
         }
         if len(set(values.values())) < 2:
             continue
         usual = _majority_value(values)
-        others = [rank for rank, text in values.items() if text != usual]
-        odd.update(others)
-        notes.append(_difference_note(item, name, values, others, usual))
+        odd_ranks = [rank for rank, text in values.items() if text != usual]
+        odd_counts.update(odd_ranks)
+        notes.append(_difference_note(item, name, values, odd_ranks, usual))
     if not notes:
         return f"ranks have different {item.name}", []
-    who = sorted(odd)
-    verb = "has" if len(who) == 1 else "have"
-    more = len(notes) - _SHOWN
-    rest = [f"and {more} more of {len(names)}"] * (more > 0)
-    return f"{_ranks(who)} {verb} {_different_text(item.name)}", [*notes[:_SHOWN], *rest]
+    differing = sorted(odd_counts)
+    verb = "has" if len(differing) == 1 else "have"
+    hidden = len(notes) - _SHOWN
+    rest_note = [f"and {hidden} more of {len(names)}"] * (hidden > 0)
+    return f"{_ranks(differing)} {verb} {_different_text(item.name)}", [*notes[:_SHOWN], *rest_note]
 
 
 def _majority_value(values: Mapping[int, str | None]) -> str | None:
     counts = Counter(values.values())
-    most = max(counts.values())
-    return next(text for _, text in sorted(values.items()) if counts[text] == most)
+    largest = max(counts.values())
+    return next(text for _, text in sorted(values.items()) if counts[text] == largest)
 
 
 def _difference_note(
     item: AgreementItem,
     name: str,
     values: Mapping[int, str | None],
-    others: Sequence[int],
+    odd: Sequence[int],
     usual: str | None,
 ) -> str:
-    what = f"`{name}`" if name else "it"
-    if not item.readable and usual is not None and values[others[0]] is not None:
+    subject = f"`{name}`" if name else "it"
+    if not item.readable and usual is not None and values[odd[0]] is not None:
         return (
-            f"{what} differs on {_ranks(others)} from that of {_ranks(_ranks_with(values, usual))}"
+            f"{subject} differs on {_ranks(odd)} from that of {_ranks(_ranks_with(values, usual))}"
         )
-    texts = [
-        f"{_value_text(values[others[0]])} on {_ranks(_ranks_with(values, values[others[0]]))}"
-    ]
+    texts = [f"{_value_text(values[odd[0]])} on {_ranks(_ranks_with(values, values[odd[0]]))}"]
     texts.append(f"{_value_text(usual)} on {_ranks(_ranks_with(values, usual))}")
-    return f"{what} is {', '.join(texts)}"
+    return f"{subject} is {', '.join(texts)}"
 
 
 def _value_text(text: str | None) -> str:
@@ -462,19 +465,19 @@ def _value_text(text: str | None) -> str:
 
 
 def _ranks_with(values: Mapping[int, str | None], text: str | None) -> list[int]:
-    return [rank for rank, own in values.items() if own == text]
+    return [rank for rank, value in values.items() if value == text]
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text: `rank 3`, `ranks 1, 2 and 5`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    shown = [str(rank) for rank in ranks[:8]]
-    if len(ranks) > len(shown):
-        return f"ranks {', '.join(shown)} and {len(ranks) - len(shown)} more"
-    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
+    texts = [str(rank) for rank in ranks[:8]]
+    if len(ranks) > len(texts):
+        return f"ranks {', '.join(texts)} and {len(ranks) - len(texts)} more"
+    return f"ranks {', '.join(texts[:-1])} and {texts[-1]}"
 
 
 def _different_text(name: str) -> str:
-    several = name.endswith("s") or name.split()[0].endswith("s")
-    return f"different {name}" if several else f"a different {name}"
+    plural = name.endswith("s") or name.split()[0].endswith("s")
+    return f"different {name}" if plural else f"a different {name}"

@@ -23,22 +23,22 @@ class BroadcastCache:
     )
 
     def broadcast(
-        self, group: dist.ProcessGroup, digest: bytes, mine: bytes, source: int | None
+        self, group: dist.ProcessGroup, digest: bytes, local: bytes, source: int | None
     ) -> bytes:
         """Return the value of a digest; `source` broadcasts it unless it is cached.
 
         mine    the value if this rank has it, else as many bytes
         source  global rank; None: all ranks have the value
         """
-        known = self._known.setdefault(group, {})
-        if (found := known.get(digest)) is None:
-            found = mine
+        cache = self._known.setdefault(group, {})
+        if (data := cache.get(digest)) is None:
+            data = local
             if source is not None:
-                sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+                sent = torch.frombuffer(bytearray(local), dtype=torch.uint8)
                 dist.broadcast(sent, source, group)
-                found = sent.numpy().tobytes()
-            if len(found) <= _BRIEF:
-                if len(known) >= _KEPT:
-                    known.clear()
-                known[digest] = found
-        return found
+                data = sent.numpy().tobytes()
+            if len(data) <= _BRIEF:
+                if len(cache) >= _KEPT:
+                    cache.clear()
+                cache[digest] = data
+        return data

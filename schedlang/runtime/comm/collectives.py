@@ -71,10 +71,10 @@ def listen_to_collectives(listener: Listener) -> Iterator[None]:
         _listeners.remove(listener)
 
 
-def count(kind: str, group: Group, whole: Tensor) -> None:
-    """Report a collective on `whole` to the listeners."""
+def count(kind: str, group: Group, tensor: Tensor) -> None:
+    """Report a collective on `tensor` to the listeners."""
     for listener in _listeners:
-        listener(kind, group, whole.numel() * whole.element_size())
+        listener(kind, group, tensor.numel() * tensor.element_size())
 
 
 # -- plain collectives: they return a new tensor, the input does not change ------------------------
@@ -115,7 +115,7 @@ def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     if dim % x.ndim == 0 and not group.order:
         return out
     parts = out.chunk(group.size)
-    return torch.cat([parts[place] for place in group.order] if group.order else parts, dim)
+    return torch.cat([parts[index] for index in group.order] if group.order else parts, dim)
 
 
 @returns_new_tensor
@@ -123,9 +123,9 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     """Return this rank's shard along `dim` of the sum over the group."""
     parts = x
     if dim % x.ndim or group.order:
-        pieces = x.chunk(group.size, dim)
-        places = [group.order.index(k) for k in range(group.size)] if group.order else ()
-        parts = torch.cat([pieces[part] for part in places] if places else pieces)
+        chunks = x.chunk(group.size, dim)
+        order = [group.order.index(k) for k in range(group.size)] if group.order else ()
+        parts = torch.cat([chunks[part] for part in order] if order else chunks)
     out = output_like(x, (parts.shape[0] // group.size, *parts.shape[1:]), group)
     count("reduce-scatter", group, x)
     if group.pg is not None:
@@ -137,8 +137,8 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
 def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
     """Return the tensor of the rank at index `source`; of others only shape and dtype are used."""
     # a new tensor at the source too: a recomputation that stores results writes them into it
-    own = group.rank == source
-    out = x.clone(memory_format=torch.contiguous_format) if own else x.new_empty(x.shape)
+    is_source = group.rank == source
+    out = x.clone(memory_format=torch.contiguous_format) if is_source else x.new_empty(x.shape)
     count("broadcast", group, out)
     if group.pg is not None:
         dist.broadcast(out, src=job_rank(group.ranks[source]), group=group.pg)
@@ -172,8 +172,8 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         # a new tensor: autograd may pass the same gradient to another branch
-        back = reduce if torch.is_grad_enabled() else all_reduce
-        return back(grads[0], ctx.group), None
+        collective = reduce if torch.is_grad_enabled() else all_reduce
+        return collective(grads[0], ctx.group), None
 
 
 class _Reduce(torch.autograd.Function):
@@ -196,10 +196,10 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         if torch.is_grad_enabled():
-            back = scatter_sum if ctx.differ else split
+            collective = scatter_sum if ctx.differ else split
         else:
-            back = reduce_scatter if ctx.differ else local_shard
-        return back(grads[0], ctx.dim, ctx.group), None, None, None
+            collective = reduce_scatter if ctx.differ else local_shard
+        return collective(grads[0], ctx.dim, ctx.group), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -211,10 +211,10 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         if torch.is_grad_enabled():
-            whole = gather(grads[0], ctx.dim, ctx.group, consumers_differ=ctx.pending)
+            gathered = gather(grads[0], ctx.dim, ctx.group, consumers_differ=ctx.pending)
         else:
-            whole = all_gather(grads[0], ctx.dim, ctx.group)
-        return whole, None, None, None
+            gathered = all_gather(grads[0], ctx.dim, ctx.group)
+        return gathered, None, None, None
 
 
 # functions with one kind of collective each, without a sum over another axis and without moves
@@ -253,19 +253,19 @@ def split(x: Tensor, dim: int, group: Group) -> Tensor:
 
 @returns_new_tensor
 def all_to_all_rows(
-    x: Tensor, group: Group, give: Sequence[int] = (), take: Sequence[int] = ()
+    x: Tensor, group: Group, sent: Sequence[int] = (), received: Sequence[int] = ()
 ) -> Tensor:
     """Send rows of `x` to the ranks of a group, in group order; return the rows received from them.
 
-    `give` and `take` are the numbers of rows for each rank; without them, rows are split equally.
-    Without a process group (a dry run) only the shape is right.
+    `sent` and `received` are the numbers of rows for each rank; without them, rows are split
+    equally. Without a process group (a dry run) only the shape is right.
     """
-    rows = sum(take) if take else x.shape[0]
+    rows = sum(received) if received else x.shape[0]
     out = output_like(x, (rows, *x.shape[1:]), group)
     count("all-to-all", group, x)
     if group.pg is not None:
         dist.all_to_all_single(
-            out, x.contiguous(), list(take) or None, list(give) or None, group=group.pg
+            out, x.contiguous(), list(received) or None, list(sent) or None, group=group.pg
         )
     return out
 
@@ -273,35 +273,35 @@ def all_to_all_rows(
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: Group, give: Sequence[int], take: Sequence[int]
+        ctx: Any, x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]
     ) -> Tensor:
-        ctx.group, ctx.give, ctx.take = group, give, take
-        return all_to_all_rows(x, group, give, take)
+        ctx.group, ctx.give, ctx.take = group, sent, received
+        return all_to_all_rows(x, group, sent, received)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        back = exchange_rows if torch.is_grad_enabled() else all_to_all_rows
-        return back(grads[0], ctx.group, ctx.take, ctx.give), None, None, None
+        exchange = exchange_rows if torch.is_grad_enabled() else all_to_all_rows
+        return exchange(grads[0], ctx.group, ctx.take, ctx.give), None, None, None
 
 
 def exchange_rows(
-    x: Tensor, group: Group, give: Sequence[int] = (), take: Sequence[int] = ()
+    x: Tensor, group: Group, sent: Sequence[int] = (), received: Sequence[int] = ()
 ) -> Tensor:
     """Exchange rows like `all_to_all_rows`; the gradients of rows are sent back."""
-    return cast(Tensor, _Exchange.apply(x, group, give, take))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Exchange.apply(x, group, sent, received))  # type: ignore[no-untyped-call]
 
 
-def switch_sharded_dim(x: Tensor, held: int, wanted: int, group: Group) -> Tensor:
-    """Convert a shard along dim `held` to a shard along dim `wanted`.
+def switch_sharded_dim(x: Tensor, source_dim: int, target_dim: int, group: Group) -> Tensor:
+    """Convert a shard along dim `source_dim` to a shard along dim `target_dim`.
 
     One all-to-all of the shard, and one in backward (Zhao et al.: DSP, Dynamic Sequence
     Parallelism, 2024).
     """
-    parts = torch.cat([part.flatten() for part in x.chunk(group.size, wanted)])
-    came = exchange_rows(parts.view(group.size, -1), group)
+    parts = torch.cat([part.flatten() for part in x.chunk(group.size, target_dim)])
+    received = exchange_rows(parts.view(group.size, -1), group)
     shape = [*x.shape]
-    shape[wanted] //= group.size
-    return torch.cat([part.view(shape) for part in came.unbind(0)], held)
+    shape[target_dim] //= group.size
+    return torch.cat([part.view(shape) for part in received.unbind(0)], source_dim)
 
 
 class TotalSum(torch.autograd.Function):
@@ -316,8 +316,8 @@ class TotalSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Sum the gradients: each rank used the total for its own rows or positions."""
-        back = sum_over_ranks if torch.is_grad_enabled() else all_reduce
-        return back(grads[0], ctx.group), None
+        collective = sum_over_ranks if torch.is_grad_enabled() else all_reduce
+        return collective(grads[0], ctx.group), None
 
 
 def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
@@ -361,40 +361,40 @@ class RankGroups:
             )
         return self.mesh.index(self.rank, axis)
 
-    def group(self, over: str | Sequence[str]) -> Group:
+    def group(self, axis: str | Sequence[str]) -> Group:
         """Return this rank's group along axes; a group of one has no process group."""
-        name = (over,) if isinstance(over, str) else tuple(over)
+        name = (axis,) if isinstance(axis, str) else tuple(axis)
         if name not in self._along:
-            axes = self.mesh.fold(over)
-            made = self._made(name, self.mesh.groups(axes), self.mesh.index_at(self.at, axes))
+            axes = self.mesh.fold(axis)
+            group = self._made(name, self.mesh.groups(axes), self.mesh.index_at(self.at, axes))
             # numbered by the axes in the order of the name
-            if isinstance(over, str) and "." in over:
-                made = self._ordered(made, over)
-            self._along[name] = made
+            if isinstance(axis, str) and "." in axis:
+                group = self._ordered(group, axis)
+            self._along[name] = group
         return self._along[name]
 
-    def _ordered(self, group: Group, over: str) -> Group:
+    def _ordered(self, group: Group, axis: str) -> Group:
         """Return the group with ranks in the order of the axes as they are named."""
-        ranks = self.mesh.group(self.rank, over)
+        ranks = self.mesh.group(self.rank, axis)
         if ranks == group.ranks:
             return group
         order = tuple(group.ranks.index(rank) for rank in ranks)
         return replace(group, ranks=ranks, rank=ranks.index(self.rank), order=order)
 
-    def another_group(self, over: str | Sequence[str], purpose: str) -> comm.ProcessGroup | None:
+    def another_group(self, axis: str | Sequence[str], purpose: str) -> comm.ProcessGroup | None:
         """Return another process group of the same ranks, whose traffic waits for no other."""
-        return self.world.make_group(self.mesh.groups(self.mesh.fold(over)), purpose)
+        return self.world.make_group(self.mesh.groups(self.mesh.fold(axis)), purpose)
 
     def message_group(
-        self, over: str | Sequence[str], purpose: str = ""
+        self, axis: str | Sequence[str], purpose: str = ""
     ) -> comm.ProcessGroup | None:
         """Return a process group of the same ranks in which messages of pairs do not wait for each
         other."""
-        return self.world.make_message_group(self.mesh.groups(self.mesh.fold(over)), purpose)
+        return self.world.make_message_group(self.mesh.groups(self.mesh.fold(axis)), purpose)
 
-    def host_group(self, over: str | Sequence[str], purpose: str = "") -> comm.ProcessGroup | None:
+    def host_group(self, axis: str | Sequence[str], purpose: str = "") -> comm.ProcessGroup | None:
         """Return a process group of the same ranks for host data; None for a group of one."""
-        groups = self.mesh.groups(self.mesh.fold(over))
+        groups = self.mesh.groups(self.mesh.fold(axis))
         return self.world.host_group(groups, purpose) if len(groups[0]) > 1 else None
 
     @property
@@ -405,18 +405,18 @@ class RankGroups:
     def subset(self, name: str, groups: Sequence[tuple[int, ...]]) -> Group | None:
         """Return this rank's group among disjoint ones that need not cover the world; None if in
         none."""
-        mine = next((ranks for ranks in groups if self.rank in ranks), None)
-        if mine is None:
+        own = next((ranks for ranks in groups if self.rank in ranks), None)
+        if own is None:
             self.world.make_group(groups)
             return None
-        return self._made((name,), groups, mine.index(self.rank))
+        return self._made((name,), groups, own.index(self.rank))
 
-    def _made(self, axes: tuple[str, ...], groups: Sequence[tuple[int, ...]], place: int) -> Group:
-        mine = next(ranks for ranks in groups if self.rank in ranks)
+    def _made(self, axes: tuple[str, ...], groups: Sequence[tuple[int, ...]], index: int) -> Group:
+        own = next(ranks for ranks in groups if self.rank in ranks)
         if max(map(len, groups)) == 1:
-            return Group(axes, mine, place, device=self.device)
-        made = self.world.make_group(groups)
-        return Group(axes, mine, place, made if len(mine) > 1 else None, device=self.device)
+            return Group(axes, own, index, device=self.device)
+        pg = self.world.make_group(groups)
+        return Group(axes, own, index, pg if len(own) > 1 else None, device=self.device)
 
     def device_mesh(self, shard: Sequence[str]) -> DeviceMesh:
         """Return a device mesh for fully_shard, from a group made here."""
@@ -433,25 +433,25 @@ def enter_given_ranks(ranks: Sequence[int] | None) -> Iterator[None]:
         yield
         return
     job = comm.job_world()
-    part = tuple(ranks)
-    fits = all(type(rank) is int and 0 <= rank < job.size for rank in part)
-    fits = fits and part == tuple(sorted({*part}))
-    if not fits or job.rank not in part:
-        named = ", ".join(map(str, part)) or "none"
-        legal = f"give some of 0 to {job.size - 1}, in ascending order"
-        why = f"rank {job.rank} is none of them" if fits else legal
-        title = f"a program for ranks {named} cannot be built here: {why}"
+    own_part = tuple(ranks)
+    is_valid = all(type(rank) is int and 0 <= rank < job.size for rank in own_part)
+    is_valid = is_valid and own_part == tuple(sorted({*own_part}))
+    if not is_valid or job.rank not in own_part:
+        given_text = ", ".join(map(str, own_part)) or "none"
+        advice = f"give some of 0 to {job.size - 1}, in ascending order"
+        reason = f"rank {job.rank} is none of them" if is_valid else advice
+        message = f"a program for ranks {given_text} cannot be built here: {reason}"
         helps = ("call `build(ranks=...)` on the ranks that it names, and on no others",)
-        raise Refusal.of("S607", title, helps=helps)
-    with comm.enter_ranks(part):
+        raise Refusal.of("S607", message, helps=helps)
+    with comm.enter_ranks(own_part):
         yield
 
 
 def run_in_own_world(cls: type[T]) -> type[T]:
     """Decorate a class whose public methods run in the world of its program's ranks."""
-    for name, found in list(vars(cls).items()):
-        if isinstance(found, FunctionType) and not name.startswith("_"):
-            setattr(cls, name, _in_world(found))
+    for name, attribute in list(vars(cls).items()):
+        if isinstance(attribute, FunctionType) and not name.startswith("_"):
+            setattr(cls, name, _in_world(attribute))
     return cls
 
 
@@ -468,25 +468,25 @@ def _in_world(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrong_world(mesh: Mesh, world: int) -> Diagnostic:
-    run = f"torchrun --nproc-per-node {mesh.world} ..."
+    command = f"torchrun --nproc-per-node {mesh.world} ..."
     return Diagnostic(
         "S607",
         f"the mesh needs {mesh.world} ranks, and this job has {world}",
         notes=(f"the mesh is {mesh}",),
         helps=(
-            f"start {mesh.world}: `{run}`",
+            f"start {mesh.world}: `{command}`",
             f"or use a mesh of {world}: `--mesh dp={world}`",
         ),
     )
 
 
 def _unserved(device: torch.device, backends: Mapping[str, str]) -> Diagnostic:
-    own = {device.type: dist.get_default_backend_for_device(device)}
-    all_of = {HOST.type: comm.HOST_BACKEND, **backends, **own}
-    wanted = ",".join(f"{kind}:{name}" for kind, name in all_of.items())
+    missing = {device.type: dist.get_default_backend_for_device(device)}
+    all_of = {HOST.type: comm.HOST_BACKEND, **backends, **missing}
+    backend_text = ",".join(f"{kind}:{name}" for kind, name in all_of.items())
     return Diagnostic(
         "S607",
         f"the process group does not serve `{device}`, the device of the model",
         notes=(f"it has {', '.join(f'{name} for {kind}' for kind, name in backends.items())}",),
-        helps=(f'join it with `init_process_group("{wanted}")`',),
+        helps=(f'join it with `init_process_group("{backend_text}")`',),
     )

@@ -50,9 +50,9 @@ class LoggedOperation:
     fqn: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        how = f" {self.how}" if self.how else ""
-        what = f" of {self.dtype}{list(self.shape)}" if self.dtype else ""
-        return f"{self.op}{how}{what}"
+        detail = f" {self.how}" if self.how else ""
+        tensor_text = f" of {self.dtype}{list(self.shape)}" if self.dtype else ""
+        return f"{self.op}{detail}{tensor_text}"
 
 
 # called at every collective and message: its name, its group, its tensors, its two ends
@@ -74,8 +74,8 @@ class DoneWork:
 class OperationLog:
     """The log of one rank, in order."""
 
-    def __init__(self, rank: int, world: int, hear: OperationListener | None = None) -> None:
-        self.rank, self.hear = rank, hear
+    def __init__(self, rank: int, world: int, listener: OperationListener | None = None) -> None:
+        self.rank, self.hear = rank, listener
         self.log: list[LoggedOperation] = []
         self.summed: list[tuple[Lane, Tensor]] = []  # inputs of all-reduces
         self._lanes: dict[Any, Lane] = {}
@@ -118,38 +118,38 @@ class OperationLog:
             self._lanes[group] = Lane(key, number)
 
 
-def _replacements(tap: OperationLog) -> dict[str, Callable[..., Any]]:
+def _replacements(log: OperationLog) -> dict[str, Callable[..., Any]]:
     """Return replacements for functions of torch.distributed."""
     plain_new = dist.new_group
 
     def new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
-        made = plain_new(ranks, *args, **kwargs)
-        tap.log_group(ranks if ranks is not None else range(dist.get_world_size()), made)
-        return made
+        group = plain_new(ranks, *args, **kwargs)
+        log.log_group(ranks if ranks is not None else range(dist.get_world_size()), group)
+        return group
 
-    def collective(name: str, whole: int) -> Callable[..., Any]:
+    def collective(name: str, tensor_index: int) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> DoneWork:
             op = kwargs.get("op", next((a for a in args if isinstance(a, dist.ReduceOp)), None))
             group = kwargs.get("group", next((a for a in args if _is_group(a)), None))
             root = f"from {kwargs['src']}" if "src" in kwargs else ""
             root = f"to {kwargs['dst']}" if "dst" in kwargs else root
             reduces = "reduce" in name
-            how = root or (str(op if op is not None else dist.ReduceOp.SUM) if reduces else "")
-            tensor = args[whole] if len(args) > whole else None
-            held = tensor if isinstance(tensor, Tensor) else None
-            given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
-            if tap.hear is not None:
-                tap.hear(name, tap.lane_of(group), given, None)
-            return tap.log_operation(_operation(name, tap.lane_of(group), held, how), held)
+            detail = root or (str(op if op is not None else dist.ReduceOp.SUM) if reduces else "")
+            tensor = args[tensor_index] if len(args) > tensor_index else None
+            logged = tensor if isinstance(tensor, Tensor) else None
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+            if log.hear is not None:
+                log.hear(name, log.lane_of(group), tensors, None)
+            return log.log_operation(_operation(name, log.lane_of(group), logged, detail), logged)
 
         return run
 
-    def message(name: str, sends: bool) -> Callable[..., Any]:
+    def message(name: str, is_send: bool) -> Callable[..., Any]:
         def run(tensor: Tensor, peer: int, group: Any = None, tag: int = 0) -> DoneWork:
-            ends = (tap.rank, peer) if sends else (peer, tap.rank)
-            if tap.hear is not None:
-                tap.hear(name, tap.lane_of(group), [tensor], ends)
-            return tap.log_operation(_operation(name, tap.lane_of(group), tensor, "", ends), tensor)
+            ends = (log.rank, peer) if is_send else (peer, log.rank)
+            if log.hear is not None:
+                log.hear(name, log.lane_of(group), [tensor], ends)
+            return log.log_operation(_operation(name, log.lane_of(group), tensor, "", ends), tensor)
 
         return run
 
@@ -173,18 +173,18 @@ def _replacements(tap: OperationLog) -> dict[str, Callable[..., Any]]:
 def _new_names(collective: Callable[[str, int], Callable[..., DoneWork]]) -> dict[str, Any]:
     """Return replacements for torch 2.13's new functions, which return a handle only if asked."""
 
-    def at_once(run: Callable[..., DoneWork]) -> Callable[..., DoneWork | None]:
+    def at_once(start: Callable[..., DoneWork]) -> Callable[..., DoneWork | None]:
         def asked(*args: Any, **kwargs: Any) -> DoneWork | None:
-            done = run(*args, **kwargs)
-            return done if kwargs.get("async_op") else None
+            work = start(*args, **kwargs)
+            return work if kwargs.get("async_op") else None
 
         return asked
 
-    found = {
+    functions = {
         "all_gather_single": at_once(collective("all_gather", 0)),
         "reduce_scatter_single": at_once(collective("reduce_scatter", 1)),
     }
-    return {name: function for name, function in found.items() if hasattr(dist, name)}
+    return {name: function for name, function in functions.items() if hasattr(dist, name)}
 
 
 def _is_group(value: object) -> bool:
@@ -192,12 +192,12 @@ def _is_group(value: object) -> bool:
 
 
 def _operation(
-    name: str, lane: Lane, tensor: Tensor | None, how: str, ends: tuple[int, int] | None = None
+    name: str, lane: Lane, tensor: Tensor | None, detail: str, ends: tuple[int, int] | None = None
 ) -> LoggedOperation:
     if tensor is None:
-        return LoggedOperation(name, lane, how=how, ends=ends)
+        return LoggedOperation(name, lane, how=detail, ends=ends)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return LoggedOperation(name, lane, tuple(tensor.shape), dtype, how, ends)
+    return LoggedOperation(name, lane, tuple(tensor.shape), dtype, detail, ends)
 
 
 def can_fake_rank() -> bool:

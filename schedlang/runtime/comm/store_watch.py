@@ -38,25 +38,25 @@ def watch_store(connect: Callable[[], Any]) -> None:
     if _watching:
         return
     _watching = True
-    reach = StoreWatch(connect, LOST_AFTER, _end)
-    names = {reach.poll_store: "asks", reach.check_repeatedly: "looks"}
+    watch = StoreWatch(connect, LOST_AFTER, _end)
+    names = {watch.poll_store: "asks", watch.check_repeatedly: "looks"}
     threads = [
-        threading.Thread(target=one, name=f"schedlang: the store, {name}", daemon=True)
-        for one, name in names.items()
+        threading.Thread(target=target, name=f"schedlang: the store, {name}", daemon=True)
+        for target, name in names.items()
     ]
     for thread in threads:
         thread.start()
     # a thread that returns while Python ends would abort the process
-    atexit.register(reach.stop, threads)
+    atexit.register(watch.stop, threads)
 
 
 class StoreWatch:
     """Watches when a store last answered; calls `end`, once, if it does not."""
 
     def __init__(
-        self, connect: Callable[[], Any], lost: float, end: Callable[[float], None]
+        self, connect: Callable[[], Any], lost_after: float, end: Callable[[float], None]
     ) -> None:
-        self.connect, self.lost, self.end = connect, lost, end
+        self.connect, self.lost, self.end = connect, lost_after, end
         self.ended = threading.Event()
         self.heard = self.looked = time.monotonic()
 
@@ -96,11 +96,11 @@ class StoreWatch:
 
 def lost_store_refusal(seconds: float) -> Refusal:
     """Return the refusal S651: the job's store does not answer."""
-    where = ":".join(filter(None, map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT"))))
-    at = f" at {where}" if where else ""
+    address = ":".join(filter(None, map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT"))))
+    location = f" at {address}" if address else ""
     return Refusal.of(
         "S651",
-        f"the store of this job{at} has not answered for {seconds:g} s",
+        f"the store of this job{location} has not answered for {seconds:g} s",
         notes=("its machine is unreachable or down, or the process of the store is stopped",),
         helps=("let torchrun start the job again: `torchrun --max-restarts 100 ...`",),
     )

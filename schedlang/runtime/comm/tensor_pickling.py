@@ -102,10 +102,10 @@ class _CollectTensors(Pickler):
             return None
         if value.layout != torch.strided or value.is_complex() or value.is_quantized:
             return None
-        at = self.at
+        offset = self.at
         self.at += -(-value.numel() * value.element_size() // _ALIGNMENT) * _ALIGNMENT
         self.tensors.append(value)
-        return at, value.dtype, tuple(value.shape)
+        return offset, value.dtype, tuple(value.shape)
 
 
 class _InsertTensors(pickle.Unpickler):
@@ -117,11 +117,11 @@ class _InsertTensors(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Tensor:
         """Return a tensor from the received memory."""
-        at, dtype, shape = pid
+        offset, dtype, shape = pid
         size = math.prod(shape) * dtype.itemsize
-        found = self.flat[at : at + size].view(dtype).view(shape)
+        tensor = self.flat[offset : offset + size].view(dtype).view(shape)
         # a small tensor must not keep all of the memory alive
-        return found if 2 * size >= self.flat.numel() else found.clone()
+        return tensor if 2 * size >= self.flat.numel() else tensor.clone()
 
 
 def _on_local_device(value: Tensor) -> Tensor:

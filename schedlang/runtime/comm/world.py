@@ -81,8 +81,8 @@ class World:
             return self.make_group([tuple(range(self.size))])
         return dist.group.WORLD if self.size > 1 else None
 
-    def device_for(self, lies: torch.device | None) -> torch.device:
-        """Return the device on which this rank computes a model that is on device `lies`.
+    def device_for(self, source: torch.device | None) -> torch.device:
+        """Return the device on which this rank computes a model that is on device `source`.
 
         This is the model's device, if the world has a backend for it. Of several accelerators it is
         the one that the world was joined with, else LOCAL_RANK's, else the model's (index 0: the
@@ -90,14 +90,14 @@ class World:
         """
         if devices.accelerator() is None:
             return devices.HOST
-        lies = devices.HOST if lies is None or devices.is_meta(lies) else lies
+        source = devices.HOST if source is None or devices.is_meta(source) else source
         if self.size == 1:
-            return devices.with_index(lies)
-        if devices.on_host(lies) and devices.HOST.type in self.backends and not self.joined_here:
-            return lies
-        home = self.bound_device or devices.local_device(lies.index or self.rank)
-        devices.set_current_device(home)
-        return home
+            return devices.with_index(source)
+        if devices.on_host(source) and devices.HOST.type in self.backends and not self.joined_here:
+            return source
+        device = self.bound_device or devices.local_device(source.index or self.rank)
+        devices.set_current_device(device)
+        return device
 
     def orders_messages(self, device: torch.device) -> bool:
         """Return whether a group runs messages of two ranks in order, each waiting for its match.
@@ -120,25 +120,25 @@ class World:
         for kind in self.backends:
             with suppress(AttributeError, RuntimeError):  # a backend without options
                 backend = dist.group.WORLD._get_backend(torch.device(kind))  # type: ignore[union-attr]
-                if isinstance(found := backend.options._timeout, timedelta):
-                    return found
+                if isinstance(timeout := backend.options._timeout, timedelta):
+                    return timeout
         return None
 
     @property
     def control_group(self) -> ProcessGroup | None:
         """The group of all ranks for host data; all ranks must read this the first time."""
-        found = _by_thread.get()
-        return self.host_group([tuple(range(self.size))], found[1] if found is not None else "")
+        entered = _by_thread.get()
+        return self.host_group([tuple(range(self.size))], entered[1] if entered is not None else "")
 
     def host_group(self, groups: GroupRanks, purpose: str = "") -> ProcessGroup | None:
         """Return this rank's group of these for host tensors; on `purpose` see `make_group`."""
         if not self.backends or devices.HOST.type in self.backends:
             return self.make_group(groups, purpose)
-        named = f"host {purpose}"
+        key = f"host {purpose}"
         if self.ranks_in_job:
-            return self._once(groups, named, lambda: self._own(groups, HOST_BACKEND, named))
+            return self._once(groups, key, lambda: self._own(groups, HOST_BACKEND, key))
         with self._unbound():
-            return self._once(groups, named, lambda: self._each(groups, HOST_BACKEND))
+            return self._once(groups, key, lambda: self._each(groups, HOST_BACKEND))
 
     @contextmanager
     def _unbound(self) -> Iterator[None]:
@@ -164,8 +164,8 @@ class World:
             return self._once(groups, purpose, lambda: self._own(groups, None, purpose))
         if not purpose and [*groups] == [tuple(range(self.size))]:
             return dist.group.WORLD
-        how = self._split if self._splits else self._each
-        return self._once(groups, purpose, lambda: how(groups))
+        make = self._split if self._splits else self._each
+        return self._once(groups, purpose, lambda: make(groups))
 
     def make_message_group(self, groups: GroupRanks, purpose: str = "") -> ProcessGroup | None:
         """Return this rank's group of these for messages whose pairs do not wait for each other.
@@ -188,32 +188,32 @@ class World:
 
     def _each(self, groups: GroupRanks, backend: str | None = None) -> ProcessGroup | None:
         """Make only this rank's group, and count the others: torch names groups by a count."""
-        several = [ranks for ranks in groups if len(ranks) > 1]
+        shared = [ranks for ranks in groups if len(ranks) > 1]
         if self._all_make_each:
-            made = [dist.new_group([*a], timeout=self.timeout, backend=backend) for a in several]
-            return next((one for one, ranks in zip(made, several) if self.rank in ranks), None)
-        mine = next((place for place, ranks in enumerate(several) if self.rank in ranks), None)
-        if mine is None:
-            skip_groups(several)
+            created = [dist.new_group([*a], timeout=self.timeout, backend=backend) for a in shared]
+            return next((pg for pg, ranks in zip(created, shared) if self.rank in ranks), None)
+        index = next((k for k, ranks in enumerate(shared) if self.rank in ranks), None)
+        if index is None:
+            skip_groups(shared)
             return None
-        skip_groups(several[:mine])
-        found: ProcessGroup | None
-        found = dist.new_group([*several[mine]], timeout=self.timeout, backend=backend)
-        skip_groups(several[mine + 1 :])
-        return found
+        skip_groups(shared[:index])
+        group: ProcessGroup | None
+        group = dist.new_group([*shared[index]], timeout=self.timeout, backend=backend)
+        skip_groups(shared[index + 1 :])
+        return group
 
     def _own(self, groups: GroupRanks, backend: str | None, purpose: str) -> ProcessGroup | None:
         """Make only this rank's group, without the ranks outside of this part of the job."""
-        mine = next((ranks for ranks in groups if self.rank in ranks), ())
-        if len(mine) < 2:
+        own_ranks = next((ranks for ranks in groups if self.rank in ranks), ())
+        if len(own_ranks) < 2:
             return None
-        ranks = [self.ranks_in_job[rank] for rank in mine]
+        ranks = [self.ranks_in_job[rank] for rank in own_ranks]
         key = repr((self.ranks_in_job, sorted(groups), purpose)).encode()
         digest = hashlib.blake2b(key, digest_size=_LENGTH)
-        made: ProcessGroup | None
+        group: ProcessGroup | None
         with self._unbound(), name_groups_from(int.from_bytes(digest.digest(), "little")):
-            made = dist.new_group(ranks, timeout=self.timeout, backend=backend)
-        return made
+            group = dist.new_group(ranks, timeout=self.timeout, backend=backend)
+        return group
 
     @property
     def _all_make_each(self) -> bool:
@@ -223,16 +223,16 @@ class World:
         makes groups itself, and if torch is told to wait for all ranks each time.
         """
         world: Any = self.group
-        own = getattr(world, "bound_device_id", None) is not None or hasattr(world, "new_group")
-        return own or os.environ.get("TORCH_DIST_INIT_BARRIER") == "1"
+        bound = getattr(world, "bound_device_id", None) is not None or hasattr(world, "new_group")
+        return bound or os.environ.get("TORCH_DIST_INIT_BARRIER") == "1"
 
     def _split(self, groups: GroupRanks) -> ProcessGroup | None:
         """Make all groups at once, in one exchange of the world's group."""
-        several = [list(ranks) for ranks in groups if len(ranks) > 1]
-        if not several:
+        shared = [list(ranks) for ranks in groups if len(ranks) > 1]
+        if not shared:
             return None
-        made: ProcessGroup | None = dist.split_group(split_ranks=several, timeout=self.timeout)
-        return made if any(self.rank in ranks for ranks in several) else None
+        group: ProcessGroup | None = dist.split_group(split_ranks=shared, timeout=self.timeout)
+        return group if any(self.rank in ranks for ranks in shared) else None
 
     @cached_property
     def _splits(self) -> bool:
@@ -260,15 +260,15 @@ def enter_ranks(ranks: Sequence[int]) -> Iterator[None]:
 
     No ranks: the whole job. Only these ranks call this; entered again, it is the same world.
     """
-    whole, part = job_world(), tuple(ranks)
-    if not part or part == tuple(range(whole.size)):
-        _entered.append(whole)
+    job, part = job_world(), tuple(ranks)
+    if not part or part == tuple(range(job.size)):
+        _entered.append(job)
     else:
-        if part not in whole.parts:
-            at = part.index(whole.rank)
-            made = World(at, len(part), whole.backends, whole.bound_device, whole.joined_here, part)
-            whole.parts[part] = made
-        _entered.append(whole.parts[part])
+        if part not in job.parts:
+            index = part.index(job.rank)
+            inner = World(index, len(part), job.backends, job.bound_device, job.joined_here, part)
+            job.parts[part] = inner
+        _entered.append(job.parts[part])
     try:
         yield
     finally:
@@ -300,8 +300,8 @@ def job_rank(rank: int) -> int:
 
 def current_world() -> World:
     """Return the world that this process is in: its job, or a part of it; without a job, itself."""
-    if (found := _by_thread.get()) is not None:
-        return found[0]
+    if (entered := _by_thread.get()) is not None:
+        return entered[0]
     return _entered[-1] if _entered else job_world()
 
 
@@ -310,12 +310,12 @@ def job_world() -> World:
     group = dist.group.WORLD
     if group is None:
         return World()
-    if (found := _worlds.get(group)) is None:
-        backends = (one.split(":") for one in dist.get_backend_config().split(",") if ":" in one)
+    if (world := _worlds.get(group)) is None:
+        backends = (pair.split(":") for pair in dist.get_backend_config().split(",") if ":" in pair)
         bound = getattr(group, "bound_device_id", None)
         names = {kind: name for kind, name in backends}
-        found = _worlds[group] = World(dist.get_rank(), dist.get_world_size(), names, bound)
-    return found
+        world = _worlds[group] = World(dist.get_rank(), dist.get_world_size(), names, bound)
+    return world
 
 
 def forget_world() -> None:
@@ -359,10 +359,10 @@ def all_reduce(
 
 
 def all_to_all_single(
-    out: Tensor, x: Tensor, take: list[int], give: list[int], group: ProcessGroup | None
+    out: Tensor, x: Tensor, received: list[int], sent: list[int], group: ProcessGroup | None
 ) -> Any:
     """Start an all-to-all of rows; return the work. The caller keeps `x` alive until it is done."""
-    return dist.all_to_all_single(out, x, take, give, group=group, async_op=True)
+    return dist.all_to_all_single(out, x, received, sent, group=group, async_op=True)
 
 
 @dataclass
@@ -384,49 +384,49 @@ class _ByHost:
         return bool(self.work.is_completed())
 
 
-def isend(x: Tensor, to: int, group: ProcessGroup | None) -> Any:
+def isend(x: Tensor, target: int, group: ProcessGroup | None) -> Any:
     """Start to send to a global rank; the caller keeps the tensor alive until the work is done."""
     if not x.is_cpu and devices.on_accelerator(x) and current_world().sends_by_host(x.device):
         host = x.detach().cpu()
-        return _ByHost(dist.isend(host, job_rank(to), group), host)
-    return dist.isend(x, job_rank(to), group)
+        return _ByHost(dist.isend(host, job_rank(target), group), host)
+    return dist.isend(x, job_rank(target), group)
 
 
-def irecv(into: Tensor, source: int, group: ProcessGroup | None) -> Any:
+def irecv(target: Tensor, source: int, group: ProcessGroup | None) -> Any:
     """Start to receive from a global rank."""
-    there = not into.is_cpu and devices.on_accelerator(into)
-    if there and current_world().sends_by_host(into.device):
-        host = torch.empty_like(into, device=devices.HOST)
-        return _ByHost(dist.irecv(host, job_rank(source), group), host, into)
-    work = dist.irecv(into, job_rank(source), group)
+    on_device = not target.is_cpu and devices.on_accelerator(target)
+    if on_device and current_world().sends_by_host(target.device):
+        host = torch.empty_like(target, device=devices.HOST)
+        return _ByHost(dist.irecv(host, job_rank(source), group), host, target)
+    work = dist.irecv(target, job_rank(source), group)
     assert work is not None, "this rank is not in the group of its messages"
     return work
 
 
-def send_recv(word: Tensor, source: int, target: int, group: ProcessGroup | None) -> None:
+def send_recv(tensor: Tensor, source: int, target: int, group: ProcessGroup | None) -> None:
     """Send a tensor from one global rank to another; both wait, others do nothing."""
     if rank() == source:
-        dist.send(word, job_rank(target), group)
+        dist.send(tensor, job_rank(target), group)
     elif rank() == target:
-        dist.recv(word, job_rank(source), group)
+        dist.recv(tensor, job_rank(source), group)
 
 
 def batch_isend_irecv(
     sent: Sequence[tuple[Tensor, int]],
-    wanted: Sequence[tuple[Tensor, int]],
+    received: Sequence[tuple[Tensor, int]],
     group: ProcessGroup | None,
 ) -> tuple[Any, ...]:
     """Send tensors to global ranks and receive into others; return the works to wait for.
 
     Where messages of two ranks run in order, all of them are started as one batch.
     """
-    given = [tensor for tensor, _ in (*sent, *wanted)]
-    if given and current_world().orders_messages(given[0].device):
-        ops = [dist.P2POp(dist.isend, x, job_rank(to), group) for x, to in sent]
-        ops += [dist.P2POp(dist.irecv, x, job_rank(source), group) for x, source in wanted]
+    tensors = [tensor for tensor, _ in (*sent, *received)]
+    if tensors and current_world().orders_messages(tensors[0].device):
+        ops = [dist.P2POp(dist.isend, x, job_rank(target), group) for x, target in sent]
+        ops += [dist.P2POp(dist.irecv, x, job_rank(source), group) for x, source in received]
         return tuple(dist.batch_isend_irecv(ops))
-    works = [isend(x, to, group) for x, to in sent]
-    return (*works, *(irecv(x, source, group) for x, source in wanted))
+    works = [isend(x, target, group) for x, target in sent]
+    return (*works, *(irecv(x, source, group) for x, source in received))
 
 
 # -- host data -------------------------------------------------------------------------------------
@@ -444,11 +444,11 @@ def all_gather_object(value: T, group: ProcessGroup | None = None) -> list[T]:
     with torch._C.DisableTorchFunction():  # pickling must not run under function modes
         data = pickle_value(value)
         if _serves_host(group):
-            found = _exchange_bytes(data, group)
+            gathered = _exchange_bytes(data, group)
         else:
-            found = [b""] * dist.get_world_size(group)
-            dist.all_gather_object(found, data, group=group)
-        return [pickle.loads(one) for one in found]
+            gathered = [b""] * dist.get_world_size(group)
+            dist.all_gather_object(gathered, data, group=group)
+        return [pickle.loads(data_bytes) for data_bytes in gathered]
 
 
 def distinct_objects(value: T) -> list[T]:
@@ -469,31 +469,31 @@ def ranks_by_object(value: T) -> list[tuple[T, tuple[int, ...]]]:
     assert group is not None
     with torch._C.DisableTorchFunction():
         data = pickle_value(value)
-        mine = hashlib.blake2b(data, digest_size=_DIGEST).digest()
-        rows = _gather_rows(mine + len(data).to_bytes(_LENGTH, "little"), _DIGEST + _LENGTH, group)
-        first: dict[bytes, list[int]] = {row: [] for row in rows}
+        key = hashlib.blake2b(data, digest_size=_DIGEST).digest()
+        rows = _gather_rows(key + len(data).to_bytes(_LENGTH, "little"), _DIGEST + _LENGTH, group)
+        by_row: dict[bytes, list[int]] = {row: [] for row in rows}
         for source, row in enumerate(rows):
-            first[row] += (source,)  # no call for each of many ranks
-        if len(first) > _KINDS:  # many broadcasts would take longer than one large all-gather
-            everyone = all_gather_object(value)
-            return [(everyone[ranks[0]], tuple(ranks)) for ranks in first.values()]
-        found = []
-        for row, ranks in first.items():
+            by_row[row] += (source,)  # no call for each of many ranks
+        if len(by_row) > _KINDS:  # many broadcasts would take longer than one large all-gather
+            gathered = all_gather_object(value)
+            return [(gathered[ranks[0]], tuple(ranks)) for ranks in by_row.values()]
+        values = []
+        for row, ranks in by_row.items():
             size = int.from_bytes(row[_DIGEST:], "little")
-            held = data if row == rows[world.rank] else bytes(size)
-            sender = job_rank(ranks[0]) if len(first) > 1 else None
-            received = world.broadcast_cache.broadcast(group, row, held, sender)
-            found.append((pickle.loads(received), tuple(ranks)))
-        return found
+            buffer = data if row == rows[world.rank] else bytes(size)
+            sender = job_rank(ranks[0]) if len(by_row) > 1 else None
+            received = world.broadcast_cache.broadcast(group, row, buffer, sender)
+            values.append((pickle.loads(received), tuple(ranks)))
+        return values
 
 
-def any_rank(here_: bool) -> bool:
+def any_rank(local_flag: bool) -> bool:
     """Return whether a flag is set on any rank of the job."""
     world = current_world()
     if world.size == 1:
-        return here_
+        return local_flag
     with torch._C.DisableTorchFunction():
-        flag = torch.tensor([here_], dtype=torch.uint8)
+        flag = torch.tensor([local_flag], dtype=torch.uint8)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=world.control_group)
         return bool(flag)
 
@@ -508,13 +508,13 @@ def gather_object(value: T) -> list[T]:
         data = pickle_value(value)
         rows = _gather_rows(len(data).to_bytes(_LENGTH, "little"), _LENGTH, group)
         sizes = [int.from_bytes(row, "little") for row in rows]
-        mine = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+        padded = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
         if world.rank:
-            dist.gather(mine, None, job_rank(0), group)
+            dist.gather(padded, None, job_rank(0), group)
             return []
-        everyone = [torch.empty_like(mine) for _ in sizes]
-        dist.gather(mine, everyone, job_rank(0), group)
-        return [pickle.loads(one[:n].numpy().tobytes()) for one, n in zip(everyone, sizes)]
+        buffers = [torch.empty_like(padded) for _ in sizes]
+        dist.gather(padded, buffers, job_rank(0), group)
+        return [pickle.loads(buffer[:n].numpy().tobytes()) for buffer, n in zip(buffers, sizes)]
 
 
 def broadcast_object(source: int, value: T) -> T:
@@ -525,8 +525,8 @@ def broadcast_object(source: int, value: T) -> T:
     with torch._C.DisableTorchFunction():
         sent: list[Any] = [pickle_value(value) if rank() == source else None]
         dist.broadcast_object_list(sent, src=job_rank(source), group=world.control_group)
-        found: T = value if rank() == source else pickle.loads(sent[0])
-    return found
+        received: T = value if rank() == source else pickle.loads(sent[0])
+    return received
 
 
 def all_gather_tensors(value: T, group: ProcessGroup, device: torch.device) -> list[T]:
@@ -534,12 +534,12 @@ def all_gather_tensors(value: T, group: ProcessGroup, device: torch.device) -> l
     with torch._C.DisableTorchFunction(), torch.no_grad():
         data, flat = extract_tensors(value, device)
         gathered = all_gather_object((data, flat.numel()), group)
-        most = max(size for _, size in gathered)
-        everyone = flat.new_empty(len(gathered) * most)
-        if most:
-            mine = torch.nn.functional.pad(flat, (0, most - flat.numel()))
-            getattr(dist, ALL_GATHER)(everyone, mine, group=group)
-        rows = everyone.view(len(gathered), most)
+        longest = max(size for _, size in gathered)
+        gathered_flat = flat.new_empty(len(gathered) * longest)
+        if longest:
+            padded = torch.nn.functional.pad(flat, (0, longest - flat.numel()))
+            getattr(dist, ALL_GATHER)(gathered_flat, padded, group=group)
+        rows = gathered_flat.view(len(gathered), longest)
         return [insert_tensors(data, row) for (data, _), row in zip(gathered, rows)]
 
 
@@ -560,7 +560,7 @@ def broadcast_tensors(source: int, value: T, device: torch.device) -> T:
 def _serves_host(group: ProcessGroup | None) -> bool:
     """Return whether a group has a backend for host tensors."""
     backends = dist.get_backend_config(group).split(",")
-    return any(one.startswith(f"{devices.HOST.type}:") for one in backends)
+    return any(backend.startswith(f"{devices.HOST.type}:") for backend in backends)
 
 
 def _exchange_bytes(data: bytes, group: ProcessGroup | None) -> list[bytes]:
@@ -578,18 +578,18 @@ def _exchange_bytes(data: bytes, group: ProcessGroup | None) -> list[bytes]:
 
 def _gather_rows(data: bytes, size: int, group: ProcessGroup | None) -> list[bytes]:
     """Return the bytes of every rank, padded with zeros to a size that is equal on all ranks."""
-    mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
+    row = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
     count = dist.get_world_size(group)
-    everyone = mine.repeat(count)  # in a dry run all rows are this rank's
-    getattr(dist, ALL_GATHER)(everyone, mine, group=group)
-    gathered = everyone.numpy().tobytes()
-    return [gathered[size * place : size * (place + 1)] for place in range(count)]
+    all_rows = row.repeat(count)  # in a dry run all rows are this rank's
+    getattr(dist, ALL_GATHER)(all_rows, row, group=group)
+    gathered = all_rows.numpy().tobytes()
+    return [gathered[size * index : size * (index + 1)] for index in range(count)]
 
 
 def all_gather_numbers(row: Sequence[float], group: ProcessGroup) -> list[list[float]]:
     """Gather a row of numbers from every rank of a group for host tensors."""
-    here_ = torch.tensor([[*row]], dtype=torch.float64)
-    gathered = here_.new_empty(dist.get_world_size(group), len(row))
-    getattr(dist, ALL_GATHER)(gathered, here_, group=group)
-    found: list[list[float]] = gathered.tolist()
-    return found
+    local_row = torch.tensor([[*row]], dtype=torch.float64)
+    gathered = local_row.new_empty(dist.get_world_size(group), len(row))
+    getattr(dist, ALL_GATHER)(gathered, local_row, group=group)
+    rows: list[list[float]] = gathered.tolist()
+    return rows

@@ -94,7 +94,7 @@ class AttentionOptions:
         return place_of(self.groups)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, way: AttentionOptions) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, opts: AttentionOptions) -> Tensor:
     """Compute the attention of this rank's queries to the keys of the full sequence.
 
     q        [rows, heads, local tokens, head_dim], this place's tokens under the layout
@@ -105,40 +105,42 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, way: AttentionO
     Returns [rows, heads, local tokens, v's head_dim] in q's dtype.  Raises Refusal S681 for heads
     that Ulysses cannot split.
     """
-    return _attend(q, k, v, mask, way, False)[0]
+    return _attend(q, k, v, mask, opts, False)[0]
 
 
 def attend_lse(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, way: AttentionOptions
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, opts: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """Compute `attend`, and the log-sum-exp of each query's scores [rows, heads, local tokens].
 
     The log-sum-exp is -inf for a query that sees no key, does not include `sinks`, and is
     differentiable.
     """
-    return _attend(q, k, v, mask, way, True)
+    return _attend(q, k, v, mask, opts, True)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, way: AttentionOptions, with_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, opts: AttentionOptions, with_lse: bool
 ) -> tuple[Tensor, Tensor]:
-    _check(q, k, v, way)
-    scale = q.shape[-1] ** -0.5 if way.scale is None else way.scale
-    rules = BlockRules(mask.reach, scale, mask.cap, mask.slopes, mask.rows, way.dropout, way.block)
-    if way.method in ("ulysses", "usp"):
-        return _attend_ulysses(q, k, v, mask, rules, way, with_lse)
-    at = PlacedTokens(way.layout.runs[way.place], mask.tags)
-    if way.method == "nbody":
-        ring, team = way.groups
-        bodies = TeamRing(ring, team, way.layout)
+    _check(q, k, v, opts)
+    scale = q.shape[-1] ** -0.5 if opts.scale is None else opts.scale
+    rules = BlockRules(
+        mask.reach, scale, mask.cap, mask.slopes, mask.rows, opts.dropout, opts.block
+    )
+    if opts.method in ("ulysses", "usp"):
+        return _attend_ulysses(q, k, v, mask, rules, opts, with_lse)
+    tokens = PlacedTokens(opts.layout.runs[opts.place], mask.tags)
+    if opts.method == "nbody":
+        ring, team = opts.groups
+        team_ring = TeamRing(ring, team, opts.layout)
         if mask.rows is not None and mask.rows.shape[2] == 1:
             rules = replace(rules, rows=mask.rows.expand(-1, -1, q.shape[2], -1))
-        at = PlacedTokens(bodies.layout.runs[ring.rank], mask.tags)
-        return _run(q, k, v, rules, mask.sinks, bodies, at)
-    rounds: KeyTransfers = NestedRing(way.groups, way.layout, mask.reach)
-    if way.method == "gather":
-        rounds = GatheredKeys(way.groups[0], way.layout)
-    return _run(q, k, v, rules, mask.sinks, rounds, at)
+        tokens = PlacedTokens(team_ring.layout.runs[ring.rank], mask.tags)
+        return _run(q, k, v, rules, mask.sinks, team_ring, tokens)
+    rounds: KeyTransfers = NestedRing(opts.groups, opts.layout, mask.reach)
+    if opts.method == "gather":
+        rounds = GatheredKeys(opts.groups[0], opts.layout)
+    return _run(q, k, v, rules, mask.sinks, rounds, tokens)
 
 
 def _attend_ulysses(
@@ -147,21 +149,21 @@ def _attend_ulysses(
     v: Tensor,
     mask: AttentionMask,
     rules: BlockRules,
-    way: AttentionOptions,
+    opts: AttentionOptions,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attend by Ulysses over the innermost group, around a ring over the other groups, if any.
 
     Without `with_lse` the log-sum-exp is not sent back, and stays in the layout of local heads.
     """
-    *outer, inner = way.groups
-    layout = way.layout
+    *outer, inner = opts.groups
+    layout = opts.layout
     check_heads(q.shape[1], k.shape[1], inner.size)
     k, v = repeat_heads(k, inner.size), repeat_heads(v, inner.size)
-    place, joined = place_of(outer), layout.join_places(inner.size)
-    team = Ulysses(inner, layout, place, joined.runs[place])
-    mine = q.shape[1] // inner.size
-    heads = slice(inner.rank * mine, (inner.rank + 1) * mine)
+    outer_rank, joined = place_of(outer), layout.join_places(inner.size)
+    team = Ulysses(inner, layout, outer_rank, joined.runs[outer_rank])
+    local_heads = q.shape[1] // inner.size
+    heads = slice(inner.rank * local_heads, (inner.rank + 1) * local_heads)
     rules = replace(
         rules,
         slopes=None if mask.slopes is None else mask.slopes[heads],
@@ -169,32 +171,32 @@ def _attend_ulysses(
         dropout=None if rules.dropout is None else rules.dropout.of_heads(heads),
     )
     sinks = None if mask.sinks is None else mask.sinks[heads]
-    at = PlacedTokens(joined.runs[place], team.tags(mask.tags))
+    tokens = PlacedTokens(joined.runs[outer_rank], team.tags(mask.tags))
     ring = NestedRing(tuple(outer), joined, rules.reach)
-    out, lse = _run(team.heads(q), team.heads(k), team.heads(v), rules, sinks, ring, at)
+    out, lse = _run(team.heads(q), team.heads(k), team.heads(v), rules, sinks, ring, tokens)
     return team.tokens(out), team.tokens(lse[..., None])[..., 0] if with_lse else lse
 
 
 def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
     """Raise Refusal S681 unless `ranks` divides `heads`; key-value heads are copied as needed."""
     if heads % ranks:
-        legal = [n for n in range(2, heads + 1) if heads % n == 0]
+        divisors = [n for n in range(2, heads + 1) if heads % n == 0]
         raise Refusal.of(
             "S681",
             f"Ulysses cannot divide {heads} heads between {ranks} ranks",
             notes=(f"{kv_heads} heads of keys and values would be copied as needed",),
             helps=(
-                *([f"an axis of {' or '.join(map(str, legal))} ranks"] if legal else []),
+                *([f"an axis of {' or '.join(map(str, divisors))} ranks"] if divisors else []),
                 "or a ring, which does not split heads: `context_parallel(ring, ...)`",
                 "or a ring around a smaller Ulysses: `context_parallel(usp, ...)`",
             ),
         )
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, way: AttentionOptions) -> None:
-    assert len(way.groups) in METHODS[way.method], (way.method, len(way.groups))
-    assert ranks_of(way.groups) == len(way.layout.runs), "the layout is over all of their ranks"
-    tokens = way.layout.counts[way.place]
+def _check(q: Tensor, k: Tensor, v: Tensor, opts: AttentionOptions) -> None:
+    assert len(opts.groups) in METHODS[opts.method], (opts.method, len(opts.groups))
+    assert ranks_of(opts.groups) == len(opts.layout.runs), "the layout is over all of their ranks"
+    tokens = opts.layout.counts[opts.place]
     assert q.shape[2] == k.shape[2] == v.shape[2] == tokens, (q.shape, k.shape, v.shape, tokens)
     assert q.shape[1] % k.shape[1] == 0 and k.shape[1] == v.shape[1], (q.shape, k.shape, v.shape)
 
@@ -206,11 +208,11 @@ def _run(
     rules: BlockRules,
     sinks: Tensor | None,
     rounds: KeyTransfers,
-    at: PlacedTokens,
+    tokens: PlacedTokens,
 ) -> tuple[Tensor, Tensor]:
-    call = RingCall(replace(rules, slopes=None, rows=None), rounds, at.runs)
-    made = RingAttention.apply(q, k, v, rules.slopes, rules.rows, call, *at.tags)  # type: ignore[no-untyped-call]
-    out, lse = cast(tuple[Tensor, Tensor], made)
+    call = RingCall(replace(rules, slopes=None, rows=None), rounds, tokens.runs)
+    results = RingAttention.apply(q, k, v, rules.slopes, rules.rows, call, *tokens.tags)  # type: ignore[no-untyped-call]
+    out, lse = cast(tuple[Tensor, Tensor], results)
     return apply_sinks(out, lse, sinks), lse
 
 
@@ -240,8 +242,8 @@ class _HeadsAllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         with torch._C.DisableTorchFunction():
-            back = _to_tokens if ctx.to_heads else _to_heads
-            return back(grads[0], ctx.team), None, None
+            exchange = _to_tokens if ctx.to_heads else _to_heads
+            return exchange(grads[0], ctx.team), None, None
 
 
 class Ulysses:
@@ -255,8 +257,8 @@ class Ulysses:
         self.group = group
         first = outer * group.size
         self.counts = layout.counts[first : first + group.size]
-        each = layout.runs[first : first + group.size]
-        self.arrived: Runs = tuple(run for runs in each for run in runs)
+        rank_runs = layout.runs[first : first + group.size]
+        self.arrived: Runs = tuple(run for runs in rank_runs for run in runs)
         self.wanted: Runs = tuple(joined)
 
     def heads(self, x: Tensor) -> Tensor:
@@ -269,17 +271,17 @@ class Ulysses:
 
     def tags(self, tags: TokenTags) -> TokenTags:
         """All-gather the tags of the group's tokens."""
-        given = [t for t in tags if t is not None]
-        if not given:
+        used = [t for t in tags if t is not None]
+        if not used:
             return tags
-        parts = all_gather_packets(Packet.pack(given, [1] * len(given)), self.counts, self.group)
-        whole = iter(
+        parts = all_gather_packets(Packet.pack(used, [1] * len(used)), self.counts, self.group)
+        full_tags = iter(
             [
-                self.to_sequence_order(torch.cat(same, 1), 1)
-                for same in zip(*(p.tensors for p in parts))
+                self.to_sequence_order(torch.cat(tag_parts, 1), 1)
+                for tag_parts in zip(*(p.tensors for p in parts))
             ]
         )
-        return TokenTags(*(None if t is None else next(whole) for t in tags))
+        return TokenTags(*(None if t is None else next(full_tags) for t in tags))
 
     def rows(self, rows: Tensor, heads: int) -> Tensor:
         """Return `Mask.rows` for the group's tokens and this rank's heads.
@@ -287,9 +289,9 @@ class Ulysses:
         `rows` is [rows or 1, heads or 1, local tokens or 1, keys], `heads` the number of all heads.
         """
         if rows.shape[2] == 1:  # replicated
-            mine = heads // self.group.size
-            first = self.group.rank * mine
-            return rows if rows.shape[1] == 1 else rows[:, first : first + mine]
+            local_heads = heads // self.group.size
+            first = self.group.rank * local_heads
+            return rows if rows.shape[1] == 1 else rows[:, first : first + local_heads]
         if rows.shape[1] == 1 and not rows.requires_grad:
             parts = all_gather_packets(Packet.pack([rows], [2]), self.counts, self.group)
             return self.to_sequence_order(torch.cat([p.tensors[0] for p in parts], 2), 2)
@@ -310,10 +312,10 @@ class Ulysses:
 
 
 @lru_cache(maxsize=64)  # for 64 lengths of sequences: each order is sent to the device once
-def _orders(arrived: Runs, wanted: Runs, device: torch.device) -> tuple[Tensor, Tensor] | None:
+def _orders(arrived: Runs, target_runs: Runs, device: torch.device) -> tuple[Tensor, Tensor] | None:
     """Return the index of arrival of each wanted token, and the inverse; None if orders agree."""
     with torch._C.DisableTorchFunction(), torch.inference_mode(False):
-        order = _find_order(concatenate_runs(arrived), concatenate_runs(wanted))
+        order = _find_order(concatenate_runs(arrived), concatenate_runs(target_runs))
         return (
             None
             if order is None
@@ -321,17 +323,17 @@ def _orders(arrived: Runs, wanted: Runs, device: torch.device) -> tuple[Tensor, 
         )
 
 
-def _find_order(arrived: Tensor, wanted: Tensor) -> Tensor | None:
-    if torch.equal(arrived, wanted):
+def _find_order(arrived: Tensor, target: Tensor) -> Tensor | None:
+    if torch.equal(arrived, target):
         return None
     by_position = arrived.argsort()
-    return by_position[torch.searchsorted(arrived[by_position], wanted)]
+    return by_position[torch.searchsorted(arrived[by_position], target)]
 
 
 def _to_heads(x: Tensor, team: Ulysses) -> Tensor:
     rows, heads, _, width = x.shape
-    mine = heads // team.group.size
-    shapes = [(rows, mine, tokens, width) for tokens in team.counts]
+    local_heads = heads // team.group.size
+    shapes = [(rows, local_heads, tokens, width) for tokens in team.counts]
     parts = exchange_tensors(x.chunk(team.group.size, 1), shapes, team.group)
     return team.to_sequence_order(torch.cat(parts, 2), 2)
 
@@ -339,8 +341,8 @@ def _to_heads(x: Tensor, team: Ulysses) -> Tensor:
 def _to_tokens(x: Tensor, team: Ulysses) -> Tensor:
     rows, heads, _, width = x.shape
     tokens = team.counts[team.group.rank]
-    given = torch.split(team.to_arrival_order(x, 2), list(team.counts), 2)
-    parts = exchange_tensors(given, [(rows, heads, tokens, width)] * team.group.size, team.group)
+    parts_in = torch.split(team.to_arrival_order(x, 2), list(team.counts), 2)
+    parts = exchange_tensors(parts_in, [(rows, heads, tokens, width)] * team.group.size, team.group)
     return torch.cat(parts, 1)
 
 

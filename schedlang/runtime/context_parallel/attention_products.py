@@ -60,13 +60,13 @@ class ScoresState:
     drawn: Any = None
 
 
-def expand_added(state: ScoresState, given: Tensor) -> Tensor:
+def expand_added(state: ScoresState, added: Tensor) -> Tensor:
     """Return numbers that are added to scores for local queries and all keys, with dims `inner`.
 
     Raises Refusal S661 if the numbers for other ranks' keys are not known.
     """
     dims = len(state.lead) + 2
-    value = expand_over_keys(state.shard, given if given.dim() > 1 else given[None])
+    value = expand_over_keys(state.shard, added if added.dim() > 1 else added[None])
     if value is None:
         raise local_keys_refusal()
     if value.dim() > dims:
@@ -85,42 +85,42 @@ def add_to_scores(state: ScoresState, rows: Tensor) -> ScoresState:
     return replace(state, added=rows if state.added is None else state.added + rows)
 
 
-def _add(state: ScoresState, other: Any, alpha: float = 1) -> ScoresState:
+def _add(state: ScoresState, term: Any, alpha: float = 1) -> ScoresState:
     _check_before_softmax(state)
-    if isinstance(other, MaskRule):
-        return _apply_mask_rule(state, other)
-    if isinstance(other, Tensor) and other.dim():
+    if isinstance(term, MaskRule):
+        return _apply_mask_rule(state, term)
+    if isinstance(term, Tensor) and term.dim():
         return add_to_scores(
-            state, expand_added(state, other) * alpha if alpha != 1 else expand_added(state, other)
+            state, expand_added(state, term) * alpha if alpha != 1 else expand_added(state, term)
         )
-    if not isinstance(other, (int, float, Tensor)):
-        raise unsplit_refusal(f"it adds a `{type(other).__name__}` to its scores")
+    if not isinstance(term, (int, float, Tensor)):
+        raise unsplit_refusal(f"it adds a `{type(term).__name__}` to its scores")
     return state  # the same for all keys
 
 
-def _sub(state: ScoresState, other: Any, alpha: float = 1) -> ScoresState:
-    if isinstance(other, MaskRule):
+def _sub(state: ScoresState, subtrahend: Any, alpha: float = 1) -> ScoresState:
+    if isinstance(subtrahend, MaskRule):
         raise unsplit_refusal("it subtracts a mask from its scores")
-    return _add(state, other, alpha=-alpha)
+    return _add(state, subtrahend, alpha=-alpha)
 
 
-def _mul(state: ScoresState, by: Any) -> ScoresState:
+def _mul(state: ScoresState, number: Any) -> ScoresState:
     _check_before_softmax(state)
-    if isinstance(by, Tensor) and (by.dim() or by.requires_grad or by.is_meta):
+    if isinstance(number, Tensor) and (number.dim() or number.requires_grad or number.is_meta):
         raise unsplit_refusal("it multiplies its scores by a tensor, not by a number")
-    factor = float(by)
+    factor = float(number)
     added = None if state.added is None else state.added * factor
     return replace(state, scale=state.scale * factor, added=added)
 
 
-def _div(state: ScoresState, by: Any) -> ScoresState:
-    return _mul(state, 1 / by)
+def _div(state: ScoresState, factor: Any) -> ScoresState:
+    return _mul(state, 1 / factor)
 
 
-def _apply_mask_rule(state: ScoresState, given: MaskRule) -> ScoresState:
+def _apply_mask_rule(state: ScoresState, mask_rule: MaskRule) -> ScoresState:
     if state.mask is not None:
         raise unsplit_refusal("it applies two masks to its scores")
-    return replace(state, mask=given.mask)
+    return replace(state, mask=mask_rule.mask)
 
 
 def _fill(state: ScoresState, hidden: Any, value: Any) -> ScoresState:
@@ -132,30 +132,30 @@ def _fill(state: ScoresState, hidden: Any, value: Any) -> ScoresState:
         return _apply_mask_rule(state, hidden)
     if not isinstance(hidden, Tensor) or hidden.dtype != torch.bool:
         raise unsplit_refusal("it masks keys by something other than booleans")
-    gone = expand_added(state, hidden)
-    if state.mask is None and is_causal(state.shard, ~gone):
+    drop_mask = expand_added(state, hidden)
+    if state.mask is None and is_causal(state.shard, ~drop_mask):
         return replace(
             state, mask=AttentionMask(causal=True)
         )  # a ring skips blocks that positions hide
-    zero = torch.zeros(gone.shape, dtype=state.query.dtype, device=gone.device)
-    return add_to_scores(replace(state, hides=True), zero.masked_fill(gone, -math.inf))
+    zero = torch.zeros(drop_mask.shape, dtype=state.query.dtype, device=drop_mask.device)
+    return add_to_scores(replace(state, hides=True), zero.masked_fill(drop_mask, -math.inf))
 
 
-def _where(state: ScoresState, *given: Any) -> ScoresState:
+def _where(state: ScoresState, *values: Any) -> ScoresState:
     """Apply `torch.where(seen, scores, low)`."""
-    seen, low = given
-    return _fill(state, ~seen, low)
+    visible, fill = values
+    return _fill(state, ~visible, fill)
 
 
 def _view(state: ScoresState, *sizes: Any, **_: Any) -> ScoresState:
-    given = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-    length, lead = state.shard.length, given[:-2]
-    if len(given) < 3 or given[-1] not in (length, -1) or given[-2] not in (length, -1):
+    new_shape = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    length, lead = state.shard.length, new_shape[:-2]
+    if len(new_shape) < 3 or new_shape[-1] not in (length, -1) or new_shape[-2] not in (length, -1):
         raise unsplit_refusal("it changes the shape of its scores")
     count = math.prod(state.lead)
     if -1 in lead:
-        rest = math.prod(n for n in lead if n != -1)
-        lead = tuple(count // rest if n == -1 else n for n in lead)
+        known_size = math.prod(n for n in lead if n != -1)
+        lead = tuple(count // known_size if n == -1 else n for n in lead)
     if math.prod(lead) != count:
         raise unsplit_refusal("it changes the shape of its scores")
     if len(lead) < 2 or state.inner == lead or len(state.inner) > 1:
@@ -206,14 +206,14 @@ def _values(state: ScoresState, value: Tensor) -> Tensor:
         )
         mask = replace(mask, rows=rows_and_heads)
     parts = [_to_four_dims(x, state, rows) for x in (state.query, state.key, value)]
-    blind: Any = "mean" if state.hides or mask.present is not None else "zero"
+    unseen_result: Any = "mean" if state.hides or mask.present is not None else "zero"
     call = AttentionCall(
         parts[0],
         parts[1],
         parts[2],
         mask,
         state.scale,
-        unseen_result=blind,
+        unseen_result=unseen_result,
         dropout_mask=state.drawn,
     )
     out = state.shard.attend(state.how, call)
@@ -261,19 +261,19 @@ ADDED_PRODUCTS: set[Any] = {torch.baddbmm, Tensor.baddbmm}
 def product_factors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Return both factors of a matrix product, as a model may write it; () for other calls."""
     if func in PRODUCTS:
-        given = (*args, *kwargs.values())
+        factors = (*args, *kwargs.values())
     elif func in ADDED_PRODUCTS:
-        given = (*args[1:], *(kwargs[n] for n in ("batch1", "batch2") if n in kwargs))
+        factors = (*args[1:], *(kwargs[n] for n in ("batch1", "batch2") if n in kwargs))
     else:
         return ()
-    return tuple(given[:2])
+    return tuple(factors[:2])
 
 
-def is_query_key_product(found: Sequence[Any], length: int) -> bool:
+def is_query_key_product(factors: Sequence[Any], length: int) -> bool:
     """Return whether factors are queries [.., length, d] and transposed keys [.., d, length]."""
-    if len(found) != 2 or not all(isinstance(x, Tensor) and x.dim() > 2 for x in found):
+    if len(factors) != 2 or not all(isinstance(x, Tensor) and x.dim() > 2 for x in factors):
         return False
-    a, b = found
+    a, b = factors
     return bool(a.shape[-2] == b.shape[-1] == length and a.shape[-1] > 1)
 
 
@@ -358,15 +358,15 @@ for _name in (
 
 
 def begin_scores(
-    shard: SequenceShard, how: AttentionMethod, func: Any, args: Any, kwargs: dict[str, Any]
+    shard: SequenceShard, method: AttentionMethod, func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Scores | None:
     """Return the scores of a product of queries and keys; None for another product."""
-    found = product_factors(func, args, kwargs)
-    if not is_query_key_product(found, shard.length):
+    factors = product_factors(func, args, kwargs)
+    if not is_query_key_product(factors, shard.length):
         return None
-    query, key = found[0], found[1].mT
+    query, key = factors[0], factors[1].mT
     lead = _lead(query.shape[:-2], key.shape[:-2])
-    state = ScoresState(shard, how, query, key, lead, lead)
+    state = ScoresState(shard, method, query, key, lead, lead)
     if func not in ADDED_PRODUCTS:
         return Scores(state)
     alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
@@ -383,18 +383,18 @@ def _lead(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
 def apply_to_scores(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Apply a function to scores or weights; raise Refusal S661 if it is not supported."""
     name = getattr(func, "__name__", "?")
-    plain = name.strip("_")
-    there = [x for x in args if isinstance(x, Scores)]
+    rule_name = name.strip("_")
+    scores_args = [x for x in args if isinstance(x, Scores)]
     if not args or not isinstance(args[0], Scores):
-        plain = "" if kwargs else _REFLECTED.get(plain, "")
-    if len(there) != 1 or plain not in RULES:
+        rule_name = "" if kwargs else _REFLECTED.get(rule_name, "")
+    if len(scores_args) != 1 or rule_name not in RULES:
         raise unsplit_refusal(
             f"`{name}` on its scores is not supported: pass it to torch's attention"
         )
-    scores, rest = there[0], tuple(x for x in args if x is not there[0])
-    made = RULES[plain](scores.state, *rest, **kwargs)
+    scores, rest = scores_args[0], tuple(x for x in args if x is not scores_args[0])
+    result = RULES[rule_name](scores.state, *rest, **kwargs)
     written = name.endswith("_") and not name.startswith("__")
-    if (written or plain in _IN_PLACE) and isinstance(made, ScoresState):
-        scores.state = made
+    if (written or rule_name in _IN_PLACE) and isinstance(result, ScoresState):
+        scores.state = result
         return scores
-    return Scores(made) if isinstance(made, ScoresState) else made
+    return Scores(result) if isinstance(result, ScoresState) else result

@@ -36,8 +36,8 @@ class CacheAssignment:
     held  positions of this rank's cached tokens, in cache order
     """
 
-    def __init__(self, place: int, ranks: int, device: torch.device) -> None:
-        self.place, self.counts = place, [0] * ranks
+    def __init__(self, rank: int, ranks: int, device: torch.device) -> None:
+        self.place, self.counts = rank, [0] * ranks
         self.positions = torch.empty(0, dtype=torch.int64, device=device)
 
     def assign_prompt(self, layout: SequenceLayout, tokens: int) -> Tensor:
@@ -45,24 +45,24 @@ class CacheAssignment:
 
         Returns the indices of this rank's tokens among its tokens of the layout.
         """
-        places = range(len(layout.runs))
-        there = [layout.positions(place) < tokens for place in places]
-        self.counts = [int(some.sum()) for some in there]
-        own = there[self.place].nonzero()[:, 0].to(self.positions.device)
-        self.positions = layout.positions(self.place, own.device)[own]
-        return own
+        rank_indices = range(len(layout.runs))
+        real_tokens = [layout.positions(rank) < tokens for rank in rank_indices]
+        self.counts = [int(mask.sum()) for mask in real_tokens]
+        local = real_tokens[self.place].nonzero()[:, 0].to(self.positions.device)
+        self.positions = layout.positions(self.place, local.device)[local]
+        return local
 
     def assign_new(self, tokens: int) -> Tensor:
         """Assign further tokens; return the indices of those that this rank caches."""
-        first, own = sum(self.counts), list[int]()
+        cached, local = sum(self.counts), list[int]()
         for token in range(tokens):
-            place = min(range(len(self.counts)), key=self.counts.__getitem__)
-            self.counts[place] += 1
-            if place == self.place:
-                own.append(token)
-        mine = torch.tensor(own, dtype=torch.int64, device=self.positions.device)
-        self.positions = torch.cat([self.positions, mine + first])
-        return mine
+            rank = min(range(len(self.counts)), key=self.counts.__getitem__)
+            self.counts[rank] += 1
+            if rank == self.place:
+                local.append(token)
+        indices = torch.tensor(local, dtype=torch.int64, device=self.positions.device)
+        self.positions = torch.cat([self.positions, indices + cached])
+        return indices
 
 
 @dataclass(eq=False)
@@ -90,14 +90,14 @@ class Decoding:
 
     def is_from_cache(self, key: Tensor, value: Tensor) -> bool:
         """Return whether keys and values are the cache's own tensors; forget these tensors."""
-        found = [k for k, (a, b) in enumerate(self.returned) if a is key and b is value]
-        for k in reversed(found):
+        matches = [k for k, (a, b) in enumerate(self.returned) if a is key and b is value]
+        for k in reversed(matches):
             del self.returned[k]
-        return bool(found)
+        return bool(matches)
 
     def attend(
         self,
-        how: AttentionMethod,
+        method: AttentionMethod,
         tensors: tuple[Tensor, Tensor, Tensor],
         mask: Tensor | None,
         rules: BlockRules,
@@ -115,7 +115,7 @@ class Decoding:
             return query.new_empty((*query.shape[:-1], value.shape[-1]))
         with torch._C.DisableTorchFunction():
             out, lse = self._attend_local(query, key, value, mask, rules)
-            for group in reversed(how.groups):
+            for group in reversed(method.groups):
                 out, lse = combine_ranks(out, lse, group)
             return apply_sinks(out, lse, sinks).to(query.dtype)
 
@@ -123,15 +123,15 @@ class Decoding:
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rules: BlockRules
     ) -> tuple[Tensor, Tensor]:
         """Attend to this rank's keys, in cache order; the mask is selected by their positions."""
-        new, kept = query.shape[2], key.shape[2]
+        num_queries, num_keys = query.shape[2], key.shape[2]
         rows = None if mask is None else mask.index_select(-1, self.key_positions)
         rules = BlockRules(
-            PositionMask(), rules.scale, rules.cap, rows=rows, block=max(1, SCORES // new)
+            PositionMask(), rules.scale, rules.cap, rows=rows, block=max(1, SCORES // num_queries)
         )
-        at = PlacedTokens((range(new),), TokenTags())
-        state = BlockwiseForward(rules, query, at, value.shape[-1])
-        if kept:
-            state.add(key, value, PlacedTokens((range(kept),), TokenTags()))
+        query_tokens = PlacedTokens((range(num_queries),), TokenTags())
+        state = BlockwiseForward(rules, query, query_tokens, value.shape[-1])
+        if num_keys:
+            state.add(key, value, PlacedTokens((range(num_keys),), TokenTags()))
         return state.out, state.lse
 
 
@@ -139,12 +139,12 @@ def combine_ranks(out: Tensor, lse: Tensor, group: Group) -> tuple[Tensor, Tenso
     """Combine the results of a group's ranks for the same queries, by one all-gather."""
     if group.size == 1:
         return out, lse
-    found = all_gather(torch.cat([out, lse[..., None]], -1)[None], 0, group)
-    each = found[..., -1]
-    return (found[..., :-1] * softmax_shares(each)[..., None]).sum(0), each.logsumexp(0)
+    gathered = all_gather(torch.cat([out, lse[..., None]], -1)[None], 0, group)
+    all_lse = gathered[..., -1]
+    return (gathered[..., :-1] * softmax_shares(all_lse)[..., None]).sum(0), all_lse.logsumexp(0)
 
 
 def current_decoding() -> Decoding | None:
     """Return the decoding that this thread runs; None if it runs another forward."""
-    found: Any = scope.current_visit()
-    return found if isinstance(found, Decoding) else None
+    visit: Any = scope.current_visit()
+    return visit if isinstance(visit, Decoding) else None

@@ -70,19 +70,19 @@ class AttentionMode(AmbientMode):
 
     eager = "ranks exchange keys and values in it"
 
-    def __init__(self, how: AttentionMethod, products: Collection[Place] = ()) -> None:
+    def __init__(self, method: AttentionMethod, products: Collection[Place] = ()) -> None:
         super().__init__()
-        self.how, self.products = how, frozenset(products)
+        self.how, self.products = method, frozenset(products)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if (new := current_decoding()) is not None:
+        if (decoding := current_decoding()) is not None:
             if func is F.scaled_dot_product_attention:
-                return _attend_kept(new, self.how, {**dict(zip(_ARGUMENTS, args)), **kwargs})
+                return _attend_kept(decoding, self.how, {**dict(zip(_ARGUMENTS, args)), **kwargs})
             if (
-                new.returned
+                decoding.returned
                 and func in PRODUCTS | ADDED_PRODUCTS
                 and calling_line() in self.products
             ):
@@ -90,10 +90,10 @@ class AttentionMode(AmbientMode):
             return self.run(func, types, args, kwargs)
         shard = current_shard()
         if shard is not None and func is F.scaled_dot_product_attention:
-            given = {**dict(zip(_ARGUMENTS, args)), **kwargs}
-            query, key = given["query"], given["key"]
+            arguments = {**dict(zip(_ARGUMENTS, args)), **kwargs}
+            query, key = arguments["query"], arguments["key"]
             if query.shape[-2] == key.shape[-2] == shard.length:
-                return _attend(shard, self.how, given)
+                return _attend(shard, self.how, arguments)
         if shard is not None and any(type(value) is Scores for value in args):
             return apply_to_scores(func, args, kwargs)
         if (
@@ -107,7 +107,7 @@ class AttentionMode(AmbientMode):
         return self.run(func, types, args, kwargs)
 
 
-def distribute_attention(module: nn.Module, how: AttentionMethod, tokens: TokenSplit) -> None:
+def distribute_attention(module: nn.Module, method: AttentionMethod, tokens: TokenSplit) -> None:
     """Wrap a module so that its calls of torch's attention use the keys of all ranks.
 
     A call that cannot be split, in a batch that takes another path than the batch of the build, is
@@ -118,7 +118,7 @@ def distribute_attention(module: nn.Module, how: AttentionMethod, tokens: TokenS
         if current_shard() is None and current_decoding() is None:
             return inner(*args, **kwargs)
         try:
-            with enter_modes(AttentionMode(how, tokens.products)):
+            with enter_modes(AttentionMode(method, tokens.products)):
                 return inner(*args, **kwargs)
         except Refusal as refusal:
             if refusal.diagnostic.code != UNSPLIT:
@@ -128,29 +128,29 @@ def distribute_attention(module: nn.Module, how: AttentionMethod, tokens: TokenS
     wrap(module, "context", layer)
 
 
-def _attend(shard: SequenceShard, how: AttentionMethod, given: dict[str, Any]) -> Tensor:
-    query, key, value = given["query"], given["key"], given["value"]
+def _attend(shard: SequenceShard, method: AttentionMethod, args: dict[str, Any]) -> Tensor:
+    query, key, value = args["query"], args["key"], args["value"]
     flat = query.dim() == 3  # one head
     if flat:
         query, key, value = (t.unsqueeze(1) for t in (query, key, value))
     if query.dim() != 4:
         raise unsplit_refusal(f"its queries have {query.dim()} dims")
-    rule = _rule(shard, given.get("attn_mask"), bool(given.get("is_causal")))
-    call = AttentionCall(query, key, value, rule, given.get("scale"), given.get("dropout_p", 0.0))
-    out = shard.attend(how, call)
+    rule = _rule(shard, args.get("attn_mask"), bool(args.get("is_causal")))
+    call = AttentionCall(query, key, value, rule, args.get("scale"), args.get("dropout_p", 0.0))
+    out = shard.attend(method, call)
     return out.squeeze(1) if flat else out
 
 
-def _attend_kept(new: Decoding, how: AttentionMethod, given: dict[str, Any]) -> Tensor:
-    tensors = given["query"], given["key"], given["value"]
-    if any(t.dim() != 4 for t in tensors) or given.get("is_causal"):
+def _attend_kept(decoding: Decoding, method: AttentionMethod, args: dict[str, Any]) -> Tensor:
+    tensors = args["query"], args["key"], args["value"]
+    if any(t.dim() != 4 for t in tensors) or args.get("is_causal"):
         raise cache_refusal(
             "it calls torch's attention with tensors or arguments that are not supported there"
         )
-    mask = given.get("attn_mask")
+    mask = args.get("attn_mask")
     if isinstance(mask, Tensor):
         mask = mask[(None,) * (4 - mask.dim())]
-    return attend_cached(new, how, tensors, mask, given.get("scale"))
+    return attend_cached(decoding, method, tensors, mask, args.get("scale"))
 
 
 def _rule(shard: SequenceShard, mask: Tensor | None, causal: bool) -> AttentionMask:
@@ -171,10 +171,10 @@ def _present(mask: Tensor) -> Tensor:
     """Return which keys a mask shows; the mask must be booleans, or zeros and very low numbers."""
     if mask.dtype == torch.bool:
         return mask
-    seen = mask == 0
-    if not mask.is_meta and not bool((seen | (mask < _LOWEST)).all()):
+    visible = mask == 0
+    if not mask.is_meta and not bool((visible | (mask < _LOWEST)).all()):
         raise local_keys_refusal()
-    return seen
+    return visible
 
 
 # -- positions -----------------------------------------------------------------------------------
@@ -190,9 +190,9 @@ class PositionsMode(AmbientMode):
 
     eager = "the model counts positions, and ranks share the sequence"
 
-    def __init__(self, places: Collection[Place], follow: bool = False) -> None:
+    def __init__(self, places: Collection[Place], follow_full: bool = False) -> None:
         super().__init__()
-        self.places, self.follow = frozenset(places), follow
+        self.places, self.follow = frozenset(places), follow_full
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -200,13 +200,13 @@ class PositionsMode(AmbientMode):
         kwargs = dict(kwargs or {})
         shard = current_shard()
         if shard is not None and func in _COUNTED and calling_line() in self.places:
-            found = _COUNTED[func](shard, args, kwargs, self.follow)
-            if found is not None:
-                return found
+            counted = _COUNTED[func](shard, args, kwargs, self.follow)
+            if counted is not None:
+                return counted
         if shard is not None and self.follow:
-            made = compute_on_full(shard, func, args, kwargs)
-            if made is not None:
-                return made
+            computed = compute_on_full(shard, func, args, kwargs)
+            if computed is not None:
+                return computed
             _refuse_sums(shard, func, args)
         return self.run(func, types, args, kwargs)
 
@@ -219,45 +219,47 @@ def _refuse_sums(shard: SequenceShard, func: Any, args: Any) -> None:
         raise unsplit_refusal("it sums over tokens, but each rank has only some of them")
 
 
-def _arange(shard: SequenceShard, args: Any, kwargs: dict[str, Any], follow: bool) -> Tensor | None:
+def _arange(
+    shard: SequenceShard, args: Any, kwargs: dict[str, Any], follow_full: bool
+) -> Tensor | None:
     """Replace `torch.arange(length)` and `torch.arange(0, length)`."""
     if not counts_up_to(args, kwargs, shard.length):
         return None
     device = kwargs.get("device") or torch.get_default_device()
-    if follow:
-        whole = torch.arange(shard.layout.total, device=device, dtype=kwargs.get("dtype"))
-        return take_shard(shard, whole, 0)
-    made = shard.positions(device)
-    return made.to(kwargs["dtype"]) if kwargs.get("dtype") else made
+    if follow_full:
+        full = torch.arange(shard.layout.total, device=device, dtype=kwargs.get("dtype"))
+        return take_shard(shard, full, 0)
+    positions = shard.positions(device)
+    return positions.to(kwargs["dtype"]) if kwargs.get("dtype") else positions
 
 
 def _getitem(
-    shard: SequenceShard, args: Any, kwargs: dict[str, Any], follow: bool
+    shard: SequenceShard, args: Any, kwargs: dict[str, Any], follow_full: bool
 ) -> Tensor | None:
     """Replace `table[:length]` of a parameter or buffer; of two such dims the first is of queries.
 
-    With `follow` also `table[-length:]` of a table that the model has made.
+    With `follow_full` also `table[-length:]` of a table that the model has made.
     """
     tensor, index = args
-    items, ends = list(index_items(index)), takes_last(tensor, index, shard.length)
-    first = takes_first(index, shard.length)
-    runs = [k for k in range(len(items)) if first[k] or (follow and ends[k])]
+    items, at_end = list(index_items(index)), takes_last(tensor, index, shard.length)
+    from_start = takes_first(index, shard.length)
+    runs = [k for k in range(len(items)) if from_start[k] or (follow_full and at_end[k])]
     if not runs or Ellipsis in items or any(isinstance(item, Tensor) for item in items):
         return None
     total = shard.layout.total
-    whole = [
+    full_index = [
         slice(-total, None)
-        if k in runs and not first[k]
+        if k in runs and not from_start[k]
         else slice(0, total)
         if k in runs
         else item
         for k, item in enumerate(items)
     ]
-    out: Tensor = tensor[tuple(whole)]
+    taken: Tensor = tensor[tuple(full_index)]
     dims = [sum(not isinstance(item, int) for item in items[:k]) for k in runs]
-    for dim in dims[:-1] if len(dims) == 2 else () if follow else dims:
-        out = out.index_select(dim, shard.positions(out.device))
-    return take_shard(shard, out, dims[-1], len(dims) == 2) if follow else out
+    for dim in dims[:-1] if len(dims) == 2 else () if follow_full else dims:
+        taken = taken.index_select(dim, shard.positions(taken.device))
+    return take_shard(shard, taken, dims[-1], len(dims) == 2) if follow_full else taken
 
 
 _COUNTED: dict[Any, Callable[[SequenceShard, Any, dict[str, Any], bool], Tensor | None]] = {
@@ -270,17 +272,17 @@ _COUNTED: dict[Any, Callable[[SequenceShard, Any, dict[str, Any], bool], Tensor 
 
 
 def install_context(
-    model: nn.Module, tokens: TokenSplit, hows: Mapping[str, AttentionMethod]
+    model: nn.Module, tokens: TokenSplit, methods: Mapping[str, AttentionMethod]
 ) -> list[Any]:
     """Install context parallelism in the named attentions; return handles of hooks to remove.
 
-    `hows`: module -> the method of its attention.
+    `methods`: module -> the method of its attention.
     """
     transformers_attention.switch_attentions(model)
-    for fqn, how in hows.items():
+    for fqn, method in methods.items():
         module = model.get_submodule(fqn)
-        transformers_attention.set_method(module, how)
-        distribute_attention(module, how, tokens)
+        transformers_attention.set_method(module, method)
+        distribute_attention(module, method, tokens)
     return tokens.lengthen_head(model)
 
 
@@ -290,21 +292,23 @@ class ExchangeKeys:
     def __init__(self, draw: LogicalDropout | NativeDropout | None = None) -> None:
         self.draw = draw
 
-    def __call__(self, shard: SequenceShard, how: AttentionMethod, call: AttentionCall) -> Tensor:
+    def __call__(
+        self, shard: SequenceShard, method: AttentionMethod, call: AttentionCall
+    ) -> Tensor:
         """Compute the attention of a shard's tokens to the full sequence, as `Exchange` does."""
         rows, heads = call.query.shape[:2]
         drop = call.dropout_mask
         if call.dropout:
             drop = self.draw_dropout(shard, call.dropout, rows, heads)
-        way = AttentionOptions(how.method, how.groups, shard.layout, call.scale, drop)
+        options = AttentionOptions(method.method, method.groups, shard.layout, call.scale, drop)
         tensors, mask = (call.query, call.key, call.value), call.mask
         hides = mask.present is not None or mask.rows is not None
         # sinks have all the weight of a query that sees no key
         if call.unseen_result == "zero" or not hides or mask.sinks is not None:
-            return attend(*tensors, mask, way)  # Ulysses sends no log-sum-exp
-        out, lse = attend_lse(*tensors, mask, way)
+            return attend(*tensors, mask, options)  # Ulysses sends no log-sum-exp
+        out, lse = attend_lse(*tensors, mask, options)
         blind = lse.detach().isneginf().unsqueeze(-1)
-        mean = _mean(call, heads, how, shard.layout.total)
+        mean = _mean(call, heads, method, shard.layout.total)
         if call.unseen_result == "scores" and call.mask.cap is not None and torch.is_grad_enabled():
             mean = _BlindGradientCheck.apply(mean.expand_as(out), blind)  # type: ignore[no-untyped-call]
         return torch.where(blind, mean, out)
@@ -317,8 +321,8 @@ class ExchangeKeys:
         total = shard.layout.total
         if isinstance(self.draw, LogicalDropout):
             return AttentionDropout.from_logical(p, self.draw, rows, heads, total)
-        made = partial(AttentionDropout.from_generator, p, rows, heads, total)
-        dropout: AttentionDropout = self.draw.draw_attention(made, (rows, heads, total, total))
+        draw = partial(AttentionDropout.from_generator, p, rows, heads, total)
+        dropout: AttentionDropout = self.draw.draw_attention(draw, (rows, heads, total, total))
         return dropout
 
 
@@ -374,7 +378,7 @@ class _BlindGradientCheck(torch.autograd.Function):
         return grads[0], None
 
 
-def _mean(call: AttentionCall, heads: int, how: AttentionMethod, total: int) -> Tensor:
+def _mean(call: AttentionCall, heads: int, method: AttentionMethod, total: int) -> Tensor:
     """Return the mean of all tokens' values, for each head of the queries.
 
     Scores that are hidden by added very low numbers still have a gradient: that of a softmax with
@@ -386,7 +390,7 @@ def _mean(call: AttentionCall, heads: int, how: AttentionMethod, total: int) -> 
     if flows:  # one all-reduce for the sums of values, of keys times values, and of keys
         ones = F.pad(value.detach(), (0, 1), value=1.0)
         sums = torch.cat([F.pad(sums, (0, 1)), key.mT @ ones], 2)
-    for group in how.groups:
+    for group in method.groups:
         sums = enter(reduce(sums, group), group)
     sums = sums.repeat_interleave(heads // value.shape[1], 1)
     if not flows:

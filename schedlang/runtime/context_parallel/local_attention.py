@@ -60,10 +60,10 @@ def flash_forward(
             q, k, v, 0.0, causal, scale=scale
         )
         return out, lse
-    found = torch.ops.aten._scaled_dot_product_flash_attention(
+    results = torch.ops.aten._scaled_dot_product_flash_attention(
         q, k, v, 0.0, causal, False, scale=scale
     )
-    return found[0], found[1][:, :, : q.shape[2]]
+    return results[0], results[1][:, :, : q.shape[2]]
 
 
 def flash_backward(
@@ -118,9 +118,9 @@ def _sum_copies(x: Tensor, heads: int) -> Tensor:
 
 def can_use_flash(q: Tensor, v: Tensor) -> bool:
     """Return whether torch has a flash operator for these tensors that passed its check here."""
-    same = q.shape[-1] == v.shape[-1]
+    same_width = q.shape[-1] == v.shape[-1]
     return (
-        same
+        same_width
         and not q.is_meta
         and q.dtype in FLASH_DTYPES
         and _right(q.dtype, q.device, q.shape[-1])
@@ -134,8 +134,8 @@ def _right(dtype: torch.dtype, device: torch.device, width: int) -> bool:
     Runs in a new thread, without the caller's modes and hooks: at the gradients of the example, the
     hooks of a checkpoint would recompute its region, with all its communication.
     """
-    with ThreadPoolExecutor(1) as alone:
-        return alone.submit(_agrees_with_products, dtype, device, width).result()
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(_agrees_with_products, dtype, device, width).result()
 
 
 def _agrees_with_products(dtype: torch.dtype, device: torch.device, width: int) -> bool:
@@ -152,16 +152,16 @@ def _error(dtype: torch.dtype, device: torch.device, width: int, causal: bool) -
     samples = [torch.randn(1, 2, 48, width, generator=generator) for _ in range(4)]
     q, k, v, grad = (x.to(device, dtype) for x in samples)
     out, lse = flash_forward(q, k, v, causal, 0.3)
-    found = [out, lse, *flash_backward(grad, q, k, v, out, lse, causal, 0.3)]
+    actual = [out, lse, *flash_backward(grad, q, k, v, out, lse, causal, 0.3)]
     with torch.enable_grad():
         leaves = [x.double().detach().requires_grad_() for x in (q, k, v)]
         scores = leaves[0] @ leaves[1].mT * 0.3
         if causal:
             hidden = torch.ones(48, 48, dtype=torch.bool, device=device).triu(1)
             scores = scores.masked_fill(hidden, -torch.inf)
-        right = scores.softmax(-1) @ leaves[2]
-        wanted = [right, scores.logsumexp(-1), *torch.autograd.grad(right, leaves, grad.double())]
-    return max(float((a - b).detach().norm() / b.detach().norm()) for a, b in zip(found, wanted))
+        y = scores.softmax(-1) @ leaves[2]
+        expected = [y, scores.logsumexp(-1), *torch.autograd.grad(y, leaves, grad.double())]
+    return max(float((a - b).detach().norm() / b.detach().norm()) for a, b in zip(actual, expected))
 
 
 BLOCK_TOKENS = 256  # tokens
@@ -221,51 +221,51 @@ def split_work(
 
     `quick`: whether flash attention may be used.
     """
-    plain = not (
+    no_extras = not (
         rules.cap or rules.dropout or any(t is not None for t in (*keys.tags, *queries.tags))
     )
-    quick = quick and plain and rules.slopes is None and rules.rows is None
+    quick = quick and no_extras and rules.slopes is None and rules.rows is None
     start = 0
-    for run in queries.runs:
-        first = 0
-        for other in keys.runs:
-            made = flash_form(rules.reach, run, other) if quick else None
-            if made is not None:
-                rows, cols, causal = made
-                yield FlashPair(_shift_slice(rows, start), _shift_slice(cols, first), causal)
+    for q_run in queries.runs:
+        key_start = 0
+        for k_run in keys.runs:
+            flash = flash_form(rules.reach, q_run, k_run) if quick else None
+            if flash is not None:
+                rows, cols, causal = flash
+                yield FlashPair(_shift_slice(rows, start), _shift_slice(cols, key_start), causal)
             else:
                 yield from split_blocks(
                     rules,
-                    PlacedTokens((run,), queries.tags),
-                    PlacedTokens((other,), keys.tags),
+                    PlacedTokens((q_run,), queries.tags),
+                    PlacedTokens((k_run,), keys.tags),
                     start,
-                    first,
+                    key_start,
                 )
-            first += len(other)
-        start += len(run)
+            key_start += len(k_run)
+        start += len(q_run)
 
 
 def split_blocks(
-    rules: BlockRules, queries: PlacedTokens, keys: PlacedTokens, start: int = 0, first: int = 0
+    rules: BlockRules, queries: PlacedTokens, keys: PlacedTokens, start: int = 0, key_start: int = 0
 ) -> Iterator[BlockPair]:
     """Yield the blocks that positions alone do not hide.
 
-    `start` and `first` are the indices of the first query and of the first key.
+    `start` and `key_start` are the indices of the first query and of the first key.
     """
     columns = split_runs(keys.runs, rules.block)
-    for begin, where in split_runs(queries.runs, rules.block):
-        rows = _shift_slice(slice(0, len(where)), start + begin)
-        at = queries.tags.narrow(rows.start, rows.stop)
-        for begins, other in columns:
-            if not rules.reach.hides_all(where, other):
-                cols = _shift_slice(slice(0, len(other)), first + begins)
+    for begin, q_run in split_runs(queries.runs, rules.block):
+        rows = _shift_slice(slice(0, len(q_run)), start + begin)
+        row_tags = queries.tags.narrow(rows.start, rows.stop)
+        for begins, k_run in columns:
+            if not rules.reach.hides_all(q_run, k_run):
+                cols = _shift_slice(slice(0, len(k_run)), key_start + begins)
                 yield BlockPair(
-                    rows, cols, where, other, at, keys.tags.narrow(cols.start, cols.stop)
+                    rows, cols, q_run, k_run, row_tags, keys.tags.narrow(cols.start, cols.stop)
                 )
 
 
-def _shift_slice(part: slice, by: int) -> slice:
-    return slice(part.start + by, part.stop + by)
+def _shift_slice(part: slice, offset: int) -> slice:
+    return slice(part.start + offset, part.stop + offset)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -309,13 +309,13 @@ class BlockwiseForward:
 
     def _merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Combine a block's result with the result so far, by their shares of the softmax."""
-        before = self.lse[:, :, rows]
+        old_lse = self.lse[:, :, rows]
         # the two sigmoids add up to 1 for scores of any size; exp(lse - logaddexp) would not, as
         # lse is rounded relative to its size.  A query without visible keys keeps 0 and -inf
-        more = (lse - before).nan_to_num_(0.0, math.inf, -math.inf)
-        self.out[:, :, rows] *= (-more).sigmoid_()[..., None]
-        self.out[:, :, rows] += out.mul_(more.sigmoid_()[..., None])
-        self.lse[:, :, rows] = torch.logaddexp(before, lse)
+        excess = (lse - old_lse).nan_to_num_(0.0, math.inf, -math.inf)
+        self.out[:, :, rows] *= (-excess).sigmoid_()[..., None]
+        self.out[:, :, rows] += out.mul_(excess.sigmoid_()[..., None])
+        self.lse[:, :, rows] = torch.logaddexp(old_lse, lse)
 
 
 class BlockwiseBackward:
@@ -376,7 +376,7 @@ class BlockwiseBackward:
     def _block(self, pair: BlockPair, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
         rules, rows, cols = self.rules, pair.rows, pair.cols
         grad = self.grad[:, :, rows]
-        scores, slant = _scores(rules, self.q, k, pair)
+        scores, slope = _scores(rules, self.q, k, pair)
         weights = (scores - replace_infinite(self.lse[:, :, rows])[..., None]).exp_()
         d = _times(grad, v[:, :, cols].mT)
         dropped = weights
@@ -386,13 +386,13 @@ class BlockwiseBackward:
         dv[:, :, cols] += _transposed_times(dropped, grad, v.shape[1])
         d = (d - self.inner[:, :, rows, None]).mul_(weights)
         if self.slopes is not None:
-            far = key_distances(pair.queries, pair.keys, pair.at, pair.to, d)
-            self.slopes -= (d * far).sum((0, 2, 3))
+            distances = key_distances(pair.queries, pair.keys, pair.at, pair.to, d)
+            self.slopes -= (d * distances).sum((0, 2, 3))
         if self.rows is not None:
-            into = _rows(self.rows, pair)
-            into += d.sum_to_size(into.shape)
-        if slant is not None:
-            d = d * slant
+            row_grads = _rows(self.rows, pair)
+            row_grads += d.sum_to_size(row_grads.shape)
+        if slope is not None:
+            d = d * slope
         d *= rules.scale
         self.dq[:, :, rows] += _times(d, k[:, :, cols])
         dk[:, :, cols] += _transposed_times(d, self.q[:, :, rows], k.shape[1])
@@ -402,20 +402,20 @@ def _scores(
     rules: BlockRules, q: Tensor, k: Tensor, pair: BlockPair
 ) -> tuple[Tensor, Tensor | None]:
     """Return a block's scores, -inf where masked, and the derivative of the cap, if any."""
-    slant = None
+    slope = None
     scores = _times(q[:, :, pair.rows], k[:, :, pair.cols].mT).mul_(rules.scale)
     if rules.cap is not None:
         scores = (scores / rules.cap).tanh_()
-        slant = 1 - scores * scores
+        slope = 1 - scores * scores
         scores *= rules.cap
     if rules.slopes is not None:
-        far = key_distances(pair.queries, pair.keys, pair.at, pair.to, scores)
-        scores -= rules.slopes.to(scores.dtype)[:, None, None] * far
+        distances = key_distances(pair.queries, pair.keys, pair.at, pair.to, scores)
+        scores -= rules.slopes.to(scores.dtype)[:, None, None] * distances
     if rules.rows is not None:
-        made = _rows(rules.rows, pair)
-        scores = scores + made if _is_additive(made) else scores.masked_fill_(~made, -math.inf)
+        added = _rows(rules.rows, pair)
+        scores = scores + added if _is_additive(added) else scores.masked_fill_(~added, -math.inf)
     visible = visible_keys(rules.reach, pair.queries, pair.keys, pair.at, pair.to, scores.device)
-    return (scores if visible is None else scores.masked_fill_(~visible, -math.inf)), slant
+    return (scores if visible is None else scores.masked_fill_(~visible, -math.inf)), slope
 
 
 def _rows(rows: Tensor, pair: BlockPair) -> Tensor:

@@ -75,7 +75,9 @@ class AttentionCall:
 class Exchange(Protocol):
     """A function that computes attention of local queries to the keys of all ranks."""
 
-    def __call__(self, shard: SequenceShard, how: AttentionMethod, call: AttentionCall) -> Tensor:
+    def __call__(
+        self, shard: SequenceShard, method: AttentionMethod, call: AttentionCall
+    ) -> Tensor:
         """Compute the attention of a shard's tokens to the full sequence."""
 
     def draw_dropout(self, shard: SequenceShard, p: float, rows: int, heads: int) -> Any:
@@ -131,19 +133,19 @@ class SequenceShard:
         """
         if self.padding is None:
             return None
-        left = (self.padding.cumsum(-1) == 0).sum(-1, keepdim=True)
-        return (self.positions(left.device) - left).div(size, rounding_mode="floor")
+        left_padding = (self.padding.cumsum(-1) == 0).sum(-1, keepdim=True)
+        return (self.positions(left_padding.device) - left_padding).div(size, rounding_mode="floor")
 
     def on_meta(self) -> SequenceShard:
         """Return the shard for shapes only, without an exchange."""
         padding = None if self.padding is None else self.padding.to("meta")
         return replace(self, exchange=None, padding=padding)
 
-    def attend(self, how: AttentionMethod, call: AttentionCall) -> Tensor:
+    def attend(self, method: AttentionMethod, call: AttentionCall) -> Tensor:
         """Compute the attention of the local tokens to the full sequence."""
         if self.exchange is None:
             return call.query.new_empty(call.shape)
-        return self.exchange(self, how, call)
+        return self.exchange(self, method, call)
 
     def draw(self, p: float, rows: int, heads: int) -> Any:
         """Draw the dropout mask of an attention call, for `Call.drawn`; None without exchange."""
@@ -152,8 +154,8 @@ class SequenceShard:
 
 def current_shard() -> SequenceShard | None:
     """Return the shard for which this thread runs a model; None if sequences are not split."""
-    found: Any = scope.current_visit()
-    return found if isinstance(found, SequenceShard) else None
+    visit: Any = scope.current_visit()
+    return visit if isinstance(visit, SequenceShard) else None
 
 
 class FullSequenceTensor(Tensor):
@@ -170,13 +172,13 @@ class FullSequenceTensor(Tensor):
 
 
 def take_shard(
-    shard: SequenceShard, whole: Tensor, dim: int, pair: bool = False
+    shard: SequenceShard, full: Tensor, dim: int, pair: bool = False
 ) -> FullSequenceTensor:
     """Return a shard's tokens of a value with the full sequence along a dim."""
-    dim = dim if dim < 0 else dim - whole.dim()
-    made = whole.index_select(dim, shard.positions(whole.device)).as_subclass(FullSequenceTensor)
-    made.whole, made.at, made.pair = whole, dim, pair
-    return made
+    dim = dim if dim < 0 else dim - full.dim()
+    local = full.index_select(dim, shard.positions(full.device)).as_subclass(FullSequenceTensor)
+    local.whole, local.at, local.pair = full, dim, pair
+    return local
 
 
 def full_sequence_of(value: Any) -> Tensor | None:
@@ -189,19 +191,19 @@ def to_plain(value: Any) -> Any:
     return value.as_subclass(Tensor) if isinstance(value, FullSequenceTensor) else value
 
 
-def expand_over_keys(shard: SequenceShard, given: Tensor) -> Tensor | None:
+def expand_over_keys(shard: SequenceShard, added: Tensor) -> Tensor | None:
     """Return values for scores as [.., local queries or 1, keys of the full sequence].
 
     None if the values of other ranks' keys are not known.
     """
-    value: Tensor = given
-    if isinstance(given, FullSequenceTensor) and given.whole is not None and given.at == -1:
-        value = given.whole
+    value: Tensor = added
+    if isinstance(added, FullSequenceTensor) and added.whole is not None and added.at == -1:
+        value = added.whole
     total = shard.layout.total
     if value.is_meta and value.dim() > 1 and value.shape[-1] == shard.length > 1:
         # on meta only sizes are known, and the model computes nothing from the integers
-        others = value.new_empty((*value.shape[:-1], total - shard.length))
-        value = torch.cat([value, others], -1)
+        padding = value.new_empty((*value.shape[:-1], total - shard.length))
+        value = torch.cat([value, padding], -1)
     if (
         value.dim() < 2
         or value.shape[-1] not in (1, total)
@@ -215,15 +217,15 @@ def compute_on_full(
     shard: SequenceShard, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Compute a function for the full sequence; None if the function must be called unchanged."""
-    held = [x for x in torch_pytree.tree_leaves((args, dict(kwargs))) if isinstance(x, Tensor)]
-    there = [x for x in held if full_sequence_of(x) is not None]
-    if not there or func not in RULES:
+    tensors = [x for x in torch_pytree.tree_leaves((args, dict(kwargs))) if isinstance(x, Tensor)]
+    full_tensors = [x for x in tensors if full_sequence_of(x) is not None]
+    if not full_tensors or func not in RULES:
         return _drop_full(func, args)
     try:
-        made = RULES[func](_Operands(shard, func, args, kwargs, held, there))
+        result = RULES[func](_Operands(shard, func, args, kwargs, tensors, full_tensors))
     except (RuntimeError, IndexError):  # the model's sizes do not fit the full sequence
-        made = None
-    return _drop_full(func, args) if made is None else made
+        result = None
+    return _drop_full(func, args) if result is None else result
 
 
 def _drop_full(func: Any, args: Sequence[Any]) -> None:
@@ -254,25 +256,25 @@ class _Operands:
         """Run the call on values of the full sequence along a dim."""
 
         def full_value(value: Any) -> Any:
-            found = full_sequence_of(value)
-            return found if found is not None and value.at == dim else value
+            full = full_sequence_of(value)
+            return full if full is not None and value.at == dim else value
 
         return self.func(
             *torch_pytree.tree_map(full_value, args or tuple(self.args)),
             **torch_pytree.tree_map(full_value, dict(self.kwargs)),
         )
 
-    def placed(self, local: Any, whole: Any) -> FullSequenceTensor | None:
+    def placed(self, local: Any, full: Any) -> FullSequenceTensor | None:
         """Return a result as `FullSequenceTensor`; None unless local and full shape differ in one
         token dim."""
-        if not isinstance(whole, Tensor) or local.dim() != whole.dim():
+        if not isinstance(full, Tensor) or local.dim() != full.dim():
             return None
-        found = [d for d, (a, b) in enumerate(zip(local.shape, whole.shape)) if a != b]
-        if len(found) != 1 or whole.shape[found[0]] != self.shard.layout.total:
+        dims = [d for d, (a, b) in enumerate(zip(local.shape, full.shape)) if a != b]
+        if len(dims) != 1 or full.shape[dims[0]] != self.shard.layout.total:
             return None
-        if local.shape[found[0]] != self.shard.length:
+        if local.shape[dims[0]] != self.shard.length:
             return None
-        return take_shard(self.shard, whole, found[0], self.pair)
+        return take_shard(self.shard, full, dims[0], self.pair)
 
 
 # -- rules ---------------------------------------------------------------------------------------
@@ -284,9 +286,9 @@ def _pointwise(case: _Operands) -> FullSequenceTensor | None:
     for x in case.held:
         if full_sequence_of(x) is None and x.dim() >= -dim and x.shape[dim] != 1:
             return None  # of the rank's tokens only
-    made = case.on_whole(dim)
-    fits = isinstance(made, Tensor) and made.shape[dim] == case.shard.layout.total
-    return take_shard(case.shard, made, dim, case.pair) if fits else None
+    full = case.on_whole(dim)
+    fits = isinstance(full, Tensor) and full.shape[dim] == case.shard.layout.total
+    return take_shard(case.shard, full, dim, case.pair) if fits else None
 
 
 def _moved(case: _Operands) -> FullSequenceTensor | None:
@@ -297,18 +299,18 @@ def _moved(case: _Operands) -> FullSequenceTensor | None:
 
 def _concatenated(case: _Operands) -> FullSequenceTensor | None:
     """Apply a concatenation along a dim that is not the dim of tokens."""
-    same = len(case.there) == len(case.held) and len({x.at for x in case.there}) == 1
-    return _moved(case) if same else None
+    same_dim = len(case.there) == len(case.held) and len({x.at for x in case.there}) == 1
+    return _moved(case) if same_dim else None
 
 
 def _reduced(case: _Operands) -> Any:
     """Apply a reduction: over tokens the result is that of the full sequence."""
     if len(case.held) > 1:
         return _pointwise(case)
-    local, whole = case.func(*case.args, **case.kwargs), case.on_whole(case.there[0].at)
-    if isinstance(whole, Tensor) and whole.shape == local.shape:
-        return whole
-    return case.placed(local, whole) if isinstance(whole, Tensor) else None
+    local, full = case.func(*case.args, **case.kwargs), case.on_whole(case.there[0].at)
+    if isinstance(full, Tensor) and full.shape == local.shape:
+        return full
+    return case.placed(local, full) if isinstance(full, Tensor) else None
 
 
 def _item(case: _Operands) -> Any:
@@ -319,8 +321,8 @@ def _item(case: _Operands) -> Any:
     items, length = index_items(index), case.shard.length
     runs = [item for item in items if isinstance(item, slice)]
     if any(isinstance(item, Tensor) for item in items) or any(
-        run.start not in (None, 0) or run.stop not in (None, length) or run.step not in (None, 1)
-        for run in runs
+        s.start not in (None, 0) or s.stop not in (None, length) or s.step not in (None, 1)
+        for s in runs
     ):
         return None
     full = tuple(slice(None) if isinstance(item, slice) else item for item in items)
@@ -328,10 +330,12 @@ def _item(case: _Operands) -> Any:
     return case.placed(local, case.on_whole(table.at, (table, full)))
 
 
-def _looked_up(case: _Operands, by: int = -1) -> FullSequenceTensor | None:
+def _looked_up(case: _Operands, shift: int = -1) -> FullSequenceTensor | None:
     """Apply a lookup by pairs of tokens; a lookup by tokens is local, and not followed."""
     (pair,) = case.there
-    return take_shard(case.shard, case.on_whole(pair.at), pair.at + by, True) if pair.pair else None
+    return (
+        take_shard(case.shard, case.on_whole(pair.at), pair.at + shift, True) if pair.pair else None
+    )
 
 
 def _shaped(case: _Operands) -> FullSequenceTensor | None:
@@ -340,18 +344,18 @@ def _shaped(case: _Operands) -> FullSequenceTensor | None:
     if x is not case.args[0]:
         return None
     local = case.func(*case.args, **case.kwargs)
-    behind = x.shape[x.at :].numel() // length if length else 0
-    found = [
+    inner_size = x.shape[x.at :].numel() // length if length else 0
+    dims = [
         d
         for d in range(local.dim())
-        if local.shape[d] == length and local.shape[d + 1 :].numel() == behind
+        if local.shape[d] == length and local.shape[d + 1 :].numel() == inner_size
     ]
-    if len(found) != 1:
+    if len(dims) != 1:
         return None  # with one local token the dim is ambiguous
     sizes = [*local.shape]
-    sizes[found[0]] = total
+    sizes[dims[0]] = total
     assert x.whole is not None
-    return take_shard(case.shard, x.whole.reshape(sizes), found[0], x.pair)
+    return take_shard(case.shard, x.whole.reshape(sizes), dims[0], x.pair)
 
 
 def _spread(case: _Operands) -> FullSequenceTensor | None:
@@ -364,21 +368,21 @@ def _spread(case: _Operands) -> FullSequenceTensor | None:
 
 def _cast(case: _Operands) -> FullSequenceTensor | None:
     """Apply a cast or a copy of the first operand."""
-    x, *rest = case.args
+    x, *other_args = case.args
     if not isinstance(x, FullSequenceTensor) or x.whole is None:
         return None
-    return take_shard(case.shard, case.func(x.whole, *rest, **case.kwargs), x.at, x.pair)
+    return take_shard(case.shard, case.func(x.whole, *other_args, **case.kwargs), x.at, x.pair)
 
 
 def _written(case: _Operands) -> FullSequenceTensor | None:
     """Apply `a += b`: a new full tensor is made, because the old one may belong to the batch."""
-    into, case.func = case.args[0], _IN_PLACE[case.func]
-    made = _pointwise(case)
-    if made is None or not isinstance(into, FullSequenceTensor) or made.shape != into.shape:
+    target, case.func = case.args[0], _IN_PLACE[case.func]
+    result = _pointwise(case)
+    if result is None or not isinstance(target, FullSequenceTensor) or result.shape != target.shape:
         return None
-    into.copy_(made)
-    into.whole, into.at, into.pair = made.whole, made.at, made.pair
-    return into
+    target.copy_(result)
+    target.whole, target.at, target.pair = result.whole, result.at, result.pair
+    return target
 
 
 Rule = Callable[[_Operands], Any]
@@ -399,19 +403,19 @@ _IN_PLACE = {
 
 
 def _rules() -> dict[Any, Rule]:
-    found: dict[Any, Rule] = {}
+    rules: dict[Any, Rule] = {}
     tables = ((_METHODS, _pointwise), (_CASTS, _cast), (_MOVES, _moved), (_REDUCES, _reduced))
     for names, rule in tables:
-        for name, home in itertools.product(names.split(), (torch, Tensor)):
-            if callable(getattr(home, name, None)):
-                found[getattr(home, name)] = rule
-    found |= {getattr(Tensor, f"__{name}__"): _pointwise for name in _OPERATORS.split()}
-    found |= dict.fromkeys(_IN_PLACE, _written)
-    found |= {Tensor.__getitem__: _item, F.embedding: _looked_up, torch.embedding: _looked_up}
-    found |= dict.fromkeys((torch.cat, torch.concat), _concatenated)
-    found |= dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _shaped)
-    found |= dict.fromkeys((Tensor.expand, Tensor.broadcast_to, torch.broadcast_to), _spread)
-    return found
+        for name, namespace in itertools.product(names.split(), (torch, Tensor)):
+            if callable(getattr(namespace, name, None)):
+                rules[getattr(namespace, name)] = rule
+    rules |= {getattr(Tensor, f"__{name}__"): _pointwise for name in _OPERATORS.split()}
+    rules |= dict.fromkeys(_IN_PLACE, _written)
+    rules |= {Tensor.__getitem__: _item, F.embedding: _looked_up, torch.embedding: _looked_up}
+    rules |= dict.fromkeys((torch.cat, torch.concat), _concatenated)
+    rules |= dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _shaped)
+    rules |= dict.fromkeys((Tensor.expand, Tensor.broadcast_to, torch.broadcast_to), _spread)
+    return rules
 
 
 RULES = _rules()
@@ -460,26 +464,26 @@ class TokenSplit(SplitSequences):
         return SequenceLayout.of_kind(self.kind, sequence_length(batch), self.ranks)
 
     def sizes(
-        self, batch: Batch, place: int = 0, spread: int = 1
+        self, batch: Batch, rank: int = 0, max_split: int = 1
     ) -> Callable[[Any], tuple[int, ...]]:
         """Return a function from the shape of a value of full sequences to a place's shape.
 
-        The value may also be split along the sequence over up to `spread` other ranks.
+        The value may also be split along the sequence over up to `max_split` other ranks.
         """
         layout = self.layout(batch)
 
         def resized(shape: Any) -> tuple[int, ...]:
             parts = layout.total // shape[1] if len(shape) > 1 and shape[1] else 0
-            if not parts or spread % parts or shape[1] * parts != layout.total:
+            if not parts or max_split % parts or shape[1] * parts != layout.total:
                 return tuple(shape)
-            return (shape[0], -(-layout.counts[place] // parts), *shape[2:])
+            return (shape[0], -(-layout.counts[rank] // parts), *shape[2:])
 
         return resized
 
     def take_part(
         self,
         part: BatchPart,
-        place: int,
+        rank: int,
         exchange: Exchange | None,
         layout: SequenceLayout | None = None,
     ) -> BatchPart:
@@ -488,7 +492,7 @@ class TokenSplit(SplitSequences):
         layout = layout or self.layout(batch)
         mask = batch.get("attention_mask")
         padding = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        shard = SequenceShard(layout, place, exchange, None, self.shift == "head", padding)
+        shard = SequenceShard(layout, rank, exchange, None, self.shift == "head", padding)
         inputs = self._cut(batch, shard)
         if self.positions and "position_ids" not in batch:
             inputs["position_ids"] = shard.positions(_device(batch)).unsqueeze(0)
@@ -499,10 +503,10 @@ class TokenSplit(SplitSequences):
         labels = batch[self.labels]
         # the label of a token is the next token of the sequence, which another rank may have
         last = labels.new_full((len(labels), 1), self.ignore)
-        own = layout.take(torch.cat([labels[:, 1:], last], 1), 1, place)
-        moved = inputs | {self.labels: torch.cat([last, own], 1)}
-        given = inputs | {"shift_labels": own} if self.shift == "given" else moved
-        return replace(part, inputs=given, weight_inputs=moved, token_shard=shard)
+        local_labels = layout.take(torch.cat([labels[:, 1:], last], 1), 1, rank)
+        shifted = inputs | {self.labels: torch.cat([last, local_labels], 1)}
+        new_inputs = inputs | {"shift_labels": local_labels} if self.shift == "given" else shifted
+        return replace(part, inputs=new_inputs, weight_inputs=shifted, token_shard=shard)
 
     def _cut(self, batch: Batch, shard: SequenceShard) -> dict[str, Any]:
         total, rows = shard.layout.total, row_count(batch)
@@ -524,8 +528,8 @@ class TokenSplit(SplitSequences):
                 return take_shard(shard, value, 1)
             return shard.layout.take(value, 1, shard.place)
 
-        made: dict[str, Any] = pytree.tree_map_with_path(cut, dict(batch))
-        return made
+        local_batch: dict[str, Any] = pytree.tree_map_with_path(cut, dict(batch))
+        return local_batch
 
 
 def _documents_of(batch: Batch, shard: SequenceShard) -> Tensor | None:
@@ -539,12 +543,12 @@ def _documents_of(batch: Batch, shard: SequenceShard) -> Tensor | None:
 
 
 def _device(batch: Batch) -> torch.device:
-    found = [leaf for leaf in pytree.tree_leaves(dict(batch)) if isinstance(leaf, Tensor)]
-    return found[0].device
+    tensors = [leaf for leaf in pytree.tree_leaves(dict(batch)) if isinstance(leaf, Tensor)]
+    return tensors[0].device
 
 
 def _length_refusal(name: str, value: Tensor, total: int) -> Refusal:
-    why = (
+    reason = (
         "masks of [queries, keys] cannot be split"
         if value.dim() == 4
         else (f"sequences have {total} tokens")
@@ -552,6 +556,6 @@ def _length_refusal(name: str, value: Tensor, total: int) -> Refusal:
     return Refusal.of(
         "S656",
         f"`{name}` cannot be split by tokens",
-        notes=(f"its shape is {tuple(value.shape)}; {why}",),
+        notes=(f"its shape is {tuple(value.shape)}; {reason}",),
         helps=("give all inputs of a batch the same length, and masks of shape [rows, tokens]",),
     )

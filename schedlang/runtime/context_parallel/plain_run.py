@@ -42,7 +42,7 @@ def is_model_fault(trial: Trial, sites: Sequence[str]) -> bool:
             return False
 
     options = itertools.product((True, False), (0, 1), (True, False))
-    return not any(same(*one) for one in options)
+    return not any(same(*option) for option in options)
 
 
 def can_run(trial: Trial) -> bool:
@@ -57,7 +57,7 @@ def can_run(trial: Trial) -> bool:
 
 
 def _same_on_chunks(
-    trial: Trial, sites: Sequence[str], products: bool, counted: bool, more: int, labels: bool
+    trial: Trial, sites: Sequence[str], products: bool, counts: bool, extra: int, labels: bool
 ) -> bool:
     """Return whether all modules, and the weighted losses, agree with the full sequence on chunks.
 
@@ -67,36 +67,38 @@ def _same_on_chunks(
     """
     total = sum(trial.lengths)
     stops = list(itertools.accumulate(trial.lengths))
-    noted = _AttentionReplay(products, total)
-    want, whole = _run(trial, trial.batch, noted, sites)
+    source = _AttentionReplay(products, total)
+    full, full_loss = _run(trial, trial.batch, source, sites)
     weights, losses = [], []
     for a, b in zip([0, *stops], stops):
-        held = torch.arange(a, min(b + more, total))
-        part = take_tokens(trial.batch, total, held)
+        tokens = torch.arange(a, min(b + extra, total))
+        part = take_tokens(trial.batch, total, tokens)
         if "position_ids" in inspect.signature(trial.model.forward).parameters:
-            part.setdefault("position_ids", held.unsqueeze(0))
-        tables = [*trial.model.parameters(), *trial.model.buffers()] if counted else []
-        weights.append(_count_labels(trial, part, more) if labels else trial.weight(part))
+            part.setdefault("position_ids", tokens.unsqueeze(0))
+        tables = [*trial.model.parameters(), *trial.model.buffers()] if counts else []
+        weights.append(_count_labels(trial, part, extra) if labels else trial.weight(part))
         if not weights[-1]:
-            losses.append(whole * 0)
+            losses.append(full_loss * 0)
             continue
-        answers = _AttentionReplay(products, total, noted.noted, held, tables if counted else None)
-        got, loss = _run(trial, part, answers, sites)
+        replay = _AttentionReplay(products, total, source.noted, tokens, tables if counts else None)
+        actual, loss = _run(trial, part, replay, sites)
         losses.append(loss)
-        by_token = {k: v[:, held] for k, v in want.items() if v.dim() > 1 and v.shape[1] == total}
-        if any(name not in got or not _is_close(got[name], by_token[name]) for name in by_token):
+        by_token = {k: v[:, tokens] for k, v in full.items() if v.dim() > 1 and v.shape[1] == total}
+        if any(
+            name not in actual or not _is_close(actual[name], by_token[name]) for name in by_token
+        ):
             return False
     shares = [loss * (weight / (sum(weights) or 1.0)) for loss, weight in zip(losses, weights)]
-    return _is_close(torch.stack(shares).sum(), whole)
+    return _is_close(torch.stack(shares).sum(), full_loss)
 
 
-def _count_labels(trial: Trial, part: Mapping[str, Any], more: int) -> float:
+def _count_labels(trial: Trial, part: Mapping[str, Any], extra: int) -> float:
     """Return how many labels of a chunk count; its tokens if there are no labels."""
     from schedlang.runtime.sequence_pipelining.slices import sequence_length
 
     if trial.rule is None:
         return float(sequence_length(part))
-    labels: Tensor = part[trial.rule.source][:, more:]
+    labels: Tensor = part[trial.rule.source][:, extra:]
     return float((labels != trial.rule.ignore_index).sum())
 
 
@@ -120,14 +122,14 @@ def _run(
     trial: Trial, batch: Mapping[str, Any], mode: _Model, sites: Sequence[str] = ()
 ) -> tuple[Outputs, Tensor]:
     """Run a copy in training mode; return the last output of every module, and the loss."""
-    found: Outputs = {}
+    outputs: Outputs = {}
     model = copy.deepcopy(trial.model).train()
 
     def note(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, tuple) and output else output
-            if isinstance(first, Tensor) and first.is_floating_point():
-                found[name] = first.detach()
+            main_output = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(main_output, Tensor) and main_output.is_floating_point():
+                outputs[name] = main_output.detach()
 
         return hook
 
@@ -144,10 +146,10 @@ def _run(
             module.register_forward_hook(leave)
     with torch.random.fork_rng(devices=[]), torch.no_grad(), enter_modes(mode):
         torch.manual_seed(0)
-        given = dict(batch)
-        loss = loss_of(run_model(model, given), given, trial.loss)
+        inputs = dict(batch)
+        loss = loss_of(run_model(model, inputs), inputs, trial.loss)
     assert loss is not None, "the model returns no loss"
-    return found, loss.detach()
+    return outputs, loss.detach()
 
 
 class _AttentionReplay(_Model):
@@ -164,14 +166,14 @@ class _AttentionReplay(_Model):
         self,
         products: bool,
         total: int,
-        noted: list[Tensor] | None = None,
-        held: Tensor | None = None,
+        recorded: list[Tensor] | None = None,
+        held_tokens: Tensor | None = None,
         tables: list[Tensor] | None = None,
     ) -> None:
         super().__init__()
-        self.products, self.count = products, total if held is None else len(held)
-        self.held, self.calls = held, 0
-        self.noted: list[Tensor] = [] if noted is None else noted
+        self.products, self.count = products, total if held_tokens is None else len(held_tokens)
+        self.held, self.calls = held_tokens, 0
+        self.noted: list[Tensor] = [] if recorded is None else recorded
         self.counts = tables is not None
         self.shapes = {(tuple(t.shape), t.dtype) for t in tables or ()}
 
@@ -201,9 +203,9 @@ class _AttentionReplay(_Model):
 
     def _replay(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
         if self.held is None:
-            made: Tensor = super().__torch_function__(func, (), args, kwargs)
-            self.noted.append(made)
-            return made
+            result: Tensor = super().__torch_function__(func, (), args, kwargs)
+            self.noted.append(result)
+            return result
         self.calls += 1
         return self.noted[self.calls - 1][..., self.held, :]
 
@@ -215,8 +217,8 @@ class _AttentionReplay(_Model):
         """Index a table; a slice from 0 to the number of tokens takes the chunk's positions."""
         assert self.held is not None
         keys = list(key) if isinstance(key, tuple) else [key]
-        for place, one in enumerate(keys):
-            first = isinstance(one, slice) and one.start in (None, 0) and one.step is None
-            if first and one.stop == self.count and all(isinstance(k, slice) for k in keys[:place]):
-                value, keys[place] = value.index_select(place, self.held), slice(None)
+        for dim, item in enumerate(keys):
+            starts = isinstance(item, slice) and item.start in (None, 0) and item.step is None
+            if starts and item.stop == self.count and all(isinstance(k, slice) for k in keys[:dim]):
+                value, keys[dim] = value.index_select(dim, self.held), slice(None)
         return value[tuple(keys)]

@@ -76,10 +76,10 @@ class Lockstep:
         self._values: list[Any] = []
         self._failed = False
 
-    def rendezvous(self, place: int, value: Any) -> list[Any]:
+    def rendezvous(self, index: int, value: Any) -> list[Any]:
         """Wait for all places at a rendezvous; return their values, by place."""
-        self._waiting[place] = value
-        self._sleep(place)
+        self._waiting[index] = value
+        self._sleep(index)
         return self._values
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -87,16 +87,16 @@ class Lockstep:
 
         Raises the first exception of a function, which ends all functions.
         """
-        made: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         errors: list[BaseException] = []
         default = torch.get_default_dtype()  # global to all threads: saved and restored for each
 
-        def body(place: int) -> None:
-            self._turns[place].acquire()
+        def body(index: int) -> None:
+            self._turns[index].acquire()
             torch.set_default_dtype(default)
             try:
                 if not self._failed:
-                    made[place] = functions[place]()
+                    results[index] = functions[index]()
             except BaseException as error:  # noqa: BLE001  (raised again below)
                 errors.append(error)
                 self._failed = True
@@ -106,32 +106,34 @@ class Lockstep:
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            self._round(threads, made)
+            self._round(threads, results)
         torch.set_default_dtype(default)
         if errors:
             raise errors[0]
-        return [made[place] for place in range(len(functions))]
+        return [results[index] for index in range(len(functions))]
 
-    def _round(self, threads: Sequence[threading.Thread], made: dict[int, Any]) -> None:
+    def _round(self, threads: Sequence[threading.Thread], results: dict[int, Any]) -> None:
         """Wake each unfinished thread in turn, until it waits at a rendezvous or ends."""
-        there = [
-            place for place, thread in enumerate(threads) if place not in made and thread.is_alive()
+        alive = [
+            index
+            for index, thread in enumerate(threads)
+            if index not in results and thread.is_alive()
         ]
-        for place in there:
-            self._turns[place].release()
+        for index in alive:
+            self._turns[index].release()
             self._back.acquire()
-            if place in made or place not in self._waiting:
-                threads[place].join()
+            if index in results or index not in self._waiting:
+                threads[index].join()
         if len(self._waiting) not in (0, len(threads)):
             self._failed = True
-        self._values = [self._waiting[place] for place in sorted(self._waiting)]
+        self._values = [self._waiting[index] for index in sorted(self._waiting)]
         self._waiting = {}
 
-    def _sleep(self, place: int) -> None:
-        mine = torch.get_default_dtype()
+    def _sleep(self, index: int) -> None:
+        default_dtype = torch.get_default_dtype()
         self._back.release()
-        self._turns[place].acquire()
-        torch.set_default_dtype(mine)
+        self._turns[index].acquire()
+        torch.set_default_dtype(default_dtype)
         if self._failed:
             raise RendezvousError("the parts do not call attention equally often")
 
@@ -148,12 +150,12 @@ def layout_of(kind: str, lengths: Sequence[int]) -> SequenceLayout:
     if kind == "contiguous":
         starts = [sum(lengths[:k]) for k in range(len(lengths))]
         return SequenceLayout(tuple((range(a, a + n),) for a, n in zip(starts, lengths)))
-    left, runs, right = 0, [], sum(lengths)
+    low, runs, high = 0, [], sum(lengths)
     for n in lengths:
-        front, back = n - n // 2, n // 2
-        pair = (range(left, left + front), range(right - back, right))
+        front_length, back_length = n - n // 2, n // 2
+        pair = (range(low, low + front_length), range(high - back_length, high))
         runs.append(tuple(run for run in pair if run))
-        left, right = left + front, right - back
+        low, high = low + front_length, high - back_length
     return SequenceLayout(tuple(runs))
 
 
@@ -161,17 +163,17 @@ def run_shards(trial: Trial, tokens: TokenSplit, sites: Sequence[str]) -> Sharde
     """Run the forward of every shard, in turns up to the next attention, and one backward."""
     model, count = trial.model, len(trial.lengths)
     layout = layout_of(tokens.kind, trial.lengths)
-    together = Lockstep(count)
+    lockstep = Lockstep(count)
     draws: dict[Any, tuple[int, ...]] = {}
-    whole = BatchPart(dict(trial.batch), tuple(range(row_count(trial.batch))))
-    exchange = _TrialExchange(together)
-    parts = [tokens.take_part(whole, place, exchange, layout) for place in range(count)]
+    full_part = BatchPart(dict(trial.batch), tuple(range(row_count(trial.batch))))
+    exchange = _TrialExchange(lockstep)
+    parts = [tokens.take_part(full_part, rank, exchange, layout) for rank in range(count)]
     weights = [trial.weight(part.weight_inputs or part.inputs) for part in parts]
-    at, inner = ShardContext(tokens), tokens.windows(None) if tokens.draws else None
+    context, inner = ShardContext(tokens), tokens.windows(None) if tokens.draws else None
 
     def one(part: BatchPart, weight: float) -> tuple[Any, Tensor]:
         assert part.token_shard is not None
-        within_shard = at.enter_shard(part.token_shard, nullcontext())
+        within_shard = context.enter_shard(part.token_shard, nullcontext())
         with run_context(trial, draws, inner), within_shard, zero_unlabelled_loss(weight):
             output = run_model(model, part.inputs)
             value = loss_of(output, part.inputs, trial.loss)
@@ -179,13 +181,13 @@ def run_shards(trial: Trial, tokens: TokenSplit, sites: Sequence[str]) -> Sharde
         return output, value
 
     with _ready(trial, tokens, sites):
-        made = together.run([partial(one, *each) for each in zip(parts, weights)])
+        results = lockstep.run([partial(one, *shard_args) for shard_args in zip(parts, weights)])
         total = sum(weights) or 1.0
-        shares = [v * (w / total) for (_, v), w in zip(made, weights) if w]
+        shares = [v * (w / total) for (_, v), w in zip(results, weights) if w]
         value = torch.stack(shares).sum()
         with run_context(trial, {}):
             torch.autograd.backward(value)
-    return ShardedRun(value.detach(), gradients_of(model), draws, [output for output, _ in made])
+    return ShardedRun(value.detach(), gradients_of(model), draws, [output for output, _ in results])
 
 
 def _ready(trial: Trial, tokens: TokenSplit, sites: Sequence[str]) -> AbstractContextManager[None]:
@@ -201,15 +203,15 @@ def _ready(trial: Trial, tokens: TokenSplit, sites: Sequence[str]) -> AbstractCo
 class _TrialExchange:
     """The exchange of a trial: attention by plain products to the keys of all shards."""
 
-    def __init__(self, together: Lockstep) -> None:
-        self.together = together
+    def __init__(self, lockstep: Lockstep) -> None:
+        self.together = lockstep
 
-    def __call__(self, shard: SequenceShard, how: AttentionMethod, call: AttentionCall) -> Tensor:
+    def __call__(
+        self, shard: SequenceShard, method: AttentionMethod, call: AttentionCall
+    ) -> Tensor:
         shards = self.together.rendezvous(shard.place, (call.key, call.value, call.mask.tags))
-        keys, values = (shard.layout.concatenate([one[k] for one in shards], 2) for k in (0, 1))
-        tags = TokenTags(
-            *(_full_tag(shard.layout, tag) for tag in zip(*(one[2] for one in shards)))
-        )
+        keys, values = (shard.layout.concatenate([s[k] for s in shards], 2) for k in (0, 1))
+        tags = TokenTags(*(_full_tag(shard.layout, tag) for tag in zip(*(s[2] for s in shards))))
         groups = call.query.shape[1] // keys.shape[1]
         keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
         scores = call.query @ keys.mT
@@ -236,8 +238,8 @@ class _TrialExchange:
 
 
 def _full_tag(layout: SequenceLayout, parts: Sequence[Tensor | None]) -> Tensor | None:
-    there = [part for part in parts if part is not None]
-    return layout.concatenate(there, 1) if there else None
+    present = [part for part in parts if part is not None]
+    return layout.concatenate(present, 1) if present else None
 
 
 def _apply_mask(
@@ -245,15 +247,15 @@ def _apply_mask(
 ) -> Tensor:
     rows, start, keys = [], 0, range(shard.layout.total)
     for run in shard.layout.runs[shard.place]:
-        at = call.mask.tags.narrow(start, start + len(run))
-        mine = scores[:, :, start : start + len(run)]
-        near = visible_keys(call.mask.reach, run, keys, at, tags, scores.device)
-        rows.append(mine if near is None else mine.masked_fill(~near, -torch.inf))
+        query_tags = call.mask.tags.narrow(start, start + len(run))
+        row_scores = scores[:, :, start : start + len(run)]
+        visible = visible_keys(call.mask.reach, run, keys, query_tags, tags, scores.device)
+        rows.append(row_scores if visible is None else row_scores.masked_fill(~visible, -torch.inf))
         start += len(run)
-    made, given = torch.cat(rows, 2), call.mask.rows
-    if given is None:
-        return made
-    return made.masked_fill(~given, -torch.inf) if given.dtype == torch.bool else made + given
+    masked, added = torch.cat(rows, 2), call.mask.rows
+    if added is None:
+        return masked
+    return masked.masked_fill(~added, -torch.inf) if added.dtype == torch.bool else masked + added
 
 
 MIXED_TOKENS = (
@@ -267,42 +269,42 @@ def find_fault(trial: Trial, tokens: TokenSplit, error: Exception, sites: Sequen
     if isinstance(error, Refusal):
         return error
     kind = type(trial.model).__name__
-    with record_outputs(trial.model) as whole:
+    with record_outputs(trial.model) as full_outputs:
         run_forward(trial, trial.model, trial.batch)
-    found: Outputs = {}
+    sharded_outputs: Outputs = {}
     try:
-        with record_outputs(trial.model) as found:
+        with record_outputs(trial.model) as sharded_outputs:
             run_shards(trial, tokens, sites)
     except Refusal as refused:
         return refused
     except Exception as raised:  # the model's own code may raise anything
         message = f"{type(raised).__name__}: {raised}".splitlines()[0]
-        window = _describe_window(trial.model, list(whole))
+        window = _describe_window(trial.model, list(full_outputs))
         notes = (message, window) if window else (message,)
         return split_refusal(f"`{kind}` does not run on some tokens of a sequence", *notes)
     layout = layout_of(tokens.kind, trial.lengths)
-    for name, outputs in whole.items():
-        want, parts = outputs[None], found.get(name, {})
-        if want.dim() < 2 or want.shape[1] != layout.total or len(parts) != len(layout.runs):
+    for name, outputs in full_outputs.items():
+        full, parts = outputs[None], sharded_outputs.get(name, {})
+        if full.dim() < 2 or full.shape[1] != layout.total or len(parts) != len(layout.runs):
             continue
-        mine = [parts[k][:, : layout.counts[k]] for k in range(len(layout.runs))]
-        fits = all(m.shape[1] == n for m, n in zip(mine, layout.counts))
-        if not fits or not is_close(layout.concatenate(mine, 1), want):
+        local_parts = [parts[k][:, : layout.counts[k]] for k in range(len(layout.runs))]
+        same_lengths = all(m.shape[1] == n for m, n in zip(local_parts, layout.counts))
+        if not same_lengths or not is_close(layout.concatenate(local_parts, 1), full):
             return split_refusal(
                 f"`{kind}` cannot be split by tokens",
                 f"`{name}` computes a token differently than in the full sequence",
-                _describe_window(trial.model, names_up_to(whole, name)) or MIXED_TOKENS,
+                _describe_window(trial.model, names_up_to(full_outputs, name)) or MIXED_TOKENS,
             )
     return split_refusal(f"`{kind}` cannot be split by tokens", str(error))
 
 
-def unrunnable_refusal(model: nn.Module, title: str, said: str) -> Refusal:
-    """Return the refusal of a model that no trial can run; `said` is the error's message."""
+def unrunnable_refusal(model: nn.Module, message: str, attempt: str) -> Refusal:
+    """Return the refusal of a model that no trial can run; `attempt` is the error's message."""
     window = _describe_window(model, [name for name, _ in model.named_modules() if name])
     if not window:
-        return split_refusal(title, said)
+        return split_refusal(message, attempt)
     return split_refusal(
-        f"`{type(model).__name__}` cannot be split by tokens", window, f"tried: {said}"
+        f"`{type(model).__name__}` cannot be split by tokens", window, f"tried: {attempt}"
     )
 
 
@@ -346,11 +348,11 @@ def image_refusal(batch: Mapping[str, Any]) -> Refusal | None:
     )
 
 
-def split_refusal(title: str, *notes: str) -> Refusal:
+def split_refusal(message: str, *notes: str) -> Refusal:
     """Return the refusal S659 of a model that cannot be split by tokens."""
     return Refusal.of(
         "S659",
-        title,
+        message,
         notes=notes,
         helps=(
             "leave `context_parallel` out for this model",
@@ -361,24 +363,24 @@ def split_refusal(title: str, *notes: str) -> Refusal:
 
 def probe(trial: Trial, kind: str, ranks: int, sites: Sequence[str]) -> TokenSplit:
     """Find how a trial's model runs on shards of tokens; raise Refusal S659 if it cannot."""
-    whole = run_full(trial)
+    full = run_full(trial)
     output, _ = run_forward(trial, trial.model, trial.batch)
-    first: tuple[TokenSplit, Exception] | None = None
+    first_error: tuple[TokenSplit, Exception] | None = None
     for tokens in list_candidates(trial, kind, ranks):
         try:
-            tokens = _with_draws(trial, tokens, whole, sites)
+            tokens = _with_draws(trial, tokens, full, sites)
             parts = run_shards(trial, tokens, sites)
-            compare_runs(whole, parts)
+            compare_runs(full, parts)
         except Exception as error:  # the model's own code may raise anything
-            first = first or (tokens, error)
+            first_error = first_error or (tokens, error)
             continue
         return replace(tokens, outputs=_outputs(output, parts.outputs, trial))
-    assert first is not None, "there is always a candidate"
-    _check_labels(trial, first[0])
-    found = find_fault(trial, *first, sites)
-    if found.diagnostic.code == "S659":
-        _check_own_error(trial, found, first[1], sites)
-    raise found
+    assert first_error is not None, "there is always a candidate"
+    _check_labels(trial, first_error[0])
+    refusal = find_fault(trial, *first_error, sites)
+    if refusal.diagnostic.code == "S659":
+        _check_own_error(trial, refusal, first_error[1], sites)
+    raise refusal
 
 
 def _check_labels(trial: Trial, tokens: TokenSplit) -> None:
@@ -397,12 +399,12 @@ def _check_labels(trial: Trial, tokens: TokenSplit) -> None:
         )
 
 
-def _check_own_error(trial: Trial, found: Refusal, error: Exception, sites: Sequence[str]) -> None:
+def _check_own_error(trial: Trial, fault: Refusal, error: Exception, sites: Sequence[str]) -> None:
     """Raise OwnError if the model alone computes all tokens as in the full sequence."""
     if not is_model_fault(trial, sites):
         raise OwnError(
             "the module alone computes some tokens as in the full sequence, but not in the program",
-            *found.diagnostic.notes,
+            *fault.diagnostic.notes,
             f"{type(error).__name__}: {error}".splitlines()[0],
             f"`{type(trial.model).__name__}` on {list(trial.lengths)} tokens",
         ) from error
@@ -411,8 +413,8 @@ def _check_own_error(trial: Trial, found: Refusal, error: Exception, sites: Sequ
 def guess_tokens(trial: Trial, kind: str, ranks: int) -> TokenSplit:
     """Return how a model without values would probably run: for plans, not for training."""
     style = label_shift(trial)
-    given = style == "padded" and _takes_shifted_labels(trial)
-    shift = "given" if given else "none" if style == "none" else "head"
+    passes_labels = style == "padded" and _takes_shifted_labels(trial)
+    shift = "given" if passes_labels else "none" if style == "none" else "head"
     return TokenSplit(
         kind,
         ranks,
@@ -429,20 +431,20 @@ def list_candidates(trial: Trial, kind: str, ranks: int) -> Iterator[TokenSplit]
     style = label_shift(trial)
     base = TokenSplit(kind, ranks, products=find_lines(trial, ProductLines), **label_fields(trial))
     head = replace(base, shift="head", head=find_head(trial)) if style != "none" else base
-    ways = (
+    candidates = (
         [replace(base, shift="given")] if style == "padded" and _takes_shifted_labels(trial) else []
     )
-    takes = _accepts(trial, "position_ids")
-    places = find_position_lines(trial)
-    for way in (*ways, head):
-        if takes:
+    takes_positions = _accepts(trial, "position_ids")
+    position_lines = find_position_lines(trial)
+    for candidate in (*candidates, head):
+        if takes_positions:
             if "position_ids" in trial.batch and "attention_mask" not in trial.batch:
-                yield replace(way, positions=True, documents=True)
-            yield replace(way, positions=True)
-        yield replace(way, places=places)
-        if takes:
-            yield replace(way, positions=True, places=places, follows_full=True)
-        yield replace(way, places=places, follows_full=True)
+                yield replace(candidate, positions=True, documents=True)
+            yield replace(candidate, positions=True)
+        yield replace(candidate, places=position_lines)
+        if takes_positions:
+            yield replace(candidate, positions=True, places=position_lines, follows_full=True)
+        yield replace(candidate, places=position_lines, follows_full=True)
 
 
 def _takes_shifted_labels(trial: Trial) -> bool:
@@ -451,36 +453,36 @@ def _takes_shifted_labels(trial: Trial) -> bool:
 
 
 def _accepts(trial: Trial, name: str) -> bool:
-    known = inspect.signature(trial.model.forward).parameters
+    parameters = inspect.signature(trial.model.forward).parameters
     if name == "**":
-        return any(one.kind is one.VAR_KEYWORD for one in known.values())
-    return name in known
+        return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return name in parameters
 
 
 def _with_draws(
-    trial: Trial, tokens: TokenSplit, whole: RunResult, sites: Sequence[str]
+    trial: Trial, tokens: TokenSplit, full: RunResult, sites: Sequence[str]
 ) -> TokenSplit:
-    if not trial.random or not whole.draws:
+    if not trial.random or not full.draws:
         return tokens
     stops = [sum(trial.lengths)] * len(trial.lengths)
-    return replace(tokens, draws=draws_along(trial, whole, run_shards(trial, tokens, sites), stops))
+    return replace(tokens, draws=draws_along(trial, full, run_shards(trial, tokens, sites), stops))
 
 
-def _outputs(whole: Any, parts: Sequence[Any], trial: Trial) -> dict[str, int]:
+def _outputs(full_output: Any, parts: Sequence[Any], trial: Trial) -> dict[str, int]:
     """Return the leaves of the output that are split by tokens: path -> dim of tokens."""
-    total, found = sum(trial.lengths), {}
+    total, dims = sum(trial.lengths), {}
     leaves = [dict(_leaves(output)) for output in parts]
-    for name, value in _leaves(whole):
-        there = [part[name] for part in leaves if name in part]
-        if len(there) < len(parts) or any(one.dim() != value.dim() for one in there):
+    for name, value in _leaves(full_output):
+        parts_of = [part[name] for part in leaves if name in part]
+        if len(parts_of) < len(parts) or any(t.dim() != value.dim() for t in parts_of):
             continue
         for dim, size in enumerate(value.shape):
-            sizes = [int(one.shape[dim]) for one in there]
-            near = all(n <= got <= n + 1 for n, got in zip(trial.lengths, sizes))
-            if size == total and near:
-                found[name] = dim
+            sizes = [int(t.shape[dim]) for t in parts_of]
+            fits = all(n <= length <= n + 1 for n, length in zip(trial.lengths, sizes))
+            if size == total and fits:
+                dims[name] = dim
                 break
-    return found
+    return dims
 
 
 def _leaves(output: Any) -> list[tuple[str, Tensor]]:

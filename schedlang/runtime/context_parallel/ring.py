@@ -67,30 +67,33 @@ class Packet:
     @staticmethod
     def pack(tensors: Sequence[Tensor], dims: Sequence[int]) -> Packet:
         """Pack copies of tensors; `dims` are their dims of tokens."""
-        kinds = list(dict.fromkeys(t.dtype for t in tensors))
-        joined = [torch.cat([t.reshape(-1) for t in tensors if t.dtype == k]) for k in kinds]
+        dtypes = list(dict.fromkeys(t.dtype for t in tensors))
+        joined = [torch.cat([t.reshape(-1) for t in tensors if t.dtype == k]) for k in dtypes]
         flats = tuple(f.view(torch.uint8) if f.dtype == torch.bool else f for f in joined)
-        shapes, lies = (tuple(t.shape) for t in tensors), (kinds.index(t.dtype) for t in tensors)
-        return Packet(flats, tuple(kinds), tuple(shapes), tuple(dims), tuple(lies))
+        shapes, indices = (
+            (tuple(t.shape) for t in tensors),
+            (dtypes.index(t.dtype) for t in tensors),
+        )
+        return Packet(flats, tuple(dtypes), tuple(shapes), tuple(dims), tuple(indices))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Views of the packed tensors."""
         used = [0] * len(self.flats)
-        found = []
-        for shape, lies in zip(self.shapes, self.flat_of_tensor):
+        tensors = []
+        for shape, index in zip(self.shapes, self.flat_of_tensor):
             size = _size(shape)
-            part = self.flats[lies][used[lies] : used[lies] + size]
-            found.append(part.view(self.dtypes[lies]).view(shape))
-            used[lies] += size
-        return tuple(found)
+            part = self.flats[index][used[index] : used[index] + size]
+            tensors.append(part.view(self.dtypes[index]).view(shape))
+            used[index] += size
+        return tuple(tensors)
 
     def empty(self, tokens: int) -> Packet:
         """Allocate a packet of the same tensors for `tokens` tokens."""
         shapes = tuple((*s[:d], tokens, *s[d + 1 :]) for s, d in zip(self.shapes, self.dims))
         sizes = [0] * len(self.flats)
-        for shape, lies in zip(shapes, self.flat_of_tensor):
-            sizes[lies] += _size(shape)
+        for shape, index in zip(shapes, self.flat_of_tensor):
+            sizes[index] += _size(shape)
         flats = tuple(flat.new_empty(size) for flat, size in zip(self.flats, sizes))
         return replace(self, flats=flats, shapes=shapes)
 
@@ -106,8 +109,8 @@ class Packet:
         """Return the packet of the first `tokens` tokens."""
         if all(s[d] == tokens for s, d in zip(self.shapes, self.dims)):
             return self
-        cut = [t.narrow(d, 0, tokens) for t, d in zip(self.tensors, self.dims)]
-        return Packet.pack(cut, self.dims)
+        kept = [t.narrow(d, 0, tokens) for t, d in zip(self.tensors, self.dims)]
+        return Packet.pack(kept, self.dims)
 
 
 def _size(shape: Shape) -> int:
@@ -129,35 +132,36 @@ class PendingPacket:
 
     def wait(self) -> Packet:
         """Wait for the packet, and return it."""
-        for work in self.works:
-            work.wait()
+        for request in self.works:
+            request.wait()
         return self.packet
 
 
-def start_shift(packet: Packet, tokens: int, group: Group, by: int = 1) -> PendingPacket:
-    """Send to the rank `by` places after, and receive `tokens` tokens from the rank `by` before.
+def start_shift(packet: Packet, tokens: int, group: Group, distance: int = 1) -> PendingPacket:
+    """Send to the rank `distance` places after, and receive `tokens` tokens from the rank
+    `distance` before.
 
     Does not wait, so that the transfer overlaps with later computation.
     """
     arriving = packet.empty(tokens)
-    to = group.ranks[(group.rank + by) % group.size]
-    source = group.ranks[(group.rank - by) % group.size]
+    target = group.ranks[(group.rank + distance) % group.size]
+    source = group.ranks[(group.rank - distance) % group.size]
     for flat in packet.flats:
         count("send", group, flat)
     if group.pg is None:
         return PendingPacket(arriving, packet, ())
-    sent = [(flat, to) for flat in packet.flats]
-    wanted = [(flat, source) for flat in arriving.flats]
-    return PendingPacket(arriving, packet, world.batch_isend_irecv(sent, wanted, group.pg))
+    sent = [(flat, target) for flat in packet.flats]
+    received = [(flat, source) for flat in arriving.flats]
+    return PendingPacket(arriving, packet, world.batch_isend_irecv(sent, received, group.pg))
 
 
 def all_gather_packets(packet: Packet, counts: Sequence[int], group: Group) -> list[Packet]:
     """All-gather the packets of all ranks; `counts` are their numbers of tokens."""
     if group.size == 1:
         return [packet]
-    whole = packet.padded(max(counts))
-    everyone = [all_gather(flat, 0, group).chunk(group.size) for flat in whole.flats]
-    parts = [replace(whole, flats=tuple(flats)) for flats in zip(*everyone)]
+    padded = packet.padded(max(counts))
+    gathered = [all_gather(flat, 0, group).chunk(group.size) for flat in padded.flats]
+    parts = [replace(padded, flats=tuple(flats)) for flats in zip(*gathered)]
     return [part.truncated(tokens) for part, tokens in zip(parts, counts)]
 
 
@@ -171,20 +175,20 @@ def reduce_scatter_packets(
     if group.size == 1:
         return packets[0]
     padded = [packet.padded(max(counts)) for packet in packets]
-    everyone = [torch.cat(flats) for flats in zip(*(p.flats for p in padded))]
-    own = replace(padded[0], flats=tuple(reduce_scatter(f, 0, group) for f in everyone))
-    return own.truncated(counts[group.rank])
+    joined = [torch.cat(flats) for flats in zip(*(p.flats for p in padded))]
+    reduced = replace(padded[0], flats=tuple(reduce_scatter(f, 0, group) for f in joined))
+    return reduced.truncated(counts[group.rank])
 
 
 def exchange_tensors(
-    given: Sequence[Tensor], shapes: Sequence[Shape], group: Group
+    tensors: Sequence[Tensor], shapes: Sequence[Shape], group: Group
 ) -> list[Tensor]:
     """Run an all-to-all: `given[i]` goes to rank i; the tensor from rank i has `shapes[i]`."""
     if group.size == 1:
-        return list(given)
-    flat = torch.cat([t.reshape(-1) for t in given])
+        return list(tensors)
+    flat = torch.cat([t.reshape(-1) for t in tensors])
     sizes = [_size(shape) for shape in shapes]
-    arrived = torch.split(all_to_all_rows(flat, group, [t.numel() for t in given], sizes), sizes)
+    arrived = torch.split(all_to_all_rows(flat, group, [t.numel() for t in tensors], sizes), sizes)
     return [part.view(shape) for part, shape in zip(arrived, shapes)]
 
 
@@ -200,8 +204,8 @@ def pack_keys(k: Tensor, v: Tensor, tags: TokenTags) -> Packet:
 def unpack_keys(packet: Packet, tags: TokenTags, runs: Runs) -> tuple[Tensor, Tensor, PlacedTokens]:
     """Unpack keys, values and tags; `tags` shows which tags exist, equally on all ranks."""
     k, v, *sides = packet.tensors
-    rest = iter(sides)
-    return k, v, PlacedTokens(runs, TokenTags(*(None if t is None else next(rest) for t in tags)))
+    taken = iter(sides)
+    return k, v, PlacedTokens(runs, TokenTags(*(None if t is None else next(taken) for t in tags)))
 
 
 # -- orders in which keys and values reach a rank, and the return of their gradients --------------
@@ -226,16 +230,16 @@ class Team:
     group: Group
     counts: tuple[int, ...]
 
-    def all_gather(self, own: Packet) -> Packet:
+    def all_gather(self, local: Packet) -> Packet:
         """All-gather the team's tokens into one packet."""
-        parts = all_gather_packets(own, self.counts, self.group)
+        parts = all_gather_packets(local, self.counts, self.group)
         columns = zip(*(part.tensors for part in parts))
-        return Packet.pack([torch.cat(c, d) for c, d in zip(columns, own.dims)], own.dims)
+        return Packet.pack([torch.cat(c, d) for c, d in zip(columns, local.dims)], local.dims)
 
-    def reduce_scatter(self, whole: Packet) -> Packet:
+    def reduce_scatter(self, full: Packet) -> Packet:
         """Reduce-scatter a packet of the team's tokens: return this rank's tokens of the sum."""
-        cut = [torch.split(t, list(self.counts), d) for t, d in zip(whole.tensors, whole.dims)]
-        parts = [Packet.pack(tensors, whole.dims) for tensors in zip(*cut)]
+        pieces = [torch.split(t, list(self.counts), d) for t, d in zip(full.tensors, full.dims)]
+        parts = [Packet.pack(tensors, full.dims) for tensors in zip(*pieces)]
         return reduce_scatter_packets(parts, self.counts, self.group)
 
     def combine_results(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,13 +248,13 @@ class Team:
         `out` and `lse` are this rank's results for all queries of the team.
         """
         size = self.group.size
-        each = all_gather_packets(Packet.pack([lse], [2]), [lse.shape[2]] * size, self.group)
-        found = torch.stack([packet.tensors[0] for packet in each])
-        whole = found.logsumexp(0)
-        weighted = out * softmax_shares(found)[self.group.rank][..., None]
-        (mine,) = self.reduce_scatter(Packet.pack([weighted], [2])).tensors
-        first = sum(self.counts[: self.group.rank])
-        return mine, whole[:, :, first : first + mine.shape[2]].contiguous()
+        packets = all_gather_packets(Packet.pack([lse], [2]), [lse.shape[2]] * size, self.group)
+        lse_of_ranks = torch.stack([packet.tensors[0] for packet in packets])
+        full_lse = lse_of_ranks.logsumexp(0)
+        weighted = out * softmax_shares(lse_of_ranks)[self.group.rank][..., None]
+        (reduced,) = self.reduce_scatter(Packet.pack([weighted], [2])).tensors
+        start = sum(self.counts[: self.group.rank])
+        return reduced, full_lse[:, :, start : start + reduced.shape[2]].contiguous()
 
 
 def softmax_shares(lse: Tensor) -> Tensor:
@@ -273,10 +277,10 @@ class KeyTransfers(Protocol):
     def team(self) -> Team | None:
         """The ranks that share queries, and whose keys are one packet; None: only this rank."""
 
-    def forward(self, own: Packet) -> Iterator[tuple[int, Packet]]:
+    def forward(self, local: Packet) -> Iterator[tuple[int, Packet]]:
         """Yield each place that a rank may see, with its packet; this rank's own place first."""
 
-    def backward(self, own: Packet, contribute: Contribute) -> Packet:
+    def backward(self, local: Packet, contribute: Contribute) -> Packet:
         """Return the sum over the ranks of `contribute(place, packet)` for this rank's packet."""
 
 
@@ -288,14 +292,14 @@ class GatheredKeys:
     layout: SequenceLayout
     team = None
 
-    def forward(self, own: Packet) -> Iterator[tuple[int, Packet]]:
+    def forward(self, local: Packet) -> Iterator[tuple[int, Packet]]:
         """Yield packets as `KeyTransfers` does."""
-        yield from enumerate(all_gather_packets(own, self.layout.counts, self.group))
+        yield from enumerate(all_gather_packets(local, self.layout.counts, self.group))
 
-    def backward(self, own: Packet, contribute: Contribute) -> Packet:
+    def backward(self, local: Packet, contribute: Contribute) -> Packet:
         """Sum contributions as `KeyTransfers` does."""
-        packets = all_gather_packets(own, self.layout.counts, self.group)
-        grads = [contribute(place, packet) for place, packet in enumerate(packets)]
+        packets = all_gather_packets(local, self.layout.counts, self.group)
+        grads = [contribute(rank, packet) for rank, packet in enumerate(packets)]
         return reduce_scatter_packets(grads, self.layout.counts, self.group)
 
 
@@ -331,9 +335,9 @@ class NestedRing:
 
     # -- forward -----------------------------------------------------------------------------------
 
-    def forward(self, own: Packet) -> Iterator[tuple[int, Packet]]:
+    def forward(self, local: Packet) -> Iterator[tuple[int, Packet]]:
         """Yield packets as `KeyTransfers` does."""
-        return self._around((), own)
+        return self._around((), local)
 
     def _around(self, prefix: Offsets, packet: Packet) -> Iterator[tuple[int, Packet]]:
         if len(prefix) == len(self.groups):
@@ -353,38 +357,38 @@ class NestedRing:
 
     # -- backward ----------------------------------------------------------------------------------
 
-    def backward(self, own: Packet, contribute: Contribute) -> Packet:
+    def backward(self, local: Packet, contribute: Contribute) -> Packet:
         """Sum contributions as `KeyTransfers` does: they follow their packet, one step behind
         it."""
-        return self._back((), own, contribute)
+        return self._back((), local, contribute)
 
     def _back(self, prefix: Offsets, packet: Packet, contribute: Contribute) -> Packet:
         depth = len(prefix)
         if depth == len(self.groups):
             return contribute(self.origin(prefix), packet)
         group, last = self.groups[depth], self.last_step(prefix)
-        home: Packet | None = None  # this rank's contribution to its own packet
+        own_part: Packet | None = None  # this rank's contribution to its own packet
         arriving: PendingPacket | None = None
         for step in range(last + 1):
-            coming = self._next((*prefix, step), packet) if step < last else None
+            pending = self._next((*prefix, step), packet) if step < last else None
             part = self._back((*prefix, step), packet, contribute)
             if step == 0:
-                home = part
+                own_part = part
             else:
                 total = part if arriving is None else add_packet(arriving.wait(), part)
                 # the last rank that has a packet sends its gradient directly to the origin
-                by = 1 if step < last else group.size - last
+                distance = 1 if step < last else group.size - last
                 next_ = self.origin((*prefix, step + 1 if step < last else 0))
-                arriving = start_shift(total, self.layout.counts[next_], group, by)
-            packet = coming.wait() if coming is not None else packet
-        assert home is not None
-        return home if arriving is None else add_packet(arriving.wait(), home)
+                arriving = start_shift(total, self.layout.counts[next_], group, distance)
+            packet = pending.wait() if pending is not None else packet
+        assert own_part is not None
+        return own_part if arriving is None else add_packet(arriving.wait(), own_part)
 
 
 def add_packet(arrived: Packet, part: Packet) -> Packet:
     """Add a packet to `arrived` in place, and return the sum."""
-    for into, more in zip(arrived.flats, part.flats):
-        into.add_(more)
+    for target, addend in zip(arrived.flats, part.flats):
+        target.add_(addend)
     return arrived
 
 
@@ -412,59 +416,59 @@ class TeamRing:
     def team(self) -> Team | None:
         """The team, as of `KeyTransfers`."""
         size = self.members.size
-        first = self.ring.rank * size
-        return Team(self.members, self.ranks.counts[first : first + size]) if size > 1 else None
+        start = self.ring.rank * size
+        return Team(self.members, self.ranks.counts[start : start + size]) if size > 1 else None
 
     @property
     def share(self) -> range:
         """The steps of the ring that this rank of the team does."""
-        each = -(-self.ring.size // self.members.size)
-        return range(self.ring.size)[self.members.rank * each : (self.members.rank + 1) * each]
+        steps = -(-self.ring.size // self.members.size)
+        return range(self.ring.size)[self.members.rank * steps : (self.members.rank + 1) * steps]
 
     def origin(self, step: int) -> int:
         """Return the team whose packet this rank has after `step` steps."""
         return (self.ring.rank - step) % self.ring.size
 
-    def forward(self, own: Packet) -> Iterator[tuple[int, Packet]]:
+    def forward(self, local: Packet) -> Iterator[tuple[int, Packet]]:
         """Yield the packets of this rank's share of the teams."""
-        packet = self._first(own)
+        packet = self._first(local)
         for step in self.share:
-            coming = self._next(step, packet)
+            pending = self._next(step, packet)
             yield self.origin(step), packet
-            packet = packet if coming is None else coming.wait()
+            packet = packet if pending is None else pending.wait()
 
-    def backward(self, own: Packet, contribute: Contribute) -> Packet:
+    def backward(self, local: Packet, contribute: Contribute) -> Packet:
         """Sum contributions as `KeyTransfers` does, over the ranks whose share includes this
         team."""
-        packet, arriving = self._first(own), None
+        packet, arriving = self._first(local), None
         for step in self.share:
-            coming = self._next(step, packet)
+            pending = self._next(step, packet)
             part = contribute(self.origin(step), packet)
             total = part if arriving is None else add_packet(arriving.wait(), part)
             last = step == self.share[-1]
-            by, after = (self.ring.size - step, 0) if last else (1, step + 1)
-            arriving = self._shift(total, after, by % self.ring.size)
-            packet = packet if coming is None else coming.wait()
+            distance, after = (self.ring.size - step, 0) if last else (1, step + 1)
+            arriving = self._shift(total, after, distance % self.ring.size)
+            packet = packet if pending is None else pending.wait()
         if arriving is None:  # this rank has no steps
             zeros = [
-                torch.zeros_like(t, dtype=accumulation_dtype(t.dtype)) for t in own.tensors[:2]
+                torch.zeros_like(t, dtype=accumulation_dtype(t.dtype)) for t in local.tensors[:2]
             ]
             return Packet.pack(zeros, (2, 2))
         return arriving.wait()
 
-    def _first(self, own: Packet) -> Packet:
+    def _first(self, local: Packet) -> Packet:
         """Receive the first packet of this rank's share, which skips the steps of other shares."""
-        first = self.share.start if self.share else 0
-        return self._shift(own, first, first).wait()
+        start = self.share.start if self.share else 0
+        return self._shift(local, start, start).wait()
 
     def _next(self, step: int, packet: Packet) -> PendingPacket | None:
         return None if step == self.share[-1] else self._shift(packet, step + 1, 1)
 
-    def _shift(self, packet: Packet, step: int, by: int) -> PendingPacket:
-        """Send a packet `by` teams on, and receive the packet of step `step`."""
-        if by == 0:
+    def _shift(self, packet: Packet, step: int, distance: int) -> PendingPacket:
+        """Send a packet `distance` teams on, and receive the packet of step `step`."""
+        if distance == 0:
             return PendingPacket(packet, packet, ())
-        return start_shift(packet, self.layout.counts[self.origin(step)], self.ring, by)
+        return start_shift(packet, self.layout.counts[self.origin(step)], self.ring, distance)
 
 
 # -- attention of this rank's queries to keys and values in rounds --------------------------------
@@ -490,10 +494,10 @@ class RingCall:
         return packet, unpack_keys(packet, tags, self.runs)[2]
 
     def unpack_packet(
-        self, place: int, packet: Packet, tags: TokenTags
+        self, rank: int, packet: Packet, tags: TokenTags
     ) -> tuple[Tensor, Tensor, PlacedTokens]:
         """Return the keys, values and tokens of the packet from a place."""
-        return unpack_keys(packet, tags, self.rounds.layout.runs[place])
+        return unpack_keys(packet, tags, self.rounds.layout.runs[rank])
 
 
 def _move_together(
@@ -503,11 +507,11 @@ def _move_together(
 
     Without `move` the tensors are returned unchanged.
     """
-    there = [t for t in tensors if t is not None]
+    present = [t for t in tensors if t is not None]
     if move is not None:
-        there = list(move(Packet.pack(there, [2] * len(there))).tensors)
-    rest = iter(there)
-    return [None if t is None else next(rest) for t in tensors]
+        present = list(move(Packet.pack(present, [2] * len(present))).tensors)
+    moved = iter(present)
+    return [None if t is None else next(moved) for t in tensors]
 
 
 class RingAttention(torch.autograd.Function):
@@ -522,25 +526,25 @@ class RingAttention(torch.autograd.Function):
         slopes: Tensor | None,
         rows: Tensor | None,
         call: RingCall,
-        *given: Tensor | None,
+        *tag_tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Attend to the keys of all places, place after place; then combine within the team."""
-        tags, team = TokenTags(*given), call.rounds.team
+        tags, team = TokenTags(*tag_tensors), call.rounds.team
         with torch._C.DisableTorchFunction():
-            keys, mine = call.first_packet(k, v, tags)
+            keys, tokens = call.first_packet(k, v, tags)
             all_q, all_rows = _move_together(None if team is None else team.all_gather, (q, rows))
             rules = replace(call.rules, slopes=slopes, rows=all_rows)
-            state = BlockwiseForward(rules, all_q, mine, v.shape[-1])
-            passing = call.rounds.forward(keys)
+            state = BlockwiseForward(rules, all_q, tokens, v.shape[-1])
+            arriving = call.rounds.forward(keys)
             del keys  # so that it is freed when the next packet has arrived
-            for place, packet in passing:
-                state.add(*call.unpack_packet(place, packet, tags))
+            for rank, packet in arriving:
+                state.add(*call.unpack_packet(rank, packet, tags))
             out, lse = state.out, state.lse
             out, lse = (out, lse) if team is None else team.combine_results(out, lse)
             out = out.to(q.dtype)
         ctx.call = call
         # in the order of torch's own operator: compressed saved tensors are matched by number
-        ctx.save_for_backward(k, q, v, slopes, rows, lse, out, *given)
+        ctx.save_for_backward(k, q, v, slopes, rows, lse, out, *tag_tensors)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -548,29 +552,29 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of q, k, v, slopes and rows."""
-        k, q, v, slopes, rows, lse, out, *given = ctx.saved_tensors
-        call, tags, team = ctx.call, TokenTags(*given), ctx.call.rounds.team
+        k, q, v, slopes, rows, lse, out, *tag_tensors = ctx.saved_tensors
+        call, tags, team = ctx.call, TokenTags(*tag_tensors), ctx.call.rounds.team
         with torch._C.DisableTorchFunction():
             grad = torch.zeros_like(out) if grad is None else grad
             inner = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
             # needed if forward used flash attention, so that backward rounds scores equally
-            plain = out if grad_lse is None else None
+            flash = out if grad_lse is None else None
             inner = inner if grad_lse is None else inner - grad_lse
-            keys, mine = call.first_packet(k, v, tags)
+            keys, tokens = call.first_packet(k, v, tags)
             gather, scatter = (
                 (None, None) if team is None else (team.all_gather, team.reduce_scatter)
             )
-            tensors = q, lse, grad, inner, rows, plain
-            all_q, lse, grad, inner, all_rows, plain = _move_together(gather, tensors)
+            tensors = q, lse, grad, inner, rows, flash
+            all_q, lse, grad, inner, all_rows, flash = _move_together(gather, tensors)
             rules = replace(call.rules, slopes=slopes, rows=all_rows)
-            state = BlockwiseBackward(rules, all_q, mine, lse, grad.to(lse.dtype), inner, plain)
+            state = BlockwiseBackward(rules, all_q, tokens, lse, grad.to(lse.dtype), inner, flash)
 
-            def contribute(place: int, packet: Packet) -> Packet:
-                return Packet.pack(state.add(*call.unpack_packet(place, packet, tags)), (2, 2))
+            def contribute(rank: int, packet: Packet) -> Packet:
+                return Packet.pack(state.add(*call.unpack_packet(rank, packet, tags)), (2, 2))
 
-            home = call.rounds.backward(keys, contribute)
-            dk, dv = (home if scatter is None else scatter(home)).tensors
+            own_grads = call.rounds.backward(keys, contribute)
+            dk, dv = (own_grads if scatter is None else scatter(own_grads)).tensors
             dq, drows = _move_together(scatter, (state.dq, state.rows))
-        made = zip((dq, dk, dv, state.slopes, drows), (q, k, v, slopes, rows), strict=True)
-        grads = (None if g is None else g.to(of.dtype) for g, of in made)
-        return (*grads, *[None] * (1 + len(given)))
+        grad_pairs = zip((dq, dk, dv, state.slopes, drows), (q, k, v, slopes, rows), strict=True)
+        grads = (None if g is None else g.to(tensor.dtype) for g, tensor in grad_pairs)
+        return (*grads, *[None] * (1 + len(tag_tensors)))

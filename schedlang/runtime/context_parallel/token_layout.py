@@ -46,7 +46,7 @@ class SequenceLayout:
         if total < ranks:
             raise Refusal(_too_short(total, ranks))
         if kind == "striped":
-            return SequenceLayout(tuple((range(place, total, ranks),) for place in range(ranks)))
+            return SequenceLayout(tuple((range(rank, total, ranks),) for rank in range(ranks)))
         if kind == "contiguous":
             return SequenceLayout(tuple((run,) for run in split_rows(total, ranks)))
         chunks = split_rows(total, 2 * ranks)
@@ -63,14 +63,14 @@ class SequenceLayout:
         """The length of the full sequence."""
         return sum(self.counts)
 
-    def positions(self, place: int, device: torch.device | str = "cpu") -> Tensor:
+    def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
         """Return the positions of a place's tokens, in local order; int64."""
-        return concatenate_runs(self.runs[place], device)
+        return concatenate_runs(self.runs[rank], device)
 
-    def take(self, whole: Tensor, dim: int, place: int) -> Tensor:
+    def take(self, full: Tensor, dim: int, rank: int) -> Tensor:
         """Return a place's tokens of a tensor with the full sequence along `dim`; a new tensor."""
-        assert whole.shape[dim] == self.total, (tuple(whole.shape), dim, self.total)
-        return whole.index_select(dim, self.positions(place, whole.device))
+        assert full.shape[dim] == self.total, (tuple(full.shape), dim, self.total)
+        return full.index_select(dim, self.positions(rank, full.device))
 
     def concatenate(self, parts: Sequence[Tensor], dim: int) -> Tensor:
         """Concatenate the tensors of all places along `dim`, in the order of the sequence."""
@@ -79,7 +79,7 @@ class SequenceLayout:
 
     def order(self, device: torch.device | str = "cpu") -> Tensor:
         """Return the positions of all places' tokens, place after place; int64."""
-        return torch.cat([self.positions(place, device) for place in range(len(self.runs))])
+        return torch.cat([self.positions(rank, device) for rank in range(len(self.runs))])
 
     def join_places(self, size: int) -> SequenceLayout:
         """Return the layout in which each `size` consecutive places are one place.
@@ -92,15 +92,15 @@ class SequenceLayout:
         )
 
 
-def place_at(at: Sequence[int], sizes: Sequence[int]) -> int:
+def place_at(coordinates: Sequence[int], sizes: Sequence[int]) -> int:
     """Return the place of a rank from its number in each group (modulo the group's size).
 
     The last group's number varies fastest.
     """
-    place = 0
-    for number, size in zip(at, sizes, strict=True):
-        place = place * size + number % size
-    return place
+    rank = 0
+    for number, size in zip(coordinates, sizes, strict=True):
+        rank = rank * size + number % size
+    return rank
 
 
 def concatenate_runs(runs: Sequence[range], device: torch.device | str = "cpu") -> Tensor:
@@ -112,9 +112,9 @@ def concatenate_runs(runs: Sequence[range], device: torch.device | str = "cpu") 
 def _merge_runs(runs: Runs) -> Runs:
     """Merge ranges into ascending ones; unchanged if they are interleaved."""
     total = sum(map(len, runs))
-    low, high = min(r[0] for r in runs), max(r[-1] for r in runs)
-    if total == high - low + 1:
-        return (range(low, high + 1),)
+    first, last = min(r[0] for r in runs), max(r[-1] for r in runs)
+    if total == last - first + 1:
+        return (range(first, last + 1),)
     if any(r.step != 1 for r in runs):
         return runs
     merged: list[range] = []
@@ -197,9 +197,9 @@ def needed_steps(
     ranges = [range(size) for size in sizes]
 
     def anyone(offsets: Sequence[int]) -> bool:
-        for at in itertools.product(*ranges):
-            source = place_at([a - o for a, o in zip(at, offsets)], sizes)
-            if is_visible(reach, layout, place_at(at, sizes), source):
+        for coordinates in itertools.product(*ranges):
+            source = place_at([a - o for a, o in zip(coordinates, offsets)], sizes)
+            if is_visible(reach, layout, place_at(coordinates, sizes), source):
                 return True
         return False
 
@@ -278,38 +278,38 @@ def visible_keys(
     reach: PositionMask,
     queries: range,
     keys: range,
-    at: TokenTags,
-    to: TokenTags,
+    of_q: TokenTags,
+    of_k: TokenTags,
     device: torch.device,
 ) -> Tensor | None:
     """Return which query of a block sees which key: booleans [batch or 1, 1, queries, keys].
 
-    `at` are the tags of the queries, `to` those of the keys.  None: every query sees every key.
+    `of_q` are the tags of the queries, `of_k` those of the keys.  None: every query sees every key.
     """
-    found: list[Tensor] = []
+    masks: list[Tensor] = []
     if not reach.shows_all(queries, keys):
-        found.append(reach.block(queries, keys, device)[None, None])
-    if at.documents is not None and to.documents is not None:
-        found.append(at.documents[:, None, :, None] == to.documents[:, None, None, :])
-    if to.present is not None:
-        found.append(to.present[:, None, None, :])
-    if not found:
+        masks.append(reach.block(queries, keys, device)[None, None])
+    if of_q.documents is not None and of_k.documents is not None:
+        masks.append(of_q.documents[:, None, :, None] == of_k.documents[:, None, None, :])
+    if of_k.present is not None:
+        masks.append(of_k.present[:, None, None, :])
+    if not masks:
         return None
-    both = found[0]
-    for more in found[1:]:
-        both = both & more
-    return both
+    visible = masks[0]
+    for mask in masks[1:]:
+        visible = visible & mask
+    return visible
 
 
 def key_distances(
-    queries: range, keys: range, at: TokenTags, to: TokenTags, like: Tensor
+    queries: range, keys: range, of_q: TokenTags, of_k: TokenTags, like: Tensor
 ) -> Tensor:
     """Return the distances of queries and keys, [batch or 1, 1, queries, keys], in `like`'s dtype.
 
-    `at` are the tags of the queries, `to` those of the keys.
+    `of_q` are the tags of the queries, `of_k` those of the keys.
     """
-    if at.alibi_positions is not None and to.alibi_positions is not None:
-        steps = at.alibi_positions[:, None, :, None] - to.alibi_positions[:, None, None, :]
+    if of_q.alibi_positions is not None and of_k.alibi_positions is not None:
+        steps = of_q.alibi_positions[:, None, :, None] - of_k.alibi_positions[:, None, None, :]
     else:
         q, k = concatenate_runs([queries], like.device), concatenate_runs([keys], like.device)
         steps = (q[:, None] - k[None, :])[None, None]
@@ -318,12 +318,12 @@ def key_distances(
 
 def split_runs(runs: Sequence[range], size: int) -> list[tuple[int, range]]:
     """Split runs into blocks of at most `size` tokens; return (index of the first token, block)."""
-    found, start = [], 0
+    blocks, start = [], 0
     for run in runs:
         for first in range(0, len(run), size):
-            found.append((start + first, run[first : first + size]))
+            blocks.append((start + first, run[first : first + size]))
         start += len(run)
-    return found
+    return blocks
 
 
 # -- dropout of attention weights, decided by (sample, head, query, key) alone ---------------------
@@ -355,8 +355,8 @@ class AttentionDropout:
     ) -> AttentionDropout:
         """Take `draw`'s seeds for weights [rows, heads, total, total] of the running module."""
         streams, index = draw.streams((rows, heads, total, total))
-        held = tuple(range(heads)) if index is None else tuple(int(h) for h in index)
-        return AttentionDropout(p, streams, held, total)
+        head_indices = tuple(range(heads)) if index is None else tuple(int(h) for h in index)
+        return AttentionDropout(p, streams, head_indices, total)
 
     def of_heads(self, heads: slice) -> AttentionDropout:
         """Return the dropout of some of the heads."""

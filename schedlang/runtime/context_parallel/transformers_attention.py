@@ -68,14 +68,14 @@ def switch_attentions(model: nn.Module) -> bool:
 
     Returns whether there is such a module.
     """
-    found = [module for module in model.modules() if attention_name(module) is not None]
-    if found:
+    attentions = [module for module in model.modules() if attention_name(module) is not None]
+    if attentions:
         _register()
-    for module in found:
+    for module in attentions:
         if attention_name(module) == "eager":
             vars(module)[_EAGER] = True
         set_attention_name(module, NAME)
-    return bool(found)
+    return bool(attentions)
 
 
 @functools.cache
@@ -89,12 +89,12 @@ def _register() -> None:
     def mask(*args: Any, **kwargs: Any) -> Any:
         return sdpa_mask(*args, **kwargs) if current_shard() is None else _mask(*args, **kwargs)
 
-    def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Any:
-        if (new := current_decoding()) is not None:
-            return _attend_kept(new, module, q, k, v, mask, **more)
+    def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:
+        if (decoding := current_decoding()) is not None:
+            return _attend_kept(decoding, module, q, k, v, mask, **kwargs)
         if current_shard() is None:
-            return sdpa(module, q, k, v, mask, **more)
-        return _attend(module, q, k, v, mask, **more)
+            return sdpa(module, q, k, v, mask, **kwargs)
+        return _attend(module, q, k, v, mask, **kwargs)
 
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
@@ -118,11 +118,11 @@ def _mask(
     assert shard is not None
     if q_length != shard.length or kv_length != shard.length or q_offset or kv_offset:
         raise unsplit_refusal("its masks have more keys than queries")
-    found, documents = describe_mask(mask_function), shard.documents
-    if found.chunk is not None and (chunks := shard.chunks(found.chunk)) is not None:
-        found = replace(found, chunk=None)
+    mask, documents = describe_mask(mask_function), shard.documents
+    if mask.chunk is not None and (chunks := shard.chunks(mask.chunk)) is not None:
+        mask = replace(mask, chunk=None)
         documents = chunks if attention_mask is None else chunks.to(attention_mask.device)
-    return MaskRule(replace(found, documents=documents, present=to_plain(attention_mask)))
+    return MaskRule(replace(mask, documents=documents, present=to_plain(attention_mask)))
 
 
 def describe_mask(function: Any) -> AttentionMask:
@@ -165,8 +165,8 @@ def _intersect(a: AttentionMask, b: AttentionMask) -> AttentionMask:
     """Return the intersection of two masks."""
 
     def least(x: int | None, y: int | None) -> int | None:
-        known = [n for n in (x, y) if n is not None]
-        return min(known) if known else None
+        limits = [n for n in (x, y) if n is not None]
+        return min(limits) if limits else None
 
     if a.chunk is not None and b.chunk is not None and a.chunk != b.chunk:
         raise unsplit_refusal("its masks have chunks of two sizes")
@@ -183,10 +183,10 @@ def _intersect(a: AttentionMask, b: AttentionMask) -> AttentionMask:
 
 def _method(module: nn.Module) -> AttentionMethod:
     """Return the method of a module's row; raises Refusal S660 for a module without a row."""
-    how: AttentionMethod | None = vars(module).get(SLOT)
-    if how is None:
+    method: AttentionMethod | None = vars(module).get(SLOT)
+    if method is None:
         raise unnamed_refusal(type(module).__name__)
-    return how
+    return method
 
 
 def _attend(
@@ -198,36 +198,36 @@ def _attend(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    **more: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention to the full sequence, in place of an attention function of transformers."""
-    shard, how = current_shard(), _method(module)
+    shard, method = current_shard(), _method(module)
     assert shard is not None
-    sinks = more.pop("s_aux", None)  # GPT-OSS: scores in the softmax that have no values
-    bias = more.pop("position_bias", None)  # numbers that T5 adds to scores
-    other = [
-        n for n, given in more.items() if isinstance(given, Tensor) and n not in IGNORED_ARGUMENTS
+    sinks = kwargs.pop("s_aux", None)  # GPT-OSS: scores in the softmax that have no values
+    bias = kwargs.pop("position_bias", None)  # numbers that T5 adds to scores
+    extra = [
+        n for n, term in kwargs.items() if isinstance(term, Tensor) and n not in IGNORED_ARGUMENTS
     ]
-    if other:
-        raise unsplit_refusal(f"its attention gets `{other[0]}`, which cannot be split by tokens")
+    if extra:
+        raise unsplit_refusal(f"its attention gets `{extra[0]}`, which cannot be split by tokens")
     if key.shape[-2] != shard.length or query.shape[-2] != shard.length:
         raise unsplit_refusal("it attends to more than the tokens of the batch")
     rule = _rule(module, mask, is_causal)
-    if more.get("softcap") is not None:
-        rule = replace(rule, cap=float(more["softcap"]))
+    if kwargs.get("softcap") is not None:
+        rule = replace(rule, cap=float(kwargs["softcap"]))
     if sinks is not None:
         rule = replace(rule, sinks=sinks)
     if bias is not None:
         rule = replace(rule, rows=expand_over_keys(shard, bias))
         if rule.rows is None:
             raise local_keys_refusal()
-    blind: Any = "scores" if vars(module).get(_EAGER) else "zero"
-    call = AttentionCall(query, key, value, rule, scaling, dropout, blind)
-    return shard.attend(how, call).transpose(1, 2).contiguous(), None
+    unseen_result: Any = "scores" if vars(module).get(_EAGER) else "zero"
+    call = AttentionCall(query, key, value, rule, scaling, dropout, unseen_result)
+    return shard.attend(method, call).transpose(1, 2).contiguous(), None
 
 
 def _attend_kept(
-    new: Decoding,
+    decoding: Decoding,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -235,22 +235,24 @@ def _attend_kept(
     mask: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **more: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention to the cached keys of all ranks; the mask is the model's, over all keys."""
-    how, sinks = _method(module), more.pop("s_aux", None)
-    other = [
-        n for n, given in more.items() if isinstance(given, Tensor) and n not in IGNORED_ARGUMENTS
+    method, sinks = _method(module), kwargs.pop("s_aux", None)
+    extra = [
+        n for n, term in kwargs.items() if isinstance(term, Tensor) and n not in IGNORED_ARGUMENTS
     ]
-    if other or (dropout and not new.shapes):  # stages on meta may be in training mode
-        raise cache_refusal(f"its attention gets `{other[0] if other else 'dropout'}`")
-    out = attend_cached(new, how, (query, key, value), mask, scaling, more.get("softcap"), sinks)
+    if extra or (dropout and not decoding.shapes):  # stages on meta may be in training mode
+        raise cache_refusal(f"its attention gets `{extra[0] if extra else 'dropout'}`")
+    out = attend_cached(
+        decoding, method, (query, key, value), mask, scaling, kwargs.get("softcap"), sinks
+    )
     return out.transpose(1, 2).contiguous(), None
 
 
 def attend_cached(
-    new: Decoding,
-    how: AttentionMethod,
+    decoding: Decoding,
+    method: AttentionMethod,
     tensors: tuple[Tensor, Tensor, Tensor],
     mask: Any,
     scale: float | None,
@@ -262,21 +264,21 @@ def attend_cached(
     Raises Refusal S627 for keys that were changed since, and for masks that are no tensors.
     """
     query, key, value = tensors
-    if not new.is_from_cache(key, value):
+    if not decoding.is_from_cache(key, value):
         raise cache_refusal("it attends to other keys than those that its cache keeps")
     if not (isinstance(mask, Tensor) or (mask is None and query.shape[2] == 1)):
         raise cache_refusal("its masks are no tensors of [queries, keys]")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     rules = BlockRules(PositionMask(), scale, None if cap is None else float(cap))
-    return new.attend(how, tensors, mask, rules, sinks)
+    return decoding.attend(method, tensors, mask, rules, sinks)
 
 
-def cache_refusal(why: str) -> Refusal:
+def cache_refusal(reason: str) -> Refusal:
     """Return the refusal S627 of an attention whose keys cannot be cached split by tokens."""
     return Refusal.of(
         "S627",
         f"`{current_site() or 'an attention'}` cannot keep keys and values by tokens",
-        notes=(why,),
+        notes=(reason,),
         helps=("`use_cache=False` computes every token from the full sequence",),
     )
 
@@ -290,32 +292,32 @@ def _rule(module: nn.Module, mask: Any, is_causal: bool | None) -> AttentionMask
     return AttentionMask(causal=bool(causal))
 
 
-def is_causal(shard: SequenceShard, seen: Tensor) -> bool:
+def is_causal(shard: SequenceShard, visible: Tensor) -> bool:
     """Return whether a boolean mask [.., local queries, all keys] is exactly the causal mask."""
-    if seen.is_meta or seen.shape[-2] != shard.length:
+    if visible.is_meta or visible.shape[-2] != shard.length:
         return False
-    at = shard.positions(seen.device)[:, None]
-    keys = torch.arange(shard.layout.total, device=seen.device)
-    return bool((seen == (keys <= at)).all())
+    positions = shard.positions(visible.device)[:, None]
+    keys = torch.arange(shard.layout.total, device=visible.device)
+    return bool((visible == (keys <= positions)).all())
 
 
-def unnamed_refusal(what: str) -> Refusal:
+def unnamed_refusal(class_name: str) -> Refusal:
     """Return the refusal S660 of an attention that no row names."""
     return Refusal.of(
         "S660",
-        f"`{current_site() or what}` is an attention that no `context_parallel` row names",
+        f"`{current_site() or class_name}` is an attention that no `context_parallel` row names",
         notes=("all attentions of a model must get the same tokens",),
         helps=("select all of them: `layers.*.self_attn  context_parallel(...)`",),
     )
 
 
-def unsplit_refusal(why: str, *helps: str) -> Refusal:
+def unsplit_refusal(reason: str, *helps: str) -> Refusal:
     """Return the refusal S661 of an attention that cannot be split, with the model's line."""
     line = model_line() if current_site() else ""
     return Refusal.of(
         UNSPLIT,
         f"`{current_site() or 'an attention'}` cannot be split by tokens",
-        notes=(f"{why}, at {line}" if line else why,),
+        notes=(f"{reason}, at {line}" if line else reason,),
         helps=(*helps, "or " * bool(helps) + "leave `context_parallel` out for this model"),
     )
 
@@ -329,7 +331,7 @@ def local_keys_refusal() -> Refusal:
     )
 
 
-def set_method(module: nn.Module, how: AttentionMethod) -> None:
+def set_method(module: nn.Module, method: AttentionMethod) -> None:
     """Set the method of all attentions in a module."""
     for part in module.modules():
-        vars(part)[SLOT] = how
+        vars(part)[SLOT] = method

@@ -52,14 +52,14 @@ def check_fused(
     """
     call = args, kwargs or {}
     calls = {"": call} | dict(later or {})
-    found = _compare_calls(module, calls, training=False)
+    comparisons = _compare_calls(module, calls, training=False)
     if not draws_random(module, call):
-        return found
+        return comparisons
     if given_masks is None:
         given_masks = not on_host(_device(module, call))
-    drawn = _compare_calls(module, calls, training=True, given_masks=given_masks)
-    found += [replace(one, name=f"{one.name} with dropout") for one in drawn]
-    return found + (list(_compare_draws(module, call)) if given_masks else [])
+    dropped = _compare_calls(module, calls, training=True, given_masks=given_masks)
+    comparisons += [replace(c, name=f"{c.name} with dropout") for c in dropped]
+    return comparisons + (list(_compare_draws(module, call)) if given_masks else [])
 
 
 def draws_random(module: nn.Module, call: ModuleCall) -> bool:
@@ -78,7 +78,7 @@ def _device(module: nn.Module, call: ModuleCall) -> torch.device:
 
 
 def _states(device: torch.device) -> list[Tensor]:
-    return [one.get_state() for one in default_generators([device])]
+    return [generator.get_state() for generator in default_generators([device])]
 
 
 class PositionMasks(TorchFunctionMode):
@@ -91,14 +91,17 @@ class PositionMasks(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the call; replace dropout."""
-        named = dict(kwargs or {})
+        named_args = dict(kwargs or {})
         if func is F.dropout:
-            return _dropout_by_position(*args, **named)
+            return _dropout_by_position(*args, **named_args)
         if func is F.scaled_dot_product_attention:
-            named["dropout_p"], args = 0.0, (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            named_args["dropout_p"], args = (
+                0.0,
+                (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args,
+            )
             if len(args) > 4:
-                del named["dropout_p"]
-        return func(*args, **named)
+                del named_args["dropout_p"]
+        return func(*args, **named_args)
 
 
 def _dropout_by_position(
@@ -106,8 +109,8 @@ def _dropout_by_position(
 ) -> Tensor:
     if not training or p == 0.0:
         return input
-    place = torch.arange(input.numel(), device=input.device).view(input.shape)
-    kept = (place * 2654435761 % 4294967296).double() / 4294967296 >= p
+    positions = torch.arange(input.numel(), device=input.device).view(input.shape)
+    kept = (positions * 2654435761 % 4294967296).double() / 4294967296 >= p
     factor = kept.to(input.dtype) / (1.0 - p)
     return input.mul_(factor) if inplace else input * factor
 
@@ -118,15 +121,17 @@ def _compare_draws(module: nn.Module, call: ModuleCall) -> Iterator[Comparison]:
     twin = copy.deepcopy(module).train()
     fused, eager = _fused(twin), plain_forward(twin)
     seeds = range(DRAWS)
-    ours, again, theirs = (
+    fused_sums, repeated, eager_sums = (
         torch.tensor([_digest(function, call, seed) for seed in seeds], dtype=torch.float64)
         for function in (fused, fused, eager)
     )
-    yield _bounded("draws after one seed", float((ours - again).abs().max()), 0.0)
-    spread = max(float(theirs.std()), 1e-30)
-    sure = MAX_DEVIATIONS * math.sqrt(2 / DRAWS)
-    yield _bounded("mean of draws", float((ours.mean() - theirs.mean()).abs()) / spread, sure)
-    ratio = max(float(ours.std()), 1e-30) / spread
+    yield _bounded("draws after one seed", float((fused_sums - repeated).abs().max()), 0.0)
+    spread = max(float(eager_sums.std()), 1e-30)
+    bound = MAX_DEVIATIONS * math.sqrt(2 / DRAWS)
+    yield _bounded(
+        "mean of draws", float((fused_sums.mean() - eager_sums.mean()).abs()) / spread, bound
+    )
+    ratio = max(float(fused_sums.std()), 1e-30) / spread
     yield _bounded("spread of draws", abs(math.log(ratio)), MAX_DEVIATIONS * math.sqrt(1 / DRAWS))
 
 
@@ -138,8 +143,8 @@ def _digest(function: Callable[..., Any], call: ModuleCall, seed: int) -> float:
     """Return one number that depends on all outputs of a call."""
     with generators_restored(), torch.no_grad():
         torch.manual_seed(seed)
-        out = _tensors(function(*call[0], **call[1]), "")
-    return float(torch.stack([_weighted_sum(t) for _, t in out if t.is_floating_point()]).sum())
+        tensors = _tensors(function(*call[0], **call[1]), "")
+    return float(torch.stack([_weighted_sum(t) for _, t in tensors if t.is_floating_point()]).sum())
 
 
 def _fused(module: nn.Module) -> Callable[..., Any]:
@@ -155,24 +160,24 @@ def _compare_calls(
     twins = [copy.deepcopy(module).train(training) for _ in range(3)]
     twins[2].double()
     mode: AbstractContextManager[Any] = PositionMasks() if given_masks else nullcontext()
-    found: list[Comparison] = []
-    for words, call in calls.items():
+    comparisons: list[Comparison] = []
+    for label, call in calls.items():
         with mode:
             try:
                 fused = _values(twins[0], _fused(twins[0]), call, torch.Tensor.clone)
             except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError) as error:
-                if not words:
+                if not label:
                     raise
-                said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-                found.append(_failed_comparison(f"the call {words} fails ({said})"))
+                message = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+                comparisons.append(_failed_comparison(f"the call {label} fails ({message})"))
                 continue
             eager = _values(twins[1], plain_forward(twins[1]), call, torch.Tensor.clone)
             exact = _values(twins[2], plain_forward(twins[2]), call, _to_double)
-        names = {name: f"{name} {words}".strip() for name in (*exact, *fused)}
-        found += [
+        names = {name: f"{name} {label}".strip() for name in (*exact, *fused)}
+        comparisons += [
             _compare_tensor(names[k], fused.get(k), eager.get(k), exact.get(k)) for k in names
         ]
-    return found
+    return comparisons
 
 
 def _compare_tensor(
@@ -180,10 +185,16 @@ def _compare_tensor(
 ) -> Comparison:
     """Compare one tensor; a missing tensor or another shape gives an infinite error."""
     if fused is None or eager is None or exact is None or fused.shape != exact.shape:
-        lost, more = "is not there", "the module has none"
-        only = exact is None or eager is None
-        why = lost if fused is None else more if only else f"has shape {list(fused.shape)}"
-        return _failed_comparison(f"{name} ({why})")
+        not_computed, missing = "is not there", "the module has none"
+        fused_only = exact is None or eager is None
+        reason = (
+            not_computed
+            if fused is None
+            else missing
+            if fused_only
+            else f"has shape {list(fused.shape)}"
+        )
+        return _failed_comparison(f"{name} ({reason})")
     # two orders of summation: k = 8 for gradients, 4 for outputs, as in `passes.verify`
     times = 8.0 if "gradient" in name else 4.0
     return compare_tensor(name, fused, eager, exact.double(), times=times)
@@ -212,24 +223,24 @@ def _values(
             return type(value)(prepared(v, f"{name}.{i}") for i, v in enumerate(value))
         if not isinstance(value, Tensor):
             return value
-        new = change(value.detach())
-        if not new.is_floating_point():
-            return new
-        leaves[f"input {name}"] = new.requires_grad_()
-        return new.clone()  # not a leaf: a module may modify an activation in place
+        changed = change(value.detach())
+        if not changed.is_floating_point():
+            return changed
+        leaves[f"input {name}"] = changed.requires_grad_()
+        return changed.clone()  # not a leaf: a module may modify an activation in place
 
-    given = [prepared(value, str(place)) for place, value in enumerate(args)]
+    inputs = [prepared(value, str(index)) for index, value in enumerate(args)]
     with generators_restored():
         torch.manual_seed(0)  # the same masks for every dtype: they are drawn in float64
-        out = forward(*given, **{name: prepared(value, name) for name, value in kwargs.items()})
-    found = {f"output {n}": t for n, t in _tensors(out, "") if t.is_floating_point()}
-    total = [_weighted_sum(t) for t in found.values() if t.requires_grad]
+        output = forward(*inputs, **{name: prepared(value, name) for name, value in kwargs.items()})
+    values = {f"output {n}": t for n, t in _tensors(output, "") if t.is_floating_point()}
+    total = [_weighted_sum(t) for t in values.values() if t.requires_grad]
     used = [name for name, leaf in leaves.items() if leaf.requires_grad and total]
     ends = [leaves[name] for name in used]
     grads = torch.autograd.grad(torch.stack(total).sum(), ends, allow_unused=True) if used else ()
-    found = {name: t.detach() for name, t in found.items()}
+    values = {name: t.detach() for name, t in values.items()}
     pairs = zip(used, grads, strict=True)
-    return found | {f"gradient of {name}": g for name, g in pairs if g is not None}
+    return values | {f"gradient of {name}": g for name, g in pairs if g is not None}
 
 
 def _weighted_sum(tensor: Tensor) -> Tensor:
@@ -242,7 +253,7 @@ def _tensors(value: Any, name: str) -> list[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         return [(name, value)]
     if isinstance(value, Mapping):
-        return [pair for key, each in value.items() for pair in _tensors(each, f"{name}.{key}")]
+        return [pair for key, item in value.items() for pair in _tensors(item, f"{name}.{key}")]
     if isinstance(value, (tuple, list)):
-        return [pair for i, each in enumerate(value) for pair in _tensors(each, f"{name}.{i}")]
+        return [pair for i, item in enumerate(value) for pair in _tensors(item, f"{name}.{i}")]
     return []

@@ -42,25 +42,25 @@ def arguments_of(forward: Any) -> Callable[..., dict[str, Any]]:
     would.
     """
     parameters = list(inspect.signature(forward).parameters.values())
-    found = ", ".join(f"{p.name!r}: {p.name}" for p in parameters[1:])
-    space: dict[str, Any] = {}
-    exec(f"def named({_signature_text(parameters)}): return {{{found}}}", space)
-    made: Any = space["named"]
+    entries = ", ".join(f"{p.name!r}: {p.name}" for p in parameters[1:])
+    namespace: dict[str, Any] = {}
+    exec(f"def named({_signature_text(parameters)}): return {{{entries}}}", namespace)
+    function: Any = namespace["named"]
     usual = [p for p in parameters if p.default is not p.empty]
-    made.__defaults__ = tuple(p.default for p in usual if p.kind != p.KEYWORD_ONLY) or None
-    made.__kwdefaults__ = {p.name: p.default for p in usual if p.kind == p.KEYWORD_ONLY} or None
-    made.__name__ = made.__qualname__ = getattr(forward, "__qualname__", "forward")
-    bound: Callable[..., dict[str, Any]] = made
+    function.__defaults__ = tuple(p.default for p in usual if p.kind != p.KEYWORD_ONLY) or None
+    function.__kwdefaults__ = {p.name: p.default for p in usual if p.kind == p.KEYWORD_ONLY} or None
+    function.__name__ = function.__qualname__ = getattr(forward, "__qualname__", "forward")
+    bound: Callable[..., dict[str, Any]] = function
     return bound
 
 
 def _signature_text(parameters: list[inspect.Parameter]) -> str:
     """Return the parameters as text; each default is None, to be replaced later."""
-    bare = [
+    plain_params = [
         p.replace(annotation=p.empty, default=p.empty if p.default is p.empty else None)
         for p in parameters
     ]
-    return str(inspect.Signature(bare))[1:-1]
+    return str(inspect.Signature(plain_params))[1:-1]
 
 
 # -- the function of a node ------------------------------------------------------------------------
@@ -114,17 +114,17 @@ VIEWS = frozenset(
 
 
 def _functions() -> dict[Any, str]:
-    found: dict[Any, str] = {}
+    names: dict[Any, str] = {}
     for name in FUNCTIONS:
-        for place in (torch, F, torch.special, torch._C._nn):
-            made = getattr(place, name, None)
-            if callable(made):
-                found[made] = name
+        for namespace in (torch, F, torch.special, torch._C._nn):
+            function = getattr(namespace, name, None)
+            if callable(function):
+                names[function] = name
     for name in ("add", "sub", "mul", "matmul", "neg", "abs", "pow"):
-        found[getattr(operator, name)] = name
-    found[operator.truediv] = "div"
-    found[torch.bmm] = found[torch.mm] = "matmul"
-    return found
+        names[getattr(operator, name)] = name
+    names[operator.truediv] = "div"
+    names[torch.bmm] = names[torch.mm] = "matmul"
+    return names
 
 
 FUNCTION_NAMES = _functions()
@@ -137,13 +137,13 @@ def operation_of(node: fx.Node, root: nn.Module) -> tuple[str, dict[str, Any]] |
         return None
     order = ARGUMENT_ORDER.get(name, FUNCTIONS[name])
     if len(node.args) > len(order):
-        order = (*order, *(f"more {place}" for place in range(len(node.args))))
-    given = {**dict(zip(order, node.args)), **node.kwargs}
-    if given.get("inplace") or "input" not in given:
+        order = (*order, *(f"more {index}" for index in range(len(node.args))))
+    arguments = {**dict(zip(order, node.args)), **node.kwargs}
+    if arguments.get("inplace") or "input" not in arguments:
         return None
     if node.op == "call_module":
-        given["p"] = _module(node, root).p
-    return name, {**DEFAULTS.get(name, {}), **given}
+        arguments["p"] = _module(node, root).p
+    return name, {**DEFAULTS.get(name, {}), **arguments}
 
 
 def function_name(node: fx.Node, root: nn.Module) -> str | None:
@@ -217,10 +217,10 @@ _Trace = Callable[[FrameType, str, Any], Any]
 
 
 @contextmanager
-def record_none_tests(module: nn.Module, given: Mapping[str, Any]) -> Iterator[list[str]]:
+def record_none_tests(module: nn.Module, tensors: Mapping[str, Any]) -> Iterator[list[str]]:
     """Record, as text, tests for None while `module` is traced that the trace answers wrongly.
 
-    These are tests of values returned by children, and of Nones in the arguments `given`.
+    These are tests of values returned by children, and of Nones in the arguments `tensors`.
     """
     findings: list[str] = []
 
@@ -240,19 +240,19 @@ def record_none_tests(module: nn.Module, given: Mapping[str, Any]) -> Iterator[l
             child = _child_returning(value.node, module)
             if child is not None:
                 findings.append(f"it asks whether `{name}`, returned by `{child}`, is None")
-            elif _is_none(_argument_value(value.node, given), itself):
+            elif _is_none(_argument_value(value.node, tensors), itself):
                 findings.append(
                     f"it asks whether `{name}`, or what it holds, is None, as it is here"
                 )
         return step
 
-    before = sys.gettrace()
+    old_trace = sys.gettrace()
     sys._getframe().f_trace_opcodes = True  # Python 3.12 reads this once, when tracing begins
     sys.settrace(enter)
     try:
         yield findings
     finally:
-        sys.settrace(before)
+        sys.settrace(old_trace)
 
 
 def _is_foreign(code: CodeType) -> bool:
@@ -266,42 +266,42 @@ def _none_tests(code: CodeType) -> dict[int, tuple[tuple[str, bool], ...]]:
     With each name: whether the comparison is about the variable itself, or about a value made from
     it.
     """
-    found: dict[int, tuple[tuple[str, bool], ...]] = {}
+    tests: dict[int, tuple[tuple[str, bool], ...]] = {}
     line: list[dis.Instruction] = []
-    for one in dis.get_instructions(code):
-        if one.starts_line:
+    for step in dis.get_instructions(code):
+        if step.starts_line:
             line = []
-        of_none = "IF_NONE" in one.opname or "IF_NOT_NONE" in one.opname
-        is_op = one.opname == "IS_OP" and bool(line) and line[-1].opname == "LOAD_CONST"
+        of_none = "IF_NONE" in step.opname or "IF_NOT_NONE" in step.opname
+        is_op = step.opname == "IS_OP" and bool(line) and line[-1].opname == "LOAD_CONST"
         is_op = is_op and line[-1].argval is None
         if of_none or is_op:
-            before = line[:-1] if is_op else line
-            loaded = [_loaded_names(i) for i in before]
+            operands = line[:-1] if is_op else line
+            loaded = [_loaded_names(i) for i in operands]
             itself = loaded[-1][-1:] if loaded else ()  # else about a value made from the names
             names = itself or tuple(name for names in loaded for name in names)
-            found[one.offset] = tuple((name, bool(itself)) for name in names)
-        line.append(one)
-    return found
+            tests[step.offset] = tuple((name, bool(itself)) for name in names)
+        line.append(step)
+    return tests
 
 
-def _loaded_names(one: dis.Instruction) -> tuple[str, ...]:
+def _loaded_names(step: dis.Instruction) -> tuple[str, ...]:
     """Return the variables that an instruction loads, in order; up to two from Python 3.13 on."""
-    names = one.argval if isinstance(one.argval, tuple) else (str(one.argval),)
-    if one.opname == "STORE_FAST_LOAD_FAST":
+    names = step.argval if isinstance(step.argval, tuple) else (str(step.argval),)
+    if step.opname == "STORE_FAST_LOAD_FAST":
         return names[1:]
-    return names if one.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) else ()
+    return names if step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) else ()
 
 
-def _argument_value(node: fx.Node, given: Mapping[str, Any]) -> Any:
+def _argument_value(node: fx.Node, tensors: Mapping[str, Any]) -> Any:
     """Return the value of an argument, or of an item of one, in this call; None where unknown."""
     if node.op == "placeholder":
-        return given.get(str(node.target), 0)
+        return tensors.get(str(node.target), 0)
     if node.op != "call_function" or node.target is not operator.getitem:
         return 0  # computed: a tensor, or the output of a child
-    first, place = node.args[0], cast(Any, node.args[1])
-    whole = _argument_value(first, given) if isinstance(first, fx.Node) else 0
+    source, key = node.args[0], cast(Any, node.args[1])
+    container = _argument_value(source, tensors) if isinstance(source, fx.Node) else 0
     try:
-        return whole[place] if isinstance(whole, Mapping | Sequence) else whole
+        return container[key] if isinstance(container, Mapping | Sequence) else container
     except (LookupError, TypeError):
         return None
 
@@ -311,16 +311,16 @@ def _is_none(value: Any, itself: bool) -> bool:
     if itself or value is None or not isinstance(value, Mapping | tuple | list):
         return value is None
     inside = value.values() if isinstance(value, Mapping) else value
-    return any(_is_none(one, itself) for one in inside)
+    return any(_is_none(item, itself) for item in inside)
 
 
 def _child_returning(node: fx.Node, module: nn.Module) -> str | None:
     """Return the child whose output (or an item of it) a value is; None: always a tensor."""
     while node.op == "call_function" and node.target in (operator.getitem, getattr):
-        first = node.args[0]
-        if not isinstance(first, fx.Node):
+        source = node.args[0]
+        if not isinstance(source, fx.Node):
             return None
-        node = first
+        node = source
     if node.op != "call_module":
         return None
     child = module.get_submodule(str(node.target))
@@ -370,9 +370,9 @@ def structure_of(value: Any) -> Any:
     This is: keys of a dict, length of a list, and which items are None.
     """
     if isinstance(value, dict):
-        return "dict", *((key, structure_of(one)) for key, one in value.items())
+        return "dict", *((key, structure_of(item)) for key, item in value.items())
     if isinstance(value, tuple | list):
-        return "list", *(structure_of(one) for one in value)
+        return "list", *(structure_of(item) for item in value)
     return "none" if value is None else "value"
 
 
@@ -381,26 +381,26 @@ def value_with_structure(inside: Any) -> Any:
     if isinstance(inside, str):
         return None if inside == "none" else inside
     kind, *parts = inside
-    made = [value_with_structure(part[1] if kind == "dict" else part) for part in parts]
-    return dict(zip((part[0] for part in parts), made)) if kind == "dict" else made
+    values = [value_with_structure(part[1] if kind == "dict" else part) for part in parts]
+    return dict(zip((part[0] for part in parts), values)) if kind == "dict" else values
 
 
 def flow_arguments_of(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> FlowArguments:
     """Split the arguments of a call of a module's own forward into tensors and constants."""
-    named = arguments_of(type(module).forward)(module, *args, **kwargs)
-    parts = {n: v for n, v in named.items() if _holds(v)}
-    return FlowArguments(parts, {n: v for n, v in named.items() if n not in parts})
+    arguments = arguments_of(type(module).forward)(module, *args, **kwargs)
+    parts = {n: v for n, v in arguments.items() if _holds(v)}
+    return FlowArguments(parts, {n: v for n, v in arguments.items() if n not in parts})
 
 
 def invented_arguments(module: nn.Module) -> FlowArguments:
     """Invent a call with a tensor for each required argument, and defaults for the others."""
-    found = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    params = list(inspect.signature(type(module).forward).parameters.values())[1:]
     free: dict[Any, Any] = {inspect.Parameter.VAR_POSITIONAL: (), inspect.Parameter.VAR_KEYWORD: {}}
-    needed = {p.name: torch.empty(0) for p in found if p.default is p.empty and p.kind not in free}
-    rest = {p.name: free.get(p.kind, p.default) for p in found if p.name not in needed}
-    return FlowArguments(needed, rest)
+    needed = {p.name: torch.empty(0) for p in params if p.default is p.empty and p.kind not in free}
+    optional = {p.name: free.get(p.kind, p.default) for p in params if p.name not in needed}
+    return FlowArguments(needed, optional)
 
 
 def _holds(value: Any) -> bool:
@@ -409,17 +409,17 @@ def _holds(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
 
 
-def trace_flow(module: nn.Module, given: FlowArguments, looked: TraceDepth) -> fx.Graph:
+def trace_flow(module: nn.Module, arguments: FlowArguments, depth: TraceDepth) -> fx.Graph:
     """Trace one call; return its data flow, or raise Refusal S883."""
-    tracer = Tracer(module, given, looked)
+    tracer = Tracer(module, arguments, depth)
     with _lock, without_function_modes():
         try:
             while True:
                 try:
-                    with record_none_tests(module, given.tensors) as questions:
+                    with record_none_tests(module, arguments.tensors) as questions:
                         graph = tracer.trace(module)
                 except _DrawsRandom as inside:
-                    tracer = Tracer(module, given, looked, tracer.whole | {inside.path})
+                    tracer = Tracer(module, arguments, depth, tracer.whole | {inside.path})
                     continue
                 if questions:
                     raise _flow_refusal(module, questions[:1])
@@ -445,16 +445,16 @@ def _with_plain_inputs(graph: fx.Graph) -> fx.Graph:
 
 def _refusal(module: nn.Module, error: Exception) -> Refusal:
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "/torch/" not in f.filename and "/schedlang/" not in f.filename]
-    where = [f"{f.filename.rpartition('/')[2]}:{f.lineno}: {f.line}" for f in own[-1:]]
-    said = f"{type(error).__name__}: {error}".split("\n")[0]
-    return _flow_refusal(module, [said, *where])
+    outside = [f for f in frames if "/torch/" not in f.filename and "/schedlang/" not in f.filename]
+    lines = [f"{f.filename.rpartition('/')[2]}:{f.lineno}: {f.line}" for f in outside[-1:]]
+    message = f"{type(error).__name__}: {error}".split("\n")[0]
+    return _flow_refusal(module, [message, *lines])
 
 
 def _flow_refusal(module: nn.Module, notes: Iterable[str]) -> Refusal:
-    title = f"the data flow of `{type(module).__name__}` cannot be followed"
+    message = f"the data flow of `{type(module).__name__}` cannot be followed"
     helps = ("name a smaller module, one that computes what the pattern says",)
-    return Refusal.of("S883", title, notes=tuple(notes), helps=helps)
+    return Refusal.of("S883", message, notes=tuple(notes), helps=helps)
 
 
 class _DrawsRandom(Exception):
@@ -473,19 +473,19 @@ class Tracer(fx.Tracer):
     def __init__(
         self,
         module: nn.Module,
-        given: FlowArguments,
-        looked: TraceDepth,
-        whole: Set[str] = frozenset(),
+        arguments: FlowArguments,
+        depth: TraceDepth,
+        opaque: Set[str] = frozenset(),
     ) -> None:
         super().__init__()
-        self.module, self.given, self.looked = module, given, looked
-        self.whole = looked.calls | whole
+        self.module, self.given, self.looked = module, arguments, depth
+        self.whole = depth.calls | opaque
         self.inside: list[str] = []
 
-    def create_args_for_root(self, root_fn: Any, *given: Any) -> Any:
+    def create_args_for_root(self, root_fn: Any, *args: Any) -> Any:
         """Return the function to trace, and its arguments."""
         followed = inspect.unwrap(root_fn) if self.looked.undecorated else root_fn
-        return super().create_args_for_root(followed, *given)
+        return super().create_args_for_root(followed, *args)
 
     def create_arg(self, a: Any) -> Any:
         """Return a value as a node; fx would turn dataclass outputs that are dicts into plain
@@ -497,21 +497,21 @@ class Tracer(fx.Tracer):
             return super().create_arg(a)
         if not is_dataclass(a):
             raise TypeError(f"it gives a `{type(a).__name__}`")
-        made = self.create_proxy("call_function", type(a), (), dict(a))
-        return made.node
+        proxy = self.create_proxy("call_function", type(a), (), dict(a))
+        return proxy.node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a module stays a call: large kernel, dropout, one with hooks or layers."""
         products = () if self.looked.products else LARGE_KERNELS
-        kept = isinstance(m, products) or is_dropout(m) or module_qualified_name in self.whole
-        return kept or has_changed_call(m)
+        is_leaf = isinstance(m, products) or is_dropout(m) or module_qualified_name in self.whole
+        return is_leaf or has_changed_call(m)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Trace a child's call; a projection with a separate bias becomes product and addition."""
         path = self.path_of_module(m)
         if path in self.looked.decomposed:
-            at = self.create_proxy("get_attr", path, (), {})
-            product = self.create_proxy("call_function", sharded_product, (at, *args), kwargs)
+            owner = self.create_proxy("get_attr", path, (), {})
+            product = self.create_proxy("call_function", sharded_product, (owner, *args), kwargs)
             bias = self.create_proxy("get_attr", f"{path}.bias", (), {})
             return self.create_proxy("call_function", operator.add, (product, bias), {})
         self.inside.append(path)
@@ -527,12 +527,12 @@ class Tracer(fx.Tracer):
             raise _DrawsRandom(self.inside[-1])
         return super().create_node(kind, target, *args, **kwargs)
 
-    def _proxy_placeholder(self, name: str, *more: Any) -> Any:
+    def _proxy_placeholder(self, name: str, *args: Any) -> Any:
         """Return a proxy for an argument of the flow, or its constant."""
-        bare = name.lstrip("*")
-        if bare in self.given.constants:
-            return self.given.constants[bare]
-        return self.create_proxy("placeholder", bare, (), {})
+        plain_name = name.lstrip("*")
+        if plain_name in self.given.constants:
+            return self.given.constants[plain_name]
+        return self.create_proxy("placeholder", plain_name, (), {})
 
     def keys(self, obj: fx.Proxy) -> Any:
         """Return the keys of an argument that is a dict, as in this call."""
@@ -543,8 +543,8 @@ class Tracer(fx.Tracer):
         """Return the items of an argument that is a list, as many as in this call."""
         value = self.given.tensors.get(str(obj.node.target))
         if obj.node.op == "placeholder" and isinstance(value, tuple | list):
-            several: Any = obj
-            return iter([several[place] for place in range(len(value))])
+            items: Any = obj
+            return iter([items[index] for index in range(len(value))])
         return super().iter(obj)
 
 

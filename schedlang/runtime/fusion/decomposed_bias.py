@@ -24,11 +24,11 @@ class DecomposedBias:
     def __init__(self, module: nn.Module, kind: str) -> None:
         self.module, self.kind = module, kind
 
-    def __call__(self, inner: Callable[..., Any], *args: Tensor, **named: Tensor) -> Tensor:
+    def __call__(self, inner: Callable[..., Any], *args: Tensor, **kwargs: Tensor) -> Tensor:
         """Run both steps; `inner` is not called."""
         bias = self.module._parameters["bias"]
         assert bias is not None
-        (x,) = *args, *named.values()  # torch's own layer also accepts it as `input=`
+        (x,) = *args, *kwargs.values()  # torch's own layer also accepts it as `input=`
         return PRODUCTS_BY_KIND[self.kind](self.module, x, False) + bias
 
 
@@ -42,19 +42,19 @@ def product_without_bias(module: nn.Module, x: Tensor) -> Tensor:
             "its parameters are gathered only for its own call",
             "let `zero` gather a larger module: the layer",
         )
-    made: ShardedLayer | None = layer_of(module, "sharded")
-    if made is None:
+    layer: ShardedLayer | None = layer_of(module, "sharded")
+    if layer is None:
         kind = next(c.__name__ for c in type(module).__mro__ if c.__name__ in PRODUCTS_BY_KIND)
         return PRODUCTS_BY_KIND[kind](module, x, False)
-    ends = [edge for edge in made.edges if edge.is_head or edge.output_before != edge.output_after]
+    ends = [edge for edge in layer.edges if edge.is_head or edge.output_before != edge.output_after]
     late = [edge for edge in ends if edge.is_head or not _is_partial(edge)]
-    if made.kind not in PRODUCTS_BY_KIND or late:
+    if layer.kind not in PRODUCTS_BY_KIND or late:
         raise _refused(
             "its result is gathered after its bias is added",
             "keep the output sharded: drop `output=R`",
         )
-    out: Tensor = projection(module, made.kind, made.edges, biased=False)(x)
-    return out
+    product: Tensor = projection(module, layer.kind, layer.edges, biased=False)(x)
+    return product
 
 
 def _is_partial(edge: Any) -> bool:
@@ -63,6 +63,6 @@ def _is_partial(edge: Any) -> bool:
     return isinstance(edge.output_before, P)
 
 
-def _refused(why: str, help_: str) -> Refusal:
-    title = "the bias of this projection cannot be added separately"
-    return Refusal.of("S886", title, notes=(why,), helps=(help_,))
+def _refused(reason: str, help_: str) -> Refusal:
+    message = "the bias of this projection cannot be added separately"
+    return Refusal.of("S886", message, notes=(reason,), helps=(help_,))

@@ -127,7 +127,7 @@ class FusedForward:
         if not self.looked and self.module is not None:
             self.looked, self.eager = True, self.eager or graph_obstacle(self.module)
         modes = modes_on_stack()
-        reasons = [why for mode in modes if (why := mode.eager)]
+        reasons = [reason for mode in modes if (reason := mode.eager)]
         reasons += [self.eager] if self.eager and torch.is_grad_enabled() else []
         if reasons and self.module is not None:
             note_declined(self.module, "fuse", reasons[0])
@@ -138,20 +138,20 @@ class FusedForward:
             if self.module is not None:
                 build_forwards(self.module)
             self.compiled = _compile(inner, self.rounding)
-            tracked = (one for one in tensors_in((args, kwargs)) if not one.is_inference())
-            versions = [(one, one._version) for one in tracked]
+            tracked = (tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_inference())
+            versions = [(tensor, tensor._version) for tensor in tracked]
         without_modes = (
             without_function_modes() if modes or is_ignored_mode_active() else nullcontext()
         )
         with without_modes, _count_graphs(self), _refuse_breaks(self.name):
-            out = self.compiled(*args, **kwargs)
-        if any(one._version != version for one, version in versions):
+            output = self.compiled(*args, **kwargs)
+        if any(tensor._version != version for tensor, version in versions):
             raise _refusal(
                 "S833",
                 f"`{self.name}` changes its inputs in place",
                 "a compiled graph would compute gradients with the changed values",
             )
-        return out
+        return output
 
 
 def _compile(inner: Callable[..., Any], rounding: str) -> Callable[..., Any]:
@@ -175,15 +175,15 @@ def _with_own_code(inner: Callable[..., Any]) -> Callable[..., Any]:
     key = (type(module), function)
     if key not in _codes:
         code = function.__code__.replace()
-        made = FunctionType(
+        function_copy = FunctionType(
             code,
             function.__globals__,
             function.__name__,
             function.__defaults__,
             function.__closure__,
         )
-        made.__kwdefaults__ = function.__kwdefaults__
-        _codes[key] = made
+        function_copy.__kwdefaults__ = function.__kwdefaults__
+        _codes[key] = function_copy
     return MethodType(_codes[key], module)
 
 
@@ -223,8 +223,8 @@ _BACKENDS: Mapping[tuple[str, bool], Callable[..., Any]] = {
 }
 
 
-def _refusal(code: str, title: str, *notes: str) -> Refusal:
-    return Refusal.of(code, title, notes=notes, helps=("leave this module unfused",))
+def _refusal(code: str, message: str, *notes: str) -> Refusal:
+    return Refusal.of(code, message, notes=notes, helps=("leave this module unfused",))
 
 
 @contextmanager
@@ -246,9 +246,9 @@ def _refuse_breaks(name: str) -> Iterator[None]:
         ) from error
     except exc.Unsupported as error:
         message_lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        where = [line for line in message_lines if line.startswith("File ")][-1:]
+        location = [line for line in message_lines if line.startswith("File ")][-1:]
         raise _refusal(
-            "S833", f"`{name}` cannot be compiled as one graph", *message_lines[:2], *where
+            "S833", f"`{name}` cannot be compiled as one graph", *message_lines[:2], *location
         ) from error
 
 
@@ -266,23 +266,23 @@ class FuseRequest:
 
 
 def matches_in_module(
-    module: nn.Module, request: FuseRequest, given: FlowArguments
+    module: nn.Module, request: FuseRequest, arguments: FlowArguments
 ) -> tuple[Any, list[Match]]:
     """Return the data flow of a call and the matches of the pattern; refuse (S882) without a
     match."""
-    graph = trace_flow(module, given, request.depth)
+    graph = trace_flow(module, arguments, request.depth)
     if request.pattern is None:
         return graph, [match_all(graph, module)]
-    found, miss = find_matches(request.pattern, graph, module)
-    if not found:
+    matches, miss = find_matches(request.pattern, graph, module)
+    if not matches:
         raise no_match_refusal(request, request.pattern, miss)
-    return graph, found
+    return graph, matches
 
 
 def no_match_refusal(request: FuseRequest, pattern: Pattern, miss: NearestMiss) -> Refusal:
     """Return the refusal S882, with the reason of the nearest attempt."""
     fitted = max(miss.fitted, 0)
-    of = f"{fitted} of its {pattern.body.size} calls fit"
+    fit_text = f"{fitted} of its {pattern.body.size} calls fit"
     helps = ("`schedlang explain fuse` lists what a pattern may contain",)
     if miss.bias:
         row = f"{request.name}.{miss.bias}".lstrip(".")
@@ -290,7 +290,7 @@ def no_match_refusal(request: FuseRequest, pattern: Pattern, miss: NearestMiss) 
     return Refusal.of(
         "S882",
         f"`{request.name or 'the model'}` has no match for the pattern `{pattern.name}`",
-        notes=(f"{of}: {miss.reason}", pattern.text),
+        notes=(f"{fit_text}: {miss.reason}", pattern.text),
         helps=helps,
     )
 
@@ -327,10 +327,10 @@ class FusedRegions:
         if self.eager:
             note_declined(self.module, "fuse", self.eager)
             return inner(*args, **kwargs)
-        given = flow_arguments_of(self.module, args, kwargs)
-        key = given.key, tuple(m.training for m in self.module.modules())
+        arguments = flow_arguments_of(self.module, args, kwargs)
+        key = arguments.key, tuple(m.training for m in self.module.modules())
         if key not in self.made:
-            graph, found = matches_in_module(self.module, self.told, given)
-            self.made[key] = rewrite_flow(graph, found, self.module, self.told.options)
-        made = self.made[key]
-        return made.run(self.module, *(given.tensors[name] for name in made.names))
+            graph, matches = matches_in_module(self.module, self.told, arguments)
+            self.made[key] = rewrite_flow(graph, matches, self.module, self.told.options)
+        flow = self.made[key]
+        return flow.run(self.module, *(arguments.tensors[name] for name in flow.names))

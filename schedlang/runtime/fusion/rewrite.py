@@ -33,7 +33,7 @@ from schedlang.runtime.rowwise_kernels.rowwise_operator import RowwiseRegion, no
 MAX_SHAPES = 16  # sets of shapes of one region; with more, it is compiled for any shape, or refused
 
 
-def compile_region(plain: Callable[..., Any], count: Callable[[], None], rounding: str) -> Any:
+def compile_region(function: Callable[..., Any], count: Callable[[], None], rounding: str) -> Any:
     """Compile a function with inductor; `count` is called for each graph.
 
     rounding  "eager": intermediate results are rounded to the working dtype as in eager mode;
@@ -48,7 +48,7 @@ def compile_region(plain: Callable[..., Any], count: Callable[[], None], roundin
         with inductor.patch(emulate_precision_casts=rounding == "eager"), compile_keeping_buffers():
             return compile_fx(graph, inputs)
 
-    return torch.compile(plain, fullgraph=True, backend=backend)
+    return torch.compile(function, fullgraph=True, backend=backend)
 
 
 # -- matches, along the edges between calls --------------------------------------------------------
@@ -104,9 +104,9 @@ class _Try:
                     return self._fail(f"`{name}` is two different values")
                 self.bound[name] = value
                 return True
-            case Const(wanted):
-                return _equal(wanted, value) or self._fail(
-                    f"the pattern has {wanted} where the model has {_value_text(value, self.root)}"
+            case Const(const):
+                return _equal(const, value) or self._fail(
+                    f"the pattern has {const} where the model has {_value_text(value, self.root)}"
                 )
             case Op():
                 return self._call(term, value)
@@ -118,8 +118,8 @@ class _Try:
     def _call(self, term: Op, value: Any) -> bool:
         if not isinstance(value, fx.Node):
             return self._fail(f"the pattern has `{term}` where the model has {value!r}")
-        found = operation_of(value, self.root)
-        if found is None or found[0] != term.name:
+        operation = operation_of(value, self.root)
+        if operation is None or operation[0] != term.name:
             text = describe_node(value, self.root)
             return self._fail(
                 f"the pattern has `{term}` where the model has {text}", _bias(term, value)
@@ -129,12 +129,12 @@ class _Try:
                 f"{describe_node(value, self.root)} is matched by two calls of the pattern"
             )
         self.nodes.append(value)
-        for given in _orders(term):
-            before = len(self.nodes), dict(self.bound)
-            if all(self.fits(inner, found[1].get(name)) for name, inner in given):
+        for arguments in _orders(term):
+            snapshot = len(self.nodes), dict(self.bound)
+            if all(self.fits(inner, operation[1].get(name)) for name, inner in arguments):
                 return True
-            del self.nodes[before[0] :]
-            self.bound = before[1]
+            del self.nodes[snapshot[0] :]
+            self.bound = snapshot[1]
         self.nodes.remove(value)
         return False
 
@@ -151,12 +151,12 @@ def _bias(term: Op, value: fx.Node) -> str:
     return str(value.target) if term.name == "add" and value.op == "call_module" else ""
 
 
-def _equal(wanted: Any, value: Any) -> bool:
-    if isinstance(wanted, bool) or isinstance(value, bool):
-        return wanted is value
+def _equal(constant: Any, value: Any) -> bool:
+    if isinstance(constant, bool) or isinstance(value, bool):
+        return constant is value
     if isinstance(value, fx.Node):
         return False
-    return bool(str(wanted) == str(value) or wanted == value)
+    return bool(str(constant) == str(value) or constant == value)
 
 
 def _value_text(value: Any, root: nn.Module) -> str:
@@ -171,22 +171,22 @@ def find_matches(
     Later matches have priority.
     """
     miss, taken = NearestMiss(), set[fx.Node]()
-    found: list[Match] = []
-    order = {node: place for place, node in enumerate(graph.nodes)}
+    matches: list[Match] = []
+    order = {node: index for index, node in enumerate(graph.nodes)}
     for node in reversed(list(graph.nodes)):
         attempt = _Try(root, miss)
         if node in taken or not attempt.fits(pattern.body, node):
             continue
         nodes = tuple(sorted(attempt.nodes, key=order.__getitem__))
-        wrong = _why_not_one_region(nodes, graph, root)
+        obstacle = _why_not_one_region(nodes, graph, root)
         if taken & set(nodes):
-            wrong = "two matches share a call"
-        if wrong:
-            miss.note(len(nodes), wrong)
+            obstacle = "two matches share a call"
+        if obstacle:
+            miss.note(len(nodes), obstacle)
             continue
         taken |= set(nodes)
-        found.append(Match(nodes, attempt.bound))
-    return found[::-1], miss
+        matches.append(Match(nodes, attempt.bound))
+    return matches[::-1], miss
 
 
 def _why_not_one_region(nodes: tuple[fx.Node, ...], graph: fx.Graph, root: nn.Module) -> str:
@@ -194,9 +194,9 @@ def _why_not_one_region(nodes: tuple[fx.Node, ...], graph: fx.Graph, root: nn.Mo
     inputs."""
     inside = set(nodes)
     for node in nodes[:-1]:
-        other = next((user for user in node.users if user not in inside), None)
-        if other is not None:
-            return f"{describe_node(other, root)} uses what {describe_node(node, root)} gives, too"
+        outer = next((user for user in node.users if user not in inside), None)
+        if outer is not None:
+            return f"{describe_node(outer, root)} uses what {describe_node(node, root)} gives, too"
     between = False
     for node in graph.nodes:
         between = between or node is nodes[0]
@@ -230,9 +230,9 @@ def match_all(graph: fx.Graph, root: nn.Module) -> Match:
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method", "call_module"):
             continue
-        wrong = _why_not_rowwise(node, root)
-        if wrong:
-            raise not_rowwise_refusal(wrong)
+        obstacle = _why_not_rowwise(node, root)
+        if obstacle:
+            raise not_rowwise_refusal(obstacle)
         nodes.append(node)
     if not nodes:
         raise not_rowwise_refusal("it computes nothing")
@@ -291,19 +291,19 @@ class FusedRegion:
 
     __name__ = "region"
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *args: Any) -> Any:
         """Run the compiled function; run it eagerly where a mode changes arithmetic."""
         if _watchers:
-            _watchers[-1].append((self, given))
+            _watchers[-1].append((self, args))
         if self.backend == "rowwise" and _is_float64_proof():
             with without_function_modes():
-                return self.float64_chain(*given)
-        if _changes_arithmetic() or any(t.is_meta for t in given if isinstance(t, Tensor)):
-            return self.eager(*given)
+                return self.float64_chain(*args)
+        if _changes_arithmetic() or any(t.is_meta for t in args if isinstance(t, Tensor)):
+            return self.eager(*args)
         if self.compiled is None:
             self.compiled = self._made()
         with without_function_modes():  # it draws nothing
-            return self.compiled(*given)
+            return self.compiled(*args)
 
     def _made(self) -> Callable[..., Any]:
         if self.backend == "rowwise":
@@ -336,8 +336,8 @@ def _changes_arithmetic() -> bool:
 
 def _is_float64_proof() -> bool:
     """Return whether exactly the modes of a float64 proof are active."""
-    found = [type(mode) for mode in modes_on_stack() if not mode.compiles]
-    return Float64 in found and set(found) <= {Float64, LogicalDropout}
+    mode_types = [type(mode) for mode in modes_on_stack() if not mode.compiles]
+    return Float64 in mode_types and set(mode_types) <= {Float64, LogicalDropout}
 
 
 @dataclass(frozen=True)
@@ -350,26 +350,26 @@ class RewrittenFlow:
 
 
 def rewrite_flow(
-    graph: fx.Graph, found: Sequence[Match], root: nn.Module, how: RegionOptions
+    graph: fx.Graph, matches: Sequence[Match], root: nn.Module, options: RegionOptions
 ) -> RewrittenFlow:
     """Replace each match in the flow by one region; the graph is modified."""
-    made = [_extract_region(graph, match, root, how) for match in found]
+    regions = [_extract_region(graph, match, root, options) for match in matches]
     graph.lint()
     names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
-    return RewrittenFlow(_function(graph, "self"), names, tuple(made))
+    return RewrittenFlow(_function(graph, "self"), names, tuple(regions))
 
 
 def _function(graph: fx.Graph, owner: str) -> Callable[..., Any]:
     """Return the graph as a function whose first argument is the module that it reads."""
     code = graph.python_code(owner)
-    space = dict(code.globals)
-    exec(code.src, space)
-    made: Callable[..., Any] = space["forward"]
-    return made
+    namespace = dict(code.globals)
+    exec(code.src, namespace)
+    function: Callable[..., Any] = namespace["forward"]
+    return function
 
 
 def _extract_region(
-    graph: fx.Graph, match: Match, root: nn.Module, how: RegionOptions
+    graph: fx.Graph, match: Match, root: nn.Module, options: RegionOptions
 ) -> FusedRegion:
     inside = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -389,7 +389,7 @@ def _extract_region(
             copies[node].meta.clear()
     results = match.results
     inside.output(tuple(copies[n] for n in results) if len(results) > 1 else copies[match.root])
-    region = region_of(inside, how)
+    region = region_of(inside, options)
     with graph.inserting_after(match.nodes[-1]):
         call = graph.call_function(region, tuple(outer))
     _replace_uses(graph, results, call)
@@ -403,9 +403,9 @@ def _replace_uses(graph: fx.Graph, results: tuple[fx.Node, ...], call: fx.Node) 
     if len(results) == 1:
         results[0].replace_all_uses_with(call)
         return
-    for place, node in reversed(list(enumerate(results))):
+    for index, node in reversed(list(enumerate(results))):
         with graph.inserting_after(call):
-            node.replace_all_uses_with(graph.call_function(operator.getitem, (call, place)))
+            node.replace_all_uses_with(graph.call_function(operator.getitem, (call, index)))
 
 
 def _mask_product(
@@ -418,26 +418,26 @@ def _mask_product(
     outer: list[fx.Node],
 ) -> fx.Node:
     """Return dropout in a region: a product with a mask that is drawn before the region."""
-    found = operation_of(node, root)
-    assert found is not None
-    dropped = found[1]["input"]
-    given = inner(dropped)
-    like: Any = dropped
+    operation = operation_of(node, root)
+    assert operation is not None
+    dropped = operation[1]["input"]
+    region_input = inner(dropped)
+    template: Any = dropped
     with graph.inserting_before(match.root):
         if dropped in match.nodes:  # exists inside the region only: compute its shape
             shape = fx.Graph()
             copied: dict[Any, Any] = {}
-            fed = [n for n in inside.nodes if n.op == "placeholder"]
-            for one in inside.nodes:
-                copied[one] = shape.node_copy(one, copied.__getitem__)
-            shape.output(copied[given])
-            like = graph.call_function(
-                OnesOfShape(_function(shape, "self")), tuple(outer[: len(fed)])
+            inputs = [n for n in inside.nodes if n.op == "placeholder"]
+            for inner_node in inside.nodes:
+                copied[inner_node] = shape.node_copy(inner_node, copied.__getitem__)
+            shape.output(copied[region_input])
+            template = graph.call_function(
+                OnesOfShape(_function(shape, "self")), tuple(outer[: len(inputs)])
             )
         else:
-            like = graph.call_function(torch.ones_like, (dropped,))
-        mask = graph.node_copy(node, lambda n: like if n is dropped else n)
-    return inside.call_function(torch.mul, (given, inner(mask)))
+            template = graph.call_function(torch.ones_like, (dropped,))
+        mask = graph.node_copy(node, lambda n: template if n is dropped else n)
+    return inside.call_function(torch.mul, (region_input, inner(mask)))
 
 
 class OnesOfShape:
@@ -449,34 +449,34 @@ class OnesOfShape:
         self.function = function
         self.known: dict[Any, tuple[torch.Size, torch.dtype]] = {}
 
-    def __call__(self, *given: Any) -> Tensor:
+    def __call__(self, *args: Any) -> Tensor:
         """Return the ones."""
-        first = next(t for t in given if isinstance(t, Tensor))
-        key = tuple((t.shape, t.dtype) if isinstance(t, Tensor) else t for t in given)
+        first_tensor = next(t for t in args if isinstance(t, Tensor))
+        key = tuple((t.shape, t.dtype) if isinstance(t, Tensor) else t for t in args)
         if key not in self.known:
-            on_meta = [t.to("meta") if isinstance(t, Tensor) else t for t in given]
+            on_meta = [t.to("meta") if isinstance(t, Tensor) else t for t in args]
             with torch.no_grad():
-                out = self.function(None, *on_meta)
-            self.known[key] = out.shape, out.dtype
+                output = self.function(None, *on_meta)
+            self.known[key] = output.shape, output.dtype
         shape, dtype = self.known[key]
-        return torch.ones(shape, dtype=dtype, device=first.device)
+        return torch.ones(shape, dtype=dtype, device=first_tensor.device)
 
 
-def region_of(graph: fx.Graph, how: RegionOptions) -> FusedRegion:
+def region_of(graph: fx.Graph, options: RegionOptions) -> FusedRegion:
     """Return the region of a graph; equal graphs share one region."""
     # placeholders may have been made between calls: torch requires them first
-    first = next((n for n in graph.nodes if n.op != "placeholder"), None)
+    first_node = next((n for n in graph.nodes if n.op != "placeholder"), None)
     for node in list(graph.nodes):
-        if node.op == "placeholder" and first is not None:
-            first.prepend(node)
+        if node.op == "placeholder" and first_node is not None:
+            first_node.prepend(node)
     graph.lint()
     source = graph.python_code("self").src
-    key = (source, how.rounding, how.backend)
+    key = (source, options.rounding, options.backend)
     if key not in _regions:
-        whole = _function(graph, "self")
+        full_function = _function(graph, "self")
 
-        def plain(*given: Any) -> Any:
-            return whole(None, *given)
+        def plain(*args: Any) -> Any:
+            return full_function(None, *args)
 
-        _regions[key] = FusedRegion(source, plain, how.rounding, how.backend)
+        _regions[key] = FusedRegion(source, plain, options.rounding, options.backend)
     return _regions[key]

@@ -115,9 +115,9 @@ class BatchSumLattice(Lattice):
 
     def sums_of(self, loss: Tensor) -> LossSums:
         """Return the sums from which a loss is made."""
-        found: Mix = self.of(loss)
-        sums = {at: linear for at, linear in found.items() if isinstance(at, BatchSum)}
-        return LossSums(sums, LABELS in found)
+        mix: Mix = self.of(loss)
+        sums = {source: linear for source, linear in mix.items() if isinstance(source, BatchSum)}
+        return LossSums(sums, LABELS in mix)
 
     def _has_rows(self, tensor: Tensor) -> bool:
         return any(size and size % self.rows == 0 for size in tensor.shape)
@@ -134,10 +134,12 @@ class BatchSumLattice(Lattice):
         if id(call.out) in self.means:
             mix = {LABELS: True}
         with torch._C.DisableTorchFunction():  # no mode sees these reads
-            rowed = [place for place, tensor in enumerate(call.inputs) if self._has_rows(tensor)]
-            summed_up = rowed and not any(map(self._has_rows, call.outputs))
-        if summed_up:
-            mix = {**mix, **self._summed(call, rowed[0])}
+            with_rows = [
+                index for index, tensor in enumerate(call.inputs) if self._has_rows(tensor)
+            ]
+            sums_rows = with_rows and not any(map(self._has_rows, call.outputs))
+        if sums_rows:
+            mix = {**mix, **self._summed(call, with_rows[0])}
         else:
             self._count_call(call.name)
         for tensor in call.outputs:
@@ -145,45 +147,45 @@ class BatchSumLattice(Lattice):
             self.put(tensor, {} if chooses else mix)
 
     def _count_call(self, name: str) -> int:
-        at = self.stack.frames[-1][0], name
-        self.turns[at] = self.turns.get(at, -1) + 1
-        return self.turns[at]
+        key = self.stack.frames[-1][0], name
+        self.turns[key] = self.turns.get(key, -1) + 1
+        return self.turns[key]
 
-    def _summed(self, call: RunningCall, given: int) -> Mix:
-        turn = self._count_call(call.name)
+    def _summed(self, call: RunningCall, input_index: int) -> Mix:
+        call_index = self._count_call(call.name)
         if call.func in (F.cross_entropy, F.nll_loss):
             return {LABELS: True}
         if call.name not in SUMS | MEANS or not self.inside:
             return {}
-        at = call.frame[0], call.name, turn, given, tuple(call.outputs[0].shape)
-        return {BatchSum(*at, line=model_line()): True}
+        key = call.frame[0], call.name, call_index, input_index, tuple(call.outputs[0].shape)
+        return {BatchSum(*key, line=model_line()): True}
 
 
-def _combine(name: str, given: list[Tensor], mixes: list[Mix]) -> Mix:
+def _combine(name: str, inputs: list[Tensor], mixes: list[Mix]) -> Mix:
     """Return the sums in the result of a call.
 
     Integer tensors count only in arithmetic: elsewhere they are indices.
     """
-    plain = name in LINEAR or name in ADDS or name in TIMES
-    known = [
-        (place, mix)
-        for place, (tensor, mix) in enumerate(zip(given, mixes))
-        if mix and (plain or name in COUNTING or tensor.is_floating_point())
+    is_linear = name in LINEAR or name in ADDS or name in TIMES
+    used_mixes = [
+        (index, mix)
+        for index, (tensor, mix) in enumerate(zip(inputs, mixes))
+        if mix and (is_linear or name in COUNTING or tensor.is_floating_point())
     ]
-    linear = plain
+    linear = is_linear
     if name in TIMES or name in ("div", "__truediv__", "div_", "true_divide"):
-        linear = len(known) == 1 and (name in TIMES or known[0][0] == 0)
-    found: dict[Any, bool] = {}
-    for _, mix in known:
-        for at, so_far in mix.items():
-            found[at] = found.get(at, True) and so_far and linear
-    return found
+        linear = len(used_mixes) == 1 and (name in TIMES or used_mixes[0][0] == 0)
+    combined: dict[Any, bool] = {}
+    for _, mix in used_mixes:
+        for source, so_far in mix.items():
+            combined[source] = combined.get(source, True) and so_far and linear
+    return combined
 
 
-def _is_counted(out: Tensor, given: list[Tensor]) -> bool:
+def _is_counted(output: Tensor, inputs: list[Tensor]) -> bool:
     """Return whether a tensor holds integers made from floats: bounds of groups, an index."""
-    whole = not out.is_floating_point()
-    return whole and any(tensor.is_floating_point() for tensor in given)
+    is_integer = not output.is_floating_point()
+    return is_integer and any(tensor.is_floating_point() for tensor in inputs)
 
 
 # ---- Statistics of the full batch in a forward that sees a part of it: sums over rows become
@@ -217,29 +219,29 @@ class ThreadSum:
         self.barrier = threading.Barrier(parts, timeout=600)  # seconds
         self.held: list[Tensor | None] = [None] * parts
 
-    def sum_at(self, place: int) -> Total:
+    def sum_at(self, index: int) -> Total:
         """Return the sum function of the thread at a place."""
 
         def total(x: Tensor) -> Tensor:
-            out: Tensor = _ThreadSumFunction.apply(x, self, place)  # type: ignore[no-untyped-call]
-            return out
+            value: Tensor = _ThreadSumFunction.apply(x, self, index)  # type: ignore[no-untyped-call]
+            return value
 
         return total
 
-    def sum(self, x: Tensor, place: int) -> Tensor:
+    def sum(self, x: Tensor, index: int) -> Tensor:
         """Wait for all threads, and return the sum."""
-        self.held[place] = x.detach()
+        self.held[index] = x.detach()
         self.barrier.wait()
-        found = torch.stack([one for one in self.held if one is not None]).sum(0)
+        total = torch.stack([part for part in self.held if part is not None]).sum(0)
         self.barrier.wait()
-        return found
+        return total
 
 
 class _ThreadSumFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, meeting: ThreadSum, place: int) -> Tensor:
-        ctx.meeting, ctx.place = meeting, place
-        return meeting.sum(x, place)
+    def forward(ctx: Any, x: Tensor, thread_sum: ThreadSum, index: int) -> Tensor:
+        ctx.meeting, ctx.place = thread_sum, index
+        return thread_sum.sum(x, index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -257,19 +259,19 @@ class _GlobalSumForward:
 
     def __init__(self, model: nn.Module, sums: Sequence[BatchSum], total: Total) -> None:
         self.inner, self.total = model.forward, total
-        self.places = {(one.fqn, one.name, one.turn): one for one in sums}
-        self.modules = {one.fqn: model.get_submodule(one.fqn) for one in sums}
+        self.places = {(item.fqn, item.name, item.turn): item for item in sums}
+        self.modules = {item.fqn: model.get_submodule(item.fqn) for item in sums}
         above = {fqn[:end] for fqn in self.modules for end, c in enumerate(fqn) if c == "."}
         self.around = [model.get_submodule(fqn) for fqn in sorted({"", *above, *self.modules})]
-        floats = (one.dtype for one in model.parameters() if one.is_floating_point())
+        floats = (item.dtype for item in model.parameters() if item.is_floating_point())
         self.dtype = next(floats, torch.get_default_dtype())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.around:
             _run_eagerly(self.around)
             self.around = []
-        known = {id(module): fqn for fqn, module in self.modules.items()}
-        with _GlobalSumMode(self.places, known, self.total, self.dtype):
+        module_names = {id(module): fqn for fqn, module in self.modules.items()}
+        with _GlobalSumMode(self.places, module_names, self.total, self.dtype):
             return self.inner(*args, **kwargs)
 
 
@@ -290,13 +292,13 @@ class _GlobalSumMode(TorchFunctionMode):
 
     def __init__(
         self,
-        places: dict[tuple[str, str, int], BatchSum],
-        known: dict[int, str],
+        sums: dict[tuple[str, str, int], BatchSum],
+        module_names: dict[int, str],
         total: Total,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.places, self.known, self.total = places, known, total
+        self.places, self.known, self.total = sums, module_names, total
         # of shares of counts: float64 beside parameters in float64
         self.dtype = torch.promote_types(torch.get_default_dtype(), dtype)
         self.turns: dict[tuple[str, str], int] = {}
@@ -305,42 +307,42 @@ class _GlobalSumMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs, name = kwargs or {}, name_of(func)
-        part = _fraction(args[0]) if args else None
-        stays = part is not None and _keeps_fraction(name, args)
-        if part is not None and name in (BOUNDS | ADDS):
-            args, kwargs = (_scale_numbers(one, part) for one in (args, kwargs))
+        fraction = _fraction(args[0]) if args else None
+        keeps_fraction = fraction is not None and _keeps_fraction(name, args)
+        if fraction is not None and name in (BOUNDS | ADDS):
+            args, kwargs = (_scale_numbers(batch_sum, fraction) for batch_sum in (args, kwargs))
         out = func(*args, **kwargs)
-        if stays:
-            setattr(out, FRACTION, part)
+        if keeps_fraction:
+            setattr(out, FRACTION, fraction)
         fqn = self.known.get(scope.innermost_module())
         if fqn is None or not (name in SUMS or name in MEANS):
             return out
-        at = fqn, name
-        turn = self.turns[at] = self.turns.get(at, -1) + 1
-        one = self.places.get((fqn, name, turn))
-        if one is None:
+        key = fqn, name
+        call_index = self.turns[key] = self.turns.get(key, -1) + 1
+        batch_sum = self.places.get((fqn, name, call_index))
+        if batch_sum is None:
             return out
-        if not isinstance(out, Tensor) or tuple(out.shape) != one.shape:
-            raise Refusal(_changed_forward(one))
-        return self._global_share(out, tensors_in((args, kwargs))[one.given], one)
+        if not isinstance(out, Tensor) or tuple(out.shape) != batch_sum.shape:
+            raise Refusal(_changed_forward(batch_sum))
+        return self._global_share(out, tensors_in((args, kwargs))[batch_sum.given], batch_sum)
 
-    def _global_share(self, own: Tensor, given: Tensor, one: BatchSum) -> Tensor:
+    def _global_share(self, local: Tensor, tensor: Tensor, batch_sum: BatchSum) -> Tensor:
         """Return this part's share of the sum over all parts; for a mean, the global mean."""
-        count = given.numel()
-        counts = not own.is_floating_point()
-        narrow = own.dtype in (torch.float16, torch.bfloat16)
-        wide = own.double() if counts else own.float() if narrow else own
+        count = tensor.numel()
+        counts = not local.is_floating_point()
+        narrow = local.dtype in (torch.float16, torch.bfloat16)
+        wide = local.double() if counts else local.float() if narrow else local
         message = torch.cat(
-            [(wide * count if one.mean else wide).flatten(), wide.new_full((1,), count)]
+            [(wide * count if batch_sum.mean else wide).flatten(), wide.new_full((1,), count)]
         )
         total = self.total(message)
-        found = (total[:-1] / total[-1]).view(own.shape)
-        found = found if one.mean else found * count
-        found = found.to(self.dtype if counts else own.dtype)
-        found = own.copy_(found) if one.name.endswith("_") else found
-        if not one.mean:
-            setattr(found, FRACTION, (count / total[-1]).to(found.dtype))
-        return found
+        share = (total[:-1] / total[-1]).view(local.shape)
+        share = share if batch_sum.mean else share * count
+        share = share.to(self.dtype if counts else local.dtype)
+        share = local.copy_(share) if batch_sum.name.endswith("_") else share
+        if not batch_sum.mean:
+            setattr(share, FRACTION, (count / total[-1]).to(share.dtype))
+        return share
 
 
 # A number that is added to a share of a sum, or bounds it, must be multiplied by the fraction of
@@ -356,35 +358,35 @@ PRESERVING = {
 
 def _fraction(value: Any) -> Tensor | None:
     """Return the fraction that a tensor is of a sum over all parts; None for other values."""
-    found = value.__dict__.get(FRACTION) if isinstance(value, Tensor) else None
-    assert found is None or isinstance(found, Tensor)
-    return found
+    fraction = value.__dict__.get(FRACTION) if isinstance(value, Tensor) else None
+    assert fraction is None or isinstance(fraction, Tensor)
+    return fraction
 
 
-def _scale_numbers(given: Any, part: Tensor) -> Any:
+def _scale_numbers(values: Any, fraction: Tensor) -> Any:
     """Return the arguments of a call with plain numbers multiplied by the fraction."""
-    if isinstance(given, dict):
-        return {k: v if k == "alpha" else _scale_numbers(v, part) for k, v in given.items()}
-    if isinstance(given, tuple):
-        return tuple(_scale_numbers(value, part) for value in given)
-    number = isinstance(given, int | float) and not isinstance(given, bool)
-    return given * part if number else given
+    if isinstance(values, dict):
+        return {k: v if k == "alpha" else _scale_numbers(v, fraction) for k, v in values.items()}
+    if isinstance(values, tuple):
+        return tuple(_scale_numbers(value, fraction) for value in values)
+    number = isinstance(values, int | float) and not isinstance(values, bool)
+    return values * fraction if number else values
 
 
 def _keeps_fraction(name: str, args: tuple[Any, ...]) -> bool:
     """Return whether the result of a call of such a share is one, too."""
-    others = [one for one in args[1:] if isinstance(one, Tensor | float | int)]
+    values = [value for value in args[1:] if isinstance(value, Tensor | float | int)]
     if name in TIMES:  # a constant, or 1 / rows?  An integer is no such quotient
-        return all(isinstance(one, int) for one in others)
-    shares = all(_fraction(one) is not None or not isinstance(one, Tensor) for one in others)
+        return all(isinstance(value, int) for value in values)
+    shares = all(_fraction(value) is not None or not isinstance(value, Tensor) for value in values)
     return name in PRESERVING or name in BOUNDS or name in ADDS and shares
 
 
-def _changed_forward(one: BatchSum) -> Diagnostic:
+def _changed_forward(recorded: BatchSum) -> Diagnostic:
     """Return the diagnostic for a forward that differs from the recorded one."""
     return Diagnostic(
         "S669",
-        f"`{one.name}` in the forward of {quote_module(one.fqn)} is not the sum that was"
+        f"`{recorded.name}` in the forward of {quote_module(recorded.fqn)} is not the sum that was"
         " recorded there",
         notes=("statistics are summed over ranks at the calls recorded at build",),
         helps=(
@@ -405,5 +407,5 @@ class ScaledLoss:
     factor: float
 
     def __call__(self, output: Any, batch: Mapping[str, Any]) -> Tensor | None:
-        found = loss_of(output, batch, self.loss)
-        return None if found is None else found * self.factor
+        value = loss_of(output, batch, self.loss)
+        return None if value is None else value * self.factor

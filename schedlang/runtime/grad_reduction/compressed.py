@@ -21,23 +21,23 @@ from schedlang.runtime.storage.offloaded_gradients import local_tensor
 
 
 def random_numbers(
-    shape: tuple[int, ...], like: Tensor, *words: object, normal: bool = True
+    shape: tuple[int, ...], like: Tensor, *seeds: object, normal: bool = True
 ) -> Tensor:
-    """Return random numbers that depend on `words` alone, so they are equal on all ranks."""
-    generator = seeded_generator(*words)
+    """Return random numbers that depend on `seeds` alone, so they are equal on all ranks."""
+    generator = seeded_generator(*seeds)
     draw = torch.randn if normal else torch.rand
     with torch._C.DisableTorchFunction():
-        found = draw(shape, generator=generator, dtype=torch.float64)
-    return send_to_device(found.to(like.dtype), like.device)
+        numbers = draw(shape, generator=generator, dtype=torch.float64)
+    return send_to_device(numbers.to(like.dtype), like.device)
 
 
 # -- low rank ------------------------------------------------------------------------------------
 
 
-def fill_zero_columns(q: Tensor, *words: object) -> Tensor:
+def fill_zero_columns(q: Tensor, *seeds: object) -> Tensor:
     """Return the start of a power iteration: columns of zeros are replaced by random ones."""
-    fresh = random_numbers(tuple(q.shape), q, *words)
-    return torch.where((q != 0).any(0), q, fresh)
+    random_q = random_numbers(tuple(q.shape), q, *seeds)
+    return torch.where((q != 0).any(0), q, random_q)
 
 
 def orthogonalize(p: Tensor) -> Tensor:
@@ -45,16 +45,16 @@ def orthogonalize(p: Tensor) -> Tensor:
 
     Otherwise its remainder, which is rounding, would be scaled to length one.
     """
-    least = torch.finfo(p.dtype).eps ** 0.5
+    tolerance = torch.finfo(p.dtype).eps ** 0.5
     columns: list[Tensor] = []
     for column in p.unbind(1):
-        before = column.norm()
+        old_norm = column.norm()
         for _ in range(2):
-            for other in columns:
-                column = column - other * (other @ column)
-        after = column.norm()
-        there = after > least * before
-        columns.append(torch.where(there, column / torch.where(there, after, 1.0), 0.0))
+            for basis in columns:
+                column = column - basis * (basis @ column)
+        new_norm = column.norm()
+        nonzero = new_norm > tolerance * old_norm
+        columns.append(torch.where(nonzero, column / torch.where(nonzero, new_norm, 1.0), 0.0))
     return torch.stack(columns, 1) if columns else p
 
 
@@ -98,11 +98,11 @@ def to_bits(flat: Tensor, block: int) -> EncodedTensor:
     An element that is zero within rounding counts as above zero, so that rounding decides nothing.
     """
     rows = _blocks(flat, block)
-    least = torch.finfo(flat.dtype).eps ** 0.5
-    limit = -least * (rows.abs().amax(1, keepdim=True) if rows.numel() else rows)
+    tolerance = torch.finfo(flat.dtype).eps ** 0.5
+    limit = -tolerance * (rows.abs().amax(1, keepdim=True) if rows.numel() else rows)
     above = rows >= limit
-    there = _blocks(torch.ones_like(flat), block) > 0
-    means = [_mean(rows, above & there), _mean(rows, ~above & there)]
+    is_entry = _blocks(torch.ones_like(flat), block) > 0
+    means = [_mean(rows, above & is_entry), _mean(rows, ~above & is_entry)]
     weights = 2 ** torch.arange(8, device=flat.device)
     codes = (above.view(-1, 8) * weights).sum(1).to(torch.uint8)
     return EncodedTensor(codes, torch.stack(means, 1).view(-1))
@@ -117,9 +117,9 @@ def from_bits(coded: EncodedTensor, count: int, block: int) -> Tensor:
     return rows.reshape(-1)[:count]
 
 
-def _mean(rows: Tensor, there: Tensor) -> Tensor:
-    total = torch.where(there, rows, 0.0).sum(1)
-    return total / there.sum(1).clamp(min=1)
+def _mean(rows: Tensor, selected: Tensor) -> Tensor:
+    total = torch.where(selected, rows, 0.0).sum(1)
+    return total / selected.sum(1).clamp(min=1)
 
 
 # ---- Compressed reductions over replicas, with the error of a step fed into the next.
@@ -151,36 +151,36 @@ class Compressor:
 
     def sum(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Replace each gradient by the sum over the group; one that no rank has stays None."""
-        held = [name for name in self.names if name in parameters]
-        here = [local_gradient(parameters[n]) is not None for n in held]
-        flags = send_to_device(torch.tensor(here, dtype=torch.float64), self.group.device)
+        local_names = [name for name in self.names if name in parameters]
+        has_grad = [local_gradient(parameters[n]) is not None for n in local_names]
+        flags = send_to_device(torch.tensor(has_grad, dtype=torch.float64), self.group.device)
         counts = all_reduce(flags, self.group)
         # a rank that has all gradients need not wait for the counts
-        there = here if all(here) else counts.tolist()
+        grad_counts = has_grad if all(has_grad) else counts.tolist()
         step, self.step = self.step, self.step + 1
-        found: dict[str, Tensor] = {}
-        for name, count in zip(held, there):
+        grads: dict[str, Tensor] = {}
+        for name, count in zip(local_names, grad_counts):
             if count:
                 grad = local_gradient(parameters[name])
-                found[name] = (
+                grads[name] = (
                     torch.zeros_like(local_tensor(parameters[name])) if grad is None else grad
                 )
-        sums = self._sums(found, step)
+        sums = self._sums(grads, step)
         for name, value in sums.items():
             replace_gradient(parameters[name], value)
 
     def _sums(self, parts: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
         small = {n: part for n, part in parts.items() if not self.codec.compresses(part.shape)}
         large = {n: self._with_error(n, part) for n, part in parts.items() if n not in small}
-        out = dict(zip(small, self._sum_all(list(small.values()))))
-        run = self._low_rank if self.codec.kind == "powersgd" else self._sum_codes
-        for name, total in run(large, step).items():
-            out[name] = self.clean(name, total.view_as(parts[name]))
+        totals = dict(zip(small, self._sum_all(list(small.values()))))
+        sum_large = self._low_rank if self.codec.kind == "powersgd" else self._sum_codes
+        for name, total in sum_large(large, step).items():
+            totals[name] = self.clean(name, total.view_as(parts[name]))
             memory = self.memories[name]
             if memory.error is not None:
                 error = self.clean(name, memory.error.view_as(parts[name]))
                 memory.error = error.reshape(memory.error.shape)
-        return {name: out[name].view_as(parts[name]) for name in parts}
+        return {name: totals[name].view_as(parts[name]) for name in parts}
 
     def _with_error(self, name: str, part: Tensor) -> Tensor:
         memory = self.memories.setdefault(name, CompressionState())
@@ -196,20 +196,20 @@ class Compressor:
         if not tensors:
             return []
         flat = all_reduce(torch.cat([t.reshape(-1) for t in tensors]), self.group)
-        pieces = torch.split(flat, [t.numel() for t in tensors])
-        return [piece.view(t.shape) for piece, t in zip(pieces, tensors)]
+        parts = torch.split(flat, [t.numel() for t in tensors])
+        return [part.view(t.shape) for part, t in zip(parts, tensors)]
 
     def _low_rank(self, parts: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
         """Run one step of a power iteration, from the result of the last one."""
         starts = {n: self._start(n, part, step) for n, part in parts.items()}
-        firsts = self._sum_all([part @ starts[n] for n, part in parts.items()])
-        ps = {n: orthogonalize(p) for n, p in zip(parts, firsts)}
-        own = {n: part.T @ ps[n] for n, part in parts.items()}
-        qs = dict(zip(parts, self._sum_all(list(own.values()))))
+        left_sums = self._sum_all([part @ starts[n] for n, part in parts.items()])
+        left_factors = {n: orthogonalize(p) for n, p in zip(parts, left_sums)}
+        local_qs = {n: part.T @ left_factors[n] for n, part in parts.items()}
+        qs = dict(zip(parts, self._sum_all(list(local_qs.values()))))
         for name, part in parts.items():
             self.memories[name].q = qs[name]
-            self._store_error(name, part - ps[name] @ own[name].T)
-        return {name: ps[name] @ qs[name].T for name in parts}
+            self._store_error(name, part - left_factors[name] @ local_qs[name].T)
+        return {name: left_factors[name] @ qs[name].T for name in parts}
 
     def _start(self, name: str, part: Tensor, step: int) -> Tensor:
         q = self.memories[name].q
@@ -218,40 +218,40 @@ class Compressor:
 
     def _sum_codes(self, parts: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
         """Gather the codes of every rank, and add the decoded values in the order of ranks."""
-        mine: dict[str, EncodedTensor] = {}
+        local: dict[str, EncodedTensor] = {}
         for name, part in parts.items():
-            mine[name] = encode(self.codec, part, name, step, self.group.rank)
+            local[name] = encode(self.codec, part, name, step, self.group.rank)
             self._store_error(
-                name, part - decode(self.codec, mine[name], part.numel()).view_as(part)
+                name, part - decode(self.codec, local[name], part.numel()).view_as(part)
             )
         if not parts:
             return {}
-        codes = self._gather([one.codes for one in mine.values()])
-        scales = self._gather([one.scales for one in mine.values()])
-        out = {}
-        for place, (name, part) in enumerate(parts.items()):
-            read = (EncodedTensor(c[place], s[place]) for c, s in zip(codes, scales))
-            numbers = [decode(self.codec, one, part.numel()) for one in read]
-            out[name] = torch.stack(numbers).sum(0).view_as(part)
-        return out
+        codes = self._gather([encoded.codes for encoded in local.values()])
+        scales = self._gather([encoded.scales for encoded in local.values()])
+        totals = {}
+        for rank, (name, part) in enumerate(parts.items()):
+            encoded_parts = (EncodedTensor(c[rank], s[rank]) for c, s in zip(codes, scales))
+            numbers = [decode(self.codec, encoded, part.numel()) for encoded in encoded_parts]
+            totals[name] = torch.stack(numbers).sum(0).view_as(part)
+        return totals
 
     def _gather(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         """All-gather tensors over the group, in one message."""
         flat = torch.cat([t.reshape(-1) for t in tensors])
-        whole = all_gather(flat, 0, self.group)
+        gathered = all_gather(flat, 0, self.group)
         sizes = [t.numel() for t in tensors]
-        runs = whole.view(self.group.size, -1)
-        return [torch.split(run, sizes) for run in runs]
+        rows = gathered.view(self.group.size, -1)
+        return [torch.split(row, sizes) for row in rows]
 
 
 def message_bytes(
     codec: Codec, shapes: Sequence[tuple[tuple[int, ...], int]], ranks: int
 ) -> dict[str, int]:
     """Return the bytes of each received message of a reduction, from shapes and itemsizes."""
-    found = {"there": 8 * len(shapes)}
+    sizes = {"there": 8 * len(shapes)}
 
-    def more(what: str, count: int) -> None:
-        found[what] = found.get(what, 0) + count
+    def more(kind: str, count: int) -> None:
+        sizes[kind] = sizes.get(kind, 0) + count
 
     for shape, item in shapes:
         size, rows = math.prod(shape), shape[0] if shape else 1
@@ -262,18 +262,18 @@ def message_bytes(
             more("p", codec.rank * rows * item)
             more("q", codec.rank * (size // rows) * item)
         else:
-            bits = 8 if codec.kind == "int8" else 1
-            more("codes", ranks * blocks * codec.block * bits // 8)
+            code_bits = 8 if codec.kind == "int8" else 1
+            more("codes", ranks * blocks * codec.block * code_bits // 8)
             more("scales", ranks * blocks * item * (1 if codec.kind == "int8" else 2))
-    return found
+    return sizes
 
 
-def encode(codec: Codec, part: Tensor, name: str, step: int, place: int) -> EncodedTensor:
+def encode(codec: Codec, part: Tensor, name: str, step: int, rank: int) -> EncodedTensor:
     """Encode a part of a gradient; draws depend on parameter, step and rank."""
     flat = part.reshape(-1)
     if codec.kind == "onebit":
         return to_bits(flat, codec.block)
-    draw = random_numbers((flat.numel(),), flat, name, step, place, normal=False)
+    draw = random_numbers((flat.numel(),), flat, name, step, rank, normal=False)
     return to_int8(flat, codec.block, draw)
 
 

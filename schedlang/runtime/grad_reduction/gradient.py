@@ -74,12 +74,12 @@ class FlatGradients:
     def _flat_tensor(self) -> Tensor:
         if self._flat is None:
             sizes = [parameter.numel() for parameter in self.parameters]
-            like = self.parameters[0].detach()
-            self._flat = like.new_zeros(sum(sizes) + len(sizes))
+            template = self.parameters[0].detach()
+            self._flat = template.new_zeros(sum(sizes) + len(sizes))
             *parts, self._counts = torch.split(self._flat, [*sizes, len(sizes)])
             # `.data` has a version counter of its own
-            both = zip(parts, self.parameters)
-            self.views = [part.data.view(parameter.shape) for part, parameter in both]
+            pairs = zip(parts, self.parameters)
+            self.views = [part.data.view(parameter.shape) for part, parameter in pairs]
         return self._flat
 
     def zero(self) -> None:
@@ -107,27 +107,27 @@ class FlatGradients:
             return
         self._unsettled = False
         with torch._C.DisableTorchFunction():
-            for parameter, view, before in zip(self.parameters, self.views, self._before):
-                if view._version == before and parameter.grad is view:
+            for parameter, view, version in zip(self.parameters, self.views, self._before):
+                if view._version == version and parameter.grad is view:
                     parameter.grad = None
 
     def collect(self) -> Tensor:
         """Return the flat tensor to reduce, with gradients from wherever they are, and flags."""
         self.drop_unwritten()
         with torch._C.DisableTorchFunction():
-            flat, here = self._flat_tensor(), []
+            flat, present = self._flat_tensor(), []
             for parameter, view in zip(self.parameters, self.views):
                 grad = parameter.grad
-                here.append(grad is not None)
+                present.append(grad is not None)
                 if grad is None:
                     view.zero_()
                 elif grad is not view:
                     parameter.grad = view.copy_(grad)
             assert self._counts is not None
             self._counts.fill_(1)
-            for place in [k for k, got in enumerate(here) if not got]:
-                self._counts[place] = 0
-        self.here = here
+            for index in [k for k, has_grad in enumerate(present) if not has_grad]:
+                self._counts[index] = 0
+        self.here = present
         return flat
 
     def unpack(self) -> None:
@@ -138,10 +138,10 @@ class FlatGradients:
         if all(self.here):
             return
         assert self._counts is not None
-        for parameter, view, here, got in zip(
+        for parameter, view, present, users in zip(
             self.parameters, self.views, self.here, self._counts.tolist()
         ):
-            if got and not here:
+            if users and not present:
                 parameter.grad = view
 
 
@@ -157,14 +157,14 @@ class LocalParameters(dict[str, nn.Parameter]):
         self.stepping = False  # a step runs: its gradients will be reduced
         self.guarded = False  # the module was handed out: see `user_loops`
 
-    def flatten(self, sums: Sequence[GradientReduction]) -> None:
+    def flatten(self, reductions: Sequence[GradientReduction]) -> None:
         """Make gradients that are reduced together views of one tensor, replicas first.
 
         Each gradient is in one tensor; a gradient that is reduced again over another group, is off
         the device or moves off, or is a DTensor, is copied into a bucket for its reduction.
         """
-        for one in sorted(sums, key=lambda one: one.kind != "replicas"):
-            for members in bucket_parameters([self[n] for n in one.names], one.bucket):
+        for reduction in sorted(reductions, key=lambda reduction: reduction.kind != "replicas"):
+            for members in bucket_parameters([self[n] for n in reduction.names], reduction.bucket):
                 if all(map(self._can_flatten, members)):
                     flat = FlatGradients(members)
                     self.flats.append(flat)
@@ -180,24 +180,24 @@ class LocalParameters(dict[str, nn.Parameter]):
         )
 
     def buckets(
-        self, names: tuple[str, ...], most: int | None
+        self, names: tuple[str, ...], bucket_bytes: int | None
     ) -> list[FlatGradients | list[nn.Parameter]]:
-        """Return the buckets in which gradients are reduced, each of at most `most` bytes.
+        """Return the buckets in which gradients are reduced, each of at most `bucket_bytes` bytes.
 
         The members of a bucket follow from the names alone: all ranks of the group have the same.
         Whether a bucket is flat may differ by rank, because the message is the same.
         """
-        key = names, most
+        key = names, bucket_bytes
         if key not in self._buckets:
-            found = bucket_parameters([self[name] for name in names], most)
-            self._buckets[key] = [self._flat_of(members) or members for members in found]
+            buckets = bucket_parameters([self[name] for name in names], bucket_bytes)
+            self._buckets[key] = [self._flat_of(members) or members for members in buckets]
         return self._buckets[key]
 
     def _flat_of(self, members: list[nn.Parameter]) -> FlatGradients | None:
         """Return the flat tensor of exactly these parameters, in order, if there is one."""
         flat = self._flat.get(id(members[0]))
-        same = flat is not None and list(map(id, flat.parameters)) == list(map(id, members))
-        return flat if same else None
+        same_members = flat is not None and list(map(id, flat.parameters)) == list(map(id, members))
+        return flat if same_members else None
 
     def zero(self) -> None:
         """Drop all gradients, at the begin of a step."""
@@ -219,7 +219,7 @@ def as_local_parameters(parameters: Mapping[str, nn.Parameter]) -> LocalParamete
 
 
 def bucket_parameters(
-    parameters: Sequence[nn.Parameter], most: int | None
+    parameters: Sequence[nn.Parameter], bucket_bytes: int | None
 ) -> list[list[nn.Parameter]]:
     """Return runs of parameters whose gradients are reduced together: of one kind, in bytes
     limited."""
@@ -227,22 +227,24 @@ def bucket_parameters(
         (part.numel() * part.element_size(), (part.dtype, gradient_device(p)))
         for p, part in ((p, local_tensor(p)) for p in parameters)
     ]
-    return [[parameters[k] for k in bucket] for bucket in bucket_indices(sizes, most)]
+    return [[parameters[k] for k in bucket] for bucket in bucket_indices(sizes, bucket_bytes)]
 
 
-def bucket_indices(sizes: Sequence[tuple[int, object]], most: int | None = None) -> list[list[int]]:
+def bucket_indices(
+    sizes: Sequence[tuple[int, object]], bucket_bytes: int | None = None
+) -> list[list[int]]:
     """Return runs of indices of tensors of one kind that are reduced together, from bytes and
     kinds."""
-    limit = BUCKET_BYTES if most is None else most
-    found: list[list[int]] = []
-    room, kind = 0, object()
-    for place, (size, dtype) in enumerate(sizes):
-        if kind != dtype or size > room:
-            found.append([])
-            room, kind = limit, dtype
-        found[-1].append(place)
-        room -= size
-    return found
+    limit = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+    buckets: list[list[int]] = []
+    bytes_left, kind = 0, object()
+    for index, (size, dtype) in enumerate(sizes):
+        if kind != dtype or size > bytes_left:
+            buckets.append([])
+            bytes_left, kind = limit, dtype
+        buckets[-1].append(index)
+        bytes_left -= size
+    return buckets
 
 
 # ---- Reductions.
@@ -259,38 +261,38 @@ def local_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Return the gradients of parameters that have one, with few calls of Python."""
-    found = [
+    grads = [
         p.grad if OFFLOADED not in p.__dict__ and not isinstance(p, DTensor) else local_gradient(p)
         for p in parameters
     ]
-    return [grad for grad in found if grad is not None]
+    return [grad for grad in grads if grad is not None]
 
 
 def sum_gradients(
-    parameters: Mapping[str, nn.Parameter], sums: Sequence[GradientReduction]
+    parameters: Mapping[str, nn.Parameter], reductions: Sequence[GradientReduction]
 ) -> None:
     """All-reduce each gradient over its group, bucket by bucket, in order of the sums.
 
     A parameter that got no gradient on any rank of the group keeps none.
     """
-    held = as_local_parameters(parameters)
-    held.drop_unwritten()
-    for one in sums:
-        for bucket, work in begin_sums(held, [one]):
+    local_parameters = as_local_parameters(parameters)
+    local_parameters.drop_unwritten()
+    for reduction in reductions:
+        for bucket, work in begin_sums(local_parameters, [reduction]):
             if work is not None:
                 work.wait()
             bucket.unpack()
 
 
 def begin_sums(
-    parameters: Mapping[str, nn.Parameter], sums: Sequence[GradientReduction]
+    parameters: Mapping[str, nn.Parameter], reductions: Sequence[GradientReduction]
 ) -> list[StartedSum]:
     """Start reductions: return each bucket with the work to wait for before it is unpacked."""
-    held = as_local_parameters(parameters)
+    local_parameters = as_local_parameters(parameters)
     return [
-        begin_bucket(one.group, members)
-        for one in sums
-        for members in held.buckets(one.names, one.bucket)
+        begin_bucket(reduction.group, members)
+        for reduction in reductions
+        for members in local_parameters.buckets(reduction.names, reduction.bucket)
     ]
 
 
@@ -318,17 +320,17 @@ class Bucket:
         self.locals = [local_tensor(parameter) for parameter in parameters]
         grads = [local_gradient(parameter) for parameter in parameters]
         self.all_here = all(g is not None for g in grads)
-        home = gradient_device(parameters[0])
+        grad_device = gradient_device(parameters[0])
         parts = [
-            (g if g is not None else torch.zeros_like(p, device=home)).reshape(-1)
+            (g if g is not None else torch.zeros_like(p, device=grad_device)).reshape(-1)
             for g, p in zip(grads, self.locals)
         ]
         # one number per parameter after the values: how many ranks had its gradient
-        there = parts[0].new_ones(len(grads), dtype=self.locals[0].dtype)
-        for place, grad in enumerate(grads):
+        presence = parts[0].new_ones(len(grads), dtype=self.locals[0].dtype)
+        for index, grad in enumerate(grads):
             if grad is None:
-                there[place] = 0
-        self.flat = torch.cat([*parts, there])
+                presence[index] = 0
+        self.flat = torch.cat([*parts, presence])
         if on_accelerator(device):
             self.flat = send_to_device(self.flat, device) if on_host(self.flat) else self.flat
 
@@ -337,15 +339,15 @@ class Bucket:
 
         Counts are read only if this rank lacked a gradient: the host waits for the device.
         """
-        count = len(self.parameters)
-        counts = [1.0] * count if self.all_here else self.flat[-count:].tolist()
+        num_parameters = len(self.parameters)
+        counts = [1.0] * num_parameters if self.all_here else self.flat[-num_parameters:].tolist()
         if on_accelerator(self.flat) and not on_accelerator(gradient_device(self.parameters[0])):
             self.flat = self.flat.cpu()
-        at = 0
-        for parameter, part, got in zip(self.parameters, self.locals, counts):
-            if got:
-                replace_gradient(parameter, self.flat[at : at + part.numel()].view_as(part))
-            at += part.numel()
+        offset = 0
+        for parameter, part, users in zip(self.parameters, self.locals, counts):
+            if users:
+                replace_gradient(parameter, self.flat[offset : offset + part.numel()].view_as(part))
+            offset += part.numel()
 
 
 def replace_gradient(parameter: nn.Parameter, value: Tensor) -> None:
@@ -369,19 +371,21 @@ def square_sum(
 
     On `device`, if that is an accelerator.
     """
-    counted = [p for name, p in parameters.items() if name in primary]
-    present = [g for g in local_gradients(counted) if g.numel()]
+    primaries = [p for name, p in parameters.items() if name in primary]
+    present = [g for g in local_gradients(primaries) if g.numel()]
     if not present:
         # a dry run is on the meta device
-        home = device if on_accelerator(device) else None
-        return torch.zeros((), dtype=torch.float64, device=home)
-    kinds = dict.fromkeys([g.device for g in present])
-    alone = len(kinds) == 1  # as almost always: one pass
-    by_device = [present if alone else [g for g in present if g.device == kind] for kind in kinds]
-    norms = [torch.stack(torch._foreach_norm(some)).double() for some in by_device]
-    sums = [one.square_().sum() for one in norms]
+        sum_device = device if on_accelerator(device) else None
+        return torch.zeros((), dtype=torch.float64, device=sum_device)
+    devices = dict.fromkeys([g.device for g in present])
+    single = len(devices) == 1  # as almost always: one pass
+    by_device = [
+        present if single else [g for g in present if g.device == kind] for kind in devices
+    ]
+    norms = [torch.stack(torch._foreach_norm(grads)).double() for grads in by_device]
+    sums = [value.square_().sum() for value in norms]
     if on_accelerator(device):
-        sums = [one.to(device, non_blocking=True) for one in sums]
+        sums = [value.to(device, non_blocking=True) for value in sums]
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
@@ -391,19 +395,19 @@ def norm_on_one_rank(parameters: Mapping[str, nn.Parameter], clip: float | None)
     By torch's own functions, so that a plain loop gives the same bits.
     """
     grads = [g for g in gradients_of(parameters.values()) if g is not None]
-    kinds = list(dict.fromkeys([g.device for g in grads]))
-    if len(kinds) < 2:
+    devices = list(dict.fromkeys([g.device for g in grads]))
+    if len(devices) < 2:
         norm = nn.utils.get_total_norm(grads)
     else:  # torch would copy norms to the first device one by one
-        there = next(filter(on_accelerator, kinds), kinds[0])
-        by_device = [nn.utils.get_total_norm([g for g in grads if g.device == k]) for k in kinds]
+        target = next(filter(on_accelerator, devices), devices[0])
+        by_device = [nn.utils.get_total_norm([g for g in grads if g.device == k]) for k in devices]
         norm = nn.utils.get_total_norm(
-            [send_to_device(n, there) if on_host(n) else n for n in by_device]
+            [send_to_device(n, target) if on_host(n) else n for n in by_device]
         )
     if clip is not None and (on_accelerator(norm) or float(norm) > clip):
-        for kind in kinds:
-            held: Any = [SimpleNamespace(grad=g) for g in grads if g.device == kind]
-            nn.utils.clip_grads_with_norm_(held, clip, norm)
+        for grad_device in devices:
+            holders: Any = [SimpleNamespace(grad=g) for g in grads if g.device == grad_device]
+            nn.utils.clip_grads_with_norm_(holders, clip, norm)
     return norm
 
 
@@ -415,8 +419,8 @@ def clip_factor(norm: Tensor | float, clip: float) -> float | Tensor | None:
     """
     if isinstance(norm, Tensor) and on_accelerator(norm):
         return torch.where(norm > clip, clip / (norm + 1e-6), 1.0)
-    found = float(norm)
-    return clip / (found + 1e-6) if found > clip else None
+    value = float(norm)
+    return clip / (value + 1e-6) if value > clip else None
 
 
 def scale_gradients(parameters: Mapping[str, nn.Parameter], factor: float | Tensor) -> None:
@@ -426,5 +430,5 @@ def scale_gradients(parameters: Mapping[str, nn.Parameter], factor: float | Tens
         if grads:
             torch._foreach_mul_(grads, factor)
         return
-    for home in dict.fromkeys([g.device for g in grads]):
-        torch._foreach_mul_([g for g in grads if g.device == home], factor.to(home))
+    for grad_device in dict.fromkeys([g.device for g in grads]):
+        torch._foreach_mul_([g for g in grads if g.device == grad_device], factor.to(grad_device))

@@ -85,17 +85,17 @@ class ShardedStage:
         stage: int,
         mesh: DeviceMesh,
         ignored: set[nn.Parameter],
-        between: bool = True,
-        asked: bool = False,
+        reshards: bool = True,
+        may_skip: bool = False,
     ) -> None:
         self.stage, self.mesh, self.ignored = stage, mesh, ignored
         self.between = (
-            between and stage == 3
+            reshards and stage == 3
         )  # free gathered parameters between forward and backward
         self.units: list[FSDPModule] = []
         self.waiting: set[FSDPModule] = set()
         self.ahead = 0
-        self.asked = asked  # values may decide which ranks use a parameter in a step
+        self.asked = may_skip  # values may decide which ranks use a parameter in a step
         self.used: set[nn.Parameter] = set()  # parameters with a gradient on this rank in this step
         # for each unit: a hash of its calls in this step, if values decide on them
         self.calls: list[int] = []
@@ -109,12 +109,16 @@ class ShardedStage:
         )
 
     def add_unit(
-        self, module: nn.Module, mesh: DeviceMesh, unit: ShardedUnit, met: Collection[nn.Parameter]
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        unit: ShardedUnit,
+        required: Collection[nn.Parameter],
     ) -> None:
         """Shard over a mesh the parameters of a module that no earlier unit holds.
 
-        `met`: parameters on which the loss depends, whatever the values on this rank; not stored,
-        because shards replace these parameters.
+        `required`: parameters on which the loss depends, whatever the values on this rank; not
+        stored, because shards replace these parameters.
 
         The parameters of the root stay gathered after its forward, because the backward begins
         there. So do those of a unit that `stays_gathered`. Shards of another tier than the
@@ -122,8 +126,8 @@ class ShardedStage:
         """
         pinned = unit.tier == CPU and has_streams(torch.device(mesh.device_type))
         policy = OffloadPolicy() if unit.tier == DEVICE else CPUOffloadPolicy(pin_memory=pinned)
-        places = {n for n, p in module.named_parameters() if p in met}
-        low = (
+        places = {n for n, p in module.named_parameters() if p in required}
+        mp_policy = (
             MixedPrecisionPolicy()
             if unit.gather_dtype is None
             else MixedPrecisionPolicy(
@@ -135,7 +139,7 @@ class ShardedStage:
             mesh=mesh,
             ignored_params=self.ignored,
             offload_policy=policy,
-            mp_policy=low,
+            mp_policy=mp_policy,
             reshard_after_forward=self.between and not (unit.root or unit.stays_gathered),
         )
         assert isinstance(module, FSDPModule)
@@ -152,29 +156,29 @@ class ShardedStage:
         if self.asked:
             module.register_forward_pre_hook(self._counter(len(self.units) - 1))
 
-    def _counter(self, place: int) -> Callable[..., None]:
+    def _counter(self, index: int) -> Callable[..., None]:
         self.calls.append(0)
 
         def count(*unused: object) -> None:
             self._turn += 1
-            self.calls[place] = (self.calls[place] * 31 + self._turn) % _PRIME
+            self.calls[index] = (self.calls[index] * 31 + self._turn) % _PRIME
 
         return count
 
     def prefetch(self, ahead: int) -> None:
         """Let each unit gather the next `ahead` units, in the order of calls."""
         self.ahead, units = ahead, self.units if ahead else []
-        for place, unit in enumerate(units):
-            unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + ahead])
-            unit.set_modules_to_backward_prefetch(units[max(place - ahead, 0) : place][::-1])
+        for index, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + ahead])
+            unit.set_modules_to_backward_prefetch(units[max(index - ahead, 0) : index][::-1])
 
     def run_forward(self, forward: Callable[[], T]) -> T:
         """Run a forward of this stage; for torch it is the forward of a root of its units."""
         assert self._root is not None
         self._set_up()
-        made: list[T] = []
-        self._root(lambda: made.append(forward()))
-        return made[0]
+        results: list[T] = []
+        self._root(lambda: results.append(forward()))
+        return results[0]
 
     def _set_up(self) -> None:
         """Run the setup of the first call of each root, before anything is gathered."""
@@ -187,29 +191,29 @@ class ShardedStage:
         for unit in self.units if self.ahead else ():
             end_unused_gather(unit)
 
-    def _zero_missing(self, unit: FSDPModule, places: set[str]) -> None:
+    def _zero_missing(self, unit: FSDPModule, names: set[str]) -> None:
         """Set a gradient to zero if only other ranks have one (of an expert without tokens here).
 
         Otherwise fully_shard would reduce different sets of parameters on different ranks. Its own
         setting for that would also give a gradient to parameters that no rank uses.
         """
         for group in groups_of(unit):
-            met = {one for one in group.fsdp_params if parameter_name(unit, one) in places}
-            wrap_post_backward(group, partial(self._zeroing_backward, group, met))
+            required = {p for p in group.fsdp_params if parameter_name(unit, p) in names}
+            wrap_post_backward(group, partial(self._zeroing_backward, group, required))
 
-    def _zeroing_backward(self, group: Any, met: set[Any], inner: Callable[..., None]) -> Any:
+    def _zeroing_backward(self, group: Any, required: set[Any], inner: Callable[..., None]) -> Any:
         def post_backward(*unused: object) -> None:
             if not self._stepping and self.mesh.size() > 1:
                 name = str(group.fsdp_params[0]._param_fqn)
                 raise own_backward(name).at(python_span())
-            for held in group.fsdp_params if group.reduce_grads else ():
-                if not hasattr(held, "_unsharded_param"):
+            for param in group.fsdp_params if group.reduce_grads else ():
+                if not hasattr(param, "_unsharded_param"):
                     continue
-                whole = held.unsharded_param
-                if held.unsharded_accumulated_grad is not None or whole.grad is not None:
-                    self.used.add(held.sharded_param)
-                elif held in met and whole.requires_grad:
-                    whole.grad = torch.zeros_like(whole)
+                full = param.unsharded_param
+                if param.unsharded_accumulated_grad is not None or full.grad is not None:
+                    self.used.add(param.sharded_param)
+                elif param in required and full.requires_grad:
+                    full.grad = torch.zeros_like(full)
             inner(*unused)
             for sharded, event in offloaded_gradients(group, offloads_gradient):
                 accumulate_offloaded(sharded, event)
@@ -259,12 +263,12 @@ class ShardedStage:
         self._unshards = None
         self._set_held(False)
 
-    def _set_held(self, held: bool) -> None:
+    def _set_held(self, stays_gathered: bool) -> None:
         self._synced = None
         for unit in self.units:
-            frees = self.between and not held and unit not in self.waiting
+            frees = self.between and not stays_gathered and unit not in self.waiting
             unit.set_reshard_after_forward(frees, recurse=False)
-            unit.set_reshard_after_backward(not held, recurse=False)
+            unit.set_reshard_after_backward(not stays_gathered, recurse=False)
 
 
 class _Root(nn.Module):
@@ -274,9 +278,9 @@ class _Root(nn.Module):
         super().__init__()
         self.units = nn.ModuleList(units)  # type: ignore[arg-type]
 
-    def forward(self, run: Callable[[], None]) -> None:
+    def forward(self, forward: Callable[[], None]) -> None:
         """Run the forward of a stage, which calls the units."""
-        run()
+        forward()
 
 
 def join_stages(stages: Sequence[ShardedStage]) -> None:
@@ -286,16 +290,16 @@ def join_stages(stages: Sequence[ShardedStage]) -> None:
     input of its reduction stays until backward ends. With a root, gathers and reductions overlap
     with computation, and the input of a reduction is freed when the next one begins, of any stage.
     """
-    fresh: list[Any] = []
-    for one in stages:
-        one._root, one._new_roots = _Root(one.units), fresh
-        fresh.append(fully_shard(one._root, mesh=one.mesh, ignored_params=one.ignored))
+    roots: list[Any] = []
+    for stage in stages:
+        stage._root, stage._new_roots = _Root(stage.units), roots
+        roots.append(fully_shard(stage._root, mesh=stage.mesh, ignored_params=stage.ignored))
         # torch would use the order of the latest forwards, which are of other microbatches here;
         # the first unit prefetches itself, a no-op: with an empty list torch uses its own order
-        for place, unit in enumerate(one.units):
-            ahead = one.units[max(place - max(one.ahead, 1), 0) : place][::-1]
+        for index, unit in enumerate(stage.units):
+            ahead = stage.units[max(index - max(stage.ahead, 1), 0) : index][::-1]
             unit.set_modules_to_backward_prefetch(ahead or [unit])
-    share_comm_ctx(fresh)
+    share_comm_ctx(roots)
 
 
 def gradient_flags(
@@ -308,24 +312,24 @@ def gradient_flags(
     for name in names:
         if name in parameters and parameters[name]._backward_hooks:
             raise _hook_refusal(name)
-    used = {parameter for one in sliced.values() for parameter in one.used}
-    for one in sliced.values():
-        one.used.clear()
+    used = {parameter for stage in sliced.values() for parameter in stage.used}
+    for stage in sliced.values():
+        stage.used.clear()
     return [float(parameters.get(n) in used) for n in names]
 
 
 def pack_flags(flags: Sequence[float], world: int, dtype: torch.dtype) -> list[float]:
     """Pack flags into few numbers whose sums over the ranks of a world are exact."""
-    bits, each = _fields(world, dtype)
-    some = [flags[k : k + each] for k in range(0, len(flags), each)]
-    return [float(sum(int(one) << bits * k for k, one in enumerate(part))) for part in some]
+    width, size = _fields(world, dtype)
+    chunks = [flags[k : k + size] for k in range(0, len(flags), size)]
+    return [float(sum(int(flag) << width * k for k, flag in enumerate(part))) for part in chunks]
 
 
 def unpack_counts(sums: Sequence[float], count: int, world: int, dtype: torch.dtype) -> list[int]:
     """Return for each of `count` flags how many ranks had a one, from sums of packed flags."""
-    bits, each = _fields(world, dtype)
-    last = (1 << bits) - 1
-    return [int(sums[k // each]) >> bits * (k % each) & last for k in range(count)]
+    width, size = _fields(world, dtype)
+    last = (1 << width) - 1
+    return [int(sums[k // size]) >> width * (k % size) & last for k in range(count)]
 
 
 def _fields(world: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -357,8 +361,8 @@ def _hook_refusal(name: str) -> Refusal:
 
 def _check_calls(counts: Sequence[int]) -> None:
     """Compare the most and the (negated) least of all ranks' call hashes of each unit."""
-    most, fewest = counts[: len(counts) // 2], counts[len(counts) // 2 :]
-    if any(high + low for high, low in zip(most, fewest)):
+    maxima, minima = counts[: len(counts) // 2], counts[len(counts) // 2 :]
+    if any(maximum + minimum for maximum, minimum in zip(maxima, minima)):
         raise Refusal.of(
             "S663",
             "values decide which of the modules that `zero` gathers are called",
@@ -369,9 +373,9 @@ def _check_calls(counts: Sequence[int]) -> None:
 
 def reshard_all(sliced: Mapping[int, ShardedStage]) -> None:
     """Free gathered parameters, so that the next forward gathers the present shards."""
-    for one in sliced.values():
-        one.end_prefetch()
-        for unit in one.units:
+    for stage in sliced.values():
+        stage.end_prefetch()
+        for unit in stage.units:
             unit.reshard()
 
 
@@ -397,7 +401,7 @@ def reduction_factors(
     names = {id(parameter): name for name, parameter in parameters.items()}
     for unit in sliced.units:
         for group in groups_of(unit):
-            held = frozenset(names[id(p.sharded_param)] for p in group.fsdp_params)
+            unit_names = frozenset(names[id(p.sharded_param)] for p in group.fsdp_params)
             size = group.mesh_info.mesh.size()
             factor = group.gradient_divide_factor
-            yield held, float(size if factor is None else factor)
+            yield unit_names, float(size if factor is None else factor)

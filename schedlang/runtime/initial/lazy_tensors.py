@@ -55,8 +55,8 @@ class FileTensor:
         file = self.open_[self.file]
         if not self.shape:
             return file.get_tensor(self.name)  # type: ignore[no-any-return]
-        found = file.get_slice(self.name)[tuple(slice(low, high) for low, high in box)]
-        return found  # type: ignore[no-any-return]
+        value = file.get_slice(self.name)[tuple(slice(start, stop) for start, stop in box)]
+        return value  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ class LazyTensor(Tensor):
     def __new__(
         cls, part: Read, shape: Sequence[int], dtype: torch.dtype, leaves: tuple[FileTensor, ...]
     ) -> LazyTensor:
-        made: LazyTensor = Tensor._make_wrapper_subclass(
+        tensor: LazyTensor = Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=dtype, device=HOST
         )
-        made.part, made.leaves = part, leaves
-        made.place = next(_PLACES) << 40  # farther apart than any tensor is long
-        return made
+        tensor.part, tensor.leaves = part, leaves
+        tensor.place = next(_PLACES) << 40  # farther apart than any tensor is long
+        return tensor
 
     def data_ptr(self) -> int:
         """Return the fake address."""
@@ -120,57 +120,59 @@ def lazy_tensor(leaf: FileTensor) -> LazyTensor:
     return LazyTensor(leaf.read, leaf.shape, DTYPES[KINDS.get(leaf.kind, "uint8")], (leaf,))
 
 
-def read_box(one: LazyTensor, corner: Sequence[int], size: Sequence[int]) -> Tensor:
+def read_box(tensor: LazyTensor, corner: Sequence[int], size: Sequence[int]) -> Tensor:
     """Read the elements of a box."""
-    return one.part(tuple((at, at + n) for at, n in zip(corner, size)))
+    return tensor.part(tuple((start, start + n) for start, n in zip(corner, size)))
 
 
-def read_part(one: LazyTensor, part: Tensor, cells: TensorSlice, most: int = 1 << 62) -> None:
-    """Read a rank's part in place, `most` bytes of the full tensor at a time."""
-    shape = tuple(one.shape)
-    rows = max(most // max(math.prod(shape[1:]) * part.element_size(), 1), 1)
-    for at in range(0, shape[0], rows) if shape else (0,):
-        corner, size = ((at, *[0] * (len(shape) - 1)), (rows, *shape[1:])) if shape else ((), ())
+def read_part(tensor: LazyTensor, part: Tensor, cells: TensorSlice, limit: int = 1 << 62) -> None:
+    """Read a rank's part in place, `limit` bytes of the full tensor at a time."""
+    shape = tuple(tensor.shape)
+    rows = max(limit // max(math.prod(shape[1:]) * part.element_size(), 1), 1)
+    for row in range(0, shape[0], rows) if shape else (0,):
+        corner, size = ((row, *[0] * (len(shape) - 1)), (rows, *shape[1:])) if shape else ((), ())
         for box in overlaps(box_slice(corner, size), cells):
-            low = [o + c for o, c in zip(box.here, corner)]
-            box.view(part, box.there).copy_(read_box(one, low, box.size))
+            start = [o + c for o, c in zip(box.here, corner)]
+            box.view(part, box.there).copy_(read_box(tensor, start, box.size))
 
 
 def _lazy_result(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Return the lazy result of an operator."""
-    used = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, LazyTensor)]
-    leaves = tuple(dict.fromkeys(leaf for one in used for leaf in one.leaves))
+    lazy = [arg for arg in pytree.tree_leaves((args, kwargs)) if isinstance(arg, LazyTensor)]
+    leaves = tuple(dict.fromkeys(leaf for arg in lazy for leaf in arg.leaves))
 
     def on_meta(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
-    there = {"device": "meta"} if kwargs.get("device") is not None else {}
-    shapes = func(*pytree.tree_map(on_meta, args), **pytree.tree_map(on_meta, kwargs | there))
+    device_option = {"device": "meta"} if kwargs.get("device") is not None else {}
+    shapes = func(
+        *pytree.tree_map(on_meta, args), **pytree.tree_map(on_meta, kwargs | device_option)
+    )
     rule = _RULES.get(func.overloadpacket)
 
-    def made(number: int | None, like: Tensor) -> LazyTensor:
-        read = rule(number, like, args, kwargs) if rule is not None else None
+    def made(number: int | None, template: Tensor) -> LazyTensor:
+        read = rule(number, template, args, kwargs) if rule is not None else None
         read = read or partial(_read_full, func, args, kwargs, number)
-        one = LazyTensor(read, like.shape, like.dtype, leaves)
-        one.place = _result_address(func.overloadpacket, args, one.place)
-        return one
+        result = LazyTensor(read, template.shape, template.dtype, leaves)
+        result.place = _result_address(func.overloadpacket, args, result.place)
+        return result
 
     if isinstance(shapes, Tensor):
         return made(None, shapes)
-    return type(shapes)(made(number, like) for number, like in enumerate(shapes))
+    return type(shapes)(made(number, template) for number, template in enumerate(shapes))
 
 
-def _result_address(operator: Any, args: Any, new: int) -> int:
+def _result_address(operator: Any, args: Any, address: int) -> int:
     """Return the address of a result: inside its source for views, as libraries compare ends."""
     if operator in (_aten.view, _aten.alias, _aten.detach):
         return int(args[0].place)
     if operator is _aten.select:
-        source, dim, at = args
+        source, dim, index = args
         step = math.prod(source.shape[dim % source.ndim + 1 :]) * source.element_size()
-        return int(source.place + at % source.shape[dim] * step)
-    return new
+        return int(source.place + index % source.shape[dim] * step)
+    return address
 
 
 def _read_full(func: Any, args: Any, kwargs: Any, number: int | None, box: Box) -> Tensor:
@@ -179,8 +181,8 @@ def _read_full(func: Any, args: Any, kwargs: Any, number: int | None, box: Box) 
     def read(value: Any) -> Any:
         return value.part(full_box(value.shape)) if isinstance(value, LazyTensor) else value
 
-    found = func(*pytree.tree_map(read, args), **pytree.tree_map(read, kwargs))
-    return crop(found if number is None else found[number], box)
+    result = func(*pytree.tree_map(read, args), **pytree.tree_map(read, kwargs))
+    return crop(result if number is None else result[number], box)
 
 
 def full_box(shape: Sequence[int]) -> Box:
@@ -190,7 +192,7 @@ def full_box(shape: Sequence[int]) -> Box:
 
 def crop(value: Tensor, box: Box) -> Tensor:
     """Return the elements of a box."""
-    return value[tuple(slice(low, high) for low, high in box)] if box else value
+    return value[tuple(slice(start, stop) for start, stop in box)] if box else value
 
 
 def _replace_span(box: Box, dim: int, *spans: tuple[int, int]) -> Box:
@@ -202,13 +204,13 @@ def _replace_span(box: Box, dim: int, *spans: tuple[int, int]) -> Box:
 # `number`: index of the result among several; `like` has its shape and dtype
 
 
-def _copy_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
-    if args[0].dtype == like.dtype:
+def _copy_rule(number: int | None, template: Tensor, args: Any, kwargs: Any) -> Read:
+    if args[0].dtype == template.dtype:
         return args[0].part  # type: ignore[no-any-return]
-    return lambda box: args[0].part(box).to(like.dtype)
+    return lambda box: args[0].part(box).to(template.dtype)
 
 
-def _permute_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+def _permute_rule(number: int | None, template: Tensor, args: Any, kwargs: Any) -> Read:
     source, *dims = args
     order = list(range(source.ndim))
     if len(dims) == 2:
@@ -224,101 +226,103 @@ def _permute_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> R
     return read
 
 
-def _slice_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read | None:
-    more: tuple[Any, ...] = (0, None, None, 1)
-    source, dim, start, end, step = tuple(args) + more[len(args) - 1 :]
+def _slice_rule(number: int | None, template: Tensor, args: Any, kwargs: Any) -> Read | None:
+    defaults: tuple[Any, ...] = (0, None, None, 1)
+    source, dim, start, end, step = tuple(args) + defaults[len(args) - 1 :]
     if step != 1:
         return None
-    low = slice(start, end).indices(source.shape[dim])[0]
-    return _read_shifted(source, dim % source.ndim, low)
+    offset = slice(start, end).indices(source.shape[dim])[0]
+    return _read_shifted(source, dim % source.ndim, offset)
 
 
-def _read_shifted(source: LazyTensor, dim: int, by: int) -> Read:
-    return lambda box: source.part(_replace_span(box, dim, (box[dim][0] + by, box[dim][1] + by)))
+def _read_shifted(source: LazyTensor, dim: int, offset: int) -> Read:
+    return lambda box: source.part(
+        _replace_span(box, dim, (box[dim][0] + offset, box[dim][1] + offset))
+    )
 
 
-def _split_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+def _split_rule(number: int | None, template: Tensor, args: Any, kwargs: Any) -> Read:
     source, sizes = args[:2]
     dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % source.ndim
-    at = (number or 0) * sizes if isinstance(sizes, int) else sum(sizes[:number])
-    return _read_shifted(source, dim, at)
+    offset = (number or 0) * sizes if isinstance(sizes, int) else sum(sizes[:number])
+    return _read_shifted(source, dim, offset)
 
 
-def _read_selected(source: LazyTensor, dim: int, at: int) -> Read:
+def _read_selected(source: LazyTensor, dim: int, index: int) -> Read:
     inner = dim % source.ndim
-    return lambda box: source.part((*box[:inner], (at, at + 1), *box[inner:])).squeeze(inner)
+    return lambda box: source.part((*box[:inner], (index, index + 1), *box[inner:])).squeeze(inner)
 
 
-def _unbind_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+def _unbind_rule(number: int | None, template: Tensor, args: Any, kwargs: Any) -> Read:
     return _read_selected(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), number or 0)
 
 
-def _select_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
-    source, dim, at = args
-    return _read_selected(source, dim, at % source.shape[dim])
+def _select_rule(number: int | None, template: Tensor, args: Any, kwargs: Any) -> Read:
+    source, dim, index = args
+    return _read_selected(source, dim, index % source.shape[dim])
 
 
-def _cat_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+def _cat_rule(number: int | None, template: Tensor, args: Any, kwargs: Any) -> Read:
     parts = args[0]
-    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % like.ndim
-    ends = [0, *accumulate(one.shape[dim] for one in parts)]
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % template.ndim
+    ends = [0, *accumulate(part.shape[dim] for part in parts)]
 
     def read(box: Box) -> Tensor:
         low, high = box[dim]
-        spans = ((max(low, at), min(high, end), at) for at, end in zip(ends, ends[1:]))
-        found = [
-            _read(one, _replace_span(box, dim, (first - at, last - at)))
-            for one, (first, last, at) in zip(parts, spans)
-            if first < last
+        spans = ((max(low, offset), min(high, end), offset) for offset, end in zip(ends, ends[1:]))
+        values = [
+            _read(part, _replace_span(box, dim, (start - offset, stop - offset)))
+            for part, (start, stop, offset) in zip(parts, spans)
+            if start < stop
         ]
-        return torch.cat(found, dim) if found else torch.empty(_size(box), dtype=like.dtype)
+        return torch.cat(values, dim) if values else torch.empty(_size(box), dtype=template.dtype)
 
     return read
 
 
-def _stack_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+def _stack_rule(number: int | None, template: Tensor, args: Any, kwargs: Any) -> Read:
     parts = args[0]
-    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % like.ndim
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % template.ndim
 
     def read(box: Box) -> Tensor:
-        found = [_read(one, _replace_span(box, dim)) for one in parts[slice(*box[dim])]]
-        return torch.stack(found, dim) if found else torch.empty(_size(box), dtype=like.dtype)
+        values = [_read(part, _replace_span(box, dim)) for part in parts[slice(*box[dim])]]
+        return torch.stack(values, dim) if values else torch.empty(_size(box), dtype=template.dtype)
 
     return read
 
 
-def _read(one: Tensor, box: Box) -> Tensor:
-    return one.part(box) if isinstance(one, LazyTensor) else crop(one, box)
+def _read(tensor: Tensor, box: Box) -> Tensor:
+    return tensor.part(box) if isinstance(tensor, LazyTensor) else crop(tensor, box)
 
 
 def _size(box: Box) -> list[int]:
-    return [high - low for low, high in box]
+    return [stop - start for start, stop in box]
 
 
-def _view_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read | None:
+def _view_rule(number: int | None, template: Tensor, args: Any, kwargs: Any) -> Read | None:
     """Return the rule for a view that splits or merges dims: read the touched rows, then crop."""
     source = args[0]
-    if source.dtype != like.dtype or like.numel() == 0:
+    if source.dtype != template.dtype or template.numel() == 0:
         return None
-    groups = list(_groups(tuple(source.shape), tuple(like.shape)))
+    groups = list(_groups(tuple(source.shape), tuple(template.shape)))
 
     def read(box: Box) -> Tensor:
         if 0 in _size(box):
-            return torch.empty(_size(box), dtype=like.dtype)
-        wanted: list[tuple[int, int]] = []
-        flat, kept, shape, rest = [], [], [], []
-        for inner, outer, at in groups:
-            spans = box[at : at + len(outer)]
-            (low, high), row = (spans[0], math.prod(outer[1:])) if outer else ((0, 1), 1)
+            return torch.empty(_size(box), dtype=template.dtype)
+        source_box: list[tuple[int, int]] = []
+        flat, flat_box, shape, result_box = [], [], [], []
+        for inner, outer, dim in groups:
+            spans = box[dim : dim + len(outer)]
+            (start, stop), row = (spans[0], math.prod(outer[1:])) if outer else ((0, 1), 1)
             step = math.prod(inner[1:])
-            first, last = (low * row) // step, -(-(high * row) // step)
-            wanted += [(first, last), *full_box(inner[1:])] if inner else []
+            first, last = (start * row) // step, -(-(stop * row) // step)
+            source_box += [(first, last), *full_box(inner[1:])] if inner else []
             flat.append((last - first) * step)
-            kept.append((low * row - first * step, high * row - first * step))
-            shape += [high - low, *outer[1:]] if outer else []
-            rest += [(0, high - low), *spans[1:]] if outer else []
-        value = crop(source.part(tuple(wanted)).reshape(flat), tuple(kept))
-        return crop(value.reshape(shape), tuple(rest))
+            flat_box.append((start * row - first * step, stop * row - first * step))
+            shape += [stop - start, *outer[1:]] if outer else []
+            result_box += [(0, stop - start), *spans[1:]] if outer else []
+        value = crop(source.part(tuple(source_box)).reshape(flat), tuple(flat_box))
+        return crop(value.reshape(shape), tuple(result_box))
 
     return read
 
@@ -330,14 +334,14 @@ def _groups(
     i = j = 0
     while i < len(a) or j < len(b):
         start, begin = i, j
-        ours, theirs = a[i : i + 1], b[j : j + 1]
-        if 1 in (*ours, *theirs) and ours != theirs:  # a dim of size one that is added or removed
-            i, j = i + (ours == (1,)), j + (ours != (1,))
+        dim_a, dim_b = a[i : i + 1], b[j : j + 1]
+        if 1 in (*dim_a, *dim_b) and dim_a != dim_b:  # a dim of size one that is added or removed
+            i, j = i + (dim_a == (1,)), j + (dim_a != (1,))
             yield a[start:i], b[begin:j], begin
             continue
         i, j = min(i + 1, len(a)), min(j + 1, len(b))
-        while (one := math.prod(a[start:i])) != (other := math.prod(b[begin:j])):
-            i, j = (i + 1, j) if one < other else (i, j + 1)
+        while (size_a := math.prod(a[start:i])) != (size_b := math.prod(b[begin:j])):
+            i, j = (i + 1, j) if size_a < size_b else (i, j + 1)
         yield a[start:i], b[begin:j], begin
 
 

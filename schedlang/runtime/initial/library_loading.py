@@ -40,10 +40,10 @@ def load_names(
 
     parts  the model has shards of its parameters, or layers of a program
     """
-    known = {name: lazy_tensor(leaf) for name, leaf in leaves.items()}
+    tensors = {name: lazy_tensor(leaf) for name, leaf in leaves.items()}
     if model is None or not _is_transformers(model):
-        return NamedTensors(known)
-    return _run_library_loader(known, _original_on_meta(model) if parts else _meta_copy(model))
+        return NamedTensors(tensors)
+    return _run_library_loader(tensors, _original_on_meta(model) if parts else _meta_copy(model))
 
 
 def _is_transformers(model: nn.Module) -> bool:
@@ -62,29 +62,29 @@ def _original_on_meta(model: Any) -> nn.Module:
     """Return the original model of a program on the meta device, by class and configuration."""
     from torch.distributed.fsdp import FSDPModule
 
-    kind: Any = next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
+    kind: Any = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
     with torch.device("meta"):
-        made: nn.Module = kind(copy.deepcopy(model.config))
+        original: nn.Module = kind(copy.deepcopy(model.config))
     dtypes = {name: tensor.dtype for name, tensor in _tensors(model)}
-    for name, tensor in _tensors(made):
+    for name, tensor in _tensors(original):
         tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
-    return made
+    return original
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Return parameters and buffers by all of their names."""
-    every = model.named_parameters(remove_duplicate=False)
-    return [*every, *model.named_buffers(remove_duplicate=False)]
+    parameters = model.named_parameters(remove_duplicate=False)
+    return [*parameters, *model.named_buffers(remove_duplicate=False)]
 
 
-def _run_library_loader(known: Mapping[str, LazyTensor], on_meta: Any) -> NamedTensors:
+def _run_library_loader(tensors: Mapping[str, LazyTensor], on_meta: Any) -> NamedTensors:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
     rules = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(on_meta))
     with _no_progress_bar():
-        report, _ = convert_and_load_state_dict_in_model(on_meta, dict(known), rules)
+        report, _ = convert_and_load_state_dict_in_model(on_meta, dict(tensors), rules)
     return NamedTensors(
         {name: value for name, value in _tensors(on_meta) if isinstance(value, LazyTensor)},
         {name: tuple(shape) for name, shape, _ in report.mismatched_keys},

@@ -128,27 +128,29 @@ class InitRecord:
         self.sizes.append(storage.nbytes())
         return len(self.sizes) - 1
 
-    def fill(self, rooms: Sequence[TargetPart]) -> None:
+    def fill(self, targets: Sequence[TargetPart]) -> None:
         """Make one full tensor at a time, and keep its parts. Raises Refusal S623 before any."""
-        of: dict[Storage, list[tuple[TargetPart, RecordedView]]] = {}
-        for room in rooms:
-            view = self.view(room.original)
-            if view is None or self.versions.get(view.storage) != room.original._version:
+        by_storage: dict[Storage, list[tuple[TargetPart, RecordedView]]] = {}
+        for target in targets:
+            view = self.view(target.original)
+            if view is None or self.versions.get(view.storage) != target.original._version:
                 raise Refusal.of(
                     "S623",
-                    f"`{room.names[0]}` has no values: it was changed after `deferred_init`",
+                    f"`{target.names[0]}` has no values: it was changed after `deferred_init`",
                     helps=("change the model in the function that `deferred_init` calls",),
                 )
-            of.setdefault(view.storage, []).append((room, view))
+            by_storage.setdefault(view.storage, []).append((target, view))
 
         def fill_rooms(
-            some: list[tuple[TargetPart, RecordedView]], data: torch.UntypedStorage
+            parts: list[tuple[TargetPart, RecordedView]], data: torch.UntypedStorage
         ) -> None:
-            for room, view in some:
+            for target, view in parts:
                 with torch.no_grad():
-                    copy_overlap(view.view_on(data), full_slice(room.shape), room.part, room.cells)
+                    copy_overlap(
+                        view.view_on(data), full_slice(target.shape), target.part, target.cells
+                    )
 
-        self.replay({storage: partial(fill_rooms, some) for storage, some in of.items()})
+        self.replay({storage: partial(fill_rooms, parts) for storage, parts in by_storage.items()})
 
     def digest(self) -> str:
         """Return a text that is equal for records that make the same values."""
@@ -161,12 +163,12 @@ class InitRecord:
 
     def add_operator(self, entry: RecordedOperator) -> None:
         """Add an operator."""
-        place = len(self.entries)
+        index = len(self.entries)
         self.entries.append(entry)
         if entry.draw is not None:
-            self._drawing.append(place)
+            self._drawing.append(index)
         for number in entry.writes | {number for _, number in entry.made}:
-            self._writers.setdefault(number, []).append(place)
+            self._writers.setdefault(number, []).append(index)
 
     @property
     def draw_count(self) -> int:
@@ -181,64 +183,64 @@ class InitRecord:
         self._state = state
         return state
 
-    def replay(self, wanted: Mapping[Storage, Callable[[torch.UntypedStorage], None]]) -> None:
+    def replay(self, fillers: Mapping[Storage, Callable[[torch.UntypedStorage], None]]) -> None:
         """Make the values of some storages one after the other, each passed to its function.
 
         Only the storages that one of them needs are held at a time. Each draw starts with the state
         that the generator had in the recording, so any order is right; in the order of first draws,
         no draw is repeated only to find the next state. torch's generator is unchanged afterwards.
         """
-        slices = {number: self._slice(number) for number in wanted}
-        first = {number: self._first_draw(some) for number, some in slices.items()}
-        quiet = torch.random.fork_rng(devices=[])
-        with _disable_current_modes(), quiet, torch.no_grad(), torch.device(self.device):
-            for number in sorted(wanted, key=first.__getitem__):
-                held = self._run(slices[number])
-                wanted[number](held[number] if number in held else self._empty(number))
+        slices = {number: self._slice(number) for number in fillers}
+        first_draws = {number: self._first_draw(indices) for number, indices in slices.items()}
+        forked_rng = torch.random.fork_rng(devices=[])
+        with _disable_current_modes(), forked_rng, torch.no_grad(), torch.device(self.device):
+            for number in sorted(fillers, key=first_draws.__getitem__):
+                storages = self._run(slices[number])
+                fillers[number](storages[number] if number in storages else self._empty(number))
 
-    def _first_draw(self, places: Sequence[int]) -> int:
-        found = (self.entries[place].draw for place in places)
-        return next((draw for draw in found if draw is not None), 0)
+    def _first_draw(self, indices: Sequence[int]) -> int:
+        draws = (self.entries[index].draw for index in indices)
+        return next((draw for draw in draws if draw is not None), 0)
 
     def _slice(self, number: Storage) -> list[int]:
         """Return the operators, in order, on which the final contents of a storage depend."""
-        found: set[int] = set()
-        open_ = [(number, len(self.entries))]
-        while open_:
-            one, before = open_.pop()
-            writers = self._writers.get(one, [])
-            at = bisect_left(writers, before) - 1
-            if at < 0 or writers[at] in found:
+        indices: set[int] = set()
+        pending = [(number, len(self.entries))]
+        while pending:
+            storage, end = pending.pop()
+            writers = self._writers.get(storage, [])
+            position = bisect_left(writers, end) - 1
+            if position < 0 or writers[position] in indices:
                 continue
-            place = writers[at]
-            found.add(place)
-            entry = self.entries[place]
-            open_ += [(other, place) for other in entry.reads | (entry.writes - entry.overwrites)]
-        return sorted(found)
+            index = writers[position]
+            indices.add(index)
+            entry = self.entries[index]
+            pending += [(read, index) for read in entry.reads | (entry.writes - entry.overwrites)]
+        return sorted(indices)
 
-    def _run(self, places: Sequence[int]) -> dict[Storage, torch.UntypedStorage]:
+    def _run(self, indices: Sequence[int]) -> dict[Storage, torch.UntypedStorage]:
         """Run these operators; return the storages that they have made and written."""
-        held: dict[Storage, torch.UntypedStorage] = {}
+        storages: dict[Storage, torch.UntypedStorage] = {}
 
         def real(value: Any) -> Any:
             if not isinstance(value, RecordedView):
                 return value
-            if value.storage not in held:
-                held[value.storage] = self._empty(value.storage)
-            return value.view_on(held[value.storage])
+            if value.storage not in storages:
+                storages[value.storage] = self._empty(value.storage)
+            return value.view_on(storages[value.storage])
 
-        for place in places:
-            entry = self.entries[place]
+        for index in indices:
+            entry = self.entries[index]
             if entry.draw is not None:
                 torch.set_rng_state(self._state_before(entry.draw))
             args, kwargs = pytree.tree_map(real, (entry.args, dict(entry.kwargs)))
-            out = pytree.tree_leaves(entry.func(*args, **kwargs))
-            for at, number in entry.made:
-                held[number] = out[at].untyped_storage()
+            outputs = pytree.tree_leaves(entry.func(*args, **kwargs))
+            for output_index, number in entry.made:
+                storages[number] = outputs[output_index].untyped_storage()
             if entry.draw is not None and entry.draw + 1 == self._known < self.draw_count:
                 self._all_states()[self._known] = torch.get_rng_state()
                 self._known += 1
-        return held
+        return storages
 
     def _empty(self, number: Storage) -> torch.UntypedStorage:
         """Return memory for a storage; on the host by mmap, so that it returns to the system."""
@@ -249,13 +251,13 @@ class InitRecord:
 
     def _state_before(self, draw: int) -> Tensor:
         """Return the state of the generator before a draw; earlier draws are run for it."""
-        given = self.entries[self._drawing[draw]].state
-        if given is not None:
-            return given
+        saved_state = self.entries[self._drawing[draw]].state
+        if saved_state is not None:
+            return saved_state
         while self._known <= draw:
-            place = self._drawing[self._known - 1]
-            entry = self.entries[place]
-            self._run([place] if entry.writes == entry.overwrites else self._before(place))
+            index = self._drawing[self._known - 1]
+            entry = self.entries[index]
+            self._run([index] if entry.writes == entry.overwrites else self._before(index))
         return self._all_states()[draw].clone()  # a generator reads the storage, not the view
 
     def _all_states(self) -> Tensor:
@@ -270,20 +272,20 @@ class InitRecord:
             self._states = grown
         return self._states
 
-    def _before(self, place: int) -> list[int]:
+    def _before(self, index: int) -> list[int]:
         """Return an operator that draws, after all operators on which it depends."""
-        entry = self.entries[place]
-        found = {place}
+        entry = self.entries[index]
+        indices = {index}
         for number in entry.reads | (entry.writes - entry.overwrites):
-            found |= {one for one in self._slice(number) if one < place}
-        return sorted(found)
+            indices |= {earlier for earlier in self._slice(number) if earlier < index}
+        return sorted(indices)
 
     def values(self, views: Sequence[RecordedView]) -> list[Tensor]:
         """Return tensors with their present values; those of one storage share one."""
-        found: dict[Storage, torch.UntypedStorage] = {}
-        self.replay({view.storage: partial(found.__setitem__, view.storage) for view in views})
+        storages: dict[Storage, torch.UntypedStorage] = {}
+        self.replay({view.storage: partial(storages.__setitem__, view.storage) for view in views})
         with _disable_current_modes():
-            return [view.view_on(found[view.storage]) for view in views]
+            return [view.view_on(storages[view.storage]) for view in views]
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -298,13 +300,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = dict(kwargs or {})
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        ours = [t for t in tensors if self.record.number(t) is not None]
-        if func is _aten._local_scalar_dense.default and ours:
-            return self._value(ours[0]).item()
-        if func is _aten._to_copy.default and ours and _is_type(kwargs.get("device"), "cpu"):
-            return func(self._value(ours[0]), *args[1:], **kwargs)
+        recorded = [t for t in tensors if self.record.number(t) is not None]
+        if func is _aten._local_scalar_dense.default and recorded:
+            return self._value(recorded[0]).item()
+        if func is _aten._to_copy.default and recorded and _is_type(kwargs.get("device"), "cpu"):
+            return func(self._value(recorded[0]), *args[1:], **kwargs)
         draws = torch.Tag.nondeterministic_seeded in func.tags
-        if not ours and not self._makes(func, tensors, kwargs):
+        if not recorded and not self._makes(func, tensors, kwargs):
             if draws:
                 raise _refusal(func, "draws into a tensor that was there before")
             return func(*args, **kwargs)
@@ -315,9 +317,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _makes(self, func: Any, tensors: list[Tensor], kwargs: Mapping[str, Any]) -> bool:
         """Return whether an operator creates a tensor on the device of the record."""
         if tensors:  # `torch.tensor([..])`, which may be overwritten; `[]` only tests a device
-            given = tensors[0]
-            lifted = func is _aten.lift_fresh.default and given.device == self.record.device
-            return lifted and given.numel() > 0
+            source = tensors[0]
+            lifted = func is _aten.lift_fresh.default and source.device == self.record.device
+            return lifted and source.numel() > 0
         if not _takes_device(func):
             return False
         device = kwargs.get("device")
@@ -334,23 +336,28 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 by_name["device"] = record.device
         if func is _aten.lift_fresh.default:
             func = _aten.clone.default
-        writes, over = _written_storages(func, args, kwargs, record)
-        out = func(*on_meta[0], **on_meta[1])
-        made = [
-            (place, record.add(one))
-            for place, one in enumerate(pytree.tree_leaves(out))
-            if isinstance(one, Tensor) and record.number(one) is None
+        writes, overwrites = _written_storages(func, args, kwargs, record)
+        outputs = func(*on_meta[0], **on_meta[1])
+        new_storages = [
+            (index, record.add(tensor))
+            for index, tensor in enumerate(pytree.tree_leaves(outputs))
+            if isinstance(tensor, Tensor) and record.number(tensor) is None
         ]
-        if (writes or made or draws) and func not in _EMPTY:
+        if (writes or new_storages or draws) and func not in _EMPTY:
             leaves = pytree.tree_leaves((recorded, by_name))
             reads = {leaf.storage for leaf in leaves if isinstance(leaf, RecordedView)} - writes
-            some = (frozenset(reads), frozenset(writes), frozenset(over), tuple(made))
+            effects = (
+                frozenset(reads),
+                frozenset(writes),
+                frozenset(overwrites),
+                tuple(new_storages),
+            )
             record.add_operator(
                 RecordedOperator(
-                    func, recorded, by_name, *some, record.draw_count if draws else None, state
+                    func, recorded, by_name, *effects, record.draw_count if draws else None, state
                 )
             )
-        return out
+        return outputs
 
     def _as_recorded(self, value: Any) -> Any:
         """Return an argument as stored in the record: its tensors as views, other tensors
@@ -410,8 +417,8 @@ def deferred_init(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> 
     with torch.random.fork_rng(devices=[]), PretendedDevice(record), Recorder(record):
         model = make(*args, **kwargs)
     if not isinstance(model, nn.Module):
-        title = f"`deferred_init` takes a function that returns a module, not {kind_of(model)}"
-        raise Refusal.of("S626", title)
+        message = f"`deferred_init` takes a function that returns a module, not {kind_of(model)}"
+        raise Refusal.of("S626", message)
     _fill_buffers(model, record)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if (view := record.view(parameter)) is not None:
@@ -432,18 +439,18 @@ _RECORDS: weakref.WeakKeyDictionary[nn.Module, InitRecord] = weakref.WeakKeyDict
 def _fill_buffers(model: nn.Module, record: InitRecord) -> None:
     """Give buffers, and tensors that are plain attributes, their values."""
     parameters = {id(p) for p in model.parameters()}
-    places = [
+    entries = [
         (table, name, record.view(value))
         for module in model.modules()
         for table in (module._buffers, vars(module))
         for name, value in table.items()
         if isinstance(value, Tensor) and id(value) not in parameters
     ]
-    views = list(dict.fromkeys(view for _, _, view in places if view is not None))
-    found = dict(zip(views, record.values(views)))
-    for table, name, view in places:
+    views = list(dict.fromkeys(view for _, _, view in entries if view is not None))
+    values = dict(zip(views, record.values(views)))
+    for table, name, view in entries:
         if view is not None:
-            table[name] = found[view]
+            table[name] = values[view]
 
 
 def _written_storages(
@@ -451,17 +458,17 @@ def _written_storages(
 ) -> tuple[set[Storage], set[Storage]]:
     """Return the storages into which an operator writes, and those that it overwrites
     completely."""
-    writes, over = set(), set()
-    for place, argument in enumerate(func._schema.arguments):
+    writes, overwrites = set(), set()
+    for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
         for tensor in pytree.tree_leaves(value):
             if isinstance(tensor, Tensor) and (number := record.number(tensor)) is not None:
                 writes.add(number)
                 if func._schema.name.removeprefix("aten::") in _OVERWRITING and _is_whole(tensor):
-                    over.add(number)
-    return writes, over
+                    overwrites.add(number)
+    return writes, overwrites
 
 
 def _is_whole(tensor: Tensor) -> bool:
@@ -486,10 +493,10 @@ def _is_type(device: Any, kind: str) -> bool:
     return device is not None and torch.device(device).type == kind
 
 
-def _refusal(func: Any, why: str) -> Refusal:
+def _refusal(func: Any, reason: str) -> Refusal:
     return Refusal.of(
         "S626",
-        f"`deferred_init` cannot record `{func._schema.name.removeprefix('aten::')}`: it {why}",
+        f"`deferred_init` cannot record `{func._schema.name.removeprefix('aten::')}`: it {reason}",
         helps=(
             "draw from torch's own generator, into tensors that the function makes",
             "or make the model as usual, on a real device",

@@ -18,7 +18,7 @@ from schedlang.runtime.initial.weight_files import TargetPart, files_of
 class Source(Protocol):
     """Gives parts of tensors their values."""
 
-    def fill(self, rooms: Sequence[TargetPart]) -> None:
+    def fill(self, targets: Sequence[TargetPart]) -> None:
         """Write all parts in place; raise Refusal if a value is not available."""
 
     def digest(self) -> str:
@@ -28,7 +28,7 @@ class Source(Protocol):
 class CheckpointSource:
     """A checkpoint, which is loaded into the program after it is built."""
 
-    def fill(self, rooms: Sequence[TargetPart]) -> None:
+    def fill(self, targets: Sequence[TargetPart]) -> None:
         """Leave the parts unchanged."""
 
     def digest(self) -> str:

@@ -45,11 +45,11 @@ class _RecordingLeaf(FileTensor):
 
     def read(self, box: Box) -> Tensor:
         """Record a box."""
-        shape = [high - low for low, high in box]
-        made = torch.empty(shape, dtype=DTYPES[KINDS.get(self.kind, "uint8")], device="meta")
-        size = math.prod(shape) * made.element_size()
+        shape = [stop - start for start, stop in box]
+        value = torch.empty(shape, dtype=DTYPES[KINDS.get(self.kind, "uint8")], device="meta")
+        size = math.prod(shape) * value.element_size()
         self.boxes.append(FileSlice(self.file.name, self.name, box, size))
-        return made
+        return value
 
 
 @dataclass(frozen=True)
@@ -89,46 +89,46 @@ class WeightFiles:
 
     def digest(self) -> str:
         """Return a text that is equal for files with equal names, shapes and dtypes of tensors."""
-        every = self.leaves.values()
-        facts = sorted((leaf.file.name, leaf.name, leaf.kind, leaf.shape) for leaf in every)
-        return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
+        leaves = self.leaves.values()
+        described = sorted((leaf.file.name, leaf.name, leaf.kind, leaf.shape) for leaf in leaves)
+        return hashlib.blake2b(repr(described).encode(), digest_size=8).hexdigest()
 
-    def fill(self, rooms: Sequence[TargetPart]) -> None:
+    def fill(self, targets: Sequence[TargetPart]) -> None:
         """Read all parts, slice by slice. Raises Refusal S643 before any is written."""
         self._check_model()
-        every = load_names(self.leaves, self.model)
-        found = [self._find(room, every) for room in rooms]
+        named = load_names(self.leaves, self.model)
+        sources = [self._find(target, named) for target in targets]
         try:
             with torch.no_grad():
-                for room, one in zip(rooms, found, strict=True):
-                    read_part(one, room.part, room.cells)
+                for target, source in zip(targets, sources, strict=True):
+                    read_part(source, target.part, target.cells)
         finally:
             for leaf in self.leaves.values():
                 leaf.open_.clear()
 
-    def plan_reads(self, rooms: Sequence[TargetPart]) -> tuple[FileSlice, ...]:
+    def plan_reads(self, targets: Sequence[TargetPart]) -> tuple[FileSlice, ...]:
         """Return the slices that `fill` would read, for parts on the meta device; raises alike."""
         boxes: list[FileSlice] = []
-        noted = {
+        recorded = {
             name: _RecordingLeaf(leaf.file, leaf.name, leaf.kind, leaf.shape, leaf.open_, boxes)
             for name, leaf in self.leaves.items()
         }
-        replace(self, leaves=noted).fill(rooms)
+        replace(self, leaves=recorded).fill(targets)
         return tuple(boxes)
 
-    def _find(self, room: TargetPart, every: NamedTensors) -> LazyTensor:
+    def _find(self, target: TargetPart, named: NamedTensors) -> LazyTensor:
         """Return the tensor of the files for a part, after checks of shape and dtype."""
-        for name in other_names(room.names, self.model):
-            if name in every.tensors:
-                self._check(room, name, every.tensors[name])
-                return every.tensors[name]
-            if name in every.shapes:
-                raise self._wrong_shape(name, every.shapes[name], room)
-        nearest = find_closest(room.names[0], tuple(self.leaves))
-        why = [line for name, line in every.errors.items() if name in room.names]
+        for name in other_names(target.names, self.model):
+            if name in named.tensors:
+                self._check(target, name, named.tensors[name])
+                return named.tensors[name]
+            if name in named.shapes:
+                raise self._wrong_shape(name, named.shapes[name], target)
+        nearest = find_closest(target.names[0], tuple(self.leaves))
+        errors = [line for name, line in named.errors.items() if name in target.names]
         raise self._unreadable(
-            f"there is no `{room.names[0]}`",
-            *(f"its library cannot convert the stored weights: {line}" for line in why),
+            f"there is no `{target.names[0]}`",
+            *(f"its library cannot convert the stored weights: {line}" for line in errors),
             *((f"the nearest name there is `{nearest}`",) if nearest else ()),
             helps=(
                 "give files with the names of the model, as `program.export` writes them",
@@ -136,12 +136,12 @@ class WeightFiles:
             ),
         )
 
-    def _check(self, room: TargetPart, name: str, one: LazyTensor) -> None:
-        if tuple(one.shape) != room.shape:
-            raise self._wrong_shape(name, tuple(one.shape), room)
-        for leaf in one.leaves:
-            if (leaf.kind in FLOATS) != room.part.is_floating_point():
-                kind = str(room.part.dtype).removeprefix("torch.")
+    def _check(self, target: TargetPart, name: str, tensor: LazyTensor) -> None:
+        if tuple(tensor.shape) != target.shape:
+            raise self._wrong_shape(name, tuple(tensor.shape), target)
+        for leaf in tensor.leaves:
+            if (leaf.kind in FLOATS) != target.part.is_floating_point():
+                kind = str(target.part.dtype).removeprefix("torch.")
                 raise self._unreadable(
                     f"`{leaf.name}` is {leaf.kind}, in the model {kind}", *QUANTISED, helps=BEFORE
                 )
@@ -153,17 +153,17 @@ class WeightFiles:
             method = quantization.get("quant_method") if isinstance(quantization, dict) else None
             method = f" by {method}" if method else ""
             raise self._unreadable(f"the values are quantised{method}", *QUANTISED, helps=BEFORE)
-        ours = getattr(getattr(self.model, "config", None), "model_type", None)
-        theirs = self.config.get("model_type")
+        kind = getattr(getattr(self.model, "config", None), "model_type", None)
+        saved = self.config.get("model_type")
         parts = [part for part in self.config.values() if isinstance(part, dict)]
-        if ours and theirs and ours not in (theirs, *(part.get("model_type") for part in parts)):
+        if kind and saved and kind not in (saved, *(part.get("model_type") for part in parts)):
             raise self._unreadable(
-                f"they are of a model of type `{theirs}`, and this one is of type `{ours}`",
+                f"they are of a model of type `{saved}`, and this one is of type `{kind}`",
                 helps=("give the weights of this model, or make the model of that type",),
             )
 
-    def _wrong_shape(self, name: str, shape: tuple[int, ...], room: TargetPart) -> Refusal:
-        return self._unreadable(f"`{name}` has the shape {shape}, in the model {room.shape}")
+    def _wrong_shape(self, name: str, shape: tuple[int, ...], target: TargetPart) -> Refusal:
+        return self._unreadable(f"`{name}` has the shape {shape}, in the model {target.shape}")
 
     def _unreadable(self, *notes: str, helps: Sequence[str] = ()) -> Refusal:
         return unreadable_weights(self.path, *notes, helps=helps)
@@ -187,14 +187,14 @@ class FileHeads:
 
 def files_of(path: str | os.PathLike[str], model: nn.Module) -> WeightFiles:
     """Return the files of a path for a model. Raises Refusal S643."""
-    found = heads_of(Path(path))
-    return WeightFiles(Path(path), found.leaves, model, found.config)
+    heads = heads_of(Path(path))
+    return WeightFiles(Path(path), heads.leaves, model, heads.config)
 
 
 def is_weights(path: Path) -> bool:
     """Return whether a path is a safetensors file, or a folder of such."""
-    where = _snapshot(path)
-    return where.is_file() or any((where / mark).is_file() for mark in (ONE, INDEX))
+    folder = _snapshot(path)
+    return folder.is_file() or any((folder / mark).is_file() for mark in (ONE, INDEX))
 
 
 def heads_of(path: Path) -> FileHeads:
@@ -203,39 +203,41 @@ def heads_of(path: Path) -> FileHeads:
     In a folder of a hub's cache, the revision `main` is read. Raises Refusal S643 if there are no
     files, if a file of the index is missing, or if one cannot be read.
     """
-    where = _snapshot(path)
-    if where.is_dir():
-        where = where / (INDEX if (where / INDEX).exists() else ONE)
-    if not where.exists():
+    location = _snapshot(path)
+    if location.is_dir():
+        location = location / (INDEX if (location / INDEX).exists() else ONE)
+    if not location.exists():
         raise unreadable_weights(
             path,
-            f"there is no `{where.name}`" if path.is_dir() else "it does not exist",
+            f"there is no `{location.name}`" if path.is_dir() else "it does not exist",
             helps=(
                 f"give a file of safetensors, or a folder with `{ONE}` or `{INDEX}`",
                 "or a folder that `program.save` has written",
             ),
         )
-    names: dict[str, set[str]] = {where.name: set()}
-    if where.suffix == ".json":  # an index, also of a variant with another name
+    names: dict[str, set[str]] = {location.name: set()}
+    if location.suffix == ".json":  # an index, also of a variant with another name
         names = {}
-        for name, file in _read(path, where)["weight_map"].items():
+        for name, file in _read(path, location)["weight_map"].items():
             names.setdefault(Path(file).name, set()).add(name)
     for name in sorted(names):
-        if not (where.parent / name).exists():
+        if not (location.parent / name).exists():
             raise unreadable_weights(
                 path,
                 f"the index names `{name}`, which is not there",
                 helps=("fetch all files of the model",),
             )
     leaves: dict[str, FileTensor] = {}
-    also: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     open_: dict[Path, Any] = {}
-    for name, wanted in sorted(names.items()):
-        found, others = _leaves(path, where.parent / name, open_)
-        leaves |= {n: leaf for n, leaf in found.items() if not wanted or n in wanted}
-        also |= others
-    config = where.parent / CONFIG
-    return FileHeads(leaves, also, _read(path, config) if config.is_file() else {})
+    for name, wanted_names in sorted(names.items()):
+        file_leaves, other_keys = _leaves(path, location.parent / name, open_)
+        leaves |= {
+            n: leaf for n, leaf in file_leaves.items() if not wanted_names or n in wanted_names
+        }
+        aliases |= other_keys
+    config = location.parent / CONFIG
+    return FileHeads(leaves, aliases, _read(path, config) if config.is_file() else {})
 
 
 def _snapshot(path: Path) -> Path:
@@ -247,12 +249,12 @@ def _snapshot(path: Path) -> Path:
 def _read(path: Path, file: Path) -> dict[str, Any]:
     """Read a JSON file that maps names."""
     try:
-        found = json.loads(file.read_text())
-        if not isinstance(found, dict) or file.name != CONFIG and "weight_map" not in found:
+        contents = json.loads(file.read_text())
+        if not isinstance(contents, dict) or file.name != CONFIG and "weight_map" not in contents:
             raise ValueError("it does not map names to files")
     except (OSError, ValueError) as error:
         raise unreadable_weights(path, f"`{file.name}` cannot be read: {error}") from error
-    return found
+    return contents
 
 
 def _leaves(
@@ -265,16 +267,16 @@ def _leaves(
         with safe_open(file, "pt") as head:
             slices = {name: head.get_slice(name) for name in head.keys()}  # noqa: SIM118
             leaves = {
-                name: FileTensor(file, name, one.get_dtype(), tuple(one.get_shape()), open_)
-                for name, one in slices.items()
+                name: FileTensor(file, name, part.get_dtype(), tuple(part.get_shape()), open_)
+                for name, part in slices.items()
             }
             metadata = (head.metadata() or {}).items()
-            return leaves, {other: name for other, name in metadata if name in leaves}
+            return leaves, {alias: name for alias, name in metadata if name in leaves}
     except Exception as error:  # a file may have any contents
         raise unreadable_weights(path, f"`{file.name}` cannot be read: {error}") from error
 
 
 def unreadable_weights(path: Path, *notes: str, helps: Sequence[str] = ()) -> Refusal:
     """Return the refusal of a path of weights."""
-    title = f"cannot take the weights from `{path}`"
-    return Refusal.of("S643", title, notes=notes, helps=tuple(helps))
+    message = f"cannot take the weights from `{path}`"
+    return Refusal.of("S643", message, notes=notes, helps=tuple(helps))

@@ -61,21 +61,21 @@ def probe_add_norms(module: nn.Module) -> AddNorms | Mismatch:
     probed: dict[Hashable, NormForm | Mismatch] = {}
     for name, child in module.named_children():
         fingerprint = module_key(child)
-        judged = probed[fingerprint] = probed.get(fingerprint) or probe_norm(child)
-        if isinstance(judged, NormForm):
-            norms[name] = judged
+        probe_result = probed[fingerprint] = probed.get(fingerprint) or probe_norm(child)
+        if isinstance(probe_result, NormForm):
+            norms[name] = probe_result
         elif "norm" in type(child).__name__.lower():
-            reasons[name] = judged.reason
+            reasons[name] = probe_result.reason
     if not norms:
-        said = "; ".join(f"`{name}` {reason}" for name, reason in reasons.items())
-        return Mismatch(f"has no child that is a norm{said and ': '}{said}")
+        reason_text = "; ".join(f"`{name}` {reason}" for name, reason in reasons.items())
+        return Mismatch(f"has no child that is a norm{reason_text and ': '}{reason_text}")
     try:
         graph = flow_of(module, invented_arguments(module))
     except Refusal as refusal:
         return Mismatch(": ".join((refusal.diagnostic.title, *refusal.diagnostic.notes)))
-    found = {str(place.norm.target) for place in find_places(graph, module, norms)}
-    if found:
-        return AddNorms({name: norm for name, norm in norms.items() if name in found})
+    fused_names = {str(place.norm.target) for place in find_places(graph, module, norms)}
+    if fused_names:
+        return AddNorms({name: norm for name, norm in norms.items() if name in fused_names})
     return Mismatch(
         f"has no addition right before a norm: {_describe_before_norms(graph, module, norms)}"
     )
@@ -88,9 +88,9 @@ def _describe_before_norms(
     descriptions = []
     for node in graph.nodes:
         if node.op == "call_module" and node.target in norms:
-            given = node.all_input_nodes
-            what = describe_node(given[0], module) if given else "nothing that can be traced"
-            descriptions.append(f"before `{node.target}` is {what}")
+            inputs = node.all_input_nodes
+            source = describe_node(inputs[0], module) if inputs else "nothing that can be traced"
+            descriptions.append(f"before `{node.target}` is {source}")
     return "; ".join(descriptions) or "its forward calls no norm"
 
 
@@ -105,18 +105,18 @@ class AddNormPlace:
     norm: fx.Node
 
 
-def flow_of(module: nn.Module, given: FlowArguments) -> fx.Graph:
+def flow_of(module: nn.Module, arguments: FlowArguments) -> fx.Graph:
     """Return the data flow of one call, without the forward's decorators, with children as
     calls."""
-    whole = frozenset(name for name, _ in module.named_modules() if name)
-    return trace_flow(module, given, TraceDepth(calls=whole, undecorated=True))
+    child_names = frozenset(name for name, _ in module.named_modules() if name)
+    return trace_flow(module, arguments, TraceDepth(calls=child_names, undecorated=True))
 
 
 def find_places(
     graph: fx.Graph, module: nn.Module, norms: Mapping[str, NormForm]
 ) -> list[AddNormPlace]:
     """Find norms that are called on the sum of two tensors, with no in-place write in between."""
-    found, order = [], list(graph.nodes)
+    places, order = [], list(graph.nodes)
     for norm in order:
         if norm.op != "call_module" or norm.target not in norms or norm.kwargs:
             continue
@@ -128,16 +128,16 @@ def find_places(
             map(writes_in_place, between)
         ):
             continue
-        found.append(AddNormPlace(total, norm))
-    return found
+        places.append(AddNormPlace(total, norm))
+    return places
 
 
 def _is_sum(node: fx.Node, module: nn.Module) -> bool:
-    both = node.args if len(node.args) == 2 and not node.kwargs else ()
+    operands = node.args if len(node.args) == 2 and not node.kwargs else ()
     return (
         function_name(node, module) == "add"
-        and len(both) == 2
-        and all(isinstance(each, fx.Node) for each in both)
+        and len(operands) == 2
+        and all(isinstance(operand, fx.Node) for operand in operands)
         and not writes_in_place(node)
     )
 
@@ -173,8 +173,8 @@ class FusedAddNorm:
 
     kernel = "add_norm"
 
-    def __init__(self, module: nn.Module, found: AddNorms) -> None:
-        self.__setstate__({"module": module, "found": found})
+    def __init__(self, module: nn.Module, add_norms: AddNorms) -> None:
+        self.__setstate__({"module": module, "found": add_norms})
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the rewritten forwards: in a copy, children may have other hooks or rows."""
@@ -194,18 +194,18 @@ class FusedAddNorm:
         return self.forward(self.module, *args, **kwargs)
 
     def _run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        named = self.named(module, *args, **kwargs)
-        constants = tuple((n, _fix_constant(v)) for n, v in named.items() if _is_constant(v))
-        inside = tuple((n, structure_of(v)) for n, v in named.items() if not _is_constant(v))
+        arguments = self.named(module, *args, **kwargs)
+        constants = tuple((n, _fix_constant(v)) for n, v in arguments.items() if _is_constant(v))
+        inside = tuple((n, structure_of(v)) for n, v in arguments.items() if not _is_constant(v))
         key = inside, tuple((n, repr(v)) for n, v in constants), self.training_flags()
         if torch.compiler.is_compiling():
             _rewrite_all(type(module), inside, constants)
         elif key not in self.made:
             self.rewrite(inside, constants)
-        made = self.made[key]
-        for why in made.unfused:
-            note_declined(module, "add_norm", why)
-        return made.run(module, self, *(named[name] for name in made.names))
+        rewritten = self.made[key]
+        for reason in rewritten.unfused:
+            note_declined(module, "add_norm", reason)
+        return rewritten.run(module, self, *(arguments[name] for name in rewritten.names))
 
     def training_flags(self) -> tuple[bool, ...]:
         """Return the training flags of the module and all modules inside."""
@@ -216,20 +216,20 @@ class FusedAddNorm:
         impossible."""
         key = inside, tuple((n, repr(v)) for n, v in constants), self.training_flags()
         if key not in self.made:
-            made = self._made(
+            rewritten = self._made(
                 FlowArguments({n: value_with_structure(v) for n, v in inside}, dict(constants))
             )
-            self.made = {**self.made, key: made}
+            self.made = {**self.made, key: rewritten}
 
-    def _made(self, given: FlowArguments) -> RewrittenForward:
-        graph = flow_of(self.module, given)
+    def _made(self, arguments: FlowArguments) -> RewrittenForward:
+        graph = flow_of(self.module, arguments)
         names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
-        found = find_places(graph, self.module, self.found.norms)
-        fused = {str(place.norm.target) for place in found}
+        places = find_places(graph, self.module, self.found.norms)
+        fused = {str(place.norm.target) for place in places}
         called = {str(node.target) for node in graph.nodes if node.op == "call_module"}
         unfused = [name for name in self.found.norms if name in called - fused]
-        left = tuple(_why_unfused(name, self.module.get_submodule(name)) for name in unfused)
-        return RewrittenForward(_fuse_places(graph, found), names, left)
+        reasons = tuple(_why_unfused(name, self.module.get_submodule(name)) for name in unfused)
+        return RewrittenForward(_fuse_places(graph, places), names, reasons)
 
     def add_and_norm(
         self, owner: nn.Module, name: str, a: Tensor, b: Tensor
@@ -242,8 +242,8 @@ class FusedAddNorm:
             total = a + b
             return total, owner(total)
         if a.shape[-1] > MAX_ROW_WITH_EXTRAS:
-            said = f"its rows have at most {MAX_ROW_WITH_EXTRAS} elements"
-            note_declined(self.module, "add_norm", said, a=a)
+            reason = f"its rows have at most {MAX_ROW_WITH_EXTRAS} elements"
+            note_declined(self.module, "add_norm", reason, a=a)
         norm = self.found.norms[name]
         weight, bias = norm.vectors(owner, a)
         return add_norm(a, b, weight, bias, norm.form)
@@ -288,24 +288,24 @@ def _fix_constant(value: Any) -> Any:
 # -- the rewritten forward -------------------------------------------------------------------------
 
 
-def _fuse_places(graph: fx.Graph, found: list[AddNormPlace]) -> Callable[..., Any]:
+def _fuse_places(graph: fx.Graph, places: list[AddNormPlace]) -> Callable[..., Any]:
     """Replace each place in the flow by one call; return a function of module, layer and
     arguments."""
     with graph.inserting_before(next(iter(graph.nodes))):
         layer = graph.placeholder("layer")
     fused: set[fx.Node] = set()
-    for place in found:
+    for place in places:
         if place.total in fused:
             continue  # a second norm of the same sum
         fused.add(place.total)
         name = str(place.norm.target)
         with graph.inserting_before(place.total):
             owner = graph.get_attr(name)
-            both = graph.call_function(_call_both, (layer, owner, name, *place.total.args))
-            parts = [graph.call_function(_item, (both, index)) for index in (0, 1)]
-        for old, new in zip((place.norm, place.total), parts[::-1]):
-            old.replace_all_uses_with(new)
-            graph.erase_node(old)
+            pair = graph.call_function(_call_both, (layer, owner, name, *place.total.args))
+            parts = [graph.call_function(_item, (pair, index)) for index in (0, 1)]
+        for node, replacement in zip((place.norm, place.total), parts[::-1]):
+            node.replace_all_uses_with(replacement)
+            graph.erase_node(node)
     graph.lint()
     return _function(graph)
 
@@ -316,8 +316,8 @@ def _call_both(
     return layer.add_and_norm(owner, name, a, b)
 
 
-def _item(both: tuple[Tensor, Tensor], index: int) -> Tensor:
-    return both[index]
+def _item(pair: tuple[Tensor, Tensor], index: int) -> Tensor:
+    return pair[index]
 
 
 def _function(graph: fx.Graph) -> Callable[..., Any]:

@@ -88,16 +88,19 @@ _EAR = "_schedlang_ear"  # of a module in the probed copy
 
 
 def install_attention(
-    module: nn.Module, kernel: str, names: tuple[str, ...], ear: AttentionRecorder | None = None
+    module: nn.Module,
+    kernel: str,
+    names: tuple[str, ...],
+    recorder: AttentionRecorder | None = None,
 ) -> None:
     """Let a module compute attention by the kernel, in place; `ear` records the calls."""
     for name in names:
         part = module.get_submodule(name)
         set_attention_name(part, _register(kernel, attention_name(part) == "eager"))
-        if ear is not None:
-            vars(part)[_EAR] = ear
+        if recorder is not None:
+            vars(part)[_EAR] = recorder
     if not names:
-        wrap(module, "attend", FusedAttention(module, kernel, ear))
+        wrap(module, "attend", FusedAttention(module, kernel, recorder))
 
 
 def _register(kernel: str, eager: bool) -> str:
@@ -114,57 +117,61 @@ def _register(kernel: str, eager: bool) -> str:
             key: Tensor,
             value: Tensor,
             attention_mask: Any = None,
-            **more: Any,
+            **kwargs: Any,
         ) -> tuple[Tensor, None]:
-            causal = more.pop("is_causal", None)
+            causal = kwargs.pop("is_causal", None)
             causal = getattr(module, "is_causal", True) if causal is None else causal
             causal = bool(causal) and not eager and attention_mask is None and query.shape[2] > 1
-            lines = (query, key, value)
-            asked = query_of_call(kernel, lines, attention_mask, causal, more)
-            made = run_attention(module, kernel, asked, getattr(module, _EAR, None))
-            return made.transpose(1, 2).contiguous(), None
+            tensors = (query, key, value)
+            call = query_of_call(kernel, tensors, attention_mask, causal, kwargs)
+            output = run_attention(module, kernel, call, getattr(module, _EAR, None))
+            return output.transpose(1, 2).contiguous(), None
 
         ALL_ATTENTION_FUNCTIONS.register(name, attend)
     return name
 
 
 def query_of_call(
-    kernel: str, lines: tuple[Tensor, Tensor, Tensor], mask: Any, causal: bool, more: dict[str, Any]
+    kernel: str,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: Any,
+    causal: bool,
+    kwargs: dict[str, Any],
 ) -> AttentionCall:
     """Read a call of transformers as a query; refuse (S877) arguments that no kernel supports."""
-    rule = ScoreRule(more.pop("scaling", None), more.pop("softcap", None) or 0.0, causal)
-    sinks, bias = more.pop("s_aux", None), more.pop("position_bias", None)
-    dropout = more.pop("dropout", 0.0)
+    rule = ScoreRule(kwargs.pop("scaling", None), kwargs.pop("softcap", None) or 0.0, causal)
+    sinks, bias = kwargs.pop("s_aux", None), kwargs.pop("position_bias", None)
+    dropout = kwargs.pop("dropout", 0.0)
     unknown = [
         name
-        for name, value in more.items()
+        for name, value in kwargs.items()
         if not (value is None or name in _IGNORED or isinstance(value, int | str))
     ]
     if unknown or not (mask is None or isinstance(mask, Tensor)):
         raise _unsupported(kernel, f"`{unknown[0]}`" if unknown else "a mask that is not a tensor")
-    return AttentionCall(*lines, rule, mask, bias, sinks, dropout)
+    return AttentionCall(*tensors, rule, mask, bias, sinks, dropout)
 
 
-def _unsupported(kernel: str, what: str) -> Refusal:
-    title = f"an attention is called with {what}, which `{kernel}` does not support"
-    return Refusal.of("S877", title, helps=("leave this module as it is",))
+def _unsupported(kernel: str, feature: str) -> Refusal:
+    message = f"an attention is called with {feature}, which `{kernel}` does not support"
+    return Refusal.of("S877", message, helps=("leave this module as it is",))
 
 
 def run_attention(
-    module: nn.Module, kernel: str, query: AttentionCall, ear: AttentionRecorder | None = None
+    module: nn.Module, kernel: str, query: AttentionCall, recorder: AttentionRecorder | None = None
 ) -> Tensor:
     """Run the kernel for a query; refuse (S877) dropout of attention weights.
 
     A query that the kernel declines, and computes by plain products, is recorded at `module`.
     """
-    if ear is not None:
-        ear.add_query(query)
+    if recorder is not None:
+        recorder.add_query(query)
     elif query.dropout > 0:
         raise _unsupported(kernel, "dropout")
-    if ear is None and kernel in DECLINE_REASONS and not torch.compiler.is_compiling():
-        why = DECLINE_REASONS[kernel](query)
-        if why:
-            note_declined(module, kernel, why, q=query.q, k=query.k, mask=query.mask)
+    if recorder is None and kernel in DECLINE_REASONS and not torch.compiler.is_compiling():
+        reason = DECLINE_REASONS[kernel](query)
+        if reason:
+            note_declined(module, kernel, reason, q=query.q, k=query.k, mask=query.mask)
     return ATTENTIONS[kernel](query)
 
 
@@ -172,9 +179,9 @@ class FusedAttention:
     """A layer of a module that calls torch's attention: its own forward, under a mode."""
 
     def __init__(
-        self, module: nn.Module, kernel: str, ear: AttentionRecorder | None = None
+        self, module: nn.Module, kernel: str, recorder: AttentionRecorder | None = None
     ) -> None:
-        self.module, self.kernel, self.ear = module, kernel, ear
+        self.module, self.kernel, self.ear = module, kernel, recorder
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the module; its calls of torch's attention run the kernel."""
@@ -183,9 +190,9 @@ class FusedAttention:
 
 
 class _InterceptAttention(TorchFunctionMode):
-    def __init__(self, module: nn.Module, kernel: str, ear: AttentionRecorder | None) -> None:
+    def __init__(self, module: nn.Module, kernel: str, recorder: AttentionRecorder | None) -> None:
         super().__init__()
-        self.module, self.kernel, self.ear = module, kernel, ear
+        self.module, self.kernel, self.ear = module, kernel, recorder
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -210,10 +217,10 @@ class _InterceptAttention(TorchFunctionMode):
         mask = attn_mask
         while mask is not None and mask.ndim < 4:
             mask = mask[None]
-        asked = AttentionCall(
+        call = AttentionCall(
             query, key, value, ScoreRule(scale, 0.0, is_causal), mask, dropout=dropout_p
         )
-        return run_attention(self.module, self.kernel, asked, self.ear)
+        return run_attention(self.module, self.kernel, call, self.ear)
 
 
 # -- the probe -------------------------------------------------------------------------------------
@@ -237,13 +244,13 @@ class KernelAttention:
 
     def cases(self) -> list[flex_attention.Case]:
         """Return test cases of the kernel in these forms."""
-        one = self.forms[0]
-        shape = (2, 4, 150, max(16, min(one.size, 128)))
-        keys = 4 if one.groups == 1 else 2
+        form = self.forms[0]
+        shape = (2, 4, 150, max(16, min(form.size, 128)))
+        keys = 4 if form.groups == 1 else 2
         if self.kernel == "flash_attention":
-            return [flash_attention.Case(shape, "bfloat16", keys, one.cap)]
+            return [flash_attention.Case(shape, "bfloat16", keys, form.cap)]
         return [
-            flex_attention.Case(shape, "bfloat16", keys, one.cap, one.sinks, padded)
+            flex_attention.Case(shape, "bfloat16", keys, form.cap, form.sinks, padded)
             for padded in (False, True)
         ]
 
@@ -260,18 +267,18 @@ def match_kernel_attention(
     refused = why_no_probe(module)
     if refused:
         return refused
-    named = {n: m for n, m in module.named_modules() if attention_name(m) is not None}
-    implementations = {attention_name(m) for m in named.values()}
+    attentions = {n: m for n, m in module.named_modules() if attention_name(m) is not None}
+    implementations = {attention_name(m) for m in attentions.values()}
     if not implementations <= {"eager", "sdpa"}:
         return Mismatch(
             f"uses the attention {', '.join(sorted(filter(None, implementations)))} already"
         )
     with torch.random.fork_rng(devices=[]), enter_modes(Float64):
         try:
-            return _probe(module, kernel, tuple(named), call)
+            return _probe(module, kernel, tuple(attentions), call)
         except Exception as raised:  # the module's own code: whatever it raises is a mismatch
-            first = str(raised).partition("\n")[0]
-            reason = raised.diagnostic.title if isinstance(raised, Refusal) else first
+            first_line = str(raised).partition("\n")[0]
+            reason = raised.diagnostic.title if isinstance(raised, Refusal) else first_line
             return Mismatch(f"does not run: {type(raised).__name__}: {reason}")
 
 
@@ -280,25 +287,25 @@ def _probe(
 ) -> KernelAttention | Mismatch:
     # values around zero, so that no score dominates
     copied = bare_copy(module, torch.float64, spread=lambda shape: 0.3).eval()
-    ran = list(_run_calls(copied, _calls_to_try(copied, names, call)))
-    calls, plain = [one for one, _ in ran], [seen for _, seen in ran]
-    ear = AttentionRecorder()
-    install_attention(copied, kernel, names, ear)
-    fused = [run_with_gradients(copied, *one) for one in calls]
-    asked = tuple(dict.fromkeys(ear.asked))
+    runs = list(_run_calls(copied, _calls_to_try(copied, names, call)))
+    calls, plain_results = [item for item, _ in runs], [result for _, result in runs]
+    recorder = AttentionRecorder()
+    install_attention(copied, kernel, names, recorder)
+    fused = [run_with_gradients(copied, *item) for item in calls]
+    forms = tuple(dict.fromkeys(recorder.asked))
     run_with_gradients(copied.train(), *calls[0])
-    if not asked:
+    if not forms:
         return Mismatch("calls neither an attention function by name nor torch's")
-    if ear.dropped:
+    if recorder.dropped:
         return Mismatch(f"has dropout in training, which `{kernel}` does not support")
-    if kernel == "flash_attention" and any(one.sinks or one.bias for one in asked):
+    if kernel == "flash_attention" and any(item.sinks or item.bias for item in forms):
         return Mismatch(
             "adds sinks or a bias to its scores, which `flash_attention` does not support"
         )
-    error = max(map(results_distance, fused, plain))
+    error = max(map(results_distance, fused, plain_results))
     if not error <= TOLERANCE:
         return Mismatch("differs from its own attention", error)
-    return KernelAttention(kernel, names, asked, error)
+    return KernelAttention(kernel, names, forms, error)
 
 
 def _run_calls(
@@ -306,8 +313,8 @@ def _run_calls(
 ) -> Iterator[tuple[ModuleCall, list[Tensor]]]:
     """Yield calls and the module's results; calls after the first that the module rejects are
     skipped."""
-    first = next(calls)
-    yield first, run_with_gradients(module, *first)
+    first_call = next(calls)
+    yield first_call, run_with_gradients(module, *first_call)
     for call in calls:
         with suppress(Exception):  # the module's own code may need a mask, or another kind of mask
             yield call, run_with_gradients(module, *call)
@@ -336,9 +343,11 @@ def _own_calls(module: nn.Module) -> Iterator[ModuleCall]:
 
     If it attends to other tokens of another width, these are given too.
     """
-    every = list(inspect.signature(module.forward).parameters.values())
+    params = list(inspect.signature(module.forward).parameters.values())
     needed = [
-        p for p in every if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        p
+        for p in params
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     ]
     widths = list(dict.fromkeys(p.shape[1] for p in module.parameters() if p.ndim == 2))
     if not widths or not needed:
@@ -346,9 +355,12 @@ def _own_calls(module: nn.Module) -> Iterator[ModuleCall]:
     generator = torch.Generator().manual_seed(0)
 
     def tokens(count: int, width: int) -> Tensor:
-        made = torch.randn(2, count, width, generator=generator, dtype=torch.float64, device="cpu")
-        return made.requires_grad_()
+        value = torch.randn(2, count, width, generator=generator, dtype=torch.float64, device="cpu")
+        return value.requires_grad_()
 
     tokens_and_none = [tokens(6, widths[0]), *[None] * (len(needed) - 1)]
-    other = next((p.name for p in every if p.name in OTHER_TOKENS), None)
-    yield tokens_and_none, {other: tokens(5, widths[1])} if other and len(widths) > 1 else {}
+    other_tokens = next((p.name for p in params if p.name in OTHER_TOKENS), None)
+    yield (
+        tokens_and_none,
+        {other_tokens: tokens(5, widths[1])} if other_tokens and len(widths) > 1 else {},
+    )

@@ -74,7 +74,7 @@ class _AddKeyGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        out: Tensor, q: Tensor, k: Tensor, v: Tensor, blind: Tensor, unlike: Tensor, scale: float
+        out: Tensor, q: Tensor, k: Tensor, v: Tensor, blind: Tensor, unequal: Tensor, scale: float
     ) -> Tensor:
         return out.view_as(out)
 
@@ -85,15 +85,15 @@ class _AddKeyGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        out, q, k, v, blind, unlike = ctx.saved_tensors
-        torch._assert_async(~unlike, UNEQUAL_ROWS)
+        out, q, k, v, blind, unequal = ctx.saved_tensors
+        torch._assert_async(~unequal, UNEQUAL_ROWS)
         grad, out = (x.transpose(1, 2).to(q.dtype) for x in (grads[0], out))
         grad = torch.where(blind, grad, 0)
-        alone = torch.where(blind, (grad * out).sum(-1, keepdim=True), 0)
+        own_share = torch.where(blind, (grad * out).sum(-1, keepdim=True), 0)
         groups = q.shape[1] // k.shape[1]
-        outer, once = (_sum_groups(x.mT @ q, groups) for x in (grad, alone))
-        found = (v.to(q.dtype) @ outer - once) * (ctx.scale / k.shape[2])
-        return grads[0], None, found.to(k.dtype).sum_to_size(k.shape), None, None, None, None
+        outer, own_sums = (_sum_groups(x.mT @ q, groups) for x in (grad, own_share))
+        key_grad = (v.to(q.dtype) @ outer - own_sums) * (ctx.scale / k.shape[2])
+        return grads[0], None, key_grad.to(k.dtype).sum_to_size(k.shape), None, None, None, None
 
 
 def _sum_groups(x: Tensor, groups: int) -> Tensor:
@@ -109,52 +109,54 @@ def find_hidden_keys(mask: Tensor) -> HiddenKeys:
     """Find where an additive mask [.., queries, keys] hides all keys; cached for all layers."""
     if torch.compiler.is_compiling() or mask.requires_grad or mask.is_inference():
         return _find_hidden(mask)
-    version, found = _cache.get(mask, (-1, None))
+    version, hidden = _cache.get(mask, (-1, None))
     # the mask may be a buffer that each step modifies
-    if found is None or version != mask._version:
-        found = _find_hidden(mask)
-        if not found.mask.is_inference():
-            _cache[mask] = mask._version, found
-    return found
+    if hidden is None or version != mask._version:
+        hidden = _find_hidden(mask)
+        if not hidden.mask.is_inference():
+            _cache[mask] = mask._version, hidden
+    return hidden
 
 
-def _find_hidden(given: Tensor) -> HiddenKeys:
-    mask = given.detach()
+def _find_hidden(score_mask: Tensor) -> HiddenKeys:
+    mask = score_mask.detach()
     info = torch.finfo(mask.dtype)
     top = mask.amax(-1, keepdim=True)
     blind = top <= max(info.min / 2, -_LARGEST_SCORE / info.eps)
-    same = mask == top
+    is_top = mask == top
     # from other rows the largest number is subtracted: otherwise it would be lost in the logarithm
-    other = torch.where(blind, torch.where(same, 0.0, -math.inf), mask - top.clamp(max=0))
+    unblinded = torch.where(blind, torch.where(is_top, 0.0, -math.inf), mask - top.clamp(max=0))
     filled = torch.where(top == -math.inf, math.nan, 0.0)
-    return HiddenKeys(blind, filled, _replace_values(given, other), (blind & ~same).any())
+    return HiddenKeys(
+        blind, filled, _replace_values(score_mask, unblinded), (blind & ~is_top).any()
+    )
 
 
 def _replace_values(x: Tensor, values: Tensor) -> Tensor:
     values = values.to(x.dtype)
     if not (torch.is_grad_enabled() and x.requires_grad):
         return values
-    made: Tensor = _ReplaceValues.apply(x, values)  # type: ignore[no-untyped-call]
-    return made
+    replaced: Tensor = _ReplaceValues.apply(x, values)  # type: ignore[no-untyped-call]
+    return replaced
 
 
-def replace_blind_queries(q: Tensor, found: HiddenKeys) -> Tensor:
+def replace_blind_queries(q: Tensor, hidden: HiddenKeys) -> Tensor:
     """Return queries [rows, heads, length, size] as the kernel gets them, under `found.mask`."""
-    return _replace_values(q, torch.where(found.blind, found.replacement, q.detach()))
+    return _replace_values(q, torch.where(hidden.blind, hidden.replacement, q.detach()))
 
 
 def add_blind_key_gradients(
-    out: Tensor, lines: tuple[Tensor, Tensor, Tensor], found: HiddenKeys, scale: float | None
+    out: Tensor, tensors: tuple[Tensor, Tensor, Tensor], hidden: HiddenKeys, scale: float | None
 ) -> Tensor:
     """Return the kernel's output [rows, queries, heads, size], with the complete gradient of keys.
 
-    `lines` are the original queries, keys and values; `scale` of scores, None: 1 / sqrt(size). In
-    backward, the device raises asynchronously for rows that `found` calls unlike.
+    `tensors` are the original queries, keys and values; `scale` of scores, None: 1 / sqrt(size). In
+    backward, the device raises asynchronously for rows that `hidden` calls unlike.
     """
-    q, k, v = lines
+    q, k, v = tensors
     if not (torch.is_grad_enabled() and k.requires_grad):
         return out
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    given = (out, q, k, v, found.blind, found.unequal, scale)
-    made: Tensor = _AddKeyGradient.apply(*given)  # type: ignore[no-untyped-call]
-    return made
+    inputs = (out, q, k, v, hidden.blind, hidden.unequal, scale)
+    output: Tensor = _AddKeyGradient.apply(*inputs)  # type: ignore[no-untyped-call]
+    return output

@@ -91,18 +91,18 @@ def probe_grouped(module: nn.Module) -> GroupedForm | Mismatch:
     fits."""
     if "forward" in vars(module):
         return Mismatch("has a replaced forward already")
-    found = probe_experts(module)
-    if isinstance(found, NoExperts):
-        return Mismatch(found.reason, found.error)
-    shapes = [tuple(module.get_parameter(name).shape) for name in found.split]
+    split = probe_experts(module)
+    if isinstance(split, NoExperts):
+        return Mismatch(split.reason, split.error)
+    shapes = [tuple(module.get_parameter(name).shape) for name in split.split]
     nearest = Mismatch("has parameters whose shapes are not those of two or three matrix products")
     with torch.random.fork_rng(devices=[]), enter_modes(Float64):
         for scale in trial_scales(shapes):
-            small = small_copy(module, found.split, scale)
+            small = small_copy(module, split.split, scale)
             if small is None:
                 continue
             try:
-                form = _best_form(small, ExpertTrial(small, found.count, found.split))
+                form = _best_form(small, ExpertTrial(small, split.count, split.split))
             except Exception as raised:  # the module's own code: whatever it raises is a mismatch
                 form = Mismatch.raised("does not run on a small copy", raised)
             if isinstance(form, GroupedForm):
@@ -113,8 +113,8 @@ def probe_grouped(module: nn.Module) -> GroupedForm | Mismatch:
 
 def _with_module_sizes(form: GroupedForm, module: nn.Module) -> GroupedForm:
     """Return the form with the sizes of the module itself."""
-    count, *both = module.get_parameter(form.first[0].weight).shape
-    inner, width = both if form.first[0].across else reversed(both)
+    count, *dims = module.get_parameter(form.first[0].weight).shape
+    inner, width = dims if form.first[0].across else reversed(dims)
     return GroupedForm(form.first, form.middle, form.down, (count, width, inner))
 
 
@@ -143,8 +143,8 @@ def _best_form(module: nn.Module, trial: ExpertTrial) -> GroupedForm | Mismatch:
 def _gradient_distance(module: nn.Module, form: GroupedForm, trial: ExpertTrial) -> float:
     x, weights = (t.detach().clone().requires_grad_() for t in (trial.x, trial.weights))
     leaves = [x, weights, *module.parameters()]
-    made = module(x, trial.index, weights)
-    return gradients_distance(compute_experts(module, form, x, trial.index, weights), made, leaves)
+    exact = module(x, trial.index, weights)
+    return gradients_distance(compute_experts(module, form, x, trial.index, weights), exact, leaves)
 
 
 def _forms(module: nn.Module, width: int) -> Iterator[GroupedForm]:
@@ -155,12 +155,15 @@ def _forms(module: nn.Module, width: int) -> Iterator[GroupedForm]:
     if len(cubes) not in (2, 3) or len(cubes) + len(flat) != len(shapes):
         return
     for names in itertools.permutations(cubes):
-        for across in itertools.product((True, False), repeat=2):
+        for transposed in itertools.product((True, False), repeat=2):
             for biases in _biases(len(names), flat):
-                layouts = [across[0]] * (len(names) - 1) + [across[1]]
+                layouts = [transposed[0]] * (len(names) - 1) + [transposed[1]]
                 *first, down = map(ExpertMatrix, names, biases, layouts)
-                if all(_fits(one, shapes, i) for one, i in [*((m, width) for m in first)]):
-                    inner = shapes[first[0].weight][1 if across[0] else 2]
+                if all(
+                    _fits(matrix, shapes, in_width)
+                    for matrix, in_width in [*((m, width) for m in first)]
+                ):
+                    inner = shapes[first[0].weight][1 if transposed[0] else 2]
                     for middle in _middles(module, len(first)):
                         sizes = (shapes[names[0]][0], width, inner)
                         yield GroupedForm(tuple(first), middle, down, sizes)
@@ -168,22 +171,22 @@ def _forms(module: nn.Module, width: int) -> Iterator[GroupedForm]:
 
 def _biases(count: int, names: Sequence[str]) -> Iterator[tuple[str | None, ...]]:
     """Yield every assignment of all vectors of a module to its products as biases."""
-    places = [*names, *[None] * (count - len(names))]
-    yield from dict.fromkeys(itertools.permutations(places, count))
+    slots = [*names, *[None] * (count - len(names))]
+    yield from dict.fromkeys(itertools.permutations(slots, count))
 
 
 def _fits(matrix: ExpertMatrix, shapes: Mapping[str, tuple[int, ...]], width: int) -> bool:
-    _, first, second = shapes[matrix.weight]
-    into, out = (second, first) if matrix.across else (first, second)
-    return into == width and (matrix.bias is None or shapes[matrix.bias][1] == out)
+    _, dim_1, dim_2 = shapes[matrix.weight]
+    in_width, out_width = (dim_2, dim_1) if matrix.across else (dim_1, dim_2)
+    return in_width == width and (matrix.bias is None or shapes[matrix.bias][1] == out_width)
 
 
 def _middles(module: nn.Module, products: int) -> Iterator[ExpertActivation]:
     """Yield every possible middle; the module's own gate and activation come last."""
-    lies = ("apart",) if products == 2 else ("gate first", "up first", "in turn", "")
-    own = [name for name, child in module.named_children() if not list(child.parameters())]
-    acts = [*((act, False) for act in gated.ACTIVATIONS), *((name, True) for name in own)]
-    yield from (ExpertActivation(act, lie, mine) for lie in lies for act, mine in acts)
+    orders = ("apart",) if products == 2 else ("gate first", "up first", "in turn", "")
+    child_names = [name for name, child in module.named_children() if not list(child.parameters())]
+    acts = [*((act, False) for act in gated.ACTIVATIONS), *((name, True) for name in child_names)]
+    yield from (ExpertActivation(act, order, own_act) for order in orders for act, own_act in acts)
     yield from (ExpertActivation(act, "") for act in UNGATED_ACTIVATIONS if products == 1)
     if products == 1 and callable(getattr(module, "_apply_gate", None)):
         yield ExpertActivation("_apply_gate", "", True)  # the name used by experts of transformers
@@ -197,49 +200,49 @@ def compute_experts(
 ) -> Tensor:
     """Compute the experts: sort rows by expert, two or three products, sort back and sum."""
     choices = index.shape[1]
-    chosen = index.flatten()
-    order = chosen.argsort(stable=True)
-    experts = chosen[order]
+    choice = index.flatten()
+    order = choice.argsort(stable=True)
+    experts = choice[order]
     rows = x[order // choices]
     count = getattr(module, form.down.weight).shape[0]
     sizes = torch.zeros(count, dtype=torch.int64, device=x.device)
-    ends = sizes.index_add(0, chosen, torch.ones_like(chosen)).cumsum(0).int()
-    both = [_grouped_product(module, one, rows, experts, ends) for one in form.first]
-    middle = _activate(module, form.middle, both)
+    ends = sizes.index_add(0, choice, torch.ones_like(choice)).cumsum(0).int()
+    ys = [_grouped_product(module, matrix, rows, experts, ends) for matrix in form.first]
+    middle = _activate(module, form.middle, ys)
     y = _grouped_product(module, form.down, middle, experts, ends) * weights.flatten()[order, None]
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-    return y[back].view(x.shape[0], choices, -1).sum(1).to(x.dtype)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    return y[inverse].view(x.shape[0], choices, -1).sum(1).to(x.dtype)
 
 
 def _grouped_product(
     module: nn.Module, matrix: ExpertMatrix, rows: Tensor, experts: Tensor, ends: Tensor
 ) -> Tensor:
     weight: Tensor = getattr(module, matrix.weight)
-    wanted = autocast_dtype(rows)  # as F.linear would
-    if wanted is not None:
-        rows, weight = rows.to(wanted), weight.to(wanted)
+    dtype = autocast_dtype(rows)  # as F.linear would
+    if dtype is not None:
+        rows, weight = rows.to(dtype), weight.to(dtype)
     y = grouped_product(rows, weight, ends, matrix.across)
     return y if matrix.bias is None else y + getattr(module, matrix.bias)[experts].to(y.dtype)
 
 
-def _activate(module: nn.Module, middle: ExpertActivation, both: Sequence[Tensor]) -> Tensor:
+def _activate(module: nn.Module, middle: ExpertActivation, ys: Sequence[Tensor]) -> Tensor:
     """Apply the activation to one tensor, or multiply the activated gate by the other."""
-    own: Callable[[Tensor], Tensor] = (
+    activation: Callable[[Tensor], Tensor] = (
         getattr(module, middle.act)
         if middle.own
         else gated.ACTIVATIONS.get(middle.act) or UNGATED_ACTIVATIONS[middle.act]
     )
     if not middle.layout:
-        return own(both[0])
+        return activation(ys[0])
     if middle.layout == "in turn":
-        both = (both[0][..., ::2], both[0][..., 1::2])
+        ys = (ys[0][..., ::2], ys[0][..., 1::2])
     elif middle.layout != "apart":
         if not middle.own:
-            return gated.packed_gated_product(both[0], middle.act, middle.layout == "gate first")
-        halves = both[0].chunk(2, -1)
-        both = halves if middle.layout == "gate first" else halves[::-1]
+            return gated.packed_gated_product(ys[0], middle.act, middle.layout == "gate first")
+        halves = ys[0].chunk(2, -1)
+        ys = halves if middle.layout == "gate first" else halves[::-1]
     return (
-        own(both[0]) * both[1] if middle.own else gated.gated_product(both[0], both[1], middle.act)
+        activation(ys[0]) * ys[1] if middle.own else gated.gated_product(ys[0], ys[1], middle.act)
     )
 
 
@@ -254,12 +257,12 @@ class GroupedExperts:
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         """Compute for tokens, the experts of each, and their weights; `inner` is not called."""
-        given = dict(zip(self.names, args, strict=False)) | kwargs
-        if len(args) > len(self.names) or sorted(given) != sorted(self.names):
+        arguments = dict(zip(self.names, args, strict=False)) | kwargs
+        if len(args) > len(self.names) or sorted(arguments) != sorted(self.names):
             raise Refusal.of(
                 "S821",
                 f"`{type(self.module).__name__}` was called with {len(args) + len(kwargs)}"
                 " arguments, but experts take tokens, expert indices and routing weights",
                 helps=("leave this module as it is",),
             )
-        return compute_experts(self.module, self.form, *(given[name] for name in self.names))
+        return compute_experts(self.module, self.form, *(arguments[name] for name in self.names))

@@ -45,13 +45,13 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the operator and count it."""
-        out = func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
         if launches_kernel(func):
             self.kernels += 1
-            given = {id(t): t for t in tensors_in((args, kwargs or {}))}
-            made = {id(t): t for t in tensors_in(out)}
-            self.bytes += sum(map(_bytes, given.values())) + sum(map(_bytes, made.values()))
-        return out
+            inputs = {id(t): t for t in tensors_in((args, kwargs or {}))}
+            outputs = {id(t): t for t in tensors_in(output)}
+            self.bytes += sum(map(_bytes, inputs.values())) + sum(map(_bytes, outputs.values()))
+        return output
 
 
 def launches_kernel(func: Any) -> bool:
@@ -65,70 +65,70 @@ def launches_kernel(func: Any) -> bool:
 
 def _bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor's memory; a broadcast dim is read once."""
-    held = [n for n, stride in zip(tensor.shape, tensor.stride()) if stride != 0]
+    sizes = [n for n, stride in zip(tensor.shape, tensor.stride()) if stride != 0]
     count = 1
-    for size in held:
+    for size in sizes:
         count *= size
     return count * tensor.element_size()
 
 
 def count_eager(
-    function: Callable[..., Any], given: Sequence[Any], leaves: Sequence[Tensor]
+    function: Callable[..., Any], args: Sequence[Any], leaves: Sequence[Tensor]
 ) -> Count:
     """Count kernels and bytes of a function on the meta device, with gradients of `leaves`."""
     with _Counting() as forward:
-        out = function(*given)
-    made = [t for t in tensors_in(out) if t.requires_grad]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    grads = [torch.empty_like(t) for t in made]
+        output = function(*args)
+    outputs = [t for t in tensors_in(output) if t.requires_grad]
+    trained = [leaf for leaf in leaves if leaf.requires_grad]
+    grads = [torch.empty_like(t) for t in outputs]
     with _Counting() as backward:
-        if made and wanted:
-            torch.autograd.grad(made, wanted, grads, allow_unused=True)
+        if outputs and trained:
+            torch.autograd.grad(outputs, trained, grads, allow_unused=True)
     return Count(forward.kernels, backward.kernels, forward.bytes + backward.bytes)
 
 
 def count_generated(pair: KernelPair) -> Count:
     """Count the generated kernels of a chain, and the sums after them."""
-    found = [_count_generated(kernel) for kernel in pair.kernels]
-    backward = found[1][0] if len(found) > 1 else 0
-    return Count(found[0][0], backward, sum(size for _, size in found))
+    counts = [_count_generated(kernel) for kernel in pair.kernels]
+    backward = counts[1][0] if len(counts) > 1 else 0
+    return Count(counts[0][0], backward, sum(size for _, size in counts))
 
 
-def _count_generated(made: RowwiseKernel) -> tuple[int, int]:
+def _count_generated(kernel: RowwiseKernel) -> tuple[int, int]:
     """Return kernels and bytes of one: its loads and stores, the sums of its programs, and the
     tail."""
-    chain = made.chain
-    kernels = moved = 0
+    chain = kernel.chain
+    num_kernels = moved_bytes = 0
     with torch.device("meta"):
-        like = torch.empty(0)
-        places = [n for n in made.graph.nodes if n.op == "placeholder"]
+        template = torch.empty(0)
+        placeholders = [n for n in kernel.graph.nodes if n.op == "placeholder"]
         for value in chain.inputs:
-            again = count_passes(chain) if made.looped and value.cols else 1
-            moved += _bytes(places[value.place].meta["val"]) * again
-        for one in chain.stored:
-            moved += _bytes(torch.empty(one.shape, dtype=one.dtype))
-        parts = launch_shape(made, like).programs
+            passes = count_passes(chain) if kernel.looped and value.cols else 1
+            moved_bytes += _bytes(placeholders[value.place].meta["val"]) * passes
+        for row_sum in chain.stored:
+            moved_bytes += _bytes(torch.empty(row_sum.shape, dtype=row_sum.dtype))
+        programs = launch_shape(kernel, template).programs
         with _Counting() as after:
             sums = []
-            for one in chain.sums:
-                part = torch.empty(parts, chain.grid.size if one.value.cols else 1)
-                moved += _bytes(part)
-                sums.append(part.sum(0).to(one.dtype).reshape(one.shape))
-            if made.tail is not None:
-                late = [
-                    torch.empty_like(places[p].meta["val"], device="meta")
+            for row_sum in chain.sums:
+                part = torch.empty(programs, chain.grid.size if row_sum.value.cols else 1)
+                moved_bytes += _bytes(part)
+                sums.append(part.sum(0).to(row_sum.dtype).reshape(row_sum.shape))
+            if kernel.tail is not None:
+                tail_args = [
+                    torch.empty_like(placeholders[p].meta["val"], device="meta")
                     for p in chain.tail_inputs
                 ]
-                made.tail(*sums, *late)
-        kernels += after.kernels
-    return kernels + 1, moved + after.bytes
+                kernel.tail(*sums, *tail_args)
+        num_kernels += after.kernels
+    return num_kernels + 1, moved_bytes + after.bytes
 
 
-def count_scheduled(found: ForwardBackward) -> Count:
+def count_scheduled(graphs: ForwardBackward) -> Count:
     """Count kernels and bytes by inductor's scheduler; nothing is compiled."""
-    forward = _count_scheduled(found.forward, found.backward is None, False)
+    forward = _count_scheduled(graphs.forward, graphs.backward is None, False)
     backward = (
-        _count_scheduled(found.backward, False, True) if found.backward is not None else (0, 0)
+        _count_scheduled(graphs.backward, False, True) if graphs.backward is not None else (0, 0)
     )
     return Count(forward[0], backward[0], forward[1] + backward[1])
 
@@ -144,16 +144,16 @@ def _count_scheduled(graph: fx.Graph, inference: bool, backward: bool) -> tuple[
     module = fx.GraphModule({}, graph)
     record_original_output_strides(module)
     inputs: list[Any] = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
-    made = GraphLowering(
+    lowered = GraphLowering(
         module, example_inputs=inputs, is_inference=inference, is_backward=backward
     )
     mode: Any = inputs[0].fake_mode
-    with V.set_graph_handler(made), V.set_fake_mode(mode), DebugContext():
+    with V.set_graph_handler(lowered), V.set_fake_mode(mode), DebugContext():
         with config.patch(fallback_random=True):
-            made.run(*inputs)
-            made._update_scheduler()
-            size, _, _ = made.count_bytes()
-        return len(made.scheduler.nodes), int(size)
+            lowered.run(*inputs)
+            lowered._update_scheduler()
+            size, _, _ = lowered.count_bytes()
+        return len(lowered.scheduler.nodes), int(size)
 
 
 # -- the gain of a module, for one call ------------------------------------------------------------
@@ -163,16 +163,16 @@ _ZERO = Count(0, 0, 0)
 
 
 def gain_of_regions(
-    module: nn.Module, told: FuseRequest, args: Sequence[Any], kwargs: Mapping[str, Any]
+    module: nn.Module, request: FuseRequest, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Gain:
     """Return the gain of all regions that one call of a module on the meta device runs."""
-    fuse_pattern(module, told)
+    fuse_pattern(module, request)
     with torch.device("meta"), record_regions() as called:
         module.train()(*_meta_leaves(args), **_meta_leaves(kwargs))
     before = after = _ZERO
     texts: dict[str, None] = {}
-    for region, given in called:
-        inputs = [_meta_leaf(t, t.requires_grad) if isinstance(t, Tensor) else t for t in given]
+    for region, values in called:
+        inputs = [_meta_leaf(t, t.requires_grad) if isinstance(t, Tensor) else t for t in values]
         before += count_eager(region.eager, inputs, [t for t in inputs if isinstance(t, Tensor)])
         if region.backend == "rowwise":
             pair = kernels_for(region.eager, inputs, region.rounding)
@@ -187,14 +187,14 @@ def gain_of_module(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
     """Return the gain of a module on the meta device that inductor compiles as a whole."""
     module.train()
     names = [name for name, _ in module.named_parameters()]
-    given = [_meta_leaves(args), _meta_leaves(kwargs), [p for _, p in module.named_parameters()]]
-    flat, form = pytree.tree_flatten(given)
+    example = [_meta_leaves(args), _meta_leaves(kwargs), [p for _, p in module.named_parameters()]]
+    flat, spec = pytree.tree_flatten(example)
 
     def call(*values: Any) -> Any:
-        own, named, parameters = pytree.tree_unflatten(list(values), form)
-        held = dict(zip(names, parameters, strict=True))
-        made = torch.func.functional_call(module, held, tuple(own), named)
-        return tensors_in(made)
+        call_args, call_kwargs, parameters = pytree.tree_unflatten(list(values), spec)
+        named_params = dict(zip(names, parameters, strict=True))
+        output = torch.func.functional_call(module, named_params, tuple(call_args), call_kwargs)
+        return tensors_in(output)
 
     with torch.device("meta"):
         before = count_eager(call, flat, [t for t in flat if isinstance(t, Tensor)])

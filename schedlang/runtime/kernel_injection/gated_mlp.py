@@ -74,8 +74,8 @@ def compute_gated_mlp(
     product = compute_middle(first, second, form, kernel)
     if form.between is not None:
         product = module.get_submodule(form.between)(product)
-    made: Tensor = module.get_submodule(form.down)(product)
-    return made
+    output: Tensor = module.get_submodule(form.down)(product)
+    return output
 
 
 def compute_middle(
@@ -86,8 +86,8 @@ def compute_middle(
         return (gated_product if kernel else reference)(first, second, form.act)
     if kernel:
         return packed_gated_product(first, form.act, form.gate_first)
-    left, right = first.chunk(2, -1)
-    gate, up = (left, right) if form.gate_first else (right, left)
+    half_1, half_2 = first.chunk(2, -1)
+    gate, up = (half_1, half_2) if form.gate_first else (half_2, half_1)
     return reference(gate, up, form.act)
 
 
@@ -124,20 +124,20 @@ def probe_gated(module: nn.Module) -> GatedForm | Mismatch:
     refused = _why_not_gated(module, linear)
     if refused:
         return Mismatch(refused)
-    more = one_input(module)
-    if more:
-        return more
+    mismatch = one_input(module)
+    if mismatch:
+        return mismatch
     # values around zero, where activations differ
     copied = bare_copy(module, torch.float64, spread=lambda shape: 3.0 / shape[-1] ** 0.5)
     with generators_restored(), enter_modes(Float64):
         try:
-            plain = list(_forms(copied, list(linear)))
+            forms = list(_forms(copied, list(linear)))
             return _best_form(
                 copied,
                 [
                     replace(form, between=name)
                     for name in _children_between(copied, linear)
-                    for form in plain
+                    for form in forms
                 ],
             )
         except Exception as raised:  # the module's own code: whatever it raises is a mismatch
@@ -155,14 +155,14 @@ def _projection_shape(module: nn.Module) -> tuple[int, int] | None:
 
 
 def _why_not_gated(module: nn.Module, linear: dict[str, nn.Module]) -> str | None:
-    held = {name for name, _ in module.named_parameters()}
-    own = {f"{n}.{p}" for n, m in linear.items() for p, _ in m.named_parameters(recurse=False)}
+    names = {name for name, _ in module.named_parameters()}
+    expected = {f"{n}.{p}" for n, m in linear.items() for p, _ in m.named_parameters(recurse=False)}
     for name in _children_between(module, linear):
-        own |= {n for n in held if name is not None and n.startswith(f"{name}.")}
+        expected |= {n for n in names if name is not None and n.startswith(f"{name}.")}
     if len(linear) not in (2, 3):
         return f"has {len(linear)} projections: a gated MLP has 3, or 2 (gate and up packed)"
-    if held - own:
-        return f"has other parameters than those of its projections: {min(held - own)}"
+    if names - expected:
+        return f"has other parameters than those of its projections: {min(names - expected)}"
     if next(module.buffers(), None) is not None:
         return "has buffers: a gated MLP has none"
     if "forward" in vars(module):
@@ -176,9 +176,9 @@ def _children_between(module: nn.Module, linear: dict[str, nn.Module]) -> list[s
     This is the only child with parameters that is no projection; without one, any dropout, or None.
     """
     others = {n: m for n, m in module.named_children() if n not in linear}
-    whole = [n for n, m in others.items() if next(m.parameters(), None) is not None]
+    with_params = [n for n, m in others.items() if next(m.parameters(), None) is not None]
     drops = [n for n, m in others.items() if isinstance(m, nn.Dropout)]
-    return [*whole] if len(whole) == 1 else [*drops, None]
+    return [*with_params] if len(with_params) == 1 else [*drops, None]
 
 
 def _forms(module: nn.Module, names: list[str]) -> Iterator[GatedForm]:
@@ -202,20 +202,20 @@ def _best_form(module: nn.Module, forms: list[GatedForm]) -> GatedForm | Mismatc
     x = torch.randn(2, 4, width[0], generator=generator, dtype=torch.float64, device="cpu")
     with torch.no_grad():
         evaluated, trained = (_seeded(module.train(mode), x) for mode in (False, True))
-    own = _run_recorded(module, module, x)
-    results = {False: [evaluated], True: [trained, own.made]}
-    if not all(isinstance(y, Tensor) for some in results.values() for y in some):
+    module_run = _run_recorded(module, module, x)
+    results = {False: [evaluated], True: [trained, module_run.made]}
+    if not all(isinstance(y, Tensor) for outputs in results.values() for y in outputs):
         return Mismatch(f"returns {type(trained).__name__}, not a tensor")
-    best = _guess_form(module, forms, own.calls)
-    twin = _run_recorded(module, partial(compute_gated_mlp, module, best), x)
-    made = {True: twin.made, False: _evaluated(module, best, x, twin.made)}
-    if not _largest_error(results, made) <= TOLERANCE:  # another structure, or how far is it?
+    best = _guess_form(module, forms, module_run.calls)
+    form_run = _run_recorded(module, partial(compute_gated_mlp, module, best), x)
+    computed = {True: form_run.made, False: _evaluated(module, best, x, form_run.made)}
+    if not _largest_error(results, computed) <= TOLERANCE:  # another structure, or how far is it?
         errors = _errors(module, forms, x, results)
         best = min(forms, key=lambda form: errors[form])
         if not errors[best] <= TOLERANCE:
             return Mismatch(f"differs from a gated MLP (nearest: {best.act})", errors[best])
-        twin = _run_recorded(module, partial(compute_gated_mlp, module, best), x)
-    error = _gradient_distance(module, best, own, twin)
+        form_run = _run_recorded(module, partial(compute_gated_mlp, module, best), x)
+    error = _gradient_distance(module, best, module_run, form_run)
     if not error <= TOLERANCE:
         return Mismatch(f"equals a gated MLP by {best.act}, but its gradients differ", error)
     return best
@@ -242,9 +242,9 @@ def _evaluated(module: nn.Module, form: GatedForm, x: Tensor, trained: Tensor) -
     if form.between is None:
         return trained
     with torch.no_grad():
-        made: Tensor = compute_gated_mlp(module.eval(), form, x)
+        output: Tensor = compute_gated_mlp(module.eval(), form, x)
     module.train()
-    return made
+    return output
 
 
 def _errors(
@@ -252,14 +252,12 @@ def _errors(
 ) -> dict[GatedForm, float]:
     """Return the distance of each structure from the module's results, in training and
     evaluation."""
-    made: dict[bool, dict[GatedForm, Tensor]] = {}
+    ys: dict[bool, dict[GatedForm, Tensor]] = {}
     with torch.no_grad():
         for mode in (False, True):
-            alike = made and not any(form.between for form in forms)
-            made[mode] = made[False] if alike else _compute_all(module.train(mode), forms, x)
-    return {
-        form: _largest_error(results, {mode: made[mode][form] for mode in made}) for form in forms
-    }
+            same_in_eval = ys and not any(form.between for form in forms)
+            ys[mode] = ys[False] if same_in_eval else _compute_all(module.train(mode), forms, x)
+    return {form: _largest_error(results, {mode: ys[mode][form] for mode in ys}) for form in forms}
 
 
 def _guess_form(module: nn.Module, forms: list[GatedForm], calls: _Calls) -> GatedForm:
@@ -275,9 +273,9 @@ def _guess_form(module: nn.Module, forms: list[GatedForm], calls: _Calls) -> Gat
         if any(len(calls.get(name, ())) != 1 for name in names):
             return math.inf
         up = None if form.up is None else calls[form.up][0][1]
-        given = calls[form.down][0][0]
-        made = _through_child(module, compute_middle(calls[form.gate][0][1], up, form), form)
-        return relative_error(given, made) if given.shape == made.shape else math.inf
+        exact = calls[form.down][0][0]
+        product = _through_child(module, compute_middle(calls[form.gate][0][1], up, form), form)
+        return relative_error(exact, product) if exact.shape == product.shape else math.inf
 
     with torch.no_grad():
         return min(forms, key=distance)
@@ -285,16 +283,16 @@ def _guess_form(module: nn.Module, forms: list[GatedForm], calls: _Calls) -> Gat
 
 def _compute_all(module: nn.Module, forms: list[GatedForm], x: Tensor) -> dict[GatedForm, Tensor]:
     """Compute several structures; each projection runs once, because wide ones take seconds."""
-    made: dict[GatedForm, Tensor] = {}
+    computed: dict[GatedForm, Tensor] = {}
     for down in {form.down: None for form in forms}:
-        some = [form for form in forms if form.down == down]
-        known = {name: module.get_submodule(name)(x) for name in _first_projections(some)}
+        same_down = [form for form in forms if form.down == down]
+        rows = {name: module.get_submodule(name)(x) for name in _first_projections(same_down)}
         middles = [
-            _through_child(module, compute_middle(known[f.gate], known.get(f.up or ""), f), f)
-            for f in some
+            _through_child(module, compute_middle(rows[f.gate], rows.get(f.up or ""), f), f)
+            for f in same_down
         ]
-        made.update(zip(some, module.get_submodule(down)(torch.stack(middles))))
-    return made
+        computed.update(zip(same_down, module.get_submodule(down)(torch.stack(middles))))
+    return computed
 
 
 def _first_projections(forms: list[GatedForm]) -> set[str]:
@@ -316,51 +314,53 @@ class _Run:
     calls: _Calls
 
 
-def _run_recorded(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> _Run:
+def _run_recorded(module: nn.Module, function: Callable[[Tensor], Tensor], x: Tensor) -> _Run:
     """Run with gradients, and record the calls of a module's projections."""
     leaf, calls = x.clone().requires_grad_(), _Calls()
     with _record_calls(module, calls):
-        return _Run(leaf, _seeded(run, leaf), calls)
+        return _Run(leaf, _seeded(function, leaf), calls)
 
 
-def _gradient_distance(module: nn.Module, form: GatedForm, own: _Run, twin: _Run) -> float:
+def _gradient_distance(module: nn.Module, form: GatedForm, plain: _Run, other: _Run) -> float:
     """Return the largest relative difference of gradients of the input and the parameters.
 
     If both call each projection once, the gradient of a weight is the product of the output's
     gradient and the input: for wide MLPs, whose weights take seconds, these two are compared
     instead.
     """
-    both, called = (own.made, twin.made), (own.calls, twin.calls)
-    if not own.made.requires_grad:
+    outputs, called = (plain.made, other.made), (plain.calls, other.calls)
+    if not plain.made.requires_grad:
         return math.inf
-    once = [len(some) == 1 for calls in called for some in calls.values()]
+    called_once = [len(run_leaves) == 1 for calls in called for run_leaves in calls.values()]
     alike = called[0].keys() == called[1].keys() == _first_projections([form]) | {form.down}
-    wide = max(p.numel() for p in module.parameters()) > _WIDE_WEIGHT
-    if wide and alike and all(once):
+    is_wide = max(p.numel() for p in module.parameters()) > _WIDE_WEIGHT
+    if is_wide and alike and all(called_once):
         order = sorted(called[0])
         inner = [] if form.between is None else [*module.get_submodule(form.between).parameters()]
-        leaves = [[run.leaf, *inner, *(run.calls[n][0][1] for n in order)] for run in (own, twin)]
-        given = [[calls[n][0][0].detach() for n in order] for calls in called]
+        leaves = [
+            [run.leaf, *inner, *(run.calls[n][0][1] for n in order)] for run in (plain, other)
+        ]
+        down_inputs = [[calls[n][0][0].detach() for n in order] for calls in called]
     else:
-        leaves, given = [[run.leaf, *module.parameters()] for run in (own, twin)], [[], []]
-    found, exact = (
-        torch.autograd.grad(y, some, distinct_gradient(own.made), allow_unused=True)
-        for y, some in zip(both, leaves)
+        leaves, down_inputs = [[run.leaf, *module.parameters()] for run in (plain, other)], [[], []]
+    actual, exact = (
+        torch.autograd.grad(y, run_leaves, distinct_gradient(plain.made), allow_unused=True)
+        for y, run_leaves in zip(outputs, leaves)
     )
     return max(
         math.inf
         if a is None or b is None or a.numel() != b.numel()
         else relative_error(a.reshape(b.shape), b)  # rows may have been flattened
-        for a, b in zip((*found, *given[0]), (*exact, *given[1]), strict=True)
+        for a, b in zip((*actual, *down_inputs[0]), (*exact, *down_inputs[1]), strict=True)
     )
 
 
-def _record_calls(module: nn.Module, into: _Calls) -> AbstractContextManager[None]:
+def _record_calls(module: nn.Module, calls: _Calls) -> AbstractContextManager[None]:
     """Record the calls of a module's children."""
 
-    def note(name: str, child: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> None:
+    def note(name: str, child: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         if _projection_shape(child) is not None:
-            into.setdefault(name, []).append((given[0], made))
+            calls.setdefault(name, []).append((args[0], output))
 
     return remove_hooks_after(
         c.register_forward_hook(partial(note, n)) for n, c in module.named_children()

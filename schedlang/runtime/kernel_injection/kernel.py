@@ -56,31 +56,31 @@ class FusedNorm:
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Normalise the only input, or the input and the gate; then `inner` is not called."""
-        found, form, module = self.norm, self.norm.form, self.module
+        norm_form, form, module = self.norm, self.norm.form, self.module
         gate: list[Tensor] = []
-        if found.inputs:
-            x, *gate = _two_arguments(found.inputs, args, kwargs)
+        if norm_form.inputs:
+            x, *gate = _two_arguments(norm_form.inputs, args, kwargs)
             if not all(isinstance(t, Tensor) for t in (x, *gate)) or x.shape != gate[0].shape:
-                why = "it needs a gate of the shape of the input"
-                note_declined(module, self.kernel, why, x=x, gate=gate[0])
+                reason = "it needs a gate of the shape of the input"
+                note_declined(module, self.kernel, reason, x=x, gate=gate[0])
                 return inner(*args, **kwargs)
         else:
             x = the_input(module, args, kwargs)
-        if not found.library and x.shape[-1] > form.longest:
+        if not norm_form.library and x.shape[-1] > form.longest:
             rows = "with a gate its rows" if gate else "its rows"
-            why = f"{rows} have at most {form.longest // form.groups} elements"
-            note_declined(module, self.kernel, why, x=x)
-        compute: Callable[..., Tensor] = liger.norm if found.library else norm
-        return compute(x, *found.vectors(module, x), form, *gate)
+            reason = f"{rows} have at most {form.longest // form.groups} elements"
+            note_declined(module, self.kernel, reason, x=x)
+        compute: Callable[..., Tensor] = liger.norm if norm_form.library else norm
+        return compute(x, *norm_form.vectors(module, x), form, *gate)
 
 
 def _two_arguments(
     names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Any]:
     """Return the two arguments of a call by name; None for both unless exactly these are given."""
-    given = dict(zip(names, args)) | kwargs
-    known = len(args) <= len(names) and given.keys() <= set(names)
-    return [given.get(name) if known else None for name in names]
+    arguments = dict(zip(names, args)) | kwargs
+    are_known = len(args) <= len(names) and arguments.keys() <= set(names)
+    return [arguments.get(name) if are_known else None for name in names]
 
 
 # -- match and replace -----------------------------------------------------------------------------
@@ -102,10 +102,10 @@ KernelMatch = (
 
 def _norm_probe(kind: str) -> Callable[[nn.Module, ModuleCall | None], NormForm | Mismatch]:
     def probe(module: nn.Module, call: ModuleCall | None) -> NormForm | Mismatch:
-        found = probe_norm(module, gates=True)
-        if not isinstance(found, Mismatch) and found.kind != kind:
-            return Mismatch(f"is a {found.kind}: `replace_kernel({found.kind})` fits")
-        return found
+        norm_form = probe_norm(module, gates=True)
+        if not isinstance(norm_form, Mismatch) and norm_form.kind != kind:
+            return Mismatch(f"is a {norm_form.kind}: `replace_kernel({norm_form.kind})` fits")
+        return norm_form
 
     return probe
 
@@ -162,9 +162,9 @@ def replace(module: nn.Module, found: KernelMatch, chunk: int = 0) -> None:
         wrap(module, "kernel", LAYERS[type(found)](module, found))
 
 
-def cases_of(found: KernelMatch) -> list[Case]:
+def cases_of(kernel_match: KernelMatch) -> list[Case]:
     """Return test cases of the kernel in the form found; none if the kernel is torch's own."""
-    return [] if isinstance(found, SdpaAttention) else [*found.cases()]
+    return [] if isinstance(kernel_match, SdpaAttention) else [*kernel_match.cases()]
 
 
 LAYERS: Mapping[type, Callable[[nn.Module, Any], Layer]] = {

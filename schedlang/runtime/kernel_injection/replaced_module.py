@@ -77,13 +77,17 @@ class JoinedParameters(BareParameters):
         # because this also empties a child taken over from `old`, whose parameters are registered
         # by now
         self.__dict__["inner"] = inner.to("meta")
-        self.names = {own: (of,) if isinstance(of, str) else tuple(of) for own, of in names.items()}
+        self.names = {
+            name: (sources,) if isinstance(sources, str) else tuple(sources)
+            for name, sources in names.items()
+        }
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the replacement on its joined parameters."""
         held = dict(self.named_parameters(remove_duplicate=False))
         parameters = {
-            own: _concatenate([held[name] for name in of]) for own, of in self.names.items()
+            key: _concatenate([held[name] for name in sources])
+            for key, sources in self.names.items()
         }
         inner = self.__dict__["inner"].train(self.training)
         return functional_call(inner, parameters, args, kwargs)
@@ -119,11 +123,11 @@ def _make_replacement(
         return copy.deepcopy(make), None
     try:
         with torch.random.fork_rng(devices=[]):
-            found = make(old)
+            result = make(old)
     except Exception as error:  # the user's own code may raise anything; the message has its words
         message = f"{type(error).__name__}: {error}".split("\n")[0]
         raise misfit_refusal(fqn, name, f"its function raised `{message}`") from error
-    new, names = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    new, names = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(new, nn.Module):
         raise misfit_refusal(fqn, name, f"its function returns {type(new).__name__}, not a module")
     if new is old:
@@ -136,25 +140,27 @@ def misfit_refusal(fqn: str, name: str, *notes: str, helps: Sequence[str] = ()) 
     return Refusal.of("S881", f"`{name}` cannot replace `{fqn}`", notes=notes, helps=tuple(helps))
 
 
-def _shapes(named: Callable[..., Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in named(remove_duplicate=False)}
+def _shapes(named_tensors: Callable[..., Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in named_tensors(remove_duplicate=False)}
 
 
 def _check_names(
-    fqn: str, name: str, what: str, old: Mapping[str, Any], new: Mapping[str, Any]
+    fqn: str, name: str, kind: str, old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> None:
-    missing, more = [n for n in old if n not in new], [n for n in new if n not in old]
-    other = [n for n in old if n in new and old[n] != new[n]]
+    missing, extra = [n for n in old if n not in new], [n for n in new if n not in old]
+    reshaped = [n for n in old if n in new and old[n] != new[n]]
     notes = []
     if missing:
-        notes.append(f"it has no {what} {quote_names(missing, 4)}")
-    if more:
-        notes.append(f"it has a {what} {quote_names(more, 4)}, which the model does not have")
-    notes += [f"`{n}` is {list(old[n])} in the model and {list(new[n])} in it" for n in other[:3]]
+        notes.append(f"it has no {kind} {quote_names(missing, 4)}")
+    if extra:
+        notes.append(f"it has a {kind} {quote_names(extra, 4)}, which the model does not have")
+    notes += [
+        f"`{n}` is {list(old[n])} in the model and {list(new[n])} in it" for n in reshaped[:3]
+    ]
     if notes:
-        pair = f'{{"{(more or ["its_name"])[0]}": "{(missing or ["name"])[0]}"}}'
+        pair = f'{{"{(extra or ["its_name"])[0]}": "{(missing or ["name"])[0]}"}}'
         helps = ("use the same names", f"or return a mapping of names: `return module, {pair}`")
-        raise misfit_refusal(fqn, name, *notes, helps=helps if what == "parameter" else ())
+        raise misfit_refusal(fqn, name, *notes, helps=helps if kind == "parameter" else ())
 
 
 def _with_mapping(
@@ -162,23 +168,28 @@ def _with_mapping(
 ) -> nn.Module:
     """Return the replacement with a mapping of names; each old parameter must be used once."""
     old_parameters = dict(old.named_parameters(remove_duplicate=False))
-    mapping = {own: (of,) if isinstance(of, str) else tuple(of) for own, of in names.items()}
+    mapping = {
+        alias: (sources,) if isinstance(sources, str) else tuple(sources)
+        for alias, sources in names.items()
+    }
     for key in old_parameters:
-        if not any(key in of for of in mapping.values()) and key in dict(new.named_parameters()):
+        if not any(key in sources for sources in mapping.values()) and key in dict(
+            new.named_parameters()
+        ):
             mapping.setdefault(key, (key,))
-    used = [key for of in mapping.values() for key in of]
+    used = [key for sources in mapping.values() for key in sources]
     unknown = [key for key in used if key not in old_parameters]
     if unknown:
         raise misfit_refusal(
             fqn, name, f"its mapping names {quote_names(unknown, 4)}, which the model does not have"
         )
-    kept = dict.fromkeys(used)
-    made = {
-        own: _joined_shape([tuple(old_parameters[k].shape) for k in of])
-        for own, of in mapping.items()
+    used_names = dict.fromkeys(used)
+    new_shapes = {
+        alias: _joined_shape([tuple(old_parameters[k].shape) for k in sources])
+        for alias, sources in mapping.items()
     }
-    _check_names(fqn, name, "parameter", {k: 0 for k in old_parameters}, {k: 0 for k in kept})
-    _check_names(fqn, name, "parameter", made, _shapes(new.named_parameters))
+    _check_names(fqn, name, "parameter", {k: 0 for k in old_parameters}, {k: 0 for k in used_names})
+    _check_names(fqn, name, "parameter", new_shapes, _shapes(new.named_parameters))
     if any(True for _ in new.buffers()) or any(True for _ in old.buffers()):
         raise misfit_refusal(
             fqn, name, "buffers cannot be renamed", helps=("use the same names for parameters",)
@@ -196,11 +207,11 @@ def _joined_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 def _take_buffers(fqn: str, name: str, old: nn.Module, new: nn.Module) -> None:
     """Move buffers of the state dict to the replacement; its other buffers stay."""
     keys = [set(module.state_dict()) for module in (old, new)]
-    have = [_shapes(module.named_buffers) for module in (old, new)]
-    kept = [{k: v for k, v in b.items() if k in s} for b, s in zip(have, keys)]
-    _check_names(fqn, name, "buffer of the state dict", *kept)
+    shapes = [_shapes(module.named_buffers) for module in (old, new)]
+    saved_shapes = [{k: v for k, v in b.items() if k in s} for b, s in zip(shapes, keys)]
+    _check_names(fqn, name, "buffer of the state dict", *saved_shapes)
     values = dict(old.named_buffers(remove_duplicate=False))
-    for key in kept[0]:
+    for key in saved_shapes[0]:
         owner, _, local = key.rpartition(".")
         new.get_submodule(owner)._buffers[local] = values[key]
 
@@ -208,39 +219,41 @@ def _take_buffers(fqn: str, name: str, old: nn.Module, new: nn.Module) -> None:
 def _move_buffers(new: nn.Module, old: nn.Module) -> None:
     """Move the replacement's buffers to the parameters' device, and to float64 if the parameters
     are."""
-    first = next(old.parameters(), None)
-    if first is None or first.is_meta:
+    first_param = next(old.parameters(), None)
+    if first_param is None or first_param.is_meta:
         return
-    is_float64 = first.dtype == torch.float64
+    is_float64 = first_param.dtype == torch.float64
     for module in new.modules():
         for local, buffer in module._buffers.items():
             if buffer is not None:
                 kind = torch.float64 if is_float64 and buffer.is_floating_point() else buffer.dtype
-                module._buffers[local] = buffer.to(first.device, kind)
+                module._buffers[local] = buffer.to(first_param.device, kind)
 
 
 def _check_call(fqn: str, old: nn.Module, new: nn.Module, name: str) -> None:
     """Refuse a replacement whose forward cannot be called with the old one's arguments."""
-    before, after = _arguments(old), _arguments(new)
+    old_params, new_params = _arguments(old), _arguments(new)
     kinds = inspect.Parameter
-    rest = {p.kind for p in after.values()}
+    param_kinds = {p.kind for p in new_params.values()}
     free = (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
     notes = []
-    own = [n for n, p in after.items() if p.kind not in free]
-    for place, (key, parameter) in enumerate(before.items()):
+    names = [n for n, p in new_params.items() if p.kind not in free]
+    for index, (key, parameter) in enumerate(old_params.items()):
         if parameter.kind in free:
             continue
-        if key not in after and kinds.VAR_KEYWORD not in rest:
+        if key not in new_params and kinds.VAR_KEYWORD not in param_kinds:
             notes.append(f"its forward takes no `{key}`")
-        elif key in own and parameter.kind is not kinds.KEYWORD_ONLY and own.index(key) != place:
+        elif (
+            key in names and parameter.kind is not kinds.KEYWORD_ONLY and names.index(key) != index
+        ):
             notes.append(
-                f"`{key}` is argument {own.index(key) + 1} of its forward, not {place + 1}"
+                f"`{key}` is argument {names.index(key) + 1} of its forward, not {index + 1}"
             )
-    for key in own:
-        if key not in before and after[key].default is kinds.empty:
+    for key in names:
+        if key not in old_params and new_params[key].default is kinds.empty:
             notes.append(f"its forward needs `{key}`, which the model does not pass")
     if notes:
-        signature = ", ".join(str(p) for p in before.values())
+        signature = ", ".join(str(p) for p in old_params.values())
         raise misfit_refusal(
             fqn, name, *notes, helps=(f"take the same arguments: `def forward(self, {signature})`",)
         )

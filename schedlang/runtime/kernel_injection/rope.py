@@ -62,7 +62,7 @@ class RotaryForm:
 
     def cases(self) -> list[Case]:
         """Return test cases of the kernel in these forms."""
-        forms = dict.fromkeys(each.form for each in self.rotations)
+        forms = dict.fromkeys(rotation.form for rotation in self.rotations)
         return [
             Case((2, 5, 3, 2, 16), dtype, 8 if index else 0, form)
             for form in forms
@@ -74,13 +74,17 @@ def probe_rope(module: nn.Module) -> RotaryForm | Mismatch:
     """Return the rotating functions that a module's forward names, or why there are none."""
     if "forward" in vars(module):
         return Mismatch("has a replaced forward already")
-    tried = [_probe_function(name, function) for name, function in _functions(type(module).forward)]
-    found = tuple(each for each in tried if isinstance(each, Rotation))
-    if found:
-        return RotaryForm(found)
-    missed = [each for each in tried if isinstance(each, Mismatch)]
+    results = [
+        _probe_function(name, function) for name, function in _functions(type(module).forward)
+    ]
+    rotations = tuple(result for result in results if isinstance(result, Rotation))
+    if rotations:
+        return RotaryForm(rotations)
+    missed = [result for result in results if isinstance(result, Mismatch)]
     nearest = min(
-        missed, key=lambda each: each.error if each.error is not None else torch.inf, default=None
+        missed,
+        key=lambda result: result.error if result.error is not None else torch.inf,
+        default=None,
     )
     return nearest or Mismatch(
         "calls no function of its file with queries, keys, cosines and sines"
@@ -118,16 +122,16 @@ def _probe_function(name: str, function: Any) -> Rotation | Mismatch | None:
     names = tuple(p.name for p in positional)
     defaults = tuple(p.default for p in positional[needed:])
     with torch.random.fork_rng(devices=[]), enter_modes(Float64):
-        ran = [
+        order_runs = [
             (order, heads, runs)
             for order in _ORDERS[needed]
             for heads in (1, 2)
             if (runs := _try_runs(function, order, heads))
         ]
-        tried = [each for order, heads, runs in ran for each in _forms(name, order, heads, runs)]
-    if not tried:
+        trials = [t for order, heads, runs in order_runs for t in _forms(name, order, heads, runs)]
+    if not trials:
         return None
-    error, best = min(tried, key=lambda pair: pair[0])
+    error, best = min(trials, key=lambda pair: pair[0])
     if not error <= TOLERANCE:
         return Mismatch(f"calls `{name}`, which does not compute this rotation", error)
     return _complete(function, replace(best, names=names, defaults=defaults))
@@ -152,25 +156,27 @@ def _random_inputs(heads: int, angles: int, kind: torch.dtype = torch.float64) -
     return {name: normal(*shape) for name, shape in zip(("q", "k"), shapes)} | tables
 
 
-def _call(function: Any, order: tuple[str, ...], given: Mapping[str, Tensor], **more: Any) -> Any:
-    made = function(*(given[name] for name in order), **more)
-    made = made if isinstance(made, tuple | list) else (made,)
-    wanted = [given[name].shape for name in order if name in ("q", "k")]
-    if [getattr(y, "shape", None) for y in made] != wanted:
+def _call(
+    function: Any, order: tuple[str, ...], inputs: Mapping[str, Tensor], **kwargs: Any
+) -> Any:
+    results = function(*(inputs[name] for name in order), **kwargs)
+    results = results if isinstance(results, tuple | list) else (results,)
+    expected_shapes = [inputs[name].shape for name in order if name in ("q", "k")]
+    if [getattr(y, "shape", None) for y in results] != expected_shapes:
         raise ValueError("other shapes")
-    return tuple(made)
+    return tuple(results)
 
 
-def _try_runs(function: Any, order: tuple[str, ...], heads: int, **more: Any) -> list[_Run]:
+def _try_runs(function: Any, order: tuple[str, ...], heads: int, **kwargs: Any) -> list[_Run]:
     """Run with as many angles as numbers, and with half as many; skip runs that raise."""
-    found = []
+    runs = []
     for angles in (_SIZE, _SIZE // 2):
-        given = _random_inputs(heads, angles)
+        inputs = _random_inputs(heads, angles)
         try:
-            found.append(_Run(given, _call(function, order, given, **more)))
+            runs.append(_Run(inputs, _call(function, order, inputs, **kwargs)))
         except Exception:  # it does not accept such tensors; the other run decides
             continue
-    return found
+    return runs
 
 
 def _forms(
@@ -178,8 +184,8 @@ def _forms(
 ) -> Iterator[tuple[float, Rotation]]:
     """Yield every form of the kernel, with its distance from the function's results."""
     for pairs, paired in ((False, False), (True, True), (True, False)):
-        for own, doubled in ((True, False), (False, False), (False, True)):
-            form = Form(pairs, paired, own, heads)
+        for own_form, doubled in ((True, False), (False, False), (False, True)):
+            form = Form(pairs, paired, own_form, heads)
             widths = [run.given["cos"].shape[-1] * (1 + doubled) for run in runs]
             if max(widths) > _SIZE:
                 continue
@@ -187,100 +193,100 @@ def _forms(
             yield error, Rotation(name, order, form, doubled, min(widths) < _SIZE, (), ())
 
 
-def _expected(given: Mapping[str, Tensor], order: tuple[str, ...], width: int, form: Form) -> Any:
-    turned = [name for name in order if name in ("q", "k")]
-    return [reference(given[n], given["cos"], given["sin"], width, form) for n in turned]
+def _expected(inputs: Mapping[str, Tensor], order: tuple[str, ...], width: int, form: Form) -> Any:
+    rotated_names = [name for name in order if name in ("q", "k")]
+    return [reference(inputs[n], inputs["cos"], inputs["sin"], width, form) for n in rotated_names]
 
 
 def _distance(run: _Run, order: tuple[str, ...], width: int, form: Form) -> float:
     expected = _expected(run.given, order, width, form)
-    return max(relative_error(y, right) for y, right in zip(run.made, expected, strict=True))
+    return max(relative_error(y, exact) for y, exact in zip(run.made, expected, strict=True))
 
 
-def _complete(function: Any, found: Rotation) -> Rotation | Mismatch:
+def _complete(function: Any, rotation: Rotation) -> Rotation | Mismatch:
     """Return the rotation with its gradients checked and its rounding determined, else a
     Mismatch."""
-    angles = _SIZE // (1 + found.doubled)
+    angles = _SIZE // (1 + rotation.doubled)
     try:
-        error = _gradient_distance(function, found, angles)
+        error = _gradient_distance(function, rotation, angles)
         if not error <= TOLERANCE:
             return Mismatch(
-                f"calls `{found.name}`, whose gradients differ from a rotation's", error
+                f"calls `{rotation.name}`, whose gradients differ from a rotation's", error
             )
-        second, flat = _has_second(function, found), _is_flat(function, found, angles)
-        found = replace(found, second=second, flat=flat)
-        return _rounding(function, found, angles)
+        second, flat = _has_second(function, rotation), _is_flat(function, rotation, angles)
+        rotation = replace(rotation, second=second, flat=flat)
+        return _rounding(function, rotation, angles)
     except Exception as raised:  # the model's own code: whatever it raises is a mismatch
-        return Mismatch.raised(f"calls `{found.name}`, which does not run", raised)
+        return Mismatch.raised(f"calls `{rotation.name}`, which does not run", raised)
 
 
-def _gradient_distance(function: Any, found: Rotation, angles: int) -> float:
-    given = _random_inputs(found.form.heads, angles)
-    leaves = [given[name].requires_grad_() for name in found.order if name in ("q", "k")]
+def _gradient_distance(function: Any, rotation: Rotation, angles: int) -> float:
+    inputs = _random_inputs(rotation.form.heads, angles)
+    leaves = [inputs[name].requires_grad_() for name in rotation.order if name in ("q", "k")]
     with enter_modes(Float64):
-        made = _call(function, found.order, given)
-    right = _expected(given, found.order, _SIZE, found.form)
+        actual = _call(function, rotation.order, inputs)
+    expected = _expected(inputs, rotation.order, _SIZE, rotation.form)
     sides = []
-    for results in (made, right):
+    for results in (actual, expected):
         total = torch.stack([(y * y.detach().cos()).sum() for y in results]).sum()
         sides.append(torch.autograd.grad(total, leaves, allow_unused=True))
     return max(torch.inf if a is None else relative_error(a, b) for a, b in zip(*sides))
 
 
-def _has_second(function: Any, found: Rotation) -> bool:
+def _has_second(function: Any, rotation: Rotation) -> bool:
     """Return whether `unsqueeze_dim=2` moves the dim of heads."""
-    if "unsqueeze_dim" not in found.names or found.form.heads != 1:
+    if "unsqueeze_dim" not in rotation.names or rotation.form.heads != 1:
         return False
     with enter_modes(Float64):
-        runs = _try_runs(function, found.order, 2, unsqueeze_dim=2)
-    form = replace(found.form, heads=2)
-    widths = [run.given["cos"].shape[-1] * (1 + found.doubled) for run in runs]
-    errors = [_distance(run, found.order, width, form) for run, width in zip(runs, widths)]
+        runs = _try_runs(function, rotation.order, 2, unsqueeze_dim=2)
+    form = replace(rotation.form, heads=2)
+    widths = [run.given["cos"].shape[-1] * (1 + rotation.doubled) for run in runs]
+    errors = [_distance(run, rotation.order, width, form) for run, width in zip(runs, widths)]
     return bool(errors) and max(errors) <= TOLERANCE
 
 
-def _is_flat(function: Any, found: Rotation, angles: int) -> bool:
+def _is_flat(function: Any, rotation: Rotation, angles: int) -> bool:
     """Return whether tensors without rows are rotated like those of one row."""
-    given = _random_inputs(found.form.heads, angles)
-    alone = {name: tensor[0] for name, tensor in given.items()}
-    right = _expected(given, found.order, _SIZE, found.form)
+    inputs = _random_inputs(rotation.form.heads, angles)
+    unbatched = {name: tensor[0] for name, tensor in inputs.items()}
+    expected = _expected(inputs, rotation.order, _SIZE, rotation.form)
     try:
         with enter_modes(Float64):
-            made = _call(function, found.order, alone)
+            actual = _call(function, rotation.order, unbatched)
     except Exception:  # it rejects them
         return False
-    return max(relative_error(y, x[0]) for y, x in zip(made, right)) <= TOLERANCE
+    return max(relative_error(y, x[0]) for y, x in zip(actual, expected)) <= TOLERANCE
 
 
-def _rounding(function: Any, found: Rotation, angles: int) -> Rotation | Mismatch:
+def _rounding(function: Any, rotation: Rotation, angles: int) -> Rotation | Mismatch:
     """Return the rotation with the form that equals the function bit by bit in bfloat16.
 
     Angles are tried in bfloat16 and in float32.
     """
-    low, float32_angles = (
-        _random_inputs(found.form.heads, angles, torch.bfloat16) for _ in range(2)
+    low_inputs, float32_angles = (
+        _random_inputs(rotation.form.heads, angles, torch.bfloat16) for _ in range(2)
     )
     float32_angles |= {name: float32_angles[name].float() for name in ("cos", "sin")}
-    made = [_call(function, found.order, given) for given in (low, float32_angles)]
-    keeps = made[1][0].dtype == torch.bfloat16
+    actual = [_call(function, rotation.order, inputs) for inputs in (low_inputs, float32_angles)]
+    keeps_dtype = actual[1][0].dtype == torch.bfloat16
     shares = {}
-    for early in (True, False):
-        form = replace(found.form, early=early, keeps=keeps)
+    for rounds_early in (True, False):
+        form = replace(rotation.form, early=rounds_early, keeps=keeps_dtype)
         pairs = [
             pair
-            for ys, given in zip(made, (low, float32_angles))
-            for pair in zip(ys, _expected(given, found.order, _SIZE, form))
+            for ys, inputs in zip(actual, (low_inputs, float32_angles))
+            for pair in zip(ys, _expected(inputs, rotation.order, _SIZE, form))
         ]
-        same = [float((y == right).double().mean()) for y, right in pairs]
-        kinds = all(y.dtype == right.dtype for y, right in pairs)
-        shares[form] = min(same) if kinds else 0.0
+        equal_shares = [float((y == expected).double().mean()) for y, expected in pairs]
+        same_dtypes = all(y.dtype == expected.dtype for y, expected in pairs)
+        shares[form] = min(equal_shares) if same_dtypes else 0.0
     best = max(shares, key=lambda form: shares[form])
     if shares[best] < 0.99:
         return Mismatch(
-            f"calls `{found.name}`, which rounds differently in bfloat16: at best "
+            f"calls `{rotation.name}`, which rounds differently in bfloat16: at best "
             f"{shares[best]:.0%} of bits agree"
         )
-    return replace(found, form=best)
+    return replace(rotation, form=best)
 
 
 # -- the layer -------------------------------------------------------------------------------------
@@ -293,8 +299,8 @@ class FusedRope:
 
     kernel = "rope"
 
-    def __init__(self, module: nn.Module, found: RotaryForm) -> None:
-        self.__setstate__({"module": module, "found": found})
+    def __init__(self, module: nn.Module, rotary_form: RotaryForm) -> None:
+        self.__setstate__({"module": module, "found": rotary_form})
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the changed forward: a copy makes its own, which records declined calls at the
@@ -304,62 +310,66 @@ class FusedRope:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.module, self.found = state["module"], state["found"]
         forward: Any = type(self.module).forward
-        space = inspect.unwrap(forward).__globals__
-        turning = {
-            each.name: _rotate_by_kernel(space[each.name], each, self.module)
-            for each in self.found.rotations
+        namespace = inspect.unwrap(forward).__globals__
+        kernels = {
+            rotation.name: _rotate_by_kernel(namespace[rotation.name], rotation, self.module)
+            for rotation in self.found.rotations
         }
-        self.forward = change_innermost(forward, partial(with_globals, named=turning))
+        self.forward = change_innermost(forward, partial(with_globals, named=kernels))
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the changed forward of the module's class; `inner` is not called."""
         return self.forward(self.module, *args, **kwargs)
 
 
-def _rotate_by_kernel(original: Any, found: Rotation, module: nn.Module) -> Callable[..., Any]:
+def _rotate_by_kernel(original: Any, rotation: Rotation, module: nn.Module) -> Callable[..., Any]:
     """Return a function like `original` that runs the kernel, and `original` for declined calls."""
-    needed = len(found.order)
-    usual = dict(zip(found.names[needed:], found.defaults))
+    needed = len(rotation.order)
+    defaults = dict(zip(rotation.names[needed:], rotation.defaults))
 
     def turn(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(found.names, args))
-        given.update(kwargs)
-        more = {name: value for name, value in given.items() if name not in found.names[:needed]}
-        second = found.second and more.pop("unsqueeze_dim", None) == 2
-        foreign = [n for n, value in more.items() if n not in usual or value is not usual[n]]
-        tensors: Any = {what: given.get(name) for what, name in zip(found.order, found.names)}
-        form = replace(found.form, heads=2) if second else found.form
-        flat = found.flat and getattr(tensors["q"], "ndim", 0) == 3
+        arguments = dict(zip(rotation.names, args))
+        arguments.update(kwargs)
+        extra = {
+            name: value for name, value in arguments.items() if name not in rotation.names[:needed]
+        }
+        second = rotation.second and extra.pop("unsqueeze_dim", None) == 2
+        foreign = [n for n, value in extra.items() if n not in defaults or value is not defaults[n]]
+        tensors: Any = {
+            role: arguments.get(name) for role, name in zip(rotation.order, rotation.names)
+        }
+        form = replace(rotation.form, heads=2) if second else rotation.form
+        flat = rotation.flat and getattr(tensors["q"], "ndim", 0) == 3
         if flat:
             tensors = {n: t[None] if isinstance(t, Tensor) else t for n, t in tensors.items()}
-        why = f"it does not support the argument `{foreign[0]}`" if foreign else ""
-        why = why or _decline_reason(found, form, **tensors)
-        if why:
-            note_declined(module, "rope", why, **tensors)
+        reason = f"it does not support the argument `{foreign[0]}`" if foreign else ""
+        reason = reason or _decline_reason(rotation, form, **tensors)
+        if reason:
+            note_declined(module, "rope", reason, **tensors)
             return original(*args, **kwargs)
-        width = tensors["cos"].shape[2] * (1 + found.doubled)
-        made = rotate(tensors["q"], tensors.get("k"), tensors["cos"], tensors["sin"], width, form)
+        width = tensors["cos"].shape[2] * (1 + rotation.doubled)
+        result = rotate(tensors["q"], tensors.get("k"), tensors["cos"], tensors["sin"], width, form)
         if not flat:
-            return made
-        return tuple(y[0] for y in made) if isinstance(made, tuple) else made[0]
+            return result
+        return tuple(y[0] for y in result) if isinstance(result, tuple) else result[0]
 
     return turn
 
 
 def _decline_reason(
-    found: Rotation, form: Form, q: Any = None, k: Any = None, cos: Any = None, sin: Any = None
+    rotation: Rotation, form: Form, q: Any = None, k: Any = None, cos: Any = None, sin: Any = None
 ) -> str:
     """Return why the kernel declines these tensors; "" if it accepts them.
 
     Raises Refusal S871 for angles that need a gradient.
     """
-    queries_keys, tables = (q,) if "k" not in found.order else (q, k), (cos, sin)
+    queries_keys, tables = (q,) if "k" not in rotation.order else (q, k), (cos, sin)
     if not all(isinstance(x, Tensor) and x.dim() == 4 for x in queries_keys):
         return "it takes queries and keys of shape [rows, heads, tokens, head_dim]"
     if not all(isinstance(t, Tensor) and t.dim() == 3 for t in tables):
         return "it takes cosines and sines of shape [rows or 1, tokens, angles]"
     if torch.is_grad_enabled() and any(t.requires_grad for t in tables):
-        raise _gradient_refusal(found.name)
+        raise _gradient_refusal(rotation.name)
     rows, tokens, size = q.shape[0], q.shape[3 - form.heads], q.shape[3]
     # torch.compile may have symbolic sizes here, which it compares correctly only one by one
     if not all(
@@ -373,8 +383,8 @@ def _decline_reason(
     same_shape = all(a == b for a, b in zip(cos.shape, sin.shape))
     if not same_shape or not (cos.shape[0] == 1 or cos.shape[0] == rows) or cos.shape[1] != tokens:
         return "cosines and sines must have the same shape, with all tokens"
-    width = cos.shape[2] * (1 + found.doubled)
-    if width != size and not (found.partial and width < size and width % 2 == 0):
+    width = cos.shape[2] * (1 + rotation.doubled)
+    if width != size and not (rotation.partial and width < size and width % 2 == 0):
         return "the number of angles differs from that at build"
     return ""
 

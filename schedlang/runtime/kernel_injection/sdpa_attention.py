@@ -42,10 +42,10 @@ def with_position_tables(module: nn.Module, kwargs: dict[str, Any]) -> dict[str,
         forms = [tables, tuple(half), tuple(quarter), torch.complex(*half)]
     hidden = kwargs.get("hidden_states")
     positions = None if hidden is None else torch.arange(hidden.shape[1]).expand(hidden.shape[:2])
-    takes = inspect.signature(module.forward).parameters
-    for form, with_positions in itertools.product(forms, (False, True)):
-        tried = kwargs if form is None else {**kwargs, "position_embeddings": form}
-        if with_positions and "position_ids" not in takes:
+    parameters = inspect.signature(module.forward).parameters
+    for tables_form, with_positions in itertools.product(forms, (False, True)):
+        tried = kwargs if tables_form is None else {**kwargs, "position_embeddings": tables_form}
+        if with_positions and "position_ids" not in parameters:
             continue
         tried = {**tried, "position_ids": positions} if with_positions else tried
         # the module's own code may raise: try the next form
@@ -93,21 +93,21 @@ def _register() -> Callable[..., Any]:
             k: Tensor,
             v: Tensor,
             attention_mask: Tensor | None = None,
-            **more: Any,
+            **kwargs: Any,
         ) -> Any:
             mask = attention_mask  # some models pass it by this name
             # masks are complete, in eager's form: without one nothing is masked, also if the module
             # calls itself causal
-            more["is_causal"] = False
-            bias = more.get("position_bias")
-            if mask is None or not _is_additive(mask) or more.get("dropout") and draws_weights():
-                return sdpa_attention_forward(module, q, k, v, mask, **more)
+            kwargs["is_causal"] = False
+            bias = kwargs.get("position_bias")
+            if mask is None or not _is_additive(mask) or kwargs.get("dropout") and draws_weights():
+                return sdpa_attention_forward(module, q, k, v, mask, **kwargs)
             if bias is not None:
-                mask, more["position_bias"] = bias + mask, None
-            found = find_hidden_keys(mask)
-            seeing = replace_blind_queries(q, found)
-            out, _ = sdpa_attention_forward(module, seeing, k, v, found.mask, **more)
-            return add_blind_key_gradients(out, (q, k, v), found, more.get("scaling")), None
+                mask, kwargs["position_bias"] = bias + mask, None
+            hidden_keys = find_hidden_keys(mask)
+            queries = replace_blind_queries(q, hidden_keys)
+            out, _ = sdpa_attention_forward(module, queries, k, v, hidden_keys.mask, **kwargs)
+            return add_blind_key_gradients(out, (q, k, v), hidden_keys, kwargs.get("scaling")), None
 
         ALL_ATTENTION_FUNCTIONS.register(_SDPA, attend)
     registered: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[_SDPA]
@@ -130,8 +130,8 @@ def why_no_probe(module: nn.Module) -> Mismatch | None:
 
 def attention_name(module: nn.Module) -> str | None:
     """Return the name of the attention function in a module's config; None if there is none."""
-    found = getattr(getattr(module, "config", None), _FIELD, None)
-    return found if isinstance(found, str) else None
+    name = getattr(getattr(module, "config", None), _FIELD, None)
+    return name if isinstance(name, str) else None
 
 
 def set_attention_name(module: nn.Module, name: str) -> None:
@@ -179,31 +179,31 @@ def _probe_attention(
         if "mask" in name and isinstance(value, Tensor) and value.dim() == 4:
             # a query of the last row sees no key, like a left padding token
             value[-1, :, :, 0] = torch.finfo(value.dtype).min
-    plain = run_with_gradients(copied, args, kwargs)
+    exact = run_with_gradients(copied, args, kwargs)
     with _record_calls() as calls:
         for name in names:
             set_attention_name(copied.get_submodule(name), _SDPA)
         fused = run_with_gradients(copied, args, kwargs)
     if not calls:
         return Mismatch("does not call the attention function that its config names")
-    if len(plain) != len(fused):
+    if len(exact) != len(fused):
         return Mismatch("its gradients are of other parameters")
-    error = results_distance(fused, plain)
+    error = results_distance(fused, exact)
     if not error <= TOLERANCE:
         return Mismatch("differs from its eager form", error)
     return SdpaAttention(names, False, error)
 
 
-def results_distance(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+def results_distance(actual: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """Return the largest relative difference of two runs' `run_with_gradients`; infinite if
     lengths differ.
 
     The gradient of a key's bias is zero up to rounding: the largest tensor sets a floor.
     """
-    if len(found) != len(exact):
+    if len(actual) != len(exact):
         return math.inf
     floor = 1e-3 * max(float(b.norm()) for b in exact)
-    pairs = zip(found, exact, strict=True)
+    pairs = zip(actual, exact, strict=True)
     return max(float((a - b).norm()) / (float(b.norm()) + floor) for a, b in pairs)
 
 
@@ -229,12 +229,12 @@ def run_with_gradients(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
     """Return the first output, and the gradients of parameters and inputs that it reaches."""
-    out = module(*args, **kwargs)
-    first = out if isinstance(out, Tensor) else out[0]
+    output = module(*args, **kwargs)
+    y = output if isinstance(output, Tensor) else output[0]
     leaves: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
     leaves += [t for t in [*args, *kwargs.values()] if isinstance(t, Tensor) and t.requires_grad]
-    grads = torch.autograd.grad((first * distinct_gradient(first)).sum(), leaves, allow_unused=True)
-    return [first.detach(), *(grad for grad in grads if grad is not None)]
+    grads = torch.autograd.grad((y * distinct_gradient(y)).sum(), leaves, allow_unused=True)
+    return [y.detach(), *(grad for grad in grads if grad is not None)]
 
 
 def random_call(module: nn.Module, call: ModuleCall | None) -> tuple[list[Any], dict[str, Any]]:
@@ -249,14 +249,14 @@ def random_call(module: nn.Module, call: ModuleCall | None) -> tuple[list[Any], 
 def _random_like(value: Any, name: str, generator: torch.Generator) -> Any:
     """Return an argument like `value` with random contents; masks are causal and additive."""
     if isinstance(value, (tuple, list)):
-        return type(value)(_random_like(each, name, generator) for each in value)
+        return type(value)(_random_like(item, name, generator) for item in value)
     if not isinstance(value, Tensor):
         return None if _is_cache(value) else value
     if "mask" in name and value.dim() == 4:
         return _causal_mask(value.shape[0], value.shape[-2], value.shape[-1])
     if value.is_floating_point():
-        drawn = torch.randn(value.shape, generator=generator, dtype=torch.float64, device="cpu")
-        return drawn.requires_grad_(name != "position_embeddings")
+        sample = torch.randn(value.shape, generator=generator, dtype=torch.float64, device="cpu")
+        return sample.requires_grad_(name != "position_embeddings")
     if value.is_meta:
         return torch.arange(value.numel(), device="cpu").view(value.shape).to(value.dtype)
     return value.detach().cpu()
@@ -280,7 +280,7 @@ def common_call(module: nn.Module, generator: torch.Generator) -> dict[str, Any]
     """Return arguments under the names that attention modules of transformers share."""
     rows, length = 2, 6
     config = next(m.config for m in module.modules() if attention_name(m) is not None)
-    known = inspect.signature(module.forward).parameters
+    parameters = inspect.signature(module.forward).parameters
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
@@ -288,7 +288,7 @@ def common_call(module: nn.Module, generator: torch.Generator) -> dict[str, Any]
     hidden = getattr(config, "hidden_size", None)
     assert isinstance(hidden, int), "its width is not known; give an example of its arguments"
     call: dict[str, Any] = {}
-    for name, parameter in known.items():
+    for name, parameter in parameters.items():
         if name == "hidden_states":
             call[name] = draw(rows, length, hidden).requires_grad_()
         elif name == "attention_mask":
@@ -313,9 +313,9 @@ def _head_size(module: nn.Module, config: Any) -> int | None:
         return getattr(module, "head_dim", None)
 
 
-def replace_attention(module: nn.Module, found: SdpaAttention) -> None:
+def replace_attention(module: nn.Module, attention: SdpaAttention) -> None:
     """Let a built module attend by the fused kernel, in place, unless it does already."""
-    if not found.identity:
+    if not attention.identity:
         _register()
-        for name in found.modules:
+        for name in attention.modules:
             set_attention_name(module.get_submodule(name), _SDPA)

@@ -54,8 +54,8 @@ _PASSES = "schedlang.passes."  # a job that names such a module will build a pro
 
 def modules_to_import(names: Iterable[str]) -> tuple[str, ...]:
     """Return the modules that a server imports for these names: they, and what programs need."""
-    named = tuple(names)
-    return named + PROGRAM_MODULES * any(name.startswith(_PASSES) for name in named)
+    requested = tuple(names)
+    return requested + PROGRAM_MODULES * any(name.startswith(_PASSES) for name in requested)
 
 
 # ---- The server process, and the loop of a rank. The server imports torch and the named modules
@@ -124,8 +124,8 @@ class ForkedServer:
 
     def __init__(
         self,
-        ours: socket.socket,
-        theirs: socket.socket,
+        own_sock: socket.socket,
+        server_sock: socket.socket,
         preload: Sequence[str],
         files: Mapping[str, str],
         scratch: str,
@@ -136,8 +136,8 @@ class ForkedServer:
             try:
                 os.setsid()  # an interrupt at the terminal is for the parent only
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-                ours.close()  # else its end is never noticed
-                main(theirs.detach(), preload, files, scratch)
+                own_sock.close()  # else its end is never noticed
+                main(server_sock.detach(), preload, files, scratch)
             finally:
                 os._exit(0)  # without the parent's exit handlers
         self._ended = os.pidfd_open(self.pid)
@@ -339,26 +339,26 @@ def _run_job(sock: socket.socket, rank: int, world: int, setup: dict[str, Any]) 
             fn, args = pickle.load(file)
         send(sock, ("progress", None))
         result = call_in_one_piece(fn, *args)
-        with open(made := f"{setup['job']}.{rank}", "wb") as file:
+        with open(result_path := f"{setup['job']}.{rank}", "wb") as file:
             pickling.dump(result, file)
-        send(sock, ("done", made))
+        send(sock, ("done", result_path))
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         consequence = is_consequence(error)
         try:
-            itself = pickling.dumps(error)
+            pickled_error = pickling.dumps(error)
         # an error may contain objects that cannot be pickled: then only its text is sent
         except Exception:
-            itself = b""
-        send(sock, ("error", text, consequence, itself))
+            pickled_error = b""
+        send(sock, ("error", text, consequence, pickled_error))
     else:
         _leave()
 
 
 def is_consequence(error: BaseException) -> bool:
     """Return whether an error of a rank seems to be caused by another rank's."""
-    of_others = isinstance(error, RuntimeError) and bool(_CONSEQUENCE.search(str(error)))
-    return of_others or bool(getattr(error, "consequence", False))  # marked as a consequence
+    is_remote = isinstance(error, RuntimeError) and bool(_CONSEQUENCE.search(str(error)))
+    return is_remote or bool(getattr(error, "consequence", False))  # marked as a consequence
 
 
 def _join(rank: int, world: int, store: str, threads: int) -> None:

@@ -66,19 +66,19 @@ def watch_ranks() -> None:
     global _watched
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and threading.current_thread() is _main()
     job = comm.job_world()
-    no_others = (
+    unwatchable = (
         job.size == 1 or job.is_dry_run
     )  # an elastic job makes dry runs before its ranks are there
-    if _watched or not by_torchrun or no_others or device.accelerator() is not None:
+    if _watched or not by_torchrun or unwatchable or device.accelerator() is not None:
         return
     store = clone_store()  # the main thread may be waiting in the store's own connection
     store_watch.watch_store(store.clone)
-    heart = HangWatch(store, job.rank, job.size, HANG_AFTER)
-    thread = threading.Thread(target=heart.run, name="schedlang: do the ranks get on", daemon=True)
+    watch = HangWatch(store, job.rank, job.size, HANG_AFTER)
+    thread = threading.Thread(target=watch.run, name="schedlang: do the ranks get on", daemon=True)
     thread.start()
     _watched = True
     # a thread that returns while Python ends would abort the process
-    atexit.register(heart.stop, thread)
+    atexit.register(watch.stop, thread)
 
 
 def _main() -> threading.Thread:
@@ -141,24 +141,24 @@ class HangWatch:
         inside."""
         if not _depth or _is_debugged():
             return True
-        now = self.usage()
-        before = self.spent = self.spent or now
-        return now[2] != before[2] or has_worked(now[:2], before[:2], self.hang_after)
+        usage = self.usage()
+        previous = self.spent = self.spent or usage
+        return usage[2] != previous[2] or has_worked(usage[:2], previous[:2], self.hang_after)
 
     def usage(self) -> tuple[float, float, int]:
         """Return seconds on a processor and in run queues so far, and bytes read from and written
         to disks."""
-        here = os.getpid()
+        pid = os.getpid()
         # on an overloaded machine the watching threads would look like work
-        ran, queued = thread_seconds(here, store_watch.WATCHERS)
-        return cpu_seconds([here]) - ran, queued_seconds([here]) - queued, _disk_bytes()
+        cpu, waited = thread_seconds(pid, store_watch.WATCHERS)
+        return cpu_seconds([pid]) - cpu, queued_seconds([pid]) - waited, _disk_bytes()
 
     def answer(self) -> None:
         """Write the stack of this rank, and end with the others."""
         self.store.set(f"{self.key}/stack/{self.rank}", _stack())
-        told = f"{self.key}/told"
-        poll_until(lambda: self.store.check([told]), 2 * _ANSWER)
-        text = self.store.get(told).decode() if self.store.check([told]) else None
+        key = f"{self.key}/told"
+        poll_until(lambda: self.store.check([key]), 2 * _ANSWER)
+        text = self.store.get(key).decode() if self.store.check([key]) else None
         self.end(text if self.rank == 0 else None)
 
     # -- of all ------------------------------------------------------------------------------------
@@ -180,9 +180,9 @@ class HangWatch:
         text = str(Hang(f"no rank made progress for {self.hang_after:g} s", stacks))
         if folder := os.environ.get(RECORD):
             text += f"\nwho did not come to what: schedlang doctor {folder}"
-        speaks = self.rank == 0 or not self.store.check([keys[0]])
+        prints = self.rank == 0 or not self.store.check([keys[0]])
         self.store.set(f"{self.key}/told", text)
-        self.end(text if speaks else None)
+        self.end(text if prints else None)
 
 
 def _end(text: str | None) -> None:
@@ -217,14 +217,14 @@ def _is_debugged() -> bool:
 def _disk_bytes() -> int:
     """Return bytes read from and written to disks so far, without the record's; 0 if not
     counted."""
-    made = rank_record.current_record()
-    beside = _read_io(f"/proc/self/task/{made.thread}/io") if made is not None else 0
-    return _read_io("/proc/self/io") - beside
+    record = rank_record.current_record()
+    record_bytes = _read_io(f"/proc/self/task/{record.thread}/io") if record is not None else 0
+    return _read_io("/proc/self/io") - record_bytes
 
 
 def _read_io(path: str) -> int:
     with suppress(OSError, ValueError):
         lines = Path(path).read_text().splitlines()
-        found = dict(line.split(": ") for line in lines)
-        return int(found["read_bytes"]) + int(found["write_bytes"])
+        counters = dict(line.split(": ") for line in lines)
+        return int(counters["read_bytes"]) + int(counters["write_bytes"])
     return 0

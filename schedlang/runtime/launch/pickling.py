@@ -44,14 +44,14 @@ def dump(value: Any, file: IO[bytes]) -> None:
     """
     import cloudpickle  # type: ignore[import-untyped]
 
-    plain = _reduce_tensor if "torch" in sys.modules else lambda value: NotImplemented
+    reduce = _reduce_tensor if "torch" in sys.modules else lambda value: NotImplemented
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, value: Any) -> Any:
             if isinstance(value, types.CodeType):
                 return marshal.loads, (marshal.dumps(value),)
-            found = plain(value)
-            return super().reducer_override(value) if found is NotImplemented else found
+            reduced = reduce(value)
+            return super().reducer_override(value) if reduced is NotImplemented else reduced
 
     Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
 

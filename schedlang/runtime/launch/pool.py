@@ -56,11 +56,11 @@ def make_folder() -> tuple[Path, int]:
     The folder gets its name only once it is locked, so that no other process removes it.
     """
     remove_abandoned()
-    first = Path(tempfile.mkdtemp(prefix="." + PREFIX))
-    lock = os.open(first / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    hidden = Path(tempfile.mkdtemp(prefix="." + PREFIX))
+    lock = os.open(hidden / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     _try_lock(lock)
-    folder = first.with_name(PREFIX + secrets.token_hex(6))
-    first.rename(folder)
+    folder = hidden.with_name(PREFIX + secrets.token_hex(6))
+    hidden.rename(folder)
     return folder, lock
 
 
@@ -132,8 +132,8 @@ class Pool:
         if forkserver.ServerProcess.is_server or ImportState.active:
             raise Refusal(_started_by_ranks())
         self.files: dict[str, str] = {}
-        self._scratch, kept = make_folder()  # for stores and logs
-        weakref.finalize(self, os.close, kept)
+        self._scratch, lock = make_folder()  # for stores and logs
+        weakref.finalize(self, os.close, lock)
         self._ranks: list[RankProcess] = []
         self._jobs = 0
         self._lock = threading.Lock()
@@ -164,31 +164,31 @@ class Pool:
     def _start(self, preload: tuple[str, ...], forked: bool = False) -> None:
         self._preload, self._owner = preload, os.getpid()
         self._scratch.mkdir(exist_ok=True)
-        self._control, theirs = socket.socketpair()
+        self._control, server_sock = socket.socketpair()
         setup = preload, self.files, str(self._scratch)
         if forked:
             forkserver.import_modules(preload, {})  # in this process, which needs most of it too
-            self._server: Server = forkserver.ForkedServer(self._control, theirs, *setup)
+            self._server: Server = forkserver.ForkedServer(self._control, server_sock, *setup)
         else:
-            self._server = self._executed(theirs, *setup)
-        theirs.close()
+            self._server = self._executed(server_sock, *setup)
+        server_sock.close()
         self._inbox = RankProcess(-1, self._control, self._scratch / "server")
         # the server ends when our socket is closed, so no other cleanup is needed
         self._finalizer = weakref.finalize(self, _end, self._control, self._server, self._scratch)
 
     @staticmethod
     def _executed(
-        theirs: socket.socket, preload: Sequence[str], files: Mapping[str, str], scratch: str
+        server_sock: socket.socket, preload: Sequence[str], files: Mapping[str, str], scratch: str
     ) -> Server:
         """Start a server in a new interpreter."""
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
             "from schedlang.runtime.launch import forkserver; "
-            f"forkserver.main({theirs.fileno()}, {preload!r}, {files!r}, {scratch!r})"
+            f"forkserver.main({server_sock.fileno()}, {preload!r}, {files!r}, {scratch!r})"
         )
         return subprocess.Popen(
             [sys.executable, "-c", code],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[server_sock.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # an interrupt at the terminal is for this process only
         )
@@ -267,11 +267,11 @@ class Pool:
         if len(self._ranks) < world:  # imported once in the server, not in each rank
             forkserver.send(self._control, ("import", modules_of(blob), self.files))
         for number in range(len(self._ranks), world):
-            ours, theirs = socket.socketpair()
+            own_sock, rank_sock = socket.socketpair()
             log = self._scratch / f"rank{number}.log"
-            forkserver.send(self._control, ("fork", number, str(log)), [theirs.fileno()])
-            theirs.close()
-            self._ranks.append(RankProcess(number, ours, log))
+            forkserver.send(self._control, ("fork", number, str(log)), [rank_sock.fileno()])
+            rank_sock.close()
+            self._ranks.append(RankProcess(number, own_sock, log))
         while any(rank.pid == 0 for rank in self._ranks):
             self._hear_server(job)
 
@@ -313,10 +313,10 @@ class Pool:
 
     def _watch(self, job: RankJob, timeout: float | None, hang_after: float) -> None:
         """Watch the ranks until all results are there; raise errors."""
-        end, why = None if timeout is None else time.monotonic() + timeout, ""
+        end, reason = None if timeout is None else time.monotonic() + timeout, ""
         limit = current_limit()
         if limit is not None and (end is None or limit.end < end):
-            end, why = limit.end, limit.message
+            end, reason = limit.end, limit.message
         ranks = self._ranks[: job.world]
         job.begin()
         with selectors.DefaultSelector() as selector:
@@ -334,21 +334,21 @@ class Pool:
                 raise_failure(job)
                 if end is not None and time.monotonic() > end:
                     raise Hang(
-                        why or f"not finished after {timeout:g} s", stacks_of_ranks(job, ranks)
+                        reason or f"not finished after {timeout:g} s", stacks_of_ranks(job, ranks)
                     )
                 check_progress(job, ranks, hang_after)
 
     def _hear_rank(self, job: RankJob, rank: RankProcess) -> None:
-        for kind, *what in rank.read():
+        for kind, *content in rank.read():
             job.last_progress, job.spent = time.monotonic(), None
             if kind == "done":
-                with open(what[0], "rb") as file:
+                with open(content[0], "rb") as file:
                     job.results[rank.rank] = pickle.load(file)
             elif kind == "error":
-                cause = unpickle_error(what[2])
-                job.fail(2 if what[1] else 1, rank.rank, what[0], cause)
-            elif job.on_progress is not None and what[0] is not None:
-                job.on_progress(rank.rank, what[0])
+                cause = unpickle_error(content[2])
+                job.fail(2 if content[1] else 1, rank.rank, content[0], cause)
+            elif job.on_progress is not None and content[0] is not None:
+                job.on_progress(rank.rank, content[0])
                 job.last_progress = (
                     time.monotonic()
                 )  # the time of the callback does not count as a hang
@@ -373,11 +373,11 @@ def _pause_limit() -> Iterator[None]:
     if limit is None:
         yield
         return
-    before, limit.watching = limit.watching, True
+    previous, limit.watching = limit.watching, True
     try:
         yield
     finally:
-        limit.watching = before
+        limit.watching = previous
 
 
 def threads_per_rank(world: int) -> int:
@@ -401,14 +401,14 @@ def use_threads_of_ranks(world: int) -> Iterator[None]:
     """
     import torch
 
-    before = torch.get_num_threads()
+    previous = torch.get_num_threads()
     torch.set_num_threads(threads_per_rank(world))
-    token = _threads.set(_threads.get() or before)
+    token = _threads.set(_threads.get() or previous)
     try:
         yield
     finally:
         _threads.reset(token)
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)
 
 
 # torch's number of threads where none is set
@@ -417,8 +417,8 @@ _threads: ContextVar[int | None] = ContextVar("_threads", default=None)
 
 def modules_of(blob: bytes) -> tuple[str, ...]:
     """Return the modules imported in this process that a pickle names."""
-    words = {arg for _, arg, _ in pickletools.genops(blob) if isinstance(arg, str)}
-    return tuple(sorted(word for word in words if word in sys.modules and word != "__main__"))
+    strings = {arg for _, arg, _ in pickletools.genops(blob) if isinstance(arg, str)}
+    return tuple(sorted(text for text in strings if text in sys.modules and text != "__main__"))
 
 
 def _started_by_ranks() -> Diagnostic:

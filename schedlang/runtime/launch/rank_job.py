@@ -54,15 +54,15 @@ def thread_seconds(pid: int, threads: Iterable[int] | None = None) -> tuple[floa
     0 if the system does not count them.
     """
     tasks = _PROC / str(pid) / "task"
-    files = (tasks / str(one) / "schedstat" for one in threads or ())
-    ran = queued = 0
+    files = (tasks / str(thread) / "schedstat" for thread in threads or ())
+    running = queued = 0
     for stat in tasks.glob("*/schedstat") if threads is None else files:
         try:
-            both = stat.read_text().split()
-            ran, queued = ran + int(both[0]), queued + int(both[1])
+            fields = stat.read_text().split()
+            running, queued = running + int(fields[0]), queued + int(fields[1])
         except (OSError, IndexError):  # the thread has ended, or nothing is counted
             continue
-    return ran / 1e9, queued / 1e9
+    return running / 1e9, queued / 1e9
 
 
 def _family(pids: Iterable[int]) -> Iterator[int]:
@@ -85,13 +85,13 @@ def _process_seconds(pid: int) -> float:
 
 
 def _children(pid: int) -> list[int]:
-    found: list[int] = []
+    children: list[int] = []
     for task in (_PROC / str(pid) / "task").glob("*/children"):
         try:
-            found += map(int, task.read_text().split())
+            children += map(int, task.read_text().split())
         except OSError:
             continue
-    return found
+    return children
 
 
 def _ps_seconds(pids: set[int]) -> float:
@@ -103,10 +103,10 @@ def _ps_seconds(pids: set[int]) -> float:
 
 def _table_seconds(table: Mapping[int, tuple[int, float]], pids: set[int]) -> float:
     """Return the time of `pids` and their descendants in a table of pid: (parent, seconds)."""
-    wanted = set(pids)
-    while more := {p for p, (parent, _) in table.items() if parent in wanted} - wanted:
-        wanted |= more
-    return sum(table[p][1] for p in wanted if p in table)
+    family = set(pids)
+    while children := {pid for pid, (parent, _) in table.items() if parent in family} - family:
+        family |= children
+    return sum(table[pid][1] for pid in family if pid in table)
 
 
 def _parse_time(text: str) -> float:
@@ -156,35 +156,37 @@ class Hang(Exception):
     """No rank made progress for too long; `stacks_of_ranks` are their stacks (HERE: of this
     process)."""
 
-    def __init__(self, why: str, stacks: Mapping[int, str]) -> None:
-        who = {rank: "this process" if rank == THIS_PROCESS else f"rank {rank}" for rank in stacks}
-        # this process's stack is cut already, and begins with the outermost call
-        cut = {THIS_PROCESS: None}
-        shown = {
-            rank: stack.splitlines()[: cut.get(rank, _FRAMES)] for rank, stack in stacks.items()
+    def __init__(self, reason: str, stacks: Mapping[int, str]) -> None:
+        names = {
+            rank: "this process" if rank == THIS_PROCESS else f"rank {rank}" for rank in stacks
         }
-        lines = [line for rank in sorted(shown) for line in (f"{who[rank]}:", *shown[rank])]
-        super().__init__("\n".join([why, *lines]))
-        self.why, self.stacks = why, dict(stacks)
+        # this process's stack is cut already, and begins with the outermost call
+        limits = {THIS_PROCESS: None}
+        calls = {
+            rank: stack.splitlines()[: limits.get(rank, _FRAMES)] for rank, stack in stacks.items()
+        }
+        lines = [line for rank in sorted(calls) for line in (f"{names[rank]}:", *calls[rank])]
+        super().__init__("\n".join([reason, *lines]))
+        self.why, self.stacks = reason, dict(stacks)
 
-    def with_user_calls(self, by: Sequence[str]) -> Hang:
+    def with_user_calls(self, files: Sequence[str]) -> Hang:
         """Return the same error with only the calls in files of the user, and the innermost, per
         rank.
 
-        `by` are files that call user code: calls outside of them are dropped. A rank without calls
-        of the user waits for others, which is said instead.
+        `files` are files that call user code: calls outside of them are dropped. A rank without
+        calls of the user waits for others, which is said instead.
         """
-        shown = {THIS_PROCESS: self.stacks[THIS_PROCESS]} if THIS_PROCESS in self.stacks else {}
+        stacks = {THIS_PROCESS: self.stacks[THIS_PROCESS]} if THIS_PROCESS in self.stacks else {}
         for rank, stack in self.stacks.items():
             if rank == THIS_PROCESS:
                 continue
             calls = [line for line in stack.splitlines() if line.lstrip().startswith("File ")]
-            caller = (k for k, line in enumerate(calls) if any(f'{one}"' in line for one in by))
+            caller = (k for k, line in enumerate(calls) if any(f'{f}"' in line for f in files))
             inside = calls[: next(caller, None)]
-            own = [line for line in inside if not any(part in line for part in _NOT_USERS)]
-            waits = "  waits for the others: nothing of the program runs there"
-            shown[rank] = "\n".join(dict.fromkeys([*calls[:1], *(own or [waits])]))
-        return Hang(self.why, shown)
+            user_calls = [line for line in inside if not any(part in line for part in _NOT_USERS)]
+            note = "  waits for the others: nothing of the program runs there"
+            stacks[rank] = "\n".join(dict.fromkeys([*calls[:1], *(user_calls or [note])]))
+        return Hang(self.why, stacks)
 
 
 @dataclass
@@ -243,10 +245,10 @@ class RankJob:
     def current_time(self) -> float:
         """Return the current time; time in which this process was stopped does not count for the
         ranks."""
-        now = time.monotonic()
-        self.last_progress += max(0.0, now - self.looked - _GAP)
-        self.looked = now
-        return now
+        current = time.monotonic()
+        self.last_progress += max(0.0, current - self.looked - _GAP)
+        self.looked = current
+        return current
 
     def fail(self, weight: int, rank: int, text: str, cause: BaseException | None = None) -> None:
         """Record a failure; the lowest weight is the cause: 0 died, 1 raised, 2 a consequence."""
@@ -273,21 +275,21 @@ def describe_end(code: int, log: Path) -> str:
     faulthandler writes the stacks of all threads at a signal; only the thread that got the signal,
     or else the main thread, is shown.
     """
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    how += " before its work was done" if code == 0 else ""
+    end = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    end += " before its work was done" if code == 0 else ""
     text = log.read_text(errors="replace").strip() if log.exists() else ""
-    words, fatal, dump = text.rpartition(_DUMP) if code < 0 else (text, "", "")
+    output, fatal, dump = text.rpartition(_DUMP) if code < 0 else (text, "", "")
     if not fatal:
-        return "\n".join([how, *text.splitlines()[-_OUTPUT:]])
+        return "\n".join([end, *text.splitlines()[-_OUTPUT:]])
     threads = dump.split("hread 0x")
-    where = next(
-        (one for one, before in zip(threads[1:], threads) if before.endswith("Current t")),
+    failing = next(
+        (part for part, previous in zip(threads[1:], threads) if previous.endswith("Current t")),
         threads[-1],
     )
-    calls = [line for line in where.splitlines()[1:] if line.startswith("  File ")]
-    own = [line for line in calls if not any(one in line for one in _STARTERS)][:_CALLS]
-    last = words.strip().splitlines()[-_OUTPUT:]
-    return "\n".join([how, *last, fatal + dump.partition("\n")[0], *own])
+    calls = [line for line in failing.splitlines()[1:] if line.startswith("  File ")]
+    user_calls = [line for line in calls if not any(part in line for part in _STARTERS)][:_CALLS]
+    last = output.strip().splitlines()[-_OUTPUT:]
+    return "\n".join([end, *last, fatal + dump.partition("\n")[0], *user_calls])
 
 
 def unpickle_error(data: bytes) -> BaseException | None:
@@ -316,15 +318,15 @@ _POLL = 0.25  # seconds between two reads of its log
 
 def check_progress(job: RankJob, ranks: Sequence[RankProcess], hang_after: float) -> None:
     """Raise Hang if no rank made progress for `hang_after` seconds."""
-    now = job.current_time()
+    current = job.current_time()
     pause = max(min(1.0, hang_after / 4), hang_after / 10)
-    if now - max(job.last_progress, job.last_check) < pause or job.failures:
+    if current - max(job.last_progress, job.last_check) < pause or job.failures:
         return  # a check reads a file for each thread of each rank
-    job.last_check, times = now, _spent_since(ranks)
-    before = job.spent = job.spent or times
-    if any(has_worked(times[pid], before.get(pid, (0.0, 0.0)), hang_after) for pid in times):
-        job.last_progress, job.spent = now, times
-    elif now - job.last_progress > hang_after:
+    job.last_check, times = current, _spent_since(ranks)
+    previous = job.spent = job.spent or times
+    if any(has_worked(times[pid], previous.get(pid, (0.0, 0.0)), hang_after) for pid in times):
+        job.last_progress, job.spent = current, times
+    elif current - job.last_progress > hang_after:
         raise Hang(f"no rank made progress for {hang_after:g} s", stacks_of_ranks(job, ranks))
 
 
@@ -332,14 +334,14 @@ def _spent_since(ranks: Sequence[RankProcess]) -> ProcessTimes:
     """Return for each process of these ranks the seconds on a processor and in run queues so
     far."""
     pids = [[rank.pid] for rank in ranks if rank.pid]
-    return {one[0]: (cpu_seconds(one), queued_seconds(one)) for one in pids}
+    return {rank_pids[0]: (cpu_seconds(rank_pids), queued_seconds(rank_pids)) for rank_pids in pids}
 
 
-def has_worked(now: tuple[float, float], then: tuple[float, float], hang_after: float) -> bool:
+def has_worked(now: tuple[float, float], earlier: tuple[float, float], hang_after: float) -> bool:
     """Return whether a process works, by its seconds on a processor and in run queues since
-    `then`."""
-    ran, queued = now[0] - then[0], now[1] - then[1]
-    return ran >= _SLEEPING * hang_after or ran + queued >= _READY * hang_after
+    `earlier`."""
+    running, queued = now[0] - earlier[0], now[1] - earlier[1]
+    return running >= _SLEEPING * hang_after or running + queued >= _READY * hang_after
 
 
 def stacks_of_ranks(job: RankJob, ranks: Sequence[RankProcess]) -> dict[int, str]:
@@ -354,11 +356,11 @@ def stacks_of_ranks(job: RankJob, ranks: Sequence[RankProcess]) -> dict[int, str
 
 def _read_dump(log: Path, start: int, end: float) -> str:
     """Read what a rank writes about its threads from `start` on, until there is no more."""
-    text, more = "", log.read_bytes()[start:].decode(errors="replace")
-    while (more != text or not more) and time.monotonic() < end:
+    previous, current = "", log.read_bytes()[start:].decode(errors="replace")
+    while (current != previous or not current) and time.monotonic() < end:
         time.sleep(_POLL)
-        text, more = more, log.read_bytes()[start:].decode(errors="replace")
-    return more
+        previous, current = current, log.read_bytes()[start:].decode(errors="replace")
+    return current
 
 
 def _main_thread(text: str) -> str:
@@ -448,11 +450,11 @@ def _alarm(limit: TimeLimit) -> Iterator[None]:
             raise TimeIsUp
 
     handler = signal.signal(signal.SIGALRM, ring)
-    before = signal.setitimer(signal.ITIMER_REAL, max(limit.seconds, 1e-3), _REPEAT)
+    previous = signal.setitimer(signal.ITIMER_REAL, max(limit.seconds, 1e-3), _REPEAT)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, *before)
+        signal.setitimer(signal.ITIMER_REAL, *previous)
         signal.signal(signal.SIGALRM, handler)
 
 

@@ -89,26 +89,26 @@ class RankRecord:
         """Record the begin of a collective or a message."""
         key = (lane, "" if ends is None else op, ends)
         self.counts[key] += 1
-        one = Op(lane, self.counts[key], op, whose, size)
-        one.ends, one.beside = ends, threading.get_ident() != self._main
-        self.ops.append(one)
+        operation = Op(lane, self.counts[key], op, whose, size)
+        operation.ends, operation.beside = ends, threading.get_ident() != self._main
+        self.ops.append(operation)
         self.events += 1
-        return one
+        return operation
 
-    def begin_wait(self, one: Op) -> float:
+    def begin_wait(self, op: Op) -> float:
         """Record that this rank waits for an operation; return the time."""
-        one.waits = True
+        op.waits = True
         self.events += 1
-        self.waiting += not one.beside
+        self.waiting += not op.beside
         return time.time()
 
-    def end_operation(self, one: Op, since: float) -> None:
+    def end_operation(self, op: Op, since: float) -> None:
         """Record the end of an operation, and the time waited for it since `since`."""
-        one.ended, one.waits = time.time(), False
+        op.ended, op.waits = time.time(), False
         self.events += 1
-        if not one.beside:
+        if not op.beside:
             self.waiting -= 1
-            self.waited += one.ended - since
+            self.waited += op.ended - since
 
     def end_step(self, number: int) -> None:
         """Record the end of a step: its duration, and the part of it spent waiting."""
@@ -146,15 +146,15 @@ class RankRecord:
     def _place(self, frame: FrameType) -> tuple[str, str]:
         """Return the running module, and the innermost line of user code."""
         innermost, line, module = "", "", ""
-        at: FrameType | None = frame
-        while at is not None and not (line and module):
-            code = at.f_code
-            text = f"{code.co_filename}:{at.f_lineno} in {code.co_name}"
+        caller: FrameType | None = frame
+        while caller is not None and not (line and module):
+            code = caller.f_code
+            text = f"{code.co_filename}:{caller.f_lineno} in {code.co_name}"
             innermost = innermost or text
             if not line and not any(part in code.co_filename for part in _NOT_USERS):
                 line = text
-            module = module or self.module_of(at)
-            at = at.f_back
+            module = module or self.module_of(caller)
+            caller = caller.f_back
         return module, line or innermost
 
     def module_of(self, frame: FrameType) -> str:
@@ -178,12 +178,14 @@ class RankRecord:
             "written": time.time(),
             "over": self.over,
             "error": f"{type(error).__name__}: {error}" if error is not None else "",
-            "where": [[*at, self._row(at[0], ""), n] for at, n in self.where.most_common(3)],
+            "where": [
+                [*line, self._row(line[0], ""), count] for line, count in self.where.most_common(3)
+            ],
             "stack": self._stack(),
         }
 
     def _done(self) -> dict[str, Any]:
-        ops = [self._told(one) for one in list(self.ops)]
+        ops = [self._told(op) for op in list(self.ops)]
         return {
             "version": VERSION,
             "rank": self.rank,
@@ -198,11 +200,11 @@ class RankRecord:
             "ops": ops,
         }
 
-    def _told(self, one: Op) -> list[Any]:
-        row = self._row(one.whose, one.lane)
-        flags = [one.backward, one.waits, one.beside]
-        head = [one.lane, one.number, one.op, one.whose, row, one.size, one.ends]
-        return [*head, *flags, one.began, one.ended]
+    def _told(self, op: Op) -> list[Any]:
+        row = self._row(op.whose, op.lane)
+        flags = [op.backward, op.waits, op.beside]
+        head = [op.lane, op.number, op.op, op.whose, row, op.size, op.ends]
+        return [*head, *flags, op.began, op.ended]
 
     def _row(self, whose: str, lane: str) -> str:
         key = (whose, lane)
@@ -212,20 +214,20 @@ class RankRecord:
 
     def _stack(self) -> list[str]:
         """Return the calls of the main thread, innermost first."""
-        found: list[str] = []
+        calls: list[str] = []
         frame = sys._current_frames().get(self._main)
-        while frame is not None and len(found) < FRAMES:
+        while frame is not None and len(calls) < FRAMES:
             code: CodeType = frame.f_code
-            found.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
+            calls.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
             frame = frame.f_back
-        return found
+        return calls
 
 
-def _replace(path: Path, facts: Mapping[str, Any]) -> None:
+def _replace(path: Path, content: Mapping[str, Any]) -> None:
     """Write a file atomically."""
-    beside = path.with_suffix(f".{os.getpid()}")
-    beside.write_text(json.dumps(facts, separators=(",", ":")))
-    beside.replace(path)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(content, separators=(",", ":")))
+    temporary.replace(path)
 
 
 _here: list[RankRecord] = []
@@ -246,12 +248,14 @@ def begin_record(rank: int, world: int) -> RankRecord | None:
     end_record()
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    made = RankRecord(path, rank, world)
-    thread = threading.Thread(target=made.run, name="schedlang: the record of a rank", daemon=True)
-    _here[:] = [made]
+    record = RankRecord(path, rank, world)
+    thread = threading.Thread(
+        target=record.run, name="schedlang: the record of a rank", daemon=True
+    )
+    _here[:] = [record]
     thread.start()
-    atexit.register(made.close)
-    return made
+    atexit.register(record.close)
+    return record
 
 
 def end_record() -> None:
@@ -264,6 +268,6 @@ def name_modules(
     device: str, modules: Mapping[int, str], parameters: Mapping[int, str], row: RowText
 ) -> None:
     """Give the record this rank's device, names of modules and parameters, and the text of rows."""
-    for made in _here:
-        made.device, made.modules, made.parameters = device, dict(modules), dict(parameters)
-        made.row, made._rows = row, {}
+    for record in _here:
+        record.device, record.modules, record.parameters = device, dict(modules), dict(parameters)
+        record.row, record._rows = row, {}

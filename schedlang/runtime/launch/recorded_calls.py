@@ -42,24 +42,24 @@ _OWN = frozenset({"wait", "_work", "_one", "_record"})
 class RecordedWork(dist.Work):
     """The handle of an operation that reports when it is waited for."""
 
-    def __init__(self, work: Any, one: Op, record: RankRecord) -> None:
+    def __init__(self, work: Any, op: Op, record: RankRecord) -> None:
         super().__init__()
-        self._work, self._one, self._record = work, one, record
+        self._work, self._one, self._record = work, op, record
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         """See `Work.wait`."""
         if self._one.ended:
             return self._work.wait(*args, **kwargs)
         since = self._record.begin_wait(self._one)
-        done = self._work.wait(*args, **kwargs)
+        result = self._work.wait(*args, **kwargs)
         self._record.end_operation(self._one, since)
-        return done
+        return result
 
     def __getattribute__(self, name: str) -> Any:
         # the base class defines all names, but only the wrapped work has their state
-        plain = name in _OWN or name.startswith("__")
-        found = self if plain else object.__getattribute__(self, "_work")
-        return object.__getattribute__(self, name) if plain else getattr(found, name)
+        is_own = name in _OWN or name.startswith("__")
+        owner = self if is_own else object.__getattribute__(self, "_work")
+        return object.__getattribute__(self, name) if is_own else getattr(owner, name)
 
 
 class RecordedFunctions:
@@ -76,16 +76,16 @@ class RecordedFunctions:
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Return the replacements by name."""
-        made = {n: self._collective(n, op) for n, op in COLLECTIVES.items() if hasattr(dist, n)}
-        made |= {name: self._message(name, op) for name, op in MESSAGES.items()}
-        return {**made, "P2POp": self._paired(), "batch_isend_irecv": self._batch()}
+        calls = {n: self._collective(n, op) for n, op in COLLECTIVES.items() if hasattr(dist, n)}
+        calls |= {name: self._message(name, op) for name, op in MESSAGES.items()}
+        return {**calls, "P2POp": self._paired(), "batch_isend_irecv": self._batch()}
 
     def _begin(self, op: str, group: Any, size: int, ends: tuple[int, int] | None = None) -> Op:
         whose, self._told = self._told or self._whose(sys._getframe(2)), ""
-        one = self.record.begin_operation(self._lane(group), op, whose, size, ends)
-        one.backward = torch._C._current_graph_task_id() != -1
-        one.beside = one.beside and not one.backward
-        return one
+        operation = self.record.begin_operation(self._lane(group), op, whose, size, ends)
+        operation.backward = torch._C._current_graph_task_id() != -1
+        operation.beside = operation.beside and not operation.backward
+        return operation
 
     def _lane(self, group: Any) -> str:
         group = dist.group.WORLD if group is None else group
@@ -94,73 +94,76 @@ class RecordedFunctions:
             self.record.lanes[name] = tuple(dist.get_process_group_ranks(group))
         return self._names[group]
 
-    def _run(self, one: Op, call: Callable[[], Any]) -> Any:
-        since = self.record.begin_wait(one)
+    def _run(self, op: Op, call: Callable[[], Any]) -> Any:
+        since = self.record.begin_wait(op)
         work = call()
         if isinstance(work, dist.Work):  # the caller waits later, or not at all
-            self.record.waiting -= not one.beside
-            one.waits = False
-            return RecordedWork(work, one, self.record)
-        self.record.end_operation(one, since)
+            self.record.waiting -= not op.beside
+            op.waits = False
+            return RecordedWork(work, op, self.record)
+        self.record.end_operation(op, since)
         return work
 
     def _collective(self, name: str, op: str) -> Callable[..., Any]:
-        plain = getattr(dist, name)
+        original = getattr(dist, name)
 
-        @wraps(plain)
+        @wraps(original)
         def run(*args: Any, **kwargs: Any) -> Any:
-            given = [*args, *kwargs.values()]
-            group = next((one for one in given if isinstance(one, dist.ProcessGroup)), None)
-            one = self._begin(op, group, _bytes(given))
-            return self._run(one, lambda: plain(*args, **kwargs))
+            values = [*args, *kwargs.values()]
+            group = next((value for value in values if isinstance(value, dist.ProcessGroup)), None)
+            value = self._begin(op, group, _bytes(values))
+            return self._run(value, lambda: original(*args, **kwargs))
 
         return run
 
     def _message(self, name: str, op: str) -> Callable[..., Any]:
-        plain = self._plain[name]
+        original = self._plain[name]
 
-        @wraps(plain)
-        def run(tensor: Tensor, peer: int | None = None, group: Any = None, **more: Any) -> Any:
-            peer = more.pop("dst" if op == "send" else "src", peer)
-            ends = self._ends(op, peer, group, more)
-            one = self._begin(op, group, _bytes([tensor]), ends)
-            return self._run(one, lambda: plain(tensor, peer, group, **more))
+        @wraps(original)
+        def run(tensor: Tensor, peer: int | None = None, group: Any = None, **options: Any) -> Any:
+            peer = options.pop("dst" if op == "send" else "src", peer)
+            ends = self._ends(op, peer, group, options)
+            operation = self._begin(op, group, _bytes([tensor]), ends)
+            return self._run(operation, lambda: original(tensor, peer, group, **options))
 
         return run
 
-    def _ends(self, op: str, peer: int | None, group: Any, more: Any) -> tuple[int, int]:
+    def _ends(self, op: str, peer: int | None, group: Any, options: Any) -> tuple[int, int]:
         """Return sender and receiver; -1 for any."""
         if peer is None:
-            place = more.get("group_dst" if op == "send" else "group_src")
-            whole: Any = dist.group.WORLD if group is None else group
-            peer = -1 if place is None else dist.get_global_rank(whole, place)
-        mine = self.record.rank
-        return (mine, peer) if op == "send" else (peer, mine)
+            group_rank = options.get("group_dst" if op == "send" else "group_src")
+            peer_group: Any = dist.group.WORLD if group is None else group
+            peer = -1 if group_rank is None else dist.get_global_rank(peer_group, group_rank)
+        own_rank = self.record.rank
+        return (own_rank, peer) if op == "send" else (peer, own_rank)
 
     def _paired(self) -> Callable[..., Any]:
         """Return `P2POp`, which accepts only torch's own functions."""
-        plain = dist.P2POp
-        own = {"isend": self._plain["isend"], "irecv": self._plain["irecv"]}
+        original = dist.P2POp
+        originals = {"isend": self._plain["isend"], "irecv": self._plain["irecv"]}
 
         def run(op: Any, *args: Any, **kwargs: Any) -> Any:
-            return plain(own.get(op.__name__, op), *args, **kwargs)
+            return original(originals.get(op.__name__, op), *args, **kwargs)
 
         return run
 
     def _batch(self) -> Callable[..., Any]:
-        plain = dist.batch_isend_irecv
+        original = dist.batch_isend_irecv
 
         def run(ops: Sequence[Any]) -> list[Any]:
             begun = []
-            for each in ops:
-                op = MESSAGES[each.op.__name__]
-                ends = self._ends(op, each.peer, each.group, {})
-                begun.append(self._begin(op, each.group, _bytes([each.tensor]), ends))
-            works = plain([*ops])
+            for p2p_op in ops:
+                op = MESSAGES[p2p_op.op.__name__]
+                ends = self._ends(op, p2p_op.peer, p2p_op.group, {})
+                begun.append(self._begin(op, p2p_op.group, _bytes([p2p_op.tensor]), ends))
+            works = original([*ops])
             if len(works) == len(begun):
-                return [RecordedWork(work, one, self.record) for work, one in zip(works, begun)]
-            for one in begun:  # one handle for all: only the last operation is waited for
-                one.ended = one.began
+                return [
+                    RecordedWork(work, op_record, self.record)
+                    for work, op_record in zip(works, begun)
+                ]
+            for op_record in begun:  # one handle for all: only the last operation is waited for
+                op_record.ended = op_record.began
             begun[-1].ended = 0.0
             return [RecordedWork(work, begun[-1], self.record) for work in works]
 
@@ -174,8 +177,8 @@ class RecordedFunctions:
         for _ in range(_DEEP):
             if frame is None:
                 break
-            if found := self.record.module_of(frame) or self._of_sums(frame):
-                return found
+            if label := self.record.module_of(frame) or self._of_sums(frame):
+                return label
             frame = frame.f_back
         return ""
 
@@ -187,14 +190,14 @@ class RecordedFunctions:
         if code.co_name == "begin_one" and "members" in frame.f_locals:
             members = frame.f_locals["members"]
             names = self.record.parameters
-            found = [names.get(id(one), "") for one in getattr(members, "parameters", members)]
-            return found[0] + (f" and {len(found) - 1} more" if len(found) > 1 else "")
+            labels = [names.get(id(p), "") for p in getattr(members, "parameters", members)]
+            return labels[0] + (f" and {len(labels) - 1} more" if len(labels) > 1 else "")
         return ""
 
 
-def _bytes(given: Sequence[Any]) -> int:
+def _bytes(values: Sequence[Any]) -> int:
     """Return the bytes of the largest tensor: the full one, of which ranks have or get shards."""
-    sizes = [one.numel() * one.element_size() for one in given if isinstance(one, Tensor)]
+    sizes = [value.numel() * value.element_size() for value in values if isinstance(value, Tensor)]
     return max(sizes, default=0)
 
 

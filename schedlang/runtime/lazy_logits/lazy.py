@@ -70,15 +70,15 @@ class _ReducedStatistics(torch.autograd.Function):
         collectives.count("all-reduce", group, largest)
         world.all_reduce(largest, group.pg, largest=True)
         sums = collectives.all_reduce(torch.stack([(lse - largest).exp(), picked, total]), group)
-        whole = sums[0].log() + largest
-        ctx.save_for_backward(lse, whole)
-        return whole, sums[1].clone(), sums[2].clone()
+        full_lse = sums[0].log() + largest
+        ctx.save_for_backward(lse, full_lse)
+        return full_lse, sums[1].clone(), sums[2].clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Scale by the rank's share of the exponentials; the loss is equal on all ranks."""
-        lse, whole = ctx.saved_tensors
-        return grads[0] * (lse - whole).exp(), grads[1], grads[2], None
+        lse, full_lse = ctx.saved_tensors
+        return grads[0] * (lse - full_lse).exp(), grads[1], grads[2], None
 
 
 @dataclass(eq=False)
@@ -148,11 +148,11 @@ class LazyLogits(LogitsStandIn):
 
     # -- steps that stay lazy ----------------------------------------------------------------------
 
-    def _add_step(self, step: Callable[[Tensor], Tensor], **new: Any) -> Any:
+    def _add_step(self, step: Callable[[Tensor], Tensor], **changes: Any) -> Any:
         """Record one more step, or apply it if the logits are computed already."""
         if self.computed is not None:
             return step(self.computed)
-        return replace(self, steps=(*self.steps, step), like=step(self.like), **new)
+        return replace(self, steps=(*self.steps, step), like=step(self.like), **changes)
 
     def _cast(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return self._add_step(lambda z: getattr(z, name)(*args, **kwargs))
@@ -220,21 +220,21 @@ class LazyLogits(LogitsStandIn):
         local = torch.where((local >= 0) & (local < part.own_classes), local, -1)
         if part.own_classes:
             bias = None if self.bias is None else self.bias[: part.own_classes]
-            found = statistics(rows, self.weight[: part.own_classes], bias, local, form)
+            local_stats = statistics(rows, self.weight[: part.own_classes], bias, local, form)
         else:  # only padding: its sum of exponentials is 0
-            none = rows[:, 0] * 0.0
-            found = (none - torch.inf, none.clone(), none.clone())
-        joined: Statistics = _ReducedStatistics.apply(*found, part.group)  # type: ignore[no-untyped-call]
-        return joined
+            zeros = rows[:, 0] * 0.0
+            local_stats = (zeros - torch.inf, zeros.clone(), zeros.clone())
+        reduced: Statistics = _ReducedStatistics.apply(*local_stats, part.group)  # type: ignore[no-untyped-call]
+        return reduced
 
     def logsumexp(self, dim: Any, keepdim: bool = False) -> Any:
         """Reduce as Tensor.logsumexp; over the classes, chunk by chunk."""
         if not self.has_loss() or dim not in (-1, self.ndim - 1, (-1,), [-1]):
             return self.full().logsumexp(dim, keepdim)
-        nothing = torch.full((self.shape[:-1].numel(),), -1, device=self.device)
+        no_target = torch.full((self.shape[:-1].numel(),), -1, device=self.device)
         # not `in_place`: besides the loss this would be a second tensor of logits
         form = Form(self.scale, self.cap, self.budget)
-        lse = self.statistics(nothing, form)[0].to(self.dtype).view(self.shape[:-1])
+        lse = self.statistics(no_target, form)[0].to(self.dtype).view(self.shape[:-1])
         return lse.unsqueeze(-1) if keepdim else lse
 
     @classmethod
@@ -259,8 +259,8 @@ def cross_entropy(
     ):
         number = counts.sum() if reduction == "mean" else torch.ones_like(counts.sum())
         share = 1.0 / number.to(torch.promote_types(logits.x.dtype, torch.float32))
-        by = torch.where(counts, share, 0.0)
-        loss = weighted_loss(logits.x, logits.weight, logits.bias, target, by, smoothing, form)
+        shares = torch.where(counts, share, 0.0)
+        loss = weighted_loss(logits.x, logits.weight, logits.bias, target, shares, smoothing, form)
         # without labels the mean is NaN, and the gradient is zero, as in torch
         return torch.where(number > 0, loss, torch.nan).to(logits.dtype)
     lse, picked, total = logits.statistics(target, form)
@@ -334,51 +334,51 @@ class Head:
 
 def probe_in_place_head(module: nn.Module) -> Head | Mismatch:
     """Probe as `probe_head`, for logits that are overwritten by their gradient."""
-    found = probe_head(module)
-    return found if isinstance(found, Mismatch) else replace(found, in_place=True)
+    head = probe_head(module)
+    return head if isinstance(head, Mismatch) else replace(head, in_place=True)
 
 
 def probe_head(module: nn.Module) -> Head | Mismatch:
     """Return the head that a module is, or the measured reason why it is not a linear layer."""
     params = dict(module.named_parameters())
     weights = [name for name, p in params.items() if p.ndim == 2]
-    others = [name for name in params if name not in weights]
-    if len(weights) != 1 or len(others) > 1 or "." in weights[0]:
-        some = [f"{name} {tuple(p.shape)}" for name, p in list(params.items())[:3]]
-        more = [f"and {len(params) - 3} more"] if len(params) > 3 else []
-        shapes = ", ".join(some + more) or "none"
+    vectors = [name for name in params if name not in weights]
+    if len(weights) != 1 or len(vectors) > 1 or "." in weights[0]:
+        listed = [f"{name} {tuple(p.shape)}" for name, p in list(params.items())[:3]]
+        omitted = [f"and {len(params) - 3} more"] if len(params) > 3 else []
+        shapes = ", ".join(listed + omitted) or "none"
         return Mismatch(f"has the parameters {shapes}: a head has a matrix, and perhaps a bias")
     if "forward" in vars(module):
         return Mismatch("has a replaced forward already")
     classes, width = params[weights[0]].shape
-    found = Head(weights[0], others[0] if others else None, width, classes)
+    head = Head(weights[0], vectors[0] if vectors else None, width, classes)
     if module._backward_hooks or module._backward_pre_hooks:
         return Mismatch("has a hook on gradients: those of logits that wait are never made")
     if type(module).forward is nn.Linear.forward:
-        if found.weight != "weight" or found.bias not in (None, "bias"):
-            return Mismatch(f"computes its weight from `{found.weight}` at each call")
-        return found  # needs no run; a copy in float64 may be large
+        if head.weight != "weight" or head.bias not in (None, "bias"):
+            return Mismatch(f"computes its weight from `{head.weight}` at each call")
+        return head  # needs no run; a copy in float64 may be large
     if next(module.buffers(), None) is not None:
         return Mismatch("has buffers: a linear layer has none")
-    return _compare_with_linear(module, found)
+    return _compare_with_linear(module, head)
 
 
-def _compare_with_linear(module: nn.Module, found: Head) -> Head | Mismatch:
+def _compare_with_linear(module: nn.Module, head: Head) -> Head | Mismatch:
     copied = bare_copy(module, torch.float64)
     params = dict(copied.named_parameters())
-    weight, bias = params[found.weight], params[found.bias] if found.bias else None
-    x = random_rows(found.width).requires_grad_()
+    weight, bias = params[head.weight], params[head.bias] if head.bias else None
+    x = random_rows(head.width).requires_grad_()
     worst = 0.0
     for training in (True, False):
         copied.train(training)
         with torch.random.fork_rng(devices=[]):
             try:
-                y, plain = copied(x), F.linear(x, weight, bias)
-                gradient_error = gradients_distance(y, plain, [x, *params.values()])
-                worst = max(worst, relative_error(y.detach(), plain.detach()), gradient_error)
+                y, expected = copied(x), F.linear(x, weight, bias)
+                gradient_error = gradients_distance(y, expected, [x, *params.values()])
+                worst = max(worst, relative_error(y.detach(), expected.detach()), gradient_error)
             except Exception as raised:  # the module's own code: any error is a mismatch
-                return Mismatch.raised(f"does not run on rows of {found.width} alone", raised)
-    return found if worst <= TOLERANCE else Mismatch("differs from a linear layer", worst)
+                return Mismatch.raised(f"does not run on rows of {head.width} alone", raised)
+    return head if worst <= TOLERANCE else Mismatch("differs from a linear layer", worst)
 
 
 class LazyHead:
@@ -403,10 +403,10 @@ class LazyHead:
             patch_loss_modules()
         weight: Tensor = getattr(self.module, self.head.weight)
         bias: Tensor | None = getattr(self.module, self.head.bias) if self.head.bias else None
-        wanted = autocast_dtype(x)  # as F.linear would
-        if wanted is not None:
-            x, weight = x.to(wanted), weight.to(wanted)
-            bias = None if bias is None else bias.to(wanted)
+        dtype = autocast_dtype(x)  # as F.linear would
+        if dtype is not None:
+            x, weight = x.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
         width = weight.shape[0]
         part = (
             LocalClasses(0, width, width)
@@ -418,5 +418,5 @@ class LazyHead:
 
 def lazy_head_of(module: nn.Module) -> LazyHead | None:
     """Return the module's `LazyHead` if it would return lazy logits now, else None."""
-    found = layer_of(module, "kernel")
-    return found if isinstance(found, LazyHead) and found.is_lazy() else None
+    layer = layer_of(module, "kernel")
+    return layer if isinstance(layer, LazyHead) and layer.is_lazy() else None

@@ -98,14 +98,14 @@ class LogitsStandIn:
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call the function's replacement, or the function with the full logits."""
-        kwargs, known = dict(kwargs or {}), cls.replacements().get(func)
-        if "input" in kwargs and known is not None:
+        kwargs, replacement = dict(kwargs or {}), cls.replacements().get(func)
+        if "input" in kwargs and replacement is not None:
             args = (kwargs.pop("input"), *args)
         with reenter_modes():  # a function mode that called this is off inside
-            if known is not None and args and isinstance(args[0], cls):
-                return known(*args, **kwargs)
-            whole = {name: to_full(value) for name, value in kwargs.items()}
-            return func(*(to_full(value) for value in args), **whole)
+            if replacement is not None and args and isinstance(args[0], cls):
+                return replacement(*args, **kwargs)
+            full_kwargs = {name: to_full(value) for name, value in kwargs.items()}
+            return func(*(to_full(value) for value in args), **full_kwargs)
 
 
 def to_full(value: Any) -> Any:
@@ -127,9 +127,9 @@ def _keeps_last(sizes: list[Any], shape: torch.Size) -> bool:
     """Return whether a view with these sizes keeps the last dim."""
     if sizes.count(-1) > 1 or sizes[-1] not in (-1, shape[-1]):
         return False
-    known = torch.Size(s for s in sizes[:-1] if s != -1).numel()
+    kept_rows = torch.Size(s for s in sizes[:-1] if s != -1).numel()
     rows = shape[:-1].numel()
-    return known == rows if -1 not in sizes[:-1] else bool(known) and rows % known == 0
+    return kept_rows == rows if -1 not in sizes[:-1] else bool(kept_rows) and rows % kept_rows == 0
 
 
 Loss = Callable[[Any, Tensor, Tensor, str, float], Tensor]
@@ -153,8 +153,8 @@ def with_torch_signature(loss: Loss) -> Callable[..., Tensor]:
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor:
-        plain = logits.ndim == 2 and not target.is_floating_point() and logits.has_loss()
-        if not plain or weight is not None or size_average is not None or reduce is not None:
+        supported = logits.ndim == 2 and not target.is_floating_point() and logits.has_loss()
+        if not supported or weight is not None or size_average is not None or reduce is not None:
             return F.cross_entropy(
                 logits.full(),
                 target,
@@ -186,8 +186,8 @@ def reduce_losses(loss: Tensor, counts: Tensor, reduction: str) -> Tensor:
 def _local_targets(x: Tensor, target: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     """Return the targets as indices of this rank's shard, and a mask of those inside of it."""
     local = target - group.rank * x.shape[-1]  # shards are of equal size, with padding
-    mine = (local >= 0) & (local < x.shape[-1])
-    return local.clamp_(0, x.shape[-1] - 1), mine
+    is_local = (local >= 0) & (local < x.shape[-1])
+    return local.clamp_(0, x.shape[-1] - 1), is_local
 
 
 class _Statistics(torch.autograd.Function):
@@ -201,8 +201,8 @@ class _Statistics(torch.autograd.Function):
         largest = x.amax(-1)
         collectives.count("all-reduce", group, largest)
         world.all_reduce(largest, group.pg, largest=True)
-        local, mine = _local_targets(x, target, group)
-        picked = torch.where(mine, x.gather(-1, local[..., None])[..., 0], 0.0)
+        local, is_local = _local_targets(x, target, group)
+        picked = torch.where(is_local, x.gather(-1, local[..., None])[..., 0], 0.0)
         exps = (x - largest[..., None]).exp_().sum(-1)
         parts = [exps, picked]
         if summed:  # padding has no logit to be summed
@@ -212,7 +212,7 @@ class _Statistics(torch.autograd.Function):
         ctx.save_for_backward(x, logsumexp, target)
         ctx.group = group
         ctx.set_materialize_grads(False)
-        return logsumexp, *(one.clone() for one in sums[1:])
+        return logsumexp, *(part.clone() for part in sums[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
@@ -221,13 +221,13 @@ class _Statistics(torch.autograd.Function):
         The logits and their gradient are the only tensors of their size.
         """
         x, logsumexp, target = ctx.saved_tensors
-        local, mine = _local_targets(x, target, ctx.group)
+        local, is_local = _local_targets(x, target, ctx.group)
         by_lse, by_target, *by_sum = grads
-        out = (x - logsumexp[..., None]).exp_().mul_(by_lse[..., None])
-        for one in by_sum:  # with label smoothing
-            out += one[..., None] * (x != -torch.inf)
-        out.scatter_add_(-1, local[..., None], (by_target * mine)[..., None])
-        return out, None, None, None
+        grad = (x - logsumexp[..., None]).exp_().mul_(by_lse[..., None])
+        for grad_sum in by_sum:  # with label smoothing
+            grad += grad_sum[..., None] * (x != -torch.inf)
+        grad.scatter_add_(-1, local[..., None], (by_target * is_local)[..., None])
+        return grad, None, None, None
 
 
 @with_torch_signature
@@ -235,8 +235,8 @@ def cross_entropy(
     logits: ShardedLogits, target: Tensor, counts: Tensor, reduction: str, smoothing: float
 ) -> Tensor:
     """Compute `torch.nn.functional.cross_entropy` of logits that are split over the last dim."""
-    given = (logits.local, target, logits.group, bool(smoothing))
-    stats = _Statistics.apply(*given)  # type: ignore[no-untyped-call]
+    args = (logits.local, target, logits.group, bool(smoothing))
+    stats = _Statistics.apply(*args)  # type: ignore[no-untyped-call]
     logsumexp, picked, *total = cast(tuple[Tensor, ...], stats)
     loss = logsumexp - picked
     if smoothing:
@@ -272,8 +272,8 @@ class ShardedLogits(LogitsStandIn):
 
     def full(self) -> Tensor:
         """All-gather the full logits."""
-        whole = collectives.gather(self.local, -1, self.group, consumers_differ=False)
-        return whole[..., : self.classes]
+        full_logits = collectives.gather(self.local, -1, self.group, consumers_differ=False)
+        return full_logits[..., : self.classes]
 
     # -- steps that keep the split -----------------------------------------------------------------
 

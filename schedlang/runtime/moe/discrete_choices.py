@@ -44,7 +44,7 @@ class ChoiceRecorder(CarryingMode):
             if func.__name__ == "__get__":  # no mode changes what is read
                 return func(*args)
             return self.call_beneath(func, types, args, kwargs or {})
-        out = self.run(func, types, args, kwargs or {})
+        result = self.run(func, types, args, kwargs or {})
         # rounding changes no choice among integers
         if (
             func in CHOOSING_CALLS
@@ -52,40 +52,40 @@ class ChoiceRecorder(CarryingMode):
             and takes_floats(args, kwargs or {})
         ):
             with self.beneath():
-                right = self._record(CHOOSING_CALLS[func], out)
-                if right is not None:
-                    return apply_choice(CHOOSING_CALLS[func], out, right, args, kwargs or {})
-        return out
+                forced = self._record(CHOOSING_CALLS[func], result)
+                if forced is not None:
+                    return apply_choice(CHOOSING_CALLS[func], result, forced, args, kwargs or {})
+        return result
 
-    def _record(self, name: str, out: Any) -> Tensor | None:
+    def _record(self, name: str, result: Any) -> Tensor | None:
         """Record the indices of a result by sample; return forced indices if they differ."""
-        where = scope.current()
-        chosen = out if isinstance(out, Tensor) else out[1]
-        assert where is not None
-        samples = where.samples
-        if chosen.is_floating_point() or not chosen.dim() or chosen.shape[0] % len(samples):
+        call_scope = scope.current()
+        indices = result if isinstance(result, Tensor) else result[1]
+        assert call_scope is not None
+        samples = call_scope.samples
+        if indices.is_floating_point() or not indices.dim() or indices.shape[0] % len(samples):
             return None
-        place = (where.step, where.microbatch, samples, scope.current_site(), name)
-        call = self._calls[place] = self._calls.get(place, -1) + 1
-        parts = chosen.detach().cpu().chunk(len(samples)) if len(chosen) else ()
-        right = []
+        call_site = (call_scope.step, call_scope.microbatch, samples, scope.current_site(), name)
+        call = self._calls[call_site] = self._calls.get(call_site, -1) + 1
+        parts = indices.detach().cpu().chunk(len(samples)) if len(indices) else ()
+        corrected = []
         for sample, part in zip(samples, parts):
-            key = (where.step, scope.current_site(), name, call, sample)
+            key = (call_scope.step, scope.current_site(), name, call, sample)
             forced = self.forced.get(key)
-            right.append(part if forced is None or forced.shape != part.shape else forced)
-            self.found.setdefault(key, right[-1].clone())
-        if all(one is part for one, part in zip(right, parts)):
+            corrected.append(part if forced is None or forced.shape != part.shape else forced)
+            self.found.setdefault(key, corrected[-1].clone())
+        if all(index_part is part for index_part, part in zip(corrected, parts)):
             return None
-        return torch.cat(right).to(chosen.device)
+        return torch.cat(corrected).to(indices.device)
 
     def gather(self) -> dict[ChoiceKey, Tensor]:
         """Return the choices of all ranks; for equal keys, those of the first rank."""
         if world.size() == 1:
             return self.found
-        out: dict[ChoiceKey, Tensor] = {}
-        for found in reversed(world.all_gather_object(self.found)):
-            out.update(found)
-        return out
+        choices: dict[ChoiceKey, Tensor] = {}
+        for rank_choices in reversed(world.all_gather_object(self.found)):
+            choices.update(rank_choices)
+        return choices
 
 
 def takes_floats(args: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -94,13 +94,15 @@ def takes_floats(args: Any, kwargs: Mapping[str, Any]) -> bool:
     return isinstance(tensor, Tensor) and tensor.is_floating_point()
 
 
-def apply_choice(name: str, out: Any, right: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+def apply_choice(
+    name: str, result: Any, index: Tensor, args: Any, kwargs: Mapping[str, Any]
+) -> Any:
     """Return the result of an operator with forced indices."""
-    if isinstance(out, Tensor):
-        return right
+    if isinstance(result, Tensor):
+        return index
     tensor = args[0] if args else kwargs["input"]
-    place = 2 if name in ("topk", "kthvalue") else 1
-    dim = kwargs.get("dim", args[place] if len(args) > place else -1)
-    if right.dim() == tensor.dim():
-        return type(out)((tensor.gather(dim, right), right))
-    return type(out)((tensor.gather(dim, right.unsqueeze(dim)).squeeze(dim), right))
+    dim_position = 2 if name in ("topk", "kthvalue") else 1
+    dim = kwargs.get("dim", args[dim_position] if len(args) > dim_position else -1)
+    if index.dim() == tensor.dim():
+        return type(result)((tensor.gather(dim, index), index))
+    return type(result)((tensor.gather(dim, index.unsqueeze(dim)).squeeze(dim), index))

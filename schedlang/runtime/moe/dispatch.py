@@ -34,14 +34,14 @@ def places_of_experts(sizes: Sequence[int], count: int) -> list[tuple[int, ...]]
     ranks = 1
     for size in sizes:
         ranks *= size
-    found = []
+    places = []
     for expert in range(count):
-        at, place = expert // (count // ranks), []
+        position, coords = expert // (count // ranks), []
         for size in reversed(sizes):
-            at, on = divmod(at, size)
-            place.append(on)
-        found.append(tuple(reversed(place)))
-    return found
+            position, coord = divmod(position, size)
+            coords.append(coord)
+        places.append(tuple(reversed(coords)))
+    return places
 
 
 def first_true(mask: Tensor, count: int) -> Tensor:
@@ -51,10 +51,10 @@ def first_true(mask: Tensor, count: int) -> Tensor:
 
 def gather_over(x: Tensor, steps: Sequence[DispatchStep]) -> Tensor:
     """Gather one row of each rank along the axes of the steps, the last axis fastest."""
-    found = x.flatten()[None]
+    rows = x.flatten()[None]
     for step in reversed(steps):
-        found = all_gather(found, 0, step.group)
-    return found
+        rows = all_gather(rows, 0, step.group)
+    return rows
 
 
 def count_sent_rows(
@@ -62,10 +62,12 @@ def count_sent_rows(
 ) -> Tensor:
     """Count the rows that each rank sends to each expert, by chunk; only those `leaving`."""
     sends = torch.ones_like(experts) if leaving is None else leaving.long()
-    at, number = sends.cumsum(0) - sends, sends.sum()  # as tensor_split: larger chunks first
+    index, number = sends.cumsum(0) - sends, sends.sum()  # as tensor_split: larger chunks first
     size, larger = number // chunks, number % chunks
-    beyond = larger + (at - larger * (size + 1)).div(size.clamp(min=1), rounding_mode="floor")
-    chunk = torch.where(at < larger * (size + 1), at // (size + 1), beyond).clamp(0, chunks - 1)
+    beyond = larger + (index - larger * (size + 1)).div(size.clamp(min=1), rounding_mode="floor")
+    chunk = torch.where(index < larger * (size + 1), index // (size + 1), beyond).clamp(
+        0, chunks - 1
+    )
     table = experts.new_zeros(chunks * count).scatter_add_(0, chunk * count + experts, sends)
     return gather_over(table, steps).flatten()
 
@@ -93,21 +95,21 @@ class ChunkCounts:
         if not numbers:
             return None
         table = np.array(numbers).reshape(*(step.group.size for step in steps), chunks, count)
-        found = []
+        chunk_counts = []
         for chunk in range(chunks):
-            here, made = table[..., chunk, :], []
+            arriving, row_counts = table[..., chunk, :], []
             for k, step in enumerate(steps):
-                rows = here  # by place and expert: rows with this rank's places on later axes
+                rows = arriving  # by place and expert: rows with this rank's places on later axes
                 for later in steps[k + 1 :]:
                     rows = rows[:, later.group.rank]
-                own = rows[step.group.rank]
+                local_rows = rows[step.group.rank]
                 coming = rows[:, list(step.table[step.group.rank])]
-                give = [int(own[list(reached)].sum()) for reached in step.table]
-                take = coming.sum(1).tolist()
-                made.append(RowCounts(give, take, coming.flatten().tolist()))
-                here = here.sum(0)
-            found.append(made)
-        return ChunkCounts(found)
+                sent = [int(local_rows[list(reached)].sum()) for reached in step.table]
+                received = coming.sum(1).tolist()
+                row_counts.append(RowCounts(sent, received, coming.flatten().tolist()))
+                arriving = arriving.sum(0)
+            chunk_counts.append(row_counts)
+        return ChunkCounts(chunk_counts)
 
 
 class _AsyncExchange(torch.autograd.Function):
@@ -115,14 +117,14 @@ class _AsyncExchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: Group, give: list[int], take: list[int], works: list[Any]
+        ctx: Any, x: Tensor, group: Group, sent: list[int], received: list[int], works: list[Any]
     ) -> Tensor:
-        ctx.group, ctx.give, ctx.take = group, give, take
-        out = x.new_empty((sum(take), *x.shape[1:]))
+        ctx.group, ctx.give, ctx.take = group, sent, received
+        arrived = x.new_empty((sum(received), *x.shape[1:]))
         count("all-to-all", group, x)
-        work = world.all_to_all_single(out, x, take, give, group.pg)
+        work = world.all_to_all_single(arrived, x, received, sent, group.pg)
         works.append((work, x))  # holds the sent tensor until the exchange ends
-        return out
+        return arrived
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -159,32 +161,32 @@ class DispatchStep:
     table: tuple[tuple[int, ...], ...]
     _known: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
-    def dispatch(self, way: RoutedRows, ahead: bool = False) -> RoutedRows:
+    def dispatch(self, routed: RoutedRows, ahead: bool = False) -> RoutedRows:
         """Dispatch rows along this axis; return those that arrive.
 
         ahead: do not wait for them; `finish` does.
         """
-        if way.rows.is_meta:
-            return self._without_values(way)
-        way.finish()
-        assert way.counts is not None
-        group, counts, device = self.group, way.counts[0], way.rows.device
-        key, mine = self._constants(device)
-        order = torch.argsort(key[way.experts], stable=True)
-        give, take = counts.sent, counts.received
+        if routed.rows.is_meta:
+            return self._without_values(routed)
+        routed.finish()
+        assert routed.counts is not None
+        group, counts, device = self.group, routed.counts[0], routed.rows.device
+        key, local_experts = self._constants(device)
+        order = torch.argsort(key[routed.experts], stable=True)
+        sent, received = counts.sent, counts.received
         works: list[Any] = []
-        rows = way.rows[order]
+        rows = routed.rows[order]
         if ahead and group.pg is not None:
-            arrived: Tensor = _AsyncExchange.apply(rows, group, give, take, works)  # type: ignore[no-untyped-call]
+            arrived: Tensor = _AsyncExchange.apply(rows, group, sent, received, works)  # type: ignore[no-untyped-call]
         else:
-            arrived = exchange_rows(rows, group, give, take)
+            arrived = exchange_rows(rows, group, sent, received)
         coming = send_to_device(torch.tensor(counts.received_by_expert), device)
-        experts = mine.repeat_interleave(coming, output_size=sum(take))
+        experts = local_experts.repeat_interleave(coming, output_size=sum(received))
 
         def home(y: Tensor) -> Tensor:
-            return exchange_rows(y, group, take, give)[torch.argsort(order)]
+            return exchange_rows(y, group, received, sent)[torch.argsort(order)]
 
-        return RoutedRows(arrived, experts, way.counts[1:], [*way.return_steps, home], works)
+        return RoutedRows(arrived, experts, routed.counts[1:], [*routed.return_steps, home], works)
 
     def _constants(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the place of each expert in the table, and the experts of arriving rows, by
@@ -194,15 +196,15 @@ class DispatchStep:
                 flat = [expert for row in self.table for expert in row]
                 key = torch.zeros(1 + max(flat), dtype=torch.long)
                 key[flat] = torch.arange(len(flat))
-                mine = torch.tensor(self.table[self.group.rank]).repeat(self.group.size)
-                self._known[device] = key.to(device), mine.to(device)
+                local_experts = torch.tensor(self.table[self.group.rank]).repeat(self.group.size)
+                self._known[device] = key.to(device), local_experts.to(device)
         return self._known[device]
 
-    def _without_values(self, way: RoutedRows) -> RoutedRows:
+    def _without_values(self, routed: RoutedRows) -> RoutedRows:
         """Dispatch on the meta device, as if all experts were chosen equally often."""
-        group, count = self.group, way.rows.shape[0]
+        group, count = self.group, routed.rows.shape[0]
         share = count // group.size
         sizes = [count - share * (group.size - 1), *[share] * (group.size - 1)]
-        arrived = exchange_rows(way.rows, group, sizes, sizes)
-        back = [*way.return_steps, lambda y: exchange_rows(y, group, sizes, sizes)]
-        return RoutedRows(arrived, way.experts, None, back)
+        arrived = exchange_rows(routed.rows, group, sizes, sizes)
+        return_steps = [*routed.return_steps, lambda y: exchange_rows(y, group, sizes, sizes)]
+        return RoutedRows(arrived, routed.experts, None, return_steps)

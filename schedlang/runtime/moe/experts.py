@@ -52,20 +52,20 @@ def capacity_mask(
     """
     flat = index.flatten()
     if index.is_meta:
-        chosen = index.new_empty(len(flat), count)
+        one_hot = index.new_empty(len(flat), count)
     else:
-        chosen = torch.nn.functional.one_hot(flat, count)
-    everyone = chosen.sum(0)[None]
-    place, size = 0, 1
+        one_hot = torch.nn.functional.one_hot(flat, count)
+    counts = one_hot.sum(0)[None]
+    rank, size = 0, 1
     for group in reversed(groups):
-        everyone = all_gather(everyone, 0, group)
-        place, size = place + group.rank * size, size * group.size
+        counts = all_gather(counts, 0, group)
+        rank, size = rank + group.rank * size, size * group.size
     if index.is_meta:  # no values: only what is sent can be seen
         return index.new_empty(index.shape, dtype=torch.bool)
     # on the device; `expert_capacity` computes it on the host
-    limit = (everyone.sum().double() * capacity / count).ceil().long()
-    before = everyone[:place].sum(0) + chosen.cumsum(0) - chosen
-    return (before.gather(1, flat[:, None])[:, 0] < limit).view_as(index)
+    limit = (counts.sum().double() * capacity / count).ceil().long()
+    earlier = counts[:rank].sum(0) + one_hot.cumsum(0) - one_hot
+    return (earlier.gather(1, flat[:, None])[:, 0] < limit).view_as(index)
 
 
 def expert_capacity(choices: int, count: int, capacity: float) -> int:
@@ -79,12 +79,12 @@ def rows_by_expert(expert: Tensor, count: int, limit: int) -> tuple[Tensor, Tens
     `expert` of each row: `count` for a row without expert. Free places hold some row.
     """
     order = torch.argsort(expert, stable=True)
-    each = expert.new_zeros(count + 1).scatter_add_(0, expert, torch.ones_like(expert))[:count]
-    first = each.cumsum(0) - each
-    turn = torch.arange(limit, device=expert.device)
-    used = (turn < each[:, None]).flatten()
-    place = (first[:, None] + turn).flatten().clamp(max=max(0, len(expert) - 1))
-    return order[place], used
+    counts = expert.new_zeros(count + 1).scatter_add_(0, expert, torch.ones_like(expert))[:count]
+    starts = counts.cumsum(0) - counts
+    slot = torch.arange(limit, device=expert.device)
+    used = (slot < counts[:, None]).flatten()
+    position = (starts[:, None] + slot).flatten().clamp(max=max(0, len(expert) - 1))
+    return order[position], used
 
 
 def apply_capacity(
@@ -158,8 +158,8 @@ class CallCounts:
 
 def _has_equal_tokens() -> bool:
     """Return whether all ranks are known to have equally many tokens."""
-    here = scope.current()
-    return here is not None and here.same_shapes is not None and here.same_shapes()
+    current = scope.current()
+    return current is not None and current.same_shapes is not None and current.same_shapes()
 
 
 class ShardedExperts:
@@ -178,45 +178,45 @@ class ShardedExperts:
         self.splitting = tuple(edge for edge in edges if edge not in self.summing)
         self.places = places_of_experts([edge.group.size for edge in edges], self.count)
         self.mine = tuple(edge.group.rank for edge in edges)
-        here = [edge in self.summing for edge in edges]
+        matched = [edge in self.summing for edge in edges]
         # experts of this rank and of ranks with other tokens; then those of this rank alone
-        self.reachable = self._experts_at(here)
+        self.reachable = self._experts_at(matched)
         self.held = self._experts_at([True] * len(edges))
         self.shadowed = tuple(expert for expert in self.reachable if expert in routing.shadow)
         self._known: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
         self.steps: list[DispatchStep] = []
         for k, edge in enumerate(edges):
-            if not here[k]:
-                reached = self._experts_at(here)
+            if not matched[k]:
+                reached = self._experts_at(matched)
                 table = [
-                    tuple(e for e in reached if self.places[e][k] == at)
-                    for at in range(edge.group.size)
+                    tuple(e for e in reached if self.places[e][k] == place)
+                    for place in range(edge.group.size)
                 ]
                 self.steps.append(DispatchStep(edge.group, tuple(table)))
-                here[k] = True
+                matched[k] = True
 
-    def _experts_at(self, here: Sequence[bool]) -> tuple[int, ...]:
+    def _experts_at(self, marks: Sequence[bool]) -> tuple[int, ...]:
         """Return the experts with this rank's place on the marked axes."""
         pairs = enumerate(self.places)
         return tuple(
             expert
             for expert, place in pairs
-            if all(a == b for a, b, same in zip(place, self.mine, here) if same)
+            if all(a == b for a, b, mark in zip(place, self.mine, marks) if mark)
         )
 
-    def _places(self, some: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return the place of each expert among `some`, -1 for others; cached by device."""
-        if (some, device) not in self._known:
+    def _places(self, experts: tuple[int, ...], device: torch.device) -> Tensor:
+        """Return the place of each expert among `experts`, -1 for others; cached by device."""
+        if (experts, device) not in self._known:
             with _disable_current_modes():  # a second run finds it cached
-                found = torch.full((self.count,), -1)
-                found[list(some)] = torch.arange(len(some))
-                self._known[some, device] = found.to(device)
-        return self._known[some, device]
+                places = torch.full((self.count,), -1)
+                places[list(experts)] = torch.arange(len(experts))
+                self._known[experts, device] = places.to(device)
+        return self._known[experts, device]
 
-    def _numbers(self, some: tuple[int, ...], device: torch.device) -> Tensor:
+    def _numbers(self, experts: tuple[int, ...], device: torch.device) -> Tensor:
         """Return the numbers of some experts, on a device."""
-        places = self._places(some, device)
-        return torch.argsort(places, stable=True)[self.count - len(some) :]
+        places = self._places(experts, device)
+        return torch.argsort(places, stable=True)[self.count - len(experts) :]
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Compute the experts of all ranks for these tokens."""
@@ -230,15 +230,15 @@ class ShardedExperts:
             w = collectives.gather(w, 0, edge.group, consumers_differ=True)
             index = collectives.all_gather(index, 0, edge.group)
         if self.routing.capacity is not None and even and not self._sends_tokens(over):
-            out = self._run_places(x, index, w, over)
+            output = self._run_places(x, index, w, over)
         else:
-            out = self._run_dropless(x, index, w, over)
+            output = self._run_dropless(x, index, w, over)
         for edge in over:
-            out = collectives.scatter_sum(out, 0, edge.group)
-        out = out.to(hidden.dtype)
+            output = collectives.scatter_sum(output, 0, edge.group)
+        output = output.to(hidden.dtype)
         for edge in self.summing:
-            out = edge.exit(out)
-        return out
+            output = edge.exit(output)
+        return output
 
     def _sends_tokens(self, over: Sequence[Edge]) -> bool:
         """Return whether tokens are dispatched to other ranks, after a gather over `over`."""
@@ -258,32 +258,32 @@ class ShardedExperts:
 
     def _run_dropless(self, x: Tensor, index: Tensor, w: Tensor, over: Sequence[Edge]) -> Tensor:
         """Compute experts for as many rows as choose them."""
-        known, key = scope.pass_memo(), (id(self), scope.count_call(f"experts {id(self)}"))
-        noted = None if known is None else known.get(key)
-        if noted is not None:  # a second run: rows go where they went
-            index = noted.index
-        mine = self._local_choices(index, over)
-        if noted is None:
-            noted = CallCounts(index, *self._count_rows(index, mine, over))
-            if known is not None and not index.is_meta:
-                known[key] = noted
-        places, experts = self._order_choices(index, mine, noted)
+        memo, key = scope.pass_memo(), (id(self), scope.count_call(f"experts {id(self)}"))
+        counts = None if memo is None else memo.get(key)
+        if counts is not None:  # a second run: rows go where they went
+            index = counts.index
+        local = self._local_choices(index, over)
+        if counts is None:
+            counts = CallCounts(index, *self._count_rows(index, local, over))
+            if memo is not None and not index.is_meta:
+                memo[key] = counts
+        places, experts = self._order_choices(index, local, counts)
         token = places // index.shape[1]
-        y = self._run_rows(x[token], experts, w.dtype, noted, over) * w.flatten()[places][:, None]
+        y = self._run_rows(x[token], experts, w.dtype, counts, over) * w.flatten()[places][:, None]
         return torch.zeros_like(x, dtype=y.dtype).index_add(0, token, y)
 
     def _local_choices(self, index: Tensor, over: Sequence[Edge]) -> Tensor | None:
         """Return a mask of the choices that this rank handles; None: all."""
-        reachable, every = self._experts_here(over), None
+        reachable, mask = self._experts_here(over), None
         if len(reachable) < self.count:
-            every = (self._places(reachable, index.device) >= 0)[index].flatten()
+            mask = (self._places(reachable, index.device) >= 0)[index].flatten()
         if self.routing.capacity is None:
-            return every
+            return mask
         within = self._capacity_mask(index, over).flatten()
-        return within if every is None else every & within
+        return within if mask is None else mask & within
 
     def _count_rows(
-        self, index: Tensor, mine: Tensor | None, over: Sequence[Edge]
+        self, index: Tensor, local: Tensor | None, over: Sequence[Edge]
     ) -> tuple[int, int, ChunkCounts | None]:
         """Return the counts of this rank's rows, of those that stay, and of all by rank and expert.
 
@@ -298,41 +298,41 @@ class ShardedExperts:
                 gather_over(flat.new_empty(self.routing.chunks, self.count), self.steps)
             return rows, stay, None
         with torch.no_grad(), _disable_current_modes():  # a second run skips this
-            stays = self._shadowed_choices(flat, mine)
-            counts = [one.sum()[None] for one in (mine, stays) if one is not None]
+            stays = self._shadowed_choices(flat, local)
+            counts = [mask.sum()[None] for mask in (local, stays) if mask is not None]
             if sends:
-                leaving = mine if stays is None else ~stays if mine is None else mine & ~stays
+                leaving = local if stays is None else ~stays if local is None else local & ~stays
                 counts.append(
                     count_sent_rows(flat, leaving, self.routing.chunks, self.count, self.steps)
                 )
             numbers = torch.cat(counts).tolist() if counts else []
-        rows = numbers.pop(0) if mine is not None else count
+        rows = numbers.pop(0) if local is not None else count
         stay = numbers.pop(0) if stays is not None else 0
         return rows, stay, ChunkCounts.of(numbers, self.routing.chunks, self.count, self.steps)
 
-    def _shadowed_choices(self, flat: Tensor, mine: Tensor | None) -> Tensor | None:
+    def _shadowed_choices(self, flat: Tensor, local: Tensor | None) -> Tensor | None:
         """Return a mask of choices that stay, as their experts are fetched; None: there are
         none."""
         if not self.shadowed:
             return None
         stays = (self._places(self.shadowed, flat.device) >= 0)[flat]
-        return stays if mine is None else stays & mine
+        return stays if local is None else stays & local
 
     def _order_choices(
-        self, index: Tensor, mine: Tensor | None, noted: CallCounts
+        self, index: Tensor, local: Tensor | None, counts: CallCounts
     ) -> tuple[Tensor, Tensor]:
         """Return the choices of this rank and their experts; first those that stay."""
         flat = index.flatten()
         if flat.is_meta:
-            return flat.new_empty(noted.rows), flat.new_empty(noted.rows)
-        stays = self._shadowed_choices(flat, mine)
+            return flat.new_empty(counts.rows), flat.new_empty(counts.rows)
+        stays = self._shadowed_choices(flat, local)
         if stays is not None:
-            leaving = ~stays if mine is None else mine & ~stays
+            leaving = ~stays if local is None else local & ~stays
             places = torch.cat(
-                [first_true(stays, noted.stay), first_true(leaving, noted.rows - noted.stay)]
+                [first_true(stays, counts.stay), first_true(leaving, counts.rows - counts.stay)]
             )
-        elif mine is not None:
-            places = first_true(mine, noted.rows)
+        elif local is not None:
+            places = first_true(local, counts.rows)
         else:
             return torch.arange(len(flat), device=flat.device), flat
         return places, flat[places]
@@ -342,20 +342,20 @@ class ShardedExperts:
         rows: Tensor,
         experts: Tensor,
         dtype: torch.dtype,
-        noted: CallCounts,
+        counts: CallCounts,
         over: Sequence[Edge],
     ) -> Tensor:
         """Compute experts for rows, one expert each, in the order of the rows."""
         if over or self.routing.dispatch == "fetch":
             return self._run_experts(rows, experts, dtype, *self._parameters_here(over))
         if not self.shadowed:
-            return self._run_dispatched(rows, experts, dtype, noted.counts)
-        stay = noted.stay
+            return self._run_dispatched(rows, experts, dtype, counts.counts)
+        stay = counts.stay
         stayed = self._run_experts(
             rows[:stay], experts[:stay], dtype, self._fetch_shadowed(), self.shadowed
         )
         return torch.cat(
-            [stayed, self._run_dispatched(rows[stay:], experts[stay:], dtype, noted.counts)]
+            [stayed, self._run_dispatched(rows[stay:], experts[stay:], dtype, counts.counts)]
         )
 
     def _parameters_here(
@@ -378,17 +378,17 @@ class ShardedExperts:
         """
         count, choices = index.shape[1], index.numel()
         ranks = 1 if over else math.prod(edge.group.size for edge in self.splitting)
-        parameters, held = self._parameters_here(over)
+        parameters, numbers = self._parameters_here(over)
         capacity = self.routing.capacity
         assert capacity is not None
         limit = min(expert_capacity(choices * ranks, self.count, capacity), choices)
-        local = self._places(held, index.device)[index.flatten()]
-        chosen = (local >= 0) & self._capacity_mask(index, over).flatten()
-        place, used = rows_by_expert(local.masked_fill(~chosen, len(held)), len(held), limit)
-        token = place // count
-        experts = self._numbers(held, x.device)[:, None].expand(-1, limit).reshape(-1)
-        y = self._run_experts(x[token], experts, w.dtype, parameters, held)
-        y = y * (w.flatten()[place] * used)[:, None]
+        local = self._places(numbers, index.device)[index.flatten()]
+        taken = (local >= 0) & self._capacity_mask(index, over).flatten()
+        row, used = rows_by_expert(local.masked_fill(~taken, len(numbers)), len(numbers), limit)
+        token = row // count
+        experts = self._numbers(numbers, x.device)[:, None].expand(-1, limit).reshape(-1)
+        y = self._run_experts(x[token], experts, w.dtype, parameters, numbers)
+        y = y * (w.flatten()[row] * used)[:, None]
         return torch.zeros_like(x, dtype=y.dtype).index_add(0, token, y)
 
     # -- tokens to experts -------------------------------------------------------------------------
@@ -397,7 +397,7 @@ class ShardedExperts:
         self, rows: Tensor, experts: Tensor, dtype: torch.dtype, counts: ChunkCounts | None
     ) -> Tensor:
         """Dispatch rows to the ranks of their experts, chunk by chunk, and return the results."""
-        chunks, done, own = self.routing.chunks, [], self._own_parameters()
+        chunks, results, parameters = self.routing.chunks, [], self._own_parameters()
         by_chunk = [None] * chunks if counts is None else counts.chunks
         parts = [
             RoutedRows(*all_)
@@ -407,49 +407,49 @@ class ShardedExperts:
         while True:
             after = self._dispatch(parts.pop(0), True) if parts else None
             current.finish()
-            done.append(
+            results.append(
                 current.return_results(
-                    self._run_experts(current.rows, current.experts, dtype, own, self.held)
+                    self._run_experts(current.rows, current.experts, dtype, parameters, self.held)
                 )
             )
             if after is None:
-                return torch.cat(done) if chunks > 1 else done[0]
+                return torch.cat(results) if chunks > 1 else results[0]
             current = after
 
-    def _dispatch(self, way: RoutedRows, ahead: bool) -> RoutedRows:
+    def _dispatch(self, routed: RoutedRows, ahead: bool) -> RoutedRows:
         """Dispatch rows along all axes; `ahead`: without a wait for the last one."""
         for step in self.steps:
-            way = step.dispatch(way, ahead and step is self.steps[-1])
-        return way
+            routed = step.dispatch(routed, ahead and step is self.steps[-1])
+        return routed
 
     # -- experts to tokens -------------------------------------------------------------------------
 
     def _fetch_experts(self) -> dict[str, Tensor]:
         """Gather the experts of this rank's tokens; gradients are reduced to their ranks."""
-        found: dict[str, Tensor] = {}
+        parameters: dict[str, Tensor] = {}
         for name in self.routing.experts.split:
-            whole = getattr(self.module, name)
+            parameter = getattr(self.module, name)
             part: Tensor = (
-                whole * 1 if whole.is_meta else whole
+                parameter * 1 if parameter.is_meta else parameter
             )  # an operator reads it, as a gather
             for edge in reversed(self.splitting):
                 part = collectives.gather(part, 0, edge.group, consumers_differ=True)
-            found[name] = part
-        return found
+            parameters[name] = part
+        return parameters
 
     def _fetch_shadowed(self) -> dict[str, Tensor]:
         """Return copies of the shadowed experts; gradients are reduced to their ranks."""
-        found: dict[str, Tensor] = {}
+        copies: dict[str, Tensor] = {}
         for name in self.routing.experts.split:
             part = getattr(self.module, name)
             shadowed = self._numbers(self.shadowed, part.device)
-            at = self._places(self.held, part.device)[shadowed]
-            mask = (at >= 0).view(-1, *[1] * (part.ndim - 1))
-            copy = part[at.clamp(min=0)] * mask
+            places = self._places(self.held, part.device)[shadowed]
+            mask = (places >= 0).view(-1, *[1] * (part.ndim - 1))
+            copy = part[places.clamp(min=0)] * mask
             for edge in self.splitting:
                 copy = collectives.enter(collectives.reduce(copy, edge.group), edge.group)
-            found[name] = copy
-        return found
+            copies[name] = copy
+        return copies
 
     # -- the module's own forward ------------------------------------------------------------------
 
@@ -459,14 +459,15 @@ class ShardedExperts:
         experts: Tensor,
         dtype: torch.dtype,
         parameters: Mapping[str, Tensor],
-        held: tuple[int, ...],
+        local_experts: tuple[int, ...],
     ) -> Tensor:
-        """Compute the experts `held`, with these parameters, for rows of one expert each."""
+        """Compute the experts `local_experts`, with these parameters, for rows of one expert
+        each."""
         parameters = self._divide_biases(parameters)
         parts = list(parameters.values())
         if rows.is_meta and is_simulating():
             with suppress(Exception):  # the module may fail without values
-                return self._run_module(rows, experts, dtype, parameters, held)
+                return self._run_module(rows, experts, dtype, parameters, local_experts)
         if rows.is_meta:
             y = stand_in(rows, parts)
             # choices of other ranks count as zero: the result is a partial sum
@@ -474,7 +475,7 @@ class ShardedExperts:
             return y * rows.new_ones(rows.shape[0], 1).bool() if summed else y
         if not rows.shape[0]:  # every rank must join in later collectives and in the backward
             return rows + sum(part.flatten()[:0].sum() for part in parts)
-        return self._run_module(rows, experts, dtype, parameters, held)
+        return self._run_module(rows, experts, dtype, parameters, local_experts)
 
     def _run_module(
         self,
@@ -482,15 +483,15 @@ class ShardedExperts:
         experts: Tensor,
         dtype: torch.dtype,
         parameters: Mapping[str, Tensor],
-        held: tuple[int, ...],
+        local_experts: tuple[int, ...],
     ) -> Tensor:
-        local = self._places(held, rows.device)
+        local = self._places(local_experts, rows.device)
         for path in self.routing.experts.numbers:
-            set_number(self.module, path, len(held))
+            set_number(self.module, path, len(local_experts))
         ones = rows.new_ones(rows.shape[0], 1, dtype=dtype)
         with replace_parameters(self.module, parameters):
-            out: Tensor = self.inner(rows, local[experts][:, None], ones)
-        return out
+            output: Tensor = self.inner(rows, local[experts][:, None], ones)
+        return output
 
     def _divide_biases(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Divide biases that are added after the sum over ranks: each rank adds its share."""

@@ -73,20 +73,20 @@ def probe_experts(module: nn.Module) -> Experts | NoExperts:
         return NoExperts("it has no parameters of 3 dims where dim 0 counts the experts")
     (count,) = cubes
     split = tuple(n for n, shape in shapes.items() if shape[:1] == (count,) and "." not in n)
-    other = [name for name in shapes if name not in split]
-    if other:
+    unsplit = [name for name in shapes if name not in split]
+    if unsplit:
         return NoExperts(
-            f"its `{other[0]}` has no dim of experts, or is shared with another module"
+            f"its `{unsplit[0]}` has no dim of experts, or is shared with another module"
         )
     if count < 2:
         return NoExperts("it has only one expert")
     error: NoExperts | None = None
     with torch.random.fork_rng(devices=[]), enter_modes(Float64):
         for scale in trial_scales([shapes[name] for name in split]):
-            found = _try_module(module, count, split, scale)
-            if isinstance(found, Experts):
-                return found
-            error = error if error is not None and error.error is not None else found
+            result = _try_module(module, count, split, scale)
+            if isinstance(result, Experts):
+                return result
+            error = error if error is not None and error.error is not None else result
     assert error is not None
     return error
 
@@ -95,13 +95,13 @@ def _find_list(module: nn.Module) -> NoExperts | None:
     """Return a refusal for experts that are modules in a list; None if there is no such list."""
     for name, child in module.named_modules():
         kinds = {
-            (type(one), tuple((n, p.shape) for n, p in one.named_parameters()))
-            for one in child.children()
+            (type(expert), tuple((n, p.shape) for n, p in expert.named_parameters()))
+            for expert in child.children()
         }
         if isinstance(child, nn.ModuleList) and len(child) > 1 and len(kinds) == 1:
-            where = f"`{name}` holds" if name else "it is a list of"
+            description = f"`{name}` holds" if name else "it is a list of"
             return NoExperts(
-                f"{where} {len(child)} modules of their own, which are called one by one",
+                f"{description} {len(child)} modules of their own, which are called one by one",
                 helps=(
                     "stack their weights in one module that is called with (tokens, expert"
                     " indices, routing weights)",
@@ -128,8 +128,8 @@ def _try_module(
     try:
         trial = ExpertTrial(small, count, split)
     except Exception as raised:  # the module's own code: any error is a reason
-        what = "it does not run with (tokens, expert indices, routing weights)"
-        return NoExperts(f"{what}: {error_line(raised)}")
+        failure = "it does not run with (tokens, expert indices, routing weights)"
+        return NoExperts(f"{failure}: {error_line(raised)}")
     for reason, error in trial.faults():
         if not error <= TOLERANCE:
             return NoExperts(reason, error)
@@ -143,11 +143,11 @@ def _try_module(
 
 def _count_attributes(module: nn.Module, count: int) -> Iterator[tuple[str, ...]]:
     """Yield sets of attributes that may be the number of experts: none, all, or some."""
-    own = [path for path, value in numbers_of(module) if value == count]
-    named = [path for path in own if "expert" in path.lower()]
-    direct = [path for path in own if "." not in path]
-    tries: list[list[str]] = [[p for p in named if p in direct], [], direct, named, own]
-    yield from dict.fromkeys(tuple(some) for some in (*tries, *([path] for path in own)))
+    matching = [path for path, value in numbers_of(module) if value == count]
+    by_name = [path for path in matching if "expert" in path.lower()]
+    direct = [path for path in matching if "." not in path]
+    tries: list[list[str]] = [[p for p in by_name if p in direct], [], direct, by_name, matching]
+    yield from dict.fromkeys(tuple(paths) for paths in (*tries, *([path] for path in matching)))
 
 
 def small_copy(module: nn.Module, split: tuple[str, ...], scale: int) -> nn.Module | None:
@@ -155,8 +155,8 @@ def small_copy(module: nn.Module, split: tuple[str, ...], scale: int) -> nn.Modu
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in module.named_parameters():
         keep = parameter.shape[:1] if name in split else ()
-        rest = parameter.shape[len(keep) :]
-        shapes[name] = (*keep, *(n // scale if n % scale == 0 else n for n in rest))
+        dims = parameter.shape[len(keep) :]
+        shapes[name] = (*keep, *(n // scale if n % scale == 0 else n for n in dims))
     if sum(math.prod(shape) for shape in shapes.values()) > LARGEST:
         return None
     sizes = {n for name in split for n in module.get_parameter(name).shape[1:] if scale > 1}
@@ -167,8 +167,8 @@ def small_copy(module: nn.Module, split: tuple[str, ...], scale: int) -> nn.Modu
         return nn.Parameter(values)
 
     def other(tensor: Tensor) -> Tensor:
-        plain = torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.cpu()
-        return plain.double() if plain.is_floating_point() else plain.clone()
+        values = torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.cpu()
+        return values.double() if values.is_floating_point() else values.clone()
 
     small = copy_with(module, drawn, other)
     for path, value in list(numbers_of(small)):
@@ -189,8 +189,8 @@ class ExpertTrial:
         width = _width(module, split)
         self.x, self.index, self.weights = _trial_inputs(width, count, generator)
         self.whole = self.call(self.module, self.x, self.index, self.weights)
-        again = self.call(self.module, self.x, self.index, self.weights)
-        self.drawn = relative_error(again, self.whole)
+        repeated = self.call(self.module, self.x, self.index, self.weights)
+        self.drawn = relative_error(repeated, self.whole)
         ones = torch.ones_like(self.weights[:, :1])
         self.alone = [
             self.call(self.module, self.x, self.index[:, k : k + 1], ones)
@@ -203,8 +203,8 @@ class ExpertTrial:
         with torch.no_grad():
             out = module(x.clone(), index.clone(), weights.clone())
         if not isinstance(out, Tensor) or out.shape != x.shape:
-            got = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
-            raise TypeError(f"it returns {got} for tokens of {list(x.shape)}")
+            kind = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise TypeError(f"it returns {kind} for tokens of {list(x.shape)}")
         return out
 
     def faults(self) -> Iterator[tuple[str, float]]:
@@ -213,35 +213,35 @@ class ExpertTrial:
         summed = sum(w[:, None] * y for w, y in zip(self.weights.unbind(1), self.alone))
         assert isinstance(summed, Tensor)
         yield "its output is not linear in the routing weights", relative_error(summed, self.whole)
-        some = torch.tensor([5, 2, 9])
-        few = self.call(self.module, self.x[some], self.index[some], self.weights[some])
+        tokens = torch.tensor([5, 2, 9])
+        few = self.call(self.module, self.x[tokens], self.index[tokens], self.weights[tokens])
         yield (
             "its output for a token depends on other tokens",
-            relative_error(few, self.whole[some]),
+            relative_error(few, self.whole[tokens]),
         )
 
     def subset_error(self, numbers: tuple[str, ...]) -> float:
         """Return the error of a copy with the second half of the experts, for their tokens."""
-        first = self.count // 2
+        begin = self.count // 2
         part = copy.deepcopy(self.module)
-        held = keep_experts(part, self.split, slice(first, None), numbers, self.count - first)
-        mine = (self.index[:, 0] >= first).nonzero().flatten()
-        ones = torch.ones(len(mine), 1, dtype=torch.float64)
+        reduced = keep_experts(part, self.split, slice(begin, None), numbers, self.count - begin)
+        tokens = (self.index[:, 0] >= begin).nonzero().flatten()
+        ones = torch.ones(len(tokens), 1, dtype=torch.float64)
         try:
-            got = self.call(held, self.x[mine], self.index[mine, :1] - first, ones)
+            output = self.call(reduced, self.x[tokens], self.index[tokens, :1] - begin, ones)
         except Exception:  # an attribute with another meaning was changed
             return math.inf
-        return relative_error(got, self.alone[0][mine])
+        return relative_error(output, self.alone[0][tokens])
 
 
 def keep_experts(
-    module: nn.Module, split: tuple[str, ...], held: slice, numbers: tuple[str, ...], count: int
+    module: nn.Module, split: tuple[str, ...], kept: slice, numbers: tuple[str, ...], count: int
 ) -> nn.Module:
     """Reduce a module to some of its experts, in place."""
     for name in split:
         owner, _, last = name.rpartition(".")
         parameter = module.get_parameter(name)
-        part = nn.Parameter(parameter.detach()[held].clone())
+        part = nn.Parameter(parameter.detach()[kept].clone())
         module.get_submodule(owner)._parameters[last] = part
     for path in numbers:
         set_number(module, path, count)
@@ -310,17 +310,17 @@ def probe_inner(module: nn.Module, experts: Experts) -> InnerSplit | None:
                 trial = ExpertTrial(small, experts.count, experts.split)
             except Exception:  # its own code: at this size it does not run
                 continue
-            found = _find_split(trial, experts.split)
-            if found is not None:
-                return found
+            inner_split = _find_split(trial, experts.split)
+            if inner_split is not None:
+                return inner_split
     return None
 
 
 def _find_split(trial: ExpertTrial, split: tuple[str, ...]) -> InnerSplit | None:
     """Return the first sharding of a small copy whose shards add up to the full output."""
     options = [tuple(_split_options(trial, name)) for name in split]
-    for chosen in itertools.product(*options):
-        cuts = {name: cut for name, cut in zip(split, chosen)}
+    for combination in itertools.product(*options):
+        cuts = {name: cut for name, cut in zip(split, combination)}
         for numbers in _size_attributes(trial, cuts):
             if _split_error(trial, cuts, numbers) <= TOLERANCE:
                 sharded = tuple((n, *cut) for n, cut in cuts.items() if cut is not None)
@@ -357,24 +357,24 @@ def _size_attributes(trial: ExpertTrial, cuts: dict[str, DimSplit]) -> Iterator[
         if cut is not None
         for blocks in (1, cut[1])
     }
-    known = dict(numbers_of(module))
-    own = [path for path, value in known.items() if value in sizes]
-    direct = [path for path in own if "." not in path]
-    sure = [path for path in direct if known[path] != width]
-    ways = (sure, [], direct, own, *([path] for path in own))
-    yield from dict.fromkeys(tuple(some) for some in ways)
+    values = dict(numbers_of(module))
+    matching = [path for path, value in values.items() if value in sizes]
+    direct = [path for path in matching if "." not in path]
+    sure = [path for path in direct if values[path] != width]
+    attempts = (sure, [], direct, matching, *([path] for path in matching))
+    yield from dict.fromkeys(tuple(paths) for paths in attempts)
 
 
 def _split_error(trial: ExpertTrial, cuts: dict[str, DimSplit], numbers: tuple[str, ...]) -> float:
     """Return the relative error of the sum of the shards."""
     total = torch.zeros_like(trial.whole)
-    for place in range(PARTS):
+    for rank in range(PARTS):
         part = copy.deepcopy(trial.module)
         for name, cut in cuts.items():
-            whole = part.get_parameter(name).detach()
-            mine = whole / PARTS if cut is None else _part(whole, cut, place)
+            full = part.get_parameter(name).detach()
+            shard = full / PARTS if cut is None else _part(full, cut, rank)
             owner, _, last = name.rpartition(".")
-            part.get_submodule(owner)._parameters[last] = nn.Parameter(mine)
+            part.get_submodule(owner)._parameters[last] = nn.Parameter(shard)
         for path in numbers:
             value = dict(numbers_of(part))[path]
             set_number(part, path, value // PARTS)
@@ -385,7 +385,7 @@ def _split_error(trial: ExpertTrial, cuts: dict[str, DimSplit], numbers: tuple[s
     return relative_error(total, trial.whole)
 
 
-def _part(whole: torch.Tensor, cut: tuple[int, int], place: int) -> torch.Tensor:
+def _part(full: torch.Tensor, cut: tuple[int, int], rank: int) -> torch.Tensor:
     dim, blocks = cut
-    sizes = [whole.shape[dim] // blocks] * blocks
-    return whole.index_select(dim, torch.tensor(positions(sizes, EVEN, PARTS, place)))
+    sizes = [full.shape[dim] // blocks] * blocks
+    return full.index_select(dim, torch.tensor(positions(sizes, EVEN, PARTS, rank)))

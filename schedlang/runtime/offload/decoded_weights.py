@@ -30,36 +30,36 @@ class DecodedWeight:
     """The layer around the forward of a module; if the module is cast, the weight is decoded
     cast."""
 
-    def __init__(self, module: nn.Module, held: QuantizedParameter) -> None:
-        self.module, self.held = module, held
+    def __init__(self, module: nn.Module, quantized: QuantizedParameter) -> None:
+        self.module, self.held = module, quantized
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `inner` with the decoded weight."""
-        held = self.held
-        dtype = product_dtype(self.module, held.scales, device_kind_of(args, kwargs))
-        weight = held.materialize(dtype)  # its memory is not reused before this ends
+        quantized = self.held
+        dtype = product_dtype(self.module, quantized.scales, device_kind_of(args, kwargs))
+        weight = quantized.materialize(dtype)  # its memory is not reused before this ends
         try:
             if not torch.is_grad_enabled() or not weight.numel():
                 return inner(*args, **kwargs)
-            with pack_hooks(_pack(held, dtype, memory_key(weight))):
+            with pack_hooks(_pack(quantized, dtype, memory_key(weight))):
                 return inner(*args, **kwargs)
         finally:
-            held.release()
+            quantized.release()
 
 
-def _pack(held: QuantizedParameter, dtype: torch.dtype, weight_key: int) -> Pack:
+def _pack(quantized: QuantizedParameter, dtype: torch.dtype, weight_key: int) -> Pack:
     """Return a pack function: a reference for the weight; other tensors go to the outer hooks."""
     outer = outer_pack()
 
     def pack(tensor: Tensor) -> Any:
-        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-        if plain and memory_key(tensor) == weight_key:
-            return LazyView(partial(held.value, dtype), View.of(tensor))
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        if is_plain and memory_key(tensor) == weight_key:
+            return LazyView(partial(quantized.value, dtype), View.of(tensor))
         return outer(tensor)
 
     return pack
 
 
-def decode_weight(module: nn.Module, held: QuantizedParameter) -> None:
+def decode_weight(module: nn.Module, quantized: QuantizedParameter) -> None:
     """Decode the weight of `module` for its forwards and backwards only, in place."""
-    wrap(module, "decode", DecodedWeight(module, held))
+    wrap(module, "decode", DecodedWeight(module, quantized))

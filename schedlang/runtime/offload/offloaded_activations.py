@@ -86,12 +86,12 @@ class ActivationStore:
 
         Activations of another stage of this rank are needed much later, so they are not linked.
         """
-        here, forward = scope.current(), scope.last_memo()
-        key = here.microbatch if here is not None else None
+        call_scope, forward = scope.current(), scope.last_memo()
+        key = call_scope.microbatch if call_scope is not None else None
         last = self._last.get(key)
-        before = last() if last is not None else None
-        same_forward = before is not None and before.forward is forward
-        call = _Call(self, before if same_forward else None, forward)
+        previous = last() if last is not None else None
+        same_forward = previous is not None and previous.forward is forward
+        call = _Call(self, previous if same_forward else None, forward)
         self._last[key] = weakref.ref(call)
         self._seen = {key: entry for key, entry in self._seen.items() if not is_freed(entry[0])}
         return call
@@ -106,9 +106,9 @@ class ActivationStore:
         """Return the host copy of the storage of a tensor, new or shared with another view."""
         reference = reference_to(tensor)
         version = tensor._version
-        known = self._seen.get(reference.cdata)
-        if known is not None and known[1] == version:
-            copied = known[2]()
+        entry = self._seen.get(reference.cdata)
+        if entry is not None and entry[1] == version:
+            copied = entry[2]()
             if copied is not None:
                 return copied
         copied = _Copy(self, tensor)
@@ -144,11 +144,11 @@ _listener: TierListener | None = None
 def listen_to_stores(ledger: TierListener) -> Iterator[None]:
     """Let stores that are created within a block, without a ledger, report to this one."""
     global _listener
-    before, _listener = _listener, ledger
+    previous, _listener = _listener, ledger
     try:
         yield
     finally:
-        _listener = before
+        _listener = previous
 
 
 def offload_activations(module: nn.Module, store: ActivationStore) -> None:
@@ -170,10 +170,10 @@ class OffloadingPolicy(SavedTensorPolicy):
 
     def run_recorded(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `inner`; its saved storages go to the host, also after a policy inside."""
-        call, own = self.store.begin_call(), ModuleAddresses(self.module)
+        call, module_addresses = self.store.begin_call(), ModuleAddresses(self.module)
 
         def pack(tensor: Tensor) -> Any:
-            if self._stays(tensor, own):
+            if self._stays(tensor, module_addresses):
                 return pack_unchanged(tensor)
             if _has_own_versions(tensor):
                 tensor = tensor.detach().clone()
@@ -184,14 +184,14 @@ class OffloadingPolicy(SavedTensorPolicy):
         self.store.end_call()
         return output
 
-    def _stays(self, tensor: Tensor, own: ModuleAddresses) -> bool:
+    def _stays(self, tensor: Tensor, module_addresses: ModuleAddresses) -> bool:
         if not is_plain(tensor) or (tensor.is_meta and self.store.ledger is None):
             return True
         storage = tensor.untyped_storage()
         if storage.nbytes() < self.store.smallest or memory_key(tensor) == 0:
             return True
-        home = next(self.module.parameters(), tensor).device
-        if tensor.device != home or memory_key(tensor) in own:
+        device = next(self.module.parameters(), tensor).device
+        if tensor.device != device or memory_key(tensor) in module_addresses:
             return True
         self.store.track(DEVICE, tensor)
         return False
@@ -210,10 +210,10 @@ def _has_own_versions(tensor: Tensor) -> bool:
 class _Call:
     """One call of an offloaded module: the copies that its backward needs."""
 
-    def __init__(self, store: ActivationStore, before: _Call | None, forward: object) -> None:
+    def __init__(self, store: ActivationStore, previous: _Call | None, forward: object) -> None:
         self.store, self.forward = store, forward
         # weak: the calls of a step must not outlive the step
-        self.before = weakref.ref(before) if before is not None else None
+        self.before = weakref.ref(previous) if previous is not None else None
         self.copies: list[weakref.ref[_Copy]] = []
         self.started = False
 

@@ -70,16 +70,16 @@ class PeerState:
     def iterate_rounds(self, optimizer: torch.optim.Optimizer) -> Iterator[Sequence[str]]:
         """Yield, round by round, the names whose state is here; send it out before the next
         round."""
-        for turn in range(self.max_rounds):
-            self._receive_round(turn, optimizer)
-            yield self._names(turn)
-            self._send_round(turn, optimizer)
+        for round_index in range(self.max_rounds):
+            self._receive_round(round_index, optimizer)
+            yield self._names(round_index)
+            self._send_round(round_index, optimizer)
 
     @contextmanager
     def at_home(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Receive all state for the time of a block, to read or save it."""
-        for turn in range(self.max_rounds):
-            self._receive_round(turn, optimizer)
+        for round_index in range(self.max_rounds):
+            self._receive_round(round_index, optimizer)
         try:
             yield
         finally:
@@ -87,66 +87,66 @@ class PeerState:
 
     def send_all(self, optimizer: torch.optim.Optimizer) -> None:
         """Send out all state that is here, after it was loaded or read."""
-        for turn in range(self.max_rounds):
-            self._send_round(turn, optimizer)
+        for round_index in range(self.max_rounds):
+            self._send_round(round_index, optimizer)
 
     def held_bytes(self) -> int:
         """Return the bytes that are held for the previous rank."""
-        return sum(one.nbytes for one in self.held.values())
+        return sum(state.nbytes for state in self.held.values())
 
     # -- a round -----------------------------------------------------------------------------------
 
-    def _names(self, turn: int) -> Sequence[str]:
-        return self.rounds[turn] if turn < len(self.rounds) else ()
+    def _names(self, round_index: int) -> Sequence[str]:
+        return self.rounds[round_index] if round_index < len(self.rounds) else ()
 
     def _moved_entries(
-        self, turn: int, optimizer: torch.optim.Optimizer
+        self, round_index: int, optimizer: torch.optim.Optimizer
     ) -> list[tuple[dict[str, Any], str]]:
         """Return the entries of the optimizer's state that move: those shaped as their
         parameter."""
-        found = []
-        for name in self._names(turn):
+        entries = []
+        for name in self._names(round_index):
             parameter = self.parameters[name]
             state, shape = optimizer.state.get(parameter, {}), local_tensor(parameter).shape
-            found += [
+            entries += [
                 (state, key)
                 for key, value in state.items()
                 if isinstance(value, Tensor)
                 and local_tensor(value).shape == shape
                 and shape.numel()
             ]
-        return found
+        return entries
 
-    def _receive_round(self, turn: int, optimizer: torch.optim.Optimizer) -> None:
-        places = self._moved_entries(turn, optimizer)
-        out = self.held.pop(turn, None)
-        flat = self._empty(sum(state[key].nbytes for state, key in places if state[key].is_meta))
-        self._exchange(out, flat, home=True)
-        at = 0
-        for state, key in places:
-            like = state[key]
-            if like.is_meta:
-                made = torch.empty_like(like, device=self._device)
-                _raw(made).copy_(flat[at : at + made.nbytes])
-                state[key], at = made, at + made.nbytes
+    def _receive_round(self, round_index: int, optimizer: torch.optim.Optimizer) -> None:
+        entries = self._moved_entries(round_index, optimizer)
+        outgoing = self.held.pop(round_index, None)
+        flat = self._empty(sum(state[key].nbytes for state, key in entries if state[key].is_meta))
+        self._exchange(outgoing, flat, home=True)
+        offset = 0
+        for state, key in entries:
+            placeholder = state[key]
+            if placeholder.is_meta:
+                received = torch.empty_like(placeholder, device=self._device)
+                _raw(received).copy_(flat[offset : offset + received.nbytes])
+                state[key], offset = received, offset + received.nbytes
 
-    def _send_round(self, turn: int, optimizer: torch.optim.Optimizer) -> None:
-        places = self._moved_entries(turn, optimizer)
-        are_out = [state[key].is_meta for state, key in places]
+    def _send_round(self, round_index: int, optimizer: torch.optim.Optimizer) -> None:
+        entries = self._moved_entries(round_index, optimizer)
+        are_out = [state[key].is_meta for state, key in entries]
         assert all(are_out) or not any(are_out), "state of one round is half out"
         unchanged = any(are_out)
         parts = (
-            [] if unchanged else [_raw(_dense(local_tensor(state[key]))) for state, key in places]
+            [] if unchanged else [_raw(_dense(local_tensor(state[key]))) for state, key in entries]
         )
-        out = torch.cat(parts) if parts else self._empty(0)
-        size = self._exchange_size(_UNCHANGED if unchanged else out.numel())
-        into = self._empty(max(size, 0))
-        self._exchange(out, into, home=False)
+        outgoing = torch.cat(parts) if parts else self._empty(0)
+        size = self._exchange_size(_UNCHANGED if unchanged else outgoing.numel())
+        incoming = self._empty(max(size, 0))
+        self._exchange(outgoing, incoming, home=False)
         if size != _UNCHANGED:
-            self.held.pop(turn, None)
+            self.held.pop(round_index, None)
             if size:
-                self.held[turn] = set_tier(into, PEER)
-        for state, key in () if unchanged else places:
+                self.held[round_index] = set_tier(incoming, PEER)
+        for state, key in () if unchanged else entries:
             state[key] = torch.empty_like(local_tensor(state[key]), device="meta")
 
     # -- messages ----------------------------------------------------------------------------------
@@ -158,31 +158,32 @@ class PeerState:
     def _empty(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
-    def _exchange(self, out: Tensor | None, into: Tensor, *, home: bool) -> None:
-        """Send `out` in one direction of the ring, fill `into` from the other; wait for both."""
-        to, source = self._neighbours(-1 if home else 1)
+    def _exchange(self, outgoing: Tensor | None, incoming: Tensor, *, home: bool) -> None:
+        """Send `outgoing` in one direction of the ring, fill `incoming` from the other; wait for
+        both."""
+        dest, source = self._neighbours(-1 if home else 1)
         with torch._C.DisableTorchFunction():
-            sent = [] if out is None or not out.numel() else [(out, to)]
-            if sent:
-                count("send", self.group, sent[0][0])
-            wanted = [(into, source)] if into.numel() else []
-            for work in world.batch_isend_irecv(sent, wanted, self.group.pg):
+            sends = [] if outgoing is None or not outgoing.numel() else [(outgoing, dest)]
+            if sends:
+                count("send", self.group, sends[0][0])
+            receives = [(incoming, source)] if incoming.numel() else []
+            for work in world.batch_isend_irecv(sends, receives, self.group.pg):
                 work.wait()
 
     def _exchange_size(self, number: int) -> int:
         """Send a number to the next rank's host, and return that of the previous rank."""
-        to, source = self._neighbours(1)
+        dest, source = self._neighbours(1)
         with torch._C.DisableTorchFunction():
-            mine = torch.tensor([number], dtype=torch.int64, device=HOST)
-            theirs = torch.empty_like(mine)
-            for work in world.batch_isend_irecv([(mine, to)], [(theirs, source)], self.hosts):
+            size = torch.tensor([number], dtype=torch.int64, device=HOST)
+            received = torch.empty_like(size)
+            for work in world.batch_isend_irecv([(size, dest)], [(received, source)], self.hosts):
                 work.wait()
-            return int(theirs)
+            return int(received)
 
-    def _neighbours(self, by: int) -> tuple[int, int]:
-        """Return the ranks `by` places behind this one in the ring, and before it."""
-        ranks, place = self.group.ranks, self.group.rank
-        return ranks[(place + by) % len(ranks)], ranks[(place - by) % len(ranks)]
+    def _neighbours(self, distance: int) -> tuple[int, int]:
+        """Return the ranks `distance` places behind this one in the ring, and before it."""
+        ranks, position = self.group.ranks, self.group.rank
+        return ranks[(position + distance) % len(ranks)], ranks[(position - distance) % len(ranks)]
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -216,8 +217,8 @@ class ParameterTiers:
     @property
     def step(self) -> str:
         """The tier on which the step is computed."""
-        near = self.parameter == DEVICE and self.state in (DEVICE, PEER)
-        return DEVICE if near else CPU
+        on_device = self.parameter == DEVICE and self.state in (DEVICE, PEER)
+        return DEVICE if on_device else CPU
 
 
 class OffloadedStorage(Protocol):
@@ -266,13 +267,13 @@ class _Batch(NamedTuple):
 T = TypeVar("T")
 
 
-def _prefetch(some: Iterable[T]) -> Iterator[T]:
+def _prefetch(items: Iterable[T]) -> Iterator[T]:
     """Yield each item after the next one was requested: its copies overlap with computation."""
-    before: list[T] = []
-    for one in some:
-        yield from before
-        before = [one]
-    yield from before
+    previous: list[T] = []
+    for item in items:
+        yield from previous
+        previous = [item]
+    yield from previous
 
 
 @dataclass
@@ -296,9 +297,9 @@ class OffloadedState:
     peer: PeerState | None = None
     _buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def check_full_step(self, whole: FullTensorStep | None) -> None:
+    def check_full_step(self, full: FullTensorStep | None) -> None:
         """Refuse a step on full tensors that could not be undone (S855)."""
-        if whole is not None and self.rewritten:
+        if full is not None and self.rewritten:
             raise Refusal.of(
                 "S855",
                 "an optimizer step on full tensors cannot be undone on a full disk",
@@ -318,44 +319,44 @@ class OffloadedState:
         self.window.clear()
         wait_for_offloaded(self.parameters.values())
 
-    def step(self, optimizer: torch.optim.Optimizer | None, whole: FullTensorStep | None) -> None:
+    def step(self, optimizer: torch.optim.Optimizer | None, full: FullTensorStep | None) -> None:
         """Run the step of the optimizer.
 
         Raises Refusal S850 on all ranks, with nothing changed, if a disk is full.
         """
-        if whole is not None:
+        if full is not None:
             for parameter in self.parameters.values():
                 restore_gradient(parameter)
             self.check(UNDONE)
-            whole.step(optimizer)
+            full.step(optimizer)
             self.store_all(optimizer)
             return
         if self.peer is not None and optimizer is not None:
             for names in self.peer.iterate_rounds(optimizer):
                 fetched = self._fetch(names, {})
                 self._commit(optimizer, self._step(optimizer, fetched) if names else ())
-        made: list[_Update] = []
+        updates: list[_Update] = []
         for fetched in self._prefetched_batches() if optimizer is not None else ():
             assert optimizer is not None
-            made += self._step(optimizer, fetched)
+            updates += self._step(optimizer, fetched)
             if not self.disk:
-                self._commit(optimizer, made)
-                made = []
+                self._commit(optimizer, updates)
+                updates = []
         try:
             self.check(UNDONE)
         except Refusal:
-            for one in made:
+            for update in updates:
                 assert optimizer is not None
-                optimizer.state[one.parameter] = one.old
+                optimizer.state[update.parameter] = update.old
             raise
         if optimizer is None:
             for parameter in self.parameters.values():  # the caller runs the step
                 restore_gradient(parameter)
             return
-        self._commit(optimizer, made)
+        self._commit(optimizer, updates)
         if self.tensorwise or not self.tiers:
-            rest = {id(p): p for n, p in self.parameters.items() if n not in self.tiers}
-            step_only(optimizer, rest)
+            undeclared = {id(p): p for n, p in self.parameters.items() if n not in self.tiers}
+            step_only(optimizer, undeclared)
 
     def check(self, consequence: str) -> None:
         """Raise Refusal S850 on all ranks if a write has failed on one."""
@@ -363,8 +364,8 @@ class OffloadedState:
             try:
                 self.scratch.raise_failure(consequence)
             except Refusal:
-                for buffer, old in self._buffers:
-                    buffer.detach().copy_(old)
+                for buffer, saved in self._buffers:
+                    buffer.detach().copy_(saved)
                 raise
 
     def store_all(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -398,9 +399,13 @@ class OffloadedState:
         if not self.tensorwise and self.tiers:
             yield list(self.parameters)
             return
-        out = [name for turn in self.peer.rounds for name in turn] if self.peer is not None else []
+        remote = (
+            [name for round_names in self.peer.rounds for name in round_names]
+            if self.peer is not None
+            else []
+        )
         trained = (name for name in self.tiers if self.parameters[name].requires_grad)
-        names = [name for name in trained if name not in out]
+        names = [name for name in trained if name not in remote]
         sizes = [(local_tensor(self.parameters[n]).nbytes, self.tiers[n].step) for n in names]
         for bucket in bucket_indices(sizes):
             yield [names[k] for k in bucket]
@@ -417,16 +422,16 @@ class OffloadedState:
     @property
     def _devices(self) -> list[torch.device]:
         """Return the devices from which copies to the host are asynchronous."""
-        some = list(self.parameters.values())
-        tensors = [local_tensor(one) for one in (*some, *(p.grad for p in some)) if one is not None]
-        devices = dict.fromkeys(one.device for one in tensors)
+        owners = list(self.parameters.values())
+        tensors = [local_tensor(t) for t in (*owners, *(p.grad for p in owners)) if t is not None]
+        devices = dict.fromkeys(t.device for t in tensors)
         return [device for device in devices if has_streams(device)]
 
     def _fetch(
         self, names: Sequence[str], behind: Mapping[torch.device, torch.Event | None]
     ) -> _Batch:
         """Bring the inputs of the step on some parameters to where it is computed."""
-        found, copied = [], False
+        inputs, copied = [], False
 
         def fetch(value: Tensor) -> Tensor:
             return copies.to_host(value, behind=behind.get(value.device))
@@ -437,32 +442,34 @@ class OffloadedState:
             if grad is None:
                 continue
             if tiers.step == CPU:
-                own = tiers.parameter == CPU and not self.disk
-                value = value if own else fetch(value)
+                on_host = tiers.parameter == CPU and not self.disk
+                value = value if on_host else fetch(value)
                 grad = grad if tiers.gradient != DEVICE else fetch(grad)
-                copied |= not own or tiers.gradient == DEVICE
-                found.append(_StepInput(name, value, grad))
+                copied |= not on_host or tiers.gradient == DEVICE
+                inputs.append(_StepInput(name, value, grad))
             else:
                 value = value.clone() if self.disk else value
                 on_device = tiers.gradient == DEVICE
                 grad, event = (grad, None) if on_device else copies.to_device(grad, value.device)
-                found.append(_StepInput(name, value, grad, event))
-        return _Batch(found, [copies.record_copies(device) for device in self._devices if copied])
+                inputs.append(_StepInput(name, value, grad, event))
+        return _Batch(inputs, [copies.record_copies(device) for device in self._devices if copied])
 
     def _step(self, optimizer: torch.optim.Optimizer, fetched: _Batch) -> list[_Update]:
         for event in fetched.copied:
             host_wait(event)
-        made = [self._master(optimizer, one) for one in fetched.each]
-        step_only(optimizer, {id(one.parameter): one.master for one in made})
-        for one in made:
-            tiers = self.tiers.get(one.name, ParameterTiers())
-            one.state = self._stored_state(
-                optimizer.state.pop(one.master, {}), tiers, one.master.shape
+        updates = [self._master(optimizer, item) for item in fetched.each]
+        step_only(optimizer, {id(item.parameter): item.master for item in updates})
+        for item in updates:
+            tiers = self.tiers.get(item.name, ParameterTiers())
+            item.state = self._stored_state(
+                optimizer.state.pop(item.master, {}), tiers, item.master.shape
             )
-            one.master.grad = None
+            item.master.grad = None
             if tiers.parameter == DISK:
-                one.home = self.scratch.store(self.homes[one.name].as_stored(one.master.detach()))
-        return made
+                item.home = self.scratch.store(
+                    self.homes[item.name].as_stored(item.master.detach())
+                )
+        return updates
 
     def _master(self, optimizer: torch.optim.Optimizer, fetched: _StepInput) -> _Update:
         """Make a parameter for the step: of a copy, or of the values of the parameter itself."""
@@ -477,16 +484,16 @@ class OffloadedState:
             optimizer.state[master] = state
         return _Update(fetched.name, parameter, master, old)
 
-    def _commit(self, optimizer: torch.optim.Optimizer, made: Sequence[_Update]) -> None:
-        for one in made:
-            if one.state:
-                optimizer.state[one.parameter] = one.state
-            if one.home is not None:
-                self.homes[one.name].set_home(one.home)
+    def _commit(self, optimizer: torch.optim.Optimizer, updates: Sequence[_Update]) -> None:
+        for update in updates:
+            if update.state:
+                optimizer.state[update.parameter] = update.state
+            if update.home is not None:
+                self.homes[update.name].set_home(update.home)
                 continue
-            value = local_tensor(one.parameter)
-            if value.data_ptr() != one.master.data_ptr():
-                copies.copy_into(value, one.master.detach())
+            value = local_tensor(update.parameter)
+            if value.data_ptr() != update.master.data_ptr():
+                copies.copy_into(value, update.master.detach())
 
     def _stored_state(
         self, state: Mapping[str, Any], tiers: ParameterTiers, shape: torch.Size

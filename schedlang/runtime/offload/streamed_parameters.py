@@ -105,12 +105,12 @@ class Window:
         """Load the running module, start to load the next ones, and drop all others."""
         self._bring(unit, unit.device)
         keep = {id(unit)}
-        for one in self._neighbours(unit, back):
-            self._bring(one, unit.device)
-            keep.add(id(one))
-        for key, one in list(self.on_device.items()):
-            if key not in keep and not one.working:
-                self.drop(one)
+        for module in self._neighbours(unit, back):
+            self._bring(module, unit.device)
+            keep.add(id(module))
+        for key, module in list(self.on_device.items()):
+            if key not in keep and not module.working:
+                self.drop(module)
 
     def begin_forward(self, unit: StreamedModule) -> None:
         """Begin a forward of a module, outside of any backward."""
@@ -121,10 +121,10 @@ class Window:
     def drop(self, unit: StreamedModule) -> None:
         """Drop the parameters of a module, except those that another loaded module uses."""
         if self.on_device.pop(id(unit), None) is not None:
-            for held in unit.held:
-                held.users -= 1
-                if not held.users:
-                    held.drop_copy()
+            for streamed in unit.held:
+                streamed.users -= 1
+                if not streamed.users:
+                    streamed.drop_copy()
 
     def clear(self) -> None:
         """Drop the parameters of all modules."""
@@ -135,24 +135,24 @@ class Window:
         if id(unit) not in self.on_device:
             self.loads += 1
             self.on_device[id(unit)] = unit
-            for held in unit.held:
-                held.users += 1
-        for held in unit.held:
-            held.start_copy(device)
+            for streamed in unit.held:
+                streamed.users += 1
+        for streamed in unit.held:
+            streamed.start_copy(device)
 
     def _neighbours(self, unit: StreamedModule, back: bool) -> Sequence[StreamedModule]:
         if unit not in self.order:
             return ()
-        at = self.order.index(unit)
-        ahead = self.order[max(at - unit.ahead, 0) : at] if back else self.order[at + 1 :]
+        index = self.order.index(unit)
+        ahead = self.order[max(index - unit.ahead, 0) : index] if back else self.order[index + 1 :]
         return ahead if back else ahead[: unit.ahead]
 
 
 class StreamedModule:
     """The layer around the forward of a module whose parameters are streamed."""
 
-    def __init__(self, held: Sequence[StreamedParameter], window: Window, ahead: int) -> None:
-        self.held, self.window, self.ahead = tuple(held), window, ahead
+    def __init__(self, parameters: Sequence[StreamedParameter], window: Window, ahead: int) -> None:
+        self.held, self.window, self.ahead = tuple(parameters), window, ahead
         self.device = self.held[0].device
         self.working = 0  # forwards that run now
 
@@ -178,12 +178,12 @@ class StreamedModule:
 
     def _show(self) -> None:
         self.working += 1
-        for held in self.held:
-            held.install()
+        for streamed in self.held:
+            streamed.install()
 
     def _hide(self) -> None:
-        for held in self.held:
-            held.uninstall()
+        for streamed in self.held:
+            streamed.uninstall()
         self.working -= 1
         if not self.working and not _in_backward():
             self.window.drop(self)
@@ -191,30 +191,30 @@ class StreamedModule:
     def _pack(self) -> Pack:
         """Return a pack function: a reference for parameters; other tensors go to the outer
         hooks."""
-        places = {
+        by_address = {
             h.on_device().untyped_storage().data_ptr(): h for h in self.held if h.home.numel()
         }
         outer = outer_pack()
 
         def pack(tensor: Tensor) -> Any:
-            held = None if tensor.is_meta else places.get(_storage_address(tensor))
-            if held is None:
+            streamed = None if tensor.is_meta else by_address.get(_storage_address(tensor))
+            if streamed is None:
                 return outer(tensor)
-            return LazyView(partial(self._fetch_again, held), View.of(tensor))
+            return LazyView(partial(self._fetch_again, streamed), View.of(tensor))
 
         return pack
 
-    def _fetch_again(self, held: StreamedParameter) -> Tensor:
+    def _fetch_again(self, streamed: StreamedParameter) -> Tensor:
         """Return a parameter on the device, for backward."""
         self.window.advance(self, back=True)
-        return held.on_device()
+        return streamed.on_device()
 
 
 def stream_parameters(
-    module: nn.Module, held: Sequence[StreamedParameter], window: Window, ahead: int
+    module: nn.Module, parameters: Sequence[StreamedParameter], window: Window, ahead: int
 ) -> None:
     """Load these parameters of `module` for its forwards and backwards only, in place."""
-    wrap(module, "stream", StreamedModule(held, window, ahead))
+    wrap(module, "stream", StreamedModule(parameters, window, ahead))
 
 
 def _storage_address(tensor: Tensor) -> int:
@@ -223,9 +223,9 @@ def _storage_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _device(arguments: Any, usual: torch.device) -> torch.device:
+def _device(arguments: Any, default: torch.device) -> torch.device:
     """Return the device of the first tensor among the arguments."""
-    return next((v.device for v in pytree.tree_leaves(arguments) if isinstance(v, Tensor)), usual)
+    return next((v.device for v in pytree.tree_leaves(arguments) if isinstance(v, Tensor)), default)
 
 
 def _in_backward() -> bool:

@@ -100,45 +100,45 @@ def is_tensorwise(
 
 def _is_torch_elementwise(optimizer: OptimizerFactory, dims: Dims) -> bool:
     """Return whether the optimizer is one of torch's own elementwise ones, without changes."""
-    made = optimizer(_small_parameters(dims, {}))
-    check_closure(made)
-    own = type(made) in _BY_ELEMENT and "step" not in vars(made)
-    return own and not (made._optimizer_step_pre_hooks or made._optimizer_step_post_hooks)
+    trial = optimizer(_small_parameters(dims, {}))
+    check_closure(trial)
+    listed = type(trial) in _BY_ELEMENT and "step" not in vars(trial)
+    return listed and not (trial._optimizer_step_pre_hooks or trial._optimizer_step_post_hooks)
 
 
 def _small_parameters(
-    dims: Dims, own: Mapping[str, nn.Parameter]
+    dims: Dims, fixed: Mapping[str, nn.Parameter]
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return small parameters under all names, except those in `own`."""
+    """Return small parameters under all names, except those in `fixed`."""
 
     def small(count: int) -> nn.Parameter:
         return nn.Parameter(torch.zeros((4, 6, *(1,) * count)[:count], dtype=torch.float64))
 
-    return [(name, own[name] if name in own else small(dims[name])) for name in dims]
+    return [(name, fixed[name] if name in fixed else small(dims[name])) for name in dims]
 
 
 def _make_optimizer(
-    optimizer: OptimizerFactory, dims: Dims, own: Mapping[str, nn.Parameter]
+    optimizer: OptimizerFactory, dims: Dims, parameters: Mapping[str, nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """Return an optimizer made with parameters of all names, then restricted to `own`."""
-    made = optimizer(_small_parameters(dims, own))
-    held = {id(p) for p in own.values()}
-    for group in made.param_groups:
-        group["params"] = [p for p in group["params"] if id(p) in held]
-    made.param_groups = [group for group in made.param_groups if group["params"]]
-    return made
+    """Return an optimizer made with parameters of all names, then restricted to `parameters`."""
+    instance = optimizer(_small_parameters(dims, parameters))
+    kept_ids = {id(p) for p in parameters.values()}
+    for group in instance.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) in kept_ids]
+    instance.param_groups = [group for group in instance.param_groups if group["params"]]
+    return instance
 
 
 def _group_names(optimizer: OptimizerFactory, dims: Dims) -> list[list[str]]:
     """Return names of parameters by equal settings of their groups, ignoring names and rates."""
-    named = _small_parameters(dims, {})
-    names, found = {id(p): name for name, p in named}, dict[str, list[str]]()
-    for group in optimizer(named).param_groups:
-        settings = repr(sorted((key, one) for key, one in group.items() if key not in _IGNORED))
-        found.setdefault(settings, []).extend(
+    parameters = _small_parameters(dims, {})
+    names, by_settings = {id(p): name for name, p in parameters}, dict[str, list[str]]()
+    for group in optimizer(parameters).param_groups:
+        settings = repr(sorted((key, value) for key, value in group.items() if key not in _IGNORED))
+        by_settings.setdefault(settings, []).extend(
             names[id(p)] for p in group["params"] if id(p) in names
         )
-    return [kind for kind in found.values() if kind]
+    return [kind for kind in by_settings.values() if kind]
 
 
 def _trial_values(count: int) -> Iterator[Tensor]:
@@ -154,101 +154,108 @@ def _trial_values(count: int) -> Iterator[Tensor]:
 def _moves_by_quarters(
     optimizer: OptimizerFactory, dims: Dims, name: str, values: Tensor, *grads: Tensor
 ) -> bool:
-    def quarters(whole: Tensor) -> list[Tensor]:
-        return [piece for half in whole[0].chunk(2) for piece in half.chunk(2, -1)]
+    def quarters(matrix: Tensor) -> list[Tensor]:
+        return [quarter for half in matrix[0].chunk(2) for quarter in half.chunk(2, -1)]
 
     def moved(value: Tensor, grads: Sequence[Tensor]) -> Tensor:
-        more = (1,) * (dims[name] - 2)  # dims of convolutions
-        parameter = nn.Parameter(value.reshape(*value.shape, *more).clone())
-        made = _make_optimizer(optimizer, dims, {name: parameter})
+        trailing = (1,) * (dims[name] - 2)  # dims of convolutions
+        parameter = nn.Parameter(value.reshape(*value.shape, *trailing).clone())
+        instance = _make_optimizer(optimizer, dims, {name: parameter})
         for grad in grads:
             parameter.grad = grad.reshape(parameter.shape).clone()
-            made.step()
+            instance.step()
         return parameter.detach().reshape(value.shape)
 
     together = moved(values[0], [grad[0] for grad in grads])
     cut = [quarters(grad) for grad in grads]
-    alone = [moved(one, own) for one, own in zip(quarters(values), zip(*cut))]
-    joined = torch.cat([torch.cat(alone[:2], -1), torch.cat(alone[2:], -1)])
+    parts = [moved(part, part_grads) for part, part_grads in zip(quarters(values), zip(*cut))]
+    joined = torch.cat([torch.cat(parts[:2], -1), torch.cat(parts[2:], -1)])
     return torch.equal(together, joined)
 
 
 def _moves_one_by_one(
     optimizer: OptimizerFactory, dims: Dims, pair: Sequence[str], draws: Tensor, in_turns: bool
 ) -> bool:
-    moved = []
+    results = []
     for separately in (False, True):
-        held = {name: nn.Parameter(value.clone()) for name, value in zip(pair, draws[0])}
-        one = separately and not in_turns
-        made = [_make_optimizer(optimizer, dims, own) for own in _split_parameters(held, one)]
-        for here in draws[1:]:
-            for parameter, grad in zip(held.values(), here):
+        params = {name: nn.Parameter(value.clone()) for name, value in zip(pair, draws[0])}
+        single = separately and not in_turns
+        optims = [
+            _make_optimizer(optimizer, dims, part) for part in _split_parameters(params, single)
+        ]
+        for grads in draws[1:]:
+            for parameter, grad in zip(params.values(), grads):
                 parameter.grad = grad.clone()
-            for each, own in zip(made, _split_parameters(held, one)):
-                for some in _split_parameters(own, separately and in_turns):
-                    step_only(each, {id(p): p for p in some.values()})
-        moved.append(torch.stack([p.detach() for p in held.values()]))
-    return torch.equal(*moved)
+            for optim, part in zip(optims, _split_parameters(params, single)):
+                for stepped in _split_parameters(part, separately and in_turns):
+                    step_only(optim, {id(p): p for p in stepped.values()})
+        results.append(torch.stack([p.detach() for p in params.values()]))
+    return torch.equal(*results)
 
 
 Groups = Sequence[tuple[Container[str], Mapping[str, Any]]]  # names of parameters, and settings
 
 
-def groups_of(make: OptimizerFactory, dims: Dims, here: Container[str]) -> Groups:
-    """Return the groups that an optimizer of the whole model has, for one of those that are `here`.
+def groups_of(make: OptimizerFactory, dims: Dims, local_names: Container[str]) -> Groups:
+    """Return the groups that an optimizer of the whole model has, for one of those that are
+    `local_names`.
 
     `dims` are of all parameters that are trained.  There are none where it takes no small tensors,
     or does not step on groups of which nothing is here.
     """
     with suppress(Exception):  # the user's own code, by sizes of the model say
-        named = _small_parameters(dims, {})
-        called = {id(p): name for name, p in named}
-        made = make(named)
-        groups = [({called[id(p)] for p in g["params"]}, dict(g)) for g in made.param_groups]
-        for group in made.param_groups:
-            group["params"] = [p for p in group["params"] if called[id(p)] in here]
+        parameters = _small_parameters(dims, {})
+        names = {id(p): name for name, p in parameters}
+        instance = make(parameters)
+        groups = [({names[id(p)] for p in g["params"]}, dict(g)) for g in instance.param_groups]
+        for group in instance.param_groups:
+            group["params"] = [p for p in group["params"] if names[id(p)] in local_names]
             for p in group["params"]:
                 p.grad = torch.zeros_like(p)
-        made.step()
+        instance.step()
         return groups
     return ()
 
 
-def fill_groups(optimizer: torch.optim.Optimizer, whole: Groups, names: Mapping[int, str]) -> None:
+def fill_groups(optimizer: torch.optim.Optimizer, groups: Groups, names: Mapping[int, str]) -> None:
     """Give a stage's optimizer the groups of the whole model, in their order.
 
     Those of which other stages hold all parameters are empty here: schedulers with a number for
     each group, and what is set by a group's place, then say the same on every rank.  `names` are
     those of the stage's parameters, by id.
     """
-    filled = [{**settings, "params": []} for _, settings in whole]
+    filled = [{**settings, "params": []} for _, settings in groups]
     for group in optimizer.param_groups:
-        own = {names.get(id(p)) for p in group["params"]}
-        at = [k for k, (some, _) in enumerate(whole) if own and all(n in some for n in own)]
-        if len(at) != 1 or filled[at[0]]["params"]:
+        own_names = {names.get(id(p)) for p in group["params"]}
+        fits = [
+            k
+            for k, (members, _) in enumerate(groups)
+            if own_names and all(n in members for n in own_names)
+        ]
+        if len(fits) != 1 or filled[fits[0]]["params"]:
             return
-        filled[at[0]] = group
+        filled[fits[0]] = group
     if filled:
         optimizer.param_groups = filled
 
 
 def _split_parameters(
-    held: Mapping[str, nn.Parameter], separately: bool
+    parameters: Mapping[str, nn.Parameter], separately: bool
 ) -> list[Mapping[str, nn.Parameter]]:
-    return [{name: p} for name, p in held.items()] if separately else [held]
+    return [{name: p} for name, p in parameters.items()] if separately else [parameters]
 
 
-def check_closure(made: torch.optim.Optimizer) -> None:
+def check_closure(optimizer: torch.optim.Optimizer) -> None:
     """Raise Refusal S622 for an optimizer that requires a closure, S618 for none at all."""
-    if not hasattr(made, "step"):
-        title = f"`optimizer` returns {kind_of(made)}, not an optimizer"
+    if not hasattr(optimizer, "step"):
+        message = f"`optimizer` returns {kind_of(optimizer)}, not an optimizer"
         helps = ("let it return one: `lambda named: torch.optim.AdamW(named, lr=1e-3)`",)
-        raise Refusal.of("S618", title, helps=helps)
-    closure = inspect.signature(made.step).parameters.get("closure")
+        raise Refusal.of("S618", message, helps=helps)
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise Refusal.of(
             "S622",
-            f"`{type(made).__name__}` computes the loss again within its step",
+            f"`{type(optimizer).__name__}` computes the loss again within its step",
             notes=(
                 "its `step(closure)` runs forward and backward again, which a program cannot do",
             ),
@@ -269,9 +276,9 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
         with _split_groups(optimizer):
             optimizer.step()
         return
-    every = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # no call of Python per parameter: most models have no DTensors
-    sliced = [p for p in every if isinstance(p, DTensor) and p.grad is not None]
+    sliced = [p for p in parameters if isinstance(p, DTensor) and p.grad is not None]
     with _local_parts(optimizer, sliced) if sliced else _NO_CONTEXT:
         optimizer.step()
 
@@ -285,7 +292,7 @@ def _local_parts(optimizer: torch.optim.Optimizer, sliced: Sequence[Any]) -> Ite
 
     Between steps the state is sharded as the parameter.
     """
-    before = [group["params"] for group in optimizer.param_groups]
+    original = [group["params"] for group in optimizer.param_groups]
     states, parts = optimizer.state, {}
     with torch.no_grad():
         for parameter in sliced:
@@ -293,19 +300,19 @@ def _local_parts(optimizer: torch.optim.Optimizer, sliced: Sequence[Any]) -> Ite
             part.grad = local_gradient(parameter)
             if state := states.get(parameter):
                 states[part] = {key: _local_state(value) for key, value in state.items()}
-    for group, parameters in zip(optimizer.param_groups, before, strict=True):
+    for group, parameters in zip(optimizer.param_groups, original, strict=True):
         group["params"] = [parts.get(id(p), p) for p in parameters]
     try:
         yield
     finally:
-        for group, parameters in zip(optimizer.param_groups, before, strict=True):
+        for group, parameters in zip(optimizer.param_groups, original, strict=True):
             group["params"] = parameters
         with torch.no_grad():
             for parameter in sliced:
                 if state := states.pop(parts[id(parameter)], None):
-                    old = states[parameter]
+                    old_state = states[parameter]
                     states[parameter] = {
-                        k: _like_parameter(parameter, v, old.get(k)) for k, v in state.items()
+                        k: _like_parameter(parameter, v, old_state.get(k)) for k, v in state.items()
                     }
 
 
@@ -317,12 +324,12 @@ def _local_state(value: Any) -> Any:
     return local_tensor(value) if _is_sliced(value) else value
 
 
-def _like_parameter(parameter: Any, value: Any, old: Any) -> Any:
+def _like_parameter(parameter: Any, value: Any, old_value: Any) -> Any:
     """Return local state as a DTensor like the parameter; the old one if it wraps this state."""
     if not is_sharded_like(value, parameter):
         return value
-    if _is_sliced(old) and local_tensor(old) is value:
-        return old
+    if _is_sliced(old_value) and local_tensor(old_value) is value:
+        return old_value
     return as_dtensor_like(value, parameter)
 
 
@@ -339,16 +346,16 @@ def _split_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Split groups by mesh within a block; settings that a step changes are written back."""
     groups = optimizer.param_groups
     parts = [_split_by_mesh(group) for group in groups]
-    if all(len(some) == 1 for some in parts):
+    if all(len(group_parts) == 1 for group_parts in parts):
         yield
         return
-    optimizer.param_groups = [one for some in parts for one in some]
+    optimizer.param_groups = [part for group_parts in parts for part in group_parts]
     try:
         yield
     finally:
-        for group, (first, *rest) in zip(groups, parts, strict=True):
-            if rest:
-                group.update({key: value for key, value in first.items() if key != "params"})
+        for group, (first_part, *other_parts) in zip(groups, parts, strict=True):
+            if other_parts:
+                group.update({key: value for key, value in first_part.items() if key != "params"})
         optimizer.param_groups = groups
 
 
@@ -358,7 +365,7 @@ def _split_by_mesh(group: dict[str, Any]) -> Sequence[dict[str, Any]]:
         kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     if len(kinds) < 2 or not _updates_lists(group):
         return [group]
-    return [{**group, "params": some} for some in kinds.values()]
+    return [{**group, "params": parameters} for parameters in kinds.values()]
 
 
 def _updates_lists(group: dict[str, Any]) -> bool:
@@ -367,7 +374,7 @@ def _updates_lists(group: dict[str, Any]) -> bool:
     if any(flags):
         return True
     undecided = "foreach" in group and group["foreach"] is None
-    return undecided and any(on_accelerator(one) for one in group["params"])
+    return undecided and any(on_accelerator(parameter) for parameter in group["params"])
 
 
 _VALUE, _GRAD = " value", " gradient"  # besides the keys of the optimizer's state
@@ -386,8 +393,8 @@ class FullTensorStep:
         """Run one step; every rank takes part, also one that trains nothing."""
         split = [n for n, h in self.holdings.items() if h.layout.splits or h.sliced]
         if optimizer is not None:
-            rest = {id(p): p for n, p in self.parameters.items() if n not in set(split)}
-            step_only(optimizer, rest)
+            unsplit = {id(p): p for n, p in self.parameters.items() if n not in set(split)}
+            step_only(optimizer, unsplit)
         for names in self._batches(split):
             self._step_whole(optimizer, names)
 
@@ -405,36 +412,36 @@ class FullTensorStep:
             yield batch
 
     def _step_whole(self, optimizer: torch.optim.Optimizer | None, names: list[str]) -> None:
-        held = {n: self.parameters[n] for n in names if n in self.parameters}
+        parameters = {n: self.parameters[n] for n in names if n in self.parameters}
         states: Mapping[Any, dict[str, Any]] = {} if optimizer is None else optimizer.state
-        own = {(name, _VALUE): local_tensor(p) for name, p in held.items()}
-        for name, p in held.items():
+        local = {(name, _VALUE): local_tensor(p) for name, p in parameters.items()}
+        for name, p in parameters.items():
             if (grad := local_gradient(p)) is not None:
-                own[name, _GRAD] = grad
+                local[name, _GRAD] = grad
             for key, value in states.get(p, {}).items():
                 if is_sharded_like(value, p):
-                    own[name, key] = local_tensor(value)
-        found = self._assemble(names, own)
+                    local[name, key] = local_tensor(value)
+        assembled = self._assemble(names, local)
         if optimizer is None:
             return
-        wholes: dict[int, nn.Parameter] = {}
-        for name, parameter in held.items():
+        full_by_id: dict[int, nn.Parameter] = {}
+        for name, parameter in parameters.items():
             device = local_tensor(parameter).device
-            mine = {key: value.to(device) for (n, key), value in found.items() if n == name}
-            whole, grad = nn.Parameter(mine.pop(_VALUE)), mine.pop(_GRAD, None)
+            values = {key: value.to(device) for (n, key), value in assembled.items() if n == name}
+            full, grad = nn.Parameter(values.pop(_VALUE)), values.pop(_GRAD, None)
             if grad is None:
                 continue
-            wholes[id(parameter)], whole.grad = whole, grad
-            state = {**states.get(parameter, {}), **mine}
+            full_by_id[id(parameter)], full.grad = full, grad
+            state = {**states.get(parameter, {}), **values}
             if state:
-                optimizer.state[whole] = state
-        step_only(optimizer, wholes)
-        for name, parameter in held.items():
-            if id(parameter) in wholes:
-                self._store_shards(optimizer, name, parameter, wholes[id(parameter)])
+                optimizer.state[full] = state
+        step_only(optimizer, full_by_id)
+        for name, parameter in parameters.items():
+            if id(parameter) in full_by_id:
+                self._store_shards(optimizer, name, parameter, full_by_id[id(parameter)])
 
     def _store_shards(
-        self, optimizer: torch.optim.Optimizer, name: str, mine: nn.Parameter, whole: nn.Parameter
+        self, optimizer: torch.optim.Optimizer, name: str, local: nn.Parameter, full: nn.Parameter
     ) -> None:
         """Store this rank's shards of the value and of the state."""
 
@@ -442,32 +449,34 @@ class FullTensorStep:
             return shard_of(value, self.holdings[name], self.ranks.mesh, self.ranks.rank)
 
         with torch.no_grad():
-            local_tensor(mine).copy_(part(whole.detach()))
-            state = optimizer.state.pop(whole, {})
-            optimizer.state[mine] = {
-                key: sharded_like(part(value), mine)
-                if is_sharded_like(value, whole)
+            local_tensor(local).copy_(part(full.detach()))
+            state = optimizer.state.pop(full, {})
+            optimizer.state[local] = {
+                key: sharded_like(part(value), local)
+                if is_sharded_like(value, full)
                 else mark_unsharded(value)
                 for key, value in state.items()
             }
 
     def _assemble(
-        self, names: Sequence[str], own: Mapping[tuple[str, str], Tensor]
+        self, names: Sequence[str], local: Mapping[tuple[str, str], Tensor]
     ) -> dict[tuple[str, str], Tensor]:
         """Assemble full tensors on the ranks that hold a shard."""
-        keys = {key for some in world.distinct_objects(sorted({k for _, k in own})) for key in some}
+        keys = {
+            key for some in world.distinct_objects(sorted({k for _, k in local})) for key in some
+        }
         some = {(name, key): self.holdings[name] for key in sorted(keys) for name in names}
-        return assemble_tensors(some, own, self.ranks, lambda spread: spread.holding_ranks)
+        return assemble_tensors(some, local, self.ranks, lambda spread: spread.holding_ranks)
 
 
 def step_only(optimizer: torch.optim.Optimizer, stands_for: Mapping[int, nn.Parameter]) -> None:
     """Step on some parameters: `stands_for` maps the id of a parameter to its replacement."""
-    before = [group["params"] for group in optimizer.param_groups]
+    original = [group["params"] for group in optimizer.param_groups]
     try:
         for group in optimizer.param_groups:
-            found = (stands_for.get(id(p)) for p in group["params"])
-            group["params"] = [p for p in found if p is not None]
+            replaced = (stands_for.get(id(p)) for p in group["params"])
+            group["params"] = [p for p in replaced if p is not None]
         step_optimizer(optimizer)
     finally:
-        for group, parameters in zip(optimizer.param_groups, before):
+        for group, parameters in zip(optimizer.param_groups, original):
             group["params"] = parameters

@@ -46,12 +46,12 @@ class LossScale:
             real = [g for g in grads if not g.is_meta]  # a dry run has no values
             self.flags = [~torch.stack(norms).isfinite().all() for norms in _largest(real)]
 
-    def overflow_flag(self, like: Tensor) -> Tensor:
+    def overflow_flag(self, reference: Tensor) -> Tensor:
         """Return this rank's note, to be all-reduced."""
-        found = like.new_zeros(1)
-        for one in self.flags:
-            found += one.to(like)
-        return found
+        total = reference.new_zeros(1)
+        for flag in self.flags:
+            total += flag.to(reference)
+        return total
 
     def set_overflow(self, total: Tensor) -> None:
         """Set the overflow from the sum of all notes."""

@@ -41,9 +41,9 @@ def split_tensors(value: Any, tensors: list[Tensor]) -> Any:
         tensors.append(value)
         return _Slot(len(tensors) - 1)
     if type(value) in (list, tuple):
-        return type(value)([split_tensors(each, tensors) for each in value])
+        return type(value)([split_tensors(item, tensors) for item in value])
     if type(value) is dict:
-        return {key: split_tensors(each, tensors) for key, each in value.items()}
+        return {key: split_tensors(item, tensors) for key, item in value.items()}
     if isinstance(value, (*_PLAIN, nn.Module)) or callable(value):
         return value
     return _MutableObject(_copy_structure(value))
@@ -56,9 +56,9 @@ def fill_template(template: Any, tensors: Sequence[Tensor]) -> Any:
     if isinstance(template, _MutableObject):
         return template.copy()
     if type(template) in (list, tuple):
-        return type(template)([fill_template(each, tensors) for each in template])
+        return type(template)([fill_template(item, tensors) for item in template])
     if type(template) is dict:
-        return {key: fill_template(each, tensors) for key, each in template.items()}
+        return {key: fill_template(item, tensors) for key, item in template.items()}
     return template
 
 

@@ -33,10 +33,10 @@ class PartnerEviction:
     """
 
     def __init__(self, groups: Groups, device: torch.device, pairs: Pairs = ()) -> None:
-        ways = (*groups, None, None, None, None, None)
-        self.out = PeerChannel(ways[0], ways[1], device, pairs, PEER)
-        self.home = PeerChannel(ways[2], ways[3], device, pairs)
-        self.hosts = ways[4]
+        padded = (*groups, None, None, None, None, None)
+        self.out = PeerChannel(padded[0], padded[1], device, pairs, PEER)
+        self.home = PeerChannel(padded[2], padded[3], device, pairs)
+        self.hosts = padded[4]
         self._sizes: list[tuple[Any, torch.Tensor]] = []  # sends in flight
         self.sent: dict[int, int] = {}  # stage -> bytes evicted per microbatch, at most
         self._held: set[WorkItem] = set()
@@ -54,23 +54,23 @@ class PartnerEviction:
 
     def evict(self, step: PipelineStep, op: Op) -> None:
         """Send the saved activations of a forward; wait first for those that were sent before."""
-        work, to = work_of(op), step.pipe.ranks[op.peer]
+        work, partner = work_of(op), step.pipe.ranks[op.peer]
         self._free()
         bag, self._last = bag_of(step, work), work
         sizes = bag.sizes()
         self.sent[work.stage] = max(self.sent.get(work.stage, 0), sum(sizes))
         if not is_meta(self.out.device):
-            self._send_sizes(to, sizes)
-        self.out.send(to, work, bag.pack(), header=False)
+            self._send_sizes(partner, sizes)
+        self.out.send(partner, work, bag.pack(), header=False)
         if is_meta(self.out.device):
             self._free()  # a dry run sends nothing
 
-    def _send_sizes(self, to: int, sizes: Sequence[int]) -> None:
+    def _send_sizes(self, partner: int, sizes: Sequence[int]) -> None:
         """Send to the host of a partner the number of pieces, and the bytes of each."""
         with torch._C.DisableTorchFunction():
             for numbers in ([len(sizes)], sizes):
                 message = torch.tensor(numbers, dtype=torch.int64, device=HOST)
-                self._sizes.append((world.isend(message, to, self.hosts), message))
+                self._sizes.append((world.isend(message, partner, self.hosts), message))
 
     def make_room(self) -> None:
         """Free activations that have arrived elsewhere, before memory is needed.
@@ -134,8 +134,8 @@ def offload(step: PipelineStep, op: Op) -> None:
 def reload(step: PipelineStep, op: Op) -> None:
     """Start the copy back from host memory."""
     hosts = step.host_copies.pop(work_of(op))
-    back = [copies.to_device(host, home) for host, home in hosts]
-    bag_of(step, work_of(op)).set_loader(lambda: [copies.wait_copy(*one) for one in back])
+    reloads = [copies.to_device(host, device) for host, device in hosts]
+    bag_of(step, work_of(op)).set_loader(lambda: [copies.wait_copy(*pair) for pair in reloads])
 
 
 def bag_of(step: PipelineStep, work: WorkItem) -> SavedStorages:

@@ -90,14 +90,14 @@ class SlicedStep(PipelineStep):
 
     def store_result(self, work: WorkItem, loss: torch.Tensor | None, output: Any) -> None:
         """Store the result of a slice; join the slices after the last one."""
-        made, parts = self.slice_results[work.microbatch], self.batch_slices[work.microbatch]
-        made.append((loss, output))
-        if len(made) < len(parts):
+        results, parts = self.slice_results[work.microbatch], self.batch_slices[work.microbatch]
+        results.append((loss, output))
+        if len(results) < len(parts):
             return
-        losses = [value for value, _ in made if value is not None]
-        whole = whole_loss(losses, parts) if losses else None
-        output = join_outputs([output for _, output in made], parts) if self.keep else None
-        self.results[work.microbatch] = MicrobatchResult(whole, output)
+        losses = [value for value, _ in results if value is not None]
+        full_loss = whole_loss(losses, parts) if losses else None
+        output = join_outputs([output for _, output in results], parts) if self.keep else None
+        self.results[work.microbatch] = MicrobatchResult(full_loss, output)
         del self.slice_results[work.microbatch]
 
 
@@ -130,11 +130,11 @@ class MessageLayouts:
 
         Raises Refusal S612 if the layout differs from an earlier one: the receiver would not know.
         """
-        before = self._layouts.setdefault(_key(signature, name), layout)
-        if before is not layout and before != layout:
+        known_layout = self._layouts.setdefault(_key(signature, name), layout)
+        if known_layout is not layout and known_layout != layout:
             reason = f"stage {name.source} sends tensors whose shapes depend on values"
             raise refusal("S612", "", reason, *FIXED, note="the receiving stage must know them")
-        return before is layout
+        return known_layout is layout
 
 
 def _key(signature: Any, name: StageMessage) -> Any:
@@ -147,31 +147,33 @@ def _key(signature: Any, name: StageMessage) -> Any:
 Handler = Callable[[PipelineStep, Any], None]  # second: what `Pipeline._handler_argument` returns
 
 
-def _send(step: PipelineStep, to: Transfer) -> None:
+def _send(step: PipelineStep, message: Transfer) -> None:
     """Send the values or gradients for another stage, with a header before the first of a
     layout."""
-    name = to.name
+    name = message.name
     tensors, layout = step.outbox.pop(name)
     header = layout is not None and step.pipe.sizes.store_sent(
         step.signatures[name.microbatch], name, layout
     )
-    step.pipe.mail.send(to.rank, name, tensors, header=header)
+    step.pipe.mail.send(message.rank, name, tensors, header=header)
 
 
-def _receive(step: PipelineStep, of: Transfer) -> None:
+def _receive(step: PipelineStep, message: Transfer) -> None:
     """Post the receive of a message from another stage.
 
     Gradients have the layout of the values that were sent; it is unknown before the forward.
     """
-    name, mail = of.name, step.pipe.mail
+    name, mail = message.name, step.pipe.mail
     if name.back:
-        mail.post(of.rank, name, of.size, partial(step.layouts.get, of.layout_source))
+        mail.post(
+            message.rank, name, message.size, partial(step.layouts.get, message.layout_source)
+        )
         return
     sizes, signature = step.pipe.sizes, step.signatures[name.microbatch]
     mail.post(
-        of.rank,
+        message.rank,
         name,
-        of.size,
+        message.size,
         partial(sizes.find, signature, name),
         partial(sizes.store, signature, name),
     )
@@ -280,8 +282,8 @@ class Pipeline:
     def _pairs(self) -> set[tuple[int, int]]:
         """Return the pairs of ranks that exchange tensors; give the timeline the edges of the
         stages."""
-        cut = self.slices.slicing.count if self.slices is not None else 1
-        assert self.timeline.slices == cut, "slices are not cut so"
+        slice_count = self.slices.slicing.count if self.slices is not None else 1
+        assert self.timeline.slices == slice_count, "slices are not cut so"
         for stage in self.stages.values():
             assert self.timeline.stages == stage.cut.stages, "more or fewer stages than were cut"
             if stage.cut.edges != self.timeline.edges:
@@ -295,16 +297,16 @@ class Pipeline:
     def _make_parking(self, parks: Groups) -> PartnerEviction | None:
         """Return the parking of activations on other ranks; None if the timeline has no EVICT."""
         t = self.timeline
-        sent = t.kind == Kind.EVICT
-        if not sent.any():
+        evicts = t.kind == Kind.EVICT
+        if not evicts.any():
             return None
-        partners = {(self.ranks[a], self.ranks[b]) for a, b in zip(t.rank[sent], t.peer[sent])}
+        partners = {(self.ranks[a], self.ranks[b]) for a, b in zip(t.rank[evicts], t.peer[evicts])}
         return PartnerEviction(parks, self.mail.device, partners)
 
     @cached_property
     def _places(self) -> list[list[int]]:
-        found: list[list[int]] = self.timeline.replica_ranks.tolist()
-        return found
+        places: list[list[int]] = self.timeline.replica_ranks.tolist()
+        return places
 
     def place_of(self, stage: int, replica: int = 0) -> int:
         """Return the place that runs a replica of a stage."""
@@ -316,41 +318,42 @@ class Pipeline:
 
     def route(self, work: WorkItem) -> MessageRoute:
         """Return the messages of some work; they are named once."""
-        if (found := self._routes.get(work)) is not None:
-            return found
-        stage, at = self.stages[work.stage], work.stage
+        if (message_route := self._routes.get(work)) is not None:
+            return message_route
+        stage, number = self.stages[work.stage], work.stage
 
-        def is_local(other: int) -> bool:
-            return self.place_of(other, work.replica) == self.place
+        def is_local(stage_index: int) -> bool:
+            return self.place_of(stage_index, work.replica) == self.place
 
         tokens = {
-            one
+            token
             for route in (stage.incoming, stage.outgoing)
-            for some in route.values()
-            for one in some
+            for edge_tokens in route.values()
+            for token in edge_tokens
         }
-        outgoing = {end: make_message(False, at, end, work) for end in stage.outgoing}
+        outgoing = {end: make_message(False, number, end, work) for end in stage.outgoing}
         returned = [
-            (make_message(True, at, end, work), is_local(end), some)
-            for end, some in stage.returned.items()
+            (make_message(True, number, end, work), is_local(end), edge_tokens)
+            for end, edge_tokens in stage.returned.items()
         ]
-        self._routes[work] = found = MessageRoute(
+        self._routes[work] = message_route = MessageRoute(
             tuple(
-                (make_message(False, end, at, work), some) for end, some in stage.incoming.items()
+                (make_message(False, end, number, work), edge_tokens)
+                for end, edge_tokens in stage.incoming.items()
             ),
             tuple(
                 (name, is_local(end), stage.outgoing[end], stage.awaited[end])
                 for end, name in outgoing.items()
             ),
             tuple(
-                (make_message(True, end, at, work), name, stage.awaited[end])
+                (make_message(True, end, number, work), name, stage.awaited[end])
                 for end, name in outgoing.items()
             ),
             tuple(returned),
             frozenset(filter(stage.mutated, tokens)),
-            tuple(one for some in stage.returned.values() for one in some),
+            tuple(token for edge_tokens in stage.returned.values() for token in edge_tokens),
         )
-        return found
+        return message_route
 
     def _handler_argument(self, op: Op) -> Any:
         """Return the argument of the handler of an operation."""
@@ -377,8 +380,8 @@ class Pipeline:
         planned = np.isin(t.kind, kinds)
         if not planned.any():
             return frozenset()
-        mine = t.pick((t.rank == self.place) & planned)
-        return frozenset(work_of(op) for op in mine.rows(self.place))
+        local_ops = t.pick((t.rank == self.place) & planned)
+        return frozenset(work_of(op) for op in local_ops.rows(self.place))
 
     def run(
         self,
@@ -432,7 +435,7 @@ class Pipeline:
                 order = self._check_order(order, train)
             rows = order.rows(self.place)
             halves = {
-                stage for stage, one in self.stages.items() if one.split
+                stage for stage, local_stage in self.stages.items() if local_stage.split
             }  # else W does nothing
             last = {
                 op.stage: k
@@ -470,15 +473,15 @@ class Pipeline:
 
 def _unreduced_backwards(rows: Sequence[Op]) -> set[int]:
     """Return the rows of backwards between UNSHARD and REDUCE, except the last one of each."""
-    found: dict[int, list[int]] = {}  # by stage: backwards since its last UNSHARD
+    open_rows: dict[int, list[int]] = {}  # by stage: backwards since its last UNSHARD
     waits: set[int] = set()
     for k, op in enumerate(rows):
         if op.kind is Kind.UNSHARD:
-            found[op.stage] = []
+            open_rows[op.stage] = []
         elif op.kind is Kind.REDUCE:
-            waits.update(found.pop(op.stage)[:-1])
-        elif op.kind in BACKWARD and op.stage in found:
-            found[op.stage].append(k)
+            waits.update(open_rows.pop(op.stage)[:-1])
+        elif op.kind in BACKWARD and op.stage in open_rows:
+            open_rows[op.stage].append(k)
     return waits
 
 

@@ -99,7 +99,7 @@ class SavedStorages:
     @property
     def bytes(self) -> int:
         """Bytes of the bag that are on this rank now."""
-        return sum(one.size for one in self._storages if one.raw is not None)
+        return sum(storage.size for storage in self._storages if storage.raw is not None)
 
     def collect(self) -> AbstractContextManager[Any]:
         """Collect, within a block, all tensors that a forward saves."""
@@ -128,7 +128,7 @@ class SavedStorages:
         """Return the bytes of the bag in pieces; the bag refers to none of them any more."""
         packed = []
         for part in self._parts():
-            raws = [one.take_bytes() for one in part]
+            raws = [storage.take_bytes() for storage in part]
             for leaf, _ in self._leaves:
                 leaf.data = leaf.data.new_zeros(()).expand(leaf.shape)
             packed.append(raws[0] if len(raws) == 1 else _concatenate(raws))
@@ -142,10 +142,10 @@ class SavedStorages:
         """Put all bytes back into their storages, before a backward."""
         bring, self._bring = self._bring, None
         for part, raw in zip(self._parts(), bring() if bring is not None else ()):
-            at = 0
-            for one in part:
-                one.raw, one.start = raw, at
-                at += _aligned_size(one)
+            offset = 0
+            for storage in part:
+                storage.raw, storage.start = raw, offset
+                offset += _aligned_size(storage)
         for leaf, saved in self._leaves if bring is not None else ():
             leaf.data = saved.unchecked_tensor()
 
@@ -157,34 +157,34 @@ class SavedStorages:
         return self._put(tensor) if collected else pack_unchanged(tensor)
 
     def _put(self, tensor: Tensor) -> _SavedTensor:
-        known = self._known.get(storage_key(tensor))
-        if known is None:
+        entry = self._known.get(storage_key(tensor))
+        if entry is None:
             storage = tensor.untyped_storage()
             raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            known = self._known[storage_key(tensor)] = _Storage(storage.nbytes(), raw)
-            self._storages.append(known)
-        known.views.append(VersionedTensor(tensor))
-        return _SavedTensor(known, View.of(tensor))
+            entry = self._known[storage_key(tensor)] = _Storage(storage.nbytes(), raw)
+            self._storages.append(entry)
+        entry.views.append(VersionedTensor(tensor))
+        return _SavedTensor(entry, View.of(tensor))
 
     def _parts(self) -> list[list[_Storage]]:
         """Return the storages of each piece: each large storage alone, all small ones together."""
-        small = [one for one in self._storages if one.size < SMALL]
-        large = [[one] for one in self._storages if one.size >= SMALL]
+        small = [storage for storage in self._storages if storage.size < SMALL]
+        large = [[storage] for storage in self._storages if storage.size >= SMALL]
         return [*large, *([small] if small else [])]
 
 
-def _aligned_size(one: _Storage) -> int:
-    return -(-one.size // ALIGNED) * ALIGNED
+def _aligned_size(storage: _Storage) -> int:
+    return -(-storage.size // ALIGNED) * ALIGNED
 
 
 def _concatenate(raws: Sequence[Tensor]) -> Tensor:
     """Return storages in one buffer of bytes, each aligned for any dtype."""
-    rooms = [-(-raw.numel() // ALIGNED) * ALIGNED for raw in raws]
-    flat = torch.zeros(sum(rooms), dtype=torch.uint8, device=raws[0].device)
-    at = 0
-    for raw, room in zip(raws, rooms):
-        flat[at : at + raw.numel()].copy_(raw)
-        at += room
+    aligned_sizes = [-(-raw.numel() // ALIGNED) * ALIGNED for raw in raws]
+    flat = torch.zeros(sum(aligned_sizes), dtype=torch.uint8, device=raws[0].device)
+    offset = 0
+    for raw, aligned_size in zip(raws, aligned_sizes):
+        flat[offset : offset + raw.numel()].copy_(raw)
+        offset += aligned_size
     return flat
 
 
@@ -223,9 +223,9 @@ class StageMessage(NamedTuple):
     slice: int
 
 
-def make_message(back: bool, source: int, target: int, of: WorkItem | Op) -> StageMessage:
+def make_message(back: bool, source: int, target: int, op: WorkItem | Op) -> StageMessage:
     """Return the name of the message of an operation, or of some work, between two stages."""
-    return tuple.__new__(StageMessage, (back, source, target, of.replica, of.microbatch, of.slice))
+    return tuple.__new__(StageMessage, (back, source, target, op.replica, op.microbatch, op.slice))
 
 
 @dataclass(frozen=True)

@@ -48,10 +48,10 @@ class StepTimer:
     def step(self) -> Iterator[None]:
         """Time one step; all ranks must enter together."""
         mail = self.pipeline.mail
-        take = mail.take
+        original_take = mail.take
 
         def timed(key: Any) -> Any:
-            values = take(key)
+            values = original_take(key)
             self._inputs_at = self._now()
             return values
 
@@ -77,22 +77,24 @@ class StepTimer:
         return time.perf_counter() - self.origins[-1]
 
 
-def gather_times(watch: StepTimer) -> list[list[list[MeasuredOp]]]:
+def gather_times(timer: StepTimer) -> list[list[list[MeasuredOp]]]:
     """Return [rank][step]: the measured operations of every rank, on every rank.
 
     On one machine all ranks read one clock. Between machines, the common moment is the end of the
     barrier before each step.
     """
-    own = platform.node(), watch.origins, watch.steps
-    found = world.all_gather_object(own)
-    if len({node for node, _, _ in found}) > 1:
-        return [steps for _, _, steps in found]
-    first = [min(zeros) for zeros in zip(*(zeros for _, zeros, _ in found))]
+    local_times = platform.node(), timer.origins, timer.steps
+    all_times = world.all_gather_object(local_times)
+    if len({node for node, _, _ in all_times}) > 1:
+        return [steps for _, _, steps in all_times]
+    starts = [min(zeros) for zeros in zip(*(zeros for _, zeros, _ in all_times))]
     return [
-        [_shift(ran, zero - low) for ran, zero, low in zip(steps, zeros, first)]
-        for _, zeros, steps in found
+        [_shift(ops, zero - start) for ops, zero, start in zip(steps, zeros, starts)]
+        for _, zeros, steps in all_times
     ]
 
 
-def _shift(ran: list[MeasuredOp], by: float) -> list[MeasuredOp]:
-    return [MeasuredOp(op, turn + by, start + by, end + by) for op, turn, start, end in ran]
+def _shift(ops: list[MeasuredOp], shift: float) -> list[MeasuredOp]:
+    return [
+        MeasuredOp(op, turn + shift, start + shift, end + shift) for op, turn, start, end in ops
+    ]

@@ -45,19 +45,19 @@ class OverlappedReduction:
 
     def __post_init__(self) -> None:
         times: dict[str, int] = {}
-        for one in self.sums:
-            for name in one.names:
+        for reduction in self.sums:
+            for name in reduction.names:
                 # copies of a stage end in different orders on their ranks
-                times[name] = times.get(name, 0) + (2 if one.kind == "tied" else 1)
+                times[name] = times.get(name, 0) + (2 if reduction.kind == "tied" else 1)
         early = {n for n, k in times.items() if k == 1 and len(self.stages[n]) == 1}
         # the sums at the end of the step
         self.rest = self._sums_of({name for name in times if name not in early})
-        held = as_local_parameters(self.parameters)
+        local_parameters = as_local_parameters(self.parameters)
         self._by_stage: dict[int, StageBuckets] = {}
         for stage in sorted({stage for name in early for stage in self.stages[name]}):
-            mine = self._sums_of({name for name in early if stage in self.stages[name]})
-            held.flatten(mine)
-            self._by_stage[stage] = StageBuckets(held, mine)
+            stage_sums = self._sums_of({name for name in early if stage in self.stages[name]})
+            local_parameters.flatten(stage_sums)
+            self._by_stage[stage] = StageBuckets(local_parameters, stage_sums)
 
     def prepare(self, stage: int, last: bool) -> None:
         """Prepare for an operation of a stage; `last`: it ends the backwards of the stage."""
@@ -81,12 +81,12 @@ class OverlappedReduction:
             self._running += self._armed.close()
             self._armed = None
 
-    def _sums_of(self, wanted: Container[str]) -> list[GradientReduction]:
+    def _sums_of(self, names: Container[str]) -> list[GradientReduction]:
         """Return the reductions, restricted to these parameters."""
         restricted = [
-            replace(one, names=tuple([n for n in one.names if n in wanted])) for one in self.sums
+            replace(item, names=tuple([n for n in item.names if n in names])) for item in self.sums
         ]
-        return [one for one in restricted if one.names]
+        return [item for item in restricted if item.names]
 
 
 class StageBuckets:
@@ -98,13 +98,13 @@ class StageBuckets:
     last     for each bucket, the index of the gradient that was written last
     """
 
-    def __init__(self, held: LocalParameters, sums: Sequence[GradientReduction]) -> None:
-        self.held = held
-        self.others = [one for one in sums if one.kind != "replicas"]
+    def __init__(self, parameters: LocalParameters, sums: Sequence[GradientReduction]) -> None:
+        self.held = parameters
+        self.others = [item for item in sums if item.kind != "replicas"]
         self.waiting: list[tuple[GradientReduction, Members]] = [
-            (one, members)
-            for one in reversed([one for one in sums if one.kind == "replicas"])
-            for members in reversed(held.buckets(one.names, one.bucket))
+            (item, members)
+            for item in reversed([item for item in sums if item.kind == "replicas"])
+            for members in reversed(parameters.buckets(item.names, item.bucket))
         ]
         self.writes: list[list[int]] = [[] for _ in self.waiting]
         self.last: dict[int, int] = {}
@@ -129,14 +129,14 @@ class RunningBuckets:
             int, int
         ] = {}  # by id of the watched parameters, in order of the last write
         self.before = [_writes(members) for _, members in learned.waiting]
-        watched = [p for place in range(len(learned.waiting)) for p in self._watched(place)]
+        watched = [p for index in range(len(learned.waiting)) for p in self._watched(index)]
         self.hooks = [p.register_post_accumulate_grad_hook(self._added) for p in watched]  # type: ignore[no-untyped-call]
 
-    def _watched(self, place: int) -> list[nn.Parameter]:
-        members = self.learned.waiting[place][1]
+    def _watched(self, index: int) -> list[nn.Parameter]:
+        members = self.learned.waiting[index][1]
         if not isinstance(members, FlatGradients):
             return [p for p in members if not offloads_gradient(p)]
-        last = self.learned.last.get(place)
+        last = self.learned.last.get(index)
         return members.parameters if last is None else [members.parameters[last]]
 
     def _added(self, parameter: nn.Parameter) -> None:
@@ -146,21 +146,21 @@ class RunningBuckets:
 
     def _full(self) -> bool:
         """Return whether the next bucket got as many writes as in the step before."""
-        place = len(self.begun)
-        if place == len(self.learned.waiting):
+        index = len(self.begun)
+        if index == len(self.learned.waiting):
             return False
-        members, writes = self.learned.waiting[place][1], self.learned.writes[place]
+        members, writes = self.learned.waiting[index][1], self.learned.writes[index]
         if not isinstance(members, FlatGradients):
             added = [self.added.get(id(p), 0) for p in members]
             return bool(writes) and all(0 < w <= n for w, n in zip(writes, added))
-        before = self.before[place]
-        if not (writes and before and all(writes)) or _writes(members) is None:
+        first_writes = self.before[index]
+        if not (writes and first_writes and all(writes)) or _writes(members) is None:
             return False
-        return members.write_counts() == [b + w for b, w in zip(before, writes)]
+        return members.write_counts() == [b + w for b, w in zip(first_writes, writes)]
 
     def _begin(self) -> None:
-        one, members = self.learned.waiting[len(self.begun)]
-        self.begun.append(begin_bucket(one.group, members))
+        reduction, members = self.learned.waiting[len(self.begun)]
+        self.begun.append(begin_bucket(reduction.group, members))
         self.states.append(_states(members))
 
     def close(self) -> list[StartedSum]:
@@ -172,27 +172,27 @@ class RunningBuckets:
                 raise RuntimeError(CHANGED_AFTER_SUM)
         if self._full():
             self.learned.last.pop(len(self.begun), None)
-        for place in range(len(self.learned.waiting)):
-            self._learn(place)
+        for index in range(len(self.learned.waiting)):
+            self._learn(index)
         while len(self.begun) < len(self.learned.waiting):
             self._begin()
         return [*self.begun, *begin_sums(self.learned.held, self.learned.others)]
 
-    def _learn(self, place: int) -> None:
-        members, before = self.learned.waiting[place][1], self.before[place]
+    def _learn(self, index: int) -> None:
+        members, first_writes = self.learned.waiting[index][1], self.before[index]
         if not isinstance(members, FlatGradients):
-            self.learned.writes[place] = [self.added.get(id(p), 0) for p in members]
+            self.learned.writes[index] = [self.added.get(id(p), 0) for p in members]
             return
-        now, writes = _writes(members), list[int]()
-        if place not in self.learned.last:  # all gradients were watched
+        last_writes, writes = _writes(members), list[int]()
+        if index not in self.learned.last:  # all gradients were watched
             order = {key: k for k, key in enumerate(self.added)}
-            seen = [order.get(id(p), -1) for p in members.parameters]
-            if max(seen) >= 0:
-                self.learned.last[place] = seen.index(max(seen))
+            positions = [order.get(id(p), -1) for p in members.parameters]
+            if max(positions) >= 0:
+                self.learned.last[index] = positions.index(max(positions))
             writes = [self.added.get(id(p), 0) for p in members.parameters]
-        if before is not None and now is not None:
-            writes = [n - b for n, b in zip(now, before)]
-        self.learned.writes[place] = writes
+        if first_writes is not None and last_writes is not None:
+            writes = [n - b for n, b in zip(last_writes, first_writes)]
+        self.learned.writes[index] = writes
 
 
 def _writes(members: Members) -> list[int] | None:

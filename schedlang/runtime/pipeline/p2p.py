@@ -94,24 +94,24 @@ class PeerChannel:
         with sends to each other would deadlock.
         """
         ends = {(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}
-        word = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
         for low, high in sorted(ends):
             for source, target in ((low, high), (high, low)):
-                world.send_recv(word, source, target, self._group_for(source, target))
+                world.send_recv(byte, source, target, self._group_for(source, target))
 
     def send(
-        self, to: int, key: Hashable, tensors: Sequence[torch.Tensor], *, header: bool
+        self, target: int, key: Hashable, tensors: Sequence[torch.Tensor], *, header: bool
     ) -> None:
         """Start sending; the tensors are held until `free(key)` or `finish()`."""
         if self._frees_early:
             self.sweep()
         sends = self._sent.setdefault(key, [])
-        lane = self._group_for(self.rank, to)
+        lane = self._group_for(self.rank, target)
         with DisableTorchFunction():
-            first = [_header(layout_of(tensors), self.device)] if header else []
-            for part in map(_wire_tensor, [*first, *tensors]):
+            headers = [_header(layout_of(tensors), self.device)] if header else []
+            for part in map(_wire_tensor, [*headers, *tensors]):
                 if part.numel():
-                    sends.append((world.isend(part, to, lane), part))
+                    sends.append((world.isend(part, target, lane), part))
 
     def post(
         self,
@@ -128,8 +128,8 @@ class PeerChannel:
         and `learn` gets the layout.
         """
         queue = self._queues.get(source)
-        if not queue and (known := layout()) is not None:  # as almost always
-            self._expected[key] = self._start(source, known)
+        if not queue and (known_layout := layout()) is not None:  # as almost always
+            self._expected[key] = self._start(source, known_layout)
             return
         self._expected[key] = expected = _PendingReceive(source, count, layout, learn)
         self._queues.setdefault(source, deque()).append(expected)

@@ -45,9 +45,9 @@ class RecomputeInputs:
     ) -> RecomputeInputs:
         """Store the inputs before a forward of a stage's model, with the generators of device and
         model."""
-        inside = modules_in(model)
-        drawn = RestoredGenerators([*default_generators([device]), *module_generators(inside)])
-        return RecomputeInputs(received, drawn, AttributeSnapshot(inside))
+        modules = modules_in(model)
+        states = RestoredGenerators([*default_generators([device]), *module_generators(modules)])
+        return RecomputeInputs(received, states, AttributeSnapshot(modules))
 
 
 def recompute(step: PipelineStep, op: Op) -> None:
@@ -56,11 +56,11 @@ def recompute(step: PipelineStep, op: Op) -> None:
     work = work_of(op)
     inputs = step.recompute_inputs.pop(work)
     model = step.pipe.stages[work.stage].model
-    before = _snapshot_buffers(model)
+    buffers = _snapshot_buffers(model)
     reuse_memo(inputs.memo)
     with inputs.rng_states, inputs.before.restored():
         step.run_forward(work, inputs.received)
-    _restore_statistics(model, before)
+    _restore_statistics(model, buffers)
 
 
 def _snapshot_buffers(model: nn.Module) -> dict[str, tuple[Tensor, int, Tensor | None]]:
@@ -68,27 +68,27 @@ def _snapshot_buffers(model: nn.Module) -> dict[str, tuple[Tensor, int, Tensor |
 
     Kernels write running statistics without a count.
     """
-    found = {}
+    buffers = {}
     for prefix, module in model.named_modules():
         counted = getattr(module, "track_running_stats", False)
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if not buffer.is_meta and not buffer.is_inference():
-                found[name] = (buffer, buffer._version, buffer.clone() if counted else None)
-    return found
+                buffers[name] = (buffer, buffer._version, buffer.clone() if counted else None)
+    return buffers
 
 
 def _restore_statistics(
-    model: nn.Module, before: Mapping[str, tuple[Tensor, int, Tensor | None]]
+    model: nn.Module, saved: Mapping[str, tuple[Tensor, int, Tensor | None]]
 ) -> None:
     """Put running statistics back, so that a microbatch counts once; refuse other changed
     buffers."""
-    now = dict(model.named_buffers())
-    for name, (buffer, version, copy) in before.items():
+    current = dict(model.named_buffers())
+    for name, (buffer, version, copy) in saved.items():
         if copy is not None:
             # `.data` leaves the version counter alone: a norm may save its statistics for backward,
             # and autograd would refuse them as overwritten
             buffer.data.copy_(copy)
-        elif now.get(name) is not buffer or buffer._version != version:
+        elif current.get(name) is not buffer or buffer._version != version:
             raise Refusal.of(
                 "S813",
                 f"a forward changes the buffer `{name}`, and would change it twice",

@@ -44,18 +44,18 @@ class SplitBackward:
         graph = _Graph(starts, {get_gradient_edge(leaf).node for leaf in self.leaves})
         branches = graph.branches()
         loose = [k for k, start in enumerate(starts) if start not in graph.to_ends]
-        below = [*branches.values(), *(graph.weights([starts[k]]) for k in loose)]
-        count = Counter(weight for weights in below for weight in weights)
+        branch_weights = [*branches.values(), *(graph.weights([starts[k]]) for k in loose)]
+        count = Counter(weight for weights in branch_weights for weight in weights)
         early = [w for w, times in count.items() if times > 1 or not self.waits(_variable(w))]
-        done = set(early)
-        late = [[w for w in weights if w not in done] for weights in below]
+        early_set = set(early)
+        late = [[w for w in weights if w not in early_set] for weights in branch_weights]
         stored: dict[Node, tuple[Any, ...]] = {}
-        wanted = [*self.leaves, *(_variable(weight) for weight in early)]
+        grad_inputs = [*self.leaves, *(_variable(weight) for weight in early)]
         with remove_hooks_after(_store_gradients(node, stored) for node in branches):
-            found = torch.autograd.grad(
-                self.roots, wanted, self.grads, retain_graph=True, allow_unused=True
+            gradients = torch.autograd.grad(
+                self.roots, grad_inputs, self.grads, retain_graph=True, allow_unused=True
             )
-        for weight, grad in zip(wanted[len(self.leaves) :], found[len(self.leaves) :]):
+        for weight, grad in zip(grad_inputs[len(self.leaves) :], gradients[len(self.leaves) :]):
             _accumulate(weight, grad)
         for node, weights in zip(branches, late):
             arrived = [(k, g) for k, g in enumerate(stored.get(node, ())) if g is not None]
@@ -64,7 +64,7 @@ class SplitBackward:
         for k, weights in zip(loose, late[len(branches) :]):
             self._defer([self.roots[k]], [self.grads[k]], weights)
         self.roots, self.grads = [], []
-        return list(found[: len(self.leaves)])
+        return list(gradients[: len(self.leaves)])
 
     def backward_weights(self) -> None:
         """Add the gradients of the weights to their `.grad`, and free the graph."""
@@ -84,15 +84,15 @@ class _Graph:
 
     def __init__(self, starts: Sequence[Node], ends: set[Node]) -> None:
         self.onward: dict[Node, list[Node]] = {}
-        above: dict[Node, list[Node]] = {}
+        predecessors: dict[Node, list[Node]] = {}
         stack = list(starts)
         while stack:
             node = stack.pop()
             if node in self.onward:
                 continue
             self.onward[node] = [n for n, _ in node.next_functions if n is not None]
-            for below in self.onward[node]:
-                above.setdefault(below, []).append(node)
+            for successor in self.onward[node]:
+                predecessors.setdefault(successor, []).append(node)
             stack.extend(self.onward[node])
         self.to_ends: set[Node] = set()
         stack = [end for end in ends if end in self.onward]
@@ -100,28 +100,28 @@ class _Graph:
             node = stack.pop()
             if node not in self.to_ends:
                 self.to_ends.add(node)
-                stack.extend(above.get(node, ()))
+                stack.extend(predecessors.get(node, ()))
 
     def branches(self) -> dict[Node, list[Node]]:
         """Return the nodes on the way to an end, with the weights below their other inputs."""
-        found = {}
+        branches = {}
         for node in self.onward:
             if node in self.to_ends:
                 weights = self.weights(n for n in self.onward[node] if n not in self.to_ends)
                 if weights:
-                    found[node] = weights
-        return found
+                    branches[node] = weights
+        return branches
 
     def weights(self, nodes: Iterable[Node]) -> list[Node]:
         """Return the leaves below some nodes."""
-        seen: dict[Node, None] = {}
+        visited: dict[Node, None] = {}
         stack = list(nodes)
         while stack:
             node = stack.pop()
-            if node not in seen:
-                seen[node] = None
+            if node not in visited:
+                visited[node] = None
                 stack.extend(self.onward[node])
-        return [node for node in seen if hasattr(node, "variable")]
+        return [node for node in visited if hasattr(node, "variable")]
 
 
 def _node(root: Any) -> Node:

@@ -129,10 +129,10 @@ _UnitOutput = tuple[list[Any], Any, Mapping[str, int], list[_HookCall], frozense
 Outputs = Mapping[Any, _UnitOutput]
 
 
-def _is_transferable(made: _UnitOutput) -> bool:
-    leaves, _, _, hook_calls, _ = made
-    every = [*leaves, *(leaf for one in hook_calls for leaf in (*one.leaves, *one.arguments))]
-    return all(type(leaf) is Tensor or type(leaf) in SIMPLE for leaf in every)
+def _is_transferable(output: _UnitOutput) -> bool:
+    leaves, _, _, hook_calls, _ = output
+    values = [*leaves, *(leaf for call in hook_calls for leaf in (*call.leaves, *call.arguments))]
+    return all(type(leaf) is Tensor or type(leaf) in SIMPLE for leaf in values)
 
 
 def _hidden_write(name: str) -> Refusal:
@@ -164,10 +164,10 @@ class RecordedOutputs:
         self, unit: int, arguments: Any, leaves: list[Any], spec: Any, written: frozenset[int]
     ) -> None:
         """Store the output of a unit for these arguments."""
-        made = [leaf.detach() if type(leaf) is Tensor else leaf for leaf in leaves]
-        found: _UnitOutput = made, spec, {}, [], written
-        if _is_transferable(found) and not self._unsafe[unit]:
-            self.outputs[_key(unit, self._training[unit], arguments, "meta")] = found
+        detached = [leaf.detach() if type(leaf) is Tensor else leaf for leaf in leaves]
+        unit_output: _UnitOutput = detached, spec, {}, [], written
+        if _is_transferable(unit_output) and not self._unsafe[unit]:
+            self.outputs[_key(unit, self._training[unit], arguments, "meta")] = unit_output
 
     def outputs_for(self, model: nn.Module) -> Outputs:
         """Return the outputs that are valid for a model: none if the model is in another state."""
@@ -176,8 +176,8 @@ class RecordedOutputs:
 
 def _drops_all(unit: nn.Module) -> bool:
     """Return whether a unit has dropout with p=1: torch draws no numbers, a dry run a mask."""
-    found = (getattr(module, name, 0) for module in unit.modules() for name in ("p", "dropout"))
-    return any(type(p) in (int, float) and p == 1 for p in found)
+    rates = (getattr(module, name, 0) for module in unit.modules() for name in ("p", "dropout"))
+    return any(type(p) in (int, float) and p == 1 for p in rates)
 
 
 def _model_state(model: nn.Module) -> Any:
@@ -189,10 +189,10 @@ def _key(unit: int, training: bool, arguments: Any, device: str) -> Any:
     casts = device != "meta" and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if casts else None
     args, kwargs = arguments
-    named = _signature(kwargs) if kwargs else None
-    each = [(x.shape, x.dtype) if type(x) is Tensor else _signature(x) for x in args]
+    kwargs_signature = _signature(kwargs) if kwargs else None
+    arg_signatures = [(x.shape, x.dtype) if type(x) is Tensor else _signature(x) for x in args]
     # float64 is the default while a proof computes in it
-    return unit, torch.get_default_dtype(), dtype, training, named, *each
+    return unit, torch.get_default_dtype(), dtype, training, kwargs_signature, *arg_signatures
 
 
 def _is_observed() -> bool:
@@ -202,7 +202,7 @@ def _is_observed() -> bool:
 class Stub:
     """Returns the output of a unit that runs on another stage, for each shape of its arguments.
 
-    An output that is not known yet is found by running the unit on the meta device. `known` holds
+    An output that is not known yet is found by running the unit on the meta device. `outputs` holds
     outputs that another stub of the same preparation has found. `copied` makes the copy of
     `reference` that is run, when the first unknown output is needed; None: `reference` itself is on
     meta.
@@ -212,14 +212,14 @@ class Stub:
         self,
         reference: nn.Module,
         cut: StageSplit,
-        known: Outputs | None = None,
+        outputs: Outputs | None = None,
         copied: Callable[[], nn.Module] | None = None,
     ) -> None:
         self.names, self._units = cut.graph.labels, cut.graph.units
         self._copied = copied or (lambda: reference)
         self.training = tuple(reference.get_submodule(name).training for name in self._units)
         self.leaves = cut.graph.leaves
-        self._known = dict(known or {})
+        self._known = dict(outputs or {})
         self._placeholders: dict[Any, Tensor] = {}
         # of units that return one tensor and do nothing else: its token, and its placeholder
         self._single_outputs: dict[Any, tuple[Token, Tensor | None]] = {}
@@ -251,24 +251,24 @@ class Stub:
                 return received[token]
             if blank is not None and blank.device == device and not _is_observed():
                 return blank.detach()
-        known = self._known.get(key)
-        if known is None:
+        unit_output = self._known.get(key)
+        if unit_output is None:
             with context or restore_global_state(module), imitate_autocast(device.type):
-                known = self._known[key] = self._run_on_meta(unit, args, kwargs, module)
-        leaves, spec, draws, hook_calls, written = known
+                unit_output = self._known[key] = self._run_on_meta(unit, args, kwargs, module)
+        leaves, spec, draws, hook_calls, written = unit_output
         if written and any((unit, k) not in {**self.leaves, **received} for k in written):
             raise _hidden_write(self.names[unit])
         for site, times in draws.items():
             skip_calls(site, times)
         if hook_calls and any(source == unit and k < 0 for source, k in received):
             self._call_hooks(module, unit, hook_calls, received)
-        made = [
+        filled = [
             received[(unit, k)] if (unit, k) in received else self._filler(unit, k, leaf, device)
             for k, leaf in enumerate(leaves)
         ]
-        if type(output := pytree.tree_unflatten(made, spec)) is Tensor:
-            own = self.leaves.get(token := (unit, 0))
-            if not (draws or hook_calls or written or own is None or own.mutated):
+        if type(output := pytree.tree_unflatten(filled, spec)) is Tensor:
+            leaf_info = self.leaves.get(token := (unit, 0))
+            if not (draws or hook_calls or written or leaf_info is None or leaf_info.mutated):
                 blank = self._placeholders.get((output.dtype, output.shape, device))
                 self._single_outputs[key] = token, blank
         return output
@@ -294,7 +294,7 @@ class Stub:
     @property
     def portable_outputs(self) -> Outputs:
         """All outputs found so far that mean the same in another process."""
-        return {key: made for key, made in self._known.items() if _is_transferable(made)}
+        return {key: output for key, output in self._known.items() if _is_transferable(output)}
 
     def _call_hooks(
         self,
@@ -304,19 +304,21 @@ class Stub:
         received: Mapping[Token, torch.Tensor],
     ) -> None:
         """Call the hooks inside a unit of another stage with the values that its stage sent."""
-        place, device = -1, next(iter(received.values())).device
-        for one in hook_calls:
-            made = []
-            for leaf in one.leaves:
-                token = (unit, place)
-                known = token in received
-                made.append(received[token] if known else self._filler(unit, place, leaf, device))
-                place -= 1
-            arguments = [self._filler(unit, None, leaf, device) for leaf in one.arguments]
-            module = owner.get_submodule(one.name)
-            output = pytree.tree_unflatten(made, one.spec)
+        index, device = -1, next(iter(received.values())).device
+        for call in hook_calls:
+            values = []
+            for leaf in call.leaves:
+                token = (unit, index)
+                arrived = token in received
+                values.append(
+                    received[token] if arrived else self._filler(unit, index, leaf, device)
+                )
+                index -= 1
+            arguments = [self._filler(unit, None, leaf, device) for leaf in call.arguments]
+            module = owner.get_submodule(call.name)
+            output = pytree.tree_unflatten(values, call.spec)
             call_foreign_hook(
-                module, one.hook, pytree.tree_unflatten(arguments, one.arguments_spec), output
+                module, call.hook, pytree.tree_unflatten(arguments, call.arguments_spec), output
             )
 
     def _filler(self, unit: int, k: int | None, leaf: Any, device: Any) -> Any:
@@ -327,17 +329,17 @@ class Stub:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         dtype, shape = leaf.dtype, leaf.shape
-        known = self.leaves.get((unit, k)) if k is not None else None
-        written = k is not None and (known is None or known.mutated)
-        key, alone = (dtype, shape, device), written or _is_observed()
-        if not alone and (blank := self._placeholders.get(key)) is not None:
+        leaf_info = self.leaves.get((unit, k)) if k is not None else None
+        written = k is not None and (leaf_info is None or leaf_info.mutated)
+        key, unshared = (dtype, shape, device), written or _is_observed()
+        if not unshared and (blank := self._placeholders.get(key)) is not None:
             return blank.detach()
         number = math.nan if dtype.is_floating_point else 0
-        made = torch.full(shape if written else (), number, dtype=dtype, device=device)
+        placeholder = torch.full(shape if written else (), number, dtype=dtype, device=device)
         # an expanded placeholder cannot be written into, a tensor of one number can
-        if not alone and leaf.numel() > 1 and not made.is_meta:
-            self._placeholders[key] = made.expand(shape)
-        return made.expand(shape)
+        if not unshared and leaf.numel() > 1 and not placeholder.is_meta:
+            self._placeholders[key] = placeholder.expand(shape)
+        return placeholder.expand(shape)
 
     def _run_on_meta(self, unit: int, args: Any, kwargs: Any, module: nn.Module) -> _UnitOutput:
         counted, hook_calls = DrawCounter(), list[_HookCall]()
@@ -365,13 +367,13 @@ class Stub:
                 stack.enter_context(SourceMode(counted))
                 stack.enter_context(intercept_hooks(self.units[unit], on_hook, hooked=module))
                 arguments = meta_batch(args), meta_batch(kwargs)
-                before = [(t, t._version) for t in tensors_in(arguments)]
+                versions = [(t, t._version) for t in tensors_in(arguments)]
                 output = self.units[unit](*arguments[0], **arguments[1])
         except (RuntimeError, NotImplementedError) as error:
             name, reason = self.names[unit], "has an output whose shape depends on data"
             raise refusal("S612", name, reason, note=str(error)) from error
         leaves, spec = pytree.tree_flatten(output)
-        changed = {id(t) for t, version in before if t._version != version}
+        changed = {id(t) for t, version in versions if t._version != version}
         written = frozenset(k for k, leaf in enumerate(leaves) if id(leaf) in changed)
         return leaves, spec, counted.calls, hook_calls, written
 
@@ -458,26 +460,26 @@ class Stage:
         output: Any,
         batch: Mapping[str, Any],
         train: bool,
-        made: dict[Token, torch.Tensor],
+        sent: dict[Token, torch.Tensor],
         edges: dict[Token, GradientEdge],
     ) -> ForwardResult:
         """Return the result of the last stage: the output, and in training the loss."""
         loss = loss_of(output, batch, self.loss) if train else None
-        return ForwardResult(made, edges, output, loss)
+        return ForwardResult(sent, edges, output, loss)
 
     def _replay(
         self, batch: Mapping[str, Any], received: Mapping[Token, torch.Tensor], train: bool
     ) -> ForwardResult:
         """Run the model's own forward, with only the units of this stage."""
-        made: dict[Token, torch.Tensor] = {}
+        sent: dict[Token, torch.Tensor] = {}
         edges: dict[Token, GradientEdge] = {}
         device = _batch_device(batch)
-        order, first, end = CallOrder(self.cut.graph.labels), self.units.start, self.units.stop
+        order, begin, end = CallOrder(self.cut.graph.labels), self.units.start, self.units.stop
 
         def handle(unit: int, original: Any, args: Any, kwargs: Any) -> Any:
             order.check(unit)
-            if unit < first:
-                if order.due == first:
+            if unit < begin:
+                if order.due == begin:
                     policies.replayed = False
                 module = self.switch.modules[unit]
                 return self.stub(unit, args, kwargs, received, device, module)
@@ -485,50 +487,50 @@ class Stage:
                 raise StageEnd
             if unit not in self.senders:
                 return original(*args, **kwargs)
-            with self._catch_hooks(unit, made, edges) if unit in self.hook_units else nullcontext():
+            with self._catch_hooks(unit, sent, edges) if unit in self.hook_units else nullcontext():
                 output = original(*args, **kwargs)
-            self._capture(unit, output, made, edges)
+            self._capture(unit, output, sent, edges)
             return output
 
-        before, policies.replayed = policies.replayed, first > 0
+        previous, policies.replayed = policies.replayed, begin > 0
         try:
             with self.switch.using(handle):
                 try:
                     output = run_model(self.model, batch)
                 except StageEnd:
-                    return ForwardResult(made, edges)
+                    return ForwardResult(sent, edges)
                 order.check(len(self.cut.graph.units))
-                return self._last_result(output, batch, train, made, edges)
+                return self._last_result(output, batch, train, sent, edges)
         finally:
-            policies.replayed = before
+            policies.replayed = previous
 
     def _capture(
-        self, unit: int, output: Any, made: dict[Token, Tensor], edges: dict[Token, GradientEdge]
+        self, unit: int, output: Any, sent: dict[Token, Tensor], edges: dict[Token, GradientEdge]
     ) -> None:
         leaves = (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
         for k, leaf in enumerate(leaves):
-            self._send((unit, k), leaf, made, edges)
+            self._send((unit, k), leaf, sent, edges)
 
     def _send(
-        self, token: Token, leaf: Any, made: dict[Token, Tensor], edges: dict[Token, GradientEdge]
+        self, token: Token, leaf: Any, sent: dict[Token, Tensor], edges: dict[Token, GradientEdge]
     ) -> None:
         if token not in self.sent_tokens:
             return
         if leaf.requires_grad:
             edges[token] = get_gradient_edge(leaf)  # taken now: the leaf may be written into later
         value = leaf.detach()
-        made[token] = value.clone() if self.cut.graph.leaves[token].mutated else value
+        sent[token] = value.clone() if self.cut.graph.leaves[token].mutated else value
 
     @contextmanager
     def _catch_hooks(
-        self, unit: int, made: dict[Token, torch.Tensor], edges: dict[Token, GradientEdge]
+        self, unit: int, sent: dict[Token, torch.Tensor], edges: dict[Token, GradientEdge]
     ) -> Iterator[None]:
         """Capture the arguments of hooks inside a unit, because other stages need them."""
         sides = count(1)
 
         def on_hook(name: str, hook: int, call: CallHook, arguments: Any, output: Any) -> Any:
             for leaf in pytree.tree_leaves(output):
-                self._send((unit, -next(sides)), leaf, made, edges)
+                self._send((unit, -next(sides)), leaf, sent, edges)
             return call(arguments, output)
 
         with intercept_hooks(self.model.get_submodule(self.cut.graph.units[unit]), on_hook):

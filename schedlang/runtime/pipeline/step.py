@@ -64,8 +64,8 @@ class PipelineStep:
         self.pipe, self.batches, self.train, self.keep = pipe, batches, train, keep_outputs
         self.scale: list[Number] = [1.0] * len(batches) if scale is None else list(scale)
         assert len(self.scale) == len(batches), "one scale per microbatch"
-        alone = len(pipe.timeline.edges) == 0
-        self.signatures = [None if alone else (train, signature(batch)) for batch in batches]
+        is_single = len(pipe.timeline.edges) == 0
+        self.signatures = [None if is_single else (train, signature(batch)) for batch in batches]
         self.flights: dict[WorkItem, InFlight] = {}
         self.recompute_inputs: dict[WorkItem, RecomputeInputs] = {}
         self.host_copies: dict[WorkItem, list[tuple[torch.Tensor, torch.device]]] = {}
@@ -102,37 +102,38 @@ class PipelineStep:
                 received, stage.model, self.pipe.mail.device
             )
             # the second run must get the same inputs as the first
-            own = {t: v.clone() if t in route.written else v for t, v in received.items()}
+            inputs = {t: v.clone() if t in route.written else v for t, v in received.items()}
             with torch.no_grad():
-                done, _ = self.run(stage, work, own)
+                result, _ = self.run(stage, work, inputs)
             self.recompute_inputs[work].memo = last_memo()
             self.recompute_inputs[work].before.store_changes(type(stage.model).__name__)
         else:
-            done = self.run_forward(work, received)
-        made = done.values
+            result = self.run_forward(work, received)
+        values_of = result.values
         for name, is_local, tokens, awaited in route.outgoing:
             if is_local:  # each stage of this rank writes into its own copy
                 self.local_messages[name] = [
-                    (made[t].clone() if t in route.written else made[t]).detach() for t in tokens
+                    (values_of[t].clone() if t in route.written else values_of[t]).detach()
+                    for t in tokens
                 ]
                 continue
-            values = [made[token] for token in tokens]
+            values = [values_of[token] for token in tokens]
             layout = layout_of(values)
             self.outbox[name] = values, layout
             if self.train:
-                same = awaited == tokens
-                self.layouts[name] = layout if same else layout_of([made[t] for t in awaited])
+                equal = awaited == tokens
+                self.layouts[name] = layout if equal else layout_of([values_of[t] for t in awaited])
         if stage.last:
-            if self.train and (done.loss is None or not is_loss(done.loss)):
+            if self.train and (result.loss is None or not is_loss(result.loss)):
                 batch = self.batches[work.microbatch]
                 has_loss = stage.loss is not None
                 raise Refusal(
-                    bad_loss_diagnostic(done.loss, stage.model, batch)
+                    bad_loss_diagnostic(result.loss, stage.model, batch)
                     if has_loss
-                    else no_loss_diagnostic(stage.model, done.output, batch)
+                    else no_loss_diagnostic(stage.model, result.output, batch)
                 )
-            loss = None if done.loss is None else done.loss.detach()
-            output = _detach_output(done.output, stage.model) if self.keep else None
+            loss = None if result.loss is None else result.loss.detach()
+            output = _detach_output(result.output, stage.model) if self.keep else None
             self.store_result(work, loss, output)
 
     def run_forward(self, work: WorkItem, received: Mapping[Token, torch.Tensor]) -> ForwardResult:
@@ -146,15 +147,15 @@ class PipelineStep:
                 entered = {**entered, token: as_graph_input(value)}
         bag = self.make_bag(stage, work) if work in self.pipe.offloaded else None
         if bag is None:
-            done, carried = self.run(stage, work, entered)
+            result, carried = self.run(stage, work, entered)
         else:
             with self.pipe.collect_into(bag):
-                done, carried = self.run(stage, work, entered)
+                result, carried = self.run(stage, work, entered)
             bag.close(leaves.values())
         if self.train:
-            loss = done.loss if stage.last else None
-            self.flights[work] = InFlight(leaves, done.edges, loss, carried=carried, bag=bag)
-        return done
+            loss = result.loss if stage.last else None
+            self.flights[work] = InFlight(leaves, result.edges, loss, carried=carried, bag=bag)
+        return result
 
     def make_bag(self, stage: Stage, work: WorkItem) -> SavedStorages:
         """Return a bag for the tensors that a forward saves, except weights, buffers and model
@@ -215,8 +216,8 @@ class PipelineStep:
             roots.append(flight.loss)
             grads.append(filled_like(flight.loss, self.weight(work)))
         if flight.carried is not None:
-            more, their = flight.carried.roots()
-            roots, grads = [*roots, *more], [*grads, *their]
+            carried_roots, carried_grads = flight.carried.roots()
+            roots, grads = [*roots, *carried_roots], [*grads, *carried_grads]
         return roots, grads
 
     def return_gradients(self, flight: InFlight, work: WorkItem) -> None:
@@ -250,13 +251,13 @@ def _detach_output(output: Any, model: torch.nn.Module) -> Any:
 
     A parameter of the model in the output is copied, because gathered weights will be freed.
     """
-    held = {one for p in model.parameters() if (one := _storage_address(p)) is not None}
+    stored = {key for p in model.parameters() if (key := _storage_address(p)) is not None}
 
     def made(leaf: Any) -> Any:
         leaf = leaf.full() if isinstance(leaf, LazyLogits) else leaf
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        return leaf.detach().clone() if _storage_address(leaf) in held else leaf.detach()
+        return leaf.detach().clone() if _storage_address(leaf) in stored else leaf.detach()
 
     with torch.no_grad():
         return pytree.tree_map(made, output)

@@ -88,34 +88,34 @@ class WeightVersions:
             parameter.data = value
         self._installed = version
 
-    def _step(self, made: int) -> None:
-        assert made == self.newest + 1, f"version {made} after {self.newest}"
+    def _step(self, version: int) -> None:
+        assert version == self.newest + 1, f"version {version} after {self.newest}"
         if self._last.get(self.newest, -1) > self._at:
-            old = [p.data for p in self.parameters]
-            self._kept[self.newest] = old
-            for parameter, value in zip(self.parameters, old):
+            values = [p.data for p in self.parameters]
+            self._kept[self.newest] = values
+            for parameter, value in zip(self.parameters, values):
                 parameter.data = value.clone()
         else:
             self._kept.pop(self.newest, None)
-        places = [p.data_ptr() for p in self.parameters]
+        addresses = [p.data_ptr() for p in self.parameters]
         with _unsafe_preserve_version_counter(tuple(self.parameters)):
-            self.update(made)
-        if places != [p.data_ptr() for p in self.parameters]:
+            self.update(version)
+        if addresses != [p.data_ptr() for p in self.parameters]:
             raise _replaced_tensors()
-        self.newest = self._installed = made
+        self.newest = self._installed = version
         if self._at < len(self._rows) - 1:
             drop_gradients(self.parameters)
 
 
 def sum_update_weights(
-    everyone: Sequence[Sequence[float]], made: Sequence[int]
+    rank_weights: Sequence[Sequence[float]], versions: Sequence[int]
 ) -> dict[int, float]:
     """Return the total weight of the microbatches of each update, from the weights on each
     replica."""
     total: dict[int, float] = {}
-    for weights in everyone:
+    for weights in rank_weights:
         for microbatch, weight in enumerate(weights):
-            total[made[microbatch]] = total.get(made[microbatch], 0.0) + weight
+            total[versions[microbatch]] = total.get(versions[microbatch], 0.0) + weight
     return total
 
 

@@ -51,9 +51,9 @@ class ArgumentShard:
                 reorder_for_split(x, self.placement(x), self.edge.group), self.dim, self.edge.group
             )
         if not x.requires_grad:  # calls that other modes follow: a rank may know more of its tokens
-            whole, group = reorder_for_split(x, self.placement(x), self.edge.group), self.edge.group
-            size = whole.shape[self.dim] // group.size
-            return whole.narrow(self.dim, group.rank * size, size).contiguous()
+            full, group = reorder_for_split(x, self.placement(x), self.edge.group), self.edge.group
+            size = full.shape[self.dim] // group.size
+            return full.narrow(self.dim, group.rank * size, size).contiguous()
         return redistribute(x, R, self.placement(x), self.edge.group)
 
 
@@ -62,11 +62,11 @@ def replace_argument(
 ) -> tuple[Any, Any]:
     """Return a call's arguments with `change` applied to the tensor of one parameter, if passed."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
-    place = names.index(name)
+    position = names.index(name)
     if isinstance(kwargs.get(name), Tensor):
         return args, {**kwargs, name: change(kwargs[name])}
-    if place < len(args) and isinstance(args[place], Tensor):
-        return (*args[:place], change(args[place]), *args[place + 1 :]), kwargs
+    if position < len(args) and isinstance(args[position], Tensor):
+        return (*args[:position], change(args[position]), *args[position + 1 :]), kwargs
     return args, kwargs
 
 
@@ -105,33 +105,35 @@ def dry_run_arguments(
         if axis in note.tags or (part.unit and x.shape[part.dim] % part.unit):
             on_split(part, None)
             return x
-        now = replace(part, summed=axis in note.entered)
-        on_split(part, now)
-        local = follower.run_muted(now.cut, x)
-        tag = Tag(part.dim, block_sizes(part.placement(x), x.shape[part.dim]), now.edge.group.label)
+        shard = replace(part, summed=axis in note.entered)
+        on_split(part, shard)
+        local = follower.run_muted(shard.cut, x)
+        tag = Tag(
+            part.dim, block_sizes(part.placement(x), x.shape[part.dim]), shard.edge.group.label
+        )
         if not part.unit:
-            follower.tokens.add((now.edge.group.label, axis))
+            follower.tokens.add((shard.edge.group.label, axis))
         entered = note.entered - {axis}
         follower.put(local, Note({**note.tags, axis: tag}, frozenset(), True, entered))
         return local
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        made: list[tuple[ArgumentShard, Tensor]] = []
+        shards: list[tuple[ArgumentShard, Tensor]] = []
 
         def kept(part: ArgumentShard, x: Tensor) -> Tensor:
             local = cut(part, x)
             if local is not x:
-                made.append((part, local))
+                shards.append((part, local))
             return local
 
         for part in parts:
             args, kwargs = replace_argument(module, part.name, partial(kept, part), args, kwargs)
         with torch._C.DisableTorchFunction():  # not seen by function modes
-            before = [local._version for _, local in made]
+            versions = [local._version for _, local in shards]
         output = inner(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            now = [local._version for _, local in made]
-        for (part, _), *counted in zip(made, before, now):
+            new_versions = [local._version for _, local in shards]
+        for (part, _), *counted in zip(shards, versions, new_versions):
             if len({*counted}) > 1:  # the caller's full tensor would not be changed
                 raise follower.refuse(
                     f"`{part.name}` is changed in place, but a rank has only a shard of it",
@@ -144,7 +146,7 @@ def dry_run_arguments(
 
 
 def find_full_arguments(
-    module: nn.Module, given: tuple[Any, Any], axis: str, unit: int, tokens: bool
+    module: nn.Module, call_arguments: tuple[Any, Any], axis: str, unit: int, tokens: bool
 ) -> list[tuple[str, int]]:
     """Return (name, dim) of the full arguments of a call that have all heads or tokens in a dim.
 
@@ -152,11 +154,11 @@ def find_full_arguments(
     tokens.
     """
     names = list(inspect.signature(type(module).forward).parameters)[1:]
-    args, kwargs = given
-    found = []
+    args, kwargs = call_arguments
+    full_dims = []
     for name, value in [*zip(names, args), *((k, v) for k, v in kwargs.items() if k in names)]:
         if isinstance(value, Tensor) and axis not in Follower.of(value).tags:
             dims = range(value.ndim)
             sizes = {unit} if tokens else {n for n in value.shape if n and n % unit == 0}
-            found += [(name, d) for d in dims if value.shape[d] in sizes]
-    return found
+            full_dims += [(name, d) for d in dims if value.shape[d] in sizes]
+    return full_dims

@@ -63,46 +63,46 @@ def mixed_dims(
     name: str,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    whole: tuple[int, ...],
+    sizes: tuple[int, ...],
     after: tuple[int, ...],
     integers: Sequence[int] = (),
 ) -> set[int]:
     """Return the dims of the main tensor along which a call mixes elements.
 
-    `whole` and `after` are the original's shapes before and after the call, `integers` the
+    `sizes` and `after` are the original's shapes before and after the call, `integers` the
     integers among the original's arguments.
     """
     if name in WINDOWS:
-        return set(range(len(whole) - _positions(name, len(whole)), len(whole)))
+        return set(range(len(sizes) - _positions(name, len(sizes)), len(sizes)))
     if name == "group_norm":  # a rank's channels as the full number of groups: smaller groups
         groups = kwargs.get("num_groups", args[1] if len(args) > 1 else None)
         return set(
-            range(1 if groups == next(iter(integers), None) else FIRST_POSITION_DIM, len(whole))
+            range(1 if groups == next(iter(integers), None) else FIRST_POSITION_DIM, len(sizes))
         )
     if name == "batch_norm":
-        return {0, *range(FIRST_POSITION_DIM, len(whole))}
+        return {0, *range(FIRST_POSITION_DIM, len(sizes))}
     if name in ("layer_norm", "rms_norm"):
         shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else (0,))
-        return set(range(len(whole) - len(tuple(shape)), len(whole)))
+        return set(range(len(sizes) - len(tuple(shape)), len(sizes)))
     if name == "pad":
-        given = kwargs.get("pad", args[1] if len(args) > 1 else ())
-        pairs = list(zip(given[::2], given[1::2]))
-        return {len(whole) - 1 - at for at, pair in enumerate(pairs) if any(pair)}
+        pads = kwargs.get("pad", args[1] if len(args) > 1 else ())
+        pairs = list(zip(pads[::2], pads[1::2]))
+        return {len(sizes) - 1 - position for position, pair in enumerate(pairs) if any(pair)}
     if name in ("interpolate", "upsample"):
-        return _resized(args, kwargs, whole, after)
+        return _resized(args, kwargs, sizes, after)
     return set()
 
 
 def _positions(name: str, dims: int) -> int:
     """Return how many of the last of `dims` dims are positions; the rows' dim may be missing."""
-    count = next((int(one) for one in name if one.isdigit()), 0)
+    count = next((int(character) for character in name if character.isdigit()), 0)
     return count or (
         max(2, dims - FIRST_POSITION_DIM) if name in IMAGES else dims - FIRST_POSITION_DIM
     )
 
 
 def _resized(
-    args: Sequence[Any], kwargs: Mapping[str, Any], whole: tuple[int, ...], after: tuple[int, ...]
+    args: Sequence[Any], kwargs: Mapping[str, Any], shape: tuple[int, ...], after: tuple[int, ...]
 ) -> set[int]:
     """Return the dims of positions that a resize mixes.
 
@@ -110,9 +110,9 @@ def _resized(
     """
     mode = kwargs.get("mode", args[3] if len(args) > 3 else "nearest")
     if mode not in ("nearest", "nearest-exact"):
-        return set(range(FIRST_POSITION_DIM, len(whole)))
-    moved = range(FIRST_POSITION_DIM, len(whole))
-    return {d for d in moved if after[d] % whole[d] and whole[d] % after[d]}
+        return set(range(FIRST_POSITION_DIM, len(shape)))
+    dims = range(FIRST_POSITION_DIM, len(shape))
+    return {d for d in dims if after[d] % shape[d] and shape[d] % after[d]}
 
 
 ELEMENTWISE = {
@@ -161,8 +161,8 @@ class SplitOperand:
 
     def local_indices(self, ranks: int, rank: int) -> list[int]:
         """Return the indices of the split dim that a rank holds, in local order; -1 for zeros."""
-        found = self.tag.positions(self.size, ranks, rank)
-        return [index if index < self.size else -1 for index in found]
+        indices = self.tag.positions(self.size, ranks, rank)
+        return [index if index < self.size else -1 for index in indices]
 
 
 def check_operands(step: ComparedCall, axis: str) -> None:
@@ -172,72 +172,74 @@ def check_operands(step: ComparedCall, axis: str) -> None:
     """
     notes = [step.follower.of(tensor).tags.get(axis) for tensor in step.inputs]
     shapes = step.expected.inputs
-    met = [SplitOperand(k, tag, shape) for k, (tag, shape) in enumerate(zip(notes, shapes)) if tag]
-    how = _describe_difference(step, met, step.follower.sizes[axis]) if len(met) > 1 else ""
-    if how:
+    cuts = [SplitOperand(k, tag, shape) for k, (tag, shape) in enumerate(zip(notes, shapes)) if tag]
+    text = _describe_difference(step, cuts, step.follower.sizes[axis]) if len(cuts) > 1 else ""
+    if text:
         raise step.follower.refuse(
-            f"`{step.name}` gets tensors that are sharded over `{axis}` {how}",
+            f"`{step.name}` gets tensors that are sharded over `{axis}` {text}",
             axis,
             "give the blocks of fused weights: `blocks=`",
             "gather one of them first: `output=R` on its row",
         )
 
 
-def _describe_difference(call: RunningCall, met: Sequence[SplitOperand], ranks: int) -> str:
+def _describe_difference(call: RunningCall, cuts: Sequence[SplitOperand], ranks: int) -> str:
     """Describe how the splits of a call's tensors over one axis differ; "" if they match."""
-    dims = {role_of_dim(call, one) for one in met}
-    if len(met) < 2 or None in dims:
+    dims = {role_of_dim(call, split) for split in cuts}
+    if len(cuts) < 2 or None in dims:
         return ""
     if len(dims) > 1:
         return "along different dims"
-    same = all(_same_indices(met[0], other, ranks) for other in met[1:])
-    return "" if same else "in different orders"
+    all_equal = all(_same_indices(cuts[0], other, ranks) for other in cuts[1:])
+    return "" if all_equal else "in different orders"
 
 
-def role_of_dim(call: RunningCall, one: SplitOperand) -> object:
+def role_of_dim(call: RunningCall, split: SplitOperand) -> object:
     """Return the role of a tensor's split dim in a call; None if it is not known.
 
     The roles of dims that correspond to each other are equal.
     """
-    behind = one.tag.dim - len(one.full_shape)  # counted from the last dim
+    behind = split.tag.dim - len(split.full_shape)  # counted from the last dim
     name = call.name.strip("_").removeprefix("i" if call.name.startswith("__i") else "")
     if call.func is F.scaled_dot_product_attention:
         names = (("query", "size"), ("key", "size"), ("key", "size"), ("query", "key"))
-        return behind if behind < -2 or one.place > 3 else names[one.place][behind]
+        return behind if behind < -2 or split.place > 3 else names[split.place][behind]
     if name in ELEMENTWISE:
         return behind
     if name in JOINS:
         dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else 0)
         joined = (
-            isinstance(dim, int) and name != "stack" and dim % len(one.full_shape) == one.tag.dim
+            isinstance(dim, int)
+            and name != "stack"
+            and dim % len(split.full_shape) == split.tag.dim
         )
         return None if joined else behind
     if name in PRODUCTS:
-        return _factor(one.place, behind, len(one.full_shape))
+        return _factor(split.place, behind, len(split.full_shape))
     if name == "baddbmm":
-        return _factor(one.place - 1, behind, 3) if one.place else (-3, "left", "right")[behind]
+        return _factor(split.place - 1, behind, 3) if split.place else (-3, "left", "right")[behind]
     if name == "linear":
-        if one.place:
-            return ("out", "in")[behind] if one.place == 1 else "out"
+        if split.place:
+            return ("out", "in")[behind] if split.place == 1 else "out"
         return "in" if behind == -1 else behind
-    return _einsum_letter(call, one) if name == "einsum" else None
+    return _einsum_letter(call, split) if name == "einsum" else None
 
 
-def _factor(place: int, behind: int, ndim: int) -> object:
+def _factor(index: int, behind: int, ndim: int) -> object:
     """Return the role of a dim in a product of matrices: batch, left, right or summed."""
     if ndim == 1:
         return "sum"
     if behind < -2:
         return behind
-    return (("left", "sum") if place == 0 else ("sum", "right"))[behind]
+    return (("left", "sum") if index == 0 else ("sum", "right"))[behind]
 
 
-def _einsum_letter(call: RunningCall, one: SplitOperand) -> object:
+def _einsum_letter(call: RunningCall, split: SplitOperand) -> object:
     """Return the letter of a split dim in an einsum; None if it is not known."""
     if not call.args or not isinstance(call.args[0], str) or "." in call.args[0]:
         return None
     terms = call.args[0].replace(" ", "").split("->")[0].split(",")
-    return terms[one.place][one.tag.dim] if one.place < len(terms) else None
+    return terms[split.place][split.tag.dim] if split.place < len(terms) else None
 
 
 def _same_indices(a: SplitOperand, b: SplitOperand, ranks: int) -> bool:
@@ -248,7 +250,7 @@ def _same_indices(a: SplitOperand, b: SplitOperand, ranks: int) -> bool:
     """
     if (a.tag.blocks, a.tag.uneven) == (b.tag.blocks, b.tag.uneven):
         return True
-    few, many = sorted((a, b), key=lambda one: one.size)
+    few, many = sorted((a, b), key=lambda operand: operand.size)
     if not few.size or many.size % few.size:
         return False
     times = many.size // few.size
@@ -256,8 +258,8 @@ def _same_indices(a: SplitOperand, b: SplitOperand, ranks: int) -> bool:
         heads, members = few.local_indices(ranks, rank), many.local_indices(ranks, rank)
         if len(members) % len(heads):
             return False
-        each = len(members) // len(heads)
-        if any(heads[at // each] != index // times for at, index in enumerate(members)):
+        share = len(members) // len(heads)
+        if any(heads[k // share] != index // times for k, index in enumerate(members)):
             return False
     return True
 
@@ -277,7 +279,7 @@ def legal_splits(step: ComparedCall, axis: str) -> list[Uneven]:
         grouped = step.func is F.scaled_dot_product_attention
         return [queries] if grouped and queries == EVEN else []
     (uneven,) = kinds
-    merged = uneven.repeat > 1 and any(_merges(step, tag, whole) for tag, whole in tags)
+    merged = uneven.repeat > 1 and any(_merges(step, tag, full) for tag, full in tags)
     return [uneven, EVEN] if merged else [uneven]
 
 
@@ -286,13 +288,13 @@ def find_repeated_dim(
 ) -> int | None:
     """Return the dim of a result along which a shard held by several ranks is repeated, if any."""
     for axis in step.follower.sizes:
-        for tag, whole in _tags(step, axis):
-            if tag.along is not None and shape == whole:
+        for tag, full in _tags(step, axis):
+            if tag.along is not None and shape == full:
                 return tag.along
-            dim = tag.dim + 1 + len(shape) - len(whole)
+            dim = tag.dim + 1 + len(shape) - len(full)
             repeated = tag.uneven.repeat > 1 and step.name in EXPANDS and dim < len(shape)
             if repeated and local[dim] * tag.uneven.repeat == shape[dim]:
-                return dim if whole[tag.dim + 1] == 1 else None
+                return dim if full[tag.dim + 1] == 1 else None
     return None
 
 
@@ -302,10 +304,10 @@ def find_expanded_split(
     """Return the tags of a result for which each rank repeats a full tensor less often."""
     if len(differ) != 1 or step.name not in (*EXPANDS, "repeat_interleave"):
         return {}
-    (dim,), whole = differ, step.expected.inputs[0]
-    before = dim - (len(shape) - len(whole))
+    (dim,), full = differ, step.expected.inputs[0]
+    source_dim = dim - (len(shape) - len(full))
     for axis in step.follower.of(step.inputs[0]).entered:
-        single = before < 0 or whole[before] == 1
+        single = source_dim < 0 or full[source_dim] == 1
         if single and local[dim] * step.follower.sizes[axis] == shape[dim]:
             return {axis: Tag(dim, (shape[dim],))}
     return {}
@@ -313,13 +315,13 @@ def find_expanded_split(
 
 def repeat_blocks(name: str, tag: Tag, before: int, after: int) -> tuple[int, ...]:
     """Return the blocks of a split dim after a call that repeats it; empty if it does not."""
-    times, left = divmod(after, before)
-    if left or times < 2:
+    times, remainder = divmod(after, before)
+    if remainder or times < 2:
         return ()
     if name in ("repeat", "tile"):
         return tag.blocks * times  # the full dim is repeated as one piece
-    own = name == "repeat_interleave" and sum(tag.blocks) == before
-    return tuple(block * times for block in tag.blocks) if own else ()
+    in_place = name == "repeat_interleave" and sum(tag.blocks) == before
+    return tuple(block * times for block in tag.blocks) if in_place else ()
 
 
 def has_mixed_splits(notes: list[Note]) -> bool:
@@ -328,15 +330,15 @@ def has_mixed_splits(notes: list[Note]) -> bool:
     return len(kinds) > 1 or bool(kinds and any(note.entered for note in notes))
 
 
-def _merges(step: ComparedCall, tag: Tag, whole: tuple[int, ...]) -> bool:
+def _merges(step: ComparedCall, tag: Tag, full: tuple[int, ...]) -> bool:
     """Return whether the call repeats each part in place, next to itself."""
     if step.name == "repeat_interleave":
         dim: Any = step.kwargs.get("dim", step.args[2] if len(step.args) > 2 else None)
-        return isinstance(dim, int) and dim % len(whole) == tag.dim
+        return isinstance(dim, int) and dim % len(full) == tag.dim
     if step.name not in MERGES or tag.along != tag.dim + 1:
         return False
     after = step.expected.outputs[0]
-    outer, merged = math.prod(whole[: tag.dim]), whole[tag.dim] * whole[tag.along]
+    outer, merged = math.prod(full[: tag.dim]), full[tag.dim] * full[tag.along]
     return any(math.prod(after[:d]) == outer and n == merged for d, n in enumerate(after))
 
 
@@ -350,8 +352,8 @@ def _tags(step: ComparedCall, axis: str) -> list[tuple[Tag, tuple[int, ...]]]:
 def unmatched_block_size(notes: list[Note], axis: str | None) -> int:
     """Return the block size of the split tensor if other tensors are full; 0 if there is no mix."""
     tags = [note.tags.get(axis) for note in notes] if axis is not None else []
-    found = next((tag.blocks[0] for tag in tags if tag is not None), 0)
-    return found if None in tags and found > 1 else 0
+    block_size = next((tag.blocks[0] for tag in tags if tag is not None), 0)
+    return block_size if None in tags and block_size > 1 else 0
 
 
 def find_full_parameters(notes: list[Note], axis: str | None) -> tuple[frozenset[str], int]:
@@ -377,8 +379,8 @@ def reshape_factors(expected: Call, tag: Tag | None) -> tuple[int, ...]:
 
 def count_joined_rows(before: tuple[int, ...], tag: Tag, after: tuple[int, ...], dim: int) -> int:
     """Return how many rows of heads a reshape concatenates in a dim; 0 if it does not."""
-    outer, left = math.prod(before[: tag.dim]), math.prod(after[:dim])
-    rows = outer // left if left else 0
+    outer, outer_after = math.prod(before[: tag.dim]), math.prod(after[:dim])
+    rows = outer // outer_after if outer_after else 0
     joined = len(tag.blocks) == 1 and rows > 1 and rows * before[tag.dim] == after[dim]
     return rows if joined else 0
 
@@ -418,12 +420,12 @@ def find_repeat(calls: Sequence[Call]) -> Repeat | None:
         dim = _grown(first.inputs[0], first.outputs[0])
         return None if dim is None else Repeat(dim, first.inputs[0], first.outputs[0], 1)
     chain = calls[:3]
-    known = zip(chain, (OPENS, REPEATING, MERGES))
-    if len(chain) < 3 or not all(_single(one) and one.name in names for one, names in known):
+    expected = zip(chain, (OPENS, REPEATING, MERGES))
+    if len(chain) < 3 or not all(_single(call) and call.name in names for call, names in expected):
         return None
     if any(a.outputs[0] != b.inputs[0] for a, b in zip(chain, chain[1:])):
         return None
-    before, opened, expanded, after = first.inputs[0], *(one.outputs[0] for one in chain)
+    before, opened, expanded, after = first.inputs[0], *(call.outputs[0] for call in chain)
     dim = _grown(before, after)
     if dim is None:
         return None
@@ -441,15 +443,15 @@ def find_skipped_repeats(
     `calls` are the original's next calls, `inputs` the tensors of the call on this rank.  Empty
     where the next call behind the repeats has another name.
     """
-    found: list[Repeat] = []
-    place = 0
-    while repeat := find_repeat(calls[place : place + 3]):
-        if calls[place].name == name and _fits(calls[place], inputs, follower):
+    skipped: list[Repeat] = []
+    index = 0
+    while repeat := find_repeat(calls[index : index + 3]):
+        if calls[index].name == name and _fits(calls[index], inputs, follower):
             break
-        found.append(repeat)
-        place += repeat.calls
-    agrees = place < len(calls) and calls[place].name == name
-    return found if agrees else []
+        skipped.append(repeat)
+        index += repeat.calls
+    agrees = index < len(calls) and calls[index].name == name
+    return skipped if agrees else []
 
 
 def _fits(call: Call, inputs: Sequence[Tensor], follower: Follower) -> bool:
@@ -468,43 +470,43 @@ def apply_repeats(inputs: list[Tensor], expected: Call | None, follower: Followe
     """
     if expected is None or len(expected.inputs) != len(inputs):
         return inputs
-    found = []
-    for tensor, whole in zip(inputs, expected.inputs):
-        before = follower.of(tensor)
-        note = _repeated(tensor, before, whole, follower)
-        if note is before and _is_unrepeated(tensor, note, whole, follower):
-            axis = next((a for other in inputs for a in follower.of(other).tags), None)
+    results = []
+    for tensor, full in zip(inputs, expected.inputs):
+        old_note = follower.of(tensor)
+        note = _repeated(tensor, old_note, full, follower)
+        if note is old_note and _is_unrepeated(tensor, note, full, follower):
+            axis = next((a for operand in inputs for a in follower.of(operand).tags), None)
             raise follower.refuse(
                 f"`{expected.name}` gets a replicated tensor together with sharded ones",
                 axis,
                 "shard the projection that computes it in the same way: `shard(col, ...)`",
             )
-        found.append(tensor if note is before else _stand_in(tensor))
-        if note is not before:
-            follower.put(found[-1], note)
-    return found
+        results.append(tensor if note is old_note else _stand_in(tensor))
+        if note is not old_note:
+            follower.put(results[-1], note)
+    return results
 
 
-def _repeated(tensor: Tensor, note: Note, whole: Shape, follower: Follower) -> Note:
+def _repeated(tensor: Tensor, note: Note, full: Shape, follower: Follower) -> Note:
     """Return the note of a tensor in whose place the original's call gets one of shape
-    `whole`."""
+    `full`."""
     for repeat in follower.left_out:
         dim, times = repeat.dim, repeat.times
-        if repeat.after != whole or tensor.ndim != len(whole):
+        if repeat.after != full or tensor.ndim != len(full):
             continue
         for axis, size in follower.sizes.items():
             tag = note.tags.get(axis)
-            held = tag is not None and (tag.dim, tag.uneven.repeat) == (dim, times)
+            is_held = tag is not None and (tag.dim, tag.uneven.repeat) == (dim, times)
             single = axis in note.entered and repeat.before[dim] == 1
-            if (held or single) and tensor.shape[dim] * size == whole[dim]:
+            if (is_held or single) and tensor.shape[dim] * size == full[dim]:
                 blocks = tuple(n * times for n in tag.blocks) if tag else (times,)
-                made = Tag(dim, blocks, tag.by if tag else "", EVEN)
-                tags = {**note.tags, axis: made}
+                new_tag = Tag(dim, blocks, tag.by if tag else "", EVEN)
+                tags = {**note.tags, axis: new_tag}
                 return replace(note, tags=tags, entered=note.entered - {axis})
     return note
 
 
-def _is_unrepeated(tensor: Tensor, note: Note, whole: Shape, follower: Follower) -> bool:
+def _is_unrepeated(tensor: Tensor, note: Note, full: Shape, follower: Follower) -> bool:
     """Return whether a tensor is the original's full tensor before a repeat that ranks skip.
 
     Such a rank has all indices, and would combine them with other indices than the original does.
@@ -512,8 +514,8 @@ def _is_unrepeated(tensor: Tensor, note: Note, whole: Shape, follower: Follower)
     """
     dims = {tag.dim for tag in note.tags.values()}
     return any(
-        repeat.after == whole
-        and tensor.ndim == len(whole)
+        repeat.after == full
+        and tensor.ndim == len(full)
         and tensor.shape[repeat.dim] == repeat.before[repeat.dim] > 1
         and repeat.dim not in dims
         for repeat in follower.left_out
@@ -534,9 +536,9 @@ def _grown(before: Shape, after: Shape) -> int | None:
     """Return the only dim whose size changed, if the new size is a multiple of the old one."""
     if len(before) != len(after):
         return None
-    found = [dim for dim, (a, b) in enumerate(zip(before, after)) if a != b]
-    fits = len(found) == 1 and before[found[0]] and after[found[0]] % before[found[0]] == 0
-    return found[0] if fits else None
+    changed = [dim for dim, (a, b) in enumerate(zip(before, after)) if a != b]
+    fits = len(changed) == 1 and before[changed[0]] and after[changed[0]] % before[changed[0]] == 0
+    return changed[0] if fits else None
 
 
 # -- calls that have a rule -----------------------------------------------------------------------
@@ -561,24 +563,24 @@ BY_RULE = {
 def has_rule(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether there is a rule for what a call of this name does along each dim."""
     if name == "__getitem__":  # indices in a list or a tensor refer to the full dim
-        return not any(isinstance(one, Tensor | list) for one in pytree.tree_leaves(args[1:]))
+        return not any(isinstance(value, Tensor | list) for value in pytree.tree_leaves(args[1:]))
     if name == "repeat_interleave":  # without a dim all dims are flattened
         dim = args[2] if len(args) > 2 else kwargs.get("dim")
         return dim is not None
-    plain = name.strip("_")
-    names = {name, plain}
-    if name.startswith("__") and plain[:1] in ("i", "r"):  # in place, or from the right
-        names.add(plain[1:])
-    return any(one in BY_RULE or one in ELEMENTWISE or _elementwise(one) for one in names)
+    bare_name = name.strip("_")
+    names = {name, bare_name}
+    if name.startswith("__") and bare_name[:1] in ("i", "r"):  # in place, or from the right
+        names.add(bare_name[1:])
+    return any(value in BY_RULE or value in ELEMENTWISE or _elementwise(value) for value in names)
 
 
 def is_elementwise(name: str) -> bool:
     """Return whether calls of this name are elementwise; also in-place and reflected operators."""
-    plain = name.strip("_")
-    names = {name, plain}
-    if name.startswith("__") and plain[:1] in ("i", "r"):
-        names.add(plain[1:])
-    return any(one in ELEMENTWISE or _elementwise(one) for one in names)
+    bare_name = name.strip("_")
+    names = {name, bare_name}
+    if name.startswith("__") and bare_name[:1] in ("i", "r"):
+        names.add(bare_name[1:])
+    return any(candidate in ELEMENTWISE or _elementwise(candidate) for candidate in names)
 
 
 @cache
@@ -587,7 +589,7 @@ def _elementwise(name: str) -> bool:
     packet = getattr(torch.ops.aten, name.partition(".")[0], None)
     if packet is None or not hasattr(packet, "overloads"):
         return False
-    some = [one for one in packet.overloads() if not one.endswith("out")]
-    every = [one for one in (getattr(packet, o) for o in some) if one._schema.arguments]
-    mine = [one for one in every if str(one._schema.arguments[0].type) == "Tensor"]
-    return bool(mine) and all(torch.Tag.pointwise in one.tags for one in mine)
+    names = [op for op in packet.overloads() if not op.endswith("out")]
+    ops = [op for op in (getattr(packet, o) for o in names) if op._schema.arguments]
+    on_tensors = [op for op in ops if str(op._schema.arguments[0].type) == "Tensor"]
+    return bool(on_tensors) and all(torch.Tag.pointwise in op.tags for op in on_tensors)

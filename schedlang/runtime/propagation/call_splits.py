@@ -46,44 +46,48 @@ class CallSplit:
 
 def find_splits(call: RunningCall) -> tuple[CallSplit, ...]:
     """Return the ways to split a call; the way that splits nothing is left out."""
-    given = call.args, call.kwargs
-    ruled = has_rule(call.name, *given) or call.func in LOSSES or draws_logically(call.func, *given)
+    arguments = call.args, call.kwargs
+    ruled = (
+        has_rule(call.name, *arguments)
+        or call.func in LOSSES
+        or draws_logically(call.func, *arguments)
+    )
     ruled = ruled or call.name == "dropout"  # with p=0 it draws no mask
     if call.name in FILLS or not call.outputs or not ruled:
         return ()
-    found: dict[CallSplit, None] = {}
-    for place, tensor in enumerate(call.inputs):
+    splits: dict[CallSplit, None] = {}
+    for position, tensor in enumerate(call.inputs):
         for dim, size in enumerate(tensor.shape):
             if size > 1:
-                found.update(dict.fromkeys(_ways(call, place, dim)))
-    return tuple(found)
+                splits.update(dict.fromkeys(_ways(call, position, dim)))
+    return tuple(splits)
 
 
-def _ways(call: RunningCall, place: int, dim: int) -> Iterator[CallSplit]:
-    shapes = [tuple(one.shape) for one in call.inputs]
+def _ways(call: RunningCall, position: int, dim: int) -> Iterator[CallSplit]:
+    shapes = [tuple(tensor.shape) for tensor in call.inputs]
     if call.func in LOSSES:
-        yield from _split_loss(shapes, place, dim)
+        yield from _split_loss(shapes, position, dim)
         return
-    split = _split_dims(call, shapes, place, dim)
+    split = _split_dims(call, shapes, position, dim)
     if split is None or _computes_along(call, shapes, split):
         return
-    before, after = shapes[place], tuple(call.outputs[0].shape)
-    given = tuple(split)
+    before, after = shapes[position], tuple(call.outputs[0].shape)
+    input_dims = tuple(split)
     if call.name in RESHAPES and len(shapes) == 1:
-        yield from (CallSplit(given, (d,)) for d in _reshaped_dims(before, dim, after))
+        yield from (CallSplit(input_dims, (d,)) for d in _reshaped_dims(before, dim, after))
     elif call.name in EXPANDS and len(shapes) == 1 and call.name != "repeat":
-        yield CallSplit(given, (dim + len(after) - len(before),))
-    elif call.name in PARTS and all(one.shape[dim] != before[dim] for one in call.outputs):
-        yield CallSplit(given, (dim,) * len(call.outputs))
+        yield CallSplit(input_dims, (dim + len(after) - len(before),))
+    elif call.name in PARTS and all(tensor.shape[dim] != before[dim] for tensor in call.outputs):
+        yield CallSplit(input_dims, (dim,) * len(call.outputs))
     else:
-        made = _try_split(call, shapes, split)
-        if made is not None:
-            yield CallSplit(given, made)
+        output_dims = _try_split(call, shapes, split)
+        if output_dims is not None:
+            yield CallSplit(input_dims, output_dims)
 
 
-def _split_loss(shapes: Sequence[Shape], place: int, dim: int) -> Iterator[CallSplit]:
+def _split_loss(shapes: Sequence[Shape], position: int, dim: int) -> Iterator[CallSplit]:
     """Yield the ways to split a loss over classes: by rows, or by classes."""
-    if place == 0:
+    if position == 0:
         labels = [UNSPLIT] * (len(shapes) - 1)
         if dim != min(1, len(shapes[0]) - 1) and labels:
             labels[0] = dim if dim == 0 else dim - 1
@@ -91,35 +95,36 @@ def _split_loss(shapes: Sequence[Shape], place: int, dim: int) -> Iterator[CallS
 
 
 def _split_dims(
-    call: RunningCall, shapes: Sequence[Shape], place: int, dim: int
+    call: RunningCall, shapes: Sequence[Shape], position: int, dim: int
 ) -> list[int] | None:
-    """Return the split dim of each tensor if tensor `place` is split along `dim`; None: unknown."""
+    """Return the split dim of each tensor if tensor `position` is split along `dim`; None:
+    unknown."""
     split = [UNSPLIT] * len(shapes)
-    split[place] = dim
+    split[position] = dim
     if len(shapes) == 1:
         return split
-    size, role = shapes[place][dim], _role(call, place, dim, shapes[place])
+    size, role = shapes[position][dim], _role(call, position, dim, shapes[position])
     if role is None:
         return None
-    for other, shape in enumerate(shapes):
-        if other == place:
+    for other_position, shape in enumerate(shapes):
+        if other_position == position:
             continue
-        dims = [d for d in range(len(shape)) if _role(call, other, d, shape) == role]
+        dims = [d for d in range(len(shape)) if _role(call, other_position, d, shape) == role]
         if len(dims) > 1:
             return None
         if dims and shape[dims[0]] == size:
-            split[other] = dims[0]
+            split[other_position] = dims[0]
         elif dims and shape[dims[0]] != 1:
             if call.func is not F.scaled_dot_product_attention:  # fewer heads of keys
                 return None
-            split[other] = dims[0]
+            split[other_position] = dims[0]
     return split
 
 
-def _role(call: RunningCall, place: int, dim: int, shape: Shape) -> object:
+def _role(call: RunningCall, position: int, dim: int, shape: Shape) -> object:
     if call_rules.is_elementwise(call.name):
         return dim - len(shape)
-    return role_of_dim(call, SplitOperand(place, Tag(dim, (shape[dim],)), shape))
+    return role_of_dim(call, SplitOperand(position, Tag(dim, (shape[dim],)), shape))
 
 
 def _computes_along(call: RunningCall, shapes: Sequence[Shape], split: Sequence[int]) -> bool:
@@ -156,36 +161,36 @@ def _try_split(
     factor = next(k for k in range(2, size + 1) if size % k == 0)
     if any(d >= 0 and shape[d] % factor for shape, d in zip(shapes, split)):
         return None
-    made = infer_shard_shapes(call, shapes, [d if d >= 0 else None for d in split], factor)
-    if made is None or len(made) != len(call.outputs):
+    shard_shapes = infer_shard_shapes(call, shapes, [d if d >= 0 else None for d in split], factor)
+    if shard_shapes is None or len(shard_shapes) != len(call.outputs):
         return None
-    found = []
-    for shape, whole in zip(made, (tuple(one.shape) for one in call.outputs)):
-        if len(shape) != len(whole):
+    output_dims = []
+    for shape, full_shape in zip(shard_shapes, (tuple(tensor.shape) for tensor in call.outputs)):
+        if len(shape) != len(full_shape):
             return None
-        differ = [d for d, (a, b) in enumerate(zip(shape, whole)) if a != b]
-        if len(differ) == 1 and shape[differ[0]] * factor == whole[differ[0]]:
-            found.append(differ[0])
+        differ = [d for d, (a, b) in enumerate(zip(shape, full_shape)) if a != b]
+        if len(differ) == 1 and shape[differ[0]] * factor == full_shape[differ[0]]:
+            output_dims.append(differ[0])
         elif not differ and call.name in SUMS:
-            found.append(UNSPLIT)
+            output_dims.append(UNSPLIT)
         else:
             return None
-    return tuple(found)
+    return tuple(output_dims)
 
 
 # -- modules that are split as a unit -------------------------------------------------------------
 
 
-def linear_splits(x: Shape, out: int, bias: bool) -> tuple[CallSplit, ...]:
+def linear_splits(x: Shape, output_dim: int, bias: bool) -> tuple[CallSplit, ...]:
     """Return the ways of a projection: by rows, by outputs, by inputs (the bias is added last).
 
-    `x` is the input's shape, `out` the dim of the weight that holds outputs.
+    `x` is the input's shape, `output_dim` the dim of the weight that holds outputs.
     """
     last = len(x) - 1
-    rest = (UNSPLIT,) if bias else ()
-    by_rows = (CallSplit((d, UNSPLIT, *rest), (d,)) for d in range(last))
-    by_outputs = CallSplit((UNSPLIT, out, *((0,) if bias else ())), (last,))
-    return (*by_rows, by_outputs, CallSplit((last, 1 - out, *rest), (PARTIAL,)))
+    bias_dims = (UNSPLIT,) if bias else ()
+    by_rows = (CallSplit((d, UNSPLIT, *bias_dims), (d,)) for d in range(last))
+    by_outputs = CallSplit((UNSPLIT, output_dim, *((0,) if bias else ())), (last,))
+    return (*by_rows, by_outputs, CallSplit((last, 1 - output_dim, *bias_dims), (PARTIAL,)))
 
 
 def table_splits(x: Shape) -> tuple[CallSplit, ...]:
@@ -201,23 +206,23 @@ def norm_splits(x: Shape, parameters: int, normed: int) -> tuple[CallSplit, ...]
 
 def convolution_splits(x: Shape, bias: bool, grouped: bool) -> tuple[CallSplit, ...]:
     """Return the ways of a convolution: by rows, by positions (halos are sent), by channels."""
-    rest = (UNSPLIT,) if bias else ()
-    found = [CallSplit((d, UNSPLIT, *rest), (d,)) for d in (0, *range(2, len(x)))]
+    bias_dims = (UNSPLIT,) if bias else ()
+    splits = [CallSplit((d, UNSPLIT, *bias_dims), (d,)) for d in (0, *range(2, len(x)))]
     if not grouped:
-        found.append(CallSplit((UNSPLIT, 0, *((0,) if bias else ())), (1,)))
-        found.append(CallSplit((1, 1, *rest), (PARTIAL,)))
-    return tuple(found)
+        splits.append(CallSplit((UNSPLIT, 0, *((0,) if bias else ())), (1,)))
+        splits.append(CallSplit((1, 1, *bias_dims), (PARTIAL,)))
+    return tuple(splits)
 
 
-def expert_splits(parameters: int, rest: int) -> tuple[CallSplit, ...]:
+def expert_splits(parameters: int, row_inputs: int) -> tuple[CallSplit, ...]:
     """Return the ways of experts: by rows (with full or with split experts), by experts alone.
 
     With split experts each row is sent to the rank of its expert.  `parameters`: how many the
-    experts have, `rest`: how many tensors follow the rows among the arguments.
+    experts have, `row_inputs`: how many tensors follow the rows among the arguments.
     """
-    split, whole = (0,) * rest, (UNSPLIT,) * rest
+    split, unsplit = (0,) * row_inputs, (UNSPLIT,) * row_inputs
     return (
         CallSplit((0, *split, *(UNSPLIT,) * parameters), (0,)),
         CallSplit((0, *split, *(0,) * parameters), (0,)),
-        CallSplit((UNSPLIT, *whole, *(0,) * parameters), (PARTIAL,)),
+        CallSplit((UNSPLIT, *unsplit, *(0,) * parameters), (PARTIAL,)),
     )

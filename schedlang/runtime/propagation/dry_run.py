@@ -71,8 +71,8 @@ class AxisRequest:
     @property
     def uneven(self) -> Uneven:
         """The rule by which the module's own split fits the ranks."""
-        lies = (self.computes, self.input)
-        return next((p.uneven for p in lies if isinstance(p, S)), EVEN)
+        placements = (self.computes, self.input)
+        return next((p.uneven for p in placements if isinstance(p, S)), EVEN)
 
 
 @dataclass(frozen=True)
@@ -97,15 +97,15 @@ def dry_forward(
     module: nn.Module,
     inner: Callable[..., Any],
     follower: Follower,
-    found: dict[str, tuple[Edge, ...]],
+    known_edges: dict[str, tuple[Edge, ...]],
     /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     """Run a sharded module: resolve its edges at its first call, and note its results.
 
-    `inner` is the module's own forward; the edges are added to `found` under the module's name.
-    Raises Mismatch or Hoist.
+    `inner` is the module's own forward; the edges are added to `known_edges` under the module's
+    name. Raises Mismatch or Hoist.
     """
     main = _main(args, kwargs)
     note = follower.of(main)
@@ -113,12 +113,12 @@ def dry_forward(
         reason = f"`{leaf.fqn}` is sharded, and gets sharded logits"
         raise follower.refuse(reason, None, GATHER)
     edges: tuple[Edge, ...] = ()
-    for wanted in leaf.requests:
+    for request in leaf.requests:
         # each edge takes the result of the edge before: another axis may gather the same tensor
-        now = main if leaf.kind else _main(args, kwargs)
-        ranks = tuple(range(follower.sizes[wanted.axis]))
-        group = Group((wanted.axis,), ranks, 0, None, leaf.fqn)
-        edge = _edge(leaf, wanted, now, follower.of(now), group)
+        tensor = main if leaf.kind else _main(args, kwargs)
+        ranks = tuple(range(follower.sizes[request.axis]))
+        group = Group((request.axis,), ranks, 0, None, leaf.fqn)
+        edge = _edge(leaf, request, tensor, follower.of(tensor), group)
         edges = (*edges, edge)
         if leaf.kind:  # `input=` of another module says where
             if edge.input_before != edge.input_after == R and not edge.hoisted:
@@ -141,18 +141,18 @@ def dry_forward(
         edges = tuple(_with_output(edge, w, out, follower) for edge, w in zip(edges, leaf.requests))
         for edge in edges:
             out = map_result(partial(_exit, edge, follower), out)
-    if found.setdefault(leaf.fqn, edges) != edges:
-        axis = next(e.group.axes[0] for e, f in zip(edges, found[leaf.fqn]) if e != f)
+    if known_edges.setdefault(leaf.fqn, edges) != edges:
+        axis = next(e.group.axes[0] for e, f in zip(edges, known_edges[leaf.fqn]) if e != f)
         raise repeated_call_mismatch(follower, f"`{leaf.fqn}`", "input", axis)
     return out
 
 
-def repeated_call_mismatch(follower: Follower, fqn: str, what: str, axis: str) -> Mismatch:
-    """Return the mismatch of a module that is called again with another layout of `what`."""
+def repeated_call_mismatch(follower: Follower, fqn: str, label: str, axis: str) -> Mismatch:
+    """Return the mismatch of a module that is called again with another layout of `label`."""
     frames = follower.stack.frames
-    again = next((name for name, turn in frames if name and turn), frames[-1][0])
-    reason = f"{fqn} is called several times, and its {what} arrives differently"
-    help_ = f"let each call give the full tensor: `{again}  shard(output=R, over={axis})`"
+    repeated = next((name for name, call_number in frames if name and call_number), frames[-1][0])
+    reason = f"{fqn} is called several times, and its {label} arrives differently"
+    help_ = f"let each call give the full tensor: `{repeated}  shard(output=R, over={axis})`"
     return follower.refuse(reason, axis, help_)
 
 
@@ -170,25 +170,25 @@ def _hoist(edge: Edge, main: Tensor, follower: Follower) -> None:
     """
     enclosing = list(zip(follower.stack.frames, follower.stack.mains))[:-1]
     outermost = None
-    for (fqn, _), given in reversed(enclosing):
-        if given is not main:
+    for (fqn, _), module_input in reversed(enclosing):
+        if module_input is not main:
             break
         outermost = fqn
     if outermost:
         raise Hoist(outermost, edge.group.axes[0])
 
 
-def _with_output(edge: Edge, wanted: AxisRequest, out: Any, follower: Follower) -> Edge:
+def _with_output(edge: Edge, request: AxisRequest, output: Any, follower: Follower) -> Edge:
     """Return the edge with the placement that the module's output was found to have."""
-    main = next((t for t in tensors_in(out) if is_activation(t)), None)
-    tag = follower.of(main).tags.get(wanted.axis) if main is not None else None
+    main = next((t for t in tensors_in(output) if is_activation(t)), None)
+    tag = follower.of(main).tags.get(request.axis) if main is not None else None
     computes: Placement = R if tag is None else placement_of(tag)
-    leaves = computes if wanted.output is None else wanted.output
+    leaves = computes if request.output is None else request.output
     if isinstance(leaves, S) and main is not None:
         leaves = replace(leaves, dim=dim_of(leaves) % main.ndim)
         if isinstance(computes, S) and computes != leaves and not is_all_to_all(computes, leaves):
             reason = f"it computes {computes} and cannot output {leaves}"
-            raise _refuse(reason, wanted.axis, edge.group.label)
+            raise _refuse(reason, request.axis, edge.group.label)
     return replace(edge, output_before=computes, output_after=leaves)
 
 
@@ -210,38 +210,38 @@ def _cross(
     follower: Follower,
     x: Tensor,
     cross: Callable[[Tensor], Tensor],
-    lies: Placement,
+    placement: Placement,
     entered: frozenset[str],
 ) -> Tensor:
     """Let a tensor cross an edge, and note its placement behind over the edge's axis."""
     note, axis = follower.of(x), edge.group.axes[0]
     crossed = follower.run_muted(cross, x)
-    kept = {other: tag for other, tag in note.tags.items() if other != axis}
-    if isinstance(lies, S):
-        kept[axis] = _tag(edge, lies, dim_of(lies) % x.ndim, crossed, follower)
-    follower.put(crossed, Note(kept, frozenset(), True, note.entered | entered))
+    tags = {tag_axis: tag for tag_axis, tag in note.tags.items() if tag_axis != axis}
+    if isinstance(placement, S):
+        tags[axis] = _tag(edge, placement, dim_of(placement) % x.ndim, crossed, follower)
+    follower.put(crossed, Note(tags, frozenset(), True, note.entered | entered))
     return crossed
 
 
-def _edge(leaf: ShardedLeaf, wanted: AxisRequest, main: Tensor, note: Note, group: Group) -> Edge:
-    tag = note.tags.get(wanted.axis)
+def _edge(leaf: ShardedLeaf, request: AxisRequest, main: Tensor, note: Note, group: Group) -> Edge:
+    tag = note.tags.get(request.axis)
     arrives: Placement = R if tag is None else placement_of(tag)
-    if wanted.variant == "out" and tag is not None:
+    if request.variant == "out" and tag is not None:
         reason = f"`{leaf.fqn}` gets a hidden dim in the order of its own outputs"
-        raise _refuse(reason, wanted.axis, leaf.fqn, "swap the last two axes of its `over`")
-    wants = arrives if wanted.input is None else wanted.input
+        raise _refuse(reason, request.axis, leaf.fqn, "swap the last two axes of its `over`")
+    wants = arrives if request.input is None else request.input
     if isinstance(wants, S):
         wants = replace(wants, dim=dim_of(wants) % main.ndim)
         switched = not leaf.kind and is_all_to_all(arrives, wants)
         if isinstance(arrives, S) and arrives != wants and not switched:
-            reason = f"`{leaf.fqn}` needs its input as {wanted.input}, but gets {arrives}"
-            raise _refuse(reason, wanted.axis, leaf.fqn)
-    computes = wants if wanted.computes is None else wanted.computes
-    leaves = computes if wanted.output is None else wanted.output
+            reason = f"`{leaf.fqn}` needs its input as {request.input}, but gets {arrives}"
+            raise _refuse(reason, request.axis, leaf.fqn)
+    computes = wants if request.computes is None else request.computes
+    leaves = computes if request.output is None else request.output
     if isinstance(leaves, P):  # the follower has no partial tensors: it would take this for full
         reason = f"`{leaf.fqn}` returns a partial sum that no row reduces"
         raise _refuse(
-            reason, wanted.axis, leaf.fqn, "use `output=R` (all-reduce), or shard the sum"
+            reason, request.axis, leaf.fqn, "use `output=R` (all-reduce), or shard the sum"
         )
     if isinstance(computes, S):
         ndim = main.ndim + (not main.is_floating_point())  # an embedding adds a dim to its ids
@@ -249,10 +249,10 @@ def _edge(leaf: ShardedLeaf, wanted: AxisRequest, main: Tensor, note: Note, grou
         computes = replace(computes, dim=dim_of(computes) % ndim)
         if isinstance(leaves, S):
             leaves = replace(computes, dim=dim_of(leaves) % ndim)
-    if leaf.kind in PLAIN and wanted.splits:
+    if leaf.kind in PLAIN and request.splits:
         _check_whole(leaf, arrives, wants, computes, leaves, main)
-    differ = wanted.splits or wanted.differ or (wanted.hoisted and tag is not None)
-    differ = differ and wanted.axis not in note.entered
+    differ = request.splits or request.differ or (request.hoisted and tag is not None)
+    differ = differ and request.axis not in note.entered
     return Edge(
         group,
         arrives,
@@ -260,10 +260,10 @@ def _edge(leaf: ShardedLeaf, wanted: AxisRequest, main: Tensor, note: Note, grou
         computes,
         leaves,
         differ,
-        wanted.cut,
-        wanted.head,
-        wanted.hoisted,
-        wanted.variant,
+        request.cut,
+        request.head,
+        request.hoisted,
+        request.variant,
     )
 
 
@@ -299,9 +299,9 @@ def _check_whole(
         raise _refuse(reason, None, leaf.fqn, *helps)
 
 
-def _refuse(reason: str, axis: str | None, by: str, *helps: str) -> Mismatch:
+def _refuse(reason: str, axis: str | None, module_name: str, *helps: str) -> Mismatch:
     failure = Mismatch(("", 0), reason, axis, (), 0, helps)
-    failure.by = by
+    failure.by = module_name
     return failure
 
 
@@ -309,45 +309,45 @@ def _note_leaf(
     leaf: ShardedLeaf, edges: Sequence[Edge], note: Note, out: Any, follower: Follower
 ) -> None:
     """Note the result of a projection or embedding, and which of its gradients are partial."""
-    own = {edge.group.axes[0]: edge for edge in edges}
-    parts = {wanted.axis for wanted in leaf.requests if wanted.parts}
+    own_edges = {edge.group.axes[0]: edge for edge in edges}
+    parts = {request.axis for request in leaf.requests if request.parts}
     if leaf.kind in PROJECTIONS:  # if its input is split along positions
         inner = CHANNELS if leaf.kind in CONVOLUTIONS else out.ndim - 1
         parts |= {
             a
-            for a, e in own.items()
+            for a, e in own_edges.items()
             if isinstance(e.input_after, S) and dim_of(e.input_after) != inner
         }
-    parts |= (note.entered | note.tags.keys()) - own.keys()
-    whole = frozenset(wanted.axis for wanted in leaf.requests if wanted.differ)
-    over = {name: {*parts, *whole} for name in leaf.parameters}
+    parts |= (note.entered | note.tags.keys()) - own_edges.keys()
+    differ = frozenset(request.axis for request in leaf.requests if request.differ)
+    partial_axes = {name: {*parts, *differ} for name in leaf.parameters}
     for axis, name in leaf.inner:
-        over.setdefault(name, set()).add(axis)
-    for axis, edge in own.items():
+        partial_axes.setdefault(name, set()).add(axis)
+    for axis, edge in own_edges.items():
         if (
             leaf.bias is not None
             and isinstance(edge.output_before, P)
             and isinstance(edge.output_after, S)
         ):
-            over.setdefault(leaf.bias, set()).add(axis)
-    for name, axes in over.items():
+            partial_axes.setdefault(leaf.bias, set()).add(axis)
+    for name, axes in partial_axes.items():
         follower.note_use(name, axes)
     if isinstance(out, ShardedLogits):
         follower.after_logits = True
         return
-    kept = {axis: tag for axis, tag in note.tags.items() if axis not in own}
-    for axis, edge in own.items():
+    tags = {axis: tag for axis, tag in note.tags.items() if axis not in own_edges}
+    for axis, edge in own_edges.items():
         if isinstance(edge.output_after, S):
             dim = dim_of(edge.output_after) % out.ndim
-            kept[axis] = _tag(edge, edge.output_after, dim, out, follower)
-    follower.put(out, Note(kept, frozenset(), True, (note.entered - own.keys()) | whole))
+            tags[axis] = _tag(edge, edge.output_after, dim, out, follower)
+    follower.put(out, Note(tags, frozenset(), True, (note.entered - own_edges.keys()) | differ))
 
 
 def _note_mask(leaf: ShardedLeaf, edges: Sequence[Edge], main: Tensor, follower: Follower) -> None:
     """Note the mask that a leaf draws for its input, and the input's layout behind its edges."""
-    arrived, whole = follower.of(main).tags, list(main.shape)
+    arrived, full_shape = follower.of(main).tags, list(main.shape)
     for tag in arrived.values():
-        whole[tag.dim] = sum(tag.blocks)
+        full_shape[tag.dim] = sum(tag.blocks)
     tags = dict(arrived)
     for edge in edges:
         axis, wants = edge.group.axes[0], edge.input_after
@@ -355,11 +355,11 @@ def _note_mask(leaf: ShardedLeaf, edges: Sequence[Edge], main: Tensor, follower:
             tags.pop(axis, None)
             if isinstance(wants, S):
                 dim = dim_of(wants) % main.ndim
-                blocks = block_sizes(wants, whole[dim])
+                blocks = block_sizes(wants, full_shape[dim])
                 tags[axis] = Tag(dim, blocks, edge.group.label, wants.uneven)
-    turn = follower.draw_counts.get(leaf.fqn, 0)
-    follower.draw_counts[leaf.fqn] = turn + 1
-    follower.masks[leaf.fqn, turn] = (tuple(whole), tags)
+    call_number = follower.draw_counts.get(leaf.fqn, 0)
+    follower.draw_counts[leaf.fqn] = call_number + 1
+    follower.masks[leaf.fqn, call_number] = (tuple(full_shape), tags)
 
 
 def _tag(edge: Edge, placement: S, dim: int, local: Tensor, follower: Follower) -> Tag:
@@ -367,8 +367,8 @@ def _tag(edge: Edge, placement: S, dim: int, local: Tensor, follower: Follower) 
     if dim % local.ndim != local.ndim - 1:
         follower.tokens.add((edge.group.label, edge.group.axes[0]))
     uneven = placement.uneven
-    whole = uneven.true_size(local.shape[dim], edge.group.size)
-    return Tag(dim, block_sizes(placement, whole), edge.group.label, uneven)
+    full_size = uneven.true_size(local.shape[dim], edge.group.size)
+    return Tag(dim, block_sizes(placement, full_size), edge.group.label, uneven)
 
 
 def placement_of(tag: Tag) -> S:

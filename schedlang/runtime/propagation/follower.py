@@ -68,46 +68,46 @@ def find_reshaped_dim(before: Shape, tag: Tag, after: Shape, dims: Sequence[int]
     """Return the dim of a reshape's result that holds the slowest shards of a split dim."""
     outer = math.prod(before[: tag.dim])
     for outer_now in (outer, outer * len(tag.blocks)):
-        found = [d for d in dims if math.prod(after[:d]) == outer_now]
-        if len(found) == 1:
-            return found[0]
+        candidates = [d for d in dims if math.prod(after[:d]) == outer_now]
+        if len(candidates) == 1:
+            return candidates[0]
     return None
 
 
 def filter_assignments(
-    ways: list[dict[str, int]], step: ComparedCall, whole: Shape, place: int
+    options: list[dict[str, int]], step: ComparedCall, full: Shape, index: int
 ) -> list[dict[str, int]]:
     """Return the assignments that hold when each axis alone is followed through the call.
 
-    `whole`: the shape of the original's result, `place` its number among the results.
+    `full`: the shape of the original's result, `index` its number among the results.
     """
-    for axis in ways[0]:
-        if len(ways) > 1:
-            dims = sorted({way[axis] for way in ways})
-            dim = _dim_split_alone(step, axis, whole, dims, place)
-            ways = [way for way in ways if dim is None or way[axis] == dim]
-    return ways
+    for axis in options[0]:
+        if len(options) > 1:
+            dims = sorted({option[axis] for option in options})
+            dim = _dim_split_alone(step, axis, full, dims, index)
+            options = [option for option in options if dim is None or option[axis] == dim]
+    return options
 
 
 def _dim_split_alone(
-    step: ComparedCall, axis: str, whole: Shape, dims: Sequence[int], place: int
+    step: ComparedCall, axis: str, full: Shape, dims: Sequence[int], index: int
 ) -> int | None:
     """Return the dim of the result that one axis splits; None where this is not known."""
     tags = [step.follower.of(tensor).tags.get(axis) for tensor in step.inputs]
     shapes = step.expected.inputs
-    found = next(((tag, shape) for tag, shape in zip(tags, shapes) if tag is not None), None)
-    if found is None:
+    split_input = next(((tag, shape) for tag, shape in zip(tags, shapes) if tag is not None), None)
+    if split_input is None:
         return None
-    tag, before = found
+    tag, input_shape = split_input
     if step.name in RESHAPES:
-        return find_reshaped_dim(before, tag, whole, dims)
+        return find_reshaped_dim(input_shape, tag, full, dims)
     if tag.uneven != EVEN:
         return None
     size = step.follower.sizes[axis]
-    made = infer_shard_shapes(step, shapes, [one.dim if one else None for one in tags], size)
-    if made is None or len(seen := made[place]) != len(whole):
-        return tag.dim if len(before) == len(whole) and tag.dim in dims else None
-    fits = [d for d in dims if seen[d] * size == whole[d]]
+    shards = infer_shard_shapes(step, shapes, [t.dim if t else None for t in tags], size)
+    if shards is None or len(shard := shards[index]) != len(full):
+        return tag.dim if len(input_shape) == len(full) and tag.dim in dims else None
+    fits = [d for d in dims if shard[d] * size == full[d]]
     return fits[0] if len(fits) == 1 else None
 
 
@@ -120,13 +120,13 @@ def infer_shard_shapes(
     each tensor of which a rank has one of `parts` shards (None: no dim).  The result is None where
     the call cannot run with such shapes: its integers are those of shards along all axes.
     """
-    turn = itertools.count()
+    counter = itertools.count()
 
     def given(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        at = next(turn)
-        shape, dim = list(shapes[at]), split[at]
+        index = next(counter)
+        shape, dim = list(shapes[index]), split[index]
         if dim is not None:
             shape[dim] //= parts
         return torch.empty(shape, dtype=value.dtype, device="meta")
@@ -134,10 +134,10 @@ def infer_shard_shapes(
     with torch._C.DisableTorchFunction(), torch.no_grad():
         args, kwargs = pytree.tree_map(given, (call.args, call.kwargs))
         try:
-            out = call.func(*args, **kwargs)
+            output = call.func(*args, **kwargs)
         except (RuntimeError, ValueError, IndexError, TypeError):
             return None
-    return [tuple(leaf.shape) for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+    return [tuple(leaf.shape) for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 ATTENTION = "scaled_dot_product_attention"
@@ -160,8 +160,8 @@ class _SharedArrivals(RedistributionCache):
         """Return the tensor in its new placement."""
         crossed = super().redistribute(x, source, target, group, differ)
         if crossed is not x:
-            _, first = self.by.setdefault(id(crossed), (crossed, group.label))
-            self.sharing |= {first, group.label} if first != group.label else set()
+            _, first_label = self.by.setdefault(id(crossed), (crossed, group.label))
+            self.sharing |= {first_label, group.label} if first_label != group.label else set()
         return crossed
 
 
@@ -200,7 +200,7 @@ class Follower(Lattice):
         self.repeating = {
             frame
             for frame, calls in frames.items()
-            if any(one.name in call_rules.REPEATING for one in calls)
+            if any(call.name in call_rules.REPEATING for call in calls)
         }
         self.left_out: list[call_rules.Repeat] = []
         self.tokens: set[tuple[str, str]] = set()  # (module, axis) that split rows or tokens
@@ -222,13 +222,13 @@ class Follower(Lattice):
                 reason = f"`{call.name}` uses a tensor sharded over `{axis}` after sharded logits"
                 raise self.refuse(reason, axis, GATHER)
             return
-        calls, place = self.frames.get(call.frame, []), self.places.get(call.frame, 0)
+        calls, index = self.frames.get(call.frame, []), self.places.get(call.frame, 0)
         if call.frame in self.repeating:
-            skipped = call_rules.find_skipped_repeats(calls[place:], call.name, call.inputs, self)
-            place += sum(one.calls for one in skipped)
-            self.places[call.frame] = place
-            self.left_out += [one for one in skipped if one not in self.left_out]
-        self._expects = calls[place] if place < len(calls) else None
+            skipped = call_rules.find_skipped_repeats(calls[index:], call.name, call.inputs, self)
+            index += sum(repeat.calls for repeat in skipped)
+            self.places[call.frame] = index
+            self.left_out += [repeat for repeat in skipped if repeat not in self.left_out]
+        self._expects = calls[index] if index < len(calls) else None
 
     def after_call(self, call: RunningCall) -> None:
         """Compare the call with the original's, and note the layouts of its results."""
@@ -300,8 +300,8 @@ class Follower(Lattice):
         """
         if parts:
             self.partial.setdefault(name, set()).update(parts)
-        first = self.used.setdefault(name, frozenset(parts))
-        for axis in sorted(first ^ parts):
+        first_parts = self.used.setdefault(name, frozenset(parts))
+        for axis in sorted(first_parts ^ parts):
             reason = (
                 f"`{name}` is used with full activations and with activations split over `{axis}`;"
                 " no all-reduce over its ranks is right for both gradients"
@@ -350,18 +350,18 @@ class ComparedCall(RunningCall):
         if factors_of(self.name, self.args) != self.expected.factors:
             raise self._factor_failure(next(iter(axes), None))
         pairs = enumerate(zip(shapes, self.expected.outputs))
-        found = [self._tags(local, shape, axes, place) for place, (local, shape) in pairs]
-        self._check_by_parts(axes, found)
-        for tensor, tags in zip(outputs, found):
-            own = frozenset() if tags or data else roots
-            mine = Note(tags, own, data, entered - tags.keys())
-            self.follower.put(tensor, mine)
+        all_tags = [self._tags(local, shape, axes, index) for index, (local, shape) in pairs]
+        self._check_by_parts(axes, all_tags)
+        for tensor, tags in zip(outputs, all_tags):
+            kept_roots = frozenset() if tags or data else roots
+            output_note = Note(tags, kept_roots, data, entered - tags.keys())
+            self.follower.put(tensor, output_note)
         if self.follower.draws and draws_logically(self.func, self.args, self.kwargs):
             self._remember_mask()
 
     # -- shapes ----------------------------------------------------------------------------------
 
-    def _tags(self, local: Shape, shape: Shape, axes: set[str], place: int) -> dict[str, Tag]:
+    def _tags(self, local: Shape, shape: Shape, axes: set[str], index: int) -> dict[str, Tag]:
         if len(local) != len(shape):
             raise self._shape_failure(local, shape)
         differ = [dim for dim in range(len(shape)) if local[dim] != shape[dim]]
@@ -386,13 +386,13 @@ class ComparedCall(RunningCall):
             raise self._shape_failure(local, shape, next(iter(split_axes), None))
         dims = dict(zip(split_axes, differ))
         if len(dims) > 1:
-            dims = self._resolve_axes(split_axes, differ, local, shape, place)
+            dims = self._resolve_axes(split_axes, differ, local, shape, index)
         tags = {}
         for axis, dim in sorted(dims.items(), key=lambda item: item[1]):
             uneven = self._fits(axis, local[dim], shape[dim])
             if uneven is None:
                 raise self._shape_failure(local, shape, axis)
-            blocks = self._blocks(axis, dim, shape, place)
+            blocks = self._blocks(axis, dim, shape, index)
             tags[axis] = Tag(
                 dim, blocks, call_rules.splitting_module(self.inputs, axis), uneven, along
             )
@@ -400,37 +400,39 @@ class ComparedCall(RunningCall):
 
     def _axes_for(self, differ: list[int], local: Any, shape: Any) -> list[str]:
         """Return the axes of a fill, which has no split input: those that split a nearby module."""
-        found: list[str] = []
+        chosen_axes: list[str] = []
         names = self.frame[0].split(".")
         around = [".".join(names[:depth]) for depth in range(len(names), -1, -1)]
         splits = self.follower.splits.items()
-        within = (own for fqn in around for name, own in splits if is_inside(name, fqn))
-        axes = dict.fromkeys(axis for own in within for axis in own)
+        within = (
+            split_axes for fqn in around for name, split_axes in splits if is_inside(name, fqn)
+        )
+        axes = dict.fromkeys(axis for split_axes in within for axis in split_axes)
         for d in differ:
             fits = (a for a in axes if self._fits(a, local[d], shape[d]))
-            found.append(next((a for a in fits if a not in found), "?"))
-        return found
+            chosen_axes.append(next((a for a in fits if a not in chosen_axes), "?"))
+        return chosen_axes
 
     def _resolve_axes(
-        self, axes: list[str], differ: list[int], local: Any, shape: Any, place: int
+        self, axes: list[str], differ: list[int], local: Any, shape: Any, index: int
     ) -> dict[str, int]:
         """Return the dim that each axis splits; axes of equal size are followed one by one."""
 
         def fits(axis: str, dim: int) -> bool:
             return self._fits(axis, local[dim], shape[dim]) is not None
 
-        ways = list_assignments(axes, differ, fits)
-        if len(ways) > 1:
-            ways = filter_assignments(ways, self, shape, place)
-        if len(ways) != 1 and not (ways and self.name in FILLS):  # a fill is equal everywhere
+        options = list_assignments(axes, differ, fits)
+        if len(options) > 1:
+            options = filter_assignments(options, self, shape, index)
+        if len(options) != 1 and not (options and self.name in FILLS):  # a fill is equal everywhere
             raise self._shape_failure(local, shape, axes[0])
-        return ways[0]
+        return options[0]
 
-    def _fits(self, axis: str, local: int, whole: int) -> Uneven | None:
-        """Return the rule that splits a dim of size `whole` into `local` for each rank, or None."""
-        held = local * self.follower.sizes.get(axis, 0)
+    def _fits(self, axis: str, local: int, full: int) -> Uneven | None:
+        """Return the rule that splits a dim of size `full` into `local` for each rank, or None."""
+        total = local * self.follower.sizes.get(axis, 0)
         return next(
-            (u for u in call_rules.legal_splits(self, axis) if held == whole * u.wide), None
+            (u for u in call_rules.legal_splits(self, axis) if total == full * u.wide), None
         )
 
     def _mixed_failure(self, axis: str) -> Mismatch:
@@ -443,8 +445,8 @@ class ComparedCall(RunningCall):
 
     def _factor_failure(self, axis: str | None) -> Mismatch:
         """Return the mismatch of a shard's size used as the full size: `h / h.shape[-1]`."""
-        given, right = factors_of(self.name, self.args), self.expected.factors
-        factors = " and ".join(f"{n:g}" for n in given), " and ".join(f"{n:g}" for n in right)
+        local, full = factors_of(self.name, self.args), self.expected.factors
+        factors = " and ".join(f"{n:g}" for n in local), " and ".join(f"{n:g}" for n in full)
         reason = "`{}` takes {} where the original takes {}: it counts a part"
         return self.follower.refuse(
             reason.format(self.name, *factors),
@@ -453,9 +455,9 @@ class ComparedCall(RunningCall):
         )
 
     def _shape_failure(
-        self, local: Shape, shape: Shape, axis: str | None = None, why: str = ""
+        self, local: Shape, shape: Shape, axis: str | None = None, explanation: str = ""
     ) -> Mismatch:
-        shapes = f"{list(local)} where the original returns {list(shape)}{why}"
+        shapes = f"{list(local)} where the original returns {list(shape)}{explanation}"
         return self.fail(f"`{self.name}` returns {shapes}", axis)
 
     def _carries_values(self) -> bool:
@@ -463,27 +465,31 @@ class ComparedCall(RunningCall):
 
     # -- rules for what shapes cannot tell ---------------------------------------------------------
 
-    def _blocks(self, axis: str, dim: int, shape: tuple[int, ...], place: int) -> tuple[int, ...]:
+    def _blocks(self, axis: str, dim: int, shape: tuple[int, ...], index: int) -> tuple[int, ...]:
         tags = [self.follower.of(tensor).tags for tensor in self.inputs]
-        each = list(zip(tags, self.expected.inputs))
-        source = next(((own[axis], shape) for own, shape in each if axis in own), None)
+        operands = list(zip(tags, self.expected.inputs))
+        source = next(
+            ((own_tags[axis], shape) for own_tags, shape in operands if axis in own_tags), None
+        )
         if source is None:
             return (shape[dim],)
-        tag, whole = source
-        self._check_along(axis, tag, whole)
+        tag, full = source
+        self._check_along(axis, tag, full)
         if self.name in RESHAPES:
-            return self._reshape_blocks(axis, tag, dim, whole, shape)
-        if self.name in PARTS and shape[dim] != whole[tag.dim]:
-            return self._chunk_blocks(axis, tag, shape[dim], place)
-        narrowed = self.name == "narrow" or self.name == "__getitem__" and len(shape) == len(whole)
-        if narrowed and shape[dim] != whole[tag.dim]:
+            return self._reshape_blocks(axis, tag, dim, full, shape)
+        if self.name in PARTS and shape[dim] != full[tag.dim]:
+            return self._chunk_blocks(axis, tag, shape[dim], index)
+        narrowed = self.name == "narrow" or self.name == "__getitem__" and len(shape) == len(full)
+        if narrowed and shape[dim] != full[tag.dim]:
             return self._slice_blocks(axis, tag, dim)
-        if self.name in ("cat", "concat", "concatenate") and shape[dim] != whole[tag.dim]:
+        if self.name in ("cat", "concat", "concatenate") and shape[dim] != full[tag.dim]:
             return tuple(
-                size for own, s in each for size in (own[axis].blocks if axis in own else (s[dim],))
+                size
+                for own_tags, s in operands
+                for size in (own_tags[axis].blocks if axis in own_tags else (s[dim],))
             )
-        if shape[dim] > whole[tag.dim]:
-            repeated = call_rules.repeat_blocks(self.name, tag, whole[tag.dim], shape[dim])
+        if shape[dim] > full[tag.dim]:
+            repeated = call_rules.repeat_blocks(self.name, tag, full[tag.dim], shape[dim])
             if repeated:
                 return repeated
         return tag.blocks if sum(tag.blocks) == shape[dim] else (shape[dim],)
@@ -513,18 +519,18 @@ class ComparedCall(RunningCall):
             axis,
         )
 
-    def _chunk_blocks(self, axis: str, tag: Tag, size: int, place: int) -> tuple[int, ...]:
-        if place < len(tag.blocks) and tag.blocks[place] == size:
+    def _chunk_blocks(self, axis: str, tag: Tag, size: int, index: int) -> tuple[int, ...]:
+        if index < len(tag.blocks) and tag.blocks[index] == size:
             return (size,)
         sizes = [shape[tag.dim] for shape in self.expected.outputs]
-        wanted = len(sizes) if len(set(sizes)) == 1 else sizes
+        new_blocks = len(sizes) if len(set(sizes)) == 1 else sizes
         failure = self.follower.refuse(
             f"`{self.name}` takes {len(sizes)} parts out of a dim that is split over"
             f" `{axis}` as {len(tag.blocks)} block{'s' * (len(tag.blocks) > 1)}",
             axis,
-            f"give the blocks that are side by side: `blocks={wanted}`",
+            f"give the blocks that are side by side: `blocks={new_blocks}`",
         )
-        failure.row_arguments = (("blocks", str(wanted)),)
+        failure.row_arguments = (("blocks", str(new_blocks)),)
         raise failure
 
     def _slice_blocks(self, axis: str, tag: Tag, dim: int) -> tuple[int, ...]:
@@ -538,36 +544,38 @@ class ComparedCall(RunningCall):
             raise self.fail(f"a slice cuts across the shards of the ranks of `{axis}`", axis)
         return (size,)
 
-    def _check_along(self, axis: str, tag: Tag, whole: tuple[int, ...]) -> None:
+    def _check_along(self, axis: str, tag: Tag, full: tuple[int, ...]) -> None:
         """Refuse a call that computes along the split dim: it needs the other ranks' shards."""
-        dims = dims_of_call(self.name, self.args, self.kwargs, len(whole))
+        dims = dims_of_call(self.name, self.args, self.kwargs, len(full))
         if self.name == ATTENTION:
-            dims = {len(whole) - 1, len(whole) - 2}
+            dims = {len(full) - 1, len(full) - 2}
         after = self.expected.outputs[0]
-        dims |= mixed_dims(self.name, self.args, self.kwargs, whole, after, self.expected.integers)
+        dims |= mixed_dims(self.name, self.args, self.kwargs, full, after, self.expected.integers)
         if tag.dim in dims:
             reason = f"`{self.name}` computes along a dim that is sharded over `{axis}`"
             raise self.follower.refuse(
                 reason, axis, "gather it first: `output=R` on the row before"
             )
 
-    def _check_by_parts(self, axes: set[str], found: Sequence[Mapping[str, Tag]]) -> None:
+    def _check_by_parts(self, axes: set[str], all_tags: Sequence[Mapping[str, Tag]]) -> None:
         """Refuse a call without a rule whose results on shards are not shards of its result."""
-        given = self.args, self.kwargs
-        if call_rules.has_rule(self.name, *given) or draws_logically(self.func, *given):
+        arguments = self.args, self.kwargs
+        if call_rules.has_rule(self.name, *arguments) or draws_logically(self.func, *arguments):
             return
         notes = [self.follower.of(tensor).tags for tensor in self.inputs]
         for axis in sorted(axes):
-            own, made = ([tags.get(axis) for tags in some] for some in (notes, found))
-            wrong = shard_trials.find_shard_fault(self, axis, own, made, self.follower.tried)
-            if wrong:
+            sources, results = (
+                [tags.get(axis) for tags in tag_maps] for tag_maps in (notes, all_tags)
+            )
+            fault = shard_trials.find_shard_fault(self, axis, sources, results, self.follower.tried)
+            if fault:
                 raise self.follower.refuse(
-                    wrong, axis, "gather it first: `output=R` on the row before"
+                    fault, axis, "gather it first: `output=R` on the row before"
                 )
 
     def _remember_mask(self) -> None:
         site = self.frame[0]
-        turn = self.follower.draw_counts.get(site, 0)
-        self.follower.draw_counts[site] = turn + 1
+        call_number = self.follower.draw_counts.get(site, 0)
+        self.follower.draw_counts[site] = call_number + 1
         tags = self.follower.of(self.outputs[0]).tags
-        self.follower.masks[site, turn] = (self.expected.outputs[0], tags)
+        self.follower.masks[site, call_number] = (self.expected.outputs[0], tags)

@@ -76,7 +76,7 @@ class ParameterAccess:
 
     def begin(self, fqn: str, muted: bool = False) -> None:
         """Note that the forward of a module begins; `muted`: nothing is recorded inside of it."""
-        module, own = self._own[fqn]
+        module, owned = self._own[fqn]
         called = fqn in self.entering
         if called:
             self.entering.remove(fqn)
@@ -87,17 +87,17 @@ class ParameterAccess:
         if not called or torch._C._are_functorch_transforms_active():
             # `.forward` was called directly, so no hook runs, and none gathers the parameters; or a
             # transform of torch.func calls the module, where torch's own hooks drop gradients
-            below = (n for names in self._names.values() for n in names if n.startswith(f"{fqn}."))
-            self.lent.update((name, fqn) for name in below)
-        for name, parameter in own.items():
+            inner = (n for names in self._names.values() for n in names if n.startswith(f"{fqn}."))
+            self.lent.update((name, fqn) for name in inner)
+        for name, parameter in owned.items():
             if module._parameters.get(name, parameter) is not parameter:
-                self.lent.update((f"{fqn}.{name}", one) for one in _around(f"{fqn}.{name}"))
+                self.lent.update((f"{fqn}.{name}", m) for m in _around(f"{fqn}.{name}"))
 
     def after(self, call: RunningCall, running: Sequence[str]) -> None:
         """Note what a call reads and writes while the modules `running` run."""
         if call.func in BACKWARDS:  # a backward frees units while the forward continues
-            every = (name for names in self._names.values() for name in names)
-            self.lent.update((name, one) for name in every for one in _around(name))
+            params = (name for names in self._names.values() for name in names)
+            self.lent.update((name, m) for name in params for m in _around(name))
             self.derives.setdefault(running[-1], model_line())
         for tensor in _written(call):
             self.written.update(self._by_storage.get(_storage(tensor), ()))
@@ -111,9 +111,9 @@ class ParameterAccess:
 
     def _read(self, names: Sequence[str], running: Sequence[str]) -> None:
         """Note that a parameter with these names is read, unless a module that holds it runs."""
-        away = [[one for one in idle_modules(name, running, self.entering)] for name in names]
+        away = [[m for m in idle_modules(name, running, self.entering)] for name in names]
         if all(away):
-            self.lent.update((name, one) for name, some in zip(names, away) for one in some)
+            self.lent.update((name, m) for name, idle in zip(names, away) for m in idle)
 
 
 def _calling_function() -> str:
@@ -156,5 +156,5 @@ def _writes(call: RunningCall) -> bool:
     """Return whether a call writes into its first argument."""
     if call.name.startswith("__"):
         return call.name in WRITING_OPERATORS
-    plain = call.name.endswith("_") and call.name not in ("requires_grad_", "detach_")
-    return plain or call.name == "data" and call.func == SETS_DATA
+    in_place = call.name.endswith("_") and call.name not in ("requires_grad_", "detach_")
+    return in_place or call.name == "data" and call.func == SETS_DATA

@@ -53,24 +53,24 @@ def watch_saved(model: nn.Module, modules: Iterable[str], stack: ModuleStack) ->
     Only tensors that may be compressed count: floats that are neither weights, nor casts of
     weights, nor inputs without a gradient.
     """
-    found: SavedBy = {}
+    saved: SavedBy = {}
     for fqn in modules:
         module = model.get_submodule(fqn)
-        module.forward = _watched(module, stack, found.setdefault(fqn, []))
-    return found
+        module.forward = _watched(module, stack, saved.setdefault(fqn, []))
+    return saved
 
 
-def _watched(module: nn.Module, stack: ModuleStack, found: list[SavedTensor]) -> Callable[..., Any]:
+def _watched(module: nn.Module, stack: ModuleStack, saved: list[SavedTensor]) -> Callable[..., Any]:
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
-            casts, given = _Casts(module), ungraded_inputs((args, kwargs))
-        call = _Call(found)
+            casts, input_keys = _Casts(module), ungraded_inputs((args, kwargs))
+        call = _Call(saved)
 
         def pack(tensor: Tensor) -> Tensor:
             with torch._C.DisableTorchFunction():
-                if not policies.uncoded and is_candidate(tensor, given | casts.own):
+                if not policies.uncoded and is_candidate(tensor, input_keys | casts.own):
                     call.note(stack.frames[-1][0], tensor)
             return tensor
 
@@ -94,26 +94,26 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and memory_key(args[0]) in self.own:
-            self.own.add(memory_key(made))
-            self.made.append(made)
-        return made
+            self.own.add(memory_key(result))
+            self.made.append(result)
+        return result
 
 
 class _Call:
     """One call of a module, and the tensors that it has saved so far."""
 
-    def __init__(self, found: list[SavedTensor]) -> None:
-        self.found = found
+    def __init__(self, saved: list[SavedTensor]) -> None:
+        self.found = saved
         self.turns: dict[str, int] = {}
         self.first: dict[tuple[object, ...], tuple[Turn, object]] = {}
 
     def note(self, site: str, tensor: Tensor) -> None:
         """Record one more saved tensor."""
         self.turns[site] = self.turns.get(site, 0) + 1
-        turn, reference = (site, self.turns[site]), reference_to(tensor)  # holds no memory
+        own_turn, reference = (site, self.turns[site]), reference_to(tensor)  # holds no memory
         key = (reference.cdata, tensor._version, tensor.dtype, *element_key(tensor))
-        first, _ = self.first.setdefault(key, (turn, reference))
-        same = first if first != turn else None
-        self.found.append(SavedTensor(site, tuple(tensor.shape), turn[1], same))
+        first_turn, _ = self.first.setdefault(key, (own_turn, reference))
+        earlier = first_turn if first_turn != own_turn else None
+        self.found.append(SavedTensor(site, tuple(tensor.shape), own_turn[1], earlier))

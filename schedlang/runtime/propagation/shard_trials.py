@@ -29,21 +29,21 @@ MAX_RANKS = 3  # ranks that are tried: the first, the second and the last
 
 
 def find_shard_fault(
-    step: ComparedCall, axis: str, given: Tags, made: Tags, tried: TrialCache
+    step: ComparedCall, axis: str, input_tags: Tags, output_tags: Tags, tried: TrialCache
 ) -> str:
     """Return why a call without a rule cannot be split over an axis; "" if it can.
 
-    `given` and `made`: how the call's inputs and results are split over the axis.
+    `input_tags` and `output_tags`: how the call's inputs and results are split over the axis.
     """
     leaves = pytree.tree_leaves((step.args, step.kwargs))
-    constants = [one for one in leaves if not isinstance(one, Tensor)]
+    constants = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
     ranks = step.follower.sizes[axis]
     shapes = step.expected.inputs
-    key = (step.name, repr(constants), shapes, repr(given), repr(made), ranks)
+    key = (step.name, repr(constants), shapes, repr(input_tags), repr(output_tags), ranks)
     if _is_internal(step.name):
         return _describe_untried(step, axis)
     if key not in tried:
-        tried[key] = _Trial(step, ranks, given, made).wrong(axis)
+        tried[key] = _Trial(step, ranks, input_tags, output_tags).wrong(axis)
     return tried[key]
 
 
@@ -63,8 +63,8 @@ def _describe_untried(step: ComparedCall, axis: str) -> str:
 class _Trial:
     """A call that is made with numbers, for full tensors and for shards."""
 
-    def __init__(self, step: ComparedCall, ranks: int, given: Tags, made: Tags) -> None:
-        self.step, self.ranks, self.given, self.made = step, ranks, given, made
+    def __init__(self, step: ComparedCall, ranks: int, input_tags: Tags, output_tags: Tags) -> None:
+        self.step, self.ranks, self.given, self.made = step, ranks, input_tags, output_tags
 
     def wrong(self, axis: str) -> str:
         """Return a description of what differs; "" if nothing does."""
@@ -85,97 +85,95 @@ class _Trial:
         shapes = self.step.expected.inputs
         if sum(map(_count, shapes)) > MANY_ELEMENTS:
             split = {s[tag.dim] for s, tag in zip(shapes, self.given) if tag is not None}
-            named = {*split, *self.step.expected.integers}
-            long = sorted({n for shape in shapes for n in shape if n > 16} - named)
-            short = {n: 5 + place for place, n in enumerate(long)}
-            yield tuple(tuple(short.get(n, n) for n in shape) for shape in shapes)
+            fixed = {*split, *self.step.expected.integers}
+            large = sorted({n for shape in shapes for n in shape if n > 16} - fixed)
+            reduced = {n: 5 + index for index, n in enumerate(large)}
+            yield tuple(tuple(reduced.get(n, n) for n in shape) for shape in shapes)
         yield shapes
 
     def _agrees(self, shapes: Sequence[Shape]) -> bool | None:
         """Return whether shards give shards, in three ranges of numbers; None: the call fails."""
         finite = False
-        for turn in range(3):
-            whole = self._numbers(shapes, turn)
+        for trial_number in range(3):
+            full = self._numbers(shapes, trial_number)
             try:
-                expected = self._call(whole)
+                expected = self._call(full)
             except Exception:  # torch raises any class, e.g. for an integer that is a shard's size
                 return None
             for rank in sorted({0, 1, self.ranks - 1})[:MAX_RANKS]:
                 try:
-                    found = self._call([self._part(*one, rank) for one in zip(whole, self.given)])
+                    results = self._call([self._part(*t, rank) for t in zip(full, self.given)])
                 except Exception:
                     return None
-                if not self._is_shard_of(expected, found, rank):
+                if not self._is_shard_of(expected, results, rank):
                     return False
-            finite |= all(
-                bool(_comparable(one).isfinite().any()) for one in expected if one.numel()
-            )
+            finite |= all(bool(_comparable(t).isfinite().any()) for t in expected if t.numel())
         return True if finite else None
 
-    def _numbers(self, shapes: Sequence[Shape], turn: int) -> list[Tensor]:
+    def _numbers(self, shapes: Sequence[Shape], trial_number: int) -> list[Tensor]:
         """Return random tensors of these shapes: floats around 0, in (0, 1), in (1, 2); indices.
 
-        `turn` (0, 1, 2) chooses the range of the floats.
+        `trial_number` (0, 1, 2) chooses the range of the floats.
         """
-        drawing = torch.Generator().manual_seed(turn)
-        found = []
+        generator = torch.Generator().manual_seed(trial_number)
+        tensors = []
         for tensor, shape in zip(self.step.inputs, shapes):
             if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
                 dtype = torch.complex128 if tensor.dtype.is_complex else torch.float64
-                numbers = torch.rand(shape, generator=drawing, dtype=dtype) * 0.8 + 0.1
-                normal = torch.randn(shape, generator=drawing, dtype=dtype)
-                found.append((normal, numbers, numbers + 1)[turn])
+                numbers = torch.rand(shape, generator=generator, dtype=dtype) * 0.8 + 0.1
+                normal = torch.randn(shape, generator=generator, dtype=dtype)
+                tensors.append((normal, numbers, numbers + 1)[trial_number])
             else:
-                numbers = torch.randint(0, 2, shape, generator=drawing)
-                found.append(numbers.to(tensor.dtype))
-        return found
+                numbers = torch.randint(0, 2, shape, generator=generator)
+                tensors.append(numbers.to(tensor.dtype))
+        return tensors
 
     def _part(self, tensor: Tensor, tag: Tag | None, rank: int) -> Tensor:
         """Return a rank's shard of a tensor."""
         if tag is None:
             return tensor.clone()
         size = tensor.shape[tag.dim]
-        places = torch.tensor(tag.positions(size, self.ranks, rank), dtype=torch.long)
-        zeros = (places >= size).view(-1, *[1] * (tensor.dim() - 1 - tag.dim % tensor.dim()))
-        return tensor.index_select(tag.dim, places.clamp(max=size - 1)).masked_fill(zeros, 0)
+        indices = torch.tensor(tag.positions(size, self.ranks, rank), dtype=torch.long)
+        zeros = (indices >= size).view(-1, *[1] * (tensor.dim() - 1 - tag.dim % tensor.dim()))
+        return tensor.index_select(tag.dim, indices.clamp(max=size - 1)).masked_fill(zeros, 0)
 
     def _call(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the results of the call for these tensors, or the tensor that it writes into."""
-        turn = iter([one.clone() for one in tensors])
-        first: list[Tensor] = []
+        remaining = iter([tensor.clone() for tensor in tensors])
+        inputs: list[Tensor] = []
 
         def given(value: Any) -> Any:
             if isinstance(value, Tensor):
-                first.append(next(turn))
-                return first[-1]
+                inputs.append(next(remaining))
+                return inputs[-1]
             return torch.device("cpu") if isinstance(value, torch.device) else value
 
         args, kwargs = pytree.tree_map(given, (self.step.args, self.step.kwargs))
-        out = self.step.func(*args, **kwargs)
-        found = [one for one in pytree.tree_leaves(out) if isinstance(one, Tensor)]
-        return found or first[:1]
+        output = self.step.func(*args, **kwargs)
+        results = [tensor for tensor in pytree.tree_leaves(output) if isinstance(tensor, Tensor)]
+        return results or inputs[:1]
 
-    def _is_shard_of(self, whole: Sequence[Tensor], part: Sequence[Tensor], rank: int) -> bool:
+    def _is_shard_of(self, full: Sequence[Tensor], part: Sequence[Tensor], rank: int) -> bool:
         """Return whether a rank's results are its shards of the full results."""
-        if not len(whole) == len(part) == len(self.made):
+        if not len(full) == len(part) == len(self.made):
             return False
-        for one, mine, tag in zip(whole, part, self.made):
+        for tensor, shard, tag in zip(full, part, self.made):
             if tag is None:
-                theirs = one
+                expected = tensor
             else:
-                size = one.shape[tag.dim]
-                places = tag.positions(size, self.ranks, rank)
-                if len(places) != mine.shape[tag.dim]:
+                size = tensor.shape[tag.dim]
+                indices = tag.positions(size, self.ranks, rank)
+                if len(indices) != shard.shape[tag.dim]:
                     return False
-                true = [k for k, place in enumerate(places) if place < size]
-                theirs = one.index_select(
-                    tag.dim, torch.tensor([places[k] for k in true], dtype=torch.long)
+                held = [k for k, index in enumerate(indices) if index < size]
+                expected = tensor.index_select(
+                    tag.dim, torch.tensor([indices[k] for k in held], dtype=torch.long)
                 )
-                mine = mine.index_select(tag.dim, torch.tensor(true, dtype=torch.long))
-            if theirs.shape != mine.shape or theirs.dtype != mine.dtype:
+                shard = shard.index_select(tag.dim, torch.tensor(held, dtype=torch.long))
+            if expected.shape != shard.shape or expected.dtype != shard.dtype:
                 return False
             if not torch.allclose(
-                _comparable(theirs), _comparable(mine), rtol=1e-9, equal_nan=True
+                _comparable(expected), _comparable(shard), rtol=1e-9, equal_nan=True
             ):
                 return False
         return True

@@ -78,61 +78,63 @@ class _Feeding(Lattice):
         if self.muted:
             return
         self.fed.note_uses(call.inputs)
-        given = [self.of(tensor) for tensor in call.inputs]
-        made = self.nothing.union(*given)
-        if not made:
+        input_sources = [self.of(tensor) for tensor in call.inputs]
+        sources = self.nothing.union(*input_sources)
+        if not sources:
             return
         if call.name in PARTS:
             self._note_pieces(call.args[0], call.outputs)
         elif call.name in VIEWS:
             self._note_heads(call.args[0], call.out)
-        both = call.name in MATRIX and sum(bool(one) for one in given) > 1
-        if both or call.func is F.scaled_dot_product_attention:
-            made |= {MIXED}
+        mixes = call.name in MATRIX and sum(bool(sources_set) for sources_set in input_sources) > 1
+        if mixes or call.func is F.scaled_dot_product_attention:
+            sources |= {MIXED}
         written = tensors_in(call.args[:1]) if call.name == "__setitem__" else []
         for tensor in (*call.outputs, *written):
-            self.put(tensor, made)
+            self.put(tensor, sources)
 
-    def _note_pieces(self, source: Any, made: list[Tensor]) -> None:
+    def _note_pieces(self, source: Any, pieces: list[Tensor]) -> None:
         """Note the sizes of pieces of a projection's output, in the order of the calls."""
         fqn = source.__dict__.get(OUTPUT_MARK) if isinstance(source, Tensor) else None
         if fqn is None or self.fed.uses[fqn].calls > 1:
             return
-        sizes = [part.shape[-1] for part in made if part.ndim == source.ndim]
+        sizes = [part.shape[-1] for part in pieces if part.ndim == source.ndim]
         if all(size < source.shape[-1] for size in sizes):
             self.fed.piece_sizes.setdefault(fqn, []).extend(sizes)
 
-    def _note_heads(self, source: Any, made: Tensor) -> None:
+    def _note_heads(self, source: Any, view: Tensor) -> None:
         """Note the size of heads where a view splits the last dim of a projection's output."""
         fqn = source.__dict__.get(OUTPUT_MARK) if isinstance(source, Tensor) else None
         if fqn is None:
             return
-        if made.shape[:-2] == source.shape[:-1]:
-            self.fed.head_sizes[fqn] = made.shape[-1]
-        elif made.shape[:-3] == source.shape[:-1]:
-            self.fed.packed[fqn] = made.shape[-3]
+        if view.shape[:-2] == source.shape[:-1]:
+            self.fed.head_sizes[fqn] = view.shape[-1]
+        elif view.shape[:-3] == source.shape[:-1]:
+            self.fed.packed[fqn] = view.shape[-3]
 
-    def leaf(self, fqn: str, inner: Callable[..., Any], own: frozenset[str]) -> Callable[..., Any]:
-        """Wrap the forward of a projection; `own` are the sources of its output."""
+    def leaf(
+        self, fqn: str, inner: Callable[..., Any], gives: frozenset[str]
+    ) -> Callable[..., Any]:
+        """Wrap the forward of a projection; `gives` are the sources of its output."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             inputs = tensors_in((args, kwargs))
-            given = self.nothing.union(*(self.of(t) for t in inputs))
+            input_sources = self.nothing.union(*(self.of(t) for t in inputs))
             self.fed.note_uses(inputs)
-            known = self.fed.uses.get(fqn)
-            if known is None:
-                self.fed.uses[fqn] = ProjectionUse(len(self.fed.uses), given)
+            use = self.fed.uses.get(fqn)
+            if use is None:
+                self.fed.uses[fqn] = ProjectionUse(len(self.fed.uses), input_sources)
             else:
-                known.reads, known.calls = known.reads | given, known.calls + 1
+                use.reads, use.calls = use.reads | input_sources, use.calls + 1
             self.muted += 1
             try:
-                out = inner(*args, **kwargs)
+                output = inner(*args, **kwargs)
             finally:
                 self.muted -= 1
-            for tensor in tensors_in(out):
-                self.put(tensor, own)
+            for tensor in tensors_in(output):
+                self.put(tensor, gives)
                 tensor.__dict__[OUTPUT_MARK] = fqn
-            return out
+            return output
 
         return forward
 
@@ -166,8 +168,8 @@ def trace_sources(
     feeding = _Feeding(fed)
     for fqn, module in model.named_modules():
         if leaves(fqn):
-            own = frozenset([STREAM]) if outside(fqn) else frozenset([fqn])
-            module.forward = feeding.leaf(fqn, module.forward, own)
+            output_sources = frozenset([STREAM]) if outside(fqn) else frozenset([fqn])
+            module.forward = feeding.leaf(fqn, module.forward, output_sources)
         elif blocks(fqn):
             module.forward = feeding.block(module.forward)
     model.train()
@@ -215,13 +217,13 @@ class _Naming(Lattice):
 
     def before_call(self, call: RunningCall) -> None:
         """Compare the largest number of an index with the dim that is indexed."""
-        known = next(filter(None, map(self.of, call.inputs)), None)
+        named_input = next(filter(None, map(self.of, call.inputs)), None)
         source = call.inputs[0] if call.inputs else None
-        if self.found or known is None or source is None or call.name not in INDEXING:
+        if self.found or named_input is None or source is None or call.name not in INDEXING:
             return
         if self.of(source):  # the integer input is indexed, and no index
             return
-        key, largest = known
+        key, largest = named_input
         dim = call.argument(1, "dim", 0)
         if call.name == "__getitem__":
             index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
@@ -234,10 +236,10 @@ class _Naming(Lattice):
 
     def after_call(self, call: RunningCall) -> None:
         """Hand the input on to integers that are computed from it."""
-        known = next(filter(None, map(self.of, call.inputs)), None)
-        for tensor in call.outputs if known is not None else ():
+        named_input = next(filter(None, map(self.of, call.inputs)), None)
+        for tensor in call.outputs if named_input is not None else ():
             if not tensor.is_floating_point() and tensor.dtype != torch.bool:
-                self.put(tensor, known)
+                self.put(tensor, named_input)
 
 
 def find_row_indices(
@@ -251,9 +253,9 @@ def find_row_indices(
     by_value = {id(value): key for key, value in suspects.items()}
     try:
         with restore_global_state(model), torch.no_grad(), without_values(part) as (inputs, _):
-            for whole, meta in zip(tensors_in(dict(part)), tensors_in(inputs)):
-                if id(whole) in by_value:
-                    naming.put(meta, (by_value[id(whole)], int(whole.max())))
+            for tensor, meta in zip(tensors_in(dict(part)), tensors_in(inputs)):
+                if id(tensor) in by_value:
+                    naming.put(meta, (by_value[id(tensor)], int(tensor.max())))
             with Trace(ModuleStack(), naming, asked=True):
                 run_forward(bare, inputs, None)
     except Exception:  # other errors are reported by the later run of the model

@@ -27,10 +27,10 @@ def stand_in(rows: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     result is linear in each parameter, so dtypes and gradients are those of the real computation.
     """
     assert rows.is_meta
-    out = rows
+    result = rows
     for parameter in parameters:
-        out = out * parameter.flatten()[:1]
-    return out
+        result = result * parameter.flatten()[:1]
+    return result
 
 
 def is_simulating() -> bool:
@@ -74,24 +74,24 @@ def fused_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | 
 
     The conditions are torch's for a CPU: four dims, no dropout, and a mask without a gradient.
     """
-    given = {**dict(zip(ATTENTION_ARGUMENTS, args)), **kwargs}
-    query, key, value = (given[name] for name in ATTENTION_ARGUMENTS[:3])
-    mask, causal = given.get("attn_mask"), bool(given.get("is_causal", False))
-    same = query.shape[-1] == value.shape[-1] == key.shape[-1]
-    wanted = query.requires_grad or key.requires_grad or value.requires_grad
-    if not query.is_meta or query.dim() != 4 or not same or given.get("dropout_p", 0.0):
+    passed = {**dict(zip(ATTENTION_ARGUMENTS, args)), **kwargs}
+    query, key, value = (passed[name] for name in ATTENTION_ARGUMENTS[:3])
+    mask, causal = passed.get("attn_mask"), bool(passed.get("is_causal", False))
+    equal_widths = query.shape[-1] == value.shape[-1] == key.shape[-1]
+    needs_grad = query.requires_grad or key.requires_grad or value.requires_grad
+    if not query.is_meta or query.dim() != 4 or not equal_widths or passed.get("dropout_p", 0.0):
         return None
     if mask is not None:
-        if mask.requires_grad or (causal and wanted):
+        if mask.requires_grad or (causal and needs_grad):
             return None
         if mask.dtype == torch.bool:
             mask = torch.where(mask, 0.0, float("-inf")).to(query.dtype)
         if mask.dim() not in (2, 4):
             return None
-    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, causal, attn_mask=mask, scale=given.get("scale")
+    output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, attn_mask=mask, scale=passed.get("scale")
     )[0]
-    return out
+    return output
 
 
 class FusedAttention(AmbientMode):
@@ -103,7 +103,7 @@ class FusedAttention(AmbientMode):
         """Run the call; attention by the fused operator where this is possible."""
         kwargs = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
-            found = fused_attention(args, kwargs)
-            if found is not None:
-                return found
+            fused = fused_attention(args, kwargs)
+            if fused is not None:
+                return fused
         return self.run(func, types, args, kwargs)

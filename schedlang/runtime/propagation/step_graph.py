@@ -99,19 +99,19 @@ class GraphRecorder(Lattice):
         self.inner: list[float] = []
         self.places: Counter[tuple[Frame, str, tuple[tuple[int, ...], ...]]] = Counter()
 
-    def add_value(self, tensor: Tensor, kind: str, made: str = "", varies: bool = True) -> int:
+    def add_value(self, tensor: Tensor, kind: str, name: str = "", varies: bool = True) -> int:
         """Add a value for a tensor, and return its number."""
         grad = tensor.requires_grad and tensor.is_floating_point()
-        one = Value(tuple(tensor.shape), tensor.element_size(), grad, kind, made, varies)
-        self.wired.values.append(one)
+        value = Value(tuple(tensor.shape), tensor.element_size(), grad, kind, name, varies)
+        self.wired.values.append(value)
         self.put(tensor, (self, len(self.wired.values) - 1))
         return len(self.wired.values) - 1
 
     def number_of(self, tensor: Tensor) -> int:
         """Return the number of a tensor's value; a new tensor is a parameter, or a constant."""
-        found = self.of(tensor)
-        if found is not None and found[0] is self:  # buffers are shared by copies of a model
-            return int(found[1])
+        entry = self.of(tensor)
+        if entry is not None and entry[0] is self:  # buffers are shared by copies of a model
+            return int(entry[1])
         name = self.names.get(id(tensor), "")
         return self.add_value(tensor, "parameter" if name else "constant", name, bool(name))
 
@@ -121,43 +121,43 @@ class GraphRecorder(Lattice):
             if call.outputs and call.name not in LINEAR:
                 self.inner.append(_bytes((*call.inputs, *call.outputs)))
             return
-        given = [self.number_of(one) for one in call.inputs]
-        varies = any(self.wired.values[one].varies for one in given)
-        found = call_splits.find_splits(call) if varies else ()
+        input_numbers = [self.number_of(item) for item in call.inputs]
+        varies = any(self.wired.values[item].varies for item in input_numbers)
+        splits = call_splits.find_splits(call) if varies else ()
         attends = call.func is F.scaled_dot_product_attention
         kind = "attention" if attends else "product" if call.name in PRODUCTS else "other"
-        kept = call.name not in LINEAR
-        self.add_step(call, given, found, "", kind, varies, kept)
+        allocates = call.name not in LINEAR
+        self.add_step(call, input_numbers, splits, "", kind, varies, allocates)
 
     def add_step(
         self,
         call: RunningCall,
-        given: list[int],
-        found: tuple[CallSplit, ...],
+        input_numbers: list[int],
+        splits: tuple[CallSplit, ...],
         module: str,
         kind: str,
         varies: bool,
-        kept: bool = True,
+        allocates: bool = True,
         inner: tuple[int, float] = (1, 0.0),
     ) -> None:
         """Record one step, with values for its results."""
         flops = _flops(call, module if module == "experts" else kind)
-        outputs = [self.add_value(one, "step", varies=varies) for one in call.outputs]
-        key = call.frame, call.name, tuple(tuple(one.shape) for one in call.inputs)
-        place = self.places[key]
+        outputs = [self.add_value(tensor, "step", varies=varies) for tensor in call.outputs]
+        key = call.frame, call.name, tuple(tuple(tensor.shape) for tensor in call.inputs)
+        occurrence = self.places[key]
         self.places[key] += 1
         self.wired.steps.append(
             Step(
                 *call.frame,
-                place,
+                occurrence,
                 call.name,
-                tuple(given),
+                tuple(input_numbers),
                 tuple(outputs),
-                found,
+                splits,
                 module,
                 kind,
                 flops,
-                kept,
+                allocates,
                 call.name in FILLS,
                 *inner,
             )
@@ -172,77 +172,77 @@ class GraphRecorder(Lattice):
             if self.muted:
                 return inner(*args, **kwargs)
             tensors = tensors_in((args, kwargs))
-            given = [self.number_of(one) for one in tensors]
-            own = list(module.parameters())
-            given += [self.number_of(one) for one in own]
+            input_numbers = [self.number_of(tensor) for tensor in tensors]
+            parameters = list(module.parameters())
+            input_numbers += [self.number_of(tensor) for tensor in parameters]
             self.muted += 1
             self.inner.clear()
             try:
-                out = inner(*args, **kwargs)
+                output = inner(*args, **kwargs)
             finally:
                 self.muted -= 1
             frame = self.stack.frames[-1]
-            made = tensors_in(out)
+            results = tensors_in(output)
             call = RunningCall(
-                frame, type(module).__name__, inner, args, kwargs, [*tensors, *own], out
+                frame, type(module).__name__, inner, args, kwargs, [*tensors, *parameters], output
             )
-            call.outputs = made
-            simple = len(made) == 1 and bool(tensors) and made[0] is not tensors[0]
-            found = _module_ways(module, kind, tensors, own) if simple else ()
+            call.outputs = results
+            simple = len(results) == 1 and bool(tensors) and results[0] is not tensors[0]
+            splits = _module_ways(module, kind, tensors, parameters) if simple else ()
             product = kind not in ("norm", "table")
-            does = "product" if product else "other"
-            more = max(0.0, sum(self.inner) - _bytes((*call.inputs, *made)))
-            several = (len(self.inner), more) if kind == "norm" and self.inner else (1, 0.0)
-            self.add_step(call, given, found, kind, does, True, inner=several)
-            return out
+            step_kind = "product" if product else "other"
+            extra = max(0.0, sum(self.inner) - _bytes((*call.inputs, *results)))
+            counts = (len(self.inner), extra) if kind == "norm" and self.inner else (1, 0.0)
+            self.add_step(call, input_numbers, splits, kind, step_kind, True, inner=counts)
+            return output
 
         return run
 
 
 def _bytes(tensors: Sequence[Tensor]) -> float:
-    return float(sum(one.numel() * one.element_size() for one in tensors))
+    return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 
 
 def _module_ways(
-    module: nn.Module, kind: str, tensors: Sequence[Tensor], own: Sequence[Tensor]
+    module: nn.Module, kind: str, tensors: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> tuple[CallSplit, ...]:
     x = tuple(tensors[0].shape)
     if kind == "experts":
-        return call_splits.expert_splits(len(own), len(tensors) - 1)
+        return call_splits.expert_splits(len(parameters), len(tensors) - 1)
     if len(tensors) > 1:
         return ()
     if kind in ("linear", "conv1d"):
-        return call_splits.linear_splits(x, int(kind == "conv1d"), len(own) > 1)
+        return call_splits.linear_splits(x, int(kind == "conv1d"), len(parameters) > 1)
     if kind == "table":
         return call_splits.table_splits(x)
     if kind == "convolution":
-        return call_splits.convolution_splits(x, len(own) > 1, int(module.groups) > 1)  # type: ignore[arg-type]
-    return call_splits.norm_splits(x, len(own), own[0].dim())
+        return call_splits.convolution_splits(x, len(parameters) > 1, int(module.groups) > 1)  # type: ignore[arg-type]
+    return call_splits.norm_splits(x, len(parameters), parameters[0].dim())
 
 
 def _flops(call: RunningCall, kind: str) -> float:
     """Return the operations of a forward: two for each product that is summed."""
     if kind == "experts":
-        counts = [one.shape[-1] for one in call.inputs if not one.is_floating_point()]
-        own = [one for one in call.inputs if isinstance(one, nn.Parameter)]
+        counts = [tensor.shape[-1] for tensor in call.inputs if not tensor.is_floating_point()]
+        parameters = [tensor for tensor in call.inputs if isinstance(tensor, nn.Parameter)]
         rows = call.inputs[0].numel() / call.inputs[0].shape[-1]
-        each = sum(one.numel() / one.shape[0] for one in own)
-        return 2.0 * rows * max(counts, default=1) * each
+        parameter_size = sum(tensor.numel() / tensor.shape[0] for tensor in parameters)
+        return 2.0 * rows * max(counts, default=1) * parameter_size
     if kind == "other" or not call.inputs or not call.outputs:
         return 0.0
-    out = max((one.numel() for one in call.outputs), default=0)
+    output_size = max((tensor.numel() for tensor in call.outputs), default=0)
     if kind == "attention":
         query, key = call.inputs[:2]
         return 4.0 * query.numel() * key.shape[-2]
-    weights = [one for one in call.inputs if one.dim() > 1][1:2]
+    weights = [tensor for tensor in call.inputs if tensor.dim() > 1][1:2]
     if not weights:
-        return 2.0 * out
-    rows = out / max(1, call.outputs[0].shape[-1])
+        return 2.0 * output_size
+    rows = output_size / max(1, call.outputs[0].shape[-1])
     if call.name == "Conv1D" or isinstance(call.inputs[1], nn.Parameter):
         if weights[0].dim() > 2 and call.outputs[0].dim() == weights[0].dim():  # a convolution
-            return 2.0 * out * math.prod(weights[0].shape[1:])
+            return 2.0 * output_size * math.prod(weights[0].shape[1:])
         return 2.0 * rows * weights[0].shape[-1] * weights[0].shape[-2]
-    return 2.0 * out * call.inputs[0].shape[-1]
+    return 2.0 * output_size * call.inputs[0].shape[-1]
 
 
 def record_graph(
@@ -258,14 +258,14 @@ def record_graph(
     dtype  the dtype of all computation, `bf16` or `fp16`; "": the dtype of the parameters
     """
     if dtype:
-        low = DTYPES[dtype]
-        model.to(low)
+        compute_dtype = DTYPES[dtype]
+        model.to(compute_dtype)
         batch = _pytree.tree_map(
-            lambda t: t.to(low) if isinstance(t, Tensor) and t.is_floating_point() else t,
+            lambda t: t.to(compute_dtype) if isinstance(t, Tensor) and t.is_floating_point() else t,
             dict(batch),
         )
     stack = ModuleStack()
-    names = {id(one): name for name, one in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     wiring = GraphRecorder(stack, names)
     for fqn, module in model.named_modules():
         if fqn in kinds:

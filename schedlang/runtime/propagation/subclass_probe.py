@@ -23,27 +23,27 @@ def computes_like(module: nn.Module, kind: str) -> bool:
         return False
     twin = bare_copy(module, torch.float64, 0).train()
     weight, bias = twin._parameters.get("weight"), twin._parameters.get("bias")
-    known = {name for name, _ in twin.named_parameters()}
-    if weight is None or weight.ndim != 2 or known - {"weight", "bias"}:
+    parameter_names = {name for name, _ in twin.named_parameters()}
+    if weight is None or weight.ndim != 2 or parameter_names - {"weight", "bias"}:
         return False
     generator = torch.Generator().manual_seed(1)
     if kind == "Embedding":
-        given = torch.randint(weight.shape[0], (2, 3), generator=generator)
+        trial_input = torch.randint(weight.shape[0], (2, 3), generator=generator)
     else:
         width = weight.shape[1 if kind == "Linear" else 0]
-        given = torch.randn(2, 3, width, generator=generator, dtype=torch.float64)
+        trial_input = torch.randn(2, 3, width, generator=generator, dtype=torch.float64)
     try:
         with torch.no_grad():
-            got = twin(given)
+            output = twin(trial_input)
     except (TypeError, ValueError, RuntimeError, AttributeError):
         return False
-    expected = _plain(kind, given, weight, bias)
-    if kind == "Embedding" and isinstance(got, Tensor) and got.shape == expected.shape:
-        expected = expected * (got.norm() / expected.norm())  # scaled by a constant
+    expected = _plain(kind, trial_input, weight, bias)
+    if kind == "Embedding" and isinstance(output, Tensor) and output.shape == expected.shape:
+        expected = expected * (output.norm() / expected.norm())  # scaled by a constant
     return (
-        isinstance(got, Tensor)
-        and got.shape == expected.shape
-        and torch.allclose(got, expected, rtol=1e-10, atol=1e-12)
+        isinstance(output, Tensor)
+        and output.shape == expected.shape
+        and torch.allclose(output, expected, rtol=1e-10, atol=1e-12)
     )
 
 

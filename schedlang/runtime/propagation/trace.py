@@ -68,9 +68,9 @@ class RunningCall:
     out: Any = None
     outputs: list[Tensor] = field(default_factory=list)
 
-    def argument(self, place: int, name: str, default: Any = None) -> Any:
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
         """Return an argument by its position or its name."""
-        return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
+        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
 
 
 class Lattice:
@@ -89,9 +89,9 @@ class Lattice:
         return tensor.__dict__.get(cls.mark, cls.nothing)
 
     @classmethod
-    def put(cls, tensor: Tensor, known: Any) -> None:
+    def put(cls, tensor: Tensor, value: Any) -> None:
         """Store the lattice's value of a tensor."""
-        tensor.__dict__[cls.mark] = known
+        tensor.__dict__[cls.mark] = value
 
     def before_call(self, call: RunningCall) -> None:
         """Observe a call that is about to run: it may write into its arguments."""
@@ -128,8 +128,8 @@ class Trace(TorchFunctionMode):
             self.answered = True
             return self.other or ANSWERS[func]
         kwargs = dict(kwargs or {})
-        frame, given = self.stack.frames[-1], tensors_in((args, kwargs))
-        call = RunningCall(frame, name_of(func), func, args, kwargs, given)
+        frame, inputs = self.stack.frames[-1], tensors_in((args, kwargs))
+        call = RunningCall(frame, name_of(func), func, args, kwargs, inputs)
         for lattice in self.lattices:
             lattice.before_call(call)
         try:
@@ -140,7 +140,7 @@ class Trace(TorchFunctionMode):
             raise
         call.outputs = tensors_in(call.out)
         if func is Tensor.__setitem__:  # returns None, and changes its first argument
-            call.outputs = given[:1]
+            call.outputs = inputs[:1]
         for lattice in self.lattices:
             lattice.after_call(call)
         return call.out
@@ -188,21 +188,21 @@ class ModuleStack:
             self.access.begin(fqn, bool(self.muted))
         if self.muted:
             return inner(*args, **kwargs)
-        turn = self.turns.get(fqn, 0)
-        self.turns[fqn] = turn + 1
+        call_number = self.turns.get(fqn, 0)
+        self.turns[fqn] = call_number + 1
         if "." in fqn:
             running = [name for name, _ in self.frames]
             self.outside.update((fqn, around) for around in idle_modules(fqn, running))
-        self.frames.append((fqn, turn))
-        given = list(tensors_in((args, kwargs)))
+        self.frames.append((fqn, call_number))
+        inputs = list(tensors_in((args, kwargs)))
         with torch._C.DisableTorchFunction():  # not seen by function modes
-            before = [one._version for one in given]
-            self.mains.append(next((t for t in given if t.is_floating_point()), None))
+            versions = [tensor._version for tensor in inputs]
+            self.mains.append(next((t for t in inputs if t.is_floating_point()), None))
         if self.observer is not None:
             self.observer(self.frames[-1], (args, kwargs))
         self.muted += opaque
         try:
-            out = inner(*args, **kwargs)
+            output = inner(*args, **kwargs)
         except Exception:
             self.failed_frame = self.failed_frame if self.failed_frame[0] else self.frames[-1]
             raise
@@ -211,11 +211,11 @@ class ModuleStack:
             frame = self.frames.pop()
             self.mains.pop()
         with torch._C.DisableTorchFunction():
-            if [one._version for one in given] != before:
+            if [tensor._version for tensor in inputs] != versions:
                 self.overwrites.add(fqn)
         if self.observer is not None:
-            self.observer(frame, out)
-        return out
+            self.observer(frame, output)
+        return output
 
 
 @dataclass(frozen=True)
@@ -248,11 +248,11 @@ class LabelRule:
 
 def integers_in(tree: Any) -> tuple[int, ...]:
     """Return the plain integers of a pytree, in order, with the bounds of slices."""
-    found: list[int] = []
+    integers: list[int] = []
     for leaf in pytree.tree_leaves(tree):
         bounds = (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
-        found += [n for n in bounds if isinstance(n, int) and not isinstance(n, bool)]
-    return tuple(found)
+        integers += [n for n in bounds if isinstance(n, int) and not isinstance(n, bool)]
+    return tuple(integers)
 
 
 SELECTING = {
@@ -303,8 +303,10 @@ class RecordedForward(Lattice):
     @property
     def choices(self) -> dict[str, str]:
         """The modules that select by values (a top-k, a sort), and the first such call of each."""
-        calls = ((fqn, one) for (fqn, _), some in self.frames.items() for one in reversed(some))
-        return {fqn: one.name for fqn, one in calls if one.name in SELECTING}
+        calls = (
+            (fqn, call) for (fqn, _), listed in self.frames.items() for call in reversed(listed)
+        )
+        return {fqn: call.name for fqn, call in calls if call.name in SELECTING}
 
     def before_call(self, call: RunningCall) -> None:
         """Note whether an input is computed from the batch, and count the labels of a loss."""
@@ -321,12 +323,12 @@ class RecordedForward(Lattice):
             self.put(tensor, True)
         if call.outputs and self.calls and not self.stack.muted:
             with torch._C.DisableTorchFunction():  # not seen by function modes
-                given, made = (
-                    tuple(tuple(t.shape) for t in some) for some in (call.inputs, call.outputs)
+                input_shapes, output_shapes = (
+                    tuple(tuple(t.shape) for t in group) for group in (call.inputs, call.outputs)
                 )
             numbers = integers_in((call.args, call.kwargs)), factors_of(call.name, call.args)
-            known = Call(call.name, given, made, *numbers)
-            self.frames.setdefault(call.frame, []).append(known)
+            recorded = Call(call.name, input_shapes, output_shapes, *numbers)
+            self.frames.setdefault(call.frame, []).append(recorded)
         if self.stack.access is not None and not self.stack.muted:
             self.stack.access.after(call, [name for name, _ in self.stack.frames])
         if call.outputs and self.draws:  # inside of opaque modules too
@@ -346,54 +348,54 @@ class RecordedForward(Lattice):
             )
         site, drawn = call.frame[0], self.drawn
         for shape in shapes:
-            at = site, sum(known == site for known, _ in drawn)
-            drawn[at] = shape
+            draw_frame = site, sum(drawn_site == site for drawn_site, _ in drawn)
+            drawn[draw_frame] = shape
             if not self._batched:
-                self.sourceless.add(at)
+                self.sourceless.add(draw_frame)
 
     def _follow_labels(self, call: RunningCall) -> None:
         func, args, kwargs = call.func, call.args, call.kwargs
         if func in LOSSES:
-            known = self._lineage.get(id(call.argument(1, "target")))
-            if known is not None and kwargs.get("reduction", "mean") in ("mean", "sum"):
-                rule = LabelRule(known[1], known[2], int(kwargs.get("ignore_index", -100)))
+            lineage = self._lineage.get(id(call.argument(1, "target")))
+            if lineage is not None and kwargs.get("reduction", "mean") in ("mean", "sum"):
+                rule = LabelRule(lineage[1], lineage[2], int(kwargs.get("ignore_index", -100)))
                 if kwargs.get("reduction", "mean") == "mean":
                     self.labels.append(rule)
                 else:
                     self._summed[id(call.out)] = call.out, rule
             return
         self._follow_count(call)
-        out, known = call.out, self._lineage.get(id(args[0])) if args else None
-        if known is None or not isinstance(out, Tensor) or out.is_floating_point():
+        output, lineage = call.out, self._lineage.get(id(args[0])) if args else None
+        if lineage is None or not isinstance(output, Tensor) or output.is_floating_point():
             return
-        if tensors_in((args[1:], kwargs)) or out.dtype == torch.bool:
+        if tensors_in((args[1:], kwargs)) or output.dtype == torch.bool:
             return
         step = _replay(func, args[1:], kwargs)
-        steps = (*known[2], step) if call.name in _COUNT else known[2]
-        self._lineage[id(out)] = (out, known[1], steps)
+        steps = (*lineage[2], step) if call.name in _COUNT else lineage[2]
+        self._lineage[id(output)] = (output, lineage[1], steps)
 
     def _follow_count(self, call: RunningCall) -> None:
         """Follow a count of labels to the division of a summed loss by it: the result is a mean."""
-        args, out = call.args, call.out
-        if not args or not isinstance(out, Tensor):
+        args, output = call.args, call.out
+        if not args or not isinstance(output, Tensor):
             return
         count = self._counts.get(id(args[0]))
         if call.name in ("ne", "__ne__") and len(args) == 2 and type(args[1]) is int:
-            if known := self._lineage.get(id(args[0])):
-                self._counts[id(out)] = out, LabelCount(known[1], args[1])
-        elif count is not None and call.name in CLAMPS and out.dim() == 0:
-            least = call.argument(1, "min")
-            if isinstance(least, int | float) and 0 < least <= 1:
-                self._counts[id(out)] = out, replace(count[1], bounded=True)
+            if lineage := self._lineage.get(id(args[0])):
+                self._counts[id(output)] = output, LabelCount(lineage[1], args[1])
+        elif count is not None and call.name in CLAMPS and output.dim() == 0:
+            minimum = call.argument(1, "min")
+            if isinstance(minimum, int | float) and 0 < minimum <= 1:
+                self._counts[id(output)] = output, replace(count[1], bounded=True)
         elif count is not None and call.name in ("sum", "to", "float", "double", "long", "type"):
-            self._counts[id(out)] = out, count[1]
+            self._counts[id(output)] = output, count[1]
         elif call.name in ("div", "__truediv__") and len(args) == 2 and id(args[0]) in self._summed:
             _, rule = self._summed[id(args[0])]
-            held = self._counts.get(id(args[1]))
-            wanted = LabelCount(rule.source, rule.ignore_index, bounded=True)
-            if held is not None and held[1] == wanted and held[0].dim() == 0:
+            divisor = self._counts.get(id(args[1]))
+            label_count = LabelCount(rule.source, rule.ignore_index, bounded=True)
+            if divisor is not None and divisor[1] == label_count and divisor[0].dim() == 0:
                 self.labels.append(rule)
-                self.means[id(out)] = out
+                self.means[id(output)] = output
 
 
 @dataclass(frozen=True)
@@ -431,24 +433,24 @@ def find_reached_parameters(
     """
     names: dict[int, tuple[str, bool | None]] = {}
     holder = getattr(computes, "__self__", computes)
-    for one, own in ((holder, False), (original, True), (model, None)):
-        if isinstance(one, nn.Module):
-            names |= {id(parameter): (name, own) for name, parameter in one.named_parameters()}
+    for owner, native in ((holder, False), (original, True), (model, None)):
+        if isinstance(owner, nn.Module):
+            names |= {id(parameter): (name, native) for name, parameter in owner.named_parameters()}
     todo: list[Any] = [loss.grad_fn] if loss is not None else []
-    seen: set[Any] = {None}
-    found: set[tuple[str, bool | None]] = set()
+    visited: set[Any] = {None}
+    reached: set[tuple[str, bool | None]] = set()
     reenters = False
     while todo:
         node = todo.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
-        known = names.get(id(getattr(node, "variable", None)))
-        found |= {known} if known is not None else set()
+        visited.add(node)
+        entry = names.get(id(getattr(node, "variable", None)))
+        reached |= {entry} if entry is not None else set()
         reenters |= node.name() == "CheckpointFunctionBackward"
         todo += [following for following, _ in node.next_functions]
-    others = {name: own for name, own in sorted(found, key=str) if own is not None}
-    return frozenset(name for name, own in found if own is None), reenters, others
+    foreign = {name: native for name, native in sorted(reached, key=str) if native is not None}
+    return frozenset(name for name, native in reached if native is None), reenters, foreign
 
 
 Result = TypeVar("Result")
@@ -458,7 +460,7 @@ PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167)
 def run_with_prime_rows(
     model: nn.Module,
     batch: Mapping[str, Any],
-    run: Callable[[nn.Module, dict[str, Any], ModuleStack, int], Result],
+    function: Callable[[nn.Module, dict[str, Any], ModuleStack, int], Result],
 ) -> Result | None:
     """Return `run(bare model, inputs, stack, rows)`; None if the model accepts no other batch.
 
@@ -474,7 +476,7 @@ def run_with_prime_rows(
     stack.watch(bare)
     try:
         with without_values(_repeated(batch, rows)) as (inputs, _):
-            return run(bare, inputs, stack, rows)
+            return function(bare, inputs, stack, rows)
     except Exception:  # the model's own code rejects the number of rows
         return None
 
@@ -485,11 +487,11 @@ def _repeated(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
     index = torch.arange(rows) % count
 
     def repeat(value: Any) -> Any:
-        whole = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
-        return value[index.to(value.device)] if whole else value
+        has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
+        return value[index.to(value.device)] if has_rows else value
 
-    found: dict[str, Any] = pytree.tree_map(repeat, dict(batch))
-    return found
+    repeated: dict[str, Any] = pytree.tree_map(repeat, dict(batch))
+    return repeated
 
 
 @dataclass(frozen=True)
@@ -506,14 +508,14 @@ class Tag:
     uneven: Uneven = EVEN
     along: int | None = None
 
-    def positions(self, size: int, parts: int, place: int) -> list[int]:
+    def positions(self, size: int, parts: int, rank: int) -> list[int]:
         """Return the indices of a dim of `size` that a rank holds, in order.
 
-        `place` is the rank among `parts` ranks; indices of `size` and above stand for zeros.
+        `rank` is the rank among `parts` ranks; indices of `size` and above stand for zeros.
         """
         total = sum(self.blocks)
         sizes = [block * size // total for block in self.blocks]
-        return positions(sizes, self.uneven, parts, place)
+        return positions(sizes, self.uneven, parts, rank)
 
 
 @dataclass
@@ -542,7 +544,7 @@ class Mismatch(Exception):
     """Raised if the sharded model's shapes do not agree with the original's.
 
     `integers` are arguments of the original call that should have been divided by the ranks of
-    `axis`; empty if no division can help.  `place` counts the calls that agreed before.
+    `axis`; empty if no division can help.  `position` counts the calls that agreed before.
     """
 
     def __init__(
@@ -551,12 +553,12 @@ class Mismatch(Exception):
         reason: str,
         axis: str | None,
         integers: tuple[int, ...],
-        place: int,
+        position: int,
         helps: tuple[str, ...] = (),
     ) -> None:
         super().__init__(reason)
         self.frame, self.reason, self.axis = frame, reason, axis
-        self.integers, self.place, self.helps = integers, place, helps
+        self.integers, self.place, self.helps = integers, position, helps
         # arguments (name, value) with which the row would be legal
         self.row_arguments: tuple[tuple[str, str], ...] = ()
         self.line = model_line()  # the running line of the model

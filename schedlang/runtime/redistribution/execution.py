@@ -28,9 +28,9 @@ MAX_IN_FLIGHT = 2  # the most buckets in flight in each direction
 LocalTensors = Callable[[Any], Tensor]  # name -> this rank's part of the tensor, written in place
 
 
-def bucket_size(asked: int) -> int:
-    """Return the bytes of a bucket: `asked` rounded down to full elements, at least one."""
-    return max(asked // ALIGNMENT, 1) * ALIGNMENT
+def bucket_size(requested: int) -> int:
+    """Return the bytes of a bucket: `requested` rounded down to full elements, at least one."""
+    return max(requested // ALIGNMENT, 1) * ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,17 @@ class _Stretch:
         `sends`: `local` gives the sender's parts, else the receiver's.
         """
         while low < high:
-            number, at = divmod(low, self.each)
+            number, offset = divmod(low, self.each)
             end = min(high - number * self.each, self.each)
             tensor = local(self.kind.names[number])
-            first = 0
+            box_start = 0
             for box in self.boxes:
                 size = math.prod(box.size)
-                start, stop = max(at - first, 0), min(end - first, size)
+                start, stop = max(offset - box_start, 0), min(end - box_start, size)
                 if start < stop:
                     view = box.view(tensor, box.here if sends else box.there)
                     yield from _views_of_range(view, start, stop)
-                first += size
+                box_start += size
             low = number * self.each + end
 
 
@@ -80,16 +80,16 @@ def _views_of_range(view: Tensor, low: int, high: int) -> Iterator[Tensor]:
         yield view[low:high]
     else:
         row = view[0].numel()
-        first, last = -(-low // row), high // row
-        if first > last:  # within one row
-            yield from _views_of_range(view[last], low - last * row, high - last * row)
+        first_row, last_row = -(-low // row), high // row
+        if first_row > last_row:  # within one row
+            yield from _views_of_range(view[last_row], low - last_row * row, high - last_row * row)
             return
         if low % row:
-            yield from _views_of_range(view[first - 1], low % row, row)
-        if first < last:
-            yield view[first:last]
+            yield from _views_of_range(view[first_row - 1], low % row, row)
+        if first_row < last_row:
+            yield view[first_row:last_row]
         if high % row:
-            yield from _views_of_range(view[last], 0, high % row)
+            yield from _views_of_range(view[last_row], 0, high % row)
 
 
 @dataclass(frozen=True)
@@ -101,22 +101,22 @@ class _Stream:
     @cached_property
     def bytes(self) -> int:
         """The bytes of all stretches."""
-        return sum(one.bytes for one in self.stretches)
+        return sum(stretch.bytes for stretch in self.stretches)
 
     def copy(self, low: int, flat: Tensor, local: LocalTensors, sends: bool) -> None:
         """Pack the bucket `flat`, which begins at byte `low` of the stream, or unpack it."""
         high, start = low + flat.numel(), 0
-        for one in self.stretches:
-            item, end = one.kind.itemsize, start + one.bytes
+        for stretch in self.stretches:
+            item, end = stretch.kind.itemsize, start + stretch.bytes
             if start < high and low < end:
                 begin, stop = max(low, start), min(high, end)
-                spans = one.low + (begin - start) // item, one.low + (stop - start) // item
-                at = begin - low
-                for view in one.pieces(*spans, local, sends):
+                spans = stretch.low + (begin - start) // item, stretch.low + (stop - start) // item
+                offset = begin - low
+                for view in stretch.pieces(*spans, local, sends):
                     size = view.numel() * item
-                    part = flat[at : at + size].view(view.dtype).view(view.shape)
+                    part = flat[offset : offset + size].view(view.dtype).view(view.shape)
                     part.copy_(view) if sends else view.copy_(part)
-                    at += size
+                    offset += size
             start = end
 
 
@@ -131,38 +131,38 @@ class Traffic:
     most: int = 0  # bytes of buckets that were alive at once
 
 
-def bucket_device(home: torch.device) -> torch.device:
-    """Return the device of buckets for tensors on `home`: the host if the backend is gloo."""
-    kind = world.current_world().backends.get(home.type, "gloo")
-    return devices.HOST if kind == "gloo" else home
+def bucket_device(device: torch.device) -> torch.device:
+    """Return the device of buckets for tensors on `device`: the host if the backend is gloo."""
+    kind = world.current_world().backends.get(device.type, "gloo")
+    return devices.HOST if kind == "gloo" else device
 
 
 def redistribute_tensors(
     source: Mapping[Any, TensorLayout],
     target: Mapping[Any, TensorLayout],
-    here: LocalTensors,
-    there: LocalTensors,
+    reads: LocalTensors,
+    writes: LocalTensors,
     bucket: int,
     device: torch.device,
     gaps: bool = False,
 ) -> tuple[Route, Traffic]:
     """Redistribute all tensors from one layout to another; all ranks of the world must call this.
 
-    `here` and `there` give this rank's source and target parts by name.  `gaps`: elements that no
+    `reads` and `writes` give this rank's source and target parts by name.  `gaps`: elements that no
     rank holds are left unchanged; else Uncovered is raised.
     """
-    found = find_route(group_by_layout(source, target), world.size(), gaps)
-    return found, redistribute_by_route(found, here, there, bucket, device)
+    route = find_route(group_by_layout(source, target), world.size(), gaps)
+    return route, redistribute_by_route(route, reads, writes, bucket, device)
 
 
 def redistribute_by_route(
-    route: Route, here: LocalTensors, there: LocalTensors, bucket: int, device: torch.device
+    route: Route, reads: LocalTensors, writes: LocalTensors, bucket: int, device: torch.device
 ) -> Traffic:
     """Redistribute tensors by a known route; all ranks of the world must call this."""
-    ours = world.current_world()
-    make = ours.host_group if devices.on_host(device) else ours.make_group
-    group = make([tuple(range(ours.size))], "transfer") if len(route.kind) else None
-    return execute_route(route, ours.rank, here, there, bucket_size(bucket), group, device)
+    job = world.current_world()
+    make = job.host_group if devices.on_host(device) else job.make_group
+    group = make([tuple(range(job.size))], "transfer") if len(route.kind) else None
+    return execute_route(route, job.rank, reads, writes, bucket_size(bucket), group, device)
 
 
 def execute_route(
@@ -180,33 +180,33 @@ def execute_route(
     `n` places after it and receives from the rank `n` places before it, bucket by bucket: so there
     is no deadlock, and at most `MAX_IN_FLIGHT` buckets in each direction exist at a time.
     """
-    done = Traffic()
+    traffic = Traffic()
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        _copy_local(route, rank, source, target, done)
-        gives, takes = _streams(route, rank)
-        turns = sorted(
-            {(to - rank) % route.world for to in gives}
-            | {(rank - at) % route.world for at in takes}
+        _copy_local(route, rank, source, target, traffic)
+        outgoing, incoming = _streams(route, rank)
+        distances = sorted(
+            {(dest - rank) % route.world for dest in outgoing}
+            | {(rank - origin) % route.world for origin in incoming}
         )
         in_flight: list[_Exchange] = []
-        for turn in turns:
-            to, at = (rank + turn) % route.world, (rank - turn) % route.world
-            give, take = gives.get(to), takes.get(at)
-            longest = max(one.bytes for one in (give, take) if one is not None)
+        for distance in distances:
+            dest, origin = (rank + distance) % route.world, (rank - distance) % route.world
+            send, receive = outgoing.get(dest), incoming.get(origin)
+            longest = max(stream.bytes for stream in (send, receive) if stream is not None)
             for low in range(0, longest, bucket):
                 if len(in_flight) == MAX_IN_FLIGHT:
                     in_flight.pop(0).end(target)
-                now = _Exchange(low, give, take, bucket, device)
-                now.begin(source, to, at, group)
-                in_flight.append(now)
-                done.sent += now.out.numel()
-                done.received += now.into.numel()
-                done.messages += now.out.numel() > 0
-                alive = sum(m.out.numel() + m.into.numel() for m in in_flight)
-                done.most = max(done.most, alive)
-        for now in in_flight:
-            now.end(target)
-    return done
+                exchange = _Exchange(low, send, receive, bucket, device)
+                exchange.begin(source, dest, origin, group)
+                in_flight.append(exchange)
+                traffic.sent += exchange.out.numel()
+                traffic.received += exchange.into.numel()
+                traffic.messages += exchange.out.numel() > 0
+                in_use = sum(m.out.numel() + m.into.numel() for m in in_flight)
+                traffic.most = max(traffic.most, in_use)
+        for exchange in in_flight:
+            exchange.end(target)
+    return traffic
 
 
 class _Exchange:
@@ -215,8 +215,8 @@ class _Exchange:
     def __init__(
         self,
         low: int,
-        give: _Stream | None,
-        take: _Stream | None,
+        outgoing: _Stream | None,
+        incoming: _Stream | None,
         bucket: int,
         device: torch.device,
     ) -> None:
@@ -224,20 +224,20 @@ class _Exchange:
             size = 0 if stream is None else min(bucket, max(stream.bytes - low, 0))
             return torch.empty(size, dtype=torch.uint8, device=device)
 
-        self.low, self.give, self.take = low, give, take
-        self.out, self.into = allocate(give), allocate(take)
+        self.low, self.give, self.take = low, outgoing, incoming
+        self.out, self.into = allocate(outgoing), allocate(incoming)
 
     def begin(
-        self, source: LocalTensors, to: int, at: int, group: world.ProcessGroup | None
+        self, source: LocalTensors, dest: int, origin: int, group: world.ProcessGroup | None
     ) -> None:
         """Pack the outgoing bucket, and start both transfers."""
-        sent, wanted = [], []
+        sends, receives = [], []
         if self.give is not None and self.out.numel():
             self.give.copy(self.low, self.out, source, True)
-            sent.append((self.out, to))
+            sends.append((self.out, dest))
         if self.take is not None and self.into.numel():
-            wanted.append((self.into, at))
-        self.works = world.batch_isend_irecv(sent, wanted, group)
+            receives.append((self.into, origin))
+        self.works = world.batch_isend_irecv(sends, receives, group)
 
     def end(self, target: LocalTensors) -> None:
         """Wait for both transfers, and unpack the received bucket."""
@@ -251,37 +251,37 @@ def _streams(route: Route, rank: int) -> tuple[Mapping[int, _Stream], Mapping[in
     """Return this rank's streams to and from each other rank; cached in the route."""
     if rank not in route.streams:
         route.streams[rank] = _build_streams(route, rank)
-    found: tuple[Mapping[int, _Stream], Mapping[int, _Stream]] = route.streams[rank]
-    return found
+    streams: tuple[Mapping[int, _Stream], Mapping[int, _Stream]] = route.streams[rank]
+    return streams
 
 
 def _build_streams(route: Route, rank: int) -> tuple[Mapping[int, _Stream], Mapping[int, _Stream]]:
-    known: dict[tuple[int, int, int], tuple[Overlap, ...]] = {}
+    by_parts: dict[tuple[int, int, int], tuple[Overlap, ...]] = {}
 
     def stretch(row: int) -> _Stretch:
         kind = route.kinds[route.kind[row]]
         a = int(kind.source.part_of_rank[route.sender[row]])
         b = int(kind.target.part_of_rank[route.receiver[row]])
         key = int(route.kind[row]), a, b
-        if key not in known:
-            known[key] = tuple(overlaps(kind.source.parts[a], kind.target.parts[b]))
-        return _Stretch(kind, known[key], int(route.low[row]), int(route.high[row]))
+        if key not in by_parts:
+            by_parts[key] = tuple(overlaps(kind.source.parts[a], kind.target.parts[b]))
+        return _Stretch(kind, by_parts[key], int(route.low[row]), int(route.high[row]))
 
-    def found(mine: np.ndarray, others: np.ndarray) -> dict[int, _Stream]:
+    def found(own_side: np.ndarray, other_side: np.ndarray) -> dict[int, _Stream]:
         rows: dict[int, list[int]] = {}
-        for row in np.flatnonzero(mine == rank):
-            rows.setdefault(int(others[row]), []).append(int(row))
+        for row in np.flatnonzero(own_side == rank):
+            rows.setdefault(int(other_side[row]), []).append(int(row))
         order = lambda row: (int(route.kind[row]), int(route.low[row]))  # noqa: E731
         return {
-            other: _Stream(tuple(stretch(row) for row in sorted(some, key=order)))
-            for other, some in rows.items()
+            peer: _Stream(tuple(stretch(row) for row in sorted(peer_rows, key=order)))
+            for peer, peer_rows in rows.items()
         }
 
     return found(route.sender, route.receiver), found(route.receiver, route.sender)
 
 
 def _copy_local(
-    route: Route, rank: int, source: LocalTensors, target: LocalTensors, done: Traffic
+    route: Route, rank: int, source: LocalTensors, target: LocalTensors, traffic: Traffic
 ) -> None:
     """Copy the elements that this rank holds itself."""
     for kind in route.kinds:
@@ -289,6 +289,6 @@ def _copy_local(
         if NOWHERE in (a, b):
             continue
         for name in (name for name in kind.names if source(name) is not target(name)):
-            done.copied += copy_overlap(
+            traffic.copied += copy_overlap(
                 source(name), kind.source.parts[a], target(name), kind.target.parts[b]
             )

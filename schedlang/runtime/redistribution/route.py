@@ -75,8 +75,8 @@ class Route:
     def bytes(self) -> Array:
         """The bytes of each row."""
         sizes = np.array([kind.itemsize for kind in self.kinds], np.int64)
-        found: Array = (self.high - self.low) * (sizes[self.kind] if len(sizes) else 1)
-        return found
+        row_bytes: Array = (self.high - self.low) * (sizes[self.kind] if len(sizes) else 1)
+        return row_bytes
 
     @cached_property
     def sent(self) -> Array:
@@ -92,8 +92,8 @@ class Route:
     def pairs(self) -> tuple[Array, Array, Array]:
         """Senders, receivers and bytes of all pairs of ranks that communicate."""
         pair = self.sender * self.world + self.receiver
-        found, place = np.unique(pair, return_inverse=True)
-        return found // self.world, found % self.world, _sum_by_place(place, self.bytes, len(found))
+        pairs, index = np.unique(pair, return_inverse=True)
+        return pairs // self.world, pairs % self.world, _sum_by_place(index, self.bytes, len(pairs))
 
     def messages(self, bucket: int) -> int:
         """Return how many messages of at most `bucket` bytes are sent."""
@@ -102,9 +102,9 @@ class Route:
 
 def _sum_by_place(places: Array, values: Array, count: int) -> Array:
     """Return [count]: the sums of integers with equal places, without conversion to floats."""
-    found = np.zeros(count, np.int64)
-    np.add.at(found, places, values)
-    return found
+    sums = np.zeros(count, np.int64)
+    np.add.at(sums, places, values)
+    return sums
 
 
 def group_by_layout(
@@ -113,17 +113,17 @@ def group_by_layout(
     """Return the tensors of `b` grouped by their shardings in `a` and `b`; large elements first."""
     names: dict[tuple[object, ...], list[Any]] = {}
     keys: dict[int, object] = {}
-    for name, to in b.items():
-        at = a[name]
-        for sharding in (at.sharding, to.sharding):
+    for name, target in b.items():
+        source = a[name]
+        for sharding in (source.sharding, target.sharding):
             keys.setdefault(id(sharding), sharding.key)
-        key = (to.itemsize, keys[id(at.sharding)], keys[id(to.sharding)])
+        key = (target.itemsize, keys[id(source.sharding)], keys[id(target.sharding)])
         names.setdefault(key, []).append(name)
-    found = [
-        LayoutPair(tuple(some), a[some[0]].sharding, b[some[0]].sharding, b[some[0]].itemsize)
-        for some in names.values()
+    pairs = [
+        LayoutPair(tuple(group), a[group[0]].sharding, b[group[0]].sharding, b[group[0]].itemsize)
+        for group in names.values()
     ]
-    return tuple(sorted(found, key=lambda kind: -kind.itemsize))
+    return tuple(sorted(pairs, key=lambda kind: -kind.itemsize))
 
 
 def find_route(kinds: Sequence[LayoutPair], world: int, gaps: bool = False) -> Route:
@@ -131,76 +131,76 @@ def find_route(kinds: Sequence[LayoutPair], world: int, gaps: bool = False) -> R
 
     Raises Uncovered if parts overlap, or if no rank holds some elements and `gaps` is false.
     """
-    known: dict[tuple[SliceArray, SliceArray], Array] = {}
+    cached: dict[tuple[SliceArray, SliceArray], Array] = {}
     bound, loads = np.zeros(world, np.int64), np.zeros(world, np.int64)
-    found: list[list[Array]] = [[np.zeros(0, np.int64)] for _ in range(5)]
+    collected: list[list[Array]] = [[np.zeros(0, np.int64)] for _ in range(5)]
     # parts that one rank holds come first: the senders of the others are balanced around them
     order = sorted(range(len(kinds)), key=lambda k: int(kinds[k].source.copies.max(initial=0)))
     for number in order:
         kind = kinds[number]
         key = kind.source.parts, kind.target.parts
-        if key not in known:
-            known[key] = overlap_sizes(*key)
-        common = known[key]
-        _check(kind, common, gaps)
-        part, receiver, wanted = _find_requests(kind, common)
-        np.add.at(bound, receiver, wanted * kind.itemsize)
-        columns = _balance_senders(kind, part, receiver, wanted, loads)
-        for column, values in zip(found, (np.full(len(columns[0]), number), *columns)):
+        if key not in cached:
+            cached[key] = overlap_sizes(*key)
+        shared = cached[key]
+        _check(kind, shared, gaps)
+        part, receiver, counts = _find_requests(kind, shared)
+        np.add.at(bound, receiver, counts * kind.itemsize)
+        columns = _balance_senders(kind, part, receiver, counts, loads)
+        for column, values in zip(collected, (np.full(len(columns[0]), number), *columns)):
             column.append(values)
-    columns_ = [np.concatenate(column) for column in found]
+    columns_ = [np.concatenate(column) for column in collected]
     return Route(world, tuple(kinds), bound, *columns_)
 
 
-def _check(kind: LayoutPair, common: Array, gaps: bool) -> None:
+def _check(kind: LayoutPair, shared: Array, gaps: bool) -> None:
     """Raise Uncovered unless the held parts have each element of the wanted parts once."""
     a, b = kind.source, kind.target
-    held, wanted = a.copies > 0, b.copies > 0
-    there = common[held].sum(0)
-    odd = wanted & (there > b.sizes if gaps else there != b.sizes)
+    is_held, is_target = a.copies > 0, b.copies > 0
+    available = shared[is_held].sum(0)
+    odd = is_target & (available > b.sizes if gaps else available != b.sizes)
     if odd.any():
-        raise UncoveredElements(kind.names[0], bool((there[odd] < b.sizes[odd]).any()))
+        raise UncoveredElements(kind.names[0], bool((available[odd] < b.sizes[odd]).any()))
 
 
-def _find_requests(kind: LayoutPair, common: Array) -> tuple[Array, Array, Array]:
+def _find_requests(kind: LayoutPair, shared: Array) -> tuple[Array, Array, Array]:
     """Return columns (held part, rank, elements) of what ranks need and do not hold."""
     a, b = kind.source, kind.target
     ranks = np.flatnonzero(b.part_of_rank != NOWHERE)
-    asked = common[:, b.part_of_rank[ranks]]
-    held = a.part_of_rank[ranks]
-    has = np.flatnonzero(held != NOWHERE)
-    asked[held[has], has] = 0
-    asked[a.copies == 0] = 0
-    part, place = np.nonzero(asked)
-    return part, ranks[place], asked[part, place] * len(kind.names)
+    requests = shared[:, b.part_of_rank[ranks]]
+    own_parts = a.part_of_rank[ranks]
+    holding = np.flatnonzero(own_parts != NOWHERE)
+    requests[own_parts[holding], holding] = 0
+    requests[a.copies == 0] = 0
+    part, column = np.nonzero(requests)
+    return part, ranks[column], requests[part, column] * len(kind.names)
 
 
 def _balance_senders(
-    kind: LayoutPair, part: Array, receiver: Array, wanted: Array, loads: Array
+    kind: LayoutPair, part: Array, receiver: Array, counts: Array, loads: Array
 ) -> tuple[Array, Array, Array, Array]:
     """Return sender, receiver and range of each delivery; add the sent bytes to `loads`."""
     holders = kind.source.holders
     single = kind.source.copies[part] == 1
     first = np.array([ranks[0] if len(ranks) else NOWHERE for ranks in holders], np.int64)
-    one = part[single]
-    made = [(first[one], receiver[single], np.zeros(len(one), np.int64), wanted[single])]
-    np.add.at(loads, first[one], wanted[single] * kind.itemsize)
-    rest = np.flatnonzero(~single)  # ascending by part
-    starts = np.flatnonzero(np.diff(part[rest], prepend=-1))
-    for low, high in zip(starts, [*starts[1:], len(rest)]):
-        some = rest[low:high]
-        senders = holders[part[some[0]]]
-        line = np.cumsum(wanted[some])
-        shares = _share_elements(loads[senders], int(line[-1]), kind.itemsize)
+    lone = part[single]
+    moves = [(first[lone], receiver[single], np.zeros(len(lone), np.int64), counts[single])]
+    np.add.at(loads, first[lone], counts[single] * kind.itemsize)
+    shared = np.flatnonzero(~single)  # ascending by part
+    starts = np.flatnonzero(np.diff(part[shared], prepend=-1))
+    for low, high in zip(starts, [*starts[1:], len(shared)]):
+        rows = shared[low:high]
+        senders = holders[part[rows[0]]]
+        totals = np.cumsum(counts[rows])
+        shares = _share_elements(loads[senders], int(totals[-1]), kind.itemsize)
         loads[senders] += shares * kind.itemsize
-        ends = unique_sorted(line, np.cumsum(shares))
+        ends = unique_sorted(totals, np.cumsum(shares))
         begins = np.concatenate([[0], ends[:-1]])
         begins, ends = begins[begins < ends], ends[begins < ends]
-        row = np.searchsorted(line, begins, "right")
-        who = np.searchsorted(np.cumsum(shares), begins, "right")
-        before = line[row] - wanted[some][row]
-        made.append((senders[who], receiver[some][row], begins - before, ends - before))
-    columns = [np.concatenate(column) for column in zip(*made)]
+        row = np.searchsorted(totals, begins, "right")
+        owner = np.searchsorted(np.cumsum(shares), begins, "right")
+        base = totals[row] - counts[rows][row]
+        moves.append((senders[owner], receiver[rows][row], begins - base, ends - base))
+    columns = [np.concatenate(column) for column in zip(*moves)]
     return columns[0], columns[1], columns[2], columns[3]
 
 
@@ -208,16 +208,16 @@ def _share_elements(loads: Array, count: int, itemsize: int) -> Array:
     """Split `count` elements among the senders so that the largest load is as small as possible."""
     order = np.argsort(loads, kind="stable")
     filled = loads[order]
-    below = np.concatenate([[0], np.cumsum(filled)[:-1]])
+    sums_below = np.concatenate([[0], np.cumsum(filled)[:-1]])
     places = np.arange(len(filled))
     # a sender takes part if the elements can raise all smaller loads to its own load
-    joined = int((filled * places - below <= count * itemsize).sum())
+    joined = int((filled * places - sums_below <= count * itemsize).sum())
     level = (int(filled[:joined].sum()) + count * itemsize) // joined
     shares = np.zeros(len(filled), np.int64)
     shares[:joined] = np.maximum(level - filled[:joined], 0) // itemsize
-    rest = count - int(shares.sum())
-    shares[:joined] += rest // joined
-    shares[: rest % joined] += 1
-    found = np.empty_like(shares)
-    found[order] = shares
-    return found
+    remainder = count - int(shares.sum())
+    shares[:joined] += remainder // joined
+    shares[: remainder % joined] += 1
+    by_sender = np.empty_like(shares)
+    by_sender[order] = shares
+    return by_sender

@@ -40,9 +40,9 @@ class SliceArray(Sequence[TensorSlice]):
             return parts
         numbers, cells = np.empty((len(parts), dims), np.int64), []
         for dim in range(dims):
-            known: dict[tuple[Cell, ...], int] = {}
-            numbers[:, dim] = [known.setdefault(part[dim], len(known)) for part in parts]
-            rows = [(k, *cell) for one, k in known.items() for cell in one]
+            lists: dict[tuple[Cell, ...], int] = {}
+            numbers[:, dim] = [lists.setdefault(part[dim], len(lists)) for part in parts]
+            rows = [(k, *cell) for entry, k in lists.items() for cell in entry]
             cells.append(np.array(rows, np.int64).reshape(-1, 4))
         return SliceArray(numbers, cells)
 
@@ -56,9 +56,9 @@ class SliceArray(Sequence[TensorSlice]):
         rows = np.zeros((*corners.shape, 4), np.int64)
         rows[..., 0], rows[..., 2], rows[..., 3] = numbers, corners, sizes
         cells = []
-        for dim, same in enumerate(equal.tolist()):
-            some = rows[:1, dim] if same else rows[:, dim]
-            cells.append(some[some[:, 3] > 0])
+        for dim, is_equal in enumerate(equal.tolist()):
+            dim_rows = rows[:1, dim] if is_equal else rows[:, dim]
+            cells.append(dim_rows[dim_rows[:, 3] > 0])
         return SliceArray(numbers, cells)
 
     def select(self, places: Sequence[int]) -> SliceArray:
@@ -69,27 +69,27 @@ class SliceArray(Sequence[TensorSlice]):
         return len(self.numbers)
 
     def __getitem__(self, k: Any) -> Any:
-        found = []
+        dims = []
         for number, rows in zip(self.numbers[k].tolist(), self.cells):
             low, high = np.searchsorted(rows[:, 0], (number, number + 1))
-            found.append(tuple(map(tuple, rows[low:high, 1:].tolist())))
-        return tuple(found)
+            dims.append(tuple(map(tuple, rows[low:high, 1:].tolist())))
+        return tuple(dims)
 
     @cached_property
     def counts(self) -> list[int]:
         """The number of lists of cells of each dim: one more than the largest number in use."""
-        every = zip(self.numbers.T, self.cells)
-        return [max(int(n.max(initial=-1)), *rows[-1:, 0].tolist(), 0) + 1 for n, rows in every]
+        dims = zip(self.numbers.T, self.cells)
+        return [max(int(n.max(initial=-1)), *rows[-1:, 0].tolist(), 0) + 1 for n, rows in dims]
 
     @cached_property
     def sizes(self) -> Array:
         """The number of elements in each part."""
-        found = np.ones(len(self), np.int64)
-        for numbers, rows, most in zip(self.numbers.T, self.cells, self.counts):
-            each = np.zeros(most, np.int64)
-            np.add.at(each, rows[:, 0], rows[:, 3])
-            found *= each[numbers]
-        return found
+        sizes = np.ones(len(self), np.int64)
+        for numbers, rows, count in zip(self.numbers.T, self.cells, self.counts):
+            lengths = np.zeros(count, np.int64)
+            np.add.at(lengths, rows[:, 0], rows[:, 3])
+            sizes *= lengths[numbers]
+        return sizes
 
     @cached_property
     def _key(self) -> tuple[bytes, ...]:
@@ -125,9 +125,9 @@ class Sharding:
 
     def restrict_to(self, ranks: Sequence[int]) -> Sharding:
         """Return the sharding restricted to these ranks."""
-        of = np.full_like(self.part_of_rank, NOWHERE)
-        of[list(ranks)] = self.part_of_rank[list(ranks)]
-        return Sharding(self.shape, self.parts, of)
+        part_of = np.full_like(self.part_of_rank, NOWHERE)
+        part_of[list(ranks)] = self.part_of_rank[list(ranks)]
+        return Sharding(self.shape, self.parts, part_of)
 
     @cached_property
     def holding_ranks(self) -> Array:
@@ -159,9 +159,9 @@ def count_elements(part: TensorSlice) -> int:
 
 def replicate_on(shape: Sequence[int], ranks: Sequence[int], world: int) -> Sharding:
     """Return the sharding of a tensor that is replicated on `ranks`, in a job of `world` ranks."""
-    of = np.full(world, NOWHERE, np.int32)
-    of[list(ranks)] = 0
-    return Sharding(tuple(shape), SliceArray.from_slices((full_slice(shape),), len(shape)), of)
+    part_of = np.full(world, NOWHERE, np.int32)
+    part_of[list(ranks)] = 0
+    return Sharding(tuple(shape), SliceArray.from_slices((full_slice(shape),), len(shape)), part_of)
 
 
 def full_slice(shape: Sequence[int]) -> TensorSlice:
@@ -177,27 +177,27 @@ def unique_sorted(*numbers: Array) -> Array:
 
 def box_slice(corner: Sequence[int], size: Sequence[int]) -> TensorSlice:
     """Return the part that is one box of a tensor."""
-    return tuple(((0, at, n),) if n else () for at, n in zip(corner, size))
+    return tuple(((0, start, n),) if n else () for start, n in zip(corner, size))
 
 
 def overlap_sizes(a: SliceArray, b: SliceArray) -> Array:
     """Return [parts of a, parts of b]: how many elements each pair of parts has in common."""
-    found = np.ones((len(a), len(b)), np.int64)
-    for dim, (mine, yours) in enumerate(zip(a.numbers.T, b.numbers.T)):
-        common = np.zeros((a.counts[dim], b.counts[dim]), np.int64)
-        found *= _common(a.cells[dim], b.cells[dim], common)[mine][:, yours]
-    return found
+    sizes = np.ones((len(a), len(b)), np.int64)
+    for dim, (a_lists, b_lists) in enumerate(zip(a.numbers.T, b.numbers.T)):
+        shared_counts = np.zeros((a.counts[dim], b.counts[dim]), np.int64)
+        sizes *= _common(a.cells[dim], b.cells[dim], shared_counts)[a_lists][:, b_lists]
+    return sizes
 
 
-def _common(a: Array, b: Array, found: Array) -> Array:
-    """Add to `found` [lists of a, lists of b] how many indices two lists of cells share."""
+def _common(a: Array, b: Array, counts: Array) -> Array:
+    """Add to `counts` [lists of a, lists of b] how many indices two lists of cells share."""
     for k in range(0, len(a), 256):  # in chunks of rows, to limit memory
-        one, _, low, length = a[k : k + 256, :, None].swapaxes(0, 1)
-        other, _, start, more = b.T
-        shared = np.minimum(low + length, start + more) - np.maximum(low, start)
-        at, to = np.nonzero(shared > 0)
-        np.add.at(found, (one[at, 0], other[to]), shared[at, to])
-    return found
+        a_list, _, low, length = a[k : k + 256, :, None].swapaxes(0, 1)
+        b_list, _, start, b_length = b.T
+        shared = np.minimum(low + length, start + b_length) - np.maximum(low, start)
+        a_index, b_index = np.nonzero(shared > 0)
+        np.add.at(counts, (a_list[a_index, 0], b_list[b_index]), shared[a_index, b_index])
+    return counts
 
 
 @dataclass(frozen=True)
@@ -210,20 +210,20 @@ class Overlap:
 
     def view(self, tensor: Tensor, corner: tuple[int, ...]) -> Tensor:
         """Return a view of this box in a part's tensor; `corner` is `here` or `there`."""
-        return tensor[tuple(slice(at, at + n) for at, n in zip(corner, self.size))]
+        return tensor[tuple(slice(start, start + n) for start, n in zip(corner, self.size))]
 
 
 def overlaps(a: TensorSlice, b: TensorSlice) -> Iterator[Overlap]:
     """Yield the boxes that two parts have in common, in the order of the full tensor."""
     dims = []
-    for ours, theirs in zip(a, b):
-        found = []
-        for at, start, length in ours:
-            for place, begin, size in theirs:
+    for a_cells, b_cells in zip(a, b):
+        spans = []
+        for a_offset, start, length in a_cells:
+            for b_offset, begin, size in b_cells:
                 low, high = max(start, begin), min(start + length, begin + size)
                 if low < high:
-                    found.append((low, at + low - start, place + low - begin, high - low))
-        dims.append(sorted(found))
+                    spans.append((low, a_offset + low - start, b_offset + low - begin, high - low))
+        dims.append(sorted(spans))
     for cells in itertools.product(*dims):
         yield Overlap(*(tuple(cell[k] for cell in cells) for k in (1, 2, 3)))
 

@@ -67,28 +67,28 @@ class LogicalWindow:
 
 
 def narrow_window(
-    held: LogicalWindow | None,
+    window: LogicalWindow | None,
     shape: Sequence[int],
     total: int,
     along: Sequence[Sequence[int] | Tensor | None],
 ) -> LogicalWindow:
     """Narrow a window: `along` has, for each dim, the selected positions of `total`, or None.
 
-    `held` is the window of the shards in a sample's logical tensor; None: all of `shape`. The
+    `window` is the window of the shards in a sample's logical tensor; None: all of `shape`. The
     shards of a dim that is narrowed hold some of the selected positions.
     """
-    whole = list(held.shape if held else shape)
-    index = list(held.index if held else [None] * len(shape))
+    full_shape = list(window.shape if window else shape)
+    index = list(window.index if window else [None] * len(shape))
     for dim, positions in enumerate(along):
         if positions is not None:
-            own, whole[dim] = index[dim], total
-            if own is None:
+            own_positions, full_shape[dim] = index[dim], total
+            if own_positions is None:
                 index[dim] = positions
             elif isinstance(positions, Tensor):
-                index[dim] = positions[torch.as_tensor(own)]
+                index[dim] = positions[torch.as_tensor(own_positions)]
             else:
-                index[dim] = [positions[int(k)] for k in own]
-    return LogicalWindow(tuple(whole), tuple(index))
+                index[dim] = [positions[int(k)] for k in own_positions]
+    return LogicalWindow(tuple(full_shape), tuple(index))
 
 
 _FEW, _SHAPES = 1 << 18, 16  # positions are cached for this number of elements and of shapes
@@ -119,9 +119,9 @@ def is_unbatched(known: UnbatchedDraws, site: str, call: int) -> bool:
     Evaluation makes only some of the draws, so call numbers differ: there all draws of the site
     must be unbatched.
     """
-    here = scope.current()
-    if known and here is not None and here.evaluation:
-        return all(known.get((site, call), False) for at, call in known if at == site)
+    current = scope.current()
+    if known and current is not None and current.evaluation:
+        return all(known.get((site, call), False) for other, call in known if other == site)
     return known.get((site, call), False)
 
 
@@ -183,10 +183,10 @@ class LogicalDropout(CarryingMode):
         keys, per_sample, window, call = self._next_draw(shape)
         with DisableTorchFunction():  # integers: no mode changes them
             streams = torch.tensor(keys, device=device).reshape(-1, *[1] * len(per_sample))
-            made = _mix(self._places(per_sample, window, device) + streams)
+            numbers = _mix(self._places(per_sample, window, device) + streams)
         if self.begun is not None:
-            self._record_start(call, made.reshape(len(keys), -1)[:, :RECORDED_NUMBERS])
-        return made.reshape(tuple(shape))
+            self._record_start(call, numbers.reshape(len(keys), -1)[:, :RECORDED_NUMBERS])
+        return numbers.reshape(tuple(shape))
 
     def _places(
         self, local: tuple[int, ...], window: LogicalWindow | None, device: torch.device
@@ -195,16 +195,18 @@ class LogicalDropout(CarryingMode):
         shapes only."""
         index = () if window is None else window.index
         key: Any = None
-        if math.prod(local) <= _FEW and not any(isinstance(one, Tensor) for one in index):
-            listed = (None if one is None else tuple(one) for one in index)
+        if math.prod(local) <= _FEW and not any(
+            isinstance(positions, Tensor) for positions in index
+        ):
+            listed = (None if positions is None else tuple(positions) for positions in index)
             key = local, window and window.shape, *listed, device
-        if key is None or (found := self._scaled.get(key)) is None:
-            found = _positions(local, window, device, scope.current_site()).mul_(_signed(_GAMMA))
+        if key is None or (places := self._scaled.get(key)) is None:
+            places = _positions(local, window, device, scope.current_site()).mul_(_signed(_GAMMA))
             if key is not None:
                 if len(self._scaled) == _SHAPES:
                     self._scaled.clear()
-                self._scaled[key] = found
-        return found
+                self._scaled[key] = places
+        return places
 
     def streams(self, shape: Sequence[int]) -> tuple[Tensor, Sequence[int] | Tensor | None]:
         """Return the streams for a tensor of `shape` that is drawn in chunks: int64 [rows].
@@ -225,8 +227,8 @@ class LogicalDropout(CarryingMode):
     ) -> tuple[list[int], tuple[int, ...], LogicalWindow | None, int]:
         """Count the next call at the current site; return a stream for each sample, and the
         window."""
-        where = scope.current()
-        assert where is not None, "logical numbers are drawn inside a scope"
+        current = scope.current()
+        assert current is not None, "logical numbers are drawn inside a scope"
         site = scope.current_site()
         call = scope.count_call(site)
         samples, per_sample = self.samples(site, call), tuple(shape)
@@ -235,28 +237,30 @@ class LogicalDropout(CarryingMode):
         window = self.slices(site, call, per_sample) if self.slices else None
         self.drawn += 1
         if self.noted is not None:
-            self.noted.setdefault((where.moment, site, call), set()).update(samples)
-        keys = [stream_of(self.seed, where.moment, site, call, sample) for sample in samples]
+            self.noted.setdefault((current.moment, site, call), set()).update(samples)
+        keys = [stream_of(self.seed, current.moment, site, call, sample) for sample in samples]
         return keys, per_sample, window, call
 
     def samples(self, site: str, call: int) -> tuple[int, ...]:
         """Return the samples whose masks a call at a site draws: the scope's rows, or one for all
         rows."""
-        where = scope.current()
-        assert where is not None
-        return (ALL_SAMPLES,) if is_unbatched(self.unbatched, site, call) else where.samples
+        current = scope.current()
+        assert current is not None
+        return (ALL_SAMPLES,) if is_unbatched(self.unbatched, site, call) else current.samples
 
     def _record_start(self, call: int, first: Tensor) -> None:
         """Record the first numbers of each sample in this call."""
-        where, site, turn = scope.current(), scope.current_site(), scope.pass_number()
-        assert where is not None and self.begun is not None
-        at = None if turn is None else (where.samples, turn)  # parts of a batch may share a mask
+        current, site, pass_index = scope.current(), scope.current_site(), scope.pass_number()
+        assert current is not None and self.begun is not None
+        origin = (
+            None if pass_index is None else (current.samples, pass_index)
+        )  # parts of a batch may share a mask
         for sample, numbers in zip(self.samples(site, call), first.tolist(), strict=True):
-            stream = where.moment, site, call, sample
-            known = self.begun.get(stream)
-            twice = known is not None and at is not None and known.pass_of_rows == at
+            stream = current.moment, site, call, sample
+            earlier = self.begun.get(stream)
+            twice = earlier is not None and origin is not None and earlier.pass_of_rows == origin
             self.begun[stream] = StreamStart(
-                tuple(numbers), at, twice or bool(known and known.twice)
+                tuple(numbers), origin, twice or bool(earlier and earlier.twice)
             )
 
     def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
@@ -279,12 +283,12 @@ def _per_sample(shape: tuple[int, ...], samples: int, site: str) -> tuple[int, .
     return shape[1:] if shape[0] == samples else (shape[0] // samples, *shape[1:])
 
 
-def stream_of(*words: object) -> int:
+def stream_of(*parts: object) -> int:
     """Return a stream as a signed 64-bit number, by a hash of words.
 
     For a mask the words are (seed, step, site, call, sample); saved tensors have their own.
     """
-    digest = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
@@ -293,20 +297,22 @@ def _positions(
 ) -> Tensor:
     """Return 1 + the index in the logical tensor of one sample, for each local element."""
     window = window or LogicalWindow(local, (None,) * len(local))
-    held = tuple(
+    sizes = tuple(
         size if index is None else len(index)
         for size, index in zip(window.shape, window.index, strict=True)
     )
-    assert held == local, f"{site}: the window holds {held}, the tensor is {local}"
+    assert sizes == local, f"{site}: the window holds {sizes}, the tensor is {local}"
     total = torch.ones([1] * len(local), dtype=torch.int64, device=device)
     for dim, (size, index) in enumerate(zip(window.shape, window.index, strict=True)):
-        where = (
+        places = (
             torch.arange(size, device=device)
             if index is None
             else torch.as_tensor(index, device=device)
         )
         stride = math.prod(window.shape[dim + 1 :])
-        total = total + (where * stride).reshape([-1 if d == dim else 1 for d in range(len(local))])
+        total = total + (places * stride).reshape(
+            [-1 if d == dim else 1 for d in range(len(local))]
+        )
     return total.unsqueeze(0)
 
 
@@ -326,9 +332,9 @@ def _mix(state: Tensor) -> Tensor:
     return _shift_unsigned(state.bitwise_xor_(_shift_unsigned(state, 31)), 64 - _BITS)
 
 
-def _shift_unsigned(state: Tensor, by: int) -> Tensor:
-    shifted: Tensor = state >> by
-    return shifted.bitwise_and_((1 << (64 - by)) - 1)  # without the sign
+def _shift_unsigned(state: Tensor, count: int) -> Tensor:
+    shifted: Tensor = state >> count
+    return shifted.bitwise_and_((1 << (64 - count)) - 1)  # without the sign
 
 
 def _signed(number: int) -> int:
@@ -343,14 +349,14 @@ def draws_weights() -> bool:
 
 def not_reproducible_refusal(name: str, site: str, line: str = "") -> Refusal:
     """Return the refusal (S812) of a draw that cannot be reproduced under every layout."""
-    at = f", at {line}," if line else ""
-    return _refusal(f"`{name}` in {site_text(site)}{at} cannot be reproduced on other ranks")
+    line_text = f", at {line}," if line else ""
+    return _refusal(f"`{name}` in {site_text(site)}{line_text} cannot be reproduced on other ranks")
 
 
-def _refusal(title: str) -> Refusal:
+def _refusal(message: str) -> Refusal:
     return Refusal.of(
         "S812",
-        title,
+        message,
         notes=("programs are compared with dropout masks that do not depend on the layout",),
         helps=("switch this randomness off in the model's configuration, and verify",),
     )
@@ -397,18 +403,18 @@ class RowDraws:
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """See `DrawSource`; a tensor with more rows holds those of each sample side by side."""
-        first, *rest = shape
-        assert first % len(self.rows) == 0, f"{first} rows of {len(self.rows)} samples"
-        each, self.calls = (first // len(self.rows), *rest), self.calls + 1
-        made = [
+        row_count, *other_dims = shape
+        assert row_count % len(self.rows) == 0, f"{row_count} rows of {len(self.rows)} samples"
+        sample_shape, self.calls = (row_count // len(self.rows), *other_dims), self.calls + 1
+        samples = [
             torch.rand(
-                each,
+                sample_shape,
                 dtype=torch.float64,
                 generator=torch.Generator().manual_seed(self.calls * 2**32 + row),
             )
             for row in self.rows
         ]
-        return torch.cat(made).to(device, dtype)
+        return torch.cat(samples).to(device, dtype)
 
     def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
         """See `DrawSource`."""
@@ -441,8 +447,8 @@ class NoDropout(SourceMode):
             return func(*args, **kwargs)
         if func in LOGICAL and "dropout" in function_text(func):
             value = args[0] if args else kwargs["input"]
-            kept = value.clone(), torch.ones_like(value, dtype=torch.bool)
-            return kept if func is torch.native_dropout else value
+            result = value.clone(), torch.ones_like(value, dtype=torch.bool)
+            return result if func is torch.native_dropout else value
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -458,15 +464,15 @@ def evaluation_layout(
     `masks` are the draws of training. Evaluation makes only some of them, so call numbers differ:
     all draws of its site must have the same layout. `split`: the plan shards modules at all.
     """
-    known = [
-        (whole, tags)
-        for (where, _), (whole, tags) in masks.items()
-        if where == site and len(whole) in (dims, dims + 1)
+    layouts = [
+        (full_shape, tags)
+        for (draw_site, _), (full_shape, tags) in masks.items()
+        if draw_site == site and len(full_shape) in (dims, dims + 1)
     ]
-    if known and all(tags == known[0][1] for _, tags in known):
-        return known[0]
+    if layouts and all(tags == layouts[0][1] for _, tags in layouts):
+        return layouts[0]
     if split:
-        raise _evaluation_refusal(site, "draws there" if known else "does not draw so")
+        raise _evaluation_refusal(site, "draws there" if layouts else "does not draw so")
     return (), {}
 
 
@@ -483,10 +489,10 @@ class NoTrainingDraws(LogicalDropout):
 
 def _evaluation_refusal(site: str, trains: str) -> Refusal:
     """Return the refusal (S812) of a draw that only evaluation makes, with the model's line."""
-    drawn = f"{site_text(site)} draws random numbers in evaluation ({_drawing_line()})"
+    message = f"{site_text(site)} draws random numbers in evaluation ({_drawing_line()})"
     return Refusal.of(
         "S812",
-        drawn,
+        message,
         notes=(
             f"in training it {trains}: the layout of its random numbers is known from"
             f" training only",

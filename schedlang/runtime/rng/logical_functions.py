@@ -31,34 +31,34 @@ def has_packed_sequences(args: Sequence[Any]) -> bool:
 
 def draws_masks(args: Sequence[Any]) -> bool:
     """Return whether a call draws masks: (.., layers, dropout, train, ..); only between layers."""
-    at = next(place for place, value in enumerate(args) if type(value) is int)
-    return bool(args[at] > 1 and args[at + 1] and args[at + 2])
+    position = next(index for index, value in enumerate(args) if type(value) is int)
+    return bool(args[position] > 1 and args[position + 1] and args[position + 2])
 
 
 def run_recurrent(
-    draw: DrawSource, func: Callable[..., Any], input: Tensor, hx: Any, params: Any, *rest: Any
+    draw: DrawSource, func: Callable[..., Any], input: Tensor, hx: Any, params: Any, *options: Any
 ) -> Any:
     """Compute torch.lstm, gru, rnn_tanh, rnn_relu: (input, states, weights, ..) to (output,
     *states)."""
-    called = (input, hx, params, *rest)
-    if has_packed_sequences(called) or not draws_masks(called):
-        return func(*called)
-    has_biases, num_layers, dropout, train, bidirectional, batch_first = rest
-    given: tuple[Any, ...] = (train, bidirectional, batch_first)
+    arguments = (input, hx, params, *options)
+    if has_packed_sequences(arguments) or not draws_masks(arguments):
+        return func(*arguments)
+    has_biases, num_layers, dropout, train, bidirectional, batch_first = options
+    flags: tuple[Any, ...] = (train, bidirectional, batch_first)
     has_two_states = isinstance(hx, (list, tuple))  # an LSTM has two states
     states, directions = tuple(hx) if has_two_states else (hx,), 2 if bidirectional else 1
-    each = len(params) // num_layers
-    found: list[Sequence[Tensor]] = []
+    per_layer = len(params) // num_layers
+    final_states: list[Sequence[Tensor]] = []
     for layer in range(num_layers):
         if layer:
             input = _dropped(draw, input, dropout, batch_first)
-        own = params[layer * each : (layer + 1) * each]
+        layer_params = params[layer * per_layer : (layer + 1) * per_layer]
         start = tuple(state[layer * directions : (layer + 1) * directions] for state in states)
         input, *last = func(
-            input, start if has_two_states else start[0], own, has_biases, 1, 0.0, *given
+            input, start if has_two_states else start[0], layer_params, has_biases, 1, 0.0, *flags
         )
-        found.append(last)
-    return (input, *(torch.cat(list(ends)) for ends in zip(*found)))
+        final_states.append(last)
+    return (input, *(torch.cat(list(ends)) for ends in zip(*final_states)))
 
 
 def _dropped(draw: DrawSource, value: Tensor, p: float, batch_first: bool) -> Tensor:
@@ -94,13 +94,13 @@ def _dropout(
     keep = draw.keep(shape, p, input.device)
     if "alpha" in name:  # Klambauer et al.: Self-normalizing neural networks, NeurIPS 2017
         scale = 0.0 if p == 1 else ((1 - p) * (1 + p * _ALPHA**2)) ** -0.5
-        out = scale * (torch.where(keep, input, _ALPHA) - p * _ALPHA)
+        result = scale * (torch.where(keep, input, _ALPHA) - p * _ALPHA)
     else:
         factor = (
             keep.to(input.dtype) / (1 - p) if p < 1 else torch.zeros_like(keep, dtype=input.dtype)
         )
         return input.mul_(factor) if name.endswith("_") else input * factor
-    return input.copy_(out) if name.endswith("_") else out
+    return input.copy_(result) if name.endswith("_") else result
 
 
 def _native_dropout(
@@ -129,8 +129,8 @@ def _attention(
     0."""
     if dropout_p == 0:
         # called directly: a user may have replaced the function of that name
-        plain: Callable[..., Tensor] = func
-        return plain(
+        attention: Callable[..., Tensor] = func
+        return attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if enable_gqa:
@@ -165,8 +165,8 @@ def _normal(
     This is one draw, as every function makes, because draws are numbered by call.
     """
     middle = draw.uniform(shape, torch.float64, device) + 2.0**-54  # never 0
-    made: Tensor = torch.special.ndtri(middle).to(dtype)
-    return made
+    numbers: Tensor = torch.special.ndtri(middle).to(dtype)
+    return numbers
 
 
 def _with_size(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -177,10 +177,10 @@ def _with_size(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if len(size) == 1 and not isinstance(size[0], int):
             size = tuple(size[0])
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        out = sample(
+        numbers = sample(
             draw, size, dtype, torch.device(kwargs.get("device") or torch.get_default_device())
         )
-        return out.requires_grad_(bool(kwargs.get("requires_grad")))
+        return numbers.requires_grad_(bool(kwargs.get("requires_grad")))
 
     return made
 
@@ -220,11 +220,11 @@ def _torch_normal(
     """Compute torch.normal, which torch.distributions use: of tensors, or of numbers and a size."""
     given = [x for x in (mean, std) if isinstance(x, Tensor)]
     shape = torch.as_tensor(mean + 0 * std).shape if given else tuple(size)  # their broadcast shape
-    like = given[0] if given else torch.empty(0, dtype=kwargs.get("dtype"))
-    dtype, device = _dtype_and_device(like, kwargs)
-    made = mean + std * _normal(draw, shape, dtype, device)
+    reference = given[0] if given else torch.empty(0, dtype=kwargs.get("dtype"))
+    dtype, device = _dtype_and_device(reference, kwargs)
+    numbers = mean + std * _normal(draw, shape, dtype, device)
     out = kwargs.get("out")
-    return made if out is None else out.resize_(made.shape).copy_(made)
+    return numbers if out is None else out.resize_(numbers.shape).copy_(numbers)
 
 
 def _exponential_(draw: DrawSource, func: Any, x: Tensor, lambd: float = 1.0) -> Tensor:
@@ -295,8 +295,8 @@ ILLOGICAL: dict[Any, Callable[[Any, Any], bool]] = {
 
 def may_draw(func: Any, kwargs: Mapping[str, Any]) -> bool:
     """Return whether this call may draw random numbers, by its function and arguments' names."""
-    named = func in LOGICAL or func in ILLOGICAL or isinstance(func, _OPERATORS)
-    return named or "generator" in kwargs
+    is_listed = func in LOGICAL or func in ILLOGICAL or isinstance(func, _OPERATORS)
+    return is_listed or "generator" in kwargs
 
 
 # their tags say whether they draw
@@ -321,12 +321,12 @@ def draws_illogically(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 def is_drawing(overload: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Return whether a random operator draws here: not with dropout 0, nor outside of training."""
-    given = dict(zip((a.name for a in overload._schema.arguments), args)) | dict(kwargs)
-    if not given.get("train", given.get("training", not _has_argument(overload, "training"))):
+    passed = dict(zip((a.name for a in overload._schema.arguments), args)) | dict(kwargs)
+    if not passed.get("train", passed.get("training", not _has_argument(overload, "training"))):
         return False
     for name in ("dropout_p", "dropout", "p"):
-        if name in given or name == "dropout_p" and _has_argument(overload, name):
-            return bool(given.get(name, 0))
+        if name in passed or name == "dropout_p" and _has_argument(overload, name):
+            return bool(passed.get(name, 0))
     return True
 
 
@@ -340,9 +340,9 @@ def draws_logically(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     This includes functions that are composed of others (`F.dropout`).
     """
     if "dropout" in name_of(func):
-        given = {**dict(zip(("input", "p", "training"), args)), **kwargs}
-        on = given.get("train", given.get("training", True))  # F.dropout and torch.dropout
-        return bool(given.get("p", 0.5) > 0 and on)
+        passed = {**dict(zip(("input", "p", "training"), args)), **kwargs}
+        on = passed.get("train", passed.get("training", True))  # F.dropout and torch.dropout
+        return bool(passed.get("p", 0.5) > 0 and on)
     if func is F.scaled_dot_product_attention:
         rate = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
         return bool(rate > 0)
@@ -354,8 +354,8 @@ def draws_logically(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 def mask_shapes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[int, ...]]:
     """Return the shapes of the masks that such a call draws, samples first; none for empty
     tensors."""
-    given = (*args, *kwargs.values())
-    tensors = [one for one in given if isinstance(one, Tensor)]
+    values = (*args, *kwargs.values())
+    tensors = [item for item in values if isinstance(item, Tensor)]
     if func in (torch.rand, torch.randn):
         size = kwargs.get("size", args)
         size = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
@@ -364,9 +364,9 @@ def mask_shapes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> li
         query, key = tensors[:2]
         return [(*query.shape[:-1], key.shape[-2])]
     if func in RECURRENT_FUNCTIONS:
-        at = next(place for place, value in enumerate(args) if type(value) is int)
+        position = next(index for index, value in enumerate(args) if type(value) is int)
         rows = tensors[0] if args[-1] else tensors[0].transpose(0, 1)
-        return [tuple(rows.shape)] * (args[at] - 1)
+        return [tuple(rows.shape)] * (args[position] - 1)
     shape = tuple(tensors[0].shape)
     if "feature" in name_of(func):
         shape = (*shape[:2], *[1] * (len(shape) - 2))

@@ -61,12 +61,12 @@ class ForkedModule:
     around_call: bool
 
 
-def _state_of(one: RandomGenerator) -> RandomGenerator | Tensor:
+def _state_of(source: RandomGenerator) -> RandomGenerator | Tensor:
     """Return the state of a generator; for the host's default generator a clone of the generator.
 
     As a tensor that state has 5 kB, which would live as long as a step.
     """
-    return one.clone_state() if one is torch.default_generator else one.get_state()
+    return source.clone_state() if source is torch.default_generator else source.get_state()
 
 
 class NativeDropout:
@@ -92,57 +92,57 @@ class NativeDropout:
     @contextmanager
     def enter_step(self, step: scope.Moment) -> Iterator[None]:
         """Seed the generators for a step within the block; restore their states afterwards."""
-        before, on = [*map(_state_of, self.generators)], self.on
+        states, on = [*map(_state_of, self.generators)], self.on
         self._seed(step_seed(self.seed, step, self.places))
         self.on = True
         try:
             yield
         finally:
             self.on = on
-            self._restore(before)
+            self._restore(states)
 
     @contextmanager
     def enter_fork(self, site: str, fork: DrawFork, index: int = 0) -> Iterator[None]:
         """Seed the generators for a draw of a module's next call within the block."""
         call = scope.count_call(f"{site}{_CALLS}")
-        where, part = scope.current(), scope.current_visit()
+        current, part = scope.current(), scope.current_visit()
         # a user's loop: draw a number from the default generator, equal on all ranks
-        if where is None:
-            at: Any = int(torch.randint(2**62, ()))
+        if current is None:
+            origin: Any = int(torch.randint(2**62, ()))
         elif fork.whole_batch:
-            at = where.moment
+            origin = current.moment
         else:
             # ranks differ in tokens by coordinates; slices of one rank by their number
-            piece = getattr(part, "span", None)
-            at = (where.moment, where.microbatch, where.samples[:1], piece and piece.index)
-        before = [*map(_state_of, self.generators)]
-        self._seed(fork_seed(self.seed, at, site, call, index, fork.places))
+            span = getattr(part, "span", None)
+            origin = (current.moment, current.microbatch, current.samples[:1], span and span.index)
+        states = [*map(_state_of, self.generators)]
+        self._seed(fork_seed(self.seed, origin, site, call, index, fork.places))
         try:
             yield
         finally:
-            self._restore(before)
+            self._restore(states)
 
-    def draw_attention(self, made: Any, shape: tuple[int, ...]) -> Any:
-        """Call `made`, which draws for attention weights that several ranks share."""
+    def draw_attention(self, draw: Any, shape: tuple[int, ...]) -> Any:
+        """Call `draw`, which draws for attention weights that several ranks share."""
         frame = self.frame
         fork = frame.next() if frame is not None else None
         if frame is None or fork is None:
-            return self._record(made, shape)
+            return self._record(draw, shape)
         with self.enter_fork(frame.site, fork, frame.index):
-            return self._record(made, shape)
+            return self._record(draw, shape)
 
-    def _record(self, made: Any, shape: tuple[int, ...]) -> Any:
+    def _record(self, draw: Any, shape: tuple[int, ...]) -> Any:
         if self.noting is not None:
             self.noting.record_draw(shape)
-        return made()
+        return draw()
 
     def _seed(self, number: int) -> None:
-        for one in self.generators:
-            one.manual_seed(number)
+        for generator in self.generators:
+            generator.manual_seed(number)
 
-    def _restore(self, before: Sequence[RandomGenerator | Tensor]) -> None:
-        for one, state in zip(self.generators, before):
-            one.set_state(state if isinstance(state, Tensor) else state.get_state())
+    def _restore(self, states: Sequence[RandomGenerator | Tensor]) -> None:
+        for generator, state in zip(self.generators, states):
+            generator.set_state(state if isinstance(state, Tensor) else state.get_state())
 
     # -- modules in which some draws are forks and some are not
     # --------------------------------------
@@ -171,13 +171,15 @@ def step_seed(seed: int, step: scope.Moment, places: AxisPlaces) -> int:
     return _hash(seed, step, places)
 
 
-def fork_seed(seed: int, at: object, site: str, call: int, index: int, places: AxisPlaces) -> int:
-    """Return the seed of a module's call at some coordinates; `at`: a step's microbatch."""
-    return _hash(seed, at, site, call, index, places)
+def fork_seed(
+    seed: int, origin: object, site: str, call: int, index: int, places: AxisPlaces
+) -> int:
+    """Return the seed of a module's call at some coordinates; `origin`: a step's microbatch."""
+    return _hash(seed, origin, site, call, index, places)
 
 
-def _hash(*what: object) -> int:
-    digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
+def _hash(*coordinates: object) -> int:
+    digest = hashlib.blake2b(repr(coordinates).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
@@ -233,15 +235,15 @@ def install_forks(
     module: nn.Module,
     native: NativeDropout,
     forks: Mapping[str, ForkedModule],
-    plain: Sequence[str],
+    unforked: Sequence[str],
 ) -> None:
     """Let modules of a built model draw under forks.
 
-    `plain` modules draw without forks, inside others that have forks.
+    `unforked` modules draw without forks, inside others that have forks.
     """
     for name, forked in forks.items():
         wrap(module.get_submodule(name), "draws", ForkedDropout(native, forked))
-    for name in plain:
+    for name in unforked:
         wrap(
             module.get_submodule(name),
             "draws",
@@ -283,8 +285,8 @@ def _is_nan_placeholder(inner: Any, args: Any, kwargs: Any) -> bool:
     if kwargs or len(args) != 1 or getattr(inner, "func", None) is not nn.Dropout.forward:
         return False
     (x,) = args
-    alike = type(x) is Tensor and on_host(x) and x.numel() > 1 and not any(x.stride())
-    return alike and x.is_floating_point() and math.isnan(x.as_strided((), ()).item())
+    is_expanded = type(x) is Tensor and on_host(x) and x.numel() > 1 and not any(x.stride())
+    return is_expanded and x.is_floating_point() and math.isnan(x.as_strided((), ()).item())
 
 
 # -- draws that a proof records
@@ -332,30 +334,30 @@ class DrawRecorder(AmbientMode):
         kwargs = kwargs or {}
         if scope.current() is None or self._inside or not draws_logically(func, args, kwargs):
             return self.run(func, types, args, kwargs)
-        for place, shape in enumerate(mask_shapes(func, args, kwargs)):
-            self.record_draw(shape, place)
+        for index, shape in enumerate(mask_shapes(func, args, kwargs)):
+            self.record_draw(shape, index)
         self._inside = True  # in a recomputation this mode is active twice
         try:
             return func(*args, **kwargs)
         finally:
             self._inside = False
 
-    def record_draw(self, shape: Sequence[int], place: int = 0) -> None:
-        """Record a draw of this shape, number `place` of a call, before it is made."""
-        where, site = scope.current(), scope.current_site()
-        assert where is not None
+    def record_draw(self, shape: Sequence[int], index: int = 0) -> None:
+        """Record a draw of this shape, number `index` of a call, before it is made."""
+        current, site = scope.current(), scope.current_site()
+        assert current is not None
         call = scope.count_call(site)
-        samples, each = self.logical.samples(site, call), tuple(shape)
-        if samples == where.samples:
+        samples, dims = self.logical.samples(site, call), tuple(shape)
+        if samples == current.samples:
             count = len(samples)
-            each = each[1:] if each[0] == count else (each[0] // count, *each[1:])
+            dims = dims[1:] if dims[0] == count else (dims[0] // count, *dims[1:])
         slices = self.logical.slices
-        window = slices(site, call, each) if slices is not None else None
-        held = None if window is None else (window.shape, tuple(map(_as_tuple, window.index)))
-        content = (where.step, samples, site, call, held)
-        self.noted.begun.setdefault(content, set()).add(place + self._next_number())
-        seen = self.noted.shapes.setdefault((where.step, site, call), set())
-        seen.update(samples)
+        window = slices(site, call, dims) if slices is not None else None
+        window_key = None if window is None else (window.shape, tuple(map(_as_tuple, window.index)))
+        content = (current.step, samples, site, call, window_key)
+        self.noted.begun.setdefault(content, set()).add(index + self._next_number())
+        seen_samples = self.noted.shapes.setdefault((current.step, site, call), set())
+        seen_samples.update(samples)
 
     def _next_number(self) -> float:
         """Return the next random number, without drawing it."""

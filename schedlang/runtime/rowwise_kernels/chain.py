@@ -50,64 +50,64 @@ class RowGrid:
         """The dims that count rows."""
         return frozenset(d for d in range(-len(self.shape), -1) if self.shape[d] > 1)
 
-    def roles_of(self, shape: Sequence[int], what: str) -> DimRoles:
+    def roles_of(self, shape: Sequence[int], label: str) -> DimRoles:
         """Return the roles of an input tensor's dims, by torch's broadcasting."""
-        found = []
-        for place, size in enumerate(shape):
-            dim = place - len(shape)
+        roles = []
+        for index, size in enumerate(shape):
+            dim = index - len(shape)
             if size != 1 and (-dim > len(self.shape) or self.shape[dim] != size):
                 raise NotRowwise(
-                    f"{what} of shape {list(shape)} does not lie along rows of {list(self.shape)}"
+                    f"{label} of shape {list(shape)} does not lie along rows of {list(self.shape)}"
                 )
-            found.append((dim,) if size != 1 else ())
-        return tuple(found)
+            roles.append((dim,) if size != 1 else ())
+        return tuple(roles)
 
-    def varies_along(self, roles: DimRoles, what: str) -> tuple[bool, bool]:
+    def varies_along(self, roles: DimRoles, label: str) -> tuple[bool, bool]:
         """Return whether a value differs from row to row, and from column to column."""
         dims = {dim for role in roles for dim in role}
         leading = dims - {-1}
         if leading and leading != self.leading:
-            raise NotRowwise(f"{what} is broadcast over some of the leading dims only")
+            raise NotRowwise(f"{label} is broadcast over some of the leading dims only")
         return bool(leading), -1 in dims
 
-    def combine(self, several: Sequence[DimRoles], what: str) -> DimRoles:
+    def combine(self, several: Sequence[DimRoles], label: str) -> DimRoles:
         """Return the roles of a pointwise operator's result."""
         length = max((len(roles) for roles in several), default=0)
-        found: list[tuple[int, ...]] = []
-        for place in range(-length, 0):
-            distinct = {roles[place] for roles in several if -place <= len(roles)} - {()}
+        combined: list[tuple[int, ...]] = []
+        for index in range(-length, 0):
+            distinct = {roles[index] for roles in several if -index <= len(roles)} - {()}
             if len(distinct) > 1:
-                raise NotRowwise(f"{what} merges rows with columns")
-            found.append(distinct.pop() if distinct else ())
-        return tuple(found)
+                raise NotRowwise(f"{label} merges rows with columns")
+            combined.append(distinct.pop() if distinct else ())
+        return tuple(combined)
 
-    def roles_of_view(self, roles: DimRoles, shape: Sequence[int], what: str) -> DimRoles:
+    def roles_of_view(self, roles: DimRoles, shape: Sequence[int], label: str) -> DimRoles:
         """Return the roles after a view."""
         dims = [dim for role in roles for dim in role]
-        found: list[tuple[int, ...]] = []
+        new_roles: list[tuple[int, ...]] = []
         for size in shape:
             merged: list[int] = []
             while prod(self.shape[d] for d in merged) < size and dims:
                 merged.append(dims.pop(0))
             if prod(self.shape[d] for d in merged) != size:
-                raise NotRowwise(f"{what} moves elements between rows")
-            found.append(tuple(merged))
-        return tuple(found)
+                raise NotRowwise(f"{label} moves elements between rows")
+            new_roles.append(tuple(merged))
+        return tuple(new_roles)
 
-    def roles_of_expand(self, roles: DimRoles, shape: Sequence[int], what: str) -> DimRoles:
+    def roles_of_expand(self, roles: DimRoles, shape: Sequence[int], label: str) -> DimRoles:
         """Return the roles after `expand`."""
-        old = ((),) * (len(shape) - len(roles)) + roles
-        found: list[tuple[int, ...]] = []
-        for place, (role, size) in enumerate(zip(old, shape, strict=True)):
-            dim = place - len(shape)
+        padded = ((),) * (len(shape) - len(roles)) + roles
+        new_roles: list[tuple[int, ...]] = []
+        for index, (role, size) in enumerate(zip(padded, shape, strict=True)):
+            dim = index - len(shape)
             fits = -dim <= len(self.shape) and self.shape[dim] == size
             if not role and size != 1 and not fits:
-                raise NotRowwise(f"{what} broadcasts to a shape that is not that of the rows")
-            found.append(role if role or size == 1 else (dim,))
-        dims = [dim for role in found for dim in role]
+                raise NotRowwise(f"{label} broadcasts to a shape that is not that of the rows")
+            new_roles.append(role if role or size == 1 else (dim,))
+        dims = [dim for role in new_roles for dim in role]
         if dims != sorted(set(dims)):
-            raise NotRowwise(f"{what} broadcasts rows along rows")
-        return tuple(found)
+            raise NotRowwise(f"{label} broadcasts rows along rows")
+        return tuple(new_roles)
 
 
 # -- operators -------------------------------------------------------------------------------------
@@ -361,25 +361,25 @@ class _Writer:
         for value in self._needed(self._results()):  # once: values that are equal for all rows
             if not value.rows:
                 self._value(value)
-        for place, one in enumerate(self.chain.sums):
-            shape = "(1, BLOCK)" if one.value.cols else "(1, 1)"
-            self._write(f"t{place} = tl.zeros({shape}, tl.float32)")
+        for index, result in enumerate(self.chain.sums):
+            shape = "(1, BLOCK)" if result.value.cols else "(1, 1)"
+            self._write(f"t{index} = tl.zeros({shape}, tl.float32)")
         self._write("for tile in range(tiles):")
         self.depth += 1
         self._rows()
         self._write("inside = live & within")
         for value in self._needed(self._results()):
             self._value(value)
-        for place, one in enumerate(self.chain.sums):
-            self._write(f"t{place} += {self._over_rows(one.value)}")
-        for place in range(len(self.chain.stored)):
-            self._store(place)
+        for index, result in enumerate(self.chain.sums):
+            self._write(f"t{index} += {self._over_rows(result.value)}")
+        for index in range(len(self.chain.stored)):
+            self._store(index)
         self.depth -= 1
-        for place, one in enumerate(self.chain.sums):
-            if one.value.cols:
-                self._write(f"tl.store(c{place} + program * size + column, t{place}, mask=within)")
+        for index, result in enumerate(self.chain.sums):
+            if result.value.cols:
+                self._write(f"tl.store(c{index} + program * size + column, t{index}, mask=within)")
             else:
-                self._write(f"tl.store(c{place} + program + tl.zeros((1, 1), tl.int32), t{place})")
+                self._write(f"tl.store(c{index} + program + tl.zeros((1, 1), tl.int32), t{index})")
 
     # rows of several blocks
 
@@ -409,23 +409,23 @@ class _Writer:
             else:
                 larger = ">" if value.text == "max" else "<"
                 self._write(f"{value.name}_new = {masked}")
-                new = f"{value.name}_new"
-                better = f"({new} != {new}) | ({new} {larger} {name})"
-                self._write(f"{name} = tl.where({better}, {new}, {name})")
+                new_name = f"{value.name}_new"
+                better = f"({new_name} != {new_name}) | ({new_name} {larger} {name})"
+                self._write(f"{name} = tl.where({better}, {new_name}, {name})")
         self.depth -= with_blocks
         for value in reductions:
             reduced = _reduction_text(value, f"{value.name}_part")
             self._write(f"{value.name} = {self._rounded(reduced, value)}")
             self.done.add(value)
 
-    def _write_row_values(self, wanted: Iterable[ChainValue]) -> None:
+    def _write_row_values(self, values: Iterable[ChainValue]) -> None:
         """Write the values without columns that are known before a pass over the rows."""
-        for value in self._needed(wanted):
-            known = all(v in self.done for v in value.operands)
-            if known and not value.cols and value.kind != "row":
+        for value in self._needed(values):
+            is_ready = all(v in self.done for v in value.operands)
+            if is_ready and not value.cols and value.kind != "row":
                 self._value(value)
 
-    def _blocks(self, wanted: Sequence[ChainValue]) -> int:
+    def _blocks(self, values: Sequence[ChainValue]) -> int:
         """Write the head of a loop over blocks, and the wanted values in it; return the loop's
         depth."""
         self._write("for start in range(0, size, BLOCK):")
@@ -433,37 +433,39 @@ class _Writer:
         self._column("start")
         self._write("inside = live & within")
         outside = set(self.done)
-        for value in self._needed(wanted):
+        for value in self._needed(values):
             self._value(value)
         self.done = outside
         return 1
 
     def _write_results(self) -> None:
         """Write the pass over the rows for the results."""
-        sums = [one.value for one in self.chain.sums]
+        sums = [result.value for result in self.chain.sums]
         self._write_row_values([*self._results()])
         within = [s.value for s in self.chain.stored if s.value.cols]
         within += [v.operands[0] for v in sums if v.cols]
         if within:
             self._blocks(within)
-            for place, one in enumerate(self.chain.stored):
-                if one.value.cols:
-                    self._store(place)
-            for place, value in enumerate(sums):
+            for index, result in enumerate(self.chain.stored):
+                if result.value.cols:
+                    self._store(index)
+            for index, value in enumerate(sums):
                 if value.cols:
-                    at = f"c{place} + program * size + column"
-                    self._write(f"t{place} = tl.load({at}, mask=within, other=0.0)")
-                    self._write(f"tl.store({at}, t{place} + {self._over_rows(value)}, mask=within)")
+                    address = f"c{index} + program * size + column"
+                    self._write(f"t{index} = tl.load({address}, mask=within, other=0.0)")
+                    self._write(
+                        f"tl.store({address}, t{index} + {self._over_rows(value)}, mask=within)"
+                    )
             if any(value.cols for value in sums):
                 self._write("tl.debug_barrier()")  # the next tile reads what this one wrote
             self.depth -= 1
-        for place, one in enumerate(self.chain.stored):
-            if not one.value.cols:
-                self._store(place)
-        for place, value in enumerate(sums):
+        for index, result in enumerate(self.chain.stored):
+            if not result.value.cols:
+                self._store(index)
+        for index, value in enumerate(sums):
             if not value.cols:
-                at = f"c{place} + program + tl.zeros((1, 1), tl.int32)"
-                self._write(f"tl.store({at}, tl.load({at}) + {self._over_rows(value)})")
+                address = f"c{index} + program + tl.zeros((1, 1), tl.int32)"
+                self._write(f"tl.store({address}, tl.load({address}) + {self._over_rows(value)})")
                 self._write("tl.debug_barrier()")
 
     # pieces
@@ -474,18 +476,18 @@ class _Writer:
 
     def _needed(self, ends: Iterable[ChainValue]) -> list[ChainValue]:
         """Return all values that these depend on and that are not written yet, in order."""
-        found: dict[ChainValue, None] = {}
+        needed: dict[ChainValue, None] = {}
 
         def walk(value: ChainValue) -> None:
-            if value in self.done or value in found:
+            if value in self.done or value in needed:
                 return
-            for one in value.operands:
-                walk(one)
-            found[value] = None
+            for operand in value.operands:
+                walk(operand)
+            needed[value] = None
 
         for value in ends:
             walk(value)
-        return list(found)
+        return list(needed)
 
     def _column(self, start: str) -> None:
         shift = "" if start == "0" else f"{start} + "
@@ -512,41 +514,41 @@ class _Writer:
         self._write(f"{value.name} = {self._rounded(text, value)}")
         self.done.add(value)
 
-    def _rounded(self, said: str, value: ChainValue) -> str:
+    def _rounded(self, text: str, value: ChainValue) -> str:
         narrow = value.dtype in (torch.bfloat16, torch.float16)
         if not narrow or self.rounding != "eager" or value.kind == "given":
-            return said
-        return f"({said}).to({TYPES[value.dtype]}).to(tl.float32)"
+            return text
+        return f"({text}).to({TYPES[value.dtype]}).to(tl.float32)"
 
     def _loaded(self, value: ChainValue) -> str:
         name = f"a{value.place}"
-        at, mask = name, ""
+        address, mask = name, ""
         if value.rows and value.cols:
-            at, mask = f"{name} + row * {name}_stride + column", ", mask=inside, other=0"
+            address, mask = f"{name} + row * {name}_stride + column", ", mask=inside, other=0"
         elif value.cols:
-            at, mask = f"{name} + column", ", mask=within, other=0"
+            address, mask = f"{name} + column", ", mask=within, other=0"
         elif value.rows:
-            at, mask = f"{name} + row", ", mask=live, other=0"
+            address, mask = f"{name} + row", ", mask=live, other=0"
         end = " != 0" if value.dtype is torch.bool else ".to(tl.float32)"
-        return f"tl.load({at}{mask}){end}"
+        return f"tl.load({address}{mask}){end}"
 
     def _over_rows(self, column: ChainValue) -> str:
         value = column.operands[0]
         mask = "inside" if column.cols else "live"
         return f"tl.sum(tl.where({mask}, {value.name}, 0.0), 0, keep_dims=True)"
 
-    def _store(self, place: int) -> None:
-        one = self.chain.stored[place]
-        value, end = one.value, f"o{place}.dtype.element_ty"
+    def _store(self, index: int) -> None:
+        result = self.chain.stored[index]
+        value, end = result.value, f"o{index}.dtype.element_ty"
         if value.rows and value.cols:
-            at, mask = f"o{place} + row * size + column", "inside"
+            address, mask = f"o{index} + row * size + column", "inside"
         elif value.cols:
-            at, mask = f"o{place} + column", "within & (program == 0)"
+            address, mask = f"o{index} + column", "within & (program == 0)"
         elif value.rows:
-            at, mask = f"o{place} + row", "live"
+            address, mask = f"o{index} + row", "live"
         else:
-            at, mask = f"o{place} + tl.zeros((1, 1), tl.int32)", "program == 0"
-        self._write(f"tl.store({at}, ({value.name}).to({end}), mask={mask})")
+            address, mask = f"o{index} + tl.zeros((1, 1), tl.int32)", "program == 0"
+        self._write(f"tl.store({address}, ({value.name}).to({end}), mask={mask})")
 
 
 def _reduction_text(value: ChainValue, expression: str) -> str:
@@ -559,5 +561,5 @@ def _reduction_text(value: ChainValue, expression: str) -> str:
 
 def _level(value: ChainValue) -> int:
     """Return the length of the longest chain of reductions up to this value."""
-    before = max((_level(v) for v in value.operands), default=0)
-    return before + (value.kind == "row")
+    operand_level = max((_level(v) for v in value.operands), default=0)
+    return operand_level + (value.kind == "row")

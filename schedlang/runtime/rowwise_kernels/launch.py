@@ -57,20 +57,20 @@ _NAMES = (
 
 
 def evaluate_chain(
-    chain: RowwiseChain, given: Sequence[Tensor], rounding: str
+    chain: RowwiseChain, inputs: Sequence[Tensor], rounding: str
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return what the kernel would store, and the sums over rows; `given` are the chain's
+    """Return what the kernel would store, and the sums over rows; `inputs` are the chain's
     inputs."""
-    dtype = torch.float64 if any(t.dtype == torch.float64 for t in given) else torch.float32
-    run = _Run(chain, dict(zip(chain.inputs, given, strict=True)), rounding, dtype)
-    return [run.whole(one) for one in chain.stored], [run.summed(one) for one in chain.sums]
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in inputs) else torch.float32
+    run = _Run(chain, dict(zip(chain.inputs, inputs, strict=True)), rounding, dtype)
+    return [run.whole(item) for item in chain.stored], [run.summed(item) for item in chain.sums]
 
 
 class _Torch:
     """Triton's functions, computed by torch."""
 
-    def __init__(self, wide: torch.dtype) -> None:
-        self.float32 = wide
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.float32 = dtype
         for name in _NAMES:
             setattr(self, name, getattr(torch, name))
 
@@ -83,47 +83,47 @@ class _Run:
     wide: torch.dtype
     known: dict[ChainValue, Tensor] = field(default_factory=dict)
 
-    def whole(self, one: StoredResult) -> Tensor:
+    def whole(self, result: StoredResult) -> Tensor:
         """Return a result as it is stored."""
-        grid, value = self.chain.grid, one.value
+        grid, value = self.chain.grid, result.value
         shape = (grid.rows if value.rows else 1, grid.size if value.cols else 1)
-        made = self.of(value).broadcast_to(shape).to(one.dtype).reshape(one.shape)
-        return made.clone(memory_format=torch.contiguous_format)
+        values = self.of(value).broadcast_to(shape).to(result.dtype).reshape(result.shape)
+        return values.clone(memory_format=torch.contiguous_format)
 
-    def summed(self, one: StoredResult) -> Tensor:
+    def summed(self, result: StoredResult) -> Tensor:
         """Return a sum over all rows, in its dtype in the model."""
-        (value,) = one.value.operands
+        (value,) = result.value.operands
         grid = self.chain.grid
-        each = self.of(value).broadcast_to(grid.rows, grid.size if one.value.cols else 1)
-        return each.sum(0).to(one.dtype).reshape(one.shape)
+        values = self.of(value).broadcast_to(grid.rows, grid.size if result.value.cols else 1)
+        return values.sum(0).to(result.dtype).reshape(result.shape)
 
     def of(self, value: ChainValue) -> Tensor:
         """Return a value as [rows, columns]; each is computed once."""
         if value not in self.known:
-            made = self._made(value)
+            computed = self._made(value)
             if value.dtype in NARROW and self.rounding == "eager" and value.kind != "given":
-                made = made.to(value.dtype).to(self.wide)
-            self.known[value] = made
+                computed = computed.to(value.dtype).to(self.wide)
+            self.known[value] = computed
         return self.known[value]
 
     def _made(self, value: ChainValue) -> Tensor:
         if value.kind == "given":
-            found = self.given[value].reshape(-1 if value.rows else 1, self._size(value))
-            return found if found.dtype is torch.bool else found.to(self.wide)
-        operands = [self.of(one) for one in value.operands]
+            tensor = self.given[value].reshape(-1 if value.rows else 1, self._size(value))
+            return tensor if tensor.dtype is torch.bool else tensor.to(self.wide)
+        operands = [self.of(operand) for operand in value.operands]
         if value.kind == "row":
-            (each,) = operands
-            each = each.broadcast_to(each.shape[0], self.chain.grid.size)
+            (rows,) = operands
+            rows = rows.broadcast_to(rows.shape[0], self.chain.grid.size)
             reduce: Any = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}[value.text]
-            made: Tensor = reduce(each, 1, keepdim=True)
-            return made
+            reduced: Tensor = reduce(rows, 1, keepdim=True)
+            return reduced
         return self._expression(value, operands)
 
     def _size(self, value: ChainValue) -> int:
         return self.chain.grid.size if value.cols else 1
 
     def _expression(self, value: ChainValue, operands: Sequence[Tensor]) -> Tensor:
-        names = [one.name for one in value.operands]
+        names = [operand.name for operand in value.operands]
         space = {
             "tl": _Torch(self.wide),
             "tanh": torch.tanh,
@@ -131,11 +131,11 @@ class _Run:
             "expm1": torch.expm1,
             **dict(zip(names, operands)),
         }
-        made = eval(value.text.format(*names), space)
-        if not isinstance(made, Tensor):
-            like = self.given[self.chain.inputs[0]]
-            made = torch.full((1, 1), float(made), dtype=self.wide, device=like.device)
-        return made if made.dtype is torch.bool else made.to(self.wide)
+        result = eval(value.text.format(*names), space)
+        if not isinstance(result, Tensor):
+            reference = self.given[self.chain.inputs[0]]
+            result = torch.full((1, 1), float(result), dtype=self.wide, device=reference.device)
+        return result if result.dtype is torch.bool else result.to(self.wide)
 
 
 # -- kernels ---------------------------------------------------------------------------------------
@@ -179,15 +179,15 @@ class RowwiseKernel:
     @cached_property
     def output_order(self) -> tuple[OutputSource, ...]:
         """The sources of its outputs, each once."""
-        made = (o for o in self.chain.outputs if o.where in ("stored", "tail"))
-        return tuple(dict.fromkeys(made))
+        computed = (o for o in self.chain.outputs if o.where in ("stored", "tail"))
+        return tuple(dict.fromkeys(computed))
 
     @cached_property
     def shapes(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Shape and dtype of its outputs."""
         (nodes,) = next(iter(reversed(self.graph.nodes))).args
-        known = dict(zip(reversed(self.chain.outputs), reversed(nodes), strict=True))
-        tensors = [known[output].meta["val"] for output in self.output_order]
+        by_source = dict(zip(reversed(self.chain.outputs), reversed(nodes), strict=True))
+        tensors = [by_source[output].meta["val"] for output in self.output_order]
         return tuple((tuple(int(n) for n in t.shape), t.dtype) for t in tensors)
 
     @property
@@ -207,77 +207,78 @@ def make_kernel(graph: fx.Graph, rounding: str, results: int = 0) -> RowwiseKern
     return RowwiseKernel(graph, chain, rounding, text, tail)
 
 
-def output_index(made: RowwiseKernel, output: OutputSource) -> int:
+def output_index(kernel: RowwiseKernel, output: OutputSource) -> int:
     """Return the index of an output among the tensors that `run` returns."""
-    return made.output_order.index(output)
+    return kernel.output_order.index(output)
 
 
-def run_kernel(made: RowwiseKernel, given: Sequence[Tensor]) -> list[Tensor]:
+def run_kernel(kernel: RowwiseKernel, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Run a kernel on the inputs of its graph; return all outputs."""
-    used = [given[v.place] for v in made.chain.inputs]
-    is_float64 = any(t.dtype == torch.float64 for t in given)
-    grid = torch.empty(made.chain.grid.shape, device="meta")
+    used = [inputs[v.place] for v in kernel.chain.inputs]
+    is_float64 = any(t.dtype == torch.float64 for t in inputs)
+    grid = torch.empty(kernel.chain.grid.shape, device="meta")
     fits = can_run_kernel(next((t for t in used if t.numel()), grid), longest=None)
     launches = not is_float64 and (bool(_launchers) or fits)
     count_kernel_run(launches)
     if launches:
-        stored, sums = _launch(made, used)
+        stored, sums = _launch(kernel, used)
     else:
-        stored, sums = evaluate_chain(made.chain, used, made.rounding)
+        stored, sums = evaluate_chain(kernel.chain, used, kernel.rounding)
     late: Sequence[Tensor] = ()
-    if made.tail is not None:
-        late = made.tail(*sums, *(given[place] for place in made.chain.tail_inputs))
+    if kernel.tail is not None:
+        late = kernel.tail(*sums, *(inputs[index] for index in kernel.chain.tail_inputs))
     return [
-        stored[o.place] if o.where == "stored" else late[o.place].clone() for o in made.output_order
+        stored[o.place] if o.where == "stored" else late[o.place].clone()
+        for o in kernel.output_order
     ]
 
 
-def launch_shape(made: RowwiseKernel, like: Tensor) -> LaunchShape:
+def launch_shape(kernel: RowwiseKernel, reference: Tensor) -> LaunchShape:
     """Return the launch shape of a kernel: programs, tiles of rows per program, and block."""
-    grid = made.chain.grid
-    if made.looped:
+    grid = kernel.chain.grid
+    if kernel.looped:
         rows, block, warps = 1, _BLOCK, 8
     else:
         rows, block, warps = tile(grid.size)
     tiles = -(-grid.rows // rows)
-    parts = min(tiles, program_count(like)) if made.chain.sums else tiles
+    parts = min(tiles, program_count(reference)) if kernel.chain.sums else tiles
     return LaunchShape(parts, -(-tiles // parts), rows, block, warps)
 
 
-def _launch(made: RowwiseKernel, used: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _launch(kernel: RowwiseKernel, used: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Launch a kernel; return what it stores, and its sums over rows, added over programs."""
-    chain, like = made.chain, used[0]
-    shape = launch_shape(made, like)
+    chain, reference = kernel.chain, used[0]
+    shape = launch_shape(kernel, reference)
     loaded = [
         as_rows(t) if v.rows and v.cols else t.reshape(-1).contiguous()
         for v, t in zip(chain.inputs, used, strict=True)
     ]
-    stored = [torch.empty(s.shape, dtype=s.dtype, device=like.device) for s in chain.stored]
-    begin = torch.zeros if made.looped else torch.empty
+    stored = [torch.empty(s.shape, dtype=s.dtype, device=reference.device) for s in chain.stored]
+    begin = torch.zeros if kernel.looped else torch.empty
     sums = [
         begin(
             (shape.programs, chain.grid.size if s.value.cols else 1),
             dtype=torch.float32,
-            device=like.device,
+            device=reference.device,
         )
         for s in chain.sums
     ]
     strides = [t.stride(0) for v, t in zip(chain.inputs, loaded, strict=True) if v.rows and v.cols]
     numbers = [chain.grid.rows, chain.grid.size, *strides, shape.tiles]
     launch = _launchers[-1] if _launchers else launch_here
-    launch(made, [*loaded, *stored, *sums, *numbers], shape)
+    launch(kernel, [*loaded, *stored, *sums, *numbers], shape)
     totals = [t.sum(0).to(s.dtype).reshape(s.shape) for s, t in zip(chain.sums, sums, strict=True)]
     return stored, totals
 
 
-def launch_here(made: RowwiseKernel, arguments: list[Any], shape: LaunchShape) -> None:
+def launch_here(kernel: RowwiseKernel, arguments: list[Any], shape: LaunchShape) -> None:
     """Launch a kernel in this process."""
-    compile_source(made.text)[(shape.programs,)](
+    compile_source(kernel.text)[(shape.programs,)](
         *arguments,
         ROWS=shape.rows,
         BLOCK=shape.block,
         num_warps=shape.warps,
-        enable_fp_fusion=made.rounding != "eager",
+        enable_fp_fusion=kernel.rounding != "eager",
     )
 
 
@@ -349,12 +350,12 @@ class _RemoteLauncher:
 
     child: subprocess.Popen[bytes]
 
-    def launch(self, made: RowwiseKernel, arguments: list[Any], shape: LaunchShape) -> None:
+    def launch(self, kernel: RowwiseKernel, arguments: list[Any], shape: LaunchShape) -> None:
         """Send the arguments; copy the returned tensors into them."""
         assert self.child.stdin is not None and self.child.stdout is not None
-        fusion = made.rounding != "eager"
+        fusion = kernel.rounding != "eager"
         task = {
-            "text": made.text,
+            "text": kernel.text,
             "arguments": arguments,
             "programs": shape.programs,
             "rows": shape.rows,
@@ -362,14 +363,14 @@ class _RemoteLauncher:
             "fusion": fusion,
         }
         _send(self.child.stdin, task)
-        back = _receive(self.child.stdout)
-        if back is None:
+        returned = _receive(self.child.stdout)
+        if returned is None:
             raise RuntimeError(
                 "the process with triton's interpreter has ended; its words are above"
             )
-        for mine, theirs in zip(arguments, back, strict=True):
-            if isinstance(mine, Tensor):
-                mine.copy_(theirs)
+        for own_value, new_value in zip(arguments, returned, strict=True):
+            if isinstance(own_value, Tensor):
+                own_value.copy_(new_value)
 
 
 def _send(pipe: IO[bytes], value: Any) -> None:
@@ -389,7 +390,7 @@ def _receive(pipe: IO[bytes]) -> Any:
 
 def main() -> None:
     """Launch kernels until the input ends."""
-    out = os.fdopen(os.dup(1), "wb")
+    output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # prints must not mix with the answers
     while (task := _receive(sys.stdin.buffer)) is not None:
         compile_source(task["text"])[(task["programs"],)](
@@ -399,7 +400,7 @@ def main() -> None:
             num_warps=4,
             enable_fp_fusion=task["fusion"],
         )
-        _send(out, task["arguments"])
+        _send(output, task["arguments"])
 
 
 if __name__ == "__main__":

@@ -65,16 +65,16 @@ class _Lowering:
         """Lower one call."""
         if str(node.target) in chain.NO_OPERATION:
             return
-        before = node.all_input_nodes
-        if any(n in self.sums or n in self.late for n in before):
+        input_nodes = node.all_input_nodes
+        if any(n in self.sums or n in self.late for n in input_nodes):
             self.late.append(node)
             return
         op_name = _operator_name(node)
         if node.target is operator.getitem:
-            of: Any = node.args[0]
-            place: Any = node.args[1]
-            pair, roles = self.pairs[of]
-            self.values[node], self.roles[node] = pair[place], roles
+            source: Any = node.args[0]
+            index: Any = node.args[1]
+            pair, roles = self.pairs[source]
+            self.values[node], self.roles[node] = pair[index], roles
         elif str(node.target) in chain.CONSTANTS:
             number = _literal(chain.constant_value(str(node.target), node.args))
             self._set_value(node, self._new_value("point", number, (), (), node), ())
@@ -102,15 +102,15 @@ class _Lowering:
             raise NotRowwise(f"it takes integers ({str(kind).removeprefix('torch.')})")
         roles = self.grid.roles_of(tuple(node.meta["val"].shape), f"`{node.name}`")
         rows, cols = self.grid.varies_along(roles, f"`{node.name}`")
-        place = self.places[node]
+        index = self.places[node]
         self._set_value(
-            node, ChainValue(f"x{place}", "given", "", (), rows, cols, kind, place), roles
+            node, ChainValue(f"x{index}", "given", "", (), rows, cols, kind, index), roles
         )
         return self.values[node]
 
     def _new_value(
         self,
-        how: Any,
+        value_kind: Any,
         text: str,
         operands: Sequence[ChainValue],
         roles: DimRoles,
@@ -120,7 +120,7 @@ class _Lowering:
         self.count += 1
         rows, cols = self.grid.varies_along(roles, _operator_name(node))
         kind = dtype or node.meta["val"].dtype
-        return ChainValue(f"v{self.count}", how, text, tuple(operands), rows, cols, kind)
+        return ChainValue(f"v{self.count}", value_kind, text, tuple(operands), rows, cols, kind)
 
     def _set_value(self, node: fx.Node, value: ChainValue, roles: DimRoles) -> None:
         self.values[node], self.roles[node] = value, roles
@@ -153,39 +153,39 @@ class _Lowering:
         )
 
     def _pointwise(self, node: fx.Node, op_name: str) -> None:
-        text, given = _expression(node, op_name)
-        values = [self._operand(n) for n in given if isinstance(n, fx.Node)]
-        roles = self.grid.combine([self.roles[n] for n in given if isinstance(n, fx.Node)], op_name)
+        text, terms = _expression(node, op_name)
+        values = [self._operand(n) for n in terms if isinstance(n, fx.Node)]
+        roles = self.grid.combine([self.roles[n] for n in terms if isinstance(n, fx.Node)], op_name)
         shape = tuple(node.meta["val"].shape)
         roles = ((),) * (len(shape) - len(roles)) + roles
         places = iter(range(len(values)))
-        words = [f"{{{next(places)}}}" if isinstance(n, fx.Node) else _literal(n) for n in given]
+        texts = [f"{{{next(places)}}}" if isinstance(n, fx.Node) else _literal(n) for n in terms]
         self._set_value(
-            node, self._new_value("point", text.format(*words), values, roles, node), roles
+            node, self._new_value("point", text.format(*texts), values, roles, node), roles
         )
 
     def _reduction(self, node: fx.Node, op_name: str) -> None:
         source: Any = node.args[0]
         value = self._operand(source)
         dims = _dims(node, self.roles[source])
-        left = _remove_dims(self.roles[source], dims, _keeps_dims(node))
-        over = {dim for place in dims for dim in self.roles[source][place]}
-        how = chain.EXTREMES.get(str(node.target), "sum")
+        kept = _remove_dims(self.roles[source], dims, _keeps_dims(node))
+        reduced = {dim for dim_index in dims for dim in self.roles[source][dim_index]}
+        reduction = chain.EXTREMES.get(str(node.target), "sum")
         mean = "mean" in str(node.target)
-        rows = over - {-1}
-        if rows and (rows != self.grid.leading or how != "sum"):
+        rows = reduced - {-1}
+        if rows and (rows != self.grid.leading or reduction != "sum"):
             raise NotRowwise(f"{op_name} over dim {sorted(dims)} reduces over rows")
         within = torch.float32 if rows or mean else None  # rounded once, at the end
-        if -1 in over:
-            column = [place for place in dims if self.roles[source][place] == (-1,)]
+        if -1 in reduced:
+            column = [dim_index for dim_index in dims if self.roles[source][dim_index] == (-1,)]
             along = _remove_dims(self.roles[source], column, True)
-            value = self._new_value("row", how, (value,), along, node, within)
+            value = self._new_value("row", reduction, (value,), along, node, within)
         if mean:  # as torch does: the sum, divided once
             count = prod(source.meta["val"].shape[d] for d in dims)
-            at = left if not rows else _value_roles(value, self.roles[source])
+            mean_roles = kept if not rows else _value_roles(value, self.roles[source])
             text = f"{{0}} / {float(count)!r}"
             value = self._new_value(
-                "point", text, (value,), at, node, torch.float32 if rows else None
+                "point", text, (value,), mean_roles, node, torch.float32 if rows else None
             )
         if rows:
             total = ChainValue(
@@ -199,7 +199,7 @@ class _Lowering:
             )
             self.sums[node] = total
             return
-        self._set_value(node, value, left)
+        self._set_value(node, value, kept)
 
     def _variance(self, node: fx.Node, op_name: str) -> None:
         """Lower a variance to two sums: of the numbers, and of squared differences from their
@@ -207,48 +207,48 @@ class _Lowering:
         source: Any = node.args[0]
         value, roles = self._operand(source), self.roles[source]
         dims = _dims(node, roles)
-        if {dim for place in dims for dim in roles[place]} != {-1}:
+        if {dim for dim_index in dims for dim in roles[dim_index]} != {-1}:
             raise NotRowwise(f"{op_name} over dim {sorted(dims)} reduces over rows")
         size = self.grid.size
-        along, left = _remove_dims(roles, dims, True), _remove_dims(roles, dims, _keeps_dims(node))
+        along, kept = _remove_dims(roles, dims, True), _remove_dims(roles, dims, _keeps_dims(node))
         wide = torch.float32
 
-        def made(how: Any, text: str, *operands: ChainValue, at: DimRoles = along) -> ChainValue:
-            return self._new_value(how, text, operands, at, node, wide)
+        def made(kind: Any, text: str, *operands: ChainValue, at: DimRoles = along) -> ChainValue:
+            return self._new_value(kind, text, operands, at, node, wide)
 
         mean = made("point", f"{{0}} / {float(size)!r}", made("row", "sum", value))
         centred = made("point", "{0} - {1}", value, mean, at=roles)
         squares = made("row", "sum", made("point", "{0} * {0}", centred, at=roles))
         correction: Any = node.kwargs.get("correction")
-        by = float(size - (1 if correction is None else correction))
-        variance = made("point", f"{{0}} / {by!r}", squares)
+        divisor = float(size - (1 if correction is None else correction))
+        variance = made("point", f"{{0}} / {divisor!r}", squares)
         if node.target is torch.ops.aten.var.correction:
-            self._set_value(node, variance, left)
+            self._set_value(node, variance, kept)
         else:
-            self.pairs[node] = ((variance, mean), left)
+            self.pairs[node] = ((variance, mean), kept)
 
     # results
 
     def _chain(self, outputs: list[Any], results: int) -> RowwiseChain:
         stored: dict[ChainValue, StoredResult] = {}
         tails: dict[Any, int] = {}
-        found = [
-            self._source_of_output(node, stored, tails, place < results)
-            for place, node in enumerate(outputs)
+        sources = [
+            self._source_of_output(node, stored, tails, index < results)
+            for index, node in enumerate(outputs)
         ]
         places = tuple(stored)
         outs = tuple(
             OutputSource("stored", places.index(f)) if isinstance(f, ChainValue) else f
-            for f in found
+            for f in sources
         )
         sums = tuple(
             StoredResult(value, tuple(node.meta["val"].shape), node.meta["val"].dtype)
             for node, value in self.sums.items()
         )
-        tail, wanted = self._tail(list(tails))
+        tail, tail_inputs = self._tail(list(tails))
         used = sorted({v for v in self.values.values() if v.kind == "given"}, key=lambda v: v.place)
         return RowwiseChain(
-            self.grid, tuple(used), tuple(stored.values()), sums, outs, tail, wanted
+            self.grid, tuple(used), tuple(stored.values()), sums, outs, tail, tail_inputs
         )
 
     def _source_of_output(
@@ -265,8 +265,8 @@ class _Lowering:
         value = self._operand(node)
         kind, shape = node.meta["val"].dtype, tuple(node.meta["val"].shape)
         parts = self.grid.varies_along(self.roles[node], _operator_name(node))
-        other = value in stored and (own or stored[value].shape != shape)
-        if value.kind == "given" or other or parts != (value.rows, value.cols):
+        conflicts = value in stored and (own or stored[value].shape != shape)
+        if value.kind == "given" or conflicts or parts != (value.rows, value.cols):
             value = self._new_value("point", "{0}", (value,), self.roles[node], node)
         stored.setdefault(value, StoredResult(value, shape, kind))
         return value
@@ -278,16 +278,16 @@ class _Lowering:
         tail = fx.Graph()
         copies = {node: tail.placeholder(f"s{n}") for n, node in enumerate(self.sums)}
         needed = [n for node in self.late for n in node.all_input_nodes if n not in self.late]
-        wanted: list[int] = []
+        input_indices: list[int] = []
         for node in dict.fromkeys(n for n in needed if n not in self.sums):
             if node not in self.places:
                 raise NotRowwise(f"{_operator_name(node)} uses a sum over rows")
-            wanted.append(self.places[node])
+            input_indices.append(self.places[node])
             copies[node] = tail.placeholder(f"g{self.places[node]}")
         for node in self.late:
             copies[node] = tail.node_copy(node, copies.__getitem__)
         tail.output(tuple(copies[node] for node in outputs))
-        return tail, tuple(wanted)
+        return tail, tuple(input_indices)
 
 
 def _value_roles(value: ChainValue, roles: DimRoles) -> DimRoles:
@@ -311,8 +311,8 @@ def _literal(number: Any) -> str:
 
 def _dims(node: fx.Node, roles: DimRoles) -> list[int]:
     """Return the dims of a reduction, counted from the first."""
-    given: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    dims = [given] if isinstance(given, int) else list(given or range(len(roles)))
+    dim_arg: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    dims = [dim_arg] if isinstance(dim_arg, int) else list(dim_arg or range(len(roles)))
     return [dim % max(len(roles), 1) for dim in dims]
 
 
@@ -322,22 +322,22 @@ def _keeps_dims(node: fx.Node) -> bool:
 
 def _remove_dims(roles: DimRoles, dims: Sequence[int], keep: bool) -> DimRoles:
     return tuple(
-        () if place in dims else role
-        for place, role in enumerate(roles)
-        if keep or place not in dims
+        () if index in dims else role
+        for index, role in enumerate(roles)
+        if keep or index not in dims
     )
 
 
 def _expression(node: fx.Node, op_name: str) -> tuple[str, list[Any]]:
     """Return the text and the operands of a pointwise operator."""
-    target, given = str(node.target), list[Any](node.args)
+    target, terms = str(node.target), list[Any](node.args)
     if target == "aten.pow.Tensor_Scalar":
-        power = float(given[1])
+        power = float(terms[1])
         if power not in chain.POWERS:
             raise NotRowwise(f"{op_name} to {power:g} is not a row-wise operator")
-        return chain.POWERS[power], given[:1]
+        return chain.POWERS[power], terms[:1]
     if target == "aten.clamp.default":
-        low, high = (*given[1:], *(node.kwargs.get(k) for k in ("min", "max")[len(given) - 1 :]))[
+        low, high = (*terms[1:], *(node.kwargs.get(k) for k in ("min", "max")[len(terms) - 1 :]))[
             :2
         ]
         text = "{0}"
@@ -345,7 +345,7 @@ def _expression(node: fx.Node, op_name: str) -> tuple[str, list[Any]]:
             if bound is not None:
                 pattern = chain.POINTWISE[f"aten.{name}.default"]
                 text = pattern.replace("{0}", f"({text})").replace("{1}", _literal(bound))
-        return text, given[:1]
+        return text, terms[:1]
     if target not in chain.POINTWISE:
         raise NotRowwise(f"{op_name} is not a row-wise operator")
     text = chain.POINTWISE[target]
@@ -355,4 +355,4 @@ def _expression(node: fx.Node, op_name: str) -> tuple[str, list[Any]]:
         text = f"{{0}} + {_literal(value)} * {{1}} * {{2}}"
     elif alpha != 1:
         text = text.replace("{1}", f"{_literal(alpha)} * {{1}}")
-    return text, given
+    return text, terms

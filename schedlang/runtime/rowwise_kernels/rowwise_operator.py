@@ -59,25 +59,27 @@ class ForwardBackward:
     results: int
 
 
-def signatures_of(given: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[TensorSignature, ...]:
+def signatures_of(tensors: Sequence[Tensor], graded: Sequence[bool]) -> tuple[TensorSignature, ...]:
     """Return shapes and dtypes of tensors, as a key."""
     return tuple(
-        TensorSignature(tuple(int(n) for n in t.shape), t.dtype, t.device.type, asked)
-        for t, asked in zip(given, wanted, strict=True)
+        TensorSignature(tuple(int(n) for n in t.shape), t.dtype, t.device.type, needs)
+        for t, needs in zip(tensors, graded, strict=True)
     )
 
 
-def trace_graphs(function: Callable[..., Any], given: Sequence[TensorSignature]) -> ForwardBackward:
+def trace_graphs(
+    function: Callable[..., Any], signatures: Sequence[TensorSignature]
+) -> ForwardBackward:
     """Trace both graphs of a function; torch's exceptions are not changed.
 
     A thread of its own traces, without the modes that may be active here: those of a proof, or of a
     compiler that traces the operator.
     """
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_trace, function, given).result()
+        return thread.submit(_trace, function, signatures).result()
 
 
-def _trace(function: Callable[..., Any], given: Sequence[TensorSignature]) -> ForwardBackward:
+def _trace(function: Callable[..., Any], signatures: Sequence[TensorSignature]) -> ForwardBackward:
     from torch._functorch.aot_autograd import aot_export_joint_simple
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
@@ -86,21 +88,21 @@ def _trace(function: Callable[..., Any], given: Sequence[TensorSignature]) -> Fo
     count = [0]
 
     def flat(*values: Tensor) -> tuple[Tensor, ...]:
-        made = function(*values)
-        found = tuple(made) if isinstance(made, tuple | list) else (made,)
-        count[0] = len(found)
-        return found
+        result = function(*values)
+        results = tuple(result) if isinstance(result, tuple | list) else (result,)
+        count[0] = len(results)
+        return results
 
     with _lock, FakeTensorMode(), _SiluRoundedOnce():
         inputs = tuple(
             torch.empty(s.shape, dtype=s.dtype, device=s.device).requires_grad_(s.needs_gradient)
-            for s in given
+            for s in signatures
         )
-        both = any(s.needs_gradient for s in given)
+        has_backward = any(s.needs_gradient for s in signatures)
         joint: Any = aot_export_joint_simple(
-            flat, inputs, trace_joint=both, decompositions=select_decomp_table()
+            flat, inputs, trace_joint=has_backward, decompositions=select_decomp_table()
         )
-        if not both:
+        if not has_backward:
             return ForwardBackward(joint.graph, None, count[0])
         forward, backward = min_cut_rematerialization_partition(
             joint, list(inputs), num_fwd_outputs=count[0]
@@ -124,8 +126,8 @@ class _Silu(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         value = x.to(torch.promote_types(x.dtype, torch.float32))
         slope = 1 / (1 + torch.exp(-value))
-        made: Tensor = (grad.to(value.dtype) * slope * (1 + value * (1 - slope))).to(x.dtype)
-        return made
+        gradient: Tensor = (grad.to(value.dtype) * slope * (1 + value * (1 - slope))).to(x.dtype)
+        return gradient
 
 
 class _SiluRoundedOnce(TorchFunctionMode):
@@ -136,10 +138,10 @@ class _SiluRoundedOnce(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the call."""
-        named = dict(kwargs or {})
-        if func in (F.silu, torch._C._nn.silu) and not named.get("inplace") and len(args) == 1:
+        options = dict(kwargs or {})
+        if func in (F.silu, torch._C._nn.silu) and not options.get("inplace") and len(args) == 1:
             return _Silu.apply(args[0])  # type: ignore[no-untyped-call]
-        return func(*args, **named)
+        return func(*args, **options)
 
 
 # -- operators -------------------------------------------------------------------------------------
@@ -177,12 +179,12 @@ class RowwiseFunction:
     rounding: str
     pairs: dict[tuple[TensorSignature, ...], KernelPair]
 
-    def pair(self, given: Sequence[Tensor], wanted: Sequence[bool]) -> KernelPair:
+    def pair(self, tensors: Sequence[Tensor], graded: Sequence[bool]) -> KernelPair:
         """Return the kernels for these tensors, made at the first call."""
-        sorts = signatures_of(given, wanted)
-        if sorts not in self.pairs:
-            self.pairs[sorts] = make_pair(self.function, sorts, self.rounding)
-        return self.pairs[sorts]
+        signatures = signatures_of(tensors, graded)
+        if signatures not in self.pairs:
+            self.pairs[signatures] = make_pair(self.function, signatures, self.rounding)
+        return self.pairs[signatures]
 
 
 _regions: dict[str, RowwiseFunction] = {}
@@ -194,87 +196,87 @@ def declare_function(name: str, function: Callable[..., Any], rounding: str) -> 
 
 
 def make_pair(
-    function: Callable[..., Any], sorts: tuple[TensorSignature, ...], rounding: str
+    function: Callable[..., Any], signatures: tuple[TensorSignature, ...], rounding: str
 ) -> KernelPair:
     """Make both kernels of a function; raises NotRowwise."""
-    found = trace_graphs(function, sorts)
-    forward = make_kernel(found.forward, rounding, found.results)
-    if found.backward is None:
-        return KernelPair(sorts, forward, None, found.results)
-    backward = make_kernel(found.backward, rounding)
-    kept = forward.chain.outputs[found.results :]
-    return KernelPair(sorts, forward, backward, found.results, kept, backward.chain.outputs)
+    graphs = trace_graphs(function, signatures)
+    forward = make_kernel(graphs.forward, rounding, graphs.results)
+    if graphs.backward is None:
+        return KernelPair(signatures, forward, None, graphs.results)
+    backward = make_kernel(graphs.backward, rounding)
+    saved = forward.chain.outputs[graphs.results :]
+    return KernelPair(signatures, forward, backward, graphs.results, saved, backward.chain.outputs)
 
 
-def apply_function(name: str, given: Sequence[Tensor], results: int) -> list[Tensor]:
+def apply_function(name: str, tensors: Sequence[Tensor], results: int) -> list[Tensor]:
     """Return the first `results` results of a chain."""
     graded = torch.is_grad_enabled()
-    wanted = [graded and t.requires_grad for t in given]
-    stored: list[Tensor] = rowwise_forward(list(given), wanted, name)
+    needs = [graded and t.requires_grad for t in tensors]
+    stored: list[Tensor] = rowwise_forward(list(tensors), needs, name)
     return stored[:results]
 
 
 @torch.library.custom_op("schedlang::rowwise_forward", mutates_args=())
-def rowwise_forward(given: list[Tensor], wanted: list[bool], name: str) -> list[Tensor]:
+def rowwise_forward(tensors: list[Tensor], graded: list[bool], name: str) -> list[Tensor]:
     """Return all outputs of the forward kernel: the results, then the values that backward
     needs."""
-    return run_kernel(_regions[name].pair(given, wanted).forward, given)
+    return run_kernel(_regions[name].pair(tensors, graded).forward, tensors)
 
 
 @torch.library.custom_op("schedlang::rowwise_backward", mutates_args=())
-def rowwise_backward(kept: list[Tensor], grads: list[Tensor], key: str) -> list[Tensor]:
+def rowwise_backward(saved: list[Tensor], grads: list[Tensor], key: str) -> list[Tensor]:
     """Return all gradients that the backward kernel computes."""
-    return run_kernel(_backward_kernel(key), [*kept, *grads])
+    return run_kernel(_backward_kernel(key), [*saved, *grads])
 
 
 _keys: dict[str, KernelPair] = {}
 
 
 def _backward_kernel(key: str) -> RowwiseKernel:
-    found = _keys[key].backward
-    assert found is not None
-    return found
+    kernel = _keys[key].backward
+    assert kernel is not None
+    return kernel
 
 
-def _empty(made: RowwiseKernel, like: Tensor) -> list[Tensor]:
+def _empty(kernel: RowwiseKernel, reference: Tensor) -> list[Tensor]:
     """Return empty tensors like a kernel's outputs."""
-    return [like.new_empty(shape, dtype=dtype) for shape, dtype in made.shapes]
+    return [reference.new_empty(shape, dtype=dtype) for shape, dtype in kernel.shapes]
 
 
 @rowwise_forward.register_fake
-def _(given: list[Tensor], wanted: list[bool], name: str) -> list[Tensor]:
-    return _empty(_regions[name].pair(given, wanted).forward, given[0])
+def _(tensors: list[Tensor], graded: list[bool], name: str) -> list[Tensor]:
+    return _empty(_regions[name].pair(tensors, graded).forward, tensors[0])
 
 
 @rowwise_backward.register_fake
-def _(kept: list[Tensor], grads: list[Tensor], key: str) -> list[Tensor]:
+def _(saved: list[Tensor], grads: list[Tensor], key: str) -> list[Tensor]:
     return _empty(_backward_kernel(key), grads[0])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    given, wanted, name = inputs
-    pair = _regions[name].pair(given, wanted)
+    tensors, graded, name = inputs
+    pair = _regions[name].pair(tensors, graded)
     ctx.key = f"{name} {pair.signatures}"
     _keys[ctx.key] = pair
-    kept = (
-        given[k.place] if k.where == "given" else output[output_index(pair.forward, k)]
+    saved = (
+        tensors[k.place] if k.where == "given" else output[output_index(pair.forward, k)]
         for k in pair.saved
     )
-    ctx.save_for_backward(*kept)
+    ctx.save_for_backward(*saved)
 
 
 def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    pair, kept = _keys[ctx.key], list(ctx.saved_tensors)
+    pair, saved = _keys[ctx.key], list(ctx.saved_tensors)
     backward = _backward_kernel(ctx.key)
-    like = next(t for t in (*kept, *grads) if t is not None)
+    reference = next(t for t in (*saved, *grads) if t is not None)
     tangents = [
-        like.new_zeros(shape, dtype=dtype) if grad is None else grad
+        reference.new_zeros(shape, dtype=dtype) if grad is None else grad
         for grad, (shape, dtype) in zip(grads[: pair.results], pair.forward.shapes)
     ]
-    made = rowwise_backward(kept, tangents, ctx.key)
-    found = dict(zip(backward.output_order, made, strict=True))
-    found |= {OutputSource("given", place): t for place, t in enumerate([*kept, *tangents])}
-    return [found.get(source) for source in pair.gradients], None, None
+    outputs = rowwise_backward(saved, tangents, ctx.key)
+    by_source = dict(zip(backward.output_order, outputs, strict=True))
+    by_source |= {OutputSource("given", index): t for index, t in enumerate([*saved, *tangents])}
+    return [by_source.get(source) for source in pair.gradients], None, None
 
 
 rowwise_forward.register_autograd(_differentiate, setup_context=_save)
@@ -297,71 +299,73 @@ class RowwiseRegion:
     float64: bool = False  # casts to a lower float become casts to float64: for a proof
     names: dict[tuple[Any, ...], tuple[str, int]] = field(default_factory=dict)
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *args: Any) -> Any:
         """Return the results: one tensor, or a tuple of them, as the function does."""
-        tensors = [t for t in given if isinstance(t, Tensor)]
-        numbers = tuple((n, t) for n, t in enumerate(given) if not isinstance(t, Tensor))
-        name, results = self._declared(numbers, given)
+        tensors = [t for t in args if isinstance(t, Tensor)]
+        numbers = tuple((n, t) for n, t in enumerate(args) if not isinstance(t, Tensor))
+        name, results = self._declared(numbers, args)
         try:
-            found = apply_function(name, tensors, max(results, 1))
+            outputs = apply_function(name, tensors, max(results, 1))
         except NotRowwise as error:
             raise not_rowwise_refusal(str(error)) from error
-        return tuple(found) if results else found[0]
+        return tuple(outputs) if results else outputs[0]
 
-    def _declared(self, numbers: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[str, int]:
+    def _declared(self, numbers: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[str, int]:
         """Return the name of the function with these constants, and its number of results; 0: no
         tuple."""
-        key = (numbers, len(given))
+        key = (numbers, len(args))
         if key not in self.names:
-            fixed, count = dict(numbers), len(given)
+            fixed, count = dict(numbers), len(args)
 
             def function(*tensors: Tensor) -> Any:
-                rest = iter(tensors)
-                all_ = (fixed[n] if n in fixed else next(rest) for n in range(count))
+                remaining = iter(tensors)
+                all_ = (fixed[n] if n in fixed else next(remaining) for n in range(count))
                 with Float64() if self.float64 else nullcontext():
                     return self.plain(*all_)
 
-            said = f"{self.source}\n{self.rounding}\n{self.float64}\n{key!r}"
-            name = f"region_{sha256(said.encode()).hexdigest()[:12]}"
+            key_text = f"{self.source}\n{self.rounding}\n{self.float64}\n{key!r}"
+            name = f"region_{sha256(key_text.encode()).hexdigest()[:12]}"
             declare_function(name, function, self.rounding)
             with torch.no_grad():
-                on_meta = [t.detach().to("meta") if isinstance(t, Tensor) else t for t in given]
-                made = self.plain(*on_meta)
-            self.names[key] = name, len(made) if isinstance(made, tuple) else 0
+                on_meta = [t.detach().to("meta") if isinstance(t, Tensor) else t for t in args]
+                result = self.plain(*on_meta)
+            self.names[key] = name, len(result) if isinstance(result, tuple) else 0
         return self.names[key]
 
 
-def not_rowwise_refusal(why: str) -> Refusal:
+def not_rowwise_refusal(reason: str) -> Refusal:
     """Return the refusal S887: this is not a row-wise chain."""
     return Refusal.of(
         "S887",
         "this is not a chain of pointwise operators and row reductions",
-        notes=(why,),
+        notes=(reason,),
         helps=("leave it to inductor: drop `backend=rowwise`",),
     )
 
 
 def function_of_tensors(
-    plain: Callable[..., Any], given: Sequence[Any]
+    original: Callable[..., Any], args: Sequence[Any]
 ) -> tuple[Callable[..., Any], tuple[TensorSignature, ...]]:
-    """Return a function of the tensors among `given`, and their signatures; others are constants.
+    """Return a function of the tensors among `args`, and their signatures; others are constants.
 
     Tensors on the meta device are treated as CPU tensors.
     """
-    tensors = [t for t in given if isinstance(t, Tensor)]
+    tensors = [t for t in args if isinstance(t, Tensor)]
 
     def function(*values: Tensor) -> Any:
-        rest = iter(values)
-        return plain(*(next(rest) if isinstance(t, Tensor) else t for t in given))
+        remaining = iter(values)
+        return original(*(next(remaining) if isinstance(t, Tensor) else t for t in args))
 
-    sorts = signatures_of(tensors, [t.requires_grad for t in tensors])
-    return function, tuple(replace(s, device="cpu") if s.device == "meta" else s for s in sorts)
+    signatures = signatures_of(tensors, [t.requires_grad for t in tensors])
+    return function, tuple(
+        replace(s, device="cpu") if s.device == "meta" else s for s in signatures
+    )
 
 
-def kernels_for(plain: Callable[..., Any], given: Sequence[Any], rounding: str) -> KernelPair:
+def kernels_for(original: Callable[..., Any], args: Sequence[Any], rounding: str) -> KernelPair:
     """Make the kernels of a function for these tensors and constants; raises Refusal S887."""
-    function, sorts = function_of_tensors(plain, given)
+    function, signatures = function_of_tensors(original, args)
     try:
-        return make_pair(function, sorts, rounding)
+        return make_pair(function, signatures, rounding)
     except NotRowwise as error:
         raise not_rowwise_refusal(str(error)) from error

@@ -84,8 +84,8 @@ class CarriedKeys:
         joined: Tensor = _Join.apply(line.whole, dim, span, new, *past)  # type: ignore[no-untyped-call]
         if span.index not in line.leaves:
             line.edges[span.index] = get_gradient_edge(new) if new.requires_grad else None
-            own = line.whole.data.narrow(dim, span.start, span.length).detach()
-            line.leaves[span.index] = own.requires_grad_(new.requires_grad)
+            own_slice = line.whole.data.narrow(dim, span.start, span.length).detach()
+            line.leaves[span.index] = own_slice.requires_grad_(new.requires_grad)
         return joined
 
     def backward_roots(self, index: int) -> tuple[list[GradientEdge], list[Tensor]]:
@@ -93,22 +93,22 @@ class CarriedKeys:
 
         Later slices have accumulated these gradients.
         """
-        found = [
+        edge_grads = [
             (edge, line.leaves[index].grad)
             for line in self._lines.values()
             if (edge := line.edges.get(index)) is not None
         ]
-        there = [(edge, grad) for edge, grad in found if grad is not None]
-        return [edge for edge, _ in there], [grad for _, grad in there]
+        present = [(edge, grad) for edge, grad in edge_grads if grad is not None]
+        return [edge for edge, _ in present], [grad for _, grad in present]
 
     def earlier_leaves(self, index: int) -> list[Tensor]:
         """Return the keys and values of earlier slices to which a slice gives gradients."""
         return [
-            line.leaves[before]
+            line.leaves[earlier]
             for line in self._lines.values()
             if index in line.leaves
-            for before in range(index)
-            if line.leaves[before].requires_grad
+            for earlier in range(index)
+            if line.leaves[earlier].requires_grad
         ]
 
     def free(self, index: int) -> None:
@@ -125,13 +125,13 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, whole: Tensor, dim: int, span: SliceSpan, new: Tensor, *past: Tensor
+        ctx: Any, memory: Tensor, dim: int, span: SliceSpan, new: Tensor, *past: Tensor
     ) -> Tensor:
         ctx.dim, ctx.sizes = dim, [*(leaf.shape[dim] for leaf in past), new.shape[dim]]
         # separate tensors over one storage: a later slice's write does not change the version of
         # tensors that earlier slices have saved
-        whole.data.narrow(dim, span.start, span.length).copy_(new)
-        return whole.data.narrow(dim, 0, span.stop).data
+        memory.data.narrow(dim, span.start, span.length).copy_(new)
+        return memory.data.narrow(dim, 0, span.stop).data
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -270,10 +270,10 @@ class PositionLines(AmbientMode):
                 calling_line()
             )
         elif func is Tensor.__getitem__:
-            first, table = any(takes_first(args[1], self.length)), id(args[0]) in self.tables
-            if any(takes_last(args[0], args[1], self.length)) or (first and table):
+            is_prefix, table = any(takes_first(args[1], self.length)), id(args[0]) in self.tables
+            if any(takes_last(args[0], args[1], self.length)) or (is_prefix and table):
                 self.found.add(calling_line())
-            elif first or table:
+            elif is_prefix or table:
                 self.others.add(calling_line())
         return self.run(func, types, args, kwargs)
 
@@ -351,23 +351,23 @@ class SliceMode(AmbientMode):
 
 
 def _attend(visit: SliceVisit, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    given = {**dict(zip(_ARGUMENTS, args)), **kwargs}
-    query, key, value = given["query"], given["key"], given["value"]
-    span, mask = visit.span, given.get("attn_mask")
+    passed = {**dict(zip(_ARGUMENTS, args)), **kwargs}
+    query, key, value = passed["query"], passed["key"], passed["value"]
+    span, mask = visit.span, passed.get("attn_mask")
     if query.shape[-2] != span.length or key.shape[-2] != span.length:
         return args, kwargs  # not along the sequence
-    causal = bool(given.get("is_causal"))
+    causal = bool(passed.get("is_causal"))
     if not causal and (mask is None or mask.shape[-1] != span.stop):
         raise _not_causal(mask is None)
     if query.untyped_storage()._cdata == key.untyped_storage()._cdata:
         # as a view of fused queries, keys and values, the query would keep keys and values alive
-        given["query"] = query.clone()
-    turn = scope.count_call("keys and values")
-    given["key"] = visit.join((turn, "keys"), key)
-    given["value"] = visit.join((turn, "values"), value)
+        passed["query"] = query.clone()
+    call_number = scope.count_call("keys and values")
+    passed["key"] = visit.join((call_number, "keys"), key)
+    passed["value"] = visit.join((call_number, "values"), value)
     if causal and span.start:
-        given["attn_mask"], given["is_causal"] = _lower_right(visit, query), False
-    return (), given
+        passed["attn_mask"], passed["is_causal"] = _lower_right(visit, query), False
+    return (), passed
 
 
 def _lower_right(visit: SliceVisit, query: Tensor) -> Tensor:
@@ -386,10 +386,10 @@ def _lower_right(visit: SliceVisit, query: Tensor) -> Tensor:
 
 
 def _not_causal(without: bool) -> Refusal:
-    what = "without a mask" if without else "with a mask of its own slice only"
+    description = "without a mask" if without else "with a mask of its own slice only"
     return Refusal.of(
         "S655",
-        f"`{scope.current_site() or 'the model'}` attends {what}",
+        f"`{scope.current_site() or 'the model'}` attends {description}",
         notes=("a slice has the keys of the slices before it only: attention must be causal",),
         helps=(
             "write `scaled_dot_product_attention(q, k, v, is_causal=True)`",
@@ -402,22 +402,22 @@ def _arange(span: SliceSpan, args: Any, kwargs: dict[str, Any]) -> tuple[Any, di
     """Change `torch.arange(length)` and `torch.arange(0, length)` to the slice's positions."""
     if not counts_up_to(args, kwargs, span.length):
         return args, kwargs
-    rest = {name: value for name, value in kwargs.items() if name not in ("start", "end")}
-    return (span.start, span.stop), rest
+    options = {name: value for name, value in kwargs.items() if name not in ("start", "end")}
+    return (span.start, span.stop), options
 
 
 def _getitem(span: SliceSpan, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Change `table[:length]` to the slice's positions; of two such dims the last is of keys."""
     tensor, index = args
-    runs = takes_first(index, span.length)
-    if not any(runs):
+    prefixes = takes_first(index, span.length)
+    if not any(prefixes):
         return args, kwargs
-    made, found = [], 0
-    for item, run in zip(index_items(index), runs):
-        found += run
-        last = found == sum(runs) == 2
-        made.append(slice(0 if last else span.start, span.stop) if run else item)
-    return (tensor, tuple(made) if isinstance(index, tuple) else made[0]), kwargs
+    items, count = [], 0
+    for item, is_prefix in zip(index_items(index), prefixes):
+        count += is_prefix
+        last = count == sum(prefixes) == 2
+        items.append(slice(0 if last else span.start, span.stop) if is_prefix else item)
+    return (tensor, tuple(items) if isinstance(index, tuple) else items[0]), kwargs
 
 
 POSITIONS: dict[Any, Callable[[SliceSpan, Any, dict[str, Any]], tuple[Any, dict[str, Any]]]] = {

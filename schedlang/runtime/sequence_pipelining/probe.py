@@ -36,37 +36,37 @@ from schedlang.runtime.tracing.meta_runs import meta_model, without_values
 
 def find_fault(trial: Trial, slicing: Slicing, error: Exception) -> Refusal:
     """Return the refusal of a model whose run by slices, as `slicing` describes, gave `error`."""
-    total, first = sum(trial.lengths), trial.lengths[0]
+    total, first_length = sum(trial.lengths), trial.lengths[0]
     kind = type(trial.model).__name__
-    whole = _outputs(trial, trial.batch)
-    changed = _outputs(trial, _change_later_tokens(trial.batch, first, total))
+    full = _outputs(trial, trial.batch)
+    changed = _outputs(trial, _change_later_tokens(trial.batch, first_length, total))
     ahead = [
-        (name, not is_close(plain[:, :first], changed[name][:, :first]))
-        for name, plain in whole.items()
-        if name in changed and plain.dim() > 1 and plain.shape[1] == total
+        (name, not is_close(full_output[:, :first_length], changed[name][:, :first_length]))
+        for name, full_output in full.items()
+        if name in changed and full_output.dim() > 1 and full_output.shape[1] == total
     ]
     if ahead and ahead[-1][1]:  # something inside may look ahead and be masked afterwards
         name = next(name for name, differs in ahead if differs)
         return split_refusal(
             f"`{kind}` cannot be split into slices",
-            f"it is not causal: in `{name}` the first {first} tokens depend on later ones",
+            f"it is not causal: in `{name}` the first {first_length} tokens depend on later ones",
             "a slice has only the tokens before it",
         )
     if isinstance(error, Refusal):
         return error
-    found: Outputs = {}
+    outputs: Outputs = {}
     try:
-        with record_outputs(trial.model) as found:
+        with record_outputs(trial.model) as outputs:
             run_by_slices(trial, slicing)
     except Exception as raised:  # the model's own code may raise anything
         message = f"{type(raised).__name__}: {raised}".splitlines()[0]
         return split_refusal(
-            f"`{kind}` does not run on a slice of a sequence", message, *_describe_place(found)
+            f"`{kind}` does not run on a slice of a sequence", message, *_describe_place(outputs)
         )
-    for name, output in whole.items():
+    for name, output in full.items():
         if output.dim() < 2 or output.shape[1] != total:
             continue
-        parts = found.get(name, {})
+        parts = outputs.get(name, {})
         # the outputs are in the order in which the slices ran
         joined = _join_slices(output, [*parts.values()], trial.lengths)
         if joined is None or not is_close(joined, output):
@@ -79,18 +79,18 @@ def find_fault(trial: Trial, slicing: Slicing, error: Exception) -> Refusal:
     return split_refusal(f"`{kind}` cannot be split into slices", str(error))
 
 
-def _join_slices(whole: Tensor, parts: list[Tensor], lengths: Sequence[int]) -> Tensor | None:
+def _join_slices(full: Tensor, parts: list[Tensor], lengths: Sequence[int]) -> Tensor | None:
     """Join the outputs of slices along dim 1; None if they do not fit together."""
     parts = [part[:, :length] for part, length in zip(parts, lengths) if part.dim() > 1]
-    sizes = [(whole.shape[0], length, *whole.shape[2:]) for length in lengths]
+    sizes = [(full.shape[0], length, *full.shape[2:]) for length in lengths]
     return torch.cat(parts, 1) if [tuple(part.shape) for part in parts] == sizes else None
 
 
-def _describe_place(found: Outputs) -> list[str]:
+def _describe_place(by_module: Outputs) -> list[str]:
     """Describe the slice that failed, and the last module that ended before."""
-    upto = max((len(outputs) for outputs in found.values()), default=0)
-    done = [name for name, outputs in found.items() if len(outputs) == upto]
-    return [f"in slice {upto - 1}, after `{done[-1]}`"] if upto > 1 else []
+    upto = max((len(outputs) for outputs in by_module.values()), default=0)
+    ended = [name for name, outputs in by_module.items() if len(outputs) == upto]
+    return [f"in slice {upto - 1}, after `{ended[-1]}`"] if upto > 1 else []
 
 
 def is_close(a: Tensor, b: Tensor) -> bool:
@@ -115,16 +115,16 @@ def _change_later_tokens(batch: Mapping[str, Any], first: int, total: int) -> di
 
 
 def _outputs(trial: Trial, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    with record_outputs(trial.model) as found:
+    with record_outputs(trial.model) as recorded:
         run_forward(trial, trial.model, batch)
-    return {name: outputs[None] for name, outputs in found.items()}
+    return {name: outputs[None] for name, outputs in recorded.items()}
 
 
-def split_refusal(title: str, *notes: str) -> Refusal:
+def split_refusal(message: str, *notes: str) -> Refusal:
     """Return the refusal S655 of a model that cannot be split along its sequences."""
     return Refusal.of(
         "S655",
-        title,
+        message,
         notes=notes,
         helps=(
             "leave `slices` out: `slices=1`",
@@ -145,26 +145,26 @@ def probe(trial: Trial, count: int) -> Slicing:
 
     `count` is the program's number of slices; the trial has one slice for each of its lengths.
     """
-    whole = run_full(trial)
-    first: tuple[Slicing, Exception] | None = None
+    full = run_full(trial)
+    first_failure: tuple[Slicing, Exception] | None = None
     for slicing in list_candidates(trial):
         try:
-            tagged = _with_draws(trial, slicing, whole)
-            compare_runs(whole, run_by_slices(trial, tagged))
+            tagged = _with_draws(trial, slicing, full)
+            compare_runs(full, run_by_slices(trial, tagged))
         except Exception as error:  # the model's own code may raise anything
-            first = first or (slicing, error)
+            first_failure = first_failure or (slicing, error)
             continue
         return replace(tagged, count=count, allows_left_padding=_allows_left_padding(trial, tagged))
-    assert first is not None, "there is always a candidate"
-    raise find_fault(trial, *first)
+    assert first_failure is not None, "there is always a candidate"
+    raise find_fault(trial, *first_failure)
 
 
 def guess_slicing(trial: Trial, count: int) -> Slicing:
     """Return how a model without values would probably run: for plans, not for training."""
     style = label_shift(trial)
     cache = cache_argument(trial.model)
-    given = cache and style == "padded" and trial.loss is None
-    shift = "given" if given else "none" if style == "none" else "head"
+    is_given = cache and style == "padded" and trial.loss is None
+    shift = "given" if is_given else "none" if style == "none" else "head"
     carrier, masks = "cache" if cache else "calls", token_masks(trial.batch)
     return Slicing(count, carrier, masks, shift=shift, **label_fields(trial))
 
@@ -192,8 +192,8 @@ def list_candidates(trial: Trial) -> Iterator[Slicing]:
 def label_fields(trial: Trial) -> dict[str, Any]:
     """Return the fields of `SplitSequences` that a trial's batch and loss decide alone."""
     rule = trial.rule
-    known = {"labels": rule.source, "ignore": rule.ignore_index} if rule else {}
-    return {"along": trial.along, **known}
+    label_args = {"labels": rule.source, "ignore": rule.ignore_index} if rule else {}
+    return {"along": trial.along, **label_args}
 
 
 def label_shift(trial: Trial) -> str:
@@ -207,13 +207,13 @@ def label_shift(trial: Trial) -> str:
     numbers = torch.arange(1, total + 1).unsqueeze(0)
     for step in trial.rule.steps:
         numbers = step(numbers)
-    seen = numbers.flatten().tolist()
+    labels = numbers.flatten().tolist()
     shifted = list(range(2, total + 1))
-    if seen == [1, *shifted]:
+    if labels == [1, *shifted]:
         return "none"
-    if seen == shifted:
+    if labels == shifted:
         return "cut"
-    if len(seen) == total and seen[:-1] == shifted:
+    if len(labels) == total and labels[:-1] == shifted:
         return "padded"
     raise split_refusal(
         f"`{type(trial.model).__name__}` cannot be split into slices",
@@ -223,18 +223,18 @@ def label_shift(trial: Trial) -> str:
 
 def find_head(trial: Trial) -> str:
     """Return the last called module, except the model, whose output has a dim of all tokens."""
-    total, found = sum(trial.lengths), [""]
+    total, names = sum(trial.lengths), [""]
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.dim() > 2 and output.shape[1] == total:
-            found.append(name)
+            names.append(name)
 
-    named = [(name, module) for name, module in trial.model.named_modules() if name]
+    submodules = [(name, module) for name, module in trial.model.named_modules() if name]
     with remove_hooks_after(
-        module.register_forward_hook(partial(note, name)) for name, module in named
+        module.register_forward_hook(partial(note, name)) for name, module in submodules
     ):
         _run_once(trial, trial.batch)
-    return found[-1]
+    return names[-1]
 
 
 def find_position_lines(trial: Trial) -> frozenset[Place]:
@@ -246,13 +246,13 @@ def find_position_lines(trial: Trial) -> frozenset[Place]:
 def find_lines(trial: Trial, watching: Callable[[int], Any]) -> frozenset[Place]:
     """Return the lines that the mode `watching(length)` finds with all tokens and with one less."""
     total = sum(trial.lengths)
-    found: list[set[Place]] = []
+    line_sets: list[set[Place]] = []
     for length in (total, total - 1):
         watch, batch = watching(length), take_tokens(trial.batch, total, torch.arange(length))
         with enter_modes(watch):
             _run_once(trial, batch)
-        found.append(watch.found - watch.others)
-    return frozenset(found[0] & found[1])
+        line_sets.append(watch.found - watch.others)
+    return frozenset(line_sets[0] & line_sets[1])
 
 
 def _run_once(trial: Trial, batch: Mapping[str, Any]) -> None:
@@ -261,46 +261,46 @@ def _run_once(trial: Trial, batch: Mapping[str, Any]) -> None:
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         run_forward(trial, trial.model, batch)
         return
-    with without_values(batch) as (given, _):
-        run_forward(trial, meta_model(trial.model, {}), given)
+    with without_values(batch) as (inputs, _):
+        run_forward(trial, meta_model(trial.model, {}), inputs)
 
 
 # -- comparing -----------------------------------------------------------------------------------
 
 
-def compare_runs(whole: RunResult, parts: RunResult) -> None:
+def compare_runs(full: RunResult, parts: RunResult) -> None:
     """Raise Differs unless losses and all gradients are equal up to rounding."""
-    gate = 1e-9 if whole.loss.dtype == torch.float64 else 1e-3
-    if not torch.allclose(parts.loss, whole.loss, rtol=gate, atol=0.0):
-        raise RunsDiffer(f"the loss is {parts.loss:.6g} in slices, {whole.loss:.6g} without")
-    if parts.gradients.keys() != whole.gradients.keys():
-        name = min(parts.gradients.keys() ^ whole.gradients.keys())
+    gate = 1e-9 if full.loss.dtype == torch.float64 else 1e-3
+    if not torch.allclose(parts.loss, full.loss, rtol=gate, atol=0.0):
+        raise RunsDiffer(f"the loss is {parts.loss:.6g} in slices, {full.loss:.6g} without")
+    if parts.gradients.keys() != full.gradients.keys():
+        name = min(parts.gradients.keys() ^ full.gradients.keys())
         raise RunsDiffer(f"only one of the two has a gradient of `{name}`")
-    largest = max((float(g.norm()) for g in whole.gradients.values()), default=0.0)
-    for name, wanted in whole.gradients.items():
-        gap = float((parts.gradients[name] - wanted).norm())
-        if not gap <= gate * float(wanted.norm()) + 1e-3 * gate * largest:
+    largest = max((float(g.norm()) for g in full.gradients.values()), default=0.0)
+    for name, full_gradient in full.gradients.items():
+        gap = float((parts.gradients[name] - full_gradient).norm())
+        if not gap <= gate * float(full_gradient.norm()) + 1e-3 * gate * largest:
             raise RunsDiffer(
-                f"the gradient of `{name}` differs by {gap / float(wanted.norm()):.1g}"
+                f"the gradient of `{name}` differs by {gap / float(full_gradient.norm()):.1g}"
             )
 
 
-def _with_draws(trial: Trial, slicing: Slicing, whole: RunResult) -> Slicing:
-    if not trial.random or not whole.draws:
+def _with_draws(trial: Trial, slicing: Slicing, full: RunResult) -> Slicing:
+    if not trial.random or not full.draws:
         return slicing
     stops = list(itertools.accumulate(trial.lengths))
-    return replace(slicing, draws=draws_along(trial, whole, run_by_slices(trial, slicing), stops))
+    return replace(slicing, draws=draws_along(trial, full, run_by_slices(trial, slicing), stops))
 
 
-def draws_along(trial: Trial, whole: RunResult, seen: RunResult, stops: Sequence[int]) -> Tags:
+def draws_along(trial: Trial, full: RunResult, split: RunResult, stops: Sequence[int]) -> Tags:
     """Return the dims of random draws along the sequence, from their shapes in a run by parts.
 
     whole  the run of full sequences
     seen   the run by parts
     stops  for each part, the number of keys that it sees
     """
-    tags, parts = {}, seen.draws
-    for (_, site, call), shape in whole.draws.items():
+    tags, parts = {}, split.draws
+    for (_, site, call), shape in full.draws.items():
         shapes = [parts.get((k, site, call)) for k in range(len(trial.lengths))]
         dims = _dims_of(site, shape, shapes, trial.lengths, stops)
         _check_samples(trial, site, call, shape, dims)
@@ -332,12 +332,12 @@ def _copy_to_equal_blocks(
     tags: Tags, representatives: Mapping[str, str]
 ) -> dict[tuple[str, int], tuple[str, ...]]:
     """Add the tags of the blocks that the small model leaves out."""
-    found = dict(tags)
-    for block, stands in representatives.items():
+    all_tags = dict(tags)
+    for block, representative in representatives.items():
         for (site, call), dims in tags.items():
-            if site == stands or site.startswith(f"{stands}."):
-                found[(block + site[len(stands) :], call)] = dims
-    return found
+            if site == representative or site.startswith(f"{representative}."):
+                all_tags[(block + site[len(representative) :], call)] = dims
+    return all_tags
 
 
 def _dims_of(
@@ -348,18 +348,18 @@ def _dims_of(
     stops: Sequence[int],
 ) -> tuple[str, ...]:
     """Return "rows" for a dim of the slice's tokens, "keys" for one of all keys so far, else ""."""
-    known = [s for s in shapes if s is not None]
-    if len(known) < len(shapes) or any(len(s) != len(shape) for s in known):
+    part_shapes = [s for s in shapes if s is not None]
+    if len(part_shapes) < len(shapes) or any(len(s) != len(shape) for s in part_shapes):
         raise RunsDiffer(f"`{site}` does not draw its random numbers equally in every slice")
-    found = []
+    roles = []
     for dim, size in enumerate(shape):
-        sizes = [s[dim] for s in known]
+        sizes = [s[dim] for s in part_shapes]
         kinds = {"": [size] * len(sizes), "rows": list(lengths), "keys": list(stops)}
-        fits = [kind for kind, wanted in kinds.items() if sizes == wanted]
+        fits = [kind for kind, expected in kinds.items() if sizes == expected]
         if not fits:
             raise RunsDiffer(f"`{site}` draws random numbers that no slice can reproduce")
-        found.append(fits[0])
-    return tuple(found)
+        roles.append(fits[0])
+    return tuple(roles)
 
 
 def _allows_left_padding(trial: Trial, slicing: Slicing) -> bool:
@@ -375,8 +375,8 @@ def _allows_left_padding(trial: Trial, slicing: Slicing) -> bool:
     if trial.rule is not None:
         padded[trial.rule.source][0, :pad] = trial.rule.ignore_index
     try:
-        other = replace(trial, batch=padded)
-        compare_runs(run_full(other), run_by_slices(other, slicing))
+        padded_trial = replace(trial, batch=padded)
+        compare_runs(run_full(padded_trial), run_by_slices(padded_trial, slicing))
     except Exception:  # the model's own code fails with padding on the left
         return False
     return True

@@ -89,17 +89,17 @@ class SplitSequences:
         """Return the window of a logical dropout mask for a part, within `inner`'s windows."""
 
         def window(site: str, call: int, shape: tuple[int, ...]) -> LogicalWindow | None:
-            held = inner(site, call, shape) if inner else None
-            here = scope.current_visit()
-            if here is None:
-                return held
-            dims, total = self.draws.get((site, call)), here.total
+            inner_window = inner(site, call, shape) if inner else None
+            visit = scope.current_visit()
+            if visit is None:
+                return inner_window
+            dims, total = self.draws.get((site, call)), visit.total
             if dims is None or len(dims) != len(shape):
                 raise self.unknown_draw(site)
-            if all(size == total for size, what in zip(shape, dims) if what):
-                return held  # an attention draws the full mask, and takes its part itself
-            runs = here.runs()
-            return narrow_window(held, shape, total, [runs.get(what) for what in dims])
+            if all(size == total for size, role in zip(shape, dims) if role):
+                return inner_window  # an attention draws the full mask, and takes its part itself
+            runs = visit.runs()
+            return narrow_window(inner_window, shape, total, [runs.get(role) for role in dims])
 
         return window
 
@@ -110,8 +110,8 @@ class SplitSequences:
 
 def _append_row(module: nn.Module, args: Any, output: Any) -> Any:
     """Append a row without a label to the output of a part that has the next part's first label."""
-    here = scope.current_visit()
-    if here is None or not here.more:
+    visit = scope.current_visit()
+    if visit is None or not visit.more:
         return output
     return torch.cat([output, output.new_zeros(output[:, :1].shape)], 1)
 
@@ -156,7 +156,7 @@ class Slicing(SplitSequences):
         return [self._piece(batch, span, rows) for span in spans]
 
     def _piece(self, batch: Batch, span: SliceSpan, rows: int) -> SequenceSlice:
-        more = int(self.shift != "none" and span.stop < span.total)
+        extra = int(self.shift != "none" and span.stop < span.total)
 
         def part(path: Any, value: Any) -> Any:
             name = dotted_path(path)
@@ -165,25 +165,25 @@ class Slicing(SplitSequences):
             if value.shape[-1 if value.dim() == 4 else 1] != span.total:
                 raise _other_length(name, value, span.total)
             labels = name == self.labels
-            until = span.stop + more
-            own = value[:, span.start : until] if labels else self._cut(name, value, span)
-            return own.contiguous()  # models take views of their inputs
+            until = span.stop + extra
+            own_part = value[:, span.start : until] if labels else self._cut(name, value, span)
+            return own_part.contiguous()  # models take views of their inputs
 
-        seen: dict[str, Any] = pytree.tree_map_with_path(part, dict(batch))
-        if self.shift != "given" or self.labels not in seen:
-            return SequenceSlice(span, seen, seen)
-        labels = seen[self.labels]
-        pad = labels.new_full((len(labels), 1 - more), self.ignore)
-        own = {self.labels: labels[:, : span.length].contiguous()}
+        parts: dict[str, Any] = pytree.tree_map_with_path(part, dict(batch))
+        if self.shift != "given" or self.labels not in parts:
+            return SequenceSlice(span, parts, parts)
+        labels = parts[self.labels]
+        pad = labels.new_full((len(labels), 1 - extra), self.ignore)
+        own_labels = {self.labels: labels[:, : span.length].contiguous()}
         shifted = torch.cat([labels[:, 1:], pad], 1)
-        return SequenceSlice(span, seen | own | {"shift_labels": shifted}, seen)
+        return SequenceSlice(span, parts | own_labels | {"shift_labels": shifted}, parts)
 
     def _cut(self, name: str, value: Tensor, span: SliceSpan) -> Tensor:
         if value.dim() == 4:  # [rows, heads, queries, keys]
-            own = value if value.shape[2] == 1 else value[:, :, span.start : span.stop]
-            return own[..., : span.stop]
-        first = 0 if name in self.keys else span.start
-        return value[:, first : span.stop]
+            rows = value if value.shape[2] == 1 else value[:, :, span.start : span.stop]
+            return rows[..., : span.stop]
+        start = 0 if name in self.keys else span.start
+        return value[:, start : span.stop]
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,8 @@ def sequence_length(batch: Batch) -> int:
     Without such a tensor, dim 1 of the first tensor with at least two dims.  Raises Refusal S656.
     """
     tensors = [t for t in pytree.tree_leaves(dict(batch)) if isinstance(t, Tensor) and t.dim() > 1]
-    whole = [t for t in tensors if t.dim() == 2 and not t.is_floating_point()]
-    for tensor in (*whole, *tensors):
+    ids = [t for t in tensors if t.dim() == 2 and not t.is_floating_point()]
+    for tensor in (*ids, *tensors):
         return int(tensor.shape[1])
     raise Refusal.of(
         "S656",
@@ -217,8 +217,8 @@ def even_lengths(total: int, count: int, grain: int = 1) -> tuple[int, ...]:
 
     They are multiples of `grain`, except the last one if `total` is not a multiple.
     """
-    *most, last = (grain * len(run) for run in split_rows(total // grain, count))
-    return (*most, last + total % grain)
+    *earlier, last = (grain * len(rows) for rows in split_rows(total // grain, count))
+    return (*earlier, last + total % grain)
 
 
 def _spans(total: int, lengths: tuple[int, ...]) -> list[SliceSpan]:
@@ -230,7 +230,7 @@ def _spans(total: int, lengths: tuple[int, ...]) -> list[SliceSpan]:
         )
     assert sum(lengths) == total, f"slices of {lengths} tokens for a sequence of {total}"
     starts = [sum(lengths[:k]) for k in range(len(lengths))]
-    return [SliceSpan(k, at, at + n, total) for k, (at, n) in enumerate(zip(starts, lengths))]
+    return [SliceSpan(k, low, low + n, total) for k, (low, n) in enumerate(zip(starts, lengths))]
 
 
 def _other_length(name: str, value: Tensor, total: int) -> Refusal:
@@ -327,15 +327,17 @@ class SliceRunner:
 
     def split_batches(self, batches: Sequence[Batch]) -> list[list[WeightedSlice]]:
         """Return the slices of each microbatch; weights are computed on the labels' device."""
-        pieces = [self._pieces(batch) for batch in batches]
+        all_slices = [self._pieces(batch) for batch in batches]
         weight = getattr(self.weight, "counted", self.weight)
-        found = iter(as_numbers([weight(piece.weight_batch) for some in pieces for piece in some]))
-        made = []
-        for some in pieces:
-            weights = [next(found) for _ in some]
-            whole = nonzero_weight(sum_numbers(weights))
-            made.append([WeightedSlice(piece, one / whole) for piece, one in zip(some, weights)])
-        return made
+        values = iter(
+            as_numbers([weight(part.weight_batch) for slices in all_slices for part in slices])
+        )
+        result = []
+        for slices in all_slices:
+            weights = [next(values) for _ in slices]
+            total = nonzero_weight(sum_numbers(weights))
+            result.append([WeightedSlice(part, w / total) for part, w in zip(slices, weights)])
+        return result
 
     def _pieces(self, batch: Batch) -> list[SequenceSlice]:
         if not self.slicing.allows_left_padding:
@@ -387,38 +389,38 @@ def _check_packed(batch: Batch) -> None:
 # -- outputs and masks ---------------------------------------------------------------------------
 
 
-def whole_loss(losses: Sequence[Tensor], pieces: Sequence[WeightedSlice]) -> Tensor:
+def whole_loss(losses: Sequence[Tensor], slices: Sequence[WeightedSlice]) -> Tensor:
     """Return the mean loss of a microbatch; the loss of a slice with share 0 may be NaN."""
-    all_shares = [piece.share for piece in pieces]
+    all_shares = [part.share for part in slices]
     if are_on_host(all_shares):
         shares = [(value, share) for value, share in zip(losses, all_shares) if share]
         return torch.stack([v * share for v, share in shares]).sum() if shares else losses[0]
-    there = torch.stack([filled_like(losses[0], share) for share in all_shares])
+    share_values = torch.stack([filled_like(losses[0], share) for share in all_shares])
     parts = torch.stack([*losses])
-    whole = torch.where(there > 0, parts * there, 0.0).sum(0)
-    return torch.where((there > 0).any(), whole, losses[0])
+    mean_loss = torch.where(share_values > 0, parts * share_values, 0.0).sum(0)
+    return torch.where((share_values > 0).any(), mean_loss, losses[0])
 
 
-def join_outputs(outputs: Sequence[Any], pieces: Sequence[WeightedSlice]) -> Any:
+def join_outputs(outputs: Sequence[Any], slices: Sequence[WeightedSlice]) -> Any:
     """Join the outputs of slices to the output of a microbatch, along tokens if there are any."""
     from schedlang.ir import pytree
 
     lengths, shares = (
-        [p.piece.span.length for p in pieces],
-        plain_numbers([p.share for p in pieces]),
+        [p.piece.span.length for p in slices],
+        plain_numbers([p.share for p in slices]),
     )
     flat = [pytree.tree_flatten(output) for output in outputs]
-    made = [
+    joined = [
         _concatenate_tokens(values, lengths)
         if _have_tokens(values, lengths)
         else stack_outputs(values, [1] * len(values), shares)
         for values in zip(*(leaves for leaves, _ in flat))
     ]
-    whole = [
+    checked = [
         value if can_stack(value) else MissingOutput("slices of it cannot be concatenated")
-        for value in made
+        for value in joined
     ]
-    return pytree.tree_unflatten(whole, flat[0][1])
+    return pytree.tree_unflatten(checked, flat[0][1])
 
 
 def _have_tokens(values: Sequence[Any], lengths: Sequence[int]) -> bool:
@@ -441,17 +443,17 @@ def run_slices(
     Returns the loss, and the outputs of the slices.  Gradients are added to the parameters'
     `.grad`.
     """
-    carried, pieces = CarriedKeys(), slices.split_batch(batch)
+    carried, parts = CarriedKeys(), slices.split_batch(batch)
     outputs, losses = [], []
-    for part in pieces:
+    for part in parts:
         with slices.forward(part, carried) as inputs:
             output, value = run_forward(model, inputs, loss)
         assert value is not None, "the model returns no loss"
         outputs.append(output)
         losses.append(value)
-    for part, value in reversed(list(zip(pieces, losses))):
+    for part, value in reversed(list(zip(parts, losses))):
         run_backward(carried, part, value)
-    return whole_loss([v.detach() for v in losses], pieces), outputs
+    return whole_loss([v.detach() for v in losses], parts), outputs
 
 
 def run_backward(carried: CarriedKeys, part: WeightedSlice, value: Tensor) -> None:
@@ -459,7 +461,7 @@ def run_backward(carried: CarriedKeys, part: WeightedSlice, value: Tensor) -> No
     index = part.piece.span.index
     edges, grads = carried.backward_roots(index)
     roots: list[Any] = [value, *edges] if value.requires_grad else list(edges)
-    own = [filled_like(value, part.share)] if value.requires_grad else []
+    loss_grads = [filled_like(value, part.share)] if value.requires_grad else []
     if roots:
-        torch.autograd.backward(roots, [*own, *grads])
+        torch.autograd.backward(roots, [*loss_grads, *grads])
     carried.free(index)

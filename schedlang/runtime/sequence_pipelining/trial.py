@@ -80,22 +80,24 @@ def _shorten(model: nn.Module, sites: Collection[str]) -> dict[str, str]:
         if not isinstance(module, nn.ModuleList) or len(module) < 3:
             continue
         kinds = [
-            (*kind, *sorted(s.removeprefix(at) for s in sites if is_inside(s, at)))
-            for at, kind in ((f"{name}.{k}", kind) for k, kind in enumerate(_kinds(module)))
+            (*kind, *sorted(s.removeprefix(block_name) for s in sites if is_inside(s, block_name)))
+            for block_name, kind in ((f"{name}.{k}", kind) for k, kind in enumerate(_kinds(module)))
         ]
-        need = max(2, *(1 + kinds.index(kind) for kind in set(kinds)))
-        for place in range(need, len(module)):
-            alike[f"{name}.{place}"] = f"{name}.{kinds.index(kinds[place])}"
-        del module[need:]
+        kept_count = max(2, *(1 + kinds.index(kind) for kind in set(kinds)))
+        for index in range(kept_count, len(module)):
+            alike[f"{name}.{index}"] = f"{name}.{kinds.index(kinds[index])}"
+        del module[kept_count:]
     return alike
 
 
 def _kinds(blocks: nn.ModuleList) -> list[tuple[str, str]]:
     """Return the kind of each block: its settings, without its own number, classes and shapes."""
-    plain = [_settings(block) for block in blocks]
-    numbers = {k for k in plain[0] if all(one.get(k) == at for at, one in enumerate(plain))}
-    settings = [sorted((k, str(v)) for k, v in one.items() if k not in numbers) for one in plain]
-    return [(str(known), _describe_shapes(block)) for known, block in zip(settings, blocks)]
+    raw = [_settings(block) for block in blocks]
+    numbers = {k for k in raw[0] if all(values.get(k) == i for i, values in enumerate(raw))}
+    settings = [
+        sorted((k, str(v)) for k, v in values.items() if k not in numbers) for values in raw
+    ]
+    return [(str(setting), _describe_shapes(block)) for setting, block in zip(settings, blocks)]
 
 
 def _settings(block: nn.Module) -> dict[str, str | int]:
@@ -117,24 +119,24 @@ def _describe_shapes(block: nn.Module) -> str:
 def _draw_parameters(model: nn.Module, generator: torch.Generator) -> None:
     """Give all parameters random values; ties stay."""
     as_float64 = sum(p.numel() for p in model.parameters()) <= MAX_FLOAT64_PARAMETERS
-    done: dict[int, nn.Parameter] = {}
+    drawn: dict[int, nn.Parameter] = {}
 
     def fresh(old: nn.Parameter) -> nn.Parameter:
-        if id(old) not in done:
+        if id(old) not in drawn:
             scale = old.shape[-1] ** -0.5 if old.dim() > 1 else 0.5
             values = torch.randn(old.shape, generator=generator, device="cpu") * scale
             value = values.to(torch.float64 if as_float64 else torch.float32)
-            done[id(old)] = nn.Parameter(value, requires_grad=old.requires_grad)
-        return done[id(old)]
+            drawn[id(old)] = nn.Parameter(value, requires_grad=old.requires_grad)
+        return drawn[id(old)]
 
     def moved(old: Tensor) -> Tensor:
         return old.double() if as_float64 and old.is_floating_point() else old
 
     alive = list(model.parameters())  # so that no id is used again
     for module in model.modules():
-        for name, held in list(module._parameters.items()):
-            if held is not None:
-                module._parameters[name] = fresh(held)
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = fresh(parameter)
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
                 module._buffers[name] = moved(buffer)
@@ -234,7 +236,7 @@ def labels_are_input(model: nn.Module, rule: LabelRule, loss: Loss | None) -> bo
 
 
 def _lengths(total: int, count: int) -> tuple[int, ...]:
-    return tuple(len(run) for run in split_rows(total, min(count, total)))
+    return tuple(len(rows) for rows in split_rows(total, min(count, total)))
 
 
 def _small_batch(
@@ -268,10 +270,10 @@ def _small_batch(
             cut[:] = 1
             cut[-1, total - 2 :] = 0
         elif name == labels or _constant(cut):
-            high = max(int(cut.max()) + 1, 2)
+            upper = max(int(cut.max()) + 1, 2)
             if name != labels:
-                high = max(high, min((s for s in sizes if s >= high), default=high))
-            cut = torch.randint(0, high, cut.shape, generator=generator).to(cut.dtype)
+                upper = max(upper, min((s for s in sizes if s >= upper), default=upper))
+            cut = torch.randint(0, upper, cut.shape, generator=generator).to(cut.dtype)
         if rule and ignoring and name == labels and cut.dim() == 2 and cut.shape[1] > 2:
             # so that counts of labels and of tokens differ in all layouts
             cut[0, 1] = rule.ignore_index
@@ -292,10 +294,10 @@ class _RecordingDropout(LogicalDropout):
     """Logical dropout that records the shapes of its masks by part, module and turn."""
 
     def __init__(
-        self, found: dict[Any, tuple[int, ...]], within: Any, unbatched: UnbatchedDraws
+        self, shapes: dict[Any, tuple[int, ...]], within: Any, unbatched: UnbatchedDraws
     ) -> None:
         super().__init__(0, self._note, unbatched)
-        self.found, self.within = found, within
+        self.found, self.within = shapes, within
 
     def _note(self, site: str, call: int, shape: tuple[int, ...]) -> LogicalWindow | None:
         part = current_visit()
@@ -369,32 +371,32 @@ Outputs = dict[str, dict[int | None, Tensor]]  # by module, then by part; None: 
 @contextmanager
 def record_outputs(model: nn.Module) -> Iterator[Outputs]:
     """Context that records the first output of every module for each part, innermost first."""
-    found: Outputs = {}
+    recorded: Outputs = {}
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(first, Tensor) and first.is_floating_point():
+        first_output = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(first_output, Tensor) and first_output.is_floating_point():
             part = current_visit()
-            held = found.setdefault(name, {})
-            held.setdefault(None if part is None else part.index, first.detach())
+            by_part = recorded.setdefault(name, {})
+            by_part.setdefault(None if part is None else part.index, first_output.detach())
 
-    named = [(name, module) for name, module in model.named_modules() if name]
+    submodules = [(name, module) for name, module in model.named_modules() if name]
     with remove_hooks_after(
-        module.register_forward_hook(partial(note, name)) for name, module in named
+        module.register_forward_hook(partial(note, name)) for name, module in submodules
     ):
-        yield found
+        yield recorded
 
 
-def take_tokens(batch: Mapping[str, Any], total: int, held: Tensor) -> dict[str, Any]:
-    """Return the tokens with indices `held` of a batch of `total` tokens."""
+def take_tokens(batch: Mapping[str, Any], total: int, indices: Tensor) -> dict[str, Any]:
+    """Return the tokens with indices `indices` of a batch of `total` tokens."""
 
     def part(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() < 2:
             return value
         if value.dim() == 4 and value.shape[-1] == total:
-            return value[:, :, held][..., held]
+            return value[:, :, indices][..., indices]
         if value.dim() == 3 and value.shape[1] != total and value.shape[2] == total:
-            return value[..., held]
-        return value[:, held] if value.shape[1] == total else value
+            return value[..., indices]
+        return value[:, indices] if value.shape[1] == total else value
 
     return {name: part(value) for name, value in batch.items()}

@@ -28,24 +28,24 @@ def exchange_halo(
     Dryden et al. (2019), Hy-Fi (2022): spatial parallelism with halo exchange.
     """
     rows = x.movedim(dim, 0)
-    size, place, last = rows.shape[0], group.rank, group.size - 1
+    size, rank, last = rows.shape[0], group.rank, group.size - 1
     lent = max(after, 0)
     assert before <= size and lent <= size, "a halo reaches beyond the neighbours"
     if before or lent:
-        give, take = [0] * group.size, [0] * group.size
+        sends, receives = [0] * group.size, [0] * group.size
         parts = []
-        if place > 0:
-            give[place - 1], take[place - 1] = lent, before
+        if rank > 0:
+            sends[rank - 1], receives[rank - 1] = lent, before
             parts.append(rows[:lent])
-        if place < last:
-            give[place + 1], take[place + 1] = before, lent
+        if rank < last:
+            sends[rank + 1], receives[rank + 1] = before, lent
             parts.append(rows[size - before :])
-        got = exchange_rows(torch.cat(parts), group, give, take)
-        first = got[:before] if place > 0 else rows.new_full((before, *rows.shape[1:]), fill)
-        behind = got[got.shape[0] - lent :] if place < last else None
-        if behind is None:
-            behind = rows.new_full((lent, *rows.shape[1:]), fill)
-        rows = torch.cat([first, rows, behind])
+        received = exchange_rows(torch.cat(parts), group, sends, receives)
+        leading = received[:before] if rank > 0 else rows.new_full((before, *rows.shape[1:]), fill)
+        trailing = received[received.shape[0] - lent :] if rank < last else None
+        if trailing is None:
+            trailing = rows.new_full((lent, *rows.shape[1:]), fill)
+        rows = torch.cat([leading, rows, trailing])
     if after < 0:
         rows = rows[:after]
     return rows.movedim(0, dim)
@@ -90,8 +90,8 @@ def windows_of(module: nn.Module) -> tuple[Window, ...]:
     kernel, stride = _each(module.kernel_size, dims), _each(module.stride, dims)
     dilation = _each(getattr(module, "dilation", 1), dims)
     return tuple(
-        Window(k, s, d, *_padding(module, k, d, at))
-        for at, (k, s, d) in enumerate(zip(kernel, stride, dilation))
+        Window(k, s, d, *_padding(module, k, d, index))
+        for index, (k, s, d) in enumerate(zip(kernel, stride, dilation))
     )
 
 
@@ -105,15 +105,15 @@ def _each(value: Any, dims: int) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, tuple | list) else (int(value),) * dims
 
 
-def _padding(module: nn.Module, kernel: int, dilation: int, at: int) -> tuple[int, int]:
-    given: Any = module.padding
-    if given == "valid":
+def _padding(module: nn.Module, kernel: int, dilation: int, index: int) -> tuple[int, int]:
+    padding: Any = module.padding
+    if padding == "valid":
         return 0, 0
-    if given == "same":
+    if padding == "same":
         total = dilation * (kernel - 1)
         return total // 2, total - total // 2
-    both = given[at] if isinstance(given, tuple | list) else given
-    return int(both), int(both)
+    size = padding[index] if isinstance(padding, tuple | list) else padding
+    return int(size), int(size)
 
 
 def convolution(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
@@ -157,9 +157,9 @@ def position_dim(edge: Edge) -> int | None:
 
 def check_windows(module: nn.Module, x: Tensor, spatial: Mapping[int, Edge]) -> None:
     """Refuse shards that do not fit the windows (S419), on all ranks, before any communication."""
-    seen = windows_of(module)
+    windows = windows_of(module)
     for dim, edge in spatial.items():
-        window, rows, ranks = seen[dim - 2], x.shape[dim], edge.group.size
+        window, rows, ranks = windows[dim - 2], x.shape[dim], edge.group.size
         if not window.fits(rows):
             raise Refusal(_misfit(edge.group.label, dim, window, rows, ranks))
 
@@ -185,8 +185,8 @@ def _misfit(fqn: str, dim: int, window: Window, rows: int, ranks: int) -> Diagno
 def _padded(module: nn.Module, x: Tensor, spatial: Mapping[int, Edge], fill: float) -> Tensor:
     """Return the input with its padding, or with halos along split dims."""
     sides: list[int] = []
-    for at, window in reversed(list(enumerate(windows_of(module)))):
-        dim = at + 2
+    for index, window in reversed(list(enumerate(windows_of(module)))):
+        dim = index + 2
         if dim in spatial:
             x = exchange_halo(
                 x, dim, window.padding_before, window.halo_after, spatial[dim].group, fill
@@ -220,8 +220,8 @@ def pool(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
             x = edge.enter(x)
         check_windows(module, x, spatial)
         x = _padded(module, x, spatial, -torch.inf if greatest else 0.0)
-        more = (0, module.dilation) if greatest else ()
-        y = POOLS[kind](x, module.kernel_size, module.stride, *more)
+        options = (0, module.dilation) if greatest else ()
+        y = POOLS[kind](x, module.kernel_size, module.stride, *options)
         for edge in edges:
             y = edge.exit(y)
         return y

@@ -49,41 +49,41 @@ def redistribute(
     if source == target:
         return x
     assert isinstance(target, S), (source, target)
-    whole, dim = reorder_for_split(x, target, group), dim_of(target)
+    reordered, dim = reorder_for_split(x, target, group), dim_of(target)
     if isinstance(source, Replicate):
-        return collectives.split(whole, dim, group)
+        return collectives.split(reordered, dim, group)
     if isinstance(source, P):
-        return collectives.scatter_sum(whole, dim, group)
+        return collectives.scatter_sum(reordered, dim, group)
     assert is_all_to_all(source, target), (source, target)
-    return collectives.switch_sharded_dim(whole, dim_of(source) % x.ndim, dim % x.ndim, group)
+    return collectives.switch_sharded_dim(reordered, dim_of(source) % x.ndim, dim % x.ndim, group)
 
 
 def is_all_to_all(source: Placement, target: Placement) -> bool:
     """Return whether an all-to-all changes `source` to `target`: equal shards of two dims."""
-    both = [p for p in (source, target) if isinstance(p, S) and p.blocks == 1 and p.uneven == EVEN]
-    return len(both) == 2 and dim_of(both[0]) != dim_of(both[1])
+    even = [p for p in (source, target) if isinstance(p, S) and p.blocks == 1 and p.uneven == EVEN]
+    return len(even) == 2 and dim_of(even[0]) != dim_of(even[1])
 
 
 def _gathered(x: Tensor, source: S, group: Group, differ: bool) -> Tensor:
     dim = dim_of(source)
-    whole = collectives.gather(x, dim, group, consumers_differ=differ)
+    gathered = collectives.gather(x, dim, group, consumers_differ=differ)
     if source.blocks == 1 and source.uneven == EVEN:
-        return whole
+        return gathered
     # every rank's shard has the concatenated pieces of all blocks: put each block together
     sizes = block_sizes(source, source.uneven.true_size(x.shape[dim], group.size))
     runs = held_runs(sizes, source.uneven, group.size)
-    first = [r for r in runs if r.start < sum(sizes) and r.rank % source.uneven.repeat == 0]
-    first.sort(key=lambda run: run.start)
-    pieces = [whole.narrow(dim, r.rank * x.shape[dim] + r.at, r.length) for r in first]
-    return torch.cat(pieces, dim)
+    first_runs = [r for r in runs if r.start < sum(sizes) and r.rank % source.uneven.repeat == 0]
+    first_runs.sort(key=lambda run: run.start)
+    parts = [gathered.narrow(dim, r.rank * x.shape[dim] + r.at, r.length) for r in first_runs]
+    return torch.cat(parts, dim)
 
 
-def block_sizes(placement: S, whole: int) -> tuple[int, ...]:
-    """Return the sizes of a placement's blocks in a dim of size `whole`."""
+def block_sizes(placement: S, size: int) -> tuple[int, ...]:
+    """Return the sizes of a placement's blocks in a dim of size `size`."""
     blocks = placement.blocks
     if isinstance(blocks, int):
-        return (whole // blocks,) * blocks
-    return tuple(block * whole // sum(blocks) for block in blocks)
+        return (size // blocks,) * blocks
+    return tuple(block * size // sum(blocks) for block in blocks)
 
 
 def reorder_for_split(x: Tensor, placement: S, group: Group) -> Tensor:
@@ -98,28 +98,28 @@ def reorder_for_split(x: Tensor, placement: S, group: Group) -> Tensor:
             raise Refusal(_uneven_diagnostic(placement, size, group))
         return x
     sizes = block_sizes(placement, size)
-    pieces = []
+    parts = []
     for run in held_runs(sizes, placement.uneven, ranks):
         if run.start < size:
-            pieces.append(x.narrow(dim, run.start, run.length))
+            parts.append(x.narrow(dim, run.start, run.length))
         else:
             shape = list(x.shape)
             shape[dim] = run.length
-            pieces.append(x.new_zeros(shape))
-    return torch.cat(pieces, dim)
+            parts.append(x.new_zeros(shape))
+    return torch.cat(parts, dim)
 
 
 def _uneven_diagnostic(placement: S, size: int, group: Group) -> Diagnostic:
     axis, dim = group.axes[0], dim_of(placement)
-    named = [f"`S({name})`" for name, which in ACTIVATION_DIMS.items() if which == dim >= 0]
-    row = " or ".join([f"`S({placement.dim})`", *named])
-    legal = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+    names = [f"`S({name})`" for name, number in ACTIVATION_DIMS.items() if number == dim >= 0]
+    row = " or ".join([f"`S({placement.dim})`", *names])
+    allowed = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
     return Diagnostic(
         "S420",
         f"a dim of {size} cannot be split evenly over `{axis}`={group.size}",
         notes=(f"{row} in a row of `{group.label or 'a module'}` splits this dim",),
         helps=(
-            f"`{axis}` may be one of {legal}",
+            f"`{axis}` may be one of {allowed}",
             f"or pad the batch to a multiple of {group.size} along this dim, if it is one of the"
             " batch (tokens, not channels)",
             "or drop that placement from the row: `input=`, `output=`",
@@ -156,21 +156,21 @@ class RedistributionCache:
         self, x: Tensor, source: Placement, target: Placement, group: Group, differ: bool
     ) -> Tensor:
         """Return the tensor in its new placement, from the cache if the module before used it."""
-        at = (source, target, group.axes, differ, torch.is_grad_enabled())
+        key = (source, target, group.axes, differ, torch.is_grad_enabled())
         # how often the tensor was written into; None if not known
         version: int | None
         if torch.compiler.is_compiling():
             version = None if self.written else 0
         else:
             version = None if x.is_inference() else x._version
-        known = self._last.get(at)
-        if known is not None and known[0] is x:
-            if known[1] == version:
-                return known[2]
+        entry = self._last.get(key)
+        if entry is not None and entry[0] is x:
+            if entry[1] == version:
+                return entry[2]
             self.written = True
         crossed = redistribute(x, source, target, group, differ)
         if crossed is not x and version is not None:
-            self._last[at] = (x, version, crossed)
+            self._last[key] = (x, version, crossed)
         return crossed
 
 
@@ -225,8 +225,8 @@ def _conv1d(module: nn.Module, x: Tensor, with_bias: bool) -> Tensor:
     assert weight is not None
     flat = x.reshape(-1, x.shape[-1])
     bias = module._parameters["bias"] if with_bias else None
-    out = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
-    return out.view(*x.shape[:-1], weight.shape[-1])
+    product = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
+    return product.view(*x.shape[:-1], weight.shape[-1])
 
 
 CLASSES = ("Linear", "Conv1D", "Embedding")
@@ -244,9 +244,9 @@ def projection(
     Not `biased`: the caller adds the bias.
     """
     compute = PRODUCTS_BY_KIND[kind]
-    more = module.add_adapter if isinstance(module, AdaptedProjection) else None
+    adapt = module.add_adapter if isinstance(module, AdaptedProjection) else None
     sums = [edge for edge in edges if isinstance(edge.output_before, P)]
-    others = [edge for edge in edges if edge not in sums]
+    unsummed = [edge for edge in edges if edge not in sums]
     is_head = [edge.is_head for edge in edges] == [True]
     padded = any(is_padded(end) for edge in edges for end in (edge.input_after, edge.output_before))
 
@@ -258,13 +258,13 @@ def projection(
         if layer is not None:
             return layer.make_lazy(x, edges[0].group, edges[0].true_size or 0)
         y = compute(module, x, biased and not sums)
-        if more is not None:
-            y = more(x, y, biased and not sums, partial(_all_reduce_edges, sums) if sums else None)
+        if adapt is not None:
+            y = adapt(x, y, biased and not sums, partial(_all_reduce_edges, sums) if sums else None)
         for edge in sums:
             y = edge.exit(y)
         bias = module._parameters.get("bias") if sums and biased else None
         y = y if bias is None else y + bias  # once, before positions of other ranks are gathered
-        for edge in others:
+        for edge in unsummed:
             if edge.is_head:
                 return shard_logits(y, edge)
             y = mask_padding(y, edge.output_before, edge.group) if padded else y
@@ -296,10 +296,10 @@ def mask_padding(x: Tensor, placement: Placement, group: Group) -> Tensor:
         return x
     dim = dim_of(placement) % x.ndim
     size = placement.uneven.true_size(x.shape[dim], group.size)
-    where = positions(block_sizes(placement, size), placement.uneven, group.size, group.rank)
-    if max(where) < size:
+    indices = positions(block_sizes(placement, size), placement.uneven, group.size, group.rank)
+    if max(indices) < size:
         return x
-    mask = torch.tensor([index >= size for index in where], device=x.device)
+    mask = torch.tensor([index >= size for index in indices], device=x.device)
     return x.masked_fill(mask.view([-1] + [1] * (x.ndim - 1 - dim)), 0.0)
 
 
@@ -307,9 +307,9 @@ def shard_logits(y: Tensor, edge: Edge) -> ShardedLogits:
     """Return logits that stay split over the vocabulary; padding gets -inf."""
     assert edge.true_size is not None
     true, width = edge.true_size, y.shape[-1]
-    mine = max(0, min(width, true - edge.group.rank * width))
-    if mine < width:  # padding rows of the weight are no classes
-        y = y.masked_fill(torch.arange(width, device=y.device) >= mine, -torch.inf)
+    own_classes = max(0, min(width, true - edge.group.rank * width))
+    if own_classes < width:  # padding rows of the weight are no classes
+        y = y.masked_fill(torch.arange(width, device=y.device) >= own_classes, -torch.inf)
     return ShardedLogits(y, edge.group, true)
 
 
@@ -322,11 +322,11 @@ def wrap_forward(inner: Forward, edges: tuple[Edge, ...]) -> Forward:
     def forward(*args: Any, **kwargs: Any) -> Any:
         for edge in edges:
             args, kwargs = map_argument(edge.enter, args, kwargs)
-        out = inner(*args, **kwargs)
+        output = inner(*args, **kwargs)
         for edge in edges:
             if edge.output_before != edge.output_after:
-                out = map_result(edge.exit, out)
-        return out
+                output = map_result(edge.exit, output)
+        return output
 
     return forward
 
@@ -340,28 +340,28 @@ def map_argument(
     cross: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with `cross` applied to the main tensor."""
-    for place, value in enumerate(args):
+    for index, value in enumerate(args):
         if is_activation(value):
-            return (*args[:place], cross(value), *args[place + 1 :]), kwargs
+            return (*args[:index], cross(value), *args[index + 1 :]), kwargs
     for name, value in kwargs.items():
         if is_activation(value):
             return args, {**kwargs, name: cross(value)}
     return args, kwargs
 
 
-def map_result(cross: Callable[[Tensor], Tensor], out: Any) -> Any:
+def map_result(cross: Callable[[Tensor], Tensor], result: Any) -> Any:
     """Return the results with `cross` applied to the main tensor."""
-    if is_activation(out):
-        return cross(out)
-    if isinstance(out, tuple | list):
-        for place, value in enumerate(out):
+    if is_activation(result):
+        return cross(result)
+    if isinstance(result, tuple | list):
+        for index, value in enumerate(result):
             if is_activation(value):
-                changed = [*out[:place], cross(value), *out[place + 1 :]]
-                return changed if isinstance(out, list) else tuple(changed)
-    if isinstance(out, MutableMapping):  # outputs of transformers are dicts too
-        name = next((name for name, value in out.items() if is_activation(value)), None)
+                changed = [*result[:index], cross(value), *result[index + 1 :]]
+                return changed if isinstance(result, list) else tuple(changed)
+    if isinstance(result, MutableMapping):  # outputs of transformers are dicts too
+        name = next((name for name, value in result.items() if is_activation(value)), None)
         if name is not None:
-            made = copy.copy(out)
-            made[name] = cross(out[name])
-            return made
-    return out
+            copied = copy.copy(result)
+            copied[name] = cross(result[name])
+            return copied
+    return result

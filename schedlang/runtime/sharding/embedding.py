@@ -43,13 +43,13 @@ class LookupMode(TorchFunctionMode):
 
 def wrap_lookup(module: nn.Embedding, rows: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
     """Return the module's own forward with lookups by `rows`; for a plain Embedding `rows`."""
-    own = type(module).forward
-    if own is nn.Embedding.forward:
+    own_forward = type(module).forward
+    if own_forward is nn.Embedding.forward:
         return rows
 
     def forward(ids: Tensor) -> Any:
         with LookupMode(module, rows):
-            return own(module, ids)
+            return own_forward(module, ids)
 
     return forward
 
@@ -66,17 +66,17 @@ class LocalRows(torch.autograd.Function):
         """Look up local rows; `first`: number of the first, `pad`: local row without a gradient."""
         ctx.save_for_backward(ids)
         ctx.first, ctx.height, ctx.pad = first, weight.shape[0], pad
-        places, mine = _local_indices(ids, first, ctx.height)
+        indices, is_local = _local_indices(ids, first, ctx.height)
         # proofs without ranks recognise this product as a mask
-        return F.embedding(places, weight) * mine
+        return F.embedding(indices, weight) * is_local
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None]:
         """Sum the gradients of each local row."""
         (ids,) = ctx.saved_tensors
-        places, mine = _local_indices(ids, ctx.first, ctx.height)
-        pad, own = -1 if ctx.pad is None else ctx.pad, grads[0] * mine
-        added = torch.ops.aten.embedding_dense_backward(own, places, ctx.height, pad, False)
+        indices, is_local = _local_indices(ids, ctx.first, ctx.height)
+        pad, own_grad = -1 if ctx.pad is None else ctx.pad, grads[0] * is_local
+        added = torch.ops.aten.embedding_dense_backward(own_grad, indices, ctx.height, pad, False)
         return None, added, None, None
 
 
@@ -97,7 +97,7 @@ def embedding(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
     """
     assert isinstance(module, nn.Embedding)
     edge = next((edge for edge in edges if isinstance(edge.output_before, P)), None)
-    others = [one for one in edges if one is not edge]
+    other_edges = [other_edge for other_edge in edges if other_edge is not edge]
     group = edge.group if edge is not None else None
     width = module.weight.shape[0]
     first = group.rank * width if group is not None else 0
@@ -110,8 +110,8 @@ def embedding(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
         else:
             check_index(ids, module)
             rows = edge.exit(_own_rows(ids, module.weight, first, local_pad))
-        for one in others:  # split by columns
-            rows = one.exit(mask_padding(rows, one.output_before, one.group))
+        for other_edge in other_edges:  # split by columns
+            rows = other_edge.exit(mask_padding(rows, other_edge.output_before, other_edge.group))
         return rows
 
     return wrap_lookup(module, rows_of)
@@ -135,12 +135,12 @@ def embedding_bag(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forw
                 scales = edge.enter(scales)  # their gradient is partial on each rank
         if rows is None:
             options = module.mode, module.padding_idx
-            out = _look_up_bags(module, input, module.weight, offsets, scales, *options)
+            output = _look_up_bags(module, input, module.weight, offsets, scales, *options)
         else:
-            out = rows.exit(_sum_local_rows(module, input, offsets, scales, rows))
+            output = rows.exit(_sum_local_rows(module, input, offsets, scales, rows))
         for edge in columns:
-            out = edge.exit(mask_padding(out, edge.output_before, edge.group))
-        return out
+            output = edge.exit(mask_padding(output, edge.output_before, edge.group))
+        return output
 
     return forward
 
@@ -156,14 +156,14 @@ def _sum_local_rows(
     counts = torch.ones_like(ids, dtype=weight.dtype)
     if module.padding_idx is not None:
         counts = (ids != module.padding_idx).to(weight.dtype)
-    mine = counts * ((local >= 0) & (local < width))
-    scales = mine if scales is None else scales * mine
-    out = _look_up_bags(module, local.clamp(0, width - 1), weight, offsets, scales)
+    local_counts = counts * ((local >= 0) & (local < width))
+    scales = local_counts if scales is None else scales * local_counts
+    total = _look_up_bags(module, local.clamp(0, width - 1), weight, offsets, scales)
     if module.mode == "sum":
-        return out
-    one = torch.ones(1, 1, dtype=weight.dtype, device=weight.device)  # the same on every rank
-    entries = _look_up_bags(module, torch.zeros_like(ids), one, offsets, counts)
-    return out / entries.clamp(min=1)
+        return total
+    ones = torch.ones(1, 1, dtype=weight.dtype, device=weight.device)  # the same on every rank
+    entries = _look_up_bags(module, torch.zeros_like(ids), ones, offsets, counts)
+    return total / entries.clamp(min=1)
 
 
 def _look_up_bags(

@@ -63,10 +63,10 @@ class Grid:
         """
         count = self.panels
         assert inner % count == 0, (inner, count)
-        for place in range(count):
+        for index in range(count):
             yield (
-                _panel(place, count // self.along.size, inner // count, self.along),
-                _panel(place, count // self.down.size, inner // count, self.down),
+                _panel(index, count // self.along.size, inner // count, self.along),
+                _panel(index, count // self.down.size, inner // count, self.down),
             )
 
 
@@ -94,9 +94,9 @@ class Panel:
             self.slice_of(part, dim).copy_(total)
 
 
-def _panel(place: int, each: int, length: int, group: Group) -> Panel:
-    owner, at = divmod(place, each)
-    return Panel(owner, at * length, length, group)
+def _panel(index: int, per_rank: int, length: int, group: Group) -> Panel:
+    owner, position = divmod(index, per_rank)
+    return Panel(owner, position * length, length, group)
 
 
 # -- y = x W --------------------------------------------------------------------------------------
@@ -124,16 +124,16 @@ class GridProduct(GridFunction):
         """Add up the products of the panels."""
         ctx.save_for_backward(x, weight)
         ctx.grid, ctx.inner = grid, inner
-        flat, out = x.reshape(-1, x.shape[-1]), None
-        for mine, theirs in grid.list_panels(weight.shape[inner] * grid.down.size):
+        flat, product = x.reshape(-1, x.shape[-1]), None
+        for x_panel, weight_panel in grid.list_panels(weight.shape[inner] * grid.down.size):
             panels = (
-                mine.broadcast_from(flat, 1),
-                transpose_to_inner(theirs.broadcast_from(weight, inner), inner),
+                x_panel.broadcast_from(flat, 1),
+                transpose_to_inner(weight_panel.broadcast_from(weight, inner), inner),
             )
             # out of place: a recomputation may hold the result of a product
-            out = torch.mm(*panels) if out is None else torch.addmm(out, *panels)
-        assert out is not None
-        return out.view(*x.shape[:-1], out.shape[-1])
+            product = torch.mm(*panels) if product is None else torch.addmm(product, *panels)
+        assert product is not None
+        return product.view(*x.shape[:-1], product.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -146,13 +146,13 @@ class GridProduct(GridFunction):
         needed = needed_gradients(ctx, 2)
         by_x = torch.empty_like(flat) if needed[0] else None
         by_weight = torch.empty_like(weight) if needed[1] else None
-        for mine, theirs in grid.list_panels(weight.shape[inner] * grid.down.size):
+        for x_panel, weight_panel in grid.list_panels(weight.shape[inner] * grid.down.size):
             if by_x is not None:
-                panel = transpose_to_inner(theirs.broadcast_from(weight, inner), inner)
-                mine.reduce_into(grad @ panel.t(), by_x, 1)
+                panel = transpose_to_inner(weight_panel.broadcast_from(weight, inner), inner)
+                x_panel.reduce_into(grad @ panel.t(), by_x, 1)
             if by_weight is not None:
-                term = mine.broadcast_from(flat, 1).t() @ grad
-                theirs.reduce_into(transpose_to_inner(term, inner), by_weight, inner)
+                term = x_panel.broadcast_from(flat, 1).t() @ grad
+                weight_panel.reduce_into(transpose_to_inner(term, inner), by_weight, inner)
         return by_x.view(x.shape) if by_x is not None else None, by_weight, None, None
 
 
@@ -174,25 +174,25 @@ class GridLookup(GridFunction):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, grid: Grid, skip: int | None) -> Tensor:
         """Look up panel by panel; `skip` is the index of padding, whose row has no gradient."""
-        local, mine = local_words(ids, weight, grid.along)
-        ctx.save_for_backward(local, mine & (ids != skip) if skip is not None else mine)
+        local, is_local = local_words(ids, weight, grid.along)
+        ctx.save_for_backward(local, is_local & (ids != skip) if skip is not None else is_local)
         ctx.grid, ctx.shape = grid, weight.shape
         hidden = weight.shape[1] * grid.down.size
-        out = weight.new_empty(*ids.shape, hidden // grid.along.size)
-        for to, source in grid.list_panels(hidden):
-            rows = F.embedding(local, source.broadcast_from(weight, 1)) * mine[..., None]
-            to.reduce_into(rows, out, out.ndim - 1)
-        return out
+        output = weight.new_empty(*ids.shape, hidden // grid.along.size)
+        for target, source in grid.list_panels(hidden):
+            rows = F.embedding(local, source.broadcast_from(weight, 1)) * is_local[..., None]
+            target.reduce_into(rows, output, output.ndim - 1)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None]:
         """Broadcast each panel's gradient along the row, sum by word, reduce down the column."""
-        (local, mine), grid, (words, width) = ctx.saved_tensors, ctx.grid, ctx.shape
+        (local, is_local), grid, (row_count, width) = ctx.saved_tensors, ctx.grid, ctx.shape
         grad = grads[0]
-        by_weight = grad.new_empty(words, width)
-        for to, source in grid.list_panels(width * grid.down.size):
-            panel = to.broadcast_from(grad, grad.ndim - 1) * mine[..., None]
-            term = grad.new_zeros(words, panel.shape[-1])
+        by_weight = grad.new_empty(row_count, width)
+        for target, source in grid.list_panels(width * grid.down.size):
+            panel = target.broadcast_from(grad, grad.ndim - 1) * is_local[..., None]
+            term = grad.new_zeros(row_count, panel.shape[-1])
             term.index_add_(0, local.reshape(-1), panel.reshape(-1, panel.shape[-1]))
             source.reduce_into(term, by_weight, 1)
         return None, by_weight, None, None
@@ -200,10 +200,10 @@ class GridLookup(GridFunction):
 
 def local_words(ids: Tensor, weight: Tensor, along: Group) -> tuple[Tensor, Tensor]:
     """Return words as indices into this rank's shard of the table, and a mask of local words."""
-    words = weight.shape[0]
-    local = ids - along.rank * words
-    mine = (local >= 0) & (local < words)
-    return local.clamp(0, words - 1), mine
+    row_count = weight.shape[0]
+    local = ids - along.rank * row_count
+    is_local = (local >= 0) & (local < row_count)
+    return local.clamp(0, row_count - 1), is_local
 
 
 # -- forwards of modules --------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def product_forward(
     return forward
 
 
-def grid_projection(sharded: ShardedLayer, own: Forward) -> Forward:
+def grid_projection(sharded: ShardedLayer, own_forward: Forward) -> Forward:
     """Return the forward of a Linear or Conv1D on a grid."""
     grid, edge = _grid(sharded.edges)
     inner = 1 if sharded.kind == "summa Linear" else 0
@@ -246,15 +246,15 @@ def grid_projection(sharded: ShardedLayer, own: Forward) -> Forward:
     return product_forward(sharded.module, multiply, edge, edge)
 
 
-def grid_embedding(sharded: ShardedLayer, own: Forward) -> Forward:
+def grid_embedding(sharded: ShardedLayer, own_forward: Forward) -> Forward:
     """Return the forward of an embedding on a grid."""
     module, (grid, edge) = sharded.module, _grid(sharded.edges)
     assert isinstance(module, nn.Embedding)
 
     def forward(ids: Tensor) -> Tensor:
         check_index(ids, module)
-        out: Tensor = GridLookup.apply(ids, module.weight, grid, module.padding_idx)  # type: ignore[no-untyped-call]
-        return out if edge is None else edge.exit(out)
+        output: Tensor = GridLookup.apply(ids, module.weight, grid, module.padding_idx)  # type: ignore[no-untyped-call]
+        return output if edge is None else edge.exit(output)
 
     return forward
 
@@ -287,12 +287,12 @@ class Cube:
         """Reorder the last dim from blocks of shards to shards of blocks (`inward`), or back."""
         if len(self.blocks) < 2:
             return x
-        parts, whole = self.deep.size, sum(self.blocks)
-        sizes = [x.shape[-1] * block // whole // parts for block in self.blocks]
+        parts, total = self.deep.size, sum(self.blocks)
+        sizes = [x.shape[-1] * block // total // parts for block in self.blocks]
         lengths = [size for size in sizes for _ in range(parts)] if inward else sizes * parts
-        pieces = torch.split(x, lengths, -1)
+        shards = torch.split(x, lengths, -1)
         step = parts if inward else len(sizes)
-        return torch.cat([piece for at in range(step) for piece in pieces[at::step]], -1)
+        return torch.cat([shard for offset in range(step) for shard in shards[offset::step]], -1)
 
 
 class CubeProduct(GridFunction):
@@ -303,11 +303,11 @@ class CubeProduct(GridFunction):
         """All-gather both factors, multiply, reduce-scatter."""
         ctx.save_for_backward(x, weight)
         ctx.grid, ctx.inner = grid, inner
-        whole = _all_gather(x.reshape(-1, x.shape[-1]), 1, grid.along)
-        out = grid.reduce_scatter_blocks(
-            whole @ transpose_to_inner(_all_gather(weight, inner, grid.down), inner)
+        gathered = _all_gather(x.reshape(-1, x.shape[-1]), 1, grid.along)
+        product = grid.reduce_scatter_blocks(
+            gathered @ transpose_to_inner(_all_gather(weight, inner, grid.down), inner)
         )
-        return out.view(*x.shape[:-1], out.shape[-1])
+        return product.view(*x.shape[:-1], product.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -317,12 +317,12 @@ class CubeProduct(GridFunction):
         by_x = by_weight = None
         needed = needed_gradients(ctx, 2)
         if needed[0]:
-            whole = transpose_to_inner(_all_gather(weight, inner, grid.down), inner)
-            by_x = _reduce_scatter(grad @ whole.t(), 1, grid.along).view(x.shape)
+            gathered = transpose_to_inner(_all_gather(weight, inner, grid.down), inner)
+            by_x = _reduce_scatter(grad @ gathered.t(), 1, grid.along).view(x.shape)
         if needed[1]:
-            whole = _all_gather(x.reshape(-1, x.shape[-1]), 1, grid.along)
+            gathered = _all_gather(x.reshape(-1, x.shape[-1]), 1, grid.along)
             by_weight = _reduce_scatter(
-                transpose_to_inner(whole.t() @ grad, inner), inner, grid.down
+                transpose_to_inner(gathered.t() @ grad, inner), inner, grid.down
             )
         return by_x, by_weight, None, None
 
@@ -333,17 +333,17 @@ class CubeLookup(GridFunction):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, grid: Cube, skip: int | None) -> Tensor:
         """Look up local words, reduce-scatter along the second axis."""
-        local, mine = local_words(ids, weight, grid.along)
-        ctx.save_for_backward(local, mine & (ids != skip) if skip is not None else mine)
+        local, is_local = local_words(ids, weight, grid.along)
+        ctx.save_for_backward(local, is_local & (ids != skip) if skip is not None else is_local)
         ctx.grid, ctx.words = grid, weight.shape[0]
-        rows = F.embedding(local, _all_gather(weight, 1, grid.down)) * mine[..., None]
+        rows = F.embedding(local, _all_gather(weight, 1, grid.down)) * is_local[..., None]
         return _reduce_scatter(rows, rows.ndim - 1, grid.along)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None]:
         """Gather along the second axis, sum by word, reduce-scatter along the first."""
-        (local, mine), grid = ctx.saved_tensors, ctx.grid
-        grad = _all_gather(grads[0], grads[0].ndim - 1, grid.along) * mine[..., None]
+        (local, is_local), grid = ctx.saved_tensors, ctx.grid
+        grad = _all_gather(grads[0], grads[0].ndim - 1, grid.along) * is_local[..., None]
         term = grad.new_zeros(ctx.words, grad.shape[-1])
         term.index_add_(0, local.reshape(-1), grad.reshape(-1, grad.shape[-1]))
         return None, _reduce_scatter(term, 1, grid.down), None, None
@@ -370,7 +370,7 @@ def _cube(sharded: ShardedLayer) -> tuple[Cube, dict[str, Edge]]:
     return Cube(down, along, deep, (1,) * blocks if isinstance(blocks, int) else blocks), edges
 
 
-def cube_projection(sharded: ShardedLayer, own: Forward) -> Forward:
+def cube_projection(sharded: ShardedLayer, own_forward: Forward) -> Forward:
     """Return the forward of a Linear or Conv1D on a cube."""
     cube, edges = _cube(sharded)
     inner = 1 if sharded.kind == "cube Linear" else 0
@@ -381,7 +381,7 @@ def cube_projection(sharded: ShardedLayer, own: Forward) -> Forward:
     return product_forward(sharded.module, multiply, edges.get("in"), edges.get("out"))
 
 
-def cube_embedding(sharded: ShardedLayer, own: Forward) -> Forward:
+def cube_embedding(sharded: ShardedLayer, own_forward: Forward) -> Forward:
     """Return the forward of an embedding on a cube."""
     module, (cube, edges) = sharded.module, _cube(sharded)
     leave = edges.get("out")
@@ -390,7 +390,7 @@ def cube_embedding(sharded: ShardedLayer, own: Forward) -> Forward:
     def forward(ids: Tensor) -> Tensor:
         check_index(ids, module)
         pad = module.padding_idx
-        out: Tensor = CubeLookup.apply(ids, module.weight, cube, pad)  # type: ignore[no-untyped-call]
-        return out if leave is None else leave.exit(out)
+        output: Tensor = CubeLookup.apply(ids, module.weight, cube, pad)  # type: ignore[no-untyped-call]
+        return output if leave is None else leave.exit(output)
 
     return forward

@@ -75,14 +75,14 @@ def dims_of_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dims
         return set(range(dims)) - {kwargs.get("dim", args[2] if len(args) > 2 else 0) % dims}
     if name.strip("_") not in _ALONG:
         return set()
-    word, place, usual = _ALONG[name.strip("_")]
-    given = kwargs.get(word, usual)
-    if word and word not in kwargs and len(args) > place:
-        given = args[place:] if name == "flip" and len(args) > place + 1 else args[place]
-    if given is None:
+    keyword, position, default = _ALONG[name.strip("_")]
+    dim_arg = kwargs.get(keyword, default)
+    if keyword and keyword not in kwargs and len(args) > position:
+        dim_arg = args[position:] if name == "flip" and len(args) > position + 1 else args[position]
+    if dim_arg is None:
         return set(range(dims))
-    named = given if isinstance(given, (tuple, list)) else (given,)
-    return {one % dims for one in named if isinstance(one, int)}
+    named_dims = dim_arg if isinstance(dim_arg, (tuple, list)) else (dim_arg,)
+    return {named_dim % dims for named_dim in named_dims if isinstance(named_dim, int)}
 
 
 _ARITHMETIC = {
@@ -99,12 +99,12 @@ def factors_of(name: str, args: Sequence[Any]) -> tuple[float, ...]:
     return tuple(n for n in args if isinstance(n, (int, float)) and not isinstance(n, bool))
 
 
-def index_at(given: Any, dim: int, dims: int) -> Any:
+def index_at(indices: Any, dim: int, dims: int) -> Any:
     """Return the item for dim `dim` of an index into a tensor of `dims` dims."""
-    index = given if isinstance(given, tuple) else (given,)
-    if any(one is Ellipsis for one in index):
-        at = next(k for k, one in enumerate(index) if one is Ellipsis)
-        behind = len(index) - at - 1
+    index = indices if isinstance(indices, tuple) else (indices,)
+    if any(item is Ellipsis for item in index):
+        ellipsis_at = next(k for k, item in enumerate(index) if item is Ellipsis)
+        behind = len(index) - ellipsis_at - 1
         index = (slice(None),) * (dims - behind) + index[len(index) - behind :]
     return index[dim] if dim < len(index) else slice(None)
 
@@ -139,8 +139,8 @@ def numbers_of(module: nn.Module) -> Iterator[tuple[str, int]]:
 def number_at(module: nn.Module, path: str) -> Any:
     """Return the integer at a path of `numbers_of`, or None."""
     holder, _, last = path.rpartition(".")
-    found = vars(module).get(holder) if holder else module
-    return vars(found).get(last) if found is not None else None
+    owner = vars(module).get(holder) if holder else module
+    return vars(owner).get(last) if owner is not None else None
 
 
 def set_number(module: nn.Module, path: str, value: int) -> None:
@@ -149,9 +149,9 @@ def set_number(module: nn.Module, path: str, value: int) -> None:
     if not holder:
         setattr(module, last, value)
         return
-    own = copy.copy(vars(module)[holder])
-    vars(own)[last] = value  # without setters, which may change other settings
-    setattr(module, holder, own)
+    own_settings = copy.copy(vars(module)[holder])
+    vars(own_settings)[last] = value  # without setters, which may change other settings
+    setattr(module, holder, own_settings)
 
 
 def _is_count(value: Any) -> bool:
@@ -159,8 +159,8 @@ def _is_count(value: Any) -> bool:
 
 
 def _has_settings(value: Any) -> bool:
-    plain = hasattr(value, "__dict__") and not callable(value)
-    return plain and not isinstance(value, Tensor | nn.Module | type)
+    is_object = hasattr(value, "__dict__") and not callable(value)
+    return is_object and not isinstance(value, Tensor | nn.Module | type)
 
 
 SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
@@ -184,9 +184,9 @@ class SizesLayer:
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `inner`, in which the module reads this rank's sizes."""
-        given = dict(named_arguments(self.module, args, kwargs))
-        own = [(given[c.name], c.dim, c.parts) for c in self.sizes if c.name in given]
-        with _Reading(self.module, own):
+        tensors = dict(named_arguments(self.module, args, kwargs))
+        read_sizes = [(tensors[c.name], c.dim, c.parts) for c in self.sizes if c.name in tensors]
+        with _Reading(self.module, read_sizes):
             return inner(*args, **kwargs)
 
 
@@ -201,9 +201,9 @@ def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple
 class _Reading(TorchFunctionMode):
     """Mode in which one module's own code reads some sizes of some tensors divided by ranks."""
 
-    def __init__(self, module: nn.Module, own: Sequence[tuple[Tensor, int, int]]) -> None:
+    def __init__(self, module: nn.Module, read_sizes: Sequence[tuple[Tensor, int, int]]) -> None:
         super().__init__()
-        self.module, self.own = module, own
+        self.module, self.own = module, read_sizes
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -212,12 +212,12 @@ class _Reading(TorchFunctionMode):
         if func is not Tensor.size and func != SHAPE:
             return func(*args, **(kwargs or {}))
         tensor = args[0]
-        parts = {dim % tensor.ndim: n for held, dim, n in self.own if held is tensor}
+        parts = {dim % tensor.ndim: n for sized, dim, n in self.own if sized is tensor}
         if not parts or not _is_code_of(self.module, sys._getframe(1)):
             return func(*args, **(kwargs or {}))
         sizes = [size // parts.get(dim, 1) for dim, size in enumerate(SHAPE(tensor))]
-        at = (kwargs or {}).get("dim", args[1] if len(args) > 1 else None)
-        return torch.Size(sizes) if at is None else sizes[at]
+        dim_arg = (kwargs or {}).get("dim", args[1] if len(args) > 1 else None)
+        return torch.Size(sizes) if dim_arg is None else sizes[dim_arg]
 
 
 def _is_own_frame(frame: FrameType) -> bool:

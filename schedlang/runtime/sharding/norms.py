@@ -98,22 +98,22 @@ class SplitDimMode(AmbientMode):
             raise NeedsFullDim(
                 f"`{name}` needs the full hidden dim, but each rank has a shard of it"
             )
-        out = func(*args, **kwargs)
-        self._check_last_dim(name, parts[0], out)
-        return self.mark(out)
+        result = func(*args, **kwargs)
+        self._check_last_dim(name, parts[0], result)
+        return self.mark(result)
 
-    def _check_last_dim(self, name: str, part: Tensor, out: Any) -> None:
-        if not isinstance(out, Tensor) or out.shape[-1:] != part.shape[-1:]:
+    def _check_last_dim(self, name: str, part: Tensor, result: Any) -> None:
+        if not isinstance(result, Tensor) or result.shape[-1:] != part.shape[-1:]:
             raise NeedsFullDim(f"`{name}` does not keep the hidden dim, which is sharded")
 
     def _full_sizes(self, func: Any, part: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Return the sizes of the full tensor: the model may divide by them."""
-        whole = (*part.shape[:-1], part.shape[-1] * self.group.size)
+        full_shape = (*part.shape[:-1], part.shape[-1] * self.group.size)
         if name_of(func) in ("shape", "size"):
-            at = args[1] if len(args) > 1 else kwargs.get("dim")
-            named = at if isinstance(at, int) else None
-            return torch.Size(whole) if named is None else whole[named]
-        return math.prod(whole)
+            dim_arg = args[1] if len(args) > 1 else kwargs.get("dim")
+            dim = dim_arg if isinstance(dim_arg, int) else None
+            return torch.Size(full_shape) if dim is None else full_shape[dim]
+        return math.prod(full_shape)
 
     # -- reductions over the ranks -----------------------------------------------------------------
 
@@ -127,11 +127,11 @@ class SplitDimMode(AmbientMode):
 
     def _reduce(self, name: str, part: Tensor, args: Any, kwargs: dict[str, Any]) -> Tensor:
         """Compute a reduction along the last dim; raise NotSplit for any other dim."""
-        x, dims, keep, rest = REDUCTIONS[name](*args, **kwargs)
-        given = dims if isinstance(dims, list | tuple) else [dims]
-        if x is not part or len(given) != 1 or given[0] not in (-1, part.ndim - 1):
+        x, dims, keep, options = REDUCTIONS[name](*args, **kwargs)
+        dim_list = dims if isinstance(dims, list | tuple) else [dims]
+        if x is not part or len(dim_list) != 1 or dim_list[0] not in (-1, part.ndim - 1):
             raise NeedsFullDim(f"`{name}` over {dims} mixes the sharded hidden dim with others")
-        value = STATISTICS[name](self, x, **rest)
+        value = STATISTICS[name](self, x, **options)
         return value if keep else value.squeeze(-1)
 
 
@@ -242,8 +242,8 @@ def _layer_norm(
     _check_one_dim(shape)
     upcast = x.float() if x.dtype in HALVES else x
     centred = upcast - mode.mean(upcast)
-    out = centred * (mode.mean(centred.square()) + eps).rsqrt()
-    return _scale(out, x, weight, bias)
+    normed = centred * (mode.mean(centred.square()) + eps).rsqrt()
+    return _scale(normed, x, weight, bias)
 
 
 def _rms_norm(
@@ -264,9 +264,9 @@ def _check_one_dim(shape: Any) -> None:
         raise NeedsFullDim(f"a norm over {len(shape)} dims, of which one is sharded")
 
 
-def _scale(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    out = out if weight is None else out * weight
-    return (out if bias is None else out + bias).to(x.dtype)
+def _scale(normed: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    normed = normed if weight is None else normed * weight
+    return (normed if bias is None else normed + bias).to(x.dtype)
 
 
 def _normalize(
@@ -295,10 +295,10 @@ def hidden_norm(sharded: ShardedLayer, inner: Forward) -> Forward:
         x = edge.enter(x)
         mode = SplitDimMode(edge.group, list(module.parameters()))
         with mode:
-            out = inner(mode.mark(x.view_as(x)), *args, **kwargs)
-        if not isinstance(out, Tensor) or not mode.is_split(out):
+            output = inner(mode.mark(x.view_as(x)), *args, **kwargs)
+        if not isinstance(output, Tensor) or not mode.is_split(output):
             raise NeedsFullDim("its output is not sharded as its input")
-        return edge.exit(out)
+        return edge.exit(output)
 
     return forward
 
@@ -380,11 +380,11 @@ def _track(
     share: Any = module.momentum
     if share is None:
         share = 1.0 / module.num_batches_tracked.to(mean.dtype)
-    found = torch.stack([mean.flatten(), variance.flatten() * (count / max(count - 1, 1))])
+    statistics = torch.stack([mean.flatten(), variance.flatten() * (count / max(count - 1, 1))])
     for group in reversed(channels):
-        found = all_gather(found, 1, group)
-    module.running_mean.mul_(1 - share).add_(found[0] * share)
-    module.running_var.mul_(1 - share).add_(found[1] * share)
+        statistics = all_gather(statistics, 1, group)
+    module.running_mean.mul_(1 - share).add_(statistics[0] * share)
+    module.running_var.mul_(1 - share).add_(statistics[1] * share)
 
 
 def group_norm(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:

@@ -50,17 +50,17 @@ class ShardedLayer:
     def __call__(self, inner: Forward, *args: Any, **kwargs: Any) -> Any:
         """Run the sharded computation; `inner` is the module's own forward."""
         if kwargs and not args and self.kind:  # `norm(input=x)`: the split tensor comes first
-            _, first, *_ = inspect.signature(type(self.module).forward).parameters
-            args = (kwargs.pop(first),) if first in kwargs else ()
-        run = self.run
-        if run is None or not torch.compiler.is_compiling() and self.wrapped is not inner:
-            run = forward_of(self, inner)
+            _, input_name, *_ = inspect.signature(type(self.module).forward).parameters
+            args = (kwargs.pop(input_name),) if input_name in kwargs else ()
+        forward = self.run
+        if forward is None or not torch.compiler.is_compiling() and self.wrapped is not inner:
+            forward = forward_of(self, inner)
             if not torch.compiler.is_compiling():  # a compiled graph has no side effects
-                self.wrapped, self.run = inner, run
+                self.wrapped, self.run = inner, forward
         if not self.in_coded_module:  # torch.compile traces only this line
-            return run(*args, **kwargs)
+            return forward(*args, **kwargs)
         with self._coding_context():
-            return run(*args, **kwargs)
+            return forward(*args, **kwargs)
 
     def _coding_context(self) -> AbstractContextManager[None]:
         """Return the context that tells an enclosing coded module which saved tensors to keep."""
@@ -74,8 +74,8 @@ def graph_obstacle(model: nn.Module) -> str:
     """Return why modules inside `model` cannot be compiled into a graph; "" if they can."""
     if any(layer_of(module, "decode") is not None for module in model.modules()):
         return "a weight in it is quantised, and dynamo has no graph for quantised weights"
-    every = (layer_of(module, "sharded") for module in model.modules())
-    if any(one is not None and one.kind.startswith("summa") for one in every):
+    layers = (layer_of(module, "sharded") for module in model.modules())
+    if any(layer is not None and layer.kind.startswith("summa") for layer in layers):
         return "its weights lie on a grid, and dynamo has no graph for broadcasts along a line"
     return ""
 

@@ -63,10 +63,10 @@ class Codebook:
         scales = padded.abs().amax(-1)
         # with a subnormal scale, a product with a level may have too few digits to be encoded again
         scales = scales.masked_fill(scales < torch.finfo(rows.dtype).tiny, 0)
-        wide = _compute_dtype(rows.dtype)
-        ratio = padded.to(wide) / scales.masked_fill(scales == 0, 1).to(wide)[..., None]
+        compute = _compute_dtype(rows.dtype)
+        ratio = padded.to(compute) / scales.masked_fill(scales == 0, 1).to(compute)[..., None]
         if self.kind == "nf4":
-            codes = torch.bucketize(ratio, _midpoints(wide, rows.device)).to(torch.uint8)
+            codes = torch.bucketize(ratio, _midpoints(compute, rows.device)).to(torch.uint8)
         else:
             steps = STEPS[self.kind]
             codes = (ratio * steps).round_().clamp_(-steps, steps).to(torch.int8)
@@ -80,18 +80,18 @@ class Codebook:
 
     def decode(self, codes: Tensor, scales: Tensor, inputs: int) -> Tensor:
         """Return the matrix [out, inputs] of codes, in the dtype of the scales."""
-        wide, outputs = _compute_dtype(scales.dtype), len(codes)
+        compute, outputs = _compute_dtype(scales.dtype), len(codes)
         if self.bits == 4:
             codes = torch.stack([codes & _NIBBLE, codes >> 4], -1).flatten(1)[:, :inputs]
         if self.kind == "nf4":
-            levels = _nf4(wide, codes.device)[codes.int()]
+            levels = _nf4(compute, codes.device)[codes.int()]
         else:
             steps = STEPS[self.kind]
-            levels = codes.to(wide).sub_(0 if self.bits == 8 else steps).div_(steps)
+            levels = codes.to(compute).sub_(0 if self.bits == 8 else steps).div_(steps)
         count, block = self._blocks(inputs)
         padded = F.pad(levels, (0, count * block - inputs)).view(outputs, count, block)
-        made = (padded * scales.to(wide)[..., None]).to(scales.dtype)
-        return made.flatten(1)[:, :inputs].contiguous()
+        values = (padded * scales.to(compute)[..., None]).to(scales.dtype)
+        return values.flatten(1)[:, :inputs].contiguous()
 
     def round_rows(self, rows: Tensor) -> Tensor:
         """Return a matrix [out, in], encoded and decoded."""
@@ -122,8 +122,8 @@ class WeightQuantization:
 
     def round_weight(self, weight: Tensor) -> Tensor:
         """Return the weight, encoded and decoded."""
-        found = self.book.round_rows(weight.detach().t() if self.transposed else weight.detach())
-        return found.t().contiguous() if self.transposed else found
+        rounded = self.book.round_rows(weight.detach().t() if self.transposed else weight.detach())
+        return rounded.t().contiguous() if self.transposed else rounded
 
     def bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         """Return the bytes of a shard of this shape."""

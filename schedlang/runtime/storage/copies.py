@@ -63,9 +63,9 @@ def to_device(host: Tensor, device: torch.device) -> tuple[Tensor, torch.Event |
         stream = side_stream(device, back=True)
         queue_event_wait(_copy_events.get(host), stream)  # the copy to the host ends before
         with on_stream(stream):
-            made = torch.empty(host.shape, dtype=host.dtype, device=device)
-            made.copy_(host, non_blocking=True)
-        return made, mark_stream(stream)
+            copied = torch.empty(host.shape, dtype=host.dtype, device=device)
+            copied.copy_(host, non_blocking=True)
+        return copied, mark_stream(stream)
 
 
 def copy_into(value: Tensor, source: Tensor) -> None:
@@ -93,9 +93,9 @@ def wait_copy(tensor: Tensor, event: torch.Event | None) -> Tensor:
 
 def wait_all() -> None:
     """Wait until all copies to the host are done, and copies to a device have read the host."""
-    for (place, back), stream in _streams.items():
+    for (device, back), stream in _streams.items():
         if not back:
-            queue_stream_wait(stream, _streams.get((place, True)))
+            queue_stream_wait(stream, _streams.get((device, True)))
             synchronize(stream)
 
 
@@ -112,7 +112,7 @@ _streams: dict[tuple[torch.device, bool], torch.Stream | None] = {}
 
 def side_stream(device: torch.device, back: bool = False) -> torch.Stream | None:
     """Return the stream for copies of a device to the host, or `back` to the device."""
-    place = with_index(device)  # one stream for all names of the device
-    if (place, back) not in _streams:
-        _streams[place, back] = new_stream(place)
-    return _streams[place, back]
+    indexed = with_index(device)  # one stream for all names of the device
+    if (indexed, back) not in _streams:
+        _streams[indexed, back] = new_stream(indexed)
+    return _streams[indexed, back]

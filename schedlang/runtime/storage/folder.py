@@ -37,11 +37,11 @@ class LockHeld(Exception):
 
     def diagnostic(self, folder: Path) -> Diagnostic:
         """Return the message that another job writes into this folder."""
-        who = f"process {self.pid} on `{self.host}`" if self.pid else "another job"
+        holder = f"process {self.pid} on `{self.host}`" if self.pid else "another job"
         return Diagnostic(
             "S638",
             f"another job is saving into `{folder}`",
-            notes=(f"it is {who}", "nothing was changed"),
+            notes=(f"it is {holder}", "nothing was changed"),
             helps=(
                 "use a different folder for each job",
                 "if it is an older run of this job, stop it",
@@ -108,20 +108,20 @@ def _claim_by_link(path: Path) -> Iterator[None]:
 
     A file of a dead process of this host is taken over; a file of another host is respected.
     """
-    own = path.with_name(f"{path.name}.{os.getpid()}.{socket.gethostname()}")
-    own.write_bytes(_holder_line())  # complete before it gets its name
+    own_file = path.with_name(f"{path.name}.{os.getpid()}.{socket.gethostname()}")
+    own_file.write_bytes(_holder_line())  # complete before it gets its name
     try:
         try:
-            os.link(own, path)
+            os.link(own_file, path)
         except FileExistsError:
             holder = path.read_text(errors="replace") if path.is_file() else ""
             if not _holder_died(LockHeld(holder)):
                 raise LockHeld(holder) from None
-            os.replace(own, path)
+            os.replace(own_file, path)
             if path.read_bytes() != _holder_line():  # another process has taken it over, too
                 raise LockHeld(path.read_text(errors="replace")) from None
     finally:
-        own.unlink(missing_ok=True)
+        own_file.unlink(missing_ok=True)
     try:
         yield
     finally:
@@ -129,12 +129,12 @@ def _claim_by_link(path: Path) -> Iterator[None]:
             path.unlink()
 
 
-def _holder_died(held: LockHeld) -> bool:
+def _holder_died(lock: LockHeld) -> bool:
     """Return whether the holder was a process of this host that has ended."""
-    if held.host != socket.gethostname() or not held.pid:
+    if lock.host != socket.gethostname() or not lock.pid:
         return False
     try:
-        os.kill(int(held.pid), 0)
+        os.kill(int(lock.pid), 0)
     except ProcessLookupError:
         return True
     except OSError:
@@ -152,25 +152,25 @@ _EXCHANGE = 2  # RENAME_EXCHANGE; macOS' RENAME_SWAP has the same number
 _NO_EXCHANGE = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV}
 
 
-def exchange_names(one: Path, other: Path, between: Path) -> None:
+def exchange_names(first: Path, second: Path, between: Path) -> None:
     """Exchange two names. Raises OSError; then both keep their own.
 
-    If that takes three moves, `other` has the name `between` meanwhile.
+    If that takes three moves, `second` has the name `between` meanwhile.
     """
-    if _exchange_atomically(one, other):
+    if _exchange_atomically(first, second):
         return
-    other.rename(between)
+    second.rename(between)
     try:
-        one.rename(other)
+        first.rename(second)
     except OSError:
-        between.rename(other)
+        between.rename(second)
         raise
-    between.rename(one)
+    between.rename(first)
 
 
-def _exchange_atomically(one: Path, other: Path) -> bool:
+def _exchange_atomically(first: Path, second: Path) -> bool:
     """Exchange two names in one move; False if the system cannot."""
-    names = os.fsencode(one), os.fsencode(other)
+    names = os.fsencode(first), os.fsencode(second)
     library = ctypes.CDLL(None, use_errno=True)
     try:
         if sys.platform == "darwin":
@@ -180,7 +180,7 @@ def _exchange_atomically(one: Path, other: Path) -> bool:
     except AttributeError:  # an older C library, or another system
         return False
     if failed and (number := ctypes.get_errno()) not in _NO_EXCHANGE:
-        raise OSError(number, os.strerror(number), str(one), None, str(other))
+        raise OSError(number, os.strerror(number), str(first), None, str(second))
     return not failed
 
 
@@ -205,7 +205,7 @@ def run_on_all_ranks(
     except failures as error:
         refusal = Refusal(diagnose(error))
     if world.any_rank(refusal is not None):
-        raise next(found for found in world.distinct_objects(refusal) if found is not None)
+        raise next(problem for problem in world.distinct_objects(refusal) if problem is not None)
     return value  # type: ignore[return-value]
 
 
@@ -220,21 +220,21 @@ def fill_folder(
 
     Raises the same Refusal on all ranks; the new folder is then removed.
     """
-    beside: Path | None = None
+    new_folder: Path | None = None
 
     def on_first(step: Callable[[], T]) -> T | None:
         return run_on_all_ranks(step if rank == 0 else lambda: None, diagnose)
 
     try:
-        beside = world.broadcast_object(0, on_first(begin))
-        assert beside is not None
-        there: Path = beside
-        run_on_all_ranks(lambda: _check_visible(there), diagnose)
-        fill(there)
-        on_first(lambda: publish(there))
+        new_folder = world.broadcast_object(0, on_first(begin))
+        assert new_folder is not None
+        folder: Path = new_folder
+        run_on_all_ranks(lambda: _check_visible(folder), diagnose)
+        fill(folder)
+        on_first(lambda: publish(folder))
     except BaseException:
-        if rank == 0 and beside is not None:
-            shutil.rmtree(beside, ignore_errors=True)
+        if rank == 0 and new_folder is not None:
+            shutil.rmtree(new_folder, ignore_errors=True)
         raise
 
 
@@ -253,12 +253,12 @@ def replace_folder(
     which a replaceable folder must have. A lock excludes other jobs meanwhile. Raises the same
     Refusal on all ranks, and leaves everything unchanged.
     """
-    with ExitStack() as held:
+    with ExitStack() as stack:
         fill_folder(
             rank,
-            lambda: _make_folder(target, marks, held),
-            lambda beside: run_on_all_ranks(lambda: fill(beside), diagnose, failures),
-            lambda beside: _publish(target, beside),
+            lambda: _make_folder(target, marks, stack),
+            lambda new_folder: run_on_all_ranks(lambda: fill(new_folder), diagnose, failures),
+            lambda new_folder: _publish(target, new_folder),
             diagnose,
         )
 
@@ -270,17 +270,17 @@ def temporary_name(target: Path, ending: str) -> Path:
 
 def leftovers(target: Path, ending: str) -> list[Path]:
     """Return the temporary folders beside the target of jobs that died."""
-    ours = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}{re.escape(ending)}")
-    return [path for path in target.parent.iterdir() if ours.fullmatch(path.name)]
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}{re.escape(ending)}")
+    return [path for path in target.parent.iterdir() if pattern.fullmatch(path.name)]
 
 
-def _make_folder(target: Path, marks: Sequence[str], held: ExitStack) -> Path:
+def _make_folder(target: Path, marks: Sequence[str], stack: ExitStack) -> Path:
     """Lock the target, remove leftovers of dead jobs, and create the new folder."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        held.enter_context(lock_file(target.with_name(f".{target.name}.lock"), stays=False))
-    except LockHeld as other:
-        raise Refusal(other.diagnostic(target)) from None
+        stack.enter_context(lock_file(target.with_name(f".{target.name}.lock"), stays=False))
+    except LockHeld as lock_held:
+        raise Refusal(lock_held.diagnostic(target)) from None
     if not os.path.lexists(target):  # a job died between the moves of an exchange
         former = [path for path in leftovers(target, REPLACED) if path.is_dir()]
         if former:
@@ -293,47 +293,47 @@ def _make_folder(target: Path, marks: Sequence[str], held: ExitStack) -> Path:
             helps=("give the path of another folder",),
         )
     _remove_leftovers(target)
-    beside = temporary_name(target, SAVING)
-    beside.mkdir()
-    return beside
+    new_folder = temporary_name(target, SAVING)
+    new_folder.mkdir()
+    return new_folder
 
 
 def _remove_leftovers(target: Path) -> None:
     for ending in (SAVING, REPLACED):
-        for left in leftovers(target, ending):
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in leftovers(target, ending):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _is_replaceable(target: Path, marks: Sequence[str]) -> bool:
-    found = target.is_dir() and any((target / mark).is_file() for mark in marks)
-    return found or (target.is_dir() and not any(target.iterdir()))
+    has_mark = target.is_dir() and any((target / mark).is_file() for mark in marks)
+    return has_mark or (target.is_dir() and not any(target.iterdir()))
 
 
-def _check_visible(beside: Path) -> None:
-    if not beside.is_dir():
+def _check_visible(folder: Path) -> None:
+    if not folder.is_dir():
         raise Refusal.of(
             "S631",
-            f"not all ranks see `{beside.parent}`",
+            f"not all ranks see `{folder.parent}`",
             notes=("each rank writes its shards into this folder",),
             helps=("give a path on a file system that all nodes share",),
         )
 
 
-def _publish(target: Path, beside: Path) -> None:
+def _publish(target: Path, new_folder: Path) -> None:
     """Flush the new folder to disk, exchange it with the old one, and remove that."""
-    sync_tree(beside)
+    sync_tree(new_folder)
     former = target.exists()
     if former:
-        exchange_names(beside, target, temporary_name(target, REPLACED))
+        exchange_names(new_folder, target, temporary_name(target, REPLACED))
     else:
-        beside.rename(target)
+        new_folder.rename(target)
     try:
         sync(target.parent)
     except BaseException:  # undo
         if former:
-            exchange_names(beside, target, temporary_name(target, REPLACED))
+            exchange_names(new_folder, target, temporary_name(target, REPLACED))
         else:
-            target.rename(beside)
+            target.rename(new_folder)
         raise
     _remove_leftovers(target)
 

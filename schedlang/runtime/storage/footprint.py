@@ -57,23 +57,23 @@ class SegmentWork:
     messages: Counter[TrafficMessage] = field(default_factory=Counter)
     copied: int = 0
 
-    def add_operator(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def add_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Count one operator; views cost nothing.
 
         all_gather_copy_in counts only the slices that it copies.
         """
         if not _is_view_only(func):
-            made = list(_tensors((out,)))
-            given = [*_tensors(args), *_tensors(kwargs.values())]
+            outputs = list(_tensors((result,)))
+            inputs = [*_tensors(args), *_tensors(kwargs.values())]
             if (
                 func._overloadpacket.__name__ == "all_gather_copy_in"
             ):  # another argument is the full
-                made = given = list(_tensors(args[:1]))
-            moved = sum(t.numel() * t.element_size() for t in (*given, *made))
+                outputs = inputs = list(_tensors(args[:1]))
+            bytes_moved = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
             # the first: besides its result in 16 bits, attention returns a logsumexp in 32
-            width = made[0].element_size() if made else HALF
-            flops = _flops(func, args, kwargs, out) * width / HALF
-            self.operators[_kind(func._overloadpacket, flops), flops, moved] += 1
+            width = outputs[0].element_size() if outputs else HALF
+            flops = _flops(func, args, kwargs, result) * width / HALF
+            self.operators[_kind(func._overloadpacket, flops), flops, bytes_moved] += 1
 
     def add_message(self, message: TrafficMessage) -> None:
         """Count a message."""
@@ -107,13 +107,13 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     """Return the FLOPs of one operator, by torch's formula; 0 for those that only move bytes."""
-    own = FORMULAS.get(func._overloadpacket)
-    if own is not None:
-        return own(*args)
+    custom = FORMULAS.get(func._overloadpacket)
+    if custom is not None:
+        return custom(*args)
     formula = flop_counter.flop_registry.get(func._overloadpacket)
-    return float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
+    return float(formula(*args, **kwargs, out_val=result)) if formula is not None else 0.0
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> float:
@@ -128,7 +128,7 @@ def _attention_backward_flops(
     return float(count(grad.shape, query.shape, key.shape, value.shape))
 
 
-def _grouped_flops(first: Tensor, second: Tensor, *rest: Any, **more: Any) -> float:
+def _grouped_flops(first: Tensor, second: Tensor, *rest: Any, **options: Any) -> float:
     """Return the FLOPs of products of groups of rows; either operand may have a matrix per
     group."""
     groups = len(first) if first.dim() == second.dim() == 3 else 1
@@ -208,12 +208,12 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- input -------------------------------------------------------------------------------------
 
-    def set_class(self, said: str, tensors: Iterable[Any]) -> None:
+    def set_class(self, class_name: str, tensors: Iterable[Any]) -> None:
         """Set the class of tensors; those that are not known yet are recorded."""
         for tensor in tensors:
             block = self._block(tensor)
             if block is not None:
-                block.tagged = block.tagged or said
+                block.tagged = block.tagged or class_name
 
     def exclude(self, tensors: Iterable[Any]) -> None:
         """Count no bytes for tensors that stand for tensors off the device."""
@@ -237,20 +237,20 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record a collective, or a message to another rank."""
         self.stretches[-1].work.add_message(message)
 
-    def begin_segment(self, what: Any) -> None:
+    def begin_segment(self, operation: Any) -> None:
         """Begin a segment."""
         self.stretches[-1].kept = frozenset(number for _, number in self._alive.values())
-        self.stretches.append(StepSegment(what, len(self.events)))
+        self.stretches.append(StepSegment(operation, len(self.events)))
 
-    def without_watching(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def without_watching(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function whose storages do not count: it only finds shapes on meta."""
 
         def unwatched(*args: Any, **kwargs: Any) -> Any:
-            before, self._watching = self._watching, False
+            previous, self._watching = self._watching, False
             try:
-                return run(*args, **kwargs)
+                return function(*args, **kwargs)
             finally:
-                self._watching = before
+                self._watching = previous
 
         return unwatched
 
@@ -262,34 +262,34 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def summarize(self, forwards: Iterable[Any]) -> list[SegmentUse]:
         """Return all segments; storages alive after one of `forwards` are kept for a backward."""
-        kept: frozenset[int] = frozenset()
+        kept_blocks: frozenset[int] = frozenset()
         passes = set(map(id, forwards))
         for stretch in self.stretches:
-            kept |= stretch.kept if id(stretch.operation) in passes else frozenset()
-        kinds = [KINDS.index(self._kind(k, kept)) for k in range(len(self.blocks))]
+            kept_blocks |= stretch.kept if id(stretch.operation) in passes else frozenset()
+        kinds = [KINDS.index(self._kind(k, kept_blocks)) for k in range(len(self.blocks))]
         changes = np.zeros((len(self.events) + 1, len(KINDS)), dtype=np.int64)
-        for place, (number, size) in enumerate(self.events, 1):
-            changes[place, kinds[number]] = size
+        for event_index, (number, size) in enumerate(self.events, 1):
+            changes[event_index, kinds[number]] = size
         everywhere = changes.cumsum(0)
         self.host = int(everywhere[:, -1].max())
         levels = everywhere[:, :-1]
         totals, passing = levels.sum(1), levels[:, len(STATE) :].sum(1)
         ends = [*(s.start for s in self.stretches[1:]), len(self.events)]
-        found = []
+        uses = []
         for stretch, end in zip(self.stretches, ends):
             top = stretch.start + int(totals[stretch.start : end + 1].argmax())
-            most = int(passing[stretch.start : end + 1].max())
+            passing_peak = int(passing[stretch.start : end + 1].max())
             stretch.work.copied = int(abs(changes[stretch.start + 1 : end + 1, -1]).sum())
-            found.append(
-                SegmentUse(stretch.operation, levels[top], levels[end], most, stretch.work)
+            uses.append(
+                SegmentUse(stretch.operation, levels[top], levels[end], passing_peak, stretch.work)
             )
-        return found
+        return uses
 
-    def _kind(self, number: int, kept: frozenset[int]) -> str:
+    def _kind(self, number: int, kept_blocks: frozenset[int]) -> str:
         block = self.blocks[number]
         if block.tagged or block.resized or block.state:
             return block.tagged or "communication"
-        if number in kept:
+        if number in kept_blocks:
             return "activations"
         lasts = number in self.stretches[block.born].kept
         return "communication" if block.sent or lasts else "temporary"
@@ -309,17 +309,17 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the operator, and record the tensors that it returns."""
-        out = self.operator(func, args, kwargs or {})
+        output = self.operator(func, args, kwargs or {})
         if not self._watching:
-            return out
+            return output
         if self.works:
-            self.stretches[-1].work.add_operator(func, args, kwargs or {}, out)
-        if isinstance(out, Tensor):
-            self._block(out)
-        elif out is not None:
-            for one in pytree.tree_leaves(out):
-                self._block(one)
-        return out
+            self.stretches[-1].work.add_operator(func, args, kwargs or {}, output)
+        if isinstance(output, Tensor):
+            self._block(output)
+        elif output is not None:
+            for leaf in pytree.tree_leaves(output):
+                self._block(leaf)
+        return output
 
     def _block(self, value: Any) -> StorageRecord | None:
         """Return the block of a tensor on the device; None for anything else."""
@@ -328,9 +328,9 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         storage = local.untyped_storage()
         key = id(storage)
-        found = self._alive.get(key)
-        if found is not None:
-            return self.blocks[found[1]]
+        entry = self._alive.get(key)
+        if entry is not None:
+            return self.blocks[entry[1]]
         number, block = len(self.blocks), StorageRecord(storage.nbytes(), len(self.stretches) - 1)
 
         def gone(_: Any) -> None:
@@ -343,10 +343,10 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return block
 
     def _resized(self, storage: torch.UntypedStorage, size: int) -> None:
-        found = self._alive.get(id(storage))
-        if found is not None:
-            self.blocks[found[1]].resized = True
-            self._change(found[1], size)
+        entry = self._alive.get(id(storage))
+        if entry is not None:
+            self.blocks[entry[1]].resized = True
+            self._change(entry[1], size)
 
     def _change(self, number: int, size: int) -> None:
         block = self.blocks[number]

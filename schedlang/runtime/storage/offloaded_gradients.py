@@ -61,18 +61,18 @@ class _PendingCopies:
             self._add_older()
 
     def _add_older(self) -> None:
-        found: list[tuple[_Offloaded, _CopyBatch]] = []
+        older: list[tuple[_Offloaded, _CopyBatch]] = []
         while self._bytes > _MAX_BYTES // 2 and len(self._queue) > _MAX_BATCHES:
             copied = self._queue.popleft()
             self._bytes -= copied.bytes
-            alive = [one for reference in copied.gradients if (one := reference()) is not None]
-            found += [(one, copied) for one in alive if one.awaits(copied.event)]
+            alive = [item for reference in copied.gradients if (item := reference()) is not None]
+            older += [(item, copied) for item in alive if item.awaits(copied.event)]
         # the last event of a source implies the earlier ones
-        last: dict[object, Any] = {copied.source: copied.event for _, copied in found}
+        last: dict[object, Any] = {copied.source: copied.event for _, copied in older}
         for event in last.values():
             host_wait(event)
-        for one, copied in found:
-            one.add_until(copied.event)
+        for item, copied in older:
+            item.add_until(copied.event)
 
 
 class _Offloaded:
@@ -93,7 +93,7 @@ class _Offloaded:
 
     def awaits(self, event: object) -> bool:
         """Return whether a copy behind this event is still pending."""
-        return any(one is event for _, one in self._pending)
+        return any(pending_event is event for _, pending_event in self._pending)
 
     def add_until(self, event: object) -> None:
         """Add all copies up to an event for which the host has waited."""
@@ -110,8 +110,8 @@ class _Offloaded:
     def total(self) -> Tensor:
         """Wait for pending copies; return the sum."""
         host_wait(self._event)
-        self._event, more, self._pending = None, self._pending, []
-        for host, event in more:
+        self._event, pending, self._pending = None, self._pending, []
+        for host, event in pending:
             host_wait(event)
             with torch._C.DisableTorchFunction():
                 self._host.add_(host)
@@ -158,13 +158,13 @@ def drop_gradients(parameters: Iterable[Tensor]) -> None:
 def offload_gradients(
     parameters: Iterable[nn.Parameter],
     scratch: ScratchFiles | None = None,
-    told: Collection[nn.Parameter] = (),
+    notified: Collection[nn.Parameter] = (),
 ) -> None:
     """Offload gradients of these parameters as they are made, with `scratch` to disk.
 
-    Other code makes the gradients of `told` off the device, and calls `accumulate_offloaded`.
+    Other code makes the gradients of `notified` off the device, and calls `accumulate_offloaded`.
     """
-    pending, tells = _PendingCopies(), set(told)
+    pending, tells = _PendingCopies(), set(notified)
     for parameter in parameters:
         if parameter.requires_grad and not parameter.is_meta:
             vars(parameter)[OFFLOADED] = pending
@@ -181,29 +181,29 @@ def gradient_device(parameter: Tensor) -> torch.device:
 
 def wait_for_offloaded(parameters: Iterable[Tensor]) -> None:
     """Wait once for the pending gradients of these parameters, if there are any."""
-    found = [
+    gradients = [
         offloaded
         for parameter in parameters
         if (offloaded := vars(parameter).get(_SLOT)) is not None
     ]
-    found = [
-        offloaded for offloaded in found if not offloaded.external
+    gradients = [
+        offloaded for offloaded in gradients if not offloaded.external
     ]  # external ones wait when read
-    if found:
+    if gradients:
         copies.wait_all()
-    for offloaded in found:
+    for offloaded in gradients:
         offloaded.mark_arrived()
 
 
 def accumulate_offloaded(parameter: Tensor, event: torch.Event | None) -> None:
     """Take a gradient that was made in host memory; with `event` it is complete behind that."""
-    made: Tensor | None = parameter.grad
-    if made is None:
+    grad: Tensor | None = parameter.grad
+    if grad is None:
         return
     offloaded: _Offloaded | None = vars(parameter).get(_SLOT)
     parameter.grad = None
     with torch._C.DisableTorchFunction():
-        part = local_tensor(made)
+        part = local_tensor(grad)
         if event is not None:
             _add(parameter, set_tier(part, CPU), event)
         elif offloaded is None:
@@ -230,9 +230,9 @@ def restore_gradient(parameter: nn.Parameter) -> None:
 
 def local_tensor(value: Tensor) -> Tensor:
     """Return the local shard of a tensor as a plain tensor; the values, if it is in codes."""
-    held = quantized_of(value)
-    if held is not None:
-        return held.value()
+    quantized = quantized_of(value)
+    if quantized is not None:
+        return quantized.value()
     part: Tensor = value.to_local() if hasattr(value, "to_local") else value.detach()
     return part
 
@@ -252,13 +252,13 @@ def as_dtensor_like(part: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _offload(scratch: ScratchFiles | None, parameter: Tensor) -> None:
-    made: Tensor | None = parameter.grad
+    grad: Tensor | None = parameter.grad
     offloaded: _Offloaded | None = vars(parameter).get(_SLOT)
-    if made is None:
+    if grad is None:
         return
     parameter.grad = None
     with torch._C.DisableTorchFunction():
-        part = local_tensor(made)
+        part = local_tensor(grad)
         if scratch is not None:
             part = part if offloaded is None else offloaded.total() + part.cpu()
             setattr(parameter, _SLOT, _Offloaded(copies.to_host(part, scratch)))

@@ -49,9 +49,9 @@ class QuantizedParameter:
             return self.parameter.detach()
         with torch.no_grad():
             coding = self.coding
-            made = coding.book.decode(self.codes, self.scales, self.shape[coding.input_dim])
-            made = made.t().contiguous() if coding.transposed else made
-            return made if dtype is None else made.to(dtype)
+            values = coding.book.decode(self.codes, self.scales, self.shape[coding.input_dim])
+            values = values.t().contiguous() if coding.transposed else values
+            return values if dtype is None else values.to(dtype)
 
     def materialize(self, dtype: torch.dtype) -> Tensor:
         """Give the parameter its values, in this dtype, for a forward; return them."""
@@ -98,20 +98,20 @@ def quantized_of(parameter: Tensor) -> QuantizedParameter | None:
 
 def list_quantized(parameters: Iterable[Tensor]) -> list[QuantizedParameter]:
     """Return the codes of all parameters that have codes."""
-    return [held for parameter in parameters if (held := quantized_of(parameter)) is not None]
+    return [codes for parameter in parameters if (codes := quantized_of(parameter)) is not None]
 
 
 def stored_tensors(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the tensors in which parameters are stored: themselves, or codes and scales."""
     for parameter in parameters:
-        held = quantized_of(parameter)
-        yield from (parameter,) if held is None else (held.codes, held.scales)
+        codes = quantized_of(parameter)
+        yield from (parameter,) if codes is None else (codes.codes, codes.scales)
 
 
 @contextmanager
 def open_quantized(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Give parameters in codes their values within a block, to be written and encoded anew."""
     with ExitStack() as stack:
-        for held in list_quantized(parameters):
-            stack.enter_context(held.writable())
+        for codes in list_quantized(parameters):
+            stack.enter_context(codes.writable())
         yield

@@ -54,8 +54,8 @@ def pack_hooks(pack: Pack) -> saved_tensors_hooks:
 
 def unpack(packed: Any) -> Tensor:
     """Return a saved tensor from its packed form."""
-    found: Tensor = packed if isinstance(packed, Tensor) else packed.tensor()
-    return found
+    tensor: Tensor = packed if isinstance(packed, Tensor) else packed.tensor()
+    return tensor
 
 
 def pack_unchanged(tensor: Tensor) -> Any:
@@ -71,8 +71,8 @@ def outer_pack() -> Pack:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         return pack_unchanged
-    pack, back = hooks
-    return lambda tensor: _Outside(pack(tensor), back)
+    pack, outer_unpack = hooks
+    return lambda tensor: _Outside(pack(tensor), outer_unpack)
 
 
 class _Outside(NamedTuple):
@@ -101,10 +101,10 @@ class View(NamedTuple):
     def restore_on(self, raw: Tensor, start: int = 0) -> Tensor:
         """Return the tensor on the storage of `raw`, where its own storage begins at byte
         `start`."""
-        at = start // self.dtype.itemsize + self.offset
+        offset = start // self.dtype.itemsize + self.offset
         with torch._C.DisableTorchFunction():
             empty = torch.empty(0, dtype=self.dtype, device=raw.device)
-            return empty.set_(raw.untyped_storage(), at, self.size, self.stride)
+            return empty.set_(raw.untyped_storage(), offset, self.size, self.stride)
 
 
 class LazyView(NamedTuple):
@@ -134,7 +134,7 @@ class VersionedTensor:
     def is_stale(self) -> bool:
         """Whether the tensor was written into since."""
         counted = ((self.saved, self.version), *self._views)
-        return any(one._version != version for one, version in counted)
+        return any(tensor._version != version for tensor, version in counted)
 
     def tensor(self) -> Tensor:
         """Return the tensor; raises RuntimeError if it was written into, as autograd does."""
@@ -176,14 +176,14 @@ policies = _Policies()
 
 
 @contextmanager
-def set_policies(**known: Any) -> Iterator[None]:
+def set_policies(**values: Any) -> Iterator[None]:
     """Set policies (names of `_Policies`) within a block."""
-    before = {name: getattr(policies, name) for name in known}
-    vars(policies).update(known)
+    previous = {name: getattr(policies, name) for name in values}
+    vars(policies).update(values)
     try:
         yield
     finally:
-        vars(policies).update(before)
+        vars(policies).update(previous)
 
 
 def without_quantization() -> AbstractContextManager[None]:
@@ -255,9 +255,9 @@ def is_cast_copy(tensor: Tensor, weight: Tensor) -> bool:
     if tensor.is_meta != weight.is_meta:
         return False
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        for one in (weight, weight.t()) if weight.dim() == 2 else (weight,):
-            if one.shape == tensor.shape and (
-                tensor.is_meta or torch.equal(one.to(tensor.dtype), tensor)
+        for candidate in (weight, weight.t()) if weight.dim() == 2 else (weight,):
+            if candidate.shape == tensor.shape and (
+                tensor.is_meta or torch.equal(candidate.to(tensor.dtype), tensor)
             ):
                 return True
     return False
@@ -271,27 +271,27 @@ def memory_keys(module: nn.Module) -> Iterator[int]:
 def local_tensors_of(module: nn.Module) -> Iterator[Tensor]:
     """Yield the local tensors of parameters and buffers."""
     for group in (module.parameters(), module.buffers()):
-        for each in group:
+        for tensor in group:
             with torch.no_grad():
-                yield each.to_local() if hasattr(each, "to_local") else each
+                yield tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class ModuleAddresses:
     """The memory keys of a module's own tensors in one call, updated only when some have moved.
 
     fully_shard gathers parameters, and offloading loads them, for a full module at a time: so one
-    parameter of each submodule shows a move. `address` returns the memory key of a tensor; `given`
-    are other tensors that count as the module's own.
+    parameter of each submodule shows a move. `address` returns the memory key of a tensor;
+    `extra_tensors` are other tensors that count as the module's own.
     """
 
     def __init__(
         self,
         module: nn.Module,
         address: Callable[[Tensor], int] = memory_key,
-        given: Iterable[Tensor] = (),
+        extra_tensors: Iterable[Tensor] = (),
     ) -> None:
         self._module, self._address = module, address
-        self._given = frozenset(map(address, given))
+        self._given = frozenset(map(address, extra_tensors))
         self._owners = [
             (owner, next(iter(names)))
             for owner in module.modules()
@@ -301,9 +301,9 @@ class ModuleAddresses:
         self._found: frozenset[int] = frozenset()
 
     def __contains__(self, address: object) -> bool:
-        now = tuple(_location(owner._parameters[name]) for owner, name in self._owners)
-        if now != self._seen:
-            self._seen = now
+        locations = tuple(_location(owner._parameters[name]) for owner, name in self._owners)
+        if locations != self._seen:
+            self._seen = locations
             self._found = self._given.union(map(self._address, local_tensors_of(self._module)))
         return address in self._found
 
@@ -321,9 +321,9 @@ def ungraded_inputs(arguments: Any) -> frozenset[int]:
     )
 
 
-def is_candidate(tensor: Tensor, whole: Collection[int]) -> bool:
-    """Return whether a saved tensor may be quantized: a float, not in the memory of `whole`."""
-    plain = type(tensor) is Tensor and tensor.layout == torch.strided
+def is_candidate(tensor: Tensor, stored: Collection[int]) -> bool:
+    """Return whether a saved tensor may be quantized: a float, not in the memory of `stored`."""
+    dense = type(tensor) is Tensor and tensor.layout == torch.strided
     return (
-        plain and tensor.dtype in FLOATS and tensor.numel() > 0 and memory_key(tensor) not in whole
+        dense and tensor.dtype in FLOATS and tensor.numel() > 0 and memory_key(tensor) not in stored
     )

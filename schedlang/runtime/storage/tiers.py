@@ -108,11 +108,11 @@ class TierBytes:
 
     def alive_bytes(self) -> dict[str, int]:
         """Return the live bytes of each tier."""
-        self._held = {key: one for key, one in self._held.items() if not is_freed(one[0])}
-        found = dict.fromkeys(TIERS, 0)
+        self._held = {key: entry for key, entry in self._held.items() if not is_freed(entry[0])}
+        totals = dict.fromkeys(TIERS, 0)
         for reference, size, tier in self._held.values():
-            found[tier or _marks.get(reference)] += size
-        return found
+            totals[tier or _marks.get(reference)] += size
+        return totals
 
     def bytes(self, tier: str) -> int:
         """Return the live bytes of a tier."""
@@ -129,21 +129,21 @@ class TierCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for value in pytree.tree_leaves((args, kwargs, out)):
+        output = func(*args, **(kwargs or {}))
+        for value in pytree.tree_leaves((args, kwargs, output)):
             if isinstance(value, Tensor) and not value.is_meta:
                 self.ledger.track(None, value)
-        return out
+        return output
 
 
 @contextmanager
 def _create_on(tier: str) -> Iterator[None]:
     """Count storages created within a block on a tier from the start."""
-    before, _creation_tier.tier = _creation_tier.tier, tier
+    previous, _creation_tier.tier = _creation_tier.tier, tier
     try:
         yield
     finally:
-        _creation_tier.tier = before
+        _creation_tier.tier = previous
 
 
 def empty_on_host(
@@ -162,15 +162,15 @@ def empty_on(
     if tier == _creation_tier.tier == DEVICE:
         return torch.empty(shape, dtype=dtype, device=device)
     with _create_on(tier):
-        made = torch.empty(shape, dtype=dtype, device=device)
-    return made if tier == DEVICE else set_tier(made, tier)
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+    return tensor if tier == DEVICE else set_tier(tensor, tier)
 
 
 def host_copy(tensor: Tensor, tier: str = CPU) -> Tensor:
     """Return a contiguous, marked copy in host memory."""
     with torch._C.DisableTorchFunction():
-        made = empty_on_host(tensor.shape, tensor.dtype, tier, beside=tensor.device)
-        return made.copy_(tensor.detach())
+        copied = empty_on_host(tensor.shape, tensor.dtype, tier, beside=tensor.device)
+        return copied.copy_(tensor.detach())
 
 
 # ---- Tensors in anonymous files: complete once mapped, and freed with the last reference.
@@ -245,9 +245,9 @@ def _write(host: Tensor, size: int) -> Tensor:
             os.posix_fallocate(file.fileno(), 0, size)  # all the room now, or an error now
         numbers: Any = host.reshape(-1).view(torch.uint8).numpy()
         raw = memoryview(numbers)
-        at = 0
-        while at < size:
-            at += file.write(raw[at : at + _PIECE])
+        offset = 0
+        while offset < size:
+            offset += file.write(raw[offset : offset + _PIECE])
         # private to this process: writing into the tensor does not write into the file
         mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
         return torch.frombuffer(mapped, dtype=torch.uint8).view(host.dtype).view(host.shape)

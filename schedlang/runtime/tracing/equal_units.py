@@ -35,8 +35,8 @@ class _Shown:
     @property
     def made(self) -> list[Tensor]:
         """The tensors of the output that are not among the arguments."""
-        given = set(map(id, self.given))
-        return [t for t in _leaves(self.gave) if isinstance(t, Tensor) and id(t) not in given]
+        input_ids = set(map(id, self.given))
+        return [t for t in _leaves(self.gave) if isinstance(t, Tensor) and id(t) not in input_ids]
 
 
 class EqualUnits:
@@ -72,41 +72,41 @@ class EqualUnits:
         if name in self._called:
             raise DifferentUnits
         self._called.add(name)
-        kind, given = self.kinds[name], list(_leaves((args, kwargs)))
+        kind, leaves = self.kinds[name], list(_leaves((args, kwargs)))
         self._calls[kind] += 1
         if self._calls[kind] > RUNS_PER_KIND:
-            return self._imitate(name, self._shown[kind], given)
+            return self._imitate(name, self._shown[kind], leaves)
         output = original(*args, **kwargs)
-        self._shown[kind] = shown = _Shown(given, output)
+        self._shown[kind] = shown = _Shown(leaves, output)
         with torch._C.DisableTorchFunction():  # not seen by function modes
-            for turn, tensor in enumerate(shown.made):
+            for output_index, tensor in enumerate(shown.made):
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(self._reach, name, turn))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(partial(self._reach, name, output_index))  # type: ignore[no-untyped-call]
         return output
 
-    def _reach(self, name: str, turn: int, grad: object) -> None:
-        self.reached[name].add(turn)
+    def _reach(self, name: str, output_index: int, grad: object) -> None:
+        self.reached[name].add(output_index)
 
-    def _imitate(self, name: str, shown: _Shown, given: Sequence[Any]) -> Any:
+    def _imitate(self, name: str, shown: _Shown, leaves: Sequence[Any]) -> Any:
         """Return the imitated output of a unit whose arguments equal those of a unit that ran."""
         with torch._C.DisableTorchFunction():  # not seen by function modes
             if not (
-                len(given) == len(shown.given) and all(map(_same_argument, given, shown.given))
+                len(leaves) == len(shown.given) and all(map(_same_argument, leaves, shown.given))
             ):
                 raise DifferentUnits
-            replacements = {id(old): new for old, new in zip(shown.given, given)}
-            learns = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
+            replacements = {id(old): new for old, new in zip(shown.given, leaves)}
+            learns = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
             forms = list(map(_form, shown.made))
             if any(form[3] for form in forms) and not learns:
                 raise DifferentUnits
             self.passed(name, False)
             on_backward = partial(self._pass_back, name)
-            made = _Imitated.apply(on_backward, forms, *learns) if forms else ()  # type: ignore[no-untyped-call]
-            replacements |= {id(old): one for old, one in zip(shown.made, made)}
+            outputs = _Imitated.apply(on_backward, forms, *learns) if forms else ()  # type: ignore[no-untyped-call]
+            replacements |= {id(old): output for old, output in zip(shown.made, outputs)}
             return _replaced(shown.gave, replacements)
 
-    def _pass_back(self, name: str, turns: Iterable[int]) -> None:
-        self.reached[name].update(turns)
+    def _pass_back(self, name: str, output_indices: Iterable[int]) -> None:
+        self.reached[name].update(output_indices)
         self.passed(name, True)
 
 
@@ -115,22 +115,22 @@ class _Imitated(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, on_backward: Callable[[Iterable[int]], None], forms: Any, *given: Tensor
+        ctx: Any, on_backward: Callable[[Iterable[int]], None], forms: Any, *inputs: Tensor
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.on_backward, ctx.given = on_backward, [(t.shape, t.dtype) for t in given]
-        made = [
+        ctx.on_backward, ctx.given = on_backward, [(t.shape, t.dtype) for t in inputs]
+        outputs = [
             torch.empty_strided(size, stride, dtype=dtype, device="meta")
             for size, stride, dtype, _ in forms
         ]
-        ctx.mark_non_differentiable(*(t for t, form in zip(made, forms) if not form[3]))
-        return tuple(made)
+        ctx.mark_non_differentiable(*(t for t, form in zip(outputs, forms) if not form[3]))
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.on_backward(turn for turn, grad in enumerate(grads) if grad is not None)
-        made = [torch.empty(size, dtype=dtype, device="meta") for size, dtype in ctx.given]
-        return None, None, *made
+        ctx.on_backward(index for index, grad in enumerate(grads) if grad is not None)
+        input_grads = [torch.empty(size, dtype=dtype, device="meta") for size, dtype in ctx.given]
+        return None, None, *input_grads
 
 
 def _form(tensor: Tensor) -> Form:
@@ -142,8 +142,8 @@ def _same_argument(new: Any, old: Any) -> bool:
     if new is old:
         return isinstance(new, (Tensor, *PLAIN))
     if isinstance(new, Tensor):
-        both = type(new) is type(old) is Tensor and new.is_floating_point()
-        return both and new.is_meta and old.is_meta and _form(new) == _form(old)
+        are_floats = type(new) is type(old) is Tensor and new.is_floating_point()
+        return are_floats and new.is_meta and old.is_meta and _form(new) == _form(old)
     return type(new) is type(old) and isinstance(new, (*PLAIN, _Container)) and bool(new == old)
 
 
@@ -159,24 +159,25 @@ def _leaves(value: Any) -> Iterator[Any]:
     """Yield the leaves of nested tuples, lists and dicts, and a `_Container` for each of these."""
     if type(value) in (tuple, list):
         yield _Container(type(value), (len(value),))
-        for one in value:
-            yield from _leaves(one)
+        for item in value:
+            yield from _leaves(item)
     elif type(value) is dict:
         yield _Container(dict, tuple(value))
-        for one in value.values():
-            yield from _leaves(one)
+        for item in value.values():
+            yield from _leaves(item)
     else:
         yield value
 
 
-def _replaced(value: Any, made: Mapping[int, Any]) -> Any:
-    """Return a copy of an output with the tensors `made` in it, by the id of the old tensor."""
+def _replaced(value: Any, replacements: Mapping[int, Any]) -> Any:
+    """Return a copy of an output with the tensors `replacements` in it, by the id of the old
+    tensor."""
     if type(value) in (tuple, list):
-        return type(value)([_replaced(one, made) for one in value])
+        return type(value)([_replaced(item, replacements) for item in value])
     if type(value) is dict:
-        return {key: _replaced(one, made) for key, one in value.items()}
+        return {key: _replaced(item, replacements) for key, item in value.items()}
     if isinstance(value, Tensor):
-        return made[id(value)]
+        return replacements[id(value)]
     if not isinstance(value, PLAIN):
         raise DifferentUnits
     return value

@@ -39,7 +39,7 @@ def copy_with(
     model: nn.Module,
     parameter: Callable[[str, nn.Parameter], nn.Parameter],
     other: Callable[[Tensor], Tensor],
-    kept: Mapping[str, Sequence[str]] | None = None,
+    children: Mapping[str, Sequence[str]] | None = None,
 ) -> nn.Module:
     """Return a deep copy of a model whose tensors are made by the given functions, never copied.
 
@@ -51,25 +51,25 @@ def copy_with(
     for name, tensor in model.named_parameters():
         memo[id(tensor)] = parameter(name, tensor)
     for module in model.modules():
-        plain = (value for value in vars(module).values() if isinstance(value, Tensor))
-        for value in (*module._buffers.values(), *plain):
+        attributes = (value for value in vars(module).values() if isinstance(value, Tensor))
+        for value in (*module._buffers.values(), *attributes):
             if value is not None and id(value) not in memo:
                 memo[id(value)] = other(value)
         latest = max((*module._forward_hooks, *module._forward_pre_hooks), default=-1)
         if latest >= RemovableHandle.next_id:  # hooks of another process, in a pickled module
             number_hooks_from(latest + 1)
-    for fqn in sorted(kept or {}, key=lambda name: -name.count(".")):  # the inner lists first
-        found = model.get_submodule(fqn)
-        memo[id(found)] = _shorter(found, (kept or {})[fqn], memo)
+    for fqn in sorted(children or {}, key=lambda name: -name.count(".")):  # the inner lists first
+        module_list = model.get_submodule(fqn)
+        memo[id(module_list)] = _shorter(module_list, (children or {})[fqn], memo)
     return deepcopy_module(model, memo)
 
 
-def _shorter(found: nn.Module, kept: Sequence[str], memo: dict[int, Any]) -> nn.Module:
-    """Return a copy of a list of modules that has only the children `kept`."""
-    made = copy.copy(found)
-    children = (copy.deepcopy(found._modules[name], memo) for name in kept)
-    made.__dict__["_modules"] = {str(k): child for k, child in enumerate(children)}
-    return made
+def _shorter(modules: nn.Module, names: Sequence[str], memo: dict[int, Any]) -> nn.Module:
+    """Return a copy of a list of modules that has only the children `names`."""
+    shortened = copy.copy(modules)
+    children = (copy.deepcopy(modules._modules[name], memo) for name in names)
+    shortened.__dict__["_modules"] = {str(k): child for k, child in enumerate(children)}
+    return shortened
 
 
 def meta_parameter(tensor: nn.Parameter, shape: tuple[int, ...] | None = None) -> nn.Parameter:
@@ -81,17 +81,17 @@ def meta_parameter(tensor: nn.Parameter, shape: tuple[int, ...] | None = None) -
 def meta_model(
     model: nn.Module,
     shapes: Mapping[str, tuple[int, ...]],
-    kept: Mapping[str, Sequence[str]] | None = None,
+    children: Mapping[str, Sequence[str]] | None = None,
 ) -> nn.Module:
     """Return the model on the meta device; `shapes` replaces parameters' shapes, by first name.
 
-    `kept`: list of modules -> the children that are copied (as in `copy_with`).
+    `children`: list of modules -> the children that are copied (as in `copy_with`).
     """
     return copy_with(
         model,
         lambda name, tensor: meta_parameter(tensor, shapes.get(name)),
         lambda tensor: tensor.to("meta"),
-        kept,
+        children,
     )
 
 
@@ -131,28 +131,28 @@ class ResultCache:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the results of the operator `func`; cache their shapes."""
-        known = self._fresh.get(id(func))
-        if known is None:
+        freshness = self._fresh.get(id(func))
+        if freshness is None:
             ends = (*func._schema.arguments, *func._schema.returns)
-            alias = any(one.alias_info is not None for one in ends)
-            known = self._fresh[id(func)] = func, not (alias or is_random(func))
+            alias = any(end.alias_info is not None for end in ends)
+            freshness = self._fresh[id(func)] = func, not (alias or is_random(func))
         inputs: list[Tensor] = []
         key = None
-        if known[1] and torch._C._len_torch_dispatch_stack() == 0:
+        if freshness[1] and torch._C._len_torch_dispatch_stack() == 0:
             key = _key((id(func), torch.get_default_dtype(), args, *kwargs.items()), inputs)
         if key is None or not inputs:
             return func(*args, **kwargs)
-        found = self._known.get(key)
+        cached = self._known.get(key)
         # the model does not make the calls below: function modes must not see them
         with torch._C.DisableTorchFunction():
-            if found is not None:
-                return _recreate(found)
-            out = func(*args, **kwargs)
+            if cached is not None:
+                return _recreate(cached)
+            result = func(*args, **kwargs)
         if key not in self._known:
             if len(self._known) >= MAX_RESULTS:
                 self._known.clear()
-            self._known[key] = _describe_result(out, inputs)
-        return out
+            self._known[key] = _describe_result(result, inputs)
+        return result
 
 
 def _key(value: Any, inputs: list[Tensor]) -> Any:
@@ -168,8 +168,8 @@ def _key(value: Any, inputs: list[Tensor]) -> Any:
         return "t", value.shape, value.stride(), value.dtype
     if kind is tuple or kind is list:
         parts = []
-        for one in value:  # no generator: this runs several times for each operator of a model
-            part = _key(one, inputs)
+        for item in value:  # no generator: this runs several times for each operator of a model
+            part = _key(item, inputs)
             if part is None:
                 return None
             parts.append(part)
@@ -179,34 +179,34 @@ def _key(value: Any, inputs: list[Tensor]) -> Any:
     return None
 
 
-def _describe_result(out: Any, inputs: Iterable[Tensor]) -> ResultForms | None:
+def _describe_result(result: Any, inputs: Iterable[Tensor]) -> ResultForms | None:
     """Return a description from which `_recreate` makes a result; None if it is not new memory."""
-    parts = (out,) if isinstance(out, Tensor) else out
+    parts = (result,) if isinstance(result, Tensor) else result
     if not isinstance(parts, tuple | list):
         return None
-    known = {one.untyped_storage()._cdata for one in inputs}
-    made: list[ResultForm | None] = []
-    for one in parts:
-        if one is None:
-            made.append(None)
+    storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+    forms: list[ResultForm | None] = []
+    for tensor in parts:
+        if tensor is None:
+            forms.append(None)
             continue
-        if type(one) is not Tensor or not one.is_meta or one.storage_offset():
+        if type(tensor) is not Tensor or not tensor.is_meta or tensor.storage_offset():
             return None
-        storage = one.untyped_storage()
-        size, stride = tuple(one.shape), one.stride()
-        span = 1 + sum((n - 1) * s for n, s in zip(size, stride)) if one.numel() else 0
-        if storage._cdata in known or storage.nbytes() != span * one.element_size():
+        storage = tensor.untyped_storage()
+        size, stride = tuple(tensor.shape), tensor.stride()
+        extent = 1 + sum((n - 1) * s for n, s in zip(size, stride)) if tensor.numel() else 0
+        if storage._cdata in storages or storage.nbytes() != extent * tensor.element_size():
             return None
-        known.add(storage._cdata)
-        made.append((size, stride, one.dtype))
-    return type(out) if not isinstance(out, Tensor) else Tensor, tuple(made)
+        storages.add(storage._cdata)
+        forms.append((size, stride, tensor.dtype))
+    return type(result) if not isinstance(result, Tensor) else Tensor, tuple(forms)
 
 
-def _recreate(found: ResultForms) -> Any:
-    kind, made = found
+def _recreate(cached: ResultForms) -> Any:
+    kind, forms = cached
     tensors = [
         None if one is None else torch.empty_strided(one[0], one[1], dtype=one[2], device="meta")
-        for one in made
+        for one in forms
     ]
     return tensors[0] if kind is Tensor else kind(tensors)
 
@@ -218,8 +218,8 @@ _ATEN = ResultCache()
 
 def run_cached(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return the result of an operator, from the cache of the process if it is torch's own."""
-    own = func.namespace == "aten"
-    return _ATEN.run(func, args, kwargs) if own else func(*args, **kwargs)
+    is_aten = func.namespace == "aten"
+    return _ATEN.run(func, args, kwargs) if is_aten else func(*args, **kwargs)
 
 
 SCALAR = torch.ops.aten._local_scalar_dense.default
@@ -269,23 +269,23 @@ class KnownValues:
         except RuntimeError as error:  # the message of one operator
             if "meta tensor without output_size" in str(error):
                 return self._run_data_dependent(func, args, kwargs, unknown)
-            if (moved := self._moved(args, kwargs)) is None:
+            if (meta_args := self._moved(args, kwargs)) is None:
                 raise
-            return self.run(func, *moved, unknown)
+            return self.run(func, *meta_args, unknown)
         first: Any = args[0] if args else None
         with torch._C.DisableTorchFunction():  # else an attribute access calls all modes
             if type(first) in PLAIN and type(output) is Tensor and output.dtype is not torch.bool:
                 # most operators of a model: no values of the input or of the result are known
                 values = self.values
-                known = values and (storage(first) in values or storage(output) in values)
-                if first.is_meta and output.is_meta and not known:
+                has_values = values and (storage(first) in values or storage(output) in values)
+                if first.is_meta and output.is_meta and not has_values:
                     return output
             parts = (output,) if isinstance(output, Tensor) else _pytree.tree_leaves(output)
-            made = [t for t in parts if isinstance(t, Tensor) and t.is_meta]
-            small = all(t.untyped_storage().nbytes() <= MAX_BYTES for t in made)
+            meta_outputs = [t for t in parts if isinstance(t, Tensor) and t.is_meta]
+            small = all(t.untyped_storage().nbytes() <= MAX_BYTES for t in meta_outputs)
             # without any known values a result computed from a tensor is not known either
             blind = not self.values and isinstance(first, torch.Tensor) and first.is_meta
-        if not made:
+        if not meta_outputs:
             if func._schema.is_mutable:
                 self._forget(t for t in _pytree.tree_leaves(args) if isinstance(t, torch.Tensor))
             return output
@@ -297,7 +297,7 @@ class KnownValues:
                 if isinstance(bare, torch.Tensor) and storage(bare) not in self.values:
                     self._store(bare, value)
         elif func._schema.is_mutable:
-            self._forget(made)
+            self._forget(meta_outputs)
         return output
 
     def _moved(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -309,10 +309,10 @@ class KnownValues:
         real = [t for t in leaves if isinstance(t, torch.Tensor) and t.ndim and not t.is_meta]
         if not real or not any(isinstance(t, torch.Tensor) and t.is_meta for t in leaves):
             return None
-        moved: dict[int, Any] = {id(one): one.to("meta") for one in real}
-        self.store_values(real, [moved[id(one)] for one in real])
-        made = _pytree.tree_unflatten([moved.get(id(t), t) for t in leaves], spec)
-        return made[0], made[1]
+        meta_copies: dict[int, Any] = {id(tensor): tensor.to("meta") for tensor in real}
+        self.store_values(real, [meta_copies[id(tensor)] for tensor in real])
+        arguments = _pytree.tree_unflatten([meta_copies.get(id(t), t) for t in leaves], spec)
+        return arguments[0], arguments[1]
 
     def _run_data_dependent(
         self, func: Any, args: Any, kwargs: Any, unknown: Callable[[Any], Any]
@@ -352,16 +352,16 @@ class KnownValues:
             masks = args[1]
         else:
             return None
-        found: list[Tensor | None] = []
-        for one in masks:
-            if one is None or one.dtype not in (torch.bool, torch.uint8):
-                found.append(one)
+        indices: list[Tensor | None] = []
+        for index in masks:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                indices.append(index)
                 continue
-            mask = self.values_of(one) if one.is_meta else one
+            mask = self.values_of(index) if index.is_meta else index
             if mask is None:
                 return None
-            found += [at.to("meta") for at in mask.nonzero(as_tuple=True)]
-        return found
+            indices += [position.to("meta") for position in mask.nonzero(as_tuple=True)]
+        return indices
 
     def _shadow(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         if is_random(func):  # not decided by the batch; the program's random numbers stay unused
@@ -408,9 +408,9 @@ class KnownValues:
         key, me = storage(bare), weakref.ref(self)  # no cycle: values are freed with `self`
 
         def gone(_: Any) -> None:  # another storage may get the same address
-            if (known := me()) is not None:
-                known.values.pop(key, None)
-                known._alive.pop(key, None)
+            if (owner := me()) is not None:
+                owner.values.pop(key, None)
+                owner._alive.pop(key, None)
 
         self.values[key] = flat
         self._alive[key] = weakref.ref(bare.untyped_storage(), gone)
@@ -462,8 +462,8 @@ class LiteralsMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         reads = func in READING_CALLS and args[0].is_meta
-        if reads and (found := self._read(func, args)) is not None:
-            return found
+        if reads and (value := self._read(func, args)) is not None:
+            return value
         if func in INDEXING_CALLS and args[0].is_meta:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             literal = tuple(self._tensor(i) if isinstance(i, list) else i for i in index)

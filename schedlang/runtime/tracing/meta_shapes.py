@@ -33,8 +33,8 @@ def install() -> Any:
 
 def _selected(values: Tensor, mask: Tensor) -> Tensor:
     """Return the result of a mask without values: all elements, as torch assumes for `nonzero`."""
-    both = torch.broadcast_tensors(values, mask)  # type: ignore[no-untyped-call]
-    return values.new_empty(both[0].numel())
+    broadcast = torch.broadcast_tensors(values, mask)  # type: ignore[no-untyped-call]
+    return values.new_empty(broadcast[0].numel())
 
 
 def _ctc(log_probs: Tensor, targets: Tensor, lengths: Any, *rest: Any) -> tuple[Tensor, Tensor]:

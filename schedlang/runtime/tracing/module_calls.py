@@ -46,9 +46,9 @@ class ModuleCalls:
         if name not in self.second_calls:
             return ""
         file, line = self.second_calls[name]
-        at, code = _loop(file, line) or (line, linecache.getline(file, line).strip())
-        where = "in a loop at" if at != line else "again at"
-        return f"called {where} {Path(file).name}:{at}, `{code}`"
+        loop_line, code = _loop(file, line) or (line, linecache.getline(file, line).strip())
+        kind = "in a loop at" if loop_line != line else "again at"
+        return f"called {kind} {Path(file).name}:{loop_line}, `{code}`"
 
 
 def calls_from_counts(model: nn.Module, entries: Mapping[str, int]) -> ModuleCalls | None:
@@ -70,31 +70,31 @@ def record_calls(model: nn.Module, kwargs: Mapping[str, Any], meta: bool) -> Mod
     Raises Refusal S612 if the model reads values on the meta device.
     """
     model = meta_model(model, {}) if meta else model
-    where = without_values(kwargs) if meta else nullcontext((dict(kwargs), None))
+    context = without_values(kwargs) if meta else nullcontext((dict(kwargs), None))
     order: list[str] = []
-    first: dict[str, list[FrameType]] = {}
-    again: dict[str, tuple[str, int]] = {}
+    first_frames: dict[str, list[FrameType]] = {}
+    second_calls: dict[str, tuple[str, int]] = {}
     handles = []
     for name, module in model.named_modules():
 
         def before(module: nn.Module, args: Any, name: str = name) -> None:
             order.append(name)
-            if name not in first:
-                first[name] = list(_frames(sys._getframe(1)))
-            elif name not in again:
-                again[name] = _common(first[name], _frames(sys._getframe(1)))
+            if name not in first_frames:
+                first_frames[name] = list(_frames(sys._getframe(1)))
+            elif name not in second_calls:
+                second_calls[name] = _common(first_frames[name], _frames(sys._getframe(1)))
 
         handles.append(module.register_forward_pre_hook(before))
-    kept = restore_global_state(model) if meta else nullcontext()
+    state = restore_global_state(model) if meta else nullcontext()
     try:
-        with kept, torch.random.fork_rng(devices=[]), torch.no_grad(), where as (given, _):
-            run_model(model, given)
+        with state, torch.random.fork_rng(devices=[]), torch.no_grad(), context as (inputs, _):
+            run_model(model, inputs)
     except NotImplementedError as error:
         raise value_refusal(error) from error
     finally:
         for handle in handles:
             handle.remove()
-    return ModuleCalls(tuple(order), again)
+    return ModuleCalls(tuple(order), second_calls)
 
 
 def value_refusal(error: Exception) -> Refusal:
@@ -115,8 +115,8 @@ def value_refusal(error: Exception) -> Refusal:
 def line_of(error: BaseException) -> str:
     """Return file and line of the model's own code that raised an error; "" if there is none."""
     frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-    own = [f for f in frames if not os.path.realpath(f[0]).startswith(LIBRARY_PATHS)]
-    return f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
+    model_frames = [f for f in frames if not os.path.realpath(f[0]).startswith(LIBRARY_PATHS)]
+    return f"{Path(model_frames[-1][0]).name}:{model_frames[-1][1]}" if model_frames else ""
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
@@ -127,11 +127,11 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _common(first: Sequence[FrameType], now: Iterable[FrameType]) -> tuple[str, int]:
+def _common(first: Sequence[FrameType], later: Iterable[FrameType]) -> tuple[str, int]:
     """Return file and line of the innermost frame that both calls share, at the second call."""
-    before = set(first)
-    for frame in now:
-        if frame in before:
+    earlier = set(first)
+    for frame in later:
+        if frame in earlier:
             return frame.f_code.co_filename, frame.f_lineno
     return "", 0
 
@@ -143,8 +143,8 @@ def _loop(file: str, line: int) -> tuple[int, str] | None:
     ]
     if not inside:
         return None
-    at = max(node.lineno for node in inside)
-    return at, linecache.getline(file, at).strip()
+    loop_line = max(node.lineno for node in inside)
+    return loop_line, linecache.getline(file, loop_line).strip()
 
 
 @cache

@@ -54,12 +54,12 @@ class UnitCosts:
     @contextmanager
     def counting(self, unit: int, arguments: Sequence[torch.Tensor]) -> Iterator[None]:
         """Context in which saved tensors count for one unit; counts the unit's arguments, too."""
-        seen = set(self._never)
-        self.given[unit] += sum(self._size(t, seen) for t in arguments if t.requires_grad)
-        seen = set(self._never)
+        seen_keys = set(self._never)
+        self.given[unit] += sum(self._size(t, seen_keys) for t in arguments if t.requires_grad)
+        seen_keys = set(self._never)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            self.count_saved(unit, tensor, self._size(tensor, seen))
+            self.count_saved(unit, tensor, self._size(tensor, seen_keys))
             return tensor
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -75,11 +75,11 @@ class UnitCosts:
         if formula is not None:
             self.flops[unit] += int(formula(*args, **kwargs, out_val=output))
 
-    def _size(self, tensor: torch.Tensor, seen: set[int]) -> int:
+    def _size(self, tensor: torch.Tensor, seen_keys: set[int]) -> int:
         key = key_of(tensor)
-        if key in seen:
+        if key in seen_keys:
             return 0
-        seen.add(key)
+        seen_keys.add(key)
         self._alive.append(tensor)
         try:
             return int(tensor.untyped_storage().nbytes())
@@ -92,7 +92,7 @@ def operations(func: Any, args: Any, kwargs: Any, output: Any) -> float:
     formula = flop_counter.flop_registry.get(func._overloadpacket)
     if formula is not None:
         return float(formula(*args, **kwargs, out_val=output))
-    return float(sum(one.numel() for one in tree_leaves(output) if isinstance(one, torch.Tensor)))
+    return float(sum(t.numel() for t in tree_leaves(output) if isinstance(t, torch.Tensor)))
 
 
 def key_of(tensor: torch.Tensor) -> int:
@@ -115,10 +115,10 @@ def counting_costs(burden: UnitCosts, model: nn.Module, names: Sequence[str]) ->
     switch = CallSwitch(model, names)
 
     def handle(unit: int, original: Any, args: Any, kwargs: Any) -> Any:
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         mode.unit, outer = unit, mode.unit
         try:
-            with burden.counting(unit, given):
+            with burden.counting(unit, tensors):
                 return original(*args, **kwargs)
         finally:
             mode.unit = outer
@@ -186,12 +186,12 @@ def record_forward(
     Raises Refusal S601 if a unit is not called exactly once, or not in the order of `units`, and
     S611 if code between units reads an unknown value.
     """
-    subject = meta_model(model, {}) if meta else model
-    recorder = _Recorder(subject, units, met)
-    given = dict(meta_batch(dict(kwargs)) if meta else kwargs)
+    recorded = meta_model(model, {}) if meta else model
+    recorder = _Recorder(recorded, units, met)
+    inputs = dict(meta_batch(dict(kwargs)) if meta else kwargs)
     if meta:
-        recorder.constants.store_values(kwargs, given)
-    switch = CallSwitch(subject, units)
+        recorder.constants.store_values(kwargs, inputs)
+    switch = CallSwitch(recorded, units)
     try:
         # random draws here must not change the program's later draws
         same_rng = torch.random.fork_rng(devices=[])
@@ -199,7 +199,7 @@ def record_forward(
         literals = LiteralsMode(recorder.constants)
         calls = switch.using(recorder.call)
         with same_rng, torch.enable_grad(), device, calls, recorder, literals:
-            output, value = run_forward(subject, given, loss)
+            output, value = run_forward(recorded, inputs, loss)
     except Exception as error:
         if recorder.guessed is not None:
             raise recorder.guessed from error
@@ -275,13 +275,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.inside = unit
         leaves = pytree.tree_leaves((args, kwargs))
         self.arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        before, sides = [(t, t._version) for t in self.arguments], count()
+        versions, sides = [(t, t._version) for t in self.arguments], count()
 
-        def on_hook(name: str, place: int, call: CallHook, given: Any, output: Any) -> Any:
+        def on_hook(name: str, index: int, call: CallHook, arguments: Any, output: Any) -> Any:
             self.unsure.add(unit)  # the output does not show what hooks get
             leaves, spec = pytree.tree_flatten(output)
             marked = [self._return(unit, -1 - next(sides), leaf) for leaf in leaves]
-            return call(given, pytree.tree_unflatten(marked, spec))
+            return call(arguments, pytree.tree_unflatten(marked, spec))
 
         module = self.model.get_submodule(self.units[unit])
         with self.burden.counting(unit, self.arguments), intercept_hooks(module, on_hook):
@@ -289,7 +289,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.inside = None
         leaves, spec = pytree.tree_flatten(output)
         if self.met is not None and unit not in self.unsure:
-            changed = {id(t) for t, version in before if t._version != version}
+            changed = {id(t) for t, version in versions if t._version != version}
             written = frozenset(k for k, leaf in enumerate(leaves) if id(leaf) in changed)
             self.quiet = True
             self.met(unit, (args, kwargs), leaves, spec, written)
@@ -329,11 +329,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        known = {s for t in inputs if (s := _storage(t)) is not None}
-        given = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
-        fresh = [t for t in given if _storage(t) not in known]
-        at = 2 * len(self.called) if self.inside is None else 2 * self.inside + 1
-        self.ran[at].append((id(func), *((t.shape, t.dtype) for t in given)))
+        read_from = {s for t in inputs if (s := _storage(t)) is not None}
+        outputs = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+        fresh = [t for t in outputs if _storage(t) not in read_from]
+        segment = 2 * len(self.called) if self.inside is None else 2 * self.inside + 1
+        self.ran[segment].append((id(func), *((t.shape, t.dtype) for t in outputs)))
         written = _written(func, args, kwargs)
         name = func._schema.name
         if name in SHAPE_ONLY or not (fresh or written or name in CONTROL):
@@ -342,27 +342,27 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             read = NONE.union(*(self._of(t) for t in inputs))
         unit = self.inside
         if unit is None:
-            made = read
-            self.between[len(self.called)] |= {self.held[s] for s in known if s in self.held}
+            marks = read
+            self.between[len(self.called)] |= {self.held[s] for s in read_from if s in self.held}
             if name in CONTROL:
                 self.control |= read
         else:
             self.burden.count_operations(unit, func, args, kwargs, output)
-            made = frozenset({("inner", unit)})
-            self.read[unit] |= read - made
-            for kind, what in (self.held[s] for s in known if s in self.held):
+            marks = frozenset({("inner", unit)})
+            self.read[unit] |= read - marks
+            for kind, held_name in (self.held[s] for s in read_from if s in self.held):
                 if kind == "param":
-                    self.owners.setdefault(what, set()).add(unit)
+                    self.owners.setdefault(held_name, set()).add(unit)
         for tensor in fresh:
-            self._set(tensor, made)
+            self._set(tensor, marks)
         for tensor in written:
-            self._write(tensor, made)
+            self._write(tensor, marks)
 
-    def _write(self, tensor: torch.Tensor, made: Marks) -> None:
+    def _write(self, tensor: torch.Tensor, marks: Marks) -> None:
         storage = _storage(tensor)
         if storage in self.owner:
             self.mutated.add(self.owner[storage])
-        self._set(tensor, self._of(tensor) | made)
+        self._set(tensor, self._of(tensor) | marks)
 
     def _of(self, tensor: torch.Tensor) -> Marks:
         storage = _storage(tensor)
@@ -382,16 +382,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if self.inside is None:
             behind = self.called[-1:] == [len(self.units) - 1]
-            title = "the forward reads the value of a tensor between modules"
+            message = "the forward reads the value of a tensor between modules"
             helps = [
                 "read shapes instead, or read values inside a module: stages are recorded"
                 " without data"
             ]
             if behind:
-                title = "the loss, or the end of the forward, reads the value of a tensor"
+                message = "the loss, or the end of the forward, reads the value of a tensor"
                 helps.append("what a loss keeps may be a tensor: `self.mean += loss.detach()`")
             note = f"after `{self.labels[self.called[-1]]}`" if self.called else ""
-            between = refusal("S611", "", title, *helps, note=note)
+            between = refusal("S611", "", message, *helps, note=note)
             if func._schema.name in DECIDES or not behind:
                 raise between
             self.guessed = self.guessed or between
@@ -412,9 +412,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not isinstance(leaf, torch.Tensor) or leaf is loss:
                 continue
             marks = self._of(leaf)
-            inner = frozenset(what for kind, what in marks if kind == "inner")
+            inner = frozenset(value for kind, value in marks if kind == "inner")
             # tensors that hooks got are sent if the loss needs them, but not for an output alone
-            inner |= {what[0] for kind, what in marks - final if kind == "out" and what[1] < 0}
+            inner |= {value[0] for kind, value in marks - final if kind == "out" and value[1] < 0}
             if inner:
                 partial[pytree.keystr(path)] = inner
             else:
@@ -430,12 +430,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _reads(final),
             leaves,
             tuple(_reads(marks) for marks in self.between),
-            {name: frozenset(found) for name, found in self.owners.items()},
+            {name: frozenset(owning_units) for name, owning_units in self.owners.items()},
             partial,
             tuple(self.burden.flops),
             tuple(self.burden.saved),
             tuple(self.burden.given),
-            tuple(numbers.setdefault(tuple(one), len(numbers)) for one in self.ran),
+            tuple(numbers.setdefault(tuple(operators), len(numbers)) for operators in self.ran),
         )
 
 
@@ -449,8 +449,8 @@ def _by_shapes(func: Any) -> bool:
 
 def _reads(marks: Marks) -> Reads:
     parts = [
-        frozenset(what for kind, what in marks if kind == wanted)
-        for wanted in ("out", "inner", "param", "buffer")
+        frozenset(value for kind, value in marks if kind == mark_kind)
+        for mark_kind in ("out", "inner", "param", "buffer")
     ]
     return Reads(*parts)
 
@@ -467,8 +467,8 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     if not func._schema.is_mutable:
         return []
     values = []
-    for place, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
             values += pytree.tree_leaves(value)
     return [t for t in values if isinstance(t, torch.Tensor)]

@@ -17,12 +17,12 @@ Token = tuple[int, int]
 
 
 def refusal(
-    code: str, place: str, reason: str, *helps: str, note: str = "", facts: Facts = ()
+    code: str, site: str, reason: str, *helps: str, note: str = "", facts: Facts = ()
 ) -> Refusal:
-    """Return the refusal of a model that cannot be cut: where (`place`), why, and what helps."""
-    title = f"`{place}` {reason}" if place else reason
+    """Return the refusal of a model that cannot be cut: where (`site`), why, and what helps."""
+    message = f"`{site}` {reason}" if site else reason
     notes = (note,) if note else ()
-    return Refusal.of(code, title, notes=notes, helps=helps, facts=facts)
+    return Refusal.of(code, message, notes=notes, helps=helps, facts=facts)
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Reads:
 
 def unit_labels(units: Sequence[str]) -> tuple[str, ...]:
     """Return the units' names in messages: `name#k` for the k-th call of a repeated module."""
-    counts, turns = Counter(units), Counter[str]()
-    found = []
+    counts, call_counts = Counter(units), Counter[str]()
+    labels = []
     for name in units:
-        found.append(f"{name}#{turns[name]}" if counts[name] > 1 else name)
-        turns[name] += 1
-    return tuple(found)
+        labels.append(f"{name}#{call_counts[name]}" if counts[name] > 1 else name)
+        call_counts[name] += 1
+    return tuple(labels)
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,11 @@ class StageGraph:
 
         The code around each unit is included.
         """
-        first, end = units.start, units.stop
+        begin, end = units.start, units.stop
         return (
-            self.operator_classes[2 * first : 2 * end + 1],
-            self.saved_bytes[first:end],
-            self.argument_bytes[first:end],
+            self.operator_classes[2 * begin : 2 * end + 1],
+            self.saved_bytes[begin:end],
+            self.argument_bytes[begin:end],
         )
 
     @cached_property
@@ -134,19 +134,19 @@ class StageSplit:
 
     def units(self, stage: int) -> range:
         """Return the units of a stage: a range in call order."""
-        first = self.stage_of.index(stage)
-        return range(first, first + self.stage_of.count(stage))
+        begin = self.stage_of.index(stage)
+        return range(begin, begin + self.stage_of.count(stage))
 
     @cached_property
     def routes(self) -> Mapping[tuple[int, int], tuple[Token, ...]]:
         """(from stage, to stage) -> the unit outputs that are sent, in the order of sending."""
-        found: dict[tuple[int, int], set[Token]] = {}
+        by_edge: dict[tuple[int, int], set[Token]] = {}
         for stage in range(self.stages) if self.stages > 1 else ():
             for token in self._reads(stage).tokens:
                 source = self.stage_of[token[0]]
                 if source != stage:
-                    found.setdefault((source, stage), set()).add(token)
-        return {edge: tuple(sorted(tokens)) for edge, tokens in sorted(found.items())}
+                    by_edge.setdefault((source, stage), set()).add(token)
+        return {edge: tuple(sorted(tokens)) for edge, tokens in sorted(by_edge.items())}
 
     @property
     def sends_constants(self) -> bool:
@@ -211,7 +211,7 @@ def split_graph(graph: StageGraph, stage_of: Sequence[int]) -> StageSplit:
     if len(stage_of) != len(graph.units) or not stage_of or stage_of[0] != 0 or not rising:
         n = len(graph.units)
         raise refusal("S613", "", f"stages {list(stage_of)} are not runs of the {n} units")
-    made = StageSplit(graph, tuple(stage_of))
+    split = StageSplit(graph, tuple(stage_of))
     readers = [*zip(graph.labels, graph.reads, stage_of), ("loss", graph.final, stage_of[-1])]
     for name, reads, stage in readers:
         foreign = sorted(u for u in reads.inner if stage_of[u] != stage)
@@ -224,7 +224,7 @@ def split_graph(graph: StageGraph, stage_of: Sequence[int]) -> StageSplit:
                 f"keep `{unit}` and the module that reads it in one stage",
                 note=f"stage {stage} would need it from stage {stage_of[foreign[0]]}",
             )
-    return made
+    return split
 
 
 # the full model as one stage

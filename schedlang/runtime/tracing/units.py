@@ -33,8 +33,8 @@ class CallSwitch:
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         self.names = tuple(names)
         self.modules = tuple(model.get_submodule(name) for name in names)
-        first = {id(one): name for one, name in zip(self.modules[::-1], self.names[::-1])}
-        self.names = tuple(first[id(one)] for one in self.modules)  # one module, one name
+        names_of = {id(m): name for m, name in zip(self.modules[::-1], self.names[::-1])}
+        self.names = tuple(names_of[id(m)] for m in self.modules)  # one module, one name
         self.handler: Handler | None = None
         self.turns: dict[str, int] = {}
         self._before = {n: model.get_submodule(n).__dict__.get(OVERRIDE) for n in self.names}
@@ -44,19 +44,19 @@ class CallSwitch:
 
     def _route(self, model: nn.Module, name: str) -> tuple[nn.Module, Callable[..., Any]]:
         module = model.get_submodule(name)
-        units = [unit for unit, other in enumerate(self.names) if other == name]
+        units = [unit for unit, unit_name in enumerate(self.names) if unit_name == name]
         only = units[0] if len(units) == 1 else None
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            before = self._before[name]
-            original = before if before is not None else module._call_impl
+            previous = self._before[name]
+            original = previous if previous is not None else module._call_impl
             if self.handler is None:
                 return original(*args, **kwargs)
             if only is not None:
                 return self.handler(only, original, args, kwargs)
-            turn = self.turns.get(name, 0)
-            self.turns[name] = turn + 1
-            return self.handler(units[min(turn, len(units) - 1)], original, args, kwargs)
+            call_number = self.turns.get(name, 0)
+            self.turns[name] = call_number + 1
+            return self.handler(units[min(call_number, len(units) - 1)], original, args, kwargs)
 
         return module, call
 
@@ -64,8 +64,8 @@ class CallSwitch:
     def using(self, handler: Handler) -> Iterator[None]:
         """Context in which calls of units are passed to `handler`."""
         for name, (module, route) in self._routes.items():
-            if (now := module.__dict__[OVERRIDE]) is not route:  # the module was compiled since
-                self._before[name], module.__dict__[OVERRIDE] = now, route
+            if (current := module.__dict__[OVERRIDE]) is not route:  # the module was compiled since
+                self._before[name], module.__dict__[OVERRIDE] = current, route
         outer, self.handler, self.turns = (self.handler, self.turns), handler, {}
         try:
             yield
@@ -84,7 +84,7 @@ class CallSwitch:
 def units_of(
     model: nn.Module,
     kwargs: Mapping[str, Any],
-    at: Sequence[str] = (),
+    starts: Sequence[str] = (),
     *,
     trunks: Sequence[str] = (),
     unrolled: Mapping[str, int] | None = None,
@@ -93,39 +93,40 @@ def units_of(
 ) -> tuple[str, ...]:
     """Return the modules between which the model may be cut, in the call order of one forward.
 
-    These are the elements of the trunk, the modules `at`, and before, between and after them every
-    outermost module with parameters.  The trunk is `trunks`: lists (and single modules) in any
-    order.  Without `trunks` it is the outermost module lists; a Sequential if there is no list; the
-    model's children if there is neither.  Elements that this forward does not call are left out.
+    These are the elements of the trunk, the modules `starts`, and before, between and after them
+    every outermost module with parameters.  The trunk is `trunks`: lists (and single modules) in
+    any order.  Without `trunks` it is the outermost module lists; a Sequential if there is no list;
+    the model's children if there is neither.  Elements that this forward does not call are left
+    out.
 
     A module that is called several times is several units, and appears once for each call, if it is
     in `unrolled` (module -> number of calls, which must be right) or if its calls are in different
     gaps of the trunk, one in each.  Other repeated modules outside the trunk belong to the code
-    between units; so do lists that are walked again, if `at` names modules of other lists.  In the
-    trunk a repeated module is refused (S601).
+    between units; so do lists that are walked again, if `starts` names modules of other lists.  In
+    the trunk a repeated module is refused (S601).
 
     `kwargs` are the model's arguments.  With `meta` the forward runs on a copy on the meta device,
     else on the model itself.  It does not run if its `calls` are given.
     """
-    at = [_first_name(model, name) for name in at]
+    starts = [_first_name(model, name) for name in starts]
     unrolled = {_first_name(model, name): times for name, times in (unrolled or {}).items()}
     calls = calls or record_calls(model, kwargs, meta)
-    named = dict(model.named_modules())
+    modules = dict(model.named_modules())
     trunk = trunk_elements(model, calls.counts, trunks, unrolled)
-    if at and not trunks:
-        trunk = _walked_once(trunk, calls, (*at, *unrolled))
+    if starts and not trunks:
+        trunk = _walked_once(trunk, calls, (*starts, *unrolled))
     check_calls(unrolled, calls.counts)
-    cut = {*trunk, *at, *unrolled}
-    units = _outermost(named, calls, cut)
+    cut = {*trunk, *starts, *unrolled}
+    units = _outermost(modules, calls, cut)
     for name in dict.fromkeys(units):
         if calls.counts[name] > 1 and name in cut and name not in unrolled:
             raise _in_a_loop(calls, name)
-    for name in at:
+    for name in starts:
         if not any(unit == name or unit.startswith(f"{name}.") for unit in units):
-            why = (
+            reason = (
                 "is never called" if name not in calls.counts else "cannot be the start of a stage"
             )
-            raise refusal("S601", name, why)
+            raise refusal("S601", name, reason)
     gapped = _one_in_each_gap(units, cut)
     return tuple(n for n in units if calls.counts[n] == 1 or n in unrolled or n in gapped)
 
@@ -138,11 +139,13 @@ def default_units(model: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, ...
     """
     calls = record_calls(model, kwargs, True)
     trunk = trunk_elements(model, calls.counts)
-    named, once = dict(model.named_modules()), _walked_once(trunk, calls)
+    modules, once = dict(model.named_modules()), _walked_once(trunk, calls)
     if once == trunk:
         return units_of(model, kwargs, calls=calls)
-    at = [n for n in calls.order if n in once and next(named[n].parameters(), None) is not None]
-    return units_of(model, kwargs, at, calls=calls)
+    starts = [
+        n for n in calls.order if n in once and next(modules[n].parameters(), None) is not None
+    ]
+    return units_of(model, kwargs, starts, calls=calls)
 
 
 def _walked_once(trunk: Set[str], calls: ModuleCalls, kept: Sequence[str] = ()) -> set[str]:
@@ -154,38 +157,40 @@ def _walked_once(trunk: Set[str], calls: ModuleCalls, kept: Sequence[str] = ()) 
     def holder(name: str) -> str:
         return name.rpartition(".")[0]
 
-    again = {holder(name) for name in trunk if calls.counts[name] > 1}
-    inside = {name for name in again for one in kept if one.startswith(f"{name}." if name else "")}
-    return {name for name in trunk if holder(name) not in again - inside}
+    repeated = {holder(name) for name in trunk if calls.counts[name] > 1}
+    inside = {
+        name for name in repeated for inner in kept if inner.startswith(f"{name}." if name else "")
+    }
+    return {name for name in trunk if holder(name) not in repeated - inside}
 
 
-def _outermost(named: Mapping[str, nn.Module], calls: ModuleCalls, cut: Set[str]) -> list[str]:
+def _outermost(modules: Mapping[str, nn.Module], calls: ModuleCalls, cut: Set[str]) -> list[str]:
     """Return every call of a module with parameters that no other such module encloses."""
     containers = {""}
     for name in cut:
         parts = name.split(".")
         containers |= {".".join(parts[:k]) for k in range(len(parts))}
-    chosen = set()
+    outer_names = set()
     for name in calls.counts:
         parts = name.split(".")
         above = {".".join(parts[:k]) for k in range(1, len(parts))}
         # a module that is never called, such as a list, encloses nothing
         outermost = not (above - containers) & calls.counts.keys()
-        has_own = next(named[name].parameters(), None) is not None
+        has_own = next(modules[name].parameters(), None) is not None
         if name not in containers and outermost and has_own:
-            chosen.add(name)
-    return [name for name in calls.order if name in chosen]
+            outer_names.add(name)
+    return [name for name in calls.order if name in outer_names]
 
 
 def _one_in_each_gap(units: Sequence[str], cut: Set[str]) -> set[str]:
     """Return the modules outside the trunk that are called at most once in each gap."""
-    seen: set[tuple[str, int]] = set()
+    seen_gaps: set[tuple[str, int]] = set()
     twice, gap = set(), 0
     for name in units:
         gap += name in cut
-        if (name, gap) in seen:
+        if (name, gap) in seen_gaps:
             twice.add(name)
-        seen.add((name, gap))
+        seen_gaps.add((name, gap))
     return {name for name in units if name not in cut} - twice
 
 
@@ -239,43 +244,43 @@ def trunk_elements(
 
     A module in `trunks` that is no list, or is unrolled, is an element itself.
     """
-    named, called = dict(model.named_modules()), set(called)
+    modules, called = dict(model.named_modules()), set(called)
     if not trunks:
-        return _trunk(named, called)
-    found = set()
+        return _trunk(modules, called)
+    elements = set()
     for name in (_first_name(model, trunk) for trunk in trunks):
-        if isinstance(named[name], LISTS) and name not in unrolled:
-            found |= {f"{name}.{child}" for child, _ in named[name].named_children()}
+        if isinstance(modules[name], LISTS) and name not in unrolled:
+            elements |= {f"{name}.{child}" for child, _ in modules[name].named_children()}
         else:
-            found.add(name)
-    inside = {e for e in found for name in called if name == e or name.startswith(f"{e}.")}
+            elements.add(name)
+    inside = {e for e in elements for name in called if name == e or name.startswith(f"{e}.")}
     return inside
 
 
 def _first_name(model: nn.Module, name: str) -> str:
     """Return the first name of a module; one object may have several names."""
     try:
-        wanted = model.get_submodule(name)
+        target = model.get_submodule(name)
     except AttributeError:
         raise refusal("S613", name, "is not a module of this model") from None
-    return next(str(n) for n, module in model.named_modules() if module is wanted)
+    return next(str(n) for n, module in model.named_modules() if module is target)
 
 
-def _trunk(named: Mapping[str, nn.Module], calls: Set[str]) -> set[str]:
+def _trunk(modules: Mapping[str, nn.Module], calls: Set[str]) -> set[str]:
     """Return the elements of the outermost lists of called modules."""
 
     def elements(kind: type[nn.Module] | tuple[type[nn.Module], ...]) -> set[str]:
-        found: set[str] = set()
-        for name, module in named.items():
+        members: set[str] = set()
+        for name, module in modules.items():
             if not isinstance(module, kind):
                 continue
-            inside = any(name.startswith(f"{e}.") or name == e for e in found)
+            inside = any(name.startswith(f"{e}.") or name == e for e in members)
             prefix = f"{name}." if name else ""
             children = [prefix + child for child, _ in module.named_children()]
             called = [c for c in children if c in calls]
             if len(called) >= 2 and not inside:
-                found |= set(called)
-        return found
+                members |= set(called)
+        return members
 
     root = {name for name in calls if name and "." not in name}
     return elements((nn.ModuleList, nn.ModuleDict)) or elements(nn.Sequential) or root
@@ -300,8 +305,10 @@ def foreign_hooks(module: nn.Module) -> list[tuple[int, Hook]]:
 
 def _ours(hook: Any) -> bool:
     inner = getattr(hook, "func", hook)  # of a partial function
-    home = getattr(getattr(inner, "__func__", inner), "__module__", None) or type(inner).__module__
-    return home.split(".")[0] in OWN_PACKAGES
+    package = (
+        getattr(getattr(inner, "__func__", inner), "__module__", None) or type(inner).__module__
+    )
+    return package.split(".")[0] in OWN_PACKAGES
 
 
 @contextmanager
@@ -314,23 +321,23 @@ def intercept_hooks(
     that is a method of one of the copy's own modules is called on the copy: the unit may read what
     the hook stores there.
     """
-    kept: list[tuple[nn.Module, Any]] = []
+    saved_hooks: list[tuple[nn.Module, Any]] = []
     within = set(unit.modules())
     for name, owner in (hooked or unit).named_modules():
-        theirs = foreign_hooks(owner)
-        if not theirs:
+        foreign = foreign_hooks(owner)
+        if not foreign:
             continue
         module = unit.get_submodule(name)
-        kept.append((module, module._forward_hooks))
+        saved_hooks.append((module, module._forward_hooks))
         put = OrderedDict(
-            one for one in module._forward_hooks.items() if owner is module or _ours(one[1])
+            item for item in module._forward_hooks.items() if owner is module or _ours(item[1])
         )
-        for place, (key, hook) in enumerate(theirs):
+        for index, (key, hook) in enumerate(foreign):
             # a copy needs another key; the owner knows whether the hook takes keyword arguments
-            mine = key if owner is module else -1 - place
-            takes_kwargs = _with_kwargs(module, mine)
-            put[mine] = _stand_in_hook(
-                heard, name, place, owner, hook, _with_kwargs(owner, key), takes_kwargs
+            own_key = key if owner is module else -1 - index
+            takes_kwargs = _with_kwargs(module, own_key)
+            put[own_key] = _stand_in_hook(
+                heard, name, index, owner, hook, _with_kwargs(owner, key), takes_kwargs
             )
             copied = module._forward_hooks.get(key) if owner is not module else None
             bound = getattr(getattr(copied, "func", copied), "__self__", None) in within
@@ -340,7 +347,7 @@ def intercept_hooks(
     try:
         yield
     finally:
-        for module, hooks in kept:
+        for module, hooks in saved_hooks:
             module._forward_hooks = hooks
 
 
@@ -351,26 +358,26 @@ def _with_kwargs(module: nn.Module, key: int) -> bool:
 def _stand_in_hook(
     heard: HookHandler,
     name: str,
-    place: int,
+    index: int,
     module: nn.Module,
     hook: Hook,
     kwargs: bool,
     takes_kwargs: bool,
 ) -> Hook:
-    def call(given: Any, output: Any) -> Any:
-        return _call_hook(module, hook, kwargs, given, output)
+    def call(arguments: Any, output: Any) -> Any:
+        return _call_hook(module, hook, kwargs, arguments, output)
 
     if takes_kwargs:
-        return lambda _, args, named, output: heard(name, place, call, (args, named), output)
-    return lambda _, args, output: heard(name, place, call, (args, {}), output)
+        return lambda _, args, named, output: heard(name, index, call, (args, named), output)
+    return lambda _, args, output: heard(name, index, call, (args, {}), output)
 
 
-def _call_hook(module: nn.Module, hook: Hook, kwargs: bool, given: Any, output: Any) -> Any:
-    args, named = given
-    return hook(module, args, named, output) if kwargs else hook(module, args, output)
+def _call_hook(module: nn.Module, hook: Hook, kwargs: bool, arguments: Any, output: Any) -> Any:
+    args, keyword_args = arguments
+    return hook(module, args, keyword_args, output) if kwargs else hook(module, args, output)
 
 
-def call_foreign_hook(module: nn.Module, place: int, given: Any, output: Any) -> Any:
-    """Call the foreign hook number `place` of a module, without intercepting it."""
-    key, hook = foreign_hooks(module)[place]
-    return _call_hook(module, hook, _with_kwargs(module, key), given, output)
+def call_foreign_hook(module: nn.Module, index: int, arguments: Any, output: Any) -> Any:
+    """Call the foreign hook number `index` of a module, without intercepting it."""
+    key, hook = foreign_hooks(module)[index]
+    return _call_hook(module, hook, _with_kwargs(module, key), arguments, output)

@@ -51,9 +51,9 @@ class EndTensors:
     aliases: Mapping[str, str] = field(default_factory=dict)
     program: bool = False
 
-    def name_of(self, asked: str) -> str | None:
+    def name_of(self, name: str) -> str | None:
         """Return the name in `layouts` of a tensor; None if there is no such tensor."""
-        return asked if asked in self.layouts else self.aliases.get(asked)
+        return name if name in self.layouts else self.aliases.get(name)
 
 
 # -- programs --------------------------------------------------------------------------------------
@@ -82,13 +82,17 @@ class ProgramLayout:
         valid copies.
         """
         mesh, kinds = Mesh(self.axes, self.views), dict(self.dtypes)
-        buffers = [replace(one, stages=None) for one in self.buffers] if takes else self.buffers
-        lying = {
-            one.name: TensorLayout(one.sharding(mesh, self.ranks, world), size_of(kinds[one.name]))
-            for one in (*self.holdings, *buffers)
+        buffers = (
+            [replace(holding, stages=None) for holding in self.buffers] if takes else self.buffers
+        )
+        layouts = {
+            holding.name: TensorLayout(
+                holding.sharding(mesh, self.ranks, world), size_of(kinds[holding.name])
+            )
+            for holding in (*self.holdings, *buffers)
         }
-        also = {o: names[0] for names in self.ties for o in names[1:] if names[0] in lying}
-        return EndTensors(lying, kinds, also, True)
+        aliases = {o: names[0] for names in self.ties for o in names[1:] if names[0] in layouts}
+        return EndTensors(layouts, kinds, aliases, True)
 
 
 def size_of(dtype: str) -> int:
@@ -105,16 +109,16 @@ class ProgramEnd:
 
     def layout(self) -> ProgramLayout:
         """Return the program's layout, to send it to all ranks."""
-        a = self.program.assembly
-        buffers = a.saved_buffers.items()
+        assembly = self.program.assembly
+        buffers = assembly.saved_buffers.items()
         return ProgramLayout(
-            a.ranks.mesh.axes,
-            a.ranks.mesh.views,
-            tuple(a.ranks.world.members),
-            tuple(a.holdings.values()),
-            tuple(a.buffer_holding(name, buffer.shape) for name, buffer in buffers),
+            assembly.ranks.mesh.axes,
+            assembly.ranks.mesh.views,
+            tuple(assembly.ranks.world.members),
+            tuple(assembly.holdings.values()),
+            tuple(assembly.buffer_holding(name, buffer.shape) for name, buffer in buffers),
             tuple(archive.tensor_dtypes(self.program).items()),
-            a.ties,
+            assembly.ties,
         )
 
     def local(self) -> dict[str, Tensor]:
@@ -160,33 +164,33 @@ def state_tensors(layouts: Sequence[tuple[StateLayout, Ranks]], world: int) -> E
 
     Raises Refusal S635 if ranks differ in a tensor's shape or dtype.
     """
-    known: dict[str, tuple[tuple[int, ...], str]] = {}
+    forms: dict[str, tuple[tuple[int, ...], str]] = {}
     places: dict[str, dict[TensorSlice, list[int]]] = {}
     for state, ranks in layouts:
         for name, shape, dtype, part in state.parts:
-            if known.setdefault(name, (shape, dtype)) != (shape, dtype):
+            if forms.setdefault(name, (shape, dtype)) != (shape, dtype):
                 raise Refusal.of(
                     "S635",
-                    f"ranks differ in `{name}`: it is {known[name][1]}{[*known[name][0]]} on"
+                    f"ranks differ in `{name}`: it is {forms[name][1]}{[*forms[name][0]]} on"
                     f" one of them, and {dtype}{[*shape]} on another",
                     helps=("pass the same state on every rank, or its parts as DTensors",),
                 )
             places.setdefault(name, {}).setdefault(part, []).extend(ranks)
     shared: dict[Any, Sharding] = {}
-    lying = {}
-    for name, (shape, dtype) in known.items():
+    tensors = {}
+    for name, (shape, dtype) in forms.items():
         key = shape, tuple((part, tuple(ranks)) for part, ranks in places[name].items())
         if key not in shared:
-            of = np.full(world, NOWHERE, np.int32)
+            part_of = np.full(world, NOWHERE, np.int32)
             for number, ranks in enumerate(places[name].values()):
-                of[ranks] = number
+                part_of[ranks] = number
             parts = SliceArray.from_slices(tuple(places[name]), len(shape))
-            shared[key] = Sharding(shape, parts, of)
-        lying[name] = TensorLayout(shared[key], size_of(dtype))
-    also = {
-        other: name for state, _ in layouts for other, name in state.aliases if other not in lying
+            shared[key] = Sharding(shape, parts, part_of)
+        tensors[name] = TensorLayout(shared[key], size_of(dtype))
+    aliases = {
+        alias: name for state, _ in layouts for alias, name in state.aliases if alias not in tensors
     }
-    return EndTensors(lying, {name: dtype for name, (_, dtype) in known.items()}, also)
+    return EndTensors(tensors, {name: dtype for name, (_, dtype) in forms.items()}, aliases)
 
 
 class StateEnd:
@@ -195,19 +199,19 @@ class StateEnd:
     def __init__(self, state: Mapping[str, Any], anchor: object) -> None:
         lasts = isinstance(anchor, Tensor | nn.Module)  # an empty state dict has no anchor
         self.anchor = anchor if lasts else self
-        first: dict[Any, str] = {}
+        by_memory: dict[Any, str] = {}
         self.state: dict[str, Tensor] = {}
         self.also: dict[str, str] = {}
         for name, value in state.items():
             if not isinstance(value, Tensor) or value.layout != torch.strided:
-                what = kind_of(value) if not isinstance(value, Tensor) else "a sparse tensor"
-                raise end_refusal(f"`{name}` of a state dict is {what}, not a dense tensor")
-            plain = local_tensor(value)
-            known = first.setdefault(_memory(value, plain), name) if plain.numel() else name
-            if known == name:
+                kind = kind_of(value) if not isinstance(value, Tensor) else "a sparse tensor"
+                raise end_refusal(f"`{name}` of a state dict is {kind}, not a dense tensor")
+            local = local_tensor(value)
+            owner = by_memory.setdefault(_memory(value, local), name) if local.numel() else name
+            if owner == name:
                 self.state[name] = value
             else:
-                self.also[name] = known
+                self.also[name] = owner
 
     def layout(self) -> StateLayout:
         """Return the layout on this rank, to send it to all ranks."""
@@ -225,9 +229,9 @@ class StateEnd:
         """Do nothing after new values were written."""
 
 
-def _memory(value: Tensor, plain: Tensor) -> tuple[Any, ...]:
-    at = plain.untyped_storage().data_ptr(), plain.storage_offset()
-    return *at, plain.device, plain.dtype, plain.stride(), tuple(plain.shape), tuple(value.shape)
+def _memory(value: Tensor, t: Tensor) -> tuple[Any, ...]:
+    start = t.untyped_storage().data_ptr(), t.storage_offset()
+    return *start, t.device, t.dtype, t.stride(), tuple(t.shape), tuple(value.shape)
 
 
 def local_slice(name: str, value: Tensor) -> TensorSlice:
@@ -240,48 +244,48 @@ def local_slice(name: str, value: Tensor) -> TensorSlice:
     runs = [[Segment(0, size)] for size in value.shape]
     sharded: Any = value
     mesh = sharded.device_mesh
-    place = mesh.get_coordinate()
-    for axis, one in enumerate(sharded.placements):
-        if one.is_replicate():
+    coordinate = mesh.get_coordinate()
+    for axis, placement in enumerate(sharded.placements):
+        if placement.is_replicate():
             continue
-        if one.is_partial() or not hasattr(one, "dim"):
+        if placement.is_partial() or not hasattr(placement, "dim"):
             raise end_refusal(
-                f"`{name}` is a DTensor with the placement `{one}`",
+                f"`{name}` is a DTensor with the placement `{placement}`",
                 "redistribute it first: only `Shard` and `Replicate` say where values lie",
             )
-        dim, count = one.dim % value.ndim, mesh.size(axis)
-        at = place[axis] if place is not None else count
-        strips = _chunks(runs[dim], getattr(one, "split_factor", 1))
-        runs[dim] = [run for strip in strips for run in _chunk(strip, count, at)]
-    found = tuple(
+        dim, count = placement.dim % value.ndim, mesh.size(axis)
+        axis_rank = coordinate[axis] if coordinate is not None else count
+        strips = _chunks(runs[dim], getattr(placement, "split_factor", 1))
+        runs[dim] = [run for strip in strips for run in _chunk(strip, count, axis_rank)]
+    part = tuple(
         tuple(cells_of(tuple(merge_segments(run)), n)) for run, n in zip(runs, value.shape)
     )
-    there = tuple(sum(n for *_, n in dim) for dim in found)
-    if there != tuple(local_tensor(value).shape):
+    part_shape = tuple(sum(n for *_, n in dim) for dim in part)
+    if part_shape != tuple(local_tensor(value).shape):
         raise end_refusal(
             f"`{name}` is a DTensor of {list(local_tensor(value).shape)} here, where its placements"
             " give"
-            f" {list(there)}"
+            f" {list(part_shape)}"
         )
-    return found
+    return part
 
 
 def _chunks(runs: list[Segment], count: int) -> Iterator[list[Segment]]:
     """Yield `count` chunks of runs, as `torch.chunk` splits them."""
-    for at in range(count):
-        yield _chunk(runs, count, at)
+    for index in range(count):
+        yield _chunk(runs, count, index)
 
 
-def _chunk(runs: list[Segment], count: int, at: int) -> list[Segment]:
+def _chunk(runs: list[Segment], count: int, index: int) -> list[Segment]:
     length = sum(run.length for run in runs)
     size = -(-length // count)
-    return list(clip_runs(tuple(runs), min(at * size, length), min((at + 1) * size, length)))
+    return list(clip_runs(tuple(runs), min(index * size, length), min((index + 1) * size, length)))
 
 
-def end_refusal(title: str, *helps: str) -> Refusal:
+def end_refusal(message: str, *helps: str) -> Refusal:
     """Return the refusal of an object that cannot be an end of a transfer (S642)."""
     return Refusal.of(
         "S642",
-        title,
+        message,
         helps=helps or ("a transfer goes between programs, modules, and state dicts of tensors",),
     )

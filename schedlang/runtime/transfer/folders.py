@@ -49,30 +49,30 @@ class Checkpoint:
     names with the prefix `model.`: the variant with more of the wanted names is used.
     """
 
-    def __init__(self, folder: Path, wanted: Iterable[str], fresh: bool = False) -> None:
+    def __init__(self, folder: Path, requested: Iterable[str], fresh: bool = False) -> None:
         self.fresh = fresh  # the target's values may be lost if reading fails
         self.folder, id_ = checkpoint_folders.find_checkpoint(folder)
         self.index = checkpoint_folders.checked_index(self.folder, id_)
         self.also: dict[str, str] = {}
-        names, known = set(wanted), self.index.tensors.keys()
-        below = sum(f"{MODEL_PREFIX}{name}" in known for name in names)
-        self.head = MODEL_PREFIX if below > len(names & known) else ""
+        names, tensor_names = set(requested), self.index.tensors.keys()
+        prefixed = sum(f"{MODEL_PREFIX}{name}" in tensor_names for name in names)
+        self.head = MODEL_PREFIX if prefixed > len(names & tensor_names) else ""
         if ".".join(CONTENTS) in self.index.values:
             contents = check_contents(read_value(self.folder, self.index, CONTENTS))
             self.also = {o: names[0] for names in contents["ties"] for o in names[1:]}
             self.head = MODEL_PREFIX
         self.kinds: TensorForms = {
-            key.removeprefix(self.head): (one.shape, one.dtype)
-            for key, one in self.index.tensors.items()
+            key.removeprefix(self.head): (entry.shape, entry.dtype)
+            for key, entry in self.index.tensors.items()
             if key.startswith(self.head) and key.partition(".")[0] not in OTHER_ENTRIES
         }
 
     def read(
-        self, wanted: Sequence[ReadRequest], lies: Mapping[str, Sharding], diagnose: Diagnose
+        self, requests: Sequence[ReadRequest], shardings: Mapping[str, Sharding], diagnose: Diagnose
     ) -> None:
-        """Read this rank's parts of the tensors `wanted`; all ranks must call this.
+        """Read this rank's parts of the tensors `requests`; all ranks must call this.
 
-        `lies` has the shardings of the wanted tensors.  Raises Refusal with `diagnose(error)`.
+        `shardings` has the shardings of the wanted tensors.  Raises Refusal with `diagnose(error)`.
         """
         if len(comm.distinct_objects(self.index.fingerprint)) > 1:
             raise Refusal(diagnose(Unreadable("the ranks have read different checkpoints")))
@@ -82,49 +82,49 @@ class Checkpoint:
 
         boxed = [
             BoxedTensor((self.head + name,), buffer_for(local), self.kinds[name][0], part)
-            for name, local, part in wanted
+            for name, local, part in requests
         ]
-        keyed = {self.head + name: sharding for name, sharding in lies.items()}
+        keyed = {self.head + name: sharding for name, sharding in shardings.items()}
         read_together(self.folder, self.index, boxed, keyed, diagnose)
-        for one, (_, local, part) in zip(boxed, wanted):
-            if one.local is not local:
-                copy_overlap(one.local, part, local, part)
+        for box, (_, local, part) in zip(boxed, requests):
+            if box.local is not local:
+                copy_overlap(box.local, part, local, part)
 
 
 class Safetensors:
     """Safetensors files of `save_pretrained` or `program.export`, one or several."""
 
-    def __init__(self, path: Path, model: nn.Module | None, parts: bool, most: int) -> None:
-        self.most = most  # the most bytes per read
+    def __init__(self, path: Path, model: nn.Module | None, parts: bool, max_bytes: int) -> None:
+        self.most = max_bytes  # the most bytes per read
         heads = heads_of(path)
         odd = next((leaf for leaf in heads.leaves.values() if leaf.kind not in KINDS), None)
         if odd is not None:
             raise Unreadable(f"`{odd.name}` of `{odd.file.name}` is of dtype `{odd.kind}`")
-        every = load_names(heads.leaves, model, parts).tensors
-        used = {leaf.name for one in every.values() for leaf in one.leaves}
+        loaded = load_names(heads.leaves, model, parts).tensors
+        used = {leaf.name for lazy in loaded.values() for leaf in lazy.leaves}
         self._tensors = {n: lazy_tensor(leaf) for n, leaf in heads.leaves.items() if n not in used}
-        self._tensors |= every
+        self._tensors |= loaded
         self.kinds: TensorForms = {
-            name: (tuple(one.shape), KINDS[one.leaves[0].kind])
-            for name, one in self._tensors.items()
+            name: (tuple(lazy.shape), KINDS[lazy.leaves[0].kind])
+            for name, lazy in self._tensors.items()
         }
         self.also: dict[str, str] = {}
-        for other, name in heads.also.items():
-            if name in self.kinds and other not in self.kinds:
-                self.also[other] = name
+        for alias, name in heads.also.items():
+            if name in self.kinds and alias not in self.kinds:
+                self.also[alias] = name
         for name in list(self.kinds):
-            for other in other_names((name,), model):
-                if other not in self.kinds:
-                    self.also.setdefault(other, name)
+            for alias in other_names((name,), model):
+                if alias not in self.kinds:
+                    self.also.setdefault(alias, name)
 
     def read(
-        self, wanted: Sequence[ReadRequest], lies: Mapping[str, Sharding], diagnose: Diagnose
+        self, requests: Sequence[ReadRequest], shardings: Mapping[str, Sharding], diagnose: Diagnose
     ) -> None:
         """Read this rank's parts in chunks of rows; all ranks must call this."""
-        run_on_all_ranks(lambda: self._read(wanted), diagnose, (Exception,))
+        run_on_all_ranks(lambda: self._read(requests), diagnose, (Exception,))
 
-    def _read(self, wanted: Sequence[ReadRequest]) -> None:
-        for name, local, part in wanted:
+    def _read(self, requests: Sequence[ReadRequest]) -> None:
+        for name, local, part in requests:
             read_part(self._tensors[name], local, part, self.most)
 
 
@@ -133,10 +133,10 @@ Folder = Checkpoint | Safetensors
 
 def open_folder(
     path: Path,
-    wanted: Iterable[str],
+    requested: Iterable[str],
     model: nn.Module | None,
     parts: bool,
-    most: int,
+    max_bytes: int,
     fresh: bool = False,
 ) -> Folder:
     """Open a folder of weights or a checkpoint.
@@ -149,8 +149,8 @@ def open_folder(
     Raises Refusal, Unreadable or OSError.
     """
     if is_weights(path):
-        return Safetensors(path, model, parts, most)
-    return Checkpoint(path, wanted, fresh)
+        return Safetensors(path, model, parts, max_bytes)
+    return Checkpoint(path, requested, fresh)
 
 
 def folder_tensors(folder: Folder, world: int) -> EndTensors:
@@ -178,17 +178,17 @@ def read_folder(
     names    name in `target` -> name in the folder
     local    this rank's tensors, by names in `target`
     """
-    size, rest = 0, dict(names)
-    while rest:  # a folder's tensor with several names here is read once for each name
-        some = {at: name for name, at in reversed(rest.items())}
-        rest = {name: at for name, at in rest.items() if some[at] != name}
-        lies = {at: target.layouts[name].sharding for at, name in some.items()}
-        wanted = []
-        for at, name in some.items():
-            number = int(lies[at].part_of_rank[rank])
+    size, remaining = 0, dict(names)
+    while remaining:  # a folder's tensor with several names here is read once for each name
+        batch = {source: name for name, source in reversed(remaining.items())}
+        remaining = {name: source for name, source in remaining.items() if batch[source] != name}
+        shardings = {source: target.layouts[name].sharding for source, name in batch.items()}
+        requests = []
+        for source, name in batch.items():
+            number = int(shardings[source].part_of_rank[rank])
             if number != NOWHERE and name in local:
-                wanted.append((at, local[name], lies[at].parts[number]))
-                size += int(lies[at].sizes[number]) * target.layouts[name].itemsize
+                requests.append((source, local[name], shardings[source].parts[number]))
+                size += int(shardings[source].sizes[number]) * target.layouts[name].itemsize
         with without_function_modes(), torch.no_grad():
-            folder.read(wanted, lies, diagnose)
+            folder.read(requests, shardings, diagnose)
     return size

@@ -92,9 +92,9 @@ class Transferred:
     route: Route
 
     def __repr__(self) -> str:
-        left = f", {self.left} unchanged" if self.left else ""
+        unchanged = f", {self.left} unchanged" if self.left else ""
         return (
-            f"<{self.tensors} tensors transferred{left}: {self.bytes:,} bytes in"
+            f"<{self.tensors} tensors transferred{unchanged}: {self.bytes:,} bytes in"
             f" {self.messages:,} messages, of which at least {self.bound:,} bytes were needed>"
         )
 
@@ -153,33 +153,34 @@ class _Ends:
         Raises Refusal S642 or S635 on all ranks.
         """
         ends: list[End | None] = [None, None]
-        wrong: Diagnostic | None = None
+        problem: Diagnostic | None = None
         layouts: list[Any] = [None, None]
         try:
             if type(bucket_bytes) is not int or bucket_bytes < 1:
-                title = f"`bucket_bytes` must be a positive whole number, not {bucket_bytes!r}"
-                raise end_refusal(title, "leave it out: buckets of 64 MiB")
-            ends = [_end(one, optimizer) for one in (a, b)]
-            layouts = [one.layout() if one is not None else None for one in ends]
+                message = f"`bucket_bytes` must be a positive whole number, not {bucket_bytes!r}"
+                raise end_refusal(message, "leave it out: buckets of 64 MiB")
+            ends = [_end(end, optimizer) for end in (a, b)]
+            layouts = [end.layout() if end is not None else None for end in ends]
         except Refusal as refusal:
-            wrong = refusal.diagnostic
-        lies = sorted({t.device.type for e in ends if e is not None for t in e.local().values()})
+            problem = refusal.diagnostic
+        kinds = sorted({t.device.type for e in ends if e is not None for t in e.local().values()})
         marks = [_KNOWN.get(e.anchor, ("", {}))[0] if e is not None else None for e in ends]
-        asked = optimizer, changed_only, bucket_bytes
-        everyone = comm.ranks_by_object((wrong, layouts, lies, marks, asked))
-        for (odd, *_), _ in everyone:
+        options = optimizer, changed_only, bucket_bytes
+        records = comm.ranks_by_object((problem, layouts, kinds, marks, options))
+        for (odd, *_), _ in records:
             if odd is not None:
                 raise Refusal(odd)
-        if len({each[-1] for each, _ in everyone}) > 1:
+        if len({record[-1] for record, _ in records}) > 1:
             raise end_refusal(
                 "ranks have called `transfer` with different options",
                 "give the same `optimizer`, `changed_only` and `bucket_bytes` on all ranks",
             )
         size = comm.current_world().size
         sides = [
-            _side([(each[1][k], ranks) for each, ranks in everyone], size, "ab"[k]) for k in (0, 1)
+            _side([(record[1][k], ranks) for record, ranks in records], size, "ab"[k])
+            for k in (0, 1)
         ]
-        before = {mark for each, _ in everyone for mark in each[3] if mark is not None}
+        marks_before = {mark for record, _ in records for mark in record[3] if mark is not None}
         return _Ends(
             ends[0],
             ends[1],
@@ -188,8 +189,8 @@ class _Ends:
             optimizer,
             changed_only,
             bucket_bytes,
-            _wire({kind for each, _ in everyone for kind in each[2]}, ends),
-            before.pop() if len(before) == 1 else None,
+            _wire({kind for record, _ in records for kind in record[2]}, ends),
+            marks_before.pop() if len(marks_before) == 1 else None,
         )
 
     @contextmanager
@@ -209,28 +210,28 @@ class _Ends:
         _check_ties(self.source, self.target)
         _check_tied_values(self.a, self.source, self.target)
         optim, state = self._moments(names)
-        here, there = self._local(state)
-        moved = {name: self.source.layouts[at] for name, at in names.items()}
-        digests = self._digests(here, there, names) if self.changed_only else ({}, {})
+        sources, targets = self._local(state)
+        moved = {name: self.source.layouts[source] for name, source in names.items()}
+        digests = self._digests(sources, targets, names) if self.changed_only else ({}, {})
         if self.changed_only and self.before:
             changed = self._changed(digests, names)
-            moved = {name: one for name, one in moved.items() if name in changed}
-        wanted = {name: self.target.layouts[name] for name in moved}
+            moved = {name: layout for name, layout in moved.items() if name in changed}
+        target_layouts = {name: self.target.layouts[name] for name in moved}
         try:
-            found, done = redistribute_tensors(
+            route, traffic = redistribute_tensors(
                 moved,
-                wanted,
-                lambda name: here[names[name]],
-                there.__getitem__,
+                target_layouts,
+                lambda name: sources[names[name]],
+                targets.__getitem__,
                 self.bucket,
                 self.device,
             )
-        except UncoveredElements as odd:
-            raise _uncovered_refusal(odd) from None
+        except UncoveredElements as uncovered:
+            raise _uncovered_refusal(uncovered) from None
         self._finish(optim, state)
         if self.changed_only:
-            self._remember(digests, there, moved)
-        return _result_of(found, done, bucket_size(self.bucket), len(names) - len(moved))
+            self._remember(digests, targets, moved)
+        return _result_of(route, traffic, bucket_size(self.bucket), len(names) - len(moved))
 
     def _moments(
         self, names: dict[str, str]
@@ -245,9 +246,9 @@ class _Ends:
             return SavedOptimizer(), {}
         for name, parts in optim.parts.items():
             for key, dtype in parts.items():
-                for side, at in ((self.source, names[name]), (self.target, name)):
-                    lies = TensorLayout(side.layouts[at].sharding, size_of(dtype))
-                    side.layouts[moment_name(name, key)] = lies
+                for side, tensor_name in ((self.source, names[name]), (self.target, name)):
+                    layout = TensorLayout(side.layouts[tensor_name].sharding, size_of(dtype))
+                    side.layouts[moment_name(name, key)] = layout
                 names[moment_name(name, key)] = moment_name(name, key)
         return optim, self.b.allocate_state(optim) if isinstance(self.b, ProgramEnd) else {}
 
@@ -255,117 +256,123 @@ class _Ends:
         self, state: Mapping[tuple[str, str], Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return this rank's tensors by name: of `a`, which are read, of `b`, which are written."""
-        here = self.a.local() if self.a is not None else {}
-        there = self.b.local() if self.b is not None else {}
+        sources = self.a.local() if self.a is not None else {}
+        targets = self.b.local() if self.b is not None else {}
         if state or self.optimizer and isinstance(self.a, ProgramEnd):
-            here |= self.a.moments() if isinstance(self.a, ProgramEnd) else {}
-            there |= {moment_name(*key): local_tensor(value) for key, value in state.items()}
-        return here, there
+            sources |= self.a.moments() if isinstance(self.a, ProgramEnd) else {}
+            targets |= {moment_name(*key): local_tensor(value) for key, value in state.items()}
+        return sources, targets
 
     def _finish(self, optim: SavedOptimizer, state: Mapping[tuple[str, str], Tensor]) -> None:
         """Give `b` the step, the loss scale and the optimizer state of `a`, and drop old copies."""
         if self.optimizer:
             giving = self.a.program if isinstance(self.a, ProgramEnd) else None
             scale = giving.loss_scale if giving is not None else None
-            plain = None
+            extras = None
             if giving is not None:
-                plain = giving.step, scale.state() if scale is not None else None
-            step, factor = next(one for one in comm.distinct_objects(plain) if one is not None)
+                extras = giving.step, scale.state() if scale is not None else None
+            step, factor = next(
+                value for value in comm.distinct_objects(extras) if value is not None
+            )
             if isinstance(self.b, ProgramEnd):
-                taking = self.b.program
-                taking.step = step
-                if taking.loss_scale is not None:
-                    taking.loss_scale.restore(factor)
+                target_program = self.b.program
+                target_program.step = step
+                if target_program.loss_scale is not None:
+                    target_program.loss_scale.restore(factor)
                 if optim.kind is not None:
-                    load_optimizer(taking, optim, state)
+                    load_optimizer(target_program, optim, state)
         if self.b is not None:
             self.b.drop_old_copies()
 
     # -- changed tensors only ----------------------------------------------------------------------
 
     def _digests(
-        self, here: Mapping[str, Tensor], there: Mapping[str, Tensor], names: Mapping[str, str]
+        self, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], names: Mapping[str, str]
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Return the checksums of this rank's parts at both ends, by the names of `b`."""
         return (
-            {name: checksum(here[at]) for name, at in names.items() if at in here},
-            {name: checksum(there[name]) for name in names if name in there},
+            {
+                name: checksum(sources[source])
+                for name, source in names.items()
+                if source in sources
+            },
+            {name: checksum(targets[name]) for name in names if name in targets},
         )
 
     def _changed(
         self, digests: tuple[dict[str, str], dict[str, str]], names: Mapping[str, str]
     ) -> set[str]:
         """Return the tensors that changed since the last transfer, on any rank, at either end."""
-        mine = set()
-        for end, now in zip((self.a, self.b), digests):
+        changed = set()
+        for end, new in zip((self.a, self.b), digests):
             if end is not None:
-                known = _KNOWN[end.anchor][1]
-                mine |= {name for name in names if now.get(name) != known.get(name)}
-        return {name for some in comm.distinct_objects(sorted(mine)) for name in some}
+                old = _KNOWN[end.anchor][1]
+                changed |= {name for name in names if new.get(name) != old.get(name)}
+        return {name for listed in comm.distinct_objects(sorted(changed)) for name in listed}
 
     def _remember(
         self,
         digests: tuple[dict[str, str], dict[str, str]],
-        there: Mapping[str, Tensor],
+        targets: Mapping[str, Tensor],
         moved: Mapping[str, TensorLayout],
     ) -> None:
         """Store the checksums of both ends for the next transfer."""
         mark = comm.broadcast_object(0, secrets.token_hex(8))
         sent, received = digests
-        received |= {name: checksum(there[name]) for name in moved if name in there}
-        for end, now in ((self.a, sent), (self.b, received)):
+        received |= {name: checksum(targets[name]) for name in moved if name in targets}
+        for end, checksums in ((self.a, sent), (self.b, received)):
             if end is not None:
-                _KNOWN[end.anchor] = mark, now
+                _KNOWN[end.anchor] = mark, checksums
 
 
 # -- arguments of the ranks ------------------------------------------------------------------------
 
 
-def _end(one: object, optimizer: bool) -> End | None:
+def _end(value: object, optimizer: bool) -> End | None:
     """Return the end for an argument of a rank.  Raises Refusal S642."""
-    if one is None:
+    if value is None:
         return None
-    if isinstance(one, Program):
-        return ProgramEnd(one)
+    if isinstance(value, Program):
+        return ProgramEnd(value)
     if optimizer:
         raise end_refusal(
-            f"`optimizer=True` goes between programs, and this is {kind_of(one)}",
+            f"`optimizer=True` goes between programs, and this is {kind_of(value)}",
             "leave `optimizer` out, or pass the program itself",
         )
-    if isinstance(one, nn.Module):
-        return StateEnd(one.state_dict(keep_vars=True), one)
-    if isinstance(one, Mapping):
-        return StateEnd(one, next(iter(one.values()), None))
+    if isinstance(value, nn.Module):
+        return StateEnd(value.state_dict(keep_vars=True), value)
+    if isinstance(value, Mapping):
+        return StateEnd(value, next(iter(value.values()), None))
     raise end_refusal(
-        f"{kind_of(one)} cannot be an end of a transfer",
+        f"{kind_of(value)} cannot be an end of a transfer",
         "pass a program, a module, or a state dict of tensors; on a rank without a part, None",
     )
 
 
-def _side(layouts: Sequence[tuple[Any, tuple[int, ...]]], world: int, which: str) -> EndTensors:
+def _side(layouts: Sequence[tuple[Any, tuple[int, ...]]], world: int, end_name: str) -> EndTensors:
     """Return the tensors of one end from its (layout, ranks) pairs.  Raises Refusal S642."""
-    there = [(one, ranks) for one, ranks in layouts if one is not None]
-    if not there:
+    present = [(layout, ranks) for layout, ranks in layouts if layout is not None]
+    if not present:
         raise end_refusal(
-            f"no rank has passed `{which}`",
+            f"no rank has passed `{end_name}`",
             "pass it on each rank that has a part of it, and None on the others",
         )
-    if all(isinstance(one, StateLayout) for one, _ in there):
-        return state_tensors(there, world)
-    first = there[0][0]
-    if not isinstance(first, ProgramLayout) or any(one != first for one, _ in there):
+    if all(isinstance(layout, StateLayout) for layout, _ in present):
+        return state_tensors(present, world)
+    first = present[0][0]
+    if not isinstance(first, ProgramLayout) or any(layout != first for layout, _ in present):
         raise end_refusal(
-            f"ranks have passed different things as `{which}`",
+            f"ranks have passed different things as `{end_name}`",
             "pass the same program on all of its ranks, or state dicts on all",
         )
-    passed = sorted(rank for _, ranks in there for rank in ranks)
+    passed = sorted(rank for _, ranks in present for rank in ranks)
     if passed != sorted(first.ranks):
         raise end_refusal(
-            f"the program `{which}` is of ranks {_list_ranks(first.ranks)}, and was passed on"
+            f"the program `{end_name}` is of ranks {_list_ranks(first.ranks)}, and was passed on"
             f" {_list_ranks(passed)}",
             "pass it on all ranks that it was built on",
         )
-    return first.tensors(world, takes=which == "b")
+    return first.tensors(world, takes=end_name == "b")
 
 
 def _list_ranks(ranks: Sequence[int]) -> str:
@@ -374,41 +381,41 @@ def _list_ranks(ranks: Sequence[int]) -> str:
 
 def _match_names(source: EndTensors, target: EndTensors) -> dict[str, str]:
     """Return the name in `a` of each tensor of `b`.  Raises Refusal S634 or S635."""
-    found: dict[str, str] = {}
-    others: dict[str, list[str]] = {}
-    for other, name in target.aliases.items():
-        others.setdefault(name, []).append(other)
+    matches: dict[str, str] = {}
+    aliases_of: dict[str, list[str]] = {}
+    for alias, name in target.aliases.items():
+        aliases_of.setdefault(name, []).append(alias)
     for name in target.layouts:
-        known = (source.name_of(one) for one in (name, *others.get(name, ())))
-        if (at := next((one for one in known if one is not None), None)) is not None:
-            found[name] = at
-    missing = [name for name in target.layouts if name not in found]
-    aliases = {source.name_of(one) for one in target.aliases}
-    unknown = [name for name in source.layouts if name not in {*found.values(), *aliases}]
+        candidates = (source.name_of(key) for key in (name, *aliases_of.get(name, ())))
+        if (match := next((key for key in candidates if key is not None), None)) is not None:
+            matches[name] = match
+    missing = [name for name in target.layouts if name not in matches]
+    aliases = {source.name_of(key) for key in target.aliases}
+    unknown = [name for name in source.layouts if name not in {*matches.values(), *aliases}]
     notes = (f"missing in `a`: {quote_names(missing)}",) * bool(missing)
     notes += (f"not in `b`: {quote_names(unknown)}",) * bool(unknown)
     if notes:
-        title, help_ = "the two ends have different tensors", "transfer between ends of one model"
-        raise Refusal.of("S634", title, notes=notes, helps=(help_,))
-    for name, at in found.items():
-        ours, theirs = (
-            f"{side.dtypes[one]}{[*side.layouts[one].sharding.shape]}"
-            for side, one in ((target, name), (source, at))
+        message, help_ = "the two ends have different tensors", "transfer between ends of one model"
+        raise Refusal.of("S634", message, notes=notes, helps=(help_,))
+    for name, match in matches.items():
+        target_text, source_text = (
+            f"{side.dtypes[key]}{[*side.layouts[key].sharding.shape]}"
+            for side, key in ((target, name), (source, match))
         )
-        if ours != theirs:
-            title = f"`{name}` is {theirs} in `a`, but {ours} in `b`"
+        if target_text != source_text:
+            message = f"`{name}` is {source_text} in `a`, but {target_text} in `b`"
             help_ = "transfer between ends of the same model and dtype"
-            raise Refusal.of("S635", title, helps=(help_,))
-    return found
+            raise Refusal.of("S635", message, helps=(help_,))
+    return matches
 
 
 def _check_ties(source: EndTensors, target: EndTensors) -> None:
     """Refuse programs of models with different ties (S642)."""
     if source.program and target.program and source.aliases != target.aliases:
         odd = min(set(source.aliases.items()) ^ set(target.aliases.items()))
-        where = "a" if odd in source.aliases.items() else "b"
+        side = "a" if odd in source.aliases.items() else "b"
         raise end_refusal(
-            f"`{odd[0]}` and `{odd[1]}` are one tensor in `{where}` only",
+            f"`{odd[0]}` and `{odd[1]}` are one tensor in `{side}` only",
             "transfer between programs of the same model",
         )
 
@@ -416,38 +423,40 @@ def _check_ties(source: EndTensors, target: EndTensors) -> None:
 def _check_tied_values(end: End | None, source: EndTensors, target: EndTensors) -> None:
     """Refuse to copy different tensors of `a` into one tied tensor of `b` (S642)."""
     separate = []
-    for other, name in target.aliases.items():
-        at, to = source.name_of(name), source.name_of(other)
-        if at is not None and to is not None and at != to:
-            separate.append((name, other, at, to))
+    for alias, name in target.aliases.items():
+        first, second = source.name_of(name), source.name_of(alias)
+        if first is not None and second is not None and first != second:
+            separate.append((name, alias, first, second))
     if not separate:
         return
-    here = end.local() if end is not None else {}
+    local = end.local() if end is not None else {}
     odd = [
-        (name, other)
-        for name, other, at, to in separate
-        if (at in here) != (to in here) or at in here and not _equal(here[at], here[to])
+        (name, alias)
+        for name, alias, first, second in separate
+        if (first in local) != (second in local)
+        or first in local
+        and not _equal(local[first], local[second])
     ]
     if odd := next(filter(None, comm.distinct_objects(odd)), []):
-        name, other = odd[0]
+        name, alias = odd[0]
         raise end_refusal(
-            f"`{name}` and `{other}` are one tensor in `b`, and two that differ in `a`",
+            f"`{name}` and `{alias}` are one tensor in `b`, and two that differ in `a`",
             "transfer to a model in which they are not tied",
         )
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
+def _equal(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape and torch.equal(first, second)
 
 
-def _uncovered_refusal(odd: UncoveredElements) -> Refusal:
-    if odd.missing:
+def _uncovered_refusal(uncovered: UncoveredElements) -> Refusal:
+    if uncovered.missing:
         return end_refusal(
-            f"parts of `{odd.name}` of `a` are on no rank",
+            f"parts of `{uncovered.name}` of `a` are on no rank",
             "pass `a` on all ranks that have a part of it",
         )
     return end_refusal(
-        f"parts of `{odd.name}` of `a` overlap on several ranks without being equal",
+        f"parts of `{uncovered.name}` of `a` overlap on several ranks without being equal",
         "pass full tensors, or DTensors over one mesh",
     )
 
@@ -456,9 +465,11 @@ def _wire(kinds: set[str], ends: Sequence[End | None]) -> torch.device:
     """Return the device of buckets: the tensors' accelerator if its backend can send from there."""
     for kind in sorted(kinds):
         if bucket_device(torch.device(kind)) != devices.HOST:
-            own = [t.device for end in ends if end is not None for t in end.local().values()]
-            mine = next((one for one in own if one.type == kind), None)
-            return mine if mine is not None else comm.current_world().device_for(torch.device(kind))
+            used = [t.device for end in ends if end is not None for t in end.local().values()]
+            match = next((device for device in used if device.type == kind), None)
+            return (
+                match if match is not None else comm.current_world().device_for(torch.device(kind))
+            )
     return devices.HOST
 
 
@@ -473,15 +484,15 @@ def lacks_added_parameters(program: Program, path: str | os.PathLike[str]) -> bo
 
     All ranks must call this.  False for a checkpoint that cannot be read: loading it refuses later.
     """
-    changes, found = program.assembly.adapter_changes, False
+    changes, lacks_all = program.assembly.adapter_changes, False
     if changes and comm.rank() == 0:
         with suppress(*FAILURES):
             index = checkpoint_folders.checked_index(
                 *checkpoint_folders.find_checkpoint(checkpoint_folders.resolve_folder(path))
             )
             names = [key.removeprefix("model.") for key in index.tensors if key[:6] == "model."]
-            found = not any(_is_added_by(change, name) for change in changes for name in names)
-    return comm.broadcast_object(0, found) if changes else False
+            lacks_all = not any(_is_added_by(change, name) for change in changes for name in names)
+    return comm.broadcast_object(0, lacks_all) if changes else False
 
 
 def _is_added_by(change: AdapterChange, name: str) -> bool:
@@ -500,18 +511,18 @@ def _without_added(program: object, source: EndTensors, target: EndTensors) -> E
     """
     assert isinstance(program, Program)
     changes = program.assembly.adapter_changes
-    own = {
+    added = {
         name
         for name in target.layouts
         if source.name_of(name) is None
         and any(change.initializer_of(name) is not None for change in changes)
     }
-    return replace(target, layouts={n: one for n, one in target.layouts.items() if n not in own})
+    return replace(target, layouts={n: one for n, one in target.layouts.items() if n not in added})
 
 
 def _read(a: Any, b: object, optimizer: bool, bucket: int, fresh: bool = False) -> Transferred:
     """Read a folder into `b`; no tensors are sent between ranks."""
-    if len({str(one) for one in comm.distinct_objects(a)}) > 1:
+    if len({str(value) for value in comm.distinct_objects(a)}) > 1:
         raise end_refusal("ranks have passed different things as `a`", "pass one path on all ranks")
     if optimizer and isinstance(b, Program):
         run_on_all_ranks(lambda: b.load(a), lambda error: Diagnostic("S633", str(error)), ())
@@ -519,12 +530,12 @@ def _read(a: Any, b: object, optimizer: bool, bucket: int, fresh: bool = False) 
         run_on_all_ranks(lambda: _end(b, True), lambda error: Diagnostic("S633", str(error)), ())
     ends = _Ends.met({}, b, False, False, bucket)
     end, world = ends.b, comm.current_world()
-    done = Traffic()
+    traffic = Traffic()
     if not optimizer:
         module, parts = _model(b)
-        path, wanted = Path(os.path.realpath(a)), (*ends.target.layouts, *ends.target.aliases)
+        path, target_names = Path(os.path.realpath(a)), (*ends.target.layouts, *ends.target.aliases)
         folder = run_on_all_ranks(
-            lambda: open_folder(path, wanted, module, parts, ends.bucket, fresh),
+            lambda: open_folder(path, target_names, module, parts, ends.bucket, fresh),
             partial(_read_diagnostic, path),
             (Exception,),
         )
@@ -533,11 +544,11 @@ def _read(a: Any, b: object, optimizer: bool, bucket: int, fresh: bool = False) 
         names = _match_names(source, target)
         local = end.local() if end is not None else {}
         diagnose = partial(_read_diagnostic, path)
-        done.copied = read_folder(folder, names, ends.target, local, world.rank, diagnose)
+        traffic.copied = read_folder(folder, names, ends.target, local, world.rank, diagnose)
         if end is not None:
             end.drop_old_copies()
-    none = find_route((), world.size)
-    return replace(_result_of(none, done, ends.bucket, 0), tensors=len(ends.target.layouts))
+    no_route = find_route((), world.size)
+    return replace(_result_of(no_route, traffic, ends.bucket, 0), tensors=len(ends.target.layouts))
 
 
 def _model(b: object) -> tuple[nn.Module | None, bool]:
@@ -558,16 +569,16 @@ def _read_diagnostic(path: Path, error: BaseException) -> Diagnostic:
     )
 
 
-def _result_of(found: Route, done: Traffic, bucket: int, left: int) -> Transferred:
+def _result_of(route: Route, traffic: Traffic, bucket: int, unchanged: int) -> Transferred:
     return Transferred(
-        int(found.bytes.sum()),
-        int(found.bound.sum()),
-        found.messages(bucket),
-        sum(len(kind.names) for kind in found.kinds),
-        left,
-        done.sent,
-        done.received,
-        done.copied,
-        done.most,
-        found,
+        int(route.bytes.sum()),
+        int(route.bound.sum()),
+        route.messages(bucket),
+        sum(len(kind.names) for kind in route.kinds),
+        unchanged,
+        traffic.sent,
+        traffic.received,
+        traffic.copied,
+        traffic.most,
+        route,
     )

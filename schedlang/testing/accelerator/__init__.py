@@ -61,5 +61,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module `{__name__}` has no `{name}`")
     import importlib
 
-    home = next((home for home, names in _HOMES.items() if name in names), "simulation")
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    module = next((module for module, names in _HOMES.items() if name in names), "simulation")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -40,15 +40,15 @@ def register(core: Any) -> None:
 
 def _make_backend(options: Any, backend_options: Any) -> Any:
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    one = Communicator(
+    communicator = Communicator(
         options.store, options.group_rank, ranks, options.timeout, str(options.group_id)
     )
-    return State.core.SimBackend(options.group_rank, options.group_size, one)
+    return State.core.SimBackend(options.group_rank, options.group_size, communicator)
 
 
 def alive() -> int:
     """Return the number of communicators of this process that were not shut down."""
-    return sum(not one.closed for one in communicators)
+    return sum(not communicator.closed for communicator in communicators)
 
 
 class Communicator(Group):
@@ -62,37 +62,37 @@ class Communicator(Group):
         ins: Tensors,
         outs: Tensors,
         asynchronous: bool,
-        told: Any,
+        signature: Any,
         begin: Callable[..., Started],
-        *more: Any,
+        *args: Any,
     ) -> Work:
-        """Launch `begin` on staged tensors; ranks must agree on `told`."""
+        """Launch `begin` on staged tensors; ranks must agree on `signature`."""
         batched = self._batch is not None
-        work = Work(self, name, ins, outs, asynchronous or batched, told)
-        work.start(lambda: begin(self.gloo, work.staged_in, work.staged_out, *more))
+        work = Work(self, name, ins, outs, asynchronous or batched, signature)
+        work.start(lambda: begin(self.gloo, work.staged_in, work.staged_out, *args))
         if self._batch is not None:
             self._batch.append(work)
         return work
 
     def all_reduce(self, tensors: Tensors, op: Any, asynchronous: bool) -> Work:
         """All-reduce (a sum, or another reduction) in place."""
-        given = "all_reduce", tensors, tensors, asynchronous, _describe_tensors(tensors, op)
-        return self._collective(*given, transfers.reduced, op)
+        call = "all_reduce", tensors, tensors, asynchronous, _describe_tensors(tensors, op)
+        return self._collective(*call, transfers.reduced, op)
 
     def reduce(self, tensors: Tensors, root: int, op: Any, asynchronous: bool) -> Work:
         """Reduce to one rank; the other ranks keep their tensors."""
-        given = "reduce", tensors, tensors, asynchronous, [*_describe_tensors(tensors, op), root]
-        return self._collective(*given, transfers.reduced_at, op, root)
+        call = "reduce", tensors, tensors, asynchronous, [*_describe_tensors(tensors, op), root]
+        return self._collective(*call, transfers.reduced_at, op, root)
 
     def broadcast(self, tensors: Tensors, root: int, asynchronous: bool) -> Work:
         """Broadcast the tensors of one rank."""
-        given = "broadcast", tensors, tensors, asynchronous, [*_describe_tensors(tensors), root]
-        return self._collective(*given, transfers.broadcast, root)
+        call = "broadcast", tensors, tensors, asynchronous, [*_describe_tensors(tensors), root]
+        return self._collective(*call, transfers.broadcast, root)
 
     def all_gather(self, outs: Sequence[Tensors], ins: Tensors, asynchronous: bool) -> Work:
         """All-gather one tensor of each rank, into a list."""
-        given = "all_gather", ins, outs[0], asynchronous, _describe_tensors(outs[0])
-        return self._collective(*given, transfers.gathered)
+        call = "all_gather", ins, outs[0], asynchronous, _describe_tensors(outs[0])
+        return self._collective(*call, transfers.gathered)
 
     def all_gather_into_tensor(self, outs: Tensors, ins: Tensors, asynchronous: bool) -> Work:
         """All-gather one tensor of each rank, into one tensor; the input may be a part of the
@@ -102,15 +102,15 @@ class Communicator(Group):
                 raise ValueError(
                     f"{BACKEND} all_gather_into_tensor: {_describe_tensors([x, y])} do not fit"
                 )
-        given = "all_gather_into_tensor", ins, outs, asynchronous, _describe_tensors(ins)
-        return self._collective(*given, transfers.gathered_into)
+        call = "all_gather_into_tensor", ins, outs, asynchronous, _describe_tensors(ins)
+        return self._collective(*call, transfers.gathered_into)
 
     def reduce_scatter(
         self, outs: Tensors, ins: Sequence[Tensors], op: Any, asynchronous: bool
     ) -> Work:
         """Reduce-scatter from a list."""
-        given = "reduce_scatter", ins[0], outs, asynchronous, _describe_tensors(ins[0], op)
-        return self._collective(*given, transfers.reduce_scattered_list, op)
+        call = "reduce_scatter", ins[0], outs, asynchronous, _describe_tensors(ins[0], op)
+        return self._collective(*call, transfers.reduce_scattered_list, op)
 
     def reduce_scatter_tensor(
         self, outs: Tensors, ins: Tensors, op: Any, asynchronous: bool
@@ -121,46 +121,46 @@ class Communicator(Group):
                 raise ValueError(
                     f"{BACKEND} reduce_scatter_tensor: {_describe_tensors([x, y])} do not fit"
                 )
-        given = "reduce_scatter_tensor", ins, outs, asynchronous, _describe_tensors(ins, op)
-        return self._collective(*given, transfers.reduce_scattered, op)
+        call = "reduce_scatter_tensor", ins, outs, asynchronous, _describe_tensors(ins, op)
+        return self._collective(*call, transfers.reduce_scattered, op)
 
     def all_to_all_single(
         self,
         out: Tensor,
-        given: Tensor,
+        tensor: Tensor,
         outs: Sequence[int],
         ins: Sequence[int],
         asynchronous: bool,
     ) -> Work:
         """All-to-all of parts of one tensor; parts are counted in rows."""
-        bytes_ = _part_bytes(given, ins, self.size), _part_bytes(out, outs, self.size)
-        what = "all_to_all_single", [given], [out], asynchronous, str(given.dtype)
-        return self._collective(*what, transfers.exchanged, *bytes_)
+        bytes_ = _part_bytes(tensor, ins, self.size), _part_bytes(out, outs, self.size)
+        call = "all_to_all_single", [tensor], [out], asynchronous, str(tensor.dtype)
+        return self._collective(*call, transfers.exchanged, *bytes_)
 
     def all_to_all(self, outs: Tensors, ins: Tensors, asynchronous: bool) -> Work:
         """All-to-all of lists."""
-        given = "all_to_all", ins, outs, asynchronous, str(ins[0].dtype)
-        return self._collective(*given, transfers.exchanged_list)
+        call = "all_to_all", ins, outs, asynchronous, str(ins[0].dtype)
+        return self._collective(*call, transfers.exchanged_list)
 
     def gather(self, outs: Sequence[Tensors], ins: Tensors, root: int, asynchronous: bool) -> Work:
         """Gather one tensor of each rank at one rank."""
         flat = list(outs[0]) if outs else []
-        given = "gather", ins, flat, asynchronous, [str(ins[0].dtype), root]
-        return self._collective(*given, transfers.gathered_at, root)
+        call = "gather", ins, flat, asynchronous, [str(ins[0].dtype), root]
+        return self._collective(*call, transfers.gathered_at, root)
 
     def scatter(self, outs: Tensors, ins: Sequence[Tensors], root: int, asynchronous: bool) -> Work:
         """Scatter one tensor to each rank from one rank."""
         flat = list(ins[0]) if ins else []
-        given = "scatter", flat, outs, asynchronous, [str(outs[0].dtype), root]
-        return self._collective(*given, transfers.scattered, root)
+        call = "scatter", flat, outs, asynchronous, [str(outs[0].dtype), root]
+        return self._collective(*call, transfers.scattered, root)
 
     def barrier(self, device: int, asynchronous: bool) -> Work:
         """Wait for all ranks; the host waits for its stream, too."""
         index = State.core.get_device() if device < 0 else device
         with torch._C.DisableTorchFunction():
             token = [torch.ones(1, device=torch.device("sim", index))]
-        given = "barrier", token, token, asynchronous, None
-        work = self._collective(*given, transfers.reduced, dist.ReduceOp.SUM)
+        call = "barrier", token, token, asynchronous, None
+        work = self._collective(*call, transfers.reduced, dist.ReduceOp.SUM)
         work.host_waits = True
         return work
 
@@ -180,8 +180,8 @@ class Communicator(Group):
             self._batch.append((kind, list(tensors), peer))
             return Together([], device, self.stream(device))
         key = self.size if self.eager else peer
-        work, one = self._staged(kind, tensors, peer, key)
-        work.transfer, work.item = one, Item([one])
+        work, transfer = self._staged(kind, tensors, peer, key)
+        work.transfer, work.item = transfer, Item([transfer])
         item = work.item
         if key == self.size:
             item.after = list(self.latest)
@@ -206,14 +206,14 @@ class Communicator(Group):
     def end_coalescing(self) -> Together:
         """Launch the batch: its sends and receives run concurrently."""
         batch, self._batch = self._batch or [], None
-        works = [one for one in batch if isinstance(one, Work)]
-        moved = [one for one in batch if not isinstance(one, Work)]
-        staged = [self._staged(kind, some, peer, self.size) for kind, some, peer in moved]
+        works = [entry for entry in batch if isinstance(entry, Work)]
+        moves = [entry for entry in batch if not isinstance(entry, Work)]
+        staged = [self._staged(kind, tensors, peer, self.size) for kind, tensors, peer in moves]
         if staged:
-            item = Item([one for _, one in staged])
+            item = Item([entry for _, entry in staged])
             item.after = list(self.latest)
-            for work, one in staged:
-                work.transfer, work.item = one, item
+            for work, entry in staged:
+                work.transfer, work.item = entry, item
                 works.append(work)
             self.whole.put(item)
         device = works[0].device if works else State.core.get_device()
@@ -228,11 +228,11 @@ class Communicator(Group):
         inside = [self.ranks[r] for r in ranks]
         timeout = datetime.timedelta(milliseconds=timeout)
         prefix = PrefixStore(f"split{'-'.join(map(str, inside))}", store)
-        made = Communicator(
+        communicator = Communicator(
             prefix, list(ranks).index(self.rank), inside, timeout, f"{self.name}/split"
         )
-        made.eager = self.eager
-        return made
+        communicator.eager = self.eager
+        return communicator
 
     def shutdown(self) -> None:
         """Close the communicator: nothing may be launched any more."""

@@ -50,8 +50,8 @@ def unavailable() -> str:
 
 
 def _compiler() -> str | None:
-    chosen = os.environ.get("CXX")
-    return shutil.which(chosen) if chosen else shutil.which("g++") or shutil.which("c++")
+    requested = os.environ.get("CXX")
+    return shutil.which(requested) if requested else shutil.which("g++") or shutil.which("c++")
 
 
 @cache
@@ -60,9 +60,9 @@ def library() -> Path:
     text = hashlib.sha256(repr((torch.__version__, torch.version.git_version, _FLAGS)).encode())
     for path in sorted(SOURCES.iterdir()):
         text.update(path.read_bytes())
-    chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
+    requested = os.environ.get("TORCH_EXTENSIONS_DIR")
     cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    root = Path(chosen) if chosen else Path(cache_home) / "schedlang"
+    root = Path(requested) if requested else Path(cache_home) / "schedlang"
     abi = sysconfig.get_config_var("SOABI")
     return root / f"{LIBRARY}-{torch.__version__}-{abi}-{text.hexdigest()[:16]}" / f"{LIBRARY}.so"
 
@@ -103,18 +103,18 @@ def _compile(target: Path) -> None:
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
     libraries += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        whole, made = Path(folder) / "whole.cpp", Path(folder) / target.name
+        source, built = Path(folder) / "whole.cpp", Path(folder) / target.name
         parts = sorted(SOURCES.glob("*.cpp"))
-        whole.write_text("".join(f'#include "{path}"\n' for path in parts))
-        named = f"-DTORCH_EXTENSION_NAME={LIBRARY}"
-        command = [compiler, "-shared", *_FLAGS, abi, named, *includes]
-        done = subprocess.run(
-            [*command, str(whole), "-o", str(made), *libraries], capture_output=True, text=True
+        source.write_text("".join(f'#include "{path}"\n' for path in parts))
+        definition = f"-DTORCH_EXTENSION_NAME={LIBRARY}"
+        command = [compiler, "-shared", *_FLAGS, abi, definition, *includes]
+        process = subprocess.run(
+            [*command, str(source), "-o", str(built), *libraries], capture_output=True, text=True
         )
-        if done.returncode:
-            errors = "\n".join(done.stderr.splitlines()[:40])
+        if process.returncode:
+            errors = "\n".join(process.stderr.splitlines()[:40])
             raise Unavailable(f"the simulated accelerator does not compile here:\n{errors}")
-        os.replace(made, target)
+        os.replace(built, target)
 
 
 # -- its names in torch ----------------------------------------------------------------------------
@@ -160,18 +160,18 @@ def _stream_classes(core: Any) -> tuple[type, type]:
     class Stream(torch.Stream):
         """A stream of the device, as `torch.cuda.Stream` is one of CUDA's."""
 
-        def __new__(cls, device: Any = None, priority: int = 0, **given: Any) -> Any:
-            if "stream_id" in given:
-                return super().__new__(cls, **given)
-            where = torch.device(NAME, _index(core, device))
-            return super().__new__(cls, device=where, priority=priority)
+        def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Any:
+            if "stream_id" in kwargs:
+                return super().__new__(cls, **kwargs)
+            target = torch.device(NAME, _index(core, device))
+            return super().__new__(cls, device=target, priority=priority)
 
     class Event(torch.Event):
         """An event of the device."""
 
         def __new__(cls, enable_timing: bool = False, blocking: bool = False, **_: Any) -> Any:
-            where = torch.device(NAME, core.get_device())
-            return super().__new__(cls, device=where, enable_timing=enable_timing)
+            target = torch.device(NAME, core.get_device())
+            return super().__new__(cls, device=target, enable_timing=enable_timing)
 
     return Stream, Event
 
@@ -235,8 +235,8 @@ def _module(core: Any) -> types.ModuleType:
 
 def _generators(core: Any, module: Any, index: Any) -> None:
     def every(seed: int) -> None:
-        for one in module.default_generators:
-            one.manual_seed(seed)
+        for generator in module.default_generators:
+            generator.manual_seed(seed)
 
     module.default_generators = [core.default_generator(i) for i in range(8)]
     module.manual_seed = lambda seed: core.default_generator(-1).manual_seed(seed)
@@ -269,8 +269,8 @@ def _memory(core: Any, module: Any, index: Any) -> None:
     module.reset_peak_memory_stats = lambda device=None: core.reset_peak(index(device))
 
     def statistics(device: Any = None) -> dict[str, int]:
-        now, peak = core.memory(index(device))
-        return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": peak}
+        current, peak = core.memory(index(device))
+        return {"allocated_bytes.all.current": current, "allocated_bytes.all.peak": peak}
 
     module.memory_stats = statistics
     module.empty_cache = lambda: None
@@ -283,7 +283,7 @@ def _assignable(core: Any) -> None:
     """
 
     def across(a: Any, b: Any) -> bool:
-        plain = type(a) in (torch.Tensor, torch.nn.Parameter)
-        return plain and {a.device.type, b.device.type} == {"cpu", NAME}
+        is_plain = type(a) in (torch.Tensor, torch.nn.Parameter)
+        return is_plain and {a.device.type, b.device.type} == {"cpu", NAME}
 
     patch_data_assignment(across, core.shallow_set)

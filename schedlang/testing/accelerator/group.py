@@ -126,17 +126,17 @@ class Work:
         ins: Sequence[Tensor],
         outs: Sequence[Tensor],
         asynchronous: bool,
-        told: Any = None,
+        signature: Any = None,
         device: int | None = None,
         queue: int | None = None,
     ) -> None:
         core = State.core
         self.group, self.name, self.outs = group, name, list(outs)
         self.device = group.checked(name, [*ins, *outs]) if device is None else device
-        now = core.current_stream(self.device)
-        self.stream = group.stream(self.device, queue) if asynchronous else now
+        current = core.current_stream(self.device)
+        self.stream = group.stream(self.device, queue) if asynchronous else current
         if asynchronous:
-            core.stream_waits(self.device, self.stream, core.snapshot(self.device, now))
+            core.stream_waits(self.device, self.stream, core.snapshot(self.device, current))
             stream = torch.Stream(
                 stream_id=self.stream, device_index=self.device, device_type=_KIND
             )
@@ -151,7 +151,7 @@ class Work:
                 core.alias(t.detach()).view(-1).view(torch.uint8).fill_(0xFF)
         self.clock = core.snapshot(self.device, self.stream)
         self.ticket = next(State.tickets)
-        self.number = group.describe(name, told, self.device)
+        self.number = group.describe(name, signature, self.device)
         self.item: Item | None = None
         self.transfer: Transfer | None = None
         self.gloo: list[Any] = []
@@ -200,10 +200,10 @@ class Work:
         """Order the current stream after this operation."""
         core = State.core
         self.publish()
-        now = core.current_stream(self.device)
-        core.stream_waits(self.device, now, self.clock)
+        current = core.current_stream(self.device)
+        core.stream_waits(self.device, current, self.clock)
         if self.host_waits:
-            core.synchronise("barrier", self.device, now)
+            core.synchronise("barrier", self.device, current)
         return True
 
     def is_completed(self) -> bool:
@@ -339,33 +339,33 @@ class Group:
                     work.publish()
                     break
 
-    def describe(self, name: str, told: Any, device: int) -> int:
+    def describe(self, name: str, signature: Any, device: int) -> int:
         """Write this rank's launch to the table, and return its number."""
         if name in ("send", "recv"):
             return 0
         number = next(self._numbers)
-        self.board.write(number % RING, [number, name, told, device])
+        self.board.write(number % RING, [number, name, signature, device])
         return number
 
     def compare(self, work: Work) -> None:
         """Check that all ranks that have arrived launched the same, each on its own device."""
         if not work.number:
             return
-        ours = self.board.read(self.rank, work.number % RING)
-        if ours is None or ours[0] != work.number:
+        own = self.board.read(self.rank, work.number % RING)
+        if own is None or own[0] != work.number:
             return
         for rank in range(self.size):
-            theirs = self.board.read(rank, work.number % RING)
-            if rank == self.rank or theirs is None or theirs[0] != work.number:
+            peer = self.board.read(rank, work.number % RING)
+            if rank == self.rank or peer is None or peer[0] != work.number:
                 continue
-            if theirs[1:3] != ours[1:3]:
+            if peer[1:3] != own[1:3]:
                 raise Mismatch(
                     f"{BACKEND}: collective number {work.number} of {self} differs: rank "
-                    f"{self.ranks[self.rank]} has {_describe_row(ours)}, rank {self.ranks[rank]} "
-                    f"has {_describe_row(theirs)}"
+                    f"{self.ranks[self.rank]} has {_describe_row(own)}, rank {self.ranks[rank]} "
+                    f"has {_describe_row(peer)}"
                 )
-            if theirs[3] == ours[3]:
-                raise Mismatch(self._duplicate_text(rank, ours[3]))
+            if peer[3] == own[3]:
+                raise Mismatch(self._duplicate_text(rank, own[3]))
 
     def _fail_with(self, text: str) -> Mismatch:
         error = Mismatch(text)
@@ -437,16 +437,16 @@ class Group:
             if work.item.error is not None:
                 raise work.item.error
             return True
-        for one in work.gloo:
-            if one.is_completed():
-                one.wait()
+        for gloo_work in work.gloo:
+            if gloo_work.is_completed():
+                gloo_work.wait()
                 continue
             try:
-                one.wait(_SLICE)
+                gloo_work.wait(_SLICE)
             except RuntimeError:
-                if not one.is_completed():
+                if not gloo_work.is_completed():
                     return False
-                one.wait()  # raises its error, or it ended just now
+                gloo_work.wait()  # raises its error, or it ended just now
         return True
 
     def _blockers(self, work: Work) -> list[int]:
@@ -459,16 +459,16 @@ class Group:
                 return []
             if head.transfers:
                 return [one.peer for one in head.transfers if not self._peer_is_ready(one, key)]
-            for other in list(State.open.values()):
-                work = other if other.item is head else work
+            for waiting in list(State.open.values()):
+                work = waiting if waiting.item is head else work
         last = work.number
         if not last:
             return []
         behind = []
         for rank in range(self.size):
-            theirs = self.board.read(rank, last % RING)
+            row = self.board.read(rank, last % RING)
             ahead = rank != self.rank and self.board.read(rank, RING + self.size)
-            if theirs is None or theirs[0] < last or ahead:  # there a transfer comes first
+            if row is None or row[0] < last or ahead:  # there a transfer comes first
                 behind.append(rank)
         return behind
 
@@ -478,13 +478,13 @@ class Group:
                 return queue, key
         return None, 0
 
-    def _peer_is_ready(self, one: Transfer, key: int) -> bool:
+    def _peer_is_ready(self, transfer: Transfer, key: int) -> bool:
         """Return whether the other side is at the head of its queue, too."""
-        opposite = "recv" if one.kind == "send" else "send"
+        opposite = "recv" if transfer.kind == "send" else "send"
         column = RING + (self.size if key == self.size else self.rank)
-        theirs = self.board.read(one.peer, column)
-        wanted = [opposite, self.rank, one.number]
-        return theirs is not None and any(other[:3] == wanted for other in theirs)
+        peer_head = self.board.read(transfer.peer, column)
+        expected = [opposite, self.rank, transfer.number]
+        return peer_head is not None and any(entry[:3] == expected for entry in peer_head)
 
     def _publish_wait(self, work: Work) -> None:
         """Write which ranks this rank waits for; other ranks follow these entries."""
@@ -493,7 +493,7 @@ class Group:
             queue, _ = self._queue_of(work.item)
             head = queue.head() if queue is not None else None
             if head is not None and head is not work.item:
-                first = "; ".join(str(one) for one in head.transfers)
+                first = "; ".join(str(transfer) for transfer in head.transfers)
                 text += f", behind {first}"
         blockers = [self.ranks[r] for r in self._blockers(work)]
         if State.world is not None:
@@ -516,19 +516,19 @@ class Group:
     def _waiting_ranks(self) -> dict[int, Any] | None:
         """Return all ranks reachable from this one, if each of them waits for another; else
         None."""
-        found: dict[int, Any] = {}
+        waiting: dict[int, Any] = {}
         todo = [State.me]
         assert State.world is not None
         while todo:
             rank = todo.pop()
-            if rank in found:
+            if rank in waiting:
                 continue
             row = State.world.read(rank, 0)
             if row is None or not row[2]:
                 return None
-            found[rank] = row
+            waiting[rank] = row
             todo += row[2]
-        return found
+        return waiting
 
     # ---- queues -----------------------------------------------------------------------------
 

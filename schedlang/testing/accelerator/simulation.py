@@ -31,8 +31,8 @@ class Side:
 
     def __str__(self) -> str:
         does = "writes" if self.write else "reads"
-        at = f"\n      at {self.place}" if self.place else ""
-        return f"{self.op} {does} {self.tensor} on {self.stream}{at}"
+        location = f"\n      at {self.place}" if self.place else ""
+        return f"{self.op} {does} {self.tensor} on {self.stream}{location}"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Report:
     def __str__(self) -> str:
         on = "" if self.rank is None else f" on rank {self.rank}"
         times = f" ({self.count} times)" if self.count > 1 else ""
-        says = {
+        explanation = {
             "race": "nothing orders the second of these after the first",
             "reuse": "memory was freed, and may be taken again while another stream uses it: "
             "no record_stream and no order",
@@ -62,7 +62,7 @@ class Report:
             "early use": "the host did not wait for the copy",
         }[self.kind]
         return (
-            f"{self.kind}{on}: {says}{times}\n   1. {self.first}\n   2. {self.second}\n"
+            f"{self.kind}{on}: {explanation}{times}\n   1. {self.first}\n   2. {self.second}\n"
             f"   memory: {self.memory}"
         )
 
@@ -71,9 +71,11 @@ class Raced(AssertionError):
     """Raised by `check`; `reports` are all reports."""
 
     def __init__(self, reports: Sequence[Report]) -> None:
-        more = f"\n... and {len(reports) - 8} more" if len(reports) > 8 else ""
-        some = "\n".join(str(one) for one in reports[:8])
-        super().__init__(f"{len(reports)} report(s) of the simulated accelerator\n{some}{more}")
+        suffix = f"\n... and {len(reports) - 8} more" if len(reports) > 8 else ""
+        listing = "\n".join(str(report) for report in reports[:8])
+        super().__init__(
+            f"{len(reports)} report(s) of the simulated accelerator\n{listing}{suffix}"
+        )
         self.reports = tuple(reports)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -129,8 +131,8 @@ class Simulation:
     def check(self) -> None:
         """Wait for the device, and raise `Raced` if there is a report."""
         self.settle()
-        if found := self.reports():
-            raise Raced(found)
+        if reports := self.reports():
+            raise Raced(reports)
 
     def settle(self) -> None:
         """Wait for all pending work, without counting it as a synchronisation."""
@@ -140,7 +142,7 @@ class Simulation:
 
     def synchronisations(self) -> list[Synchronisation]:
         """Return each wait of the host for the device, in order."""
-        return [Synchronisation(*one) for one in self._core.synchronisations()]
+        return [Synchronisation(*record) for record in self._core.synchronisations()]
 
     def operations(self) -> list[Operation]:
         """Return each launch, in the order of the host; needs `simulated(timeline=True)`."""
@@ -149,15 +151,15 @@ class Simulation:
             for name, index, stream, time, clock, place, label in self._core.operations()
         ]
 
-    def matching(self, wanted: str | Callable[[Operation], bool]) -> list[Operation]:
+    def matching(self, pattern: str | Callable[[Operation], bool]) -> list[Operation]:
         """Return the operations whose name, place or label contains a text, or that a function
         accepts."""
-        if callable(wanted):
-            return [one for one in self.operations() if wanted(one)]
+        if callable(pattern):
+            return [operation for operation in self.operations() if pattern(operation)]
         return [
-            one
-            for one in self.operations()
-            if any(wanted in text for text in (one.name, one.place, one.label))
+            operation
+            for operation in self.operations()
+            if any(pattern in text for text in (operation.name, operation.place, operation.label))
         ]
 
     def could_overlap(
@@ -169,8 +171,8 @@ class Simulation:
 
     def memory(self, device: int = 0) -> tuple[int, int]:
         """Return the bytes allocated on a device, and the peak since the last reset."""
-        now, peak = self._core.memory(device)
-        return now, peak
+        in_use, peak = self._core.memory(device)
+        return in_use, peak
 
     def reset(self) -> None:
         """Drop all findings, and treat everything launched so far as done."""
@@ -195,8 +197,8 @@ class Simulation:
             yield
         finally:
             self._core.set_check(check)
-        if found := [one for one in self.reports()[before:] if one.kind == "early use"]:
-            raise Raced(found)
+        if early := [report for report in self.reports()[before:] if report.kind == "early use"]:
+            raise Raced(early)
 
     @contextlib.contextmanager
     def no_synchronisation(self) -> Iterator[None]:
@@ -315,13 +317,13 @@ def spawn(
         "timeline": timeline,
         "lines": lines,
     }
-    found = _ranks().run(
+    answers = _ranks().run(
         _on_rank, ranks, fn, args, options, timeout=timeout, environ=dict(environ or {})
     )
-    reports = [report for _, some in found for report in some]
+    reports = [report for _, rank_reports in answers for report in rank_reports]
     if check and reports:
         raise Raced(reports)
-    return [result for result, _ in found]
+    return [result for result, _ in answers]
 
 
 def current() -> Any:
@@ -381,14 +383,14 @@ def _on_rank(fn: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str
         try:
             result = fn(*args)
             simulation.settle()
-            reports = [replace(one, rank=rank) for one in simulation.reports()]
+            reports = [replace(report, rank=rank) for report in simulation.reports()]
             _wait_for_all(store, "done", size)
         finally:
             _here = None
             if dist.is_initialized():
                 dist.destroy_process_group()
-    again = PrefixStore("after", store)
-    dist.init_process_group("gloo", store=again, rank=rank, world_size=size)  # as before
+    after_store = PrefixStore("after", store)
+    dist.init_process_group("gloo", store=after_store, rank=rank, world_size=size)  # as before
     return result, reports
 
 

@@ -46,19 +46,19 @@ def _all_reduce(gloo: Any, tensor: Tensor, op: Any) -> tuple[list[Any], Finish, 
     average = kind == kinds.AVG
     if kind == kinds.PREMUL_SUM:
         raise NotImplementedError("simccl: PREMUL_SUM is not simulated")
-    made = tensor.to(_WIDER.get(tensor.dtype, tensor.dtype), copy=True).view(-1)
+    result = tensor.to(_WIDER.get(tensor.dtype, tensor.dtype), copy=True).view(-1)
     options: Any = c10d.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.SUM if average else op
-    works = [gloo.allreduce([made], options)] if made.numel() else []
+    works = [gloo.allreduce([result], options)] if result.numel() else []
 
     def finish() -> None:
         if average:
-            if made.is_floating_point() or made.is_complex():
-                made.div_(gloo.size())
+            if result.is_floating_point() or result.is_complex():
+                result.div_(gloo.size())
             else:
-                made.copy_(made.div(gloo.size(), rounding_mode="trunc"))
+                result.copy_(result.div(gloo.size(), rounding_mode="trunc"))
 
-    return works, finish, made
+    return works, finish, result
 
 
 def reduced(gloo: Any, ins: Tensors, outs: Tensors, op: Any) -> Started:
@@ -90,8 +90,8 @@ def reduce_scattered(gloo: Any, ins: Tensors, outs: Tensors, op: Any) -> Started
 def reduce_scattered_list(gloo: Any, ins: Tensors, outs: Tensors, op: Any) -> Started:
     """Reduce-scatter a list of inputs, whose sizes may differ."""
     start = sum(t.numel() for t in ins[: gloo.rank()])
-    whole = [torch.cat([t.reshape(-1) for t in ins])]
-    return _reduce_parts(gloo, whole, outs, op, lambda y: slice(start, start + y.numel()))
+    joined = [torch.cat([t.reshape(-1) for t in ins])]
+    return _reduce_parts(gloo, joined, outs, op, lambda y: slice(start, start + y.numel()))
 
 
 def _reduce_parts(
@@ -101,14 +101,14 @@ def _reduce_parts(
     works: list[Any] = []
     ends = []
     for x, y in zip(ins, outs):
-        some, finish, made = _all_reduce(gloo, x, op)
-        works += some
-        ends.append((finish, made, y))
+        started, finish, result = _all_reduce(gloo, x, op)
+        works += started
+        ends.append((finish, result, y))
 
     def finish_all() -> None:
-        for finish, made, y in ends:
+        for finish, result, y in ends:
             finish()
-            y.view(-1).copy_(made[part(y)])
+            y.view(-1).copy_(result[part(y)])
 
     return works, finish_all
 
@@ -206,11 +206,18 @@ class Transfer:
     direction."""
 
     def __init__(
-        self, kind: str, staged: Tensor, device: int, peer: int, number: int, base: int, whom: int
+        self,
+        kind: str,
+        staged: Tensor,
+        device: int,
+        peer: int,
+        number: int,
+        base: int,
+        peer_rank: int,
     ) -> None:
         self.kind, self.staged, self.peer, self.number = kind, staged, peer, number
         self.device = device
-        self.whom = whom  # the peer's rank in the world
+        self.whom = peer_rank  # the peer's rank in the world
         self.tag = base + 2 * number  # NCCL matches by order, gloo by this tag
         self.dtype = str(staged.dtype).removeprefix("torch.")
 
@@ -293,9 +300,11 @@ class Queue:
             return
         self._exchange_headers(item.transfers)
         moves = [
-            (send if one.kind == "send" else receive)(self._gloo, one.staged, one.peer, one.tag)
-            for one in item.transfers
-            if one.staged.numel()
+            (send if transfer.kind == "send" else receive)(
+                self._gloo, transfer.staged, transfer.peer, transfer.tag
+            )
+            for transfer in item.transfers
+            if transfer.staged.numel()
         ]
         for work in moves:
             work.wait()
@@ -304,32 +313,32 @@ class Queue:
         """Exchange size and dtype of each transfer with its peer; raise on both sides if they
         differ."""
         greetings = []
-        for one in ones:
-            code = [one.staged.numel(), one.staged.element_size(), one.device]
-            ours = torch.tensor([*code, sum(map(ord, one.dtype))])
-            theirs = torch.empty_like(ours)
-            first, second = one.tag + 1, one.tag + (1 << 20) + 1
-            out, back = (first, second) if one.kind == "send" else (second, first)
+        for transfer in ones:
+            code = [transfer.staged.numel(), transfer.staged.element_size(), transfer.device]
+            own_header = torch.tensor([*code, sum(map(ord, transfer.dtype))])
+            peer_header = torch.empty_like(own_header)
+            first, second = transfer.tag + 1, transfer.tag + (1 << 20) + 1
+            out, reply_tag = (first, second) if transfer.kind == "send" else (second, first)
             works = [
-                self._gloo.send([ours], one.peer, out),
-                self._gloo.recv([theirs], one.peer, back),
+                self._gloo.send([own_header], transfer.peer, out),
+                self._gloo.recv([peer_header], transfer.peer, reply_tag),
             ]
-            greetings.append((one, ours, theirs, works))
-        for one, ours, theirs, works in greetings:
+            greetings.append((transfer, own_header, peer_header, works))
+        for transfer, own_header, peer_header, works in greetings:
             for work in works:
                 work.wait()
-            if theirs[2] == ours[2]:
-                raise DuplicateDevice(one.peer, int(ours[2]))
-            if theirs[0] != ours[0] or theirs[3] != ours[3]:
-                raise Unequal(one, int(theirs[0]), int(theirs[0] * theirs[1]))
+            if peer_header[2] == own_header[2]:
+                raise DuplicateDevice(transfer.peer, int(own_header[2]))
+            if peer_header[0] != own_header[0] or peer_header[3] != own_header[3]:
+                raise Unequal(transfer, int(peer_header[0]), int(peer_header[0] * peer_header[1]))
 
 
 class Unequal(Exception):
     """Raised for a transfer whose two ends have different sizes or dtypes."""
 
-    def __init__(self, one: Transfer, numel: int, size: int) -> None:
-        super().__init__(str(one), one.peer, numel, size)
-        self.one, self.peer, self.numel, self.bytes = str(one), one.peer, numel, size
+    def __init__(self, transfer: Transfer, numel: int, size: int) -> None:
+        super().__init__(str(transfer), transfer.peer, numel, size)
+        self.one, self.peer, self.numel, self.bytes = str(transfer), transfer.peer, numel, size
 
 
 class DuplicateDevice(Exception):

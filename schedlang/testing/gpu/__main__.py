@@ -48,10 +48,10 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
-def main(words: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Examine the device, print and write the results; return the exit code."""
     parser = options()
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
 
     import torch
 
@@ -79,21 +79,21 @@ def main(words: list[str] | None = None) -> int:
         print(f"{time.monotonic() - start:5.0f} s  {line}", file=out, flush=True)
 
     setup = Setup(arguments.device, size)
-    found = driver.examine(setup, parts, say, patience)
-    place = page.here(setup, [part.name for part, _ in parts], time.monotonic() - start)
-    bad = sum(one.bad for one in found)
-    say(f"{len(found)} cases: {page.counted(found)}")
-    late = sum(one.outcome == "late" for one in found)
+    results = driver.examine(setup, parts, say, patience)
+    env = page.here(setup, [part.name for part, _ in parts], time.monotonic() - start)
+    bad = sum(result.bad for result in results)
+    say(f"{len(results)} cases: {page.counted(results)}")
+    late = sum(result.outcome == "late" for result in results)
     if late:
-        were = "case was" if late == 1 else "cases were"
-        say(f"{late} {were} not run for want of time: `--patience {2 * patience:g}` gives more")
+        noun = "case was" if late == 1 else "cases were"
+        say(f"{late} {noun} not run for want of time: `--patience {2 * patience:g}` gives more")
     target = arguments.out or (None if rehearsed else PAGE)
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(page.page(place, found))
+        target.write_text(page.page(env, results))
         say(f"written: {target}")
     if arguments.json:
-        print(json.dumps({"here": vars(place), "found": [one.plain() for one in found]}))
+        print(json.dumps({"here": vars(env), "found": [result.plain() for result in results]}))
     return 1 if bad else 3 if late else 0
 
 

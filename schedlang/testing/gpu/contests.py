@@ -75,8 +75,8 @@ class Contest:
         """Return the leaves: equal values at every call."""
         scales = self.scale or (1.0,) * len(self.shapes)
         return tuple(
-            (_random_tensor(shape, place, device) * scale).to(dtype)
-            for place, (shape, scale) in enumerate(zip(self.shapes, scales, strict=True))
+            (_random_tensor(shape, index, device) * scale).to(dtype)
+            for index, (shape, scale) in enumerate(zip(self.shapes, scales, strict=True))
         )
 
 
@@ -88,17 +88,17 @@ def _random_tensor(shape: Sequence[int], seed: int, device: torch.device | str) 
     return torch.randn(shape, generator=generator, device=device)
 
 
-def _as_tuple(made: Any) -> tuple[Tensor, ...]:
-    return (made,) if isinstance(made, Tensor) else tuple(made)
+def _as_tuple(results: Any) -> tuple[Tensor, ...]:
+    return (results,) if isinstance(results, Tensor) else tuple(results)
 
 
 def _random_grads(results: Sequence[Tensor]) -> list[Tensor]:
     """Return a gradient for each result, equal for every implementation and dtype."""
-    found = []
-    for place, y in enumerate(results):
-        grad = _random_tensor(y.shape, 10 + place, y.device)
-        found.append(grad.bfloat16().to(y.dtype) if y.ndim else torch.ones_like(y))
-    return found
+    grads = []
+    for index, y in enumerate(results):
+        grad = _random_tensor(y.shape, 10 + index, y.device)
+        grads.append(grad.bfloat16().to(y.dtype) if y.ndim else torch.ones_like(y))
+    return grads
 
 
 def work_of(contest: Contest, way: str, device: str) -> Work:
@@ -111,10 +111,10 @@ def work_of(contest: Contest, way: str, device: str) -> Work:
 
 def results_of(function: Function, leaves: Sequence[Tensor]) -> list[Tensor]:
     """Return results and gradients of one run."""
-    held = [leaf.clone().requires_grad_() for leaf in leaves]
-    made = _as_tuple(function(*held))
-    grads = torch.autograd.grad(made, held, _random_grads(made))
-    return [y.detach() for y in made] + list(grads)
+    copies = [leaf.clone().requires_grad_() for leaf in leaves]
+    results = _as_tuple(function(*copies))
+    grads = torch.autograd.grad(results, copies, _random_grads(results))
+    return [y.detach() for y in results] + list(grads)
 
 
 def judged(contest: Contest, device: str, dtype: torch.dtype = torch.bfloat16) -> list[Comparison]:
@@ -122,72 +122,77 @@ def judged(contest: Contest, device: str, dtype: torch.dtype = torch.bfloat16) -
     leaves = contest.leaves(device, dtype)
     ours, eager = (results_of(contest.ways[way], leaves) for way in ("ours", "eager"))
     exact = results_of(contest.ways["eager"], [leaf.double() for leaf in leaves])
-    names = [f"{contest.name} {place}" for place in range(len(ours))]
-    return [compare_tensor(*each) for each in zip(names, ours, eager, exact, strict=True)]
+    names = [f"{contest.name} {index}" for index in range(len(ours))]
+    return [compare_tensor(*tensors) for tensors in zip(names, ours, eager, exact, strict=True)]
 
 
 def cases(setup: Setup) -> list[Case]:
     """Return a case for each computation, with all implementations available here."""
-    return [Case(one.name, partial(contested, one, setup)) for one in contests(sizes_of(setup))]
+    return [
+        Case(contest.name, partial(contested, contest, setup))
+        for contest in contests(sizes_of(setup))
+    ]
 
 
-def contested(one: Contest, setup: Setup) -> Told:
+def contested(contest: Contest, setup: Setup) -> Told:
     """Compare ours with float64, then time all implementations; raise if ours fails or is wrong."""
     if not (setup.timed or setup.device == "cpu"):
         raise Skipped("neither Triton nor inductor compiles for this device")
-    found = judged(one, setup.device)
-    share = max(each.error / each.allowed for each in found)
-    if bad := [each for each in found if not each.ok]:
+    comparisons = judged(contest, setup.device)
+    share = max(comparison.error / comparison.allowed for comparison in comparisons)
+    if bad := [comparison for comparison in comparisons if not comparison.ok]:
         raise Wrong(f"{bad[0].name} is {bad[0].error:.2g} off, allowed {bad[0].allowed:.2g}")
     cleared(setup.device)
     seconds: dict[str, float] = {}
     peak: dict[str, int] = {}
     failed: dict[str, str] = {}
-    for way in one.ways:
+    for way in contest.ways:
         try:
-            if (measured := _measure(one, way, setup)) is not None:
+            if (measured := _measure(contest, way, setup)) is not None:
                 seconds[way], peak[way] = measured
         except Exception as error:  # a peer may fail here; an error of ours is raised
             if way == "ours":
                 raise
             failed[way] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
         cleared(setup.device)
-    numbers: dict[str, Any] = {"shapes": one.shapes, "share": share, "seconds": seconds}
+    numbers: dict[str, Any] = {"shapes": contest.shapes, "share": share, "seconds": seconds}
     numbers |= {"peak": peak, "failed": failed}
-    notes = [f"ran {', '.join(way for way in one.ways if way not in failed)}"]
+    notes = [f"ran {', '.join(way for way in contest.ways if way not in failed)}"]
     if setup.timed:
-        numbers["floor"] = floor = floor_of(one, setup)
+        numbers["floor"] = floor = floor_of(contest, setup)
         ours = seconds["ours"]
         notes = [f"{ours * 1e6:.0f} us, floor {floor * 1e6:.0f} us"]
         notes += [
-            f"{way} {s / ours:.2f} times as long" for way, s in seconds.items() if way != "ours"
+            f"{way} {time / ours:.2f} times as long"
+            for way, time in seconds.items()
+            if way != "ours"
         ]
-    notes += [f"{way} failed: {why}" for way, why in failed.items()]
+    notes += [f"{way} failed: {reason}" for way, reason in failed.items()]
     return Told("; ".join(notes), numbers)
 
 
-def _measure(one: Contest, way: str, setup: Setup) -> tuple[float, int] | None:
+def _measure(contest: Contest, way: str, setup: Setup) -> tuple[float, int] | None:
     """Return seconds and bytes; None where nothing is timed, after one run."""
-    work = work_of(one, way, setup.device)
+    work = work_of(contest, way, setup.device)
     if not setup.timed:
         work()
         return None
     return median(work, setup.pick(20, 5, 1)), extra_peak(work)
 
 
-def floor_of(one: Contest, setup: Setup) -> float:
+def floor_of(contest: Contest, setup: Setup) -> float:
     """Return the minimal seconds of any implementation: for its bytes, or for its multiplications.
 
     Bytes are those of inputs, results, and the gradients of both, moved once.
     """
-    results = results_of(one.ways["eager"], one.leaves(setup.device))
-    count = len(results) - len(one.shapes)
-    moved = 2 * sum(result.nbytes for result in results[:count])
-    moved += 2 * sum(grad.nbytes for grad in results[count:])
+    results = results_of(contest.ways["eager"], contest.leaves(setup.device))
+    count = len(results) - len(contest.shapes)
+    nbytes = 2 * sum(result.nbytes for result in results[:count])
+    nbytes += 2 * sum(grad.nbytes for grad in results[count:])
     del results
     cleared(setup.device)
     copied, multiplied = rates(setup.size == "quick")
-    return max(moved / copied, one.flops / multiplied)
+    return max(nbytes / copied, contest.flops / multiplied)
 
 
 def contest(
@@ -202,8 +207,8 @@ def contest(
 ) -> Contest:
     """Make a contest of all installed implementations; the eager one is also compiled."""
     compiled = torch.compile(eager, dynamic=False, backend=sizes.backend)
-    every = {"ours": ours, "eager": eager, "compile": compiled} | peers
-    ways = {way: function for way, function in every.items() if function is not None}
+    implementations = {"ours": ours, "eager": eager, "compile": compiled} | peers
+    ways = {way: function for way, function in implementations.items() if function is not None}
     return Contest(name, ways, shapes, scale, flops)
 
 
@@ -239,7 +244,7 @@ def contests(sizes: Sizes) -> Iterator[Contest]:
 def _norms(sizes: Sizes) -> Iterator[Contest]:
     line, row = (sizes.rows, sizes.width), (sizes.width,)
     rms, centred = liger_of("liger_rms_norm"), liger_of("liger_layer_norm")
-    both = liger_of("liger_fused_add_rms_norm")
+    fused = liger_of("liger_fused_add_rms_norm")
     form, layer = norm.Form(eps=1e-5, rounding="early"), norm.Form(True, 1e-5)
     lever = norm.Form(eps=1e-5, rounding="early", act="silu", first=True)
     yield contest(
@@ -271,7 +276,7 @@ def _norms(sizes: Sizes) -> Iterator[Contest]:
         (line, line, row),
         lambda a, b, w: norm.add_norm(a, b, w, None, form),
         lambda a, b, w: norm.add_reference(a, b, w, None, form),
-        liger=both and (lambda a, b, w: both(a, b, w, 1e-5)[::-1]),
+        liger=fused and (lambda a, b, w: fused(a, b, w, 1e-5)[::-1]),
     )
 
 
@@ -282,12 +287,12 @@ def _rotation(sizes: Sizes) -> Contest:
     angle = torch.rand((1, tokens, width // 2), generator=generator).repeat(1, 1, 2)
     cos, sin = (t.to(sizes.device, torch.bfloat16) for t in (angle.cos(), angle.sin()))
     form = rope.Form(heads=2)
-    theirs = liger_of("liger_rope")
+    liger_rope = liger_of("liger_rope")
 
     def liger(q: Tensor, k: Tensor) -> list[Tensor]:
         # Liger rotates its inputs in place: it has its own leaves, whose norms do not change
-        made = theirs(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-        return [y.transpose(1, 2) for y in made]
+        rotated = liger_rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return [y.transpose(1, 2) for y in rotated]
 
     return contest(
         sizes,
@@ -295,7 +300,7 @@ def _rotation(sizes: Sizes) -> Contest:
         tuple((1, tokens, n, width) for n in sizes.heads),
         lambda q, k: rope.rotate(q, k, cos, sin, width, form),
         lambda q, k: [rope.reference(x, cos, sin, width, form) for x in (q, k)],
-        liger=theirs and liger,
+        liger=liger_rope and liger,
     )
 
 
@@ -308,7 +313,7 @@ def chain(sizes: Sizes, rows: int, width: int) -> Contest:
 
     declare_function("schedlang.testing.gpu.chain", plain, "fp32")
     line = (rows, width)
-    ours = lambda *given: apply_function("schedlang.testing.gpu.chain", given, 1)[0]  # noqa: E731
+    ours = lambda *args: apply_function("schedlang.testing.gpu.chain", args, 1)[0]  # noqa: E731
     return contest(sizes, "rowwise bias-gelu-residual", (line, line, (width,)), ours, plain)
 
 

@@ -47,8 +47,9 @@ def cases(setup: Setup) -> list[Case]:
     # unwritten memory becomes NaN; operators without a deterministic form still run
     torch.use_deterministic_algorithms(True, warn_only=True)
     sizes = contests.sizes_of(setup)
-    every = [
-        Case(_case_name(one), functools.partial(_check_kernel, one, setup)) for one in checks(sizes)
+    kernel_cases = [
+        Case(_case_name(case), functools.partial(_check_kernel, case, setup))
+        for case in checks(sizes)
     ]
     chains = [
         Case(
@@ -58,19 +59,19 @@ def cases(setup: Setup) -> list[Case]:
         for dtype in TYPES
         for rows, width in ((sizes.rows, sizes.width), (3, sizes.width - 3))
     ]
-    return every + chains
+    return kernel_cases + chains
 
 
 def checks(sizes: contests.Sizes) -> list[Any]:
     """Return cases of each kernel in each dtype: of a size that fills a GPU, and ragged ones."""
-    found = [
+    all_cases = [
         case
         for dtype in TYPES
         for case in (*_regular_cases(sizes, dtype), *_ragged_cases(sizes, dtype))
     ]
     if sizes.device == "cuda":  # torch's kernels and packages, which have no interpreter
-        found += _package_cases(sizes)
-    return found
+        all_cases += _package_cases(sizes)
+    return all_cases
 
 
 def _regular_cases(sizes: contests.Sizes, dtype: str) -> Iterator[Any]:
@@ -124,33 +125,37 @@ class Blind(check.Case):
 
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
         """Return the tensors to differentiate by, in float32."""
-        few = (self.shape[0], self.keys, *self.shape[2:])
-        return {"query": normal(*self.shape), "key": normal(*few), "value": normal(*few)}
+        key_shape = (self.shape[0], self.keys, *self.shape[2:])
+        return {
+            "query": normal(*self.shape),
+            "key": normal(*key_shape),
+            "value": normal(*key_shape),
+        }
 
-    def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
+    def run(self, tensors: dict[str, Tensor], kernel: bool) -> Tensor:
         """Run torch's kernel as `replace_kernel(sdpa)` does, or attention written out."""
-        q, k, v = lines = given["query"], given["key"], given["value"]
+        q, k, v = lines = tensors["query"], tensors["key"], tensors["value"]
         mask = self._mask(q)
         if not kernel:
             return reference(AttentionCall(q, k, v, ScoreRule(), mask))
         count_run("torch")
-        found, groups = find_hidden_keys(mask), q.shape[1] // k.shape[1]
+        hidden, groups = find_hidden_keys(mask), q.shape[1] // k.shape[1]
         keys, values = (x.repeat_interleave(groups, 1) for x in (k, v))
-        seeing = replace_blind_queries(q, found)
-        out = F.scaled_dot_product_attention(seeing, keys, values, found.mask)
+        masked_query = replace_blind_queries(q, hidden)
+        out = F.scaled_dot_product_attention(masked_query, keys, values, hidden.mask)
         contiguous = out.transpose(1, 2).contiguous()
-        return add_blind_key_gradients(contiguous, lines, found, None).transpose(1, 2)
+        return add_blind_key_gradients(contiguous, lines, hidden, None).transpose(1, 2)
 
-    def _mask(self, like: Tensor) -> Tensor:
+    def _mask(self, query: Tensor) -> Tensor:
         rows, _, length, _ = self.shape
-        seen = torch.ones(rows, 1, length, length, dtype=torch.bool, device=like.device)
+        allowed = torch.ones(rows, 1, length, length, dtype=torch.bool, device=query.device)
         if self.padded == "row":
-            seen[-1] = False
+            allowed[-1] = False
         else:
-            seen = seen.tril()
-            seen[-1, :, :, : length // 3] = False
-        lowest = torch.finfo(like.dtype).min
-        return torch.zeros_like(seen, dtype=like.dtype).masked_fill(~seen, lowest)
+            allowed = allowed.tril()
+            allowed[-1, :, :, : length // 3] = False
+        lowest = torch.finfo(query.dtype).min
+        return torch.zeros_like(allowed, dtype=query.dtype).masked_fill(~allowed, lowest)
 
 
 def _package_cases(sizes: contests.Sizes) -> Iterator[Any]:
@@ -170,37 +175,37 @@ def _package_cases(sizes: contests.Sizes) -> Iterator[Any]:
 NEEDS = {"flash_attention": "flash_attn", "liger": "liger_kernel"}  # packages of kernels
 
 
-def _case_name(one: Any) -> str:
-    more = [*_unusual_fields(one, type(one)(shape=one.shape, dtype=one.dtype))]
-    if hasattr(one, "form"):
-        more += _unusual_fields(one.form, type(one.form)())
-    kind = one.kernel if one.kernel in NEEDS else getattr(one, "name", one.kernel)
-    return " ".join([kind, one.dtype, "x".join(map(str, one.shape)), *more])
+def _case_name(case: Any) -> str:
+    unusual = [*_unusual_fields(case, type(case)(shape=case.shape, dtype=case.dtype))]
+    if hasattr(case, "form"):
+        unusual += _unusual_fields(case.form, type(case.form)())
+    kind = case.kernel if case.kernel in NEEDS else getattr(case, "name", case.kernel)
+    return " ".join([kind, case.dtype, "x".join(map(str, case.shape)), *unusual])
 
 
-def _unusual_fields(one: Any, other: Any) -> Iterator[str]:
+def _unusual_fields(instance: Any, default: Any) -> Iterator[str]:
     """Yield the fields that differ from the defaults."""
-    for name, value in vars(one).items():
-        if name not in ("form", "held") and value != getattr(other, name):
+    for name, value in vars(instance).items():
+        if name not in ("form", "held") and value != getattr(default, name):
             yield f"{name}={value}"
 
 
-def _check_kernel(one: Any, setup: Setup) -> Told:
+def _check_kernel(case: Any, setup: Setup) -> Told:
     _require_triton(setup)
-    package = NEEDS.get(one.kernel)
+    package = NEEDS.get(case.kernel)
     if package is not None and importlib.util.find_spec(package) is None:
         raise Skipped(f"`{package}` is not installed")
-    found = check.check_case(one, setup.device)
+    result = check.check_case(case, setup.device)
     gc.collect()
-    if found.backend == "reference":
+    if result.backend == "reference":
         raise Wrong("the kernel itself did not run: its torch reference did")
-    return judged(found.comparisons, found.backend)
+    return judged(result.comparisons, result.backend)
 
 
 def _check_chain(sizes: contests.Sizes, rows: int, width: int, dtype: str, setup: Setup) -> Told:
     _require_triton(setup)
-    one = contests.chain(sizes, rows, width)
-    return judged(contests.judged(one, setup.device, getattr(torch, dtype)), "")
+    contest = contests.chain(sizes, rows, width)
+    return judged(contests.judged(contest, setup.device, getattr(torch, dtype)), "")
 
 
 def _require_triton(setup: Setup) -> None:
@@ -210,16 +215,16 @@ def _require_triton(setup: Setup) -> None:
         raise Skipped("Triton compiles nothing for this device")
 
 
-def judged(found: Iterator[Comparison] | Any, backend: str) -> Told:
+def judged(comparisons: Iterator[Comparison] | Any, backend: str) -> Told:
     """Return the largest share of the allowed error; raise `Wrong` if it is above 1."""
-    found = list(found)
-    for each in found:
-        if not each.ok:
+    comparisons = list(comparisons)
+    for item in comparisons:
+        if not item.ok:
             raise Wrong(
-                f"{each.name} is {each.error:.2g} off (allowed {each.allowed:.2g}), at worst "
-                f"{each.peak:.2g} (allowed {each.peak_allowed:.2g})"
+                f"{item.name} is {item.error:.2g} off (allowed {item.allowed:.2g}), at worst "
+                f"{item.peak:.2g} (allowed {item.peak_allowed:.2g})"
             )
-    share = max(each.error / each.allowed for each in found)
+    share = max(item.error / item.allowed for item in comparisons)
     return Told(
         f"{share:.2f} of the allowed error{f', {backend}' if backend else ''}", {"share": share}
     )

@@ -36,23 +36,25 @@ def chosen(only: Sequence[str]) -> list[tuple[Part, str]]:
     `only` has names of parts, `kernels`, or of cases in one, `kernels:rms_norm`. Raises ValueError
     for an unknown part.
     """
-    wanted = {word.partition(":")[0]: word.partition(":")[2] for word in only}
-    known = [part.name for part in PARTS]
-    if odd := [name for name in wanted if name not in known]:
-        raise ValueError(f"there is no part `{odd[0]}`: {', '.join(known)}")
-    return [(part, wanted.get(part.name, "")) for part in PARTS if not only or part.name in wanted]
+    prefixes = {selection.partition(":")[0]: selection.partition(":")[2] for selection in only}
+    names = [part.name for part in PARTS]
+    if unknown := [name for name in prefixes if name not in names]:
+        raise ValueError(f"there is no part `{unknown[0]}`: {', '.join(names)}")
+    return [
+        (part, prefixes.get(part.name, "")) for part in PARTS if not only or part.name in prefixes
+    ]
 
 
 def examine(
     setup: Setup, parts: Sequence[tuple[Part, str]], say: Say, spare: float = 1.0
 ) -> list[Found]:
     """Run all cases. `spare` stretches all limits, for slow machines."""
-    end, found = time.monotonic(), []
-    for part, words in parts:
+    end, results = time.monotonic(), []
+    for part, prefix in parts:
         end += spare * (part.limit if setup.size == "full" else part.quick)
         say(f"-- {part.title}")
-        found += _Run(part, setup, words, say, spare * part.each).until(end)
-    return found
+        results += _Run(part, setup, prefix, say, spare * part.each).until(end)
+    return results
 
 
 class _Run:
@@ -66,14 +68,14 @@ class _Run:
     def until(self, end: float) -> list[Found]:
         """Start processes until all cases are done."""
         with tempfile.TemporaryDirectory() as folder:
-            turn = 0
+            attempt = 0
             while self.names is None or len(self.found) < len(self.names):
-                log = Path(folder, f"log{turn}")
+                log = Path(folder, f"log{attempt}")
                 if time.monotonic() >= end or not self._run_process(
-                    Path(folder, f"{turn}"), log, end
+                    Path(folder, f"{attempt}"), log, end
                 ):
                     break
-                turn += 1
+                attempt += 1
         for name in (self.names or [])[len(self.found) :]:
             self._note(Found(self.part.name, name, "late", "no time was left for it"))
         if self.names is None and not self.found:
@@ -82,14 +84,14 @@ class _Run:
             self._note(Found(self.part.name, self.words, "failed", "no case's name begins so"))
         return self.found
 
-    def _note(self, found: Found) -> None:
-        self.found.append(found)
-        note = f": {found.note}" if found.note else ""
-        self.say(f"{found.outcome:8} {self.part.name}: {found.name}{note}")
+    def _note(self, result: Found) -> None:
+        self.found.append(result)
+        note = f": {result.note}" if result.note else ""
+        self.say(f"{result.outcome:8} {self.part.name}: {result.name}{note}")
 
-    def _run_process(self, told: Path, log: Path, end: float) -> bool:
+    def _run_process(self, event_file: Path, log: Path, end: float) -> bool:
         """Run a process; return whether another may continue after the case that ended it."""
-        told.touch()
+        event_file.touch()
         before = len(self.found)
         with log.open("wb") as err:
             child = subprocess.Popen(
@@ -100,41 +102,45 @@ class _Run:
                     self.part.name,
                     self.setup.device,
                     self.setup.size,
-                    str(told),
+                    str(event_file),
                     self.words,
                     str(len(self.found)),
                 ],
-                env=_environment(self.part, self.setup, told.with_suffix(".cache")),
+                env=_environment(self.part, self.setup, event_file.with_suffix(".cache")),
                 stdin=subprocess.DEVNULL,
                 stdout=err,
                 stderr=err,
                 start_new_session=True,
             )
         try:
-            why, begun = self._read_events(child, told, end)
+            reason, started_case = self._read_events(child, event_file, end)
         finally:
             _end_child(child)
-        if why is None:
+        if reason is None:
             return True
-        if why == _TIME_IS_UP:
-            if self.names is not None and begun is not None:
-                self._note(Found(self.part.name, self.names[begun], "late", why))
+        if reason == _TIME_IS_UP:
+            if self.names is not None and started_case is not None:
+                self._note(Found(self.part.name, self.names[started_case], "late", reason))
             return False
         if self.names is None:
-            self._note(Found(self.part.name, "begin", "failed", f"{why}{_last_line(log)}"))
+            self._note(Found(self.part.name, "begin", "failed", f"{reason}{_last_line(log)}"))
             return False
-        begun = len(self.found) if begun is None and len(self.found) == before else begun
-        if begun is not None and begun < len(self.names):
-            more = "" if "seconds" in why else _last_line(log)
-            self._note(Found(self.part.name, self.names[begun], "failed", why + more))
+        started_case = (
+            len(self.found) if started_case is None and len(self.found) == before else started_case
+        )
+        if started_case is not None and started_case < len(self.names):
+            last_line = "" if "seconds" in reason else _last_line(log)
+            self._note(
+                Found(self.part.name, self.names[started_case], "failed", reason + last_line)
+            )
         return True
 
     def _read_events(
-        self, child: subprocess.Popen[bytes], told: Path, end: float
+        self, child: subprocess.Popen[bytes], event_file: Path, end: float
     ) -> tuple[str | None, int | None]:
         """Read events until the process ends; return why it ended early, and at which case."""
-        begun, since, rest = None, time.monotonic(), ""
-        with told.open() as file:
+        started_case, since, rest = None, time.monotonic(), ""
+        with event_file.open() as file:
             while True:
                 running = child.poll() is None
                 *lines, rest = (rest + file.read()).split("\n")
@@ -144,19 +150,19 @@ class _Run:
                     if "names" in event:
                         self.names = event["names"]
                     elif "begins" in event:
-                        begun = event["begins"]
+                        started_case = event["begins"]
                     elif "found" in event:
                         self._note(Found(**event["found"]))
-                        begun = None
+                        started_case = None
                     else:
                         return None, None
                 if not running:
-                    return _describe_exit(child.returncode), begun
+                    return _describe_exit(child.returncode), started_case
                 now = time.monotonic()
                 if now - since > self.each:
-                    return f"not done in {self.each:.0f} seconds", begun
+                    return f"not done in {self.each:.0f} seconds", started_case
                 if now > end:
-                    return _TIME_IS_UP, begun
+                    return _TIME_IS_UP, started_case
                 time.sleep(_POLL_INTERVAL)
 
 
@@ -167,15 +173,15 @@ def _environment(part: Part, setup: Setup, cache: Path) -> dict[str, str]:
     later programs of this user would load.
     """
     kernels = part.name in ("kernels", "programs", "contests", "layers")
-    found = environment(setup.device == "cpu" and kernels)
+    variables = environment(setup.device == "cpu" and kernels)
     for name, inside in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
-        found.setdefault(name, str(cache / inside))
+        variables.setdefault(name, str(cache / inside))
     if setup.timed:  # everything on one device
-        found["CUDA_VISIBLE_DEVICES"] = found.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        found["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+        variables["CUDA_VISIBLE_DEVICES"] = variables.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        variables["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
             "1"  # ranks are forked from a process that queries CUDA
         )
-    return found
+    return variables
 
 
 def _describe_exit(code: int) -> str:
@@ -195,7 +201,7 @@ def _end_child(child: subprocess.Popen[bytes]) -> None:
 
 def _last_line(log: Path) -> str:
     """Return the last line that a child has printed."""
-    lines = [one.strip() for one in log.read_text(errors="replace").splitlines() if one.strip()]
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return f": {lines[-1][:300]}" if lines else ""
 
 
@@ -204,13 +210,13 @@ def _last_line(log: Path) -> str:
 LOST = 17  # the exit code where the device can no longer be used
 
 
-def cases_of(name: str, setup: Setup, words: str = "") -> list[Case]:
-    """Return the cases of a part, or those whose names begin with `words`."""
+def cases_of(name: str, setup: Setup, prefix: str = "") -> list[Case]:
+    """Return the cases of a part, or those whose names begin with `prefix`."""
     part = next(part for part in PARTS if part.name == name)
-    home, _, function = part.home.partition(".")
-    module = import_module(f"schedlang.testing.gpu.{home}")
-    every: list[Case] = getattr(module, function or "cases")(setup)
-    return [case for case in every if case.name.startswith(words)]
+    module_name, _, function = part.home.partition(".")
+    module = import_module(f"schedlang.testing.gpu.{module_name}")
+    all_cases: list[Case] = getattr(module, function or "cases")(setup)
+    return [case for case in all_cases if case.name.startswith(prefix)]
 
 
 def found_of(part: str, case: Case, check: Callable[[], object] = bool) -> Found:
@@ -259,9 +265,9 @@ def _set_up_device(setup: Setup) -> Callable[[], object]:
 _exit_stack = ExitStack()
 
 
-def main(words: list[str]) -> None:
+def main(argv: list[str]) -> None:
     """Run the cases of a part."""
-    name, device, size, file, some, first = words
+    name, device, size, file, prefix, first = argv
     setup = Setup(device, size)
     with open(file, "a") as out:
 
@@ -270,15 +276,15 @@ def main(words: list[str]) -> None:
             out.flush()
 
         check = _set_up_device(setup)
-        cases = cases_of(name, setup, some)
+        cases = cases_of(name, setup, prefix)
         tell(names=[case.name for case in cases])
-        for place, case in enumerate(cases):
-            if place < int(first):
+        for index, case in enumerate(cases):
+            if index < int(first):
                 continue
-            tell(begins=place)
-            found = found_of(name, case, check)
-            tell(found=found.plain())
-            if found.outcome == "failed" and _is_device_lost(found.note):
+            tell(begins=index)
+            result = found_of(name, case, check)
+            tell(found=result.plain())
+            if result.outcome == "failed" and _is_device_lost(result.note):
                 out.flush()
                 os._exit(LOST)
         tell(ends=True)

@@ -65,7 +65,7 @@ def _driver() -> str:
     import subprocess
 
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
             capture_output=True,
             text=True,
@@ -73,7 +73,7 @@ def _driver() -> str:
         )
     except (OSError, subprocess.TimeoutExpired):
         return "not told"
-    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else "not told"
+    return process.stdout.strip().splitlines()[0] if process.stdout.strip() else "not told"
 
 
 def _version(package: str) -> str:
@@ -87,9 +87,9 @@ def _version(package: str) -> str:
         return "installed"
 
 
-def counted(found: Sequence[Found]) -> str:
+def counted(results: Sequence[Found]) -> str:
     """Count cases by outcome."""
-    counts = Counter(one.outcome for one in found)
+    counts = Counter(result.outcome for result in results)
     return ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if counts[name]) or "none"
 
 
@@ -147,80 +147,83 @@ def _contents() -> str:
     return "\n".join(f"| `{part.name}` | {_DESCRIPTIONS[part.name]} |" for part in PARTS) + "\n"
 
 
-def page(place: Here, found: Sequence[Found]) -> str:
+def page(env: Here, results: Sequence[Found]) -> str:
     """Return the whole page."""
-    summary = "\n".join(_summary_lines(place, found))
+    summary = "\n".join(_summary_lines(env, results))
     parts = [
         _part_section(
             part.name,
             part.title,
-            part.timed and not place.rehearsed,
-            [one for one in found if one.part == part.name],
+            part.timed and not env.rehearsed,
+            [result for result in results if result.part == part.name],
         )
         for part in PARTS
-        if any(one.part == part.name for one in found)
+        if any(result.part == part.name for result in results)
     ]
-    return f"{_HEAD}\n{summary}\n{_failures(found)}{''.join(parts)}\n## How it is run\n\n{_HOW}"
+    return f"{_HEAD}\n{summary}\n{_failures(results)}{''.join(parts)}\n## How it is run\n\n{_HOW}"
 
 
-def _summary_lines(place: Here, found: Sequence[Found]) -> Iterator[str]:
-    if place.rehearsed:
-        yield (f"**A rehearsal on `{place.device}`, on tiny shapes: it says nothing of a GPU.**\n")
-    device = f"{place.device} {place.memory}".strip()
+def _summary_lines(env: Here, results: Sequence[Found]) -> Iterator[str]:
+    if env.rehearsed:
+        yield (f"**A rehearsal on `{env.device}`, on tiny shapes: it says nothing of a GPU.**\n")
+    device = f"{env.device} {env.memory}".strip()
     yield f"| | |\n|---|---|\n| device | {device} |"
-    yield f"| driver | {place.driver} |"
-    yield f"| torch | {place.torch}, {place.cuda} |"
-    yield f"| Triton | {place.triton} |"
-    yield f"| Liger | {place.liger} |"
-    yield f"| Python | {place.python} |"
-    yield f"| date | {place.date} |"
-    omitted = [part.name for part in PARTS if part.name not in place.parts]
-    more = f", without {', '.join(omitted)}" if omitted else ""
-    yield f"| run | {place.size} shapes{more}, {place.seconds:.0f} s |"
-    yield f"| cases | {counted(found)} |"
+    yield f"| driver | {env.driver} |"
+    yield f"| torch | {env.torch}, {env.cuda} |"
+    yield f"| Triton | {env.triton} |"
+    yield f"| Liger | {env.liger} |"
+    yield f"| Python | {env.python} |"
+    yield f"| date | {env.date} |"
+    omitted = [part.name for part in PARTS if part.name not in env.parts]
+    suffix = f", without {', '.join(omitted)}" if omitted else ""
+    yield f"| run | {env.size} shapes{suffix}, {env.seconds:.0f} s |"
+    yield f"| cases | {counted(results)} |"
 
 
-def _failures(found: Sequence[Found]) -> str:
-    bad = [one for one in found if one.bad]
-    late = sum(one.outcome == "late" for one in found)
+def _failures(results: Sequence[Found]) -> str:
+    bad = [result for result in results if result.bad]
+    late = sum(result.outcome == "late" for result in results)
     if not bad:
-        of = f"Of {len(found) - late} cases nothing" if late else "Nothing"
-        unrun = f" For {late} no time was left: they show nothing." if late else ""
-        return f"\n{of} was wrong, and nothing failed.{unrun}\n"
+        scope = f"Of {len(results) - late} cases nothing" if late else "Nothing"
+        late_text = f" For {late} no time was left: they show nothing." if late else ""
+        return f"\n{scope} was wrong, and nothing failed.{late_text}\n"
     rows = "".join(
-        f"| {one.part}: {_cell(one.name)} | {one.outcome} | {_cell(one.note)} |\n" for one in bad
+        f"| {result.part}: {_cell(result.name)} | {result.outcome} | {_cell(result.note)} |\n"
+        for result in bad
     )
     return f"\n## Wrong or failed\n\n| case | | |\n|---|---|---|\n{rows}"
 
 
-def _part_section(name: str, title: str, timed: bool, found: Sequence[Found]) -> str:
-    table = _TABLES[name](found) if timed else ""
-    others = [one for one in found if not (timed and one.outcome == "ok")]
-    rows = "".join(f"| {_cell(one.name)} | {one.outcome} | {_cell(one.note)} |\n" for one in others)
+def _part_section(name: str, title: str, timed: bool, results: Sequence[Found]) -> str:
+    table = _TABLES[name](results) if timed else ""
+    others = [result for result in results if not (timed and result.outcome == "ok")]
+    rows = "".join(
+        f"| {_cell(result.name)} | {result.outcome} | {_cell(result.note)} |\n" for result in others
+    )
     listing = f"| case | | |\n|---|---|---|\n{rows}" if rows else ""
     between = "\n" if table and listing else ""
-    return f"\n## {title}\n\n{counted(found)}\n\n{table}{between}{listing}"
+    return f"\n## {title}\n\n{counted(results)}\n\n{table}{between}{listing}"
 
 
 def _cell(text: str) -> str:
     """Fit a text into one line of a table's cell."""
-    one = " ".join(text.replace("|", "\\|").split())
-    return one if len(one) <= _MAX_NOTE else f"{one[: _MAX_NOTE - 3]}..."
+    line = " ".join(text.replace("|", "\\|").split())
+    return line if len(line) <= _MAX_NOTE else f"{line[: _MAX_NOTE - 3]}..."
 
 
-def _contest_table(found: Sequence[Found]) -> str:
+def _contest_table(results: Sequence[Found]) -> str:
     """Format microseconds of ours and of the lower bound, and the relative time of others."""
     rows = []
-    for one in found:
-        if one.outcome != "ok":
+    for result in results:
+        if result.outcome != "ok":
             continue
-        numbers: dict[str, Any] = dict(one.numbers)
+        numbers: dict[str, Any] = dict(result.numbers)
         seconds, peak = numbers["seconds"], numbers["peak"]
         ours = seconds["ours"]
         others = [f"{seconds[way] / ours:.2f}" if way in seconds else "-" for way in _WAYS[1:]]
         mib = f"{peak['ours'] / 2**20:.0f} of {peak.get('eager', 0) / 2**20:.0f}"
         rows.append(
-            f"| {one.name} | {ours * 1e6:.0f} | {numbers['floor'] / ours:.0%} "
+            f"| {result.name} | {ours * 1e6:.0f} | {numbers['floor'] / ours:.0%} "
             f"| {' | '.join(others)} | {mib} |\n"
         )
     head = (
@@ -231,11 +234,11 @@ def _contest_table(found: Sequence[Found]) -> str:
     return head + "".join(rows) if rows else ""
 
 
-def _layer_table(found: Sequence[Found]) -> str:
+def _layer_table(results: Sequence[Found]) -> str:
     """Format tokens per second and bytes of each implementation."""
     rows = []
-    for one in (one for one in found if one.outcome == "ok"):
-        numbers: dict[str, Any] = dict(one.numbers)
+    for result in (result for result in results if result.outcome == "ok"):
+        numbers: dict[str, Any] = dict(result.numbers)
         mfu = f"{numbers['mfu']:.1%}" if "mfu" in numbers else "-"
         rows.append(
             f"| {numbers['shape']} | {numbers['way']} | {numbers['tokens_per_second']:.0f} "

@@ -65,11 +65,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend from each position to the earlier ones."""
-        each = (one(x).unflatten(-1, (self.heads, -1)) for one in (self.q, self.k, self.v))
-        q, k, v = (one.transpose(1, 2) for one in each)
+        projected = (one(x).unflatten(-1, (self.heads, -1)) for one in (self.q, self.k, self.v))
+        q, k, v = (one.transpose(1, 2) for one in projected)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        found: Tensor = self.out(y.transpose(1, 2).flatten(2))
-        return found
+        output: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return output
 
 
 class Gated(nn.Module):
@@ -82,8 +82,8 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product of a gate and a projection, projected back."""
-        found: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return found
+        output: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return output
 
 
 class Block(nn.Module):
@@ -98,8 +98,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the residual stream after both."""
         x = x + self.drop(self.attn(self.calm(x)))
-        found: Tensor = x + self.drop(self.mlp(self.norm(x)))
-        return found
+        output: Tensor = x + self.drop(self.mlp(self.norm(x)))
+        return output
 
 
 class Words(nn.Module):
@@ -141,14 +141,14 @@ def batches(shape: Shape, device: str) -> list[dict[str, Tensor]]:
     return [{k: v.to(device) for k, v in batch(shape, step).items()} for step in range(STEPS)]
 
 
-def sgd(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+def sgd(named_params: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """Make SGD with momentum."""
-    return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)
+    return torch.optim.SGD([p for _, p in named_params], lr=0.05, momentum=0.9)
 
 
-def adamw(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+def adamw(named_params: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """Make AdamW."""
-    return torch.optim.AdamW([p for _, p in named], lr=1e-3, eps=1e-5)
+    return torch.optim.AdamW([p for _, p in named_params], lr=1e-3, eps=1e-5)
 
 
 Optimizer = Callable[..., torch.optim.Optimizer]
@@ -170,19 +170,19 @@ def untouched(
 ) -> Seen:
     """Train the untouched model for some steps; `low`: under autocast to it. Dropout is seeded by
     1."""
-    subject = model(shape, dtype).to(device)
-    optimizer = make(subject.named_parameters())
+    module = model(shape, dtype).to(device)
+    optimizer = make(module.named_parameters())
     seen: Seen = {}
     torch.manual_seed(1)
-    for step, given in enumerate(batches(shape, device)):
+    for step, inputs in enumerate(batches(shape, device)):
         optimizer.zero_grad()
         kind = torch.device(device).type
         with torch.autocast(kind, low, enabled=low is not None):
-            loss: Any = subject(**given)["loss"]
+            loss: Any = module(**inputs)["loss"]
         loss.backward()
         optimizer.step()
         seen[f"loss {step}"] = loss.detach().cpu()
-    return seen | moved(shape, dtype, {n: p.detach() for n, p in subject.named_parameters()})
+    return seen | moved(shape, dtype, {n: p.detach() for n, p in module.named_parameters()})
 
 
 # ---- Programs against the untouched model on the same device: on one rank, on several, compiled,
@@ -274,8 +274,8 @@ def plan_of(subject: Subject, shape: Shape, device: str) -> Plan:
     mesh = f"mesh({subject.mesh})\n\n" if subject.mesh else ""
     relax = f"relax({subject.relax}) " if subject.relax else ""
     text = f'schedule 1\n\n{mesh}step "all" {relax}{{\n{subject.rows}\n}}\n'
-    lying = model(shape, getattr(torch, subject.dtype)).to(device)
-    return Schedule(lying, parse(Source("rows.sched", text)), Settings()).plan()
+    module = model(shape, getattr(torch, subject.dtype)).to(device)
+    return Schedule(module, parse(Source("rows.sched", text)), Settings()).plan()
 
 
 def trained(subject: Subject, shape: Shape, device: str) -> Seen:
@@ -284,8 +284,8 @@ def trained(subject: Subject, shape: Shape, device: str) -> Seen:
     program = build(plan, batch(shape, 0), optimizer=subject.make)
     seen: Seen = {}
     torch.manual_seed(1)
-    for step, given in enumerate(batches(shape, device)):
-        seen[f"loss {step}"] = program.train_step(given).detach().cpu()
+    for step, inputs in enumerate(batches(shape, device)):
+        seen[f"loss {step}"] = program.train_step(inputs).detach().cpu()
     errors = program.replica_errors()
     largest = max(errors.values())
     if largest != 0.0:
@@ -294,41 +294,41 @@ def trained(subject: Subject, shape: Shape, device: str) -> Seen:
     return seen | moved(shape, dtype, program.state_dict())
 
 
-def against(subject: Subject, shape: Shape, device: str, found: Seen) -> Told:
+def against(subject: Subject, shape: Shape, device: str, seen: Seen) -> Told:
     """Compare with the untouched model on that device; raises `Wrong`."""
     dtype = getattr(torch, subject.dtype)
     low = getattr(torch, subject.low) if subject.low else None
     eager = untouched(shape, device, dtype, subject.make, low)
     if dtype == torch.float64:
-        return _check_equal(found, eager)
+        return _check_equal(seen, eager)
     if subject.rate:  # another dtype would draw other masks
-        return _check_equal(found, eager, 1e-4)
+        return _check_equal(seen, eager, 1e-4)
     exact = untouched(shape, device, torch.float64, subject.make)
-    worst, where = 0.0, ""
-    for name, value in found.items():
+    worst, worst_name = 0.0, ""
+    for name, value in seen.items():
         judged = compare_tensor(
             name, _cast_like(value, eager[name]), eager[name], exact[name], times=TIMES
         )
         if not judged.ok:
             raise Wrong(f"{name} is {judged.error:.2g} off, allowed {judged.allowed:.2g}")
         share = judged.error / judged.allowed
-        worst, where = max((worst, where), (share, name))
-    return Told(f"{worst:.2f} of the allowed error, at {where}", {"share": worst})
+        worst, worst_name = max((worst, worst_name), (share, name))
+    return Told(f"{worst:.2f} of the allowed error, at {worst_name}", {"share": worst})
 
 
-def _cast_like(value: Tensor, like: Tensor) -> Tensor:
-    return value.to(like.dtype).reshape(like.shape)
+def _cast_like(value: Tensor, reference: Tensor) -> Tensor:
+    return value.to(reference.dtype).reshape(reference.shape)
 
 
-def _check_equal(found: Seen, wanted: Mapping[str, Tensor], most: float = EXACT) -> Told:
-    """Compare each tensor by its norm; raise `Wrong` above `most`."""
-    worst, where = 0.0, ""
-    for name, value in wanted.items():
+def _check_equal(seen: Seen, expected: Mapping[str, Tensor], tolerance: float = EXACT) -> Told:
+    """Compare each tensor by its norm; raise `Wrong` above `tolerance`."""
+    worst, worst_name = 0.0, ""
+    for name, value in expected.items():
         scale = float(value.double().norm()) or 1.0
-        gap = float((_cast_like(found[name], value).double() - value.double()).norm()) / scale
-        worst, where = max((worst, where), (gap if gap == gap else float("inf"), name))
-    if worst > most:
-        raise Wrong(f"{where} differs by {worst:.2g}, allowed {most:.0e}")
+        gap = float((_cast_like(seen[name], value).double() - value.double()).norm()) / scale
+        worst, worst_name = max((worst, worst_name), (gap if gap == gap else float("inf"), name))
+    if worst > tolerance:
+        raise Wrong(f"{worst_name} differs by {worst:.2g}, allowed {tolerance:.0e}")
     return Told(f"equal to {worst:.1g}", {"error": worst})
 
 
@@ -375,27 +375,27 @@ def _check_collectives(setup: Setup) -> Told:
     group = dist.group.WORLD
     assert group is not None
     kind = group._get_backend(x.device).name()
-    found: dict[str, Tensor] = {}
-    one = x.clone()
-    world.all_reduce(one, group)
-    found["all_reduce"] = one
-    one = x.clone()
-    world.all_reduce(one, group, largest=True, wait=False).wait()
-    found["all_reduce of the largest"] = one
+    results: dict[str, Tensor] = {}
+    reduced = x.clone()
+    world.all_reduce(reduced, group)
+    results["all_reduce"] = reduced
+    reduced = x.clone()
+    world.all_reduce(reduced, group, largest=True, wait=False).wait()
+    results["all_reduce of the largest"] = reduced
     for name, call in (
         ("all_gather", world.ALL_GATHER),
         ("reduce_scatter", world.REDUCE_SCATTER),
     ):
-        found[name] = torch.empty_like(x)
-        getattr(dist, call)(found[name], x, group=group)
-    found["all_to_all_single"] = torch.empty_like(x)
-    world.all_to_all_single(found["all_to_all_single"], x, [8], [8], group).wait()
-    found["broadcast"] = x.clone()
-    dist.broadcast(found["broadcast"], 0, group)
-    if wrong := [name for name, value in found.items() if not torch.equal(value, x)]:
-        raise Wrong(f"{', '.join(wrong)} in a world of {kind}")
+        results[name] = torch.empty_like(x)
+        getattr(dist, call)(results[name], x, group=group)
+    results["all_to_all_single"] = torch.empty_like(x)
+    world.all_to_all_single(results["all_to_all_single"], x, [8], [8], group).wait()
+    results["broadcast"] = x.clone()
+    dist.broadcast(results["broadcast"], 0, group)
+    if differing := [name for name, value in results.items() if not torch.equal(value, x)]:
+        raise Wrong(f"{', '.join(differing)} in a world of {kind}")
     dist.barrier()
-    return Told(f"{len(found)} kinds, by {kind}")
+    return Told(f"{len(results)} kinds, by {kind}")
 
 
 # -- several ranks on one device -------------------------------------------------------------------
@@ -440,10 +440,10 @@ def _run_on_ranks(subject: Subject, setup: Setup) -> Told:
     if setup.device == "sim":
         from schedlang.testing.accelerator import spawn
 
-        found: Any = spawn(trained, subject, shape, setup.device, ranks=count)
+        results: Any = spawn(trained, subject, shape, setup.device, ranks=count)
     else:
-        found = _pool().run(trained, count, subject, shape, setup.device)
-    first: Seen = found[0]
+        results = _pool().run(trained, count, subject, shape, setup.device)
+    first: Seen = results[0]
     return against(subject, shape, setup.device, first)
 
 
@@ -477,7 +477,7 @@ REGIONS = {
 
 def compiled(setup: Setup) -> list[Case]:
     """Return a case for each kind of region."""
-    return [Case(name, partial(_run_compiled, one, setup)) for name, one in REGIONS.items()]
+    return [Case(name, partial(_run_compiled, subject, setup)) for name, subject in REGIONS.items()]
 
 
 def _run_compiled(subject: Subject, setup: Setup) -> Told:
@@ -490,17 +490,17 @@ def _run_compiled(subject: Subject, setup: Setup) -> Told:
     cleared(setup.device)  # else regions compiled by an earlier case would be reused
     shape = shape_of(setup)
     program = build(plan_of(subject, shape, setup.device), batch(shape, 0), optimizer=subject.make)
-    found: Seen = {}
-    for step, given in enumerate(batches(shape, setup.device)):
-        found[f"loss {step}"] = program.train_step(given).detach().cpu()
-    made: Any = [count_graphs(module) for module in program.assembly.module.modules()]
-    if not sum(made):
+    seen: Seen = {}
+    for step, inputs in enumerate(batches(shape, setup.device)):
+        seen[f"loss {step}"] = program.train_step(inputs).detach().cpu()
+    graphs: Any = [count_graphs(module) for module in program.assembly.module.modules()]
+    if not sum(graphs):
         raise Wrong("nothing was compiled: the regions ran eagerly")
-    found |= moved(shape, getattr(torch, subject.dtype), program.state_dict())
-    result = against(subject, shape, setup.device, found)
-    several = "s" if sum(made) != 1 else ""
+    seen |= moved(shape, getattr(torch, subject.dtype), program.state_dict())
+    result = against(subject, shape, setup.device, seen)
+    plural = "s" if sum(graphs) != 1 else ""
     return Told(
-        f"{sum(made)} graph{several}, {result.note}", {**result.numbers, "graphs": sum(made)}
+        f"{sum(graphs)} graph{plural}, {result.note}", {**result.numbers, "graphs": sum(graphs)}
     )
 
 
@@ -523,7 +523,7 @@ def offloaded(setup: Setup) -> list[Case]:
     """Return the cases of copies, of offloading steps, and of the saved memory."""
     return [
         Case("copies to the host and back", partial(_check_copies, setup)),
-        *(Case(name, partial(_compare_program, one, setup)) for name, one in MOVED.items()),
+        *(Case(name, partial(_compare_program, subject, setup)) for name, subject in MOVED.items()),
         Case("bytes at the peak", partial(_check_peak, setup)),
     ]
 
@@ -534,18 +534,18 @@ def _check_copies(setup: Setup) -> Told:
         raise Skipped("a CPU has no memory apart from the host's")
     device = torch.device(setup.device, 0)
     x = torch.randn(setup.pick(2**26, 2**24, 2**8), device=device)
-    held = devices.host_empty(x.shape, x.dtype, beside=device)
-    if not held.is_pinned():
+    host_copy = devices.host_empty(x.shape, x.dtype, beside=device)
+    if not host_copy.is_pinned():
         raise Wrong("host memory beside the device is not pinned")
-    back, side, here = (
+    returned, side, main_stream = (
         torch.zeros_like(x),
         devices.new_stream(device),
         devices.current_stream(device),
     )
-    assert side is not None and here is not None
-    side.wait_stream(here)
+    assert side is not None and main_stream is not None
+    side.wait_stream(main_stream)
     spans = []
-    for into, source in ((held, x), (back, held)):
+    for into, source in ((host_copy, x), (returned, host_copy)):
         start, end = (torch.Event(device, enable_timing=setup.timed) for _ in range(2))
         with side:
             side.record_event(start)
@@ -554,10 +554,10 @@ def _check_copies(setup: Setup) -> Told:
         side.synchronize()
         if setup.timed:
             spans.append(start.elapsed_time(end) / 1e3)
-    here.wait_stream(side)
-    for one in (x, back):
-        one.record_stream(side)
-    if not torch.equal(back, x):
+    main_stream.wait_stream(side)
+    for tensor in (x, returned):
+        tensor.record_stream(side)
+    if not torch.equal(returned, x):
         raise Wrong("what came back is not what went")
     rates = [x.nbytes / span / 1e9 for span in spans]
     names = ("to the host", "back")
@@ -580,8 +580,8 @@ def _check_peak(setup: Setup) -> Told:
 def _step_peak(rows: str, shape: Shape, device: str) -> int:
     subject = Subject(rows)
     program = build(plan_of(subject, shape, device), batch(shape, 0), optimizer=subject.make)
-    given = batches(shape, device)
-    program.train_step(given[0])
+    inputs = batches(shape, device)
+    program.train_step(inputs[0])
     devices.reset_peak(torch.device(device))
-    program.train_step(given[1])
+    program.train_step(inputs[1])
     return devices.peak_bytes(torch.device(device)) or 0

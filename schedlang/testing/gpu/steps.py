@@ -104,9 +104,9 @@ def _run_case(shape: Shape, way: str, setup: Setup) -> Told:
     loss = numbers["loss"]
     if way == "eager":
         _losses[shape.name] = loss
-    plain = _losses.get(shape.name, loss)
-    if not (math.isfinite(loss) and abs(loss - plain) <= _TOLERANCE * abs(plain)):
-        raise Wrong(f"the loss is {loss:.4f}, of the untouched model {plain:.4f}")
+    eager_loss = _losses.get(shape.name, loss)
+    if not (math.isfinite(loss) and abs(loss - eager_loss) <= _TOLERANCE * abs(eager_loss)):
+        raise Wrong(f"the loss is {loss:.4f}, of the untouched model {eager_loss:.4f}")
     return Told(note, numbers)
 
 
@@ -144,21 +144,21 @@ KERNELS = {"LlamaMLP": "gated", "LlamaAttention": "rope", "LlamaDecoderLayer": "
 
 def with_kernels(model: Any, sums: bool = True) -> nn.Module:
     """Replace all modules for which we have a kernel; `sums`: with fused norms after sums."""
-    known: dict[tuple[str, str], Any] = {}
+    matches: dict[tuple[str, str], Any] = {}
     for name, module in [*model.named_modules()]:
         kind = type(module).__name__
-        wanted = KERNELS.get(kind) if sums or kind != "LlamaDecoderLayer" else None
+        kernel_name = KERNELS.get(kind) if sums or kind != "LlamaDecoderLayer" else None
         if kind == "LlamaRMSNorm" and not (sums and "post_attention" in name):
-            wanted = "rms_norm"
+            kernel_name = "rms_norm"
         if module is model.lm_head:
-            wanted = "linear_cross_entropy"
-        if wanted is None:
+            kernel_name = "linear_cross_entropy"
+        if kernel_name is None:
             continue
-        if (kind, wanted) not in known:  # all modules of one class are equal here
-            known[kind, wanted] = kernel.match(module, wanted)
-        found = known[kind, wanted]
-        assert not hasattr(found, "reason"), (name, found)
-        kernel.replace(module, found)
+        if (kind, kernel_name) not in matches:  # all modules of one class are equal here
+            matches[kind, kernel_name] = kernel.match(module, kernel_name)
+        matched = matches[kind, kernel_name]
+        assert not hasattr(matched, "reason"), (name, matched)
+        kernel.replace(module, matched)
     return model  # type: ignore[no-any-return]
 
 
@@ -208,9 +208,9 @@ class Run:
         """The operations of a step: products with weights, and causal attention."""
         shape, tokens = self.shape, self.ids.numel()
         count = sum(p.numel() for p in self.model.parameters())
-        looked_up = 0 if shape.tied else shape.classes * shape.hidden
+        embedding = 0 if shape.tied else shape.classes * shape.hidden
         attended = 6 * shape.layers * shape.hidden * shape.length
-        return float(tokens * (6 * (count - looked_up) + attended))
+        return float(tokens * (6 * (count - embedding) + attended))
 
 
 def made(shape: Shape, way: str, device: str, backend: str) -> Run:
@@ -227,11 +227,11 @@ def timed(run: Run, times: int) -> dict[str, float]:
     """Return seconds, tokens, share of the device's peak, bytes and the first loss."""
     first = float(run.step())
     seconds, peak = median(run.step, times), peak_flops()
-    found = {
+    figures = {
         "seconds": seconds,
         "tokens_per_second": run.ids.numel() / seconds,
         "loss": first,
         "peak_gib": peak_of(run.step) / 2**30,
         "flops": run.flops / seconds,
     }
-    return found if peak is None else found | {"mfu": found["flops"] / peak}
+    return figures if peak is None else figures | {"mfu": figures["flops"] / peak}
