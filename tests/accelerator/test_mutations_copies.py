@@ -28,7 +28,7 @@ UNREACHED = {
     ("StepTimer._now", "synchronize(self.device)"): _CLOCK,
     ("_seconds", "synchronize(device)"): _CLOCK,
     ("_seconds", "synchronize(device) (2)"): _CLOCK,
-    ("synchronize", "torch.accelerator.synchronize(with_index(where))"): _CLOCK,
+    ("synchronize", "torch.accelerator.synchronize(with_index(target))"): _CLOCK,
 }
 _STORAGE = "schedlang.runtime.storage."
 NEAR = (
