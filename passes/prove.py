@@ -121,10 +121,8 @@ def prove(
 def _prove(case: Case, pool: Pool | None, title: str, command: str, progress: Progress) -> Report:
     start = time.perf_counter()
     pool = pool or shared_pool()
-    requirements, (bound_plan, bound_batch) = (
-        requirements_of(case.plan),
-        case.expected_for or (case.plan, case.batches[0]),
-    )
+    requirements = requirements_of(case.plan)
+    bound_plan, bound_batch = case.expected_for or (case.plan, case.batches[0])
     bounds = list_bounds(bound_plan, bound_batch, case.loss, case.weight)
     case = check_trainable(replace(case, expected_for=None))
     case = prepare_case(_repeat_batches(case, requirements.steps))
@@ -154,14 +152,11 @@ def _prove(case: Case, pool: Pool | None, title: str, command: str, progress: Pr
         case, baseline_used, observed[4], _add_order(actual, expected)
     )
     working_rows, untried = _check_working_dtype(working, conditions, requirements, pool)
+    kernel_facts = _kernel_facts(fusion_gains, observed[3])
     report = Report(
         (*rows, *exact_rows, *working_rows, *compare_changed_model(case)),
         title=title,
-        facts=(
-            *_facts(case, runs),
-            *_kernel_facts(fusion_gains, observed[3]),
-            *_rounding_facts(rows),
-        ),
+        facts=(*_facts(case, runs), *kernel_facts, *_rounding_facts(rows)),
         command=command,
         equivalence=_equivalence_class(case),
         unchecked=(*undecided, *unchecked, *untried),

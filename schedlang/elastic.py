@@ -399,12 +399,10 @@ def _cluster(tree: n.File, meeting: Rendezvous) -> Cluster:
     name, memory = devices.device_name(device).lower(), devices.total_bytes(device)
     if devices.on_host(device) and memory is not None:
         memory //= local  # its ranks share the memory
-    cluster = cluster_of(tree)[0]
-    cluster = (
-        cluster.slowest if cluster is not None else None
-    )  # ranks may change: take the slowest node
-    cluster = cluster or next((machine for key, machine in CLUSTERS.items() if key in name), None)
+    base = cluster_of(tree)[0]
+    base = base.slowest if base is not None else None  # ranks may change: take the slowest node
+    base = base or next((machine for key, machine in CLUSTERS.items() if key in name), None)
     # for unknown devices only proportions matter: a core, its memory, a network
-    cluster = cluster or Cluster(name or "ranks", 1e11, 2e10, 1e10, 1e9, local, GIB)
-    smallest = min(meeting.gather_values(memory or cluster.memory))
-    return replace(cluster, node=local, memory=smallest)
+    base = base or Cluster(name or "ranks", 1e11, 2e10, 1e10, 1e9, local, GIB)
+    smallest = min(meeting.gather_values(memory or base.memory))
+    return replace(base, node=local, memory=smallest)

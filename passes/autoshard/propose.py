@@ -588,8 +588,8 @@ def _file(
     """Build the schedule with its comments."""
     steps: list[n.Step] = []
     if request.adapters:
-        calls = fold_statements(request.adapters, blocks)
-        steps.append(make_step("adapters", calls, relax="model"))
+        statements = fold_statements(request.adapters, blocks)
+        steps.append(make_step("adapters", statements, relax="model"))
     steps += proof_steps(rows, blocks)
     if others:
         calls = [row.statement for row in sorted(others, key=lambda row: not row.names)]

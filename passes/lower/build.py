@@ -301,8 +301,7 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
         options.check(plan, batch, prepared)
     builder = _lowered_copy(plan, prepared, ranks, options)
     sliced = slice_state(plan, builder.module, ranks, prepared) if plan.replicas else {}
-    parameters, module = _local_parameters(builder, holdings), builder.module
-    offloaded = None
+    parameters, module, offloaded = _local_parameters(builder, holdings), builder.module, None
     if plan.stores and not options.on_meta:
         offloaded = offload_state(builder, holdings, parameters, sliced, options.optimizer)
     needed = reductions(plan, traced, holdings)
@@ -311,9 +310,9 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
     loss = cast_loss(plan, options.loss) if plan.casts else options.loss
     early = build_early_reductions(plan, staged, parameters, sums) if plan.overlaps else None
     has_double = any(param.dtype == "float64" for param in plan.model.unique_parameters.values())
-    compressor = (
-        build_compressor(plan, needed, holdings, parameters, ranks) if plan.compression else None
-    )
+    compressor = None
+    if plan.compression:
+        compressor = build_compressor(plan, needed, holdings, parameters, ranks)
     # by labels that count; without any by rows, and by tokens where sequences are split
     weigh = weight_of if prepared.tokens is None else weight_by_tokens
     assembly = Assembly(
@@ -343,9 +342,7 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
         tokens=prepared.tokens,
         boundaries=plan.boundaries,
         context=plan.context_axes if plan.contexts else (),
-        row_weights=plan.share_weights
-        if any(replicas.rows for replicas in plan.replicas)
-        else None,
+        row_weights=plan.share_weights if any(r.rows for r in plan.replicas) else None,
         **(stage_fields(plan, staged, staged.axis) if staged.axis is not None else {}),
     )
     return _make_program(plan, staged, assembly, offloaded, options)
@@ -380,9 +377,11 @@ def _make_program(
 ) -> Program:
     """Return the program with its optimizer; refuse an optimizer whose settings differ by rank."""
     from schedlang.runtime.comm.agreement import check_agreement, shared_store
+    from schedlang.runtime.inference_paths import evaluate_by_calls
     from schedlang.runtime.program import Program
     from schedlang.runtime.step_batch import BatchComparison
 
+    evaluate_by_calls(a.module)
     full_step = optimizer = comparing = None
     if options.optimizer is not None:
         if a.stage_axis is not None or any(h.layout.splits for h in a.holdings.values()):

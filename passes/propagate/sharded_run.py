@@ -46,10 +46,11 @@ def leaves_of(plan: Plan) -> dict[str, ShardedLeaf]:
 
     if plan.model.ties:
         _check_ties(plan)
-    leaves = {}
+    leaves, first_names = dict[str, ShardedLeaf](), dict[Any, str]()
     for fqn, boundaries in plan.boundaries.items():
         active = [b for b in boundaries if plan.mesh.size(b.axis) > 1]
-        if not active:
+        first = first_names.setdefault(plan.model.model.get_submodule(fqn), fqn)
+        if not active or (first != fqn and plan.boundaries[first] == boundaries):
             continue
         site = plan.model.sites[fqn]
         kind = plan.computes.get(fqn) or next((k for k in CLASSES if site.is_a(k)), "")
@@ -442,9 +443,8 @@ class ShardedRun:
                 return Mismatch(("", 0), str(error), None, (), -1)
             if not is_model_error(error):
                 raise
-            mismatch = self.follower.refuse(str(error).split("\n")[0], None)
-            mismatch.frame, mismatch.raw = self.stack.failed_frame, True
-            return mismatch
+            frame = self.stack.failed_frame
+            return self.follower.module_failure(error, frame, self.call_inputs.get(frame, ()))
         return None
 
     def _copy(self) -> nn.Module:

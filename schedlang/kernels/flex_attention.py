@@ -201,11 +201,11 @@ class Case(check.Case):
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
         """Return the differentiated tensors, in float32."""
         rows, _, length, size = self.shape
-        key_shape = (rows, self.keys, length, size)
+        kv = (rows, self.keys, length, size)
         tensors = {
             "query": normal(*self.shape),
-            "key": normal(*key_shape),
-            "value": normal(*key_shape),
+            "key": normal(*kv),
+            "value": normal(*kv),
         }
         return tensors | ({"sinks": normal(self.shape[1])} if self.sinks else {})
 

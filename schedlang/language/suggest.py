@@ -61,13 +61,11 @@ class CorrectedCall:
     def call(self, verb: str) -> str:
         """Return the call as text, keyword arguments last."""
         by_name: dict[str, str] = {}
-        for argument in self.arguments:
-            name = argument.partition("=")[0]
-            if name not in by_name or argument not in self.defaults:
-                by_name[name] = argument
-        return (
-            f"{verb}({', '.join(sorted(by_name.values(), key=lambda argument: '=' in argument))})"
-        )
+        for arg in self.arguments:
+            name = arg.partition("=")[0]
+            if name not in by_name or arg not in self.defaults:
+                by_name[name] = arg
+        return f"{verb}({', '.join(sorted(by_name.values(), key=lambda arg: '=' in arg))})"
 
 
 @dataclass(frozen=True)

@@ -135,48 +135,48 @@ def write_measured(path: Path, measured: MeasuredStep, title: str, axis: str) ->
 
 
 def _print_results(
-    name: str, training_run: TrainingRun, trained: TrainingResult, as_json: bool
+    name: str, training: TrainingRun, trained: TrainingResult, as_json: bool
 ) -> None:
     """Print the results of a training; exit 1 if it took longer than the schedule expects."""
     from schedlang.passes.simulate.expectations import check_times
     from schedlang.verbs.costs import check_expected_time
 
-    plan, seconds = training_run.plan, _median_step(trained)
+    plan, seconds = training.plan, _median_step(trained)
     if as_json:
-        show_json(_facts(training_run, trained, FAILS if list(check_times(plan, seconds)) else 0))
+        show_json(_facts(training, trained, FAILS if list(check_times(plan, seconds)) else 0))
     else:
-        print(_report_text(name, training_run, trained))
+        print(_report_text(name, training, trained))
         for call in trained.declined_calls:
             print(call.warning.render(message_columns(sys.stderr)), file=sys.stderr)
     check_expected_time(plan, seconds)
 
 
-def _facts(training_run: TrainingRun, trained: TrainingResult, code: int) -> dict[str, Any]:
-    mesh = training_run.plan.mesh
+def _facts(training: TrainingRun, trained: TrainingResult, code: int) -> dict[str, Any]:
+    mesh = training.plan.mesh
     facts = {
         "exit": code,
         "mesh": dict(mesh.sizes),
         "world": mesh.world,
-        "steps": training_run.steps,
-        "optimizer": training_run.optimizer,
-        "lr": training_run.lr,
+        "steps": training.steps,
+        "optimizer": training.optimizer,
+        "lr": training.lr,
     }
     return facts | trained.to_json()
 
 
-def _check_costs(training_run: TrainingRun) -> None:
+def _check_costs(training: TrainingRun) -> None:
     """Refuse rows that gain nothing (S888), and exit 1 for unexpected costs, before any rank
     starts."""
     from schedlang.passes.simulate.expectations import cost_expectations, count_costs
     from schedlang.passes.simulate.kernel_gains import count_step_gains
     from schedlang.verbs.costs import check_expected_costs
 
-    count_step_gains(training_run.plan, training_run.batch(training_run.seed))
-    if cost_expectations(training_run.plan):
-        batch = training_run.batch(training_run.seed)
+    count_step_gains(training.plan, training.batch(training.seed))
+    if cost_expectations(training.plan):
+        batch = training.batch(training.seed)
         check_expected_costs(
-            training_run.plan,
-            count_costs(training_run.plan, batch, training_run.loss, training_run.weight),
+            training.plan,
+            count_costs(training.plan, batch, training.loss, training.weight),
         )
 
 
@@ -219,7 +219,7 @@ def _load_plan(
     return model_file, Schedule(model_file.model(seed=seed), parse(source), settings).plan()
 
 
-def _train_in_job(training_run: TrainingRun, bar: _ProgressBar) -> TrainingResult:
+def _train_in_job(training: TrainingRun, bar: _ProgressBar) -> TrainingResult:
     """Train as one rank of the job that torchrun started."""
     from functools import partial
 
@@ -228,39 +228,38 @@ def _train_in_job(training_run: TrainingRun, bar: _ProgressBar) -> TrainingResul
     from schedlang.runtime.comm.agreement import leave_world
     from schedlang.runtime.launch.hang_watch import waits_for_ranks
 
-    check = partial(check_if_cheap, loss=training_run.loss, weight=training_run.weight)
+    check = partial(check_if_cheap, loss=training.loss, weight=training.weight)
     with waits_for_ranks(), bar:
-        trained = train(replace(training_run, check=check), bar.step)
+        trained = train(replace(training, check=check), bar.step)
     leave_world()
     return trained
 
 
 def _train_locally(
-    training_run: TrainingRun, model_file: ModelFile, bar: _ProgressBar
+    training: TrainingRun, model_file: ModelFile, bar: _ProgressBar
 ) -> TrainingResult:
     """Train on ranks started here."""
     from schedlang.passes.lower.train import train
     from schedlang.passes.prove import check_world
     from schedlang.runtime.launch.pool import Pool
 
-    check_world(training_run.plan, "run")
-    training_run = trace_course(training_run)
+    check_world(training.plan, "run")
+    training = trace_course(training)
     with Pool(files=model_file.files) as pool, bar:
-        return pool.run(
-            train, training_run.plan.mesh.world, training_run, on_progress=bar.on_message
-        )[0]  # type: ignore[no-any-return]
+        world = training.plan.mesh.world
+        return pool.run(train, world, training, on_progress=bar.on_message)[0]  # type: ignore[no-any-return]
 
 
-def trace_course(training_run: TrainingRun) -> TrainingRun:
+def trace_course(training: TrainingRun) -> TrainingRun:
     """Return the course with its plan traced once for all ranks; refuses what `verify` refuses."""
     from schedlang.passes.verify import probe
     from schedlang.passes.verify.proof_case import Case
 
-    batch = training_run.batch(training_run.seed)
+    batch = training.batch(training.seed)
     case = probe.prepare_checked(
-        Case(training_run.plan, (batch,), training_run.loss, training_run.weight, training_run.seed)
+        Case(training.plan, (batch,), training.loss, training.weight, training.seed)
     )
-    return replace(training_run, plan=case.plan, prepared=case.prepared)
+    return replace(training, plan=case.plan, prepared=case.prepared)
 
 
 class _ProgressBar:
@@ -310,14 +309,13 @@ class _ProgressBar:
             print(f"step {step.number:>4}  {text}", file=sys.stderr, flush=True)
 
 
-def _report_text(name: str, training_run: TrainingRun, trained: TrainingResult) -> str:
+def _report_text(name: str, training: TrainingRun, trained: TrainingResult) -> str:
     """Return the final report of a training as text."""
-    mesh, steps = training_run.plan.mesh, trained.steps
+    mesh, steps = training.plan.mesh, trained.steps
     ranks_text = f"{mesh} ({mesh.world} ranks)" if mesh.axes else "one rank"
     padded = " (padding included)" if steps[0].unit == "tokens" else ""
     lines = [
-        f"{name} · {ranks_text} · {len(steps)} steps of {training_run.optimizer}, lr"
-        f" {training_run.lr:g}",
+        f"{name} · {ranks_text} · {len(steps)} steps of {training.optimizer}, lr {training.lr:g}",
         f"  loss    {steps[0].loss:.4f} -> {steps[-1].loss:.4f}",
         f"  speed   {trained.per_second:,.0f} {steps[0].unit}/s{padded}",
         f"  step    {trained.median * 1e3:,.1f} ms (median)",

@@ -22,6 +22,7 @@ from schedlang.passes.verify.proof_case import (
     Case,
     copy_original,
     observe_on_rank,
+    own_float64,
     prepare_case,
     proof_modes,
     randomised_float64,
@@ -71,6 +72,11 @@ def case_of(one: Subject, text: str, seed: int) -> Case:
     return Case(plan, batches, one.loss, one.weight, seed)
 
 
+def checked_case(one: Subject, text: str, seed: int) -> Case:
+    """The same in float64, traced, with the original checked alone; raises Refusal."""
+    return check_parts(own_float64(prepare_case(case_of(one, text, seed))))
+
+
 def quick(case: Case, ranks: Any) -> Sequence[Row]:
     """Every comparison of float64 after one step of one optimizer, on one batch."""
     case = randomised_float64(prepare_case(replace(case, batches=case.batches[:1], dtype="none")))
@@ -89,9 +95,11 @@ def whole(case: Case, ranks: Any) -> Sequence[Row]:
     return prove(case, pool=ranks).rows
 
 
-def judged(number: int, seed: int, ranks: Any, form: str = "quick", text: str = "") -> Outcome:
-    """What comes of the schedule of this number, or of another text; nothing is raised."""
-    name, start = model_of(number), time.perf_counter()
+def judged(
+    number: int, seed: int, ranks: Any, form: str = "quick", text: str = "", name: str = ""
+) -> Outcome:
+    """What comes of the schedule of this number, or of another text or model; raises nothing."""
+    name, start = name or model_of(number), time.perf_counter()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

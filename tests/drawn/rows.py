@@ -367,10 +367,12 @@ class Drawing:
 ONE = ("GPipe", "1F1B", "ZB-H1", "BFS", "Chimera")  # orders that are also drawn on one rank
 
 
-def text(name: str, rng: Random, axes: Axes) -> str:
+ALL = ("parts", "data", "stages", "memory", "kernels", "numbers")  # as methods of Drawing
+
+
+def text(name: str, rng: Random, axes: Axes, kinds: Sequence[str] = ALL) -> str:
     """The file of a drawn schedule: most of it legal, some of it not."""
     drawing = Drawing(name, rng, axes)
-    kinds = ("parts", "data", "stages", "memory", "kernels", "numbers")
     for kind in kinds:
         getattr(drawing, kind)()
     rows = sorted(drawing.rows, key=lambda r: PHASES.index(r.verb))

@@ -45,6 +45,8 @@ from schedlang.runtime.sharding.module_sizes import (
     index_at,
     sliced_block,
 )
+from schedlang.runtime.tracing.meta_runs import tensors_in
+from schedlang.runtime.tracing.module_calls import line_of
 
 Shape = tuple[int, ...]
 RESHAPES = {"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"}
@@ -272,6 +274,15 @@ class Follower(Lattice):
         help_ = "leave out `input=` and `output=`: a style sets placements that fit together"
         failure = self.refuse(str(error).split("\n")[0], None, help_)
         failure.raw = True
+        return failure
+
+    def module_failure(self, error: Exception, frame: Frame, call_inputs: Any) -> Mismatch:
+        """Return the mismatch of a module that raised `error` itself, and not a call in it."""
+        inputs = list(tensors_in(call_inputs))
+        axis = next((axis for tensor in inputs for axis in self.of(tensor).tags), None)
+        failure = self.refuse(str(error).split("\n")[0], axis)
+        failure.frame, failure.raw, failure.line = frame, True, line_of(error)
+        failure.by = call_rules.splitting_module(inputs, axis)
         return failure
 
     def _call_failure(self, call: RunningCall, error: Exception) -> Mismatch:

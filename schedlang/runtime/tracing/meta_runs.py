@@ -87,12 +87,16 @@ def meta_model(
 
     `children`: list of modules -> the children that are copied (as in `copy_with`).
     """
-    return copy_with(
+    copied = copy_with(
         model,
         lambda name, tensor: meta_parameter(tensor, shapes.get(name)),
         lambda tensor: tensor.to("meta"),
         children,
     )
+    for module in copied.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None:
+            module.momentum = 1.0  # a cumulative average divides by a count, without a value here
+    return copied
 
 
 def meta_batch(batch: Any) -> Any:
@@ -223,6 +227,7 @@ def run_cached(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
 
 
 SCALAR = torch.ops.aten._local_scalar_dense.default
+SMALLEST = sys.float_info.min  # an unknown floating-point number
 # bytes of a value; padding masks and positions are small, larger ones are dropped
 MAX_BYTES = 1 << 22
 
@@ -237,8 +242,7 @@ class KnownValues:
 
     values: dict[int, Tensor] = field(default_factory=dict)  # meta storage -> flat real tensor
     cache: ResultCache = field(default_factory=ResultCache)
-    # known value -> the value that a model gets
-    on_read: Callable[[Any], Any] = lambda value: value
+    on_read: Callable[[Any], Any] = lambda value: value  # known value -> what a model gets
     _alive: dict[int, Any] = field(default_factory=dict)  # weak references of the storages
 
     def store_values(self, real: Any, meta: Any) -> None:
@@ -258,7 +262,9 @@ class KnownValues:
         """Return the operator's result; `unknown(func)` gives a scalar that is not known."""
         if func is SCALAR and args[0].is_meta:
             value = self.values_of(args[0])
-            return unknown(func) if value is None else self.on_read(value.item())
+            if value is None:  # a model may divide by it
+                return unknown(func) or (SMALLEST if args[0].is_floating_point() else 0)
+            return self.on_read(value.item())
         if func is torch.ops.aten.masked_select.default and args[0].is_meta:
             return self._run_data_dependent(func, args, kwargs, unknown)
         try:
@@ -426,8 +432,8 @@ def without_values(
 ) -> Iterator[tuple[dict[str, Any], MetaMode]]:
     """Context: yield the batch on the meta device, and a mode; new tensors are on meta, too.
 
-    A model may read values: it gets those that the batch decides, and 0 for others.  With `other`
-    it gets other values.
+    A model may read values: it gets those that the batch decides, and 0 (or nearly) for others.
+    With `other` it gets other values.
     """
     inputs = meta_batch(dict(batch))
     values = MetaMode(dict(batch), inputs, other)
@@ -501,7 +507,7 @@ def _plain(data: Any) -> bool:
 class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode in which a model that reads values runs on meta tensors.
 
-    `real` and `meta` are the model's arguments, whose values are known; unknown values are 0.
+    `real` and `meta` are the model's arguments, whose values are known; others are 0 (or nearly).
     `other`: every value that is read, known or not, is replaced with another one.
     """
 

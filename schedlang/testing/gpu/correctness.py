@@ -125,11 +125,11 @@ class Blind(check.Case):
 
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
         """Return the tensors to differentiate by, in float32."""
-        key_shape = (self.shape[0], self.keys, *self.shape[2:])
+        kv = (self.shape[0], self.keys, *self.shape[2:])
         return {
             "query": normal(*self.shape),
-            "key": normal(*key_shape),
-            "value": normal(*key_shape),
+            "key": normal(*kv),
+            "value": normal(*kv),
         }
 
     def run(self, tensors: dict[str, Tensor], kernel: bool) -> Tensor:

@@ -1,0 +1,488 @@
+"""The blocks of random user models: modules as outsiders write them, one for each way of writing.
+
+Each takes tokens [rows, length, width] and the mask of those that count [rows, length] (or None);
+`KINDS` makes them from a width, a rate of all that is drawn, and a generator of choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+Mask = Tensor | None
+
+
+class Heads(nn.Module):
+    """Attention over grouped heads, turned or not, written with einsum, bmm or torch's own."""
+
+    def __init__(self, width: int, rate: float, rng: Random) -> None:
+        super().__init__()
+        self.heads = rng.choice([2, 4])
+        self.groups = rng.choice([self.heads, self.heads // 2])
+        self.size, self.rate = rng.choice([2, 4]), rate
+        self.way, self.turns = rng.choice(["einsum", "bmm", "sdpa"]), rng.random() < 0.5
+        self.norm = rng.choice([nn.LayerNorm, nn.RMSNorm])(width)
+        bias, inner = rng.random() < 0.5, self.heads * self.size
+        self.q = nn.Linear(width, inner, bias=bias)
+        self.kv = nn.Linear(width, 2 * self.groups * self.size, bias=bias)
+        self.out = nn.Linear(inner, width, bias=bias)
+        self.drop = nn.Dropout(rate)
+        waves = 10.0 ** -torch.arange(0, self.size, 2).div(self.size)
+        self.register_buffer("waves", waves, persistent=rng.random() < 0.5)
+
+    def _turned(self, x: Tensor) -> Tensor:
+        angles = torch.arange(x.shape[-2], device=x.device)[:, None] * self.waves
+        cos, sin = angles.cos().repeat(1, 2).to(x.dtype), angles.sin().repeat(1, 2).to(x.dtype)
+        one, two = x.chunk(2, -1)
+        return x * cos + torch.cat([-two, one], -1) * sin
+
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        h = self.norm(x)
+        rows, length, _ = h.shape
+        q = self.q(h).view(rows, length, -1, self.size).transpose(1, 2)
+        k, v = self.kv(h).chunk(2, dim=-1)
+        k = k.reshape(rows, length, -1, self.size).transpose(1, 2)
+        v = v.reshape(rows, length, -1, self.size).transpose(1, 2)
+        if self.turns:
+            q, k = self._turned(q), self._turned(k)
+        times = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+        keep = None if mask is None else mask[:, None, None, :]
+        if self.way == "sdpa":
+            rate = self.rate if self.training else 0.0
+            y = F.scaled_dot_product_attention(q, k, v, keep, dropout_p=rate)
+        else:
+            y = self._mixed(q, k, v, keep)
+        return x + self.drop(self.out(y.transpose(1, 2).reshape(rows, length, -1)))
+
+    def _mixed(self, q: Tensor, k: Tensor, v: Tensor, keep: Mask) -> Tensor:
+        if self.way == "einsum":
+            scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / self.size**0.5
+        else:
+            flat = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2))
+            scores = flat.view(*q.shape[:3], -1).mul(self.size**-0.5)
+        if keep is not None:
+            scores = scores.masked_fill(~keep, torch.finfo(scores.dtype).min)
+        return F.dropout(scores.softmax(-1), self.rate, self.training) @ v
+
+
+class Packed(nn.Module):
+    """torch's own attention: MultiheadAttention, or a whole encoder layer."""
+
+    def __init__(self, width: int, rate: float, rng: Random) -> None:
+        super().__init__()
+        self.whole = rng.random() < 0.5
+        if self.whole:
+            self.layer: nn.Module = nn.TransformerEncoderLayer(
+                *(width, 2, 2 * width, rate),
+                activation=rng.choice(["relu", "gelu"]),
+                norm_first=rng.random() < 0.5,
+                batch_first=True,
+            )
+        else:
+            self.layer = nn.MultiheadAttention(
+                *(width, 2, rate), bias=rng.random() < 0.5, batch_first=True
+            )
+            self.weights = rng.random() < 0.5
+
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        gone = None if mask is None else ~mask
+        if self.whole:
+            return self.layer(x, src_key_padding_mask=gone)
+        y, _ = self.layer(x, x, x, key_padding_mask=gone, need_weights=self.weights)
+        return x + y
+
+
+class Gated(nn.Module):
+    """A gated pair of layers: fused and chunked, or three layers; a layer scale, drops."""
+
+    def __init__(self, width: int, rate: float, rng: Random) -> None:
+        super().__init__()
+        hidden = rng.choice([6, 8, 7])
+        self.norm = nn.RMSNorm(width)
+        self.fused = rng.random() < 0.5
+        if self.fused:
+            self.gate_up = nn.Linear(width, 2 * hidden, bias=rng.random() < 0.5)
+        else:
+            self.gate = nn.Linear(width, hidden, bias=False)
+            self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=rng.random() < 0.5)
+        self.gamma = nn.Parameter(torch.full((width,), 0.3))
+        self.rate = rate
+
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        h = self.norm(x)
+        if self.fused:
+            gate, up = self.gate_up(h).split(self.down.in_features, dim=-1)
+        else:
+            gate, up = self.gate(h), self.up(h)
+        y = F.dropout(self.down(F.silu(gate) * up), p=self.rate, training=self.training)
+        return x + self.gamma * y
+
+
+class Stack(nn.Module):
+    """A Sequential with drops between, and a residual with a learned number."""
+
+    def __init__(self, width: int, rate: float, rng: Random) -> None:
+        super().__init__()
+        hidden = rng.choice([6, 8])
+        act = rng.choice([nn.GELU, nn.ReLU, nn.Tanh])
+        self.net = nn.Sequential(
+            nn.LayerNorm(width),
+            nn.Linear(width, hidden),
+            act(),
+            nn.Dropout(rate),
+            nn.Linear(hidden, width, bias=rng.random() < 0.5),
+        )
+        self.alpha = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        y = x + self.alpha * self.net(x)
+        return y if mask is None else y * mask[..., None]
+
+
+class Parametrized(nn.Module):
+    """Weights that are functions of others: weight norm, a mask, their own symmetric part."""
+
+    def __init__(self, width: int, rate: float, rng: Random) -> None:
+        super().__init__()
+        self.one = parametrizations.weight_norm(nn.Linear(width, width))
+        self.two = nn.Linear(width, width)
+        self.register_buffer("kept", (torch.arange(width * width) % 3 > 0).view(width, width))
+        self.symmetric = rng.random() < 0.5
+
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        weight = self.two.weight * self.kept
+        if self.symmetric:
+            weight = weight + weight.t()
+        return x + F.linear(torch.tanh(self.one(x)), weight, self.two.bias)
+
+
+class Recurrent(nn.Module):
+    """A recurrence over the tokens, of torch's layers or cell by cell."""
+
+    def __init__(self, width: int, rate: float, rng: Random) -> None:
+        super().__init__()
+        self.kind = rng.choice(["gru", "lstm", "cell"])
+        if self.kind == "cell":
+            self.rnn: nn.Module = nn.GRUCell(width, width)
+        else:
+            made = nn.GRU if self.kind == "gru" else nn.LSTM
+            self.rnn = made(width, width, batch_first=True)
+
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        if self.kind != "cell":
+            return x + self.rnn(x)[0]
+        state, states = torch.zeros_like(x[:, 0]), []
+        for token in x.unbind(1):
+            state = self.rnn(token, state)
+            states.append(state)
+        return x + torch.stack(states, 1)
+
+
+class Convolved(nn.Module):
+    """A convolution along the tokens, a norm over channels or groups, a gate (Conformer)."""
+
+    def __init__(self, width: int, rate: float, rng: Random) -> None:
+        super().__init__()
+        self.enter = nn.Conv1d(width, 2 * width, 1)
+        groups = rng.choice([1, width])
+        self.deep = nn.Conv1d(width, width, 3, padding=1, groups=groups)
+        norms: list[Any] = [
+            nn.GroupNorm(2, width),
+            nn.InstanceNorm1d(width, affine=True),
+            nn.Identity(),
+        ]
+        self.norm = rng.choice(norms)
+        self.leave = nn.Conv1d(width, width, 1)
+        self.drop = nn.Dropout1d(rate)
+
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        h = F.glu(self.enter(x.transpose(1, 2)), dim=1)
+        h = self.leave(F.silu(self.norm(self.deep(h))))
+        return x + self.drop(h).permute(0, 2, 1)
+
+
+class Statistics(nn.Module):
+    """Batch norm over all tokens."""
+
+    def __init__(self, width: int, rate: float, rng: Random) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width, momentum=rng.choice([0.1, None]))
+        self.lin = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        h = self.norm(self.lin(x).flatten(0, 1)).unflatten(0, x.shape[:2])
+        return x + F.relu(h)
+
+
+class Counting(nn.Module):
+    """Buffers that the forward writes: how often it ran, and a slow copy of a weight."""
+
+    def __init__(self, width: int, rate: float, rng: Random) -> None:
+        super().__init__()
+        self.lin = nn.Linear(width, width)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("slow", torch.zeros(width, width))
+        self.slowly = rng.random() < 0.5
+        self.reads = rng.random() < 0.5
+
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                if self.slowly:
+                    self.slow.copy_(self.lin.weight * 0.1)
+                self.calls += 1
+        y = torch.tanh(self.lin(x))
+        return x + y + F.linear(x, self.slow.clone()) if self.reads else x + y
+
+
+class Hooked(nn.Module):
+    """Hooks on modules and tensors that change values and gradients."""
+
+    def __init__(self, width: int, rate: float, rng: Random) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(width, 6), nn.Linear(6, width)
+        hooks = rng.sample(["before", "after", "backward", "tensor", "module"], 2)
+        if "before" in hooks:
+            self.one.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+        if "after" in hooks:
+            self.two.register_forward_hook(lambda module, args, out: out + 0.1 * out.tanh())
+        if "backward" in hooks:
+            self.two.register_full_backward_hook(lambda m, grads, outs: (grads[0] * 0.7,))
+        if "module" in hooks:
+            self.register_full_backward_hook(lambda m, grads, outs: (grads[0] * 0.9, *grads[1:]))
+        self.on_tensor = "tensor" in hooks
+
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        h = F.gelu(self.one(x))
+        if self.on_tensor and h.requires_grad:
+            h.register_hook(lambda grad: grad * 0.5)
+        return x + self.two(h)
+
+
+class _Clipped(torch.autograd.Function):
+    """Clamps; a gradient passes where it would lead back, and one for the bound."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bound: Tensor) -> Tensor:
+        ctx.save_for_backward(x, bound)
+        return torch.minimum(torch.maximum(x, -bound), bound)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, bound = ctx.saved_tensors
+        inside = x.abs() <= bound
+        given = (grads[0] * inside) if ctx.needs_input_grad[0] else None
+        return given, (grads[0] * x.sign() * ~inside).sum().view_as(bound)
+
+
+class Own(nn.Module):
+    """An autograd function of its own, a straight-through codebook, a stopped branch."""
+
+    def __init__(self, width: int, rate: float, rng: Random) -> None:
+        super().__init__()
+        self.bound = nn.Parameter(torch.tensor(0.8))
+        self.lin, self.codes = nn.Linear(width, width), nn.Embedding(5, width)
+        self.side = nn.Linear(width, width)
+        self.coded = rng.random() < 0.5
+
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        h = _Clipped.apply(self.lin(x), self.bound)
+        if self.coded:
+            with torch.no_grad():
+                near = torch.cdist(h, self.codes.weight[None]).argmin(-1)
+            h = h + (self.codes(near) - h).detach() + 0.1 * self.codes(near)
+        return x + h + self.side(h.detach() * 0.5)
+
+
+class Shared(nn.Module):
+    """One layer called twice, and its weight a third time; layers that nobody calls."""
+
+    def __init__(self, width: int, rate: float, rng: Random) -> None:
+        super().__init__()
+        self.lin = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.unused = nn.Linear(width, 3)
+        self.third = rng.random() < 0.5
+
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        h = self.norm(self.lin(x).relu())
+        h = self.norm(self.lin(h))
+        return x + (h @ self.lin.weight if self.third else h)
+
+
+class Viewed(nn.Module):
+    """Windows by strides, writes in place, and masks filled in place."""
+
+    def __init__(self, width: int, rate: float, rng: Random) -> None:
+        super().__init__()
+        self.mix, self.taps = nn.Linear(3 * width, width), nn.Parameter(torch.ones(width) / 2)
+        self.strided = rng.random() < 0.5
+
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        rows, length, width = x.shape
+        padded = F.pad(x, (0, 0, 2, 0)).contiguous()
+        if self.strided:
+            strides = padded.stride()
+            wide = padded.as_strided((rows, length, 3, width), (*strides[:2], *strides[1:]))
+        else:
+            wide = padded.unfold(1, 3, 1).transpose(2, 3)
+        h = self.mix(wide.reshape(rows, length, -1))
+        h[:, 0] *= 0.5
+        h.mul_(self.taps)
+        if mask is not None:
+            h = h.masked_fill_(~mask[..., None], 0.0)
+        return x.add(h)
+
+
+class Mixture(nn.Module):
+    """A few functions weighed by a router; the router's own loss is left on the module."""
+
+    def __init__(self, width: int, rate: float, rng: Random) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 3, bias=False)
+        self.experts = nn.ModuleDict({k: nn.Linear(width, width) for k in ("a", "b", "c")})
+        self.weights = nn.ParameterList([torch.ones(width) for _ in range(3)])
+        self.balanced = rng.random() < 0.5
+        self.aux: Any = 0.0
+
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        logits = self.router(x)
+        shares = logits.softmax(-1)
+        made = [expert(x) * w for expert, w in zip(self.experts.values(), self.weights)]
+        self.aux = logits.square().flatten(1).mean(1).mean() * 0.1 if self.balanced else 0.0
+        return x + (torch.stack(made, -1) * shares[..., None, :]).sum(-1)
+
+
+class Drawing(nn.Module):
+    """Draws of its own: noise, or whole branches that are left out (stochastic depth)."""
+
+    def __init__(self, width: int, rate: float, rng: Random) -> None:
+        super().__init__()
+        self.lin, self.rate = nn.Linear(width, width), rate
+        self.kind = rng.choice(["noise", "path", "alpha"])
+
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        y = torch.tanh(self.lin(x))
+        if not self.training or self.rate == 0.0:
+            return x + y
+        if self.kind == "noise":
+            return x + y + self.rate * torch.randn_like(y)
+        if self.kind == "alpha":
+            return x + F.alpha_dropout(y, self.rate, training=True)
+        kept = torch.rand(len(x), 1, 1, device=x.device) >= self.rate
+        return x + y * kept.to(y.dtype) / (1 - self.rate)
+
+
+@dataclass
+class Given:
+    """What a block gives, in a class of its own."""
+
+    hidden: Tensor
+    gate: Tensor
+
+
+class _Inner(nn.Module):
+    def __init__(self, width: int, kind: str) -> None:
+        super().__init__()
+        self.up, self.gate, self.kind = nn.Linear(width, 6), nn.Linear(width, 6), kind
+
+    def forward(self, *, x: Tensor, scale: float = 1.0) -> Any:
+        hidden, gate = self.up(x) * scale, self.gate(x).sigmoid()
+        if self.kind == "dict":
+            return {"hidden": hidden, "gate": gate}
+        return Given(hidden, gate)
+
+
+class Wrapped(nn.Module):
+    """A part that takes keywords and gives a dict or a dataclass."""
+
+    def __init__(self, width: int, rate: float, rng: Random) -> None:
+        super().__init__()
+        self.inner = _Inner(width, rng.choice(["dict", "class"]))
+        self.down, self.drop = nn.Linear(6, width), nn.Dropout(rate, inplace=rng.random() < 0.3)
+
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        given = self.inner(x=x, scale=0.7)
+        if isinstance(given, dict):
+            return x + self.drop(self.down(given["hidden"] * given["gate"]))
+        return x + self.drop(self.down(given.hidden * given.gate))
+
+
+class Biased(nn.Module):
+    """Attention with a learned bias of relative positions (T5), all weights in one parameter."""
+
+    def __init__(self, width: int, rate: float, rng: Random) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, elementwise_affine=rng.random() < 0.5)
+        self.near, self.width = nn.Embedding(7, 2), width
+        self.weight = nn.Parameter(torch.randn(3, width, width) / width**0.5)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        q, k, v = torch.einsum("btc,ncd->nbtd", self.norm(x), self.weight).unbind(0)
+        q, k, v = (z.unflatten(-1, (2, -1)).movedim(2, 1) for z in (q, k, v))
+        places = torch.arange(x.shape[1], device=x.device)
+        bias = self.near((places[:, None] - places).clamp(-3, 3) + 3).permute(2, 0, 1)
+        scores = q.matmul(k.mT) / k.shape[-1] ** 0.5 + bias
+        if mask is not None:
+            scores = scores + torch.where(mask[:, None, None], 0.0, -1e9)
+        y = scores.softmax(-1) @ v
+        return x + self.out(y.movedim(1, 2).flatten(2))
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank adapter, recomputed by the model itself."""
+
+    def __init__(self, width: int, rate: float, rng: Random) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+        self.drop, self.again = nn.Dropout(rate), rng.random() < 0.4
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + 2.0 * self.up(self.down(self.drop(x))))
+
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        if self.again and self.training:
+            return x + checkpoint(self._inner, x, use_reentrant=False)
+        return x + self._inner(x)
+
+
+class Linearly(nn.Module):
+    """Linear attention by running sums; a norm of its own, an early way out, a bilinear gate."""
+
+    def __init__(self, width: int, rate: float, rng: Random) -> None:
+        super().__init__()
+        self.qkv, self.gate = nn.Linear(width, 3 * width), nn.Bilinear(width, width, width)
+        self.gain = nn.Parameter(torch.ones(width))
+        self.exits = rng.random() < 0.3
+
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        if self.exits and bool(x.detach().isnan().any()):
+            return x
+        q, k, v = self.qkv(x).chunk(3, -1)
+        k = F.elu(k) + 1
+        state = torch.cumsum(k.unsqueeze(-1) * v.unsqueeze(-2), 1)
+        y = torch.einsum("btk,btkv->btv", F.elu(q) + 1, state)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6) * self.gain
+        return x + 0.5 * torch.tanh(self.gate(x, y))
+
+
+Made = Callable[[int, float, Random], nn.Module]
+KINDS: dict[str, Made] = {
+    made.__name__.lower(): made
+    for made in (
+        *(Heads, Packed, Gated, Stack, Parametrized, Recurrent, Convolved, Statistics, Counting),
+        *(Hooked, Own, Shared, Viewed, Mixture, Drawing, Wrapped, Biased, Adapted, Linearly),
+    )
+}
