@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental import _config as shapes
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -87,12 +88,17 @@ def meta_model(
 
     `children`: list of modules -> the children that are copied (as in `copy_with`).
     """
-    return copy_with(
+    bare = copy_with(
         model,
         lambda name, tensor: meta_parameter(tensor, shapes.get(name)),
         lambda tensor: tensor.to("meta"),
         children,
     )
+    for module in bare.modules():
+        # a cumulative average divides by the number of batches, which has no value here
+        if isinstance(module, _BatchNorm) and module.momentum is None:
+            module.momentum = 1.0
+    return bare
 
 
 def meta_batch(batch: Any) -> Any:
