@@ -289,6 +289,17 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
         for name, names in site.dims.items():
             for dim in ("out", "in") if name in site.parameters and name != "weight" else ():
                 if dim in names and (("weight", dim) in splits) != ((name, dim) in splits):
+                    if "weight" not in site.parameters:
+                        refuse(
+                            "S407",
+                            f"`{site}` computes its weight, and has no parameter `weight` to shard",
+                            "its bias alone would be sharded",
+                            helps=(
+                                f"leave `{site}` out, and the row that it feeds",
+                                "or make it a parameter before: `remove_parametrizations`,"
+                                " `remove_weight_norm` or `remove_spectral_norm` of torch",
+                            ),
+                        )
                     refuse(
                         "S407",
                         f"only one of weight and {name} of `{site}` is sharded along `{dim}`",
@@ -337,16 +348,12 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
                 notes=(f"`{site}.{name}` is {_shape(fact)}",),
                 helps=suggest_blocks(self.blocks, size),
             )
-        misaligned = [block for block in cut.blocks if self.heads and block % self.heads]
-        if misaligned or (self.heads is not None and self.heads < 1):
-            divide = [
-                n
-                for n in range(1, (misaligned or [size])[0] + 1)
-                if (misaligned or [size])[0] % n == 0
-            ]
+        odd = [block for block in cut.blocks if self.heads and block % self.heads]
+        if odd or (self.heads is not None and self.heads < 1):
+            divide = [n for n in range(1, (odd or [size])[0] + 1) if (odd or [size])[0] % n == 0]
             refuse(
                 "S406",
-                f"{(misaligned or [size])[0]} cannot be divided into {self.heads} equal heads",
+                f"{(odd or [size])[0]} cannot be divided into {self.heads} equal heads",
                 notes=(f"`{site}.{name}` is {_shape(fact)}",),
                 helps=(f"`heads` may be {format_numbers(divide)}",),
             )

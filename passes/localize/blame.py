@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.diagnostic import Refusal, quote_names
 from schedlang.ir.model import is_inside
 from schedlang.ir.plan import Action
 from schedlang.ir.primitive import Facet
@@ -20,10 +20,19 @@ from schedlang.passes.analyze.holdings import is_lossy
 from schedlang.passes.elaborate.rows import describe_row, plan_of_rows_only
 from schedlang.passes.localize.diagnosis import describe_failure
 from schedlang.passes.localize.module_search import Failure, Location, find_module
-from schedlang.passes.verify.compare import compare
+from schedlang.passes.verify.compare import RTOL, compare
+from schedlang.passes.verify.forward_state import restored_buffers
 from schedlang.passes.verify.kernel_trials import run_trials
+from schedlang.passes.verify.linear_backward import nonlinear_backward
 from schedlang.passes.verify.observe import DISTINCT_DRAWS, Batch, Condition, Observation
-from schedlang.passes.verify.proof_case import Case, observe_on_rank, prepare_case, run_original
+from schedlang.passes.verify.original import count_rows, repeat_first_rows
+from schedlang.passes.verify.proof_case import (
+    Case,
+    observe_on_rank,
+    original_subject,
+    prepare_case,
+    run_original,
+)
 from schedlang.report import Report, Row
 from schedlang.runtime.launch.pool import Hang, Pool, RankDied
 
@@ -384,6 +393,8 @@ def add_suspects(report: Report, failure: Failure, pool: Pool) -> Report:
         *_describe_first(failed, failure.expected),
         *(_describe_location(location, failed[0]) if location is not None else ()),
     ]
+    lines += _describe_nonlinear(failed[0], failure, batch)
+    lines += _describe_kept(failure, batch)
     lines += _describe_rows(rows, blame, smallest, report.command)
     return replace(
         report,
@@ -468,6 +479,38 @@ def _describe_location(location: Location, first_row: Row) -> Lines:
             "not tried",
             f"{len(location.unknown)} modules of unknown layout: {location.unknown[0]} ...",
         )
+
+
+def _describe_nonlinear(first: Row, failure: Failure, batch: Batch) -> Lines:
+    """Yield what in the original's backward is not linear, if gradients differ first."""
+    if first.kind != "gradients":
+        return
+    with original_subject(failure.case) as subject:
+        where = nonlinear_backward(subject, batch)
+    if where:
+        yield "suspect", f"{where}: it is not linear"
+        yield "", "a rank has a shard of its gradient, or a part of a sum, and changes it alone"
+
+
+def _describe_kept(failure: Failure, batch: Batch) -> Lines:
+    """Yield the attributes through which a forward depends on an earlier one, if parts do."""
+    if failure.case.plan.shares * failure.case.plan.micro == 1:
+        return
+    rows = range(count_rows(batch))
+    other = repeat_first_rows(batch, [rows]) or batch
+    try:
+        with original_subject(failure.case) as subject:
+            with restored_buffers(subject):
+                first = float(subject.forward_backward(batch, rows))
+            with restored_buffers(subject):
+                subject.forward_backward(other, rows)
+                second = float(subject.forward_backward(batch, rows))
+    except (Refusal, RuntimeError):  # of rows that are all alike, say: the report stands without
+        return
+    if subject.changed and abs(second - first) > RTOL * abs(first):
+        names = quote_names(sorted(subject.changed), MOST_HINTS)
+        yield "suspect", f"{names}: the loss depends on what an earlier forward left there"
+        yield "", "a rank has what its own rows left, and a microbatch what the one before it left"
 
 
 def _describe_rows(

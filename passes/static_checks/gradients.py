@@ -34,13 +34,14 @@ class Gradients:
     """The gradient of each trained parameter that has one, and all calls with a fault.
 
     `calls` is the number of typed calls, `pending_sums` the number of calls that need a pending
-    sum.
+    sum, `assumed` the model's own autograd functions, whose backward is assumed to be linear.
     """
 
     found: Mapping[str, ParameterGradient]
     faults: tuple[TypeFault, ...]
     calls: int
     pending_sums: int
+    assumed: tuple[str, ...] = ()
 
 
 def infer_gradients(
@@ -77,10 +78,24 @@ def infer_gradients(
             return None
         axes_ = tuple(name for name, size in plan.mesh.axes if size > 1)
         walk = BackwardWalk(root, typed, axes_, parameters, _stage_of(prepared.staged))
+        assumed = tuple(dict.fromkeys(_own_functions(root.grad_fn)))
         root.backward()
     gradients = walk.run(last=prepared.staged.cut.stages - 1)
     faults = tuple(dict.fromkeys((*typed.faults, *walk.faults)))
-    return Gradients(gradients, faults, typed.calls, typed.sums)
+    return Gradients(gradients, faults, typed.calls, typed.sums, assumed)
+
+
+def _own_functions(root: Any) -> Iterator[str]:
+    """Yield the names of autograd functions below a node that are neither torch's nor ours."""
+    pending, met = [root], {None, root}
+    while pending:
+        node = pending.pop()
+        function = getattr(node, "_forward_cls", None)
+        if function is not None and function.__module__.split(".")[0] not in ("torch", "schedlang"):
+            yield function.__name__
+        below = [one for one, _ in node.next_functions if one not in met]
+        met.update(below)
+        pending += below
 
 
 def _stage_of(staged: Staged) -> Any:
@@ -140,7 +155,8 @@ def check_reductions(
     summary = (
         f"{len(gradients.found)} parameters, {len(kinds)} kind{'s' * (len(kinds) != 1)}{missing}"
     )
-    return Claim("reductions", summary, join_problems(problems))
+    unseen = [f"the backward of `{name}`: assumed to be linear" for name in gradients.assumed]
+    return Claim("reductions", summary, join_problems(problems), unseen=tuple(unseen))
 
 
 def _pipeline_axes(plan: Plan) -> tuple[str, ...]:

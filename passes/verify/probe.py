@@ -36,6 +36,7 @@ from schedlang.passes.propagate.original_forward import (
 from schedlang.passes.propagate.propagate import Traced
 from schedlang.passes.verify.compare import RTOL, compare_tensors
 from schedlang.passes.verify.forward_state import check_attributes, check_buffers, restored_buffers
+from schedlang.passes.verify.linear_backward import check_linear
 from schedlang.passes.verify.observe import Batch, Key, Observation
 from schedlang.passes.verify.original import (
     Sequential,
@@ -194,14 +195,18 @@ def compare_parts(
 def weighted_parts(
     subject: Sequential, parts: Sequence[BatchPart], weights: Sequence[float]
 ) -> Iterator[tuple[int, LossAndGradients]]:
-    """Yield the weighted loss and gradients of each part with a nonzero weight, and its number."""
-    for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-        if weight:
-            part_results, share = (
-                loss_and_gradients(subject, part.inputs, part.rows),
-                weight / sum(weights),
-            )
-            yield number, {key: None if x is None else x * share for key, x in part_results.items()}
+    """Yield the weighted loss and gradients of each part with a nonzero weight, and its number.
+
+    The loss is weighted before the backward, as in a step: a backward may be nonlinear.
+    """
+    plain = subject.scale
+    try:
+        for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+            if weight:
+                subject.scale = plain * (weight / sum(weights))
+                yield number, loss_and_gradients(subject, part.inputs, part.rows)
+    finally:
+        subject.scale = plain
 
 
 def _add_parts(shares: Iterable[LossAndGradients]) -> LossAndGradients:
@@ -251,23 +256,31 @@ def model_gap(probe: Probe) -> float:
                 return UNKNOWN
             added: dict[str, Tensor] = {}
             for part, weight in zip(parts, weights):
-                part_results = _run_model(case, module, part.inputs, part.rows) if weight else {}
+                given = case, module, part.inputs, part.rows
+                part_results = _run_model(*given, share=weight / sum(weights)) if weight else {}
                 for name, value in part_results.items():
-                    share = value * (weight / sum(weights))
-                    added[name] = added.get(name, torch.zeros(())) + share
+                    added[name] = added.get(name, torch.zeros(())) + value
     except Exception:  # any error of the model without our modes
         return UNKNOWN
     return _gap(added, full)
 
 
 def _run_model(
-    case: Case, module: nn.Module, batch: Mapping[str, Any], rows: Sequence[int], seed: int = 0
+    case: Case,
+    module: nn.Module,
+    batch: Mapping[str, Any],
+    rows: Sequence[int],
+    seed: int = 0,
+    share: float = 1.0,
 ) -> dict[str, Tensor]:
-    """Return loss (under "") and gradients of rows of a batch; the module does not change."""
+    """Return loss (under "") and gradients of rows of a batch, each times `share`.
+
+    The module does not change.
+    """
     torch.manual_seed(seed)
     fresh = copy_module(module)
     with enter_modes(SourceMode(RowDraws(rows))):
-        loss = (case.loss or returned_loss)(run_model(fresh, batch), batch)
+        loss = (case.loss or returned_loss)(run_model(fresh, batch), batch) * share
         loss.backward()  # type: ignore[no-untyped-call]
     gradients = {name: p.grad for name, p in fresh.named_parameters() if p.grad is not None}
     return {"": loss.detach(), **gradients}
@@ -373,9 +386,8 @@ def check_parts(case: Case) -> Case:
     If the schedule relaxes batch statistics, such a model is compared with itself, run by parts.
     """
     check_across_stages(case)
-    uncapped = replace(
-        case, plan=without_capacity(case.plan)
-    )  # dropped tokens depend on the full batch
+    # dropped tokens depend on the full batch
+    uncapped = replace(case, plan=without_capacity(case.plan))
     probe = Probe(uncapped, case.batches[0])
     difference = probe.first_difference()
     if difference is not None:
@@ -396,6 +408,7 @@ def check_parts(case: Case) -> Case:
     _check_model_alone(probe, difference)
     sample = probe.parts[0].inputs
     check_microbatches(case.plan, sample, case.loss, case.weight is not None)
+    check_linear(case, probe.batch, len(probe.parts), difference)
     # parts that share sums differ from the whole at their sums
     has_statistics = case.prepared is not None and case.prepared.traced.statistics is not None
     line = "" if has_statistics else _try_find_line(Probe(case, case.batches[0]))

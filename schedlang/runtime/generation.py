@@ -177,10 +177,8 @@ def _facade(a: Assembly, model: Any, run: RunForward) -> Any:
             if (cache := values.get(name)) is None:
                 continue
             is_pair = type(cache) is EncoderDecoderCache
-            pair = (
-                (cache.self_attention_cache, cache.cross_attention_cache) if is_pair else (cache,)
-            )
-            for part in pair:
+            names = ("self_attention_cache", "cross_attention_cache") if is_pair else ()
+            for part in [getattr(cache, name) for name in names] or [cache]:
                 _check_cache(part)
             values[name] = _cache_class(is_pair)()
             values[name].turns = new_turns(a)

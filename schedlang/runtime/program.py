@@ -59,7 +59,7 @@ from schedlang.runtime.step_batch import BatchComparison, check_batch_names, spl
 from schedlang.runtime.storage.offloaded_gradients import drop_gradient
 from schedlang.runtime.storage.tiers import DEVICE
 from schedlang.runtime.training_mode import TrainingMode
-from schedlang.runtime.user_loops import copy_refusal, module_of
+from schedlang.runtime.user_loops import check_shapes, copy_refusal, module_of
 from schedlang.runtime.zero_weight_loss import with_loss_weight
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -345,6 +345,8 @@ class Program:
         self, parts: Sequence[BatchPart], scale: Sequence[Number] | None, *, train: bool
     ) -> dict[int, MicrobatchResult]:
         a = self.assembly
+        if a.local_parameters.shapes:  # the module was handed out
+            check_shapes(a.local_parameters)
         pass_index = 0 if train else self.evaluated[1]
         scopes = [
             Scope(self.step, index, part.rows, pass_index, self._same_shapes)

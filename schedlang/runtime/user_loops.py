@@ -2,9 +2,11 @@
 
 * A backward outside of a step that reaches parameters whose gradients a step all-reduces after its
   last backward.
+* A term of the loss that a loop makes of parameters where a rank has shards.
 * The norm of gradients, a loss scale that depends on gradients, or an optimizer that needs full
   tensors, where a rank has shards.
-* A copy of a module with slices, and new parameters in place of those that a step trains.
+* A copy of a module with slices, new parameters in place of those that a step trains, and full
+  values in place of shards.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections import defaultdict
+import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakSet
@@ -29,6 +32,12 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import python_span
 from schedlang.runtime.adapters.fully_shard import refuse_copies
 from schedlang.runtime.adapters.torch_clip import check_clipping, check_unscaling
+from schedlang.runtime.adapters.torch_tensor import (
+    check_backwards,
+    has_tangent,
+    in_transform,
+    sequence_number,
+)
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.grad_reduction.gradient import GradientReduction, LocalParameters
 from schedlang.runtime.grad_reduction.zero import own_backward
@@ -36,6 +45,24 @@ from schedlang.runtime.optim.full_tensor_step import SAMPLE_DIMS, is_elementwise
 
 _STEP = "use `train_step` and `eval_step`"
 _SHARD = "_schedlang_part"  # of parameters that are shards of a tensor: the name
+# nodes of autograd with which terms of a loss begin; one that begins a layer is none of these
+_TERMS = (
+    *("Abs", "Add", "Cat", "Div", "Exp", "LinalgVectorNorm", "Log", "Max", "Mean", "Min", "Mul"),
+    *("Neg", "Norm", "Pow", "Prod", "Sqrt", "Stack", "Std", "Sub", "Sum", "Var", "View"),
+)
+
+
+class _Forwards(threading.local):
+    """Numbers of the nodes that the last forwards of programs have made in a thread: first, end.
+
+    torch numbers the nodes of each thread apart.
+    """
+
+    def __init__(self) -> None:
+        self.made: deque[tuple[float, float]] = deque(maxlen=1000)
+
+
+_forwards = _Forwards()
 _checked: WeakSet[torch.optim.Optimizer] = WeakSet()  # optimizers that have been checked
 _user_modules: WeakSet[nn.Module] = WeakSet()  # modules of programs that user loops have got
 
@@ -119,6 +146,24 @@ def _check_stepping(parameters: LocalParameters, name: str) -> Callable[[Tensor]
     return check
 
 
+def check_shapes(held: LocalParameters) -> None:
+    """Raise Refusal S617 if a loop of the user has put a value of another shape into a parameter.
+
+    A rank that holds a shard takes the full value for its shard: rows and columns of other ranks.
+    """
+    for name, shape in held.shapes.items():
+        if held[name].shape != shape:
+            here, new = tuple(shape), tuple(held[name].shape)
+            raise Refusal.of(
+                "S617",
+                f"`.data =` gave `{name}` the shape {new}, and this rank's shard of it is {here}",
+                helps=(
+                    "`program.load_state_dict({**program.state_dict(), name: value})` takes full"
+                    " values",
+                ),
+            ).at(python_span())
+
+
 def _guard_shards(a: Assembly) -> None:
     """Mark the parameters that are shards, and register checks of what needs full tensors."""
     everything = all(name in a.parameters for name in a.holdings)
@@ -128,7 +173,10 @@ def _guard_shards(a: Assembly) -> None:
             not everything or parameter.numel() < full_size
         ):  # for a DTensor, numel counts all shards
             setattr(parameter, _SHARD, name)
+            a.local_parameters.shapes[name] = parameter.shape
             _register_checks()
+    if a.local_parameters.shapes:
+        _note_forwards(a.module)
 
 
 @functools.cache
@@ -136,7 +184,77 @@ def _register_checks() -> None:
     """Check from now on the arguments of `clip_grad_norm_`, and optimizers that step."""
     check_clipping(_check_norm)
     check_unscaling(_check_scaler)
+    check_backwards(_check_terms)
     register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _check_transforms(given: Iterable[Any]) -> None:
+    """Raise Refusal S617 in a transform of torch.func and for forward-mode gradients.
+
+    The collectives of a sharded module have neither.
+    """
+    what = "a transform of `torch.func`" if in_transform() else ""
+    what = what or ("a forward-mode gradient" if any(map(has_tangent, given)) else "")
+    if what:
+        raise Refusal.of(
+            "S617",
+            f"{what} cannot go through the collectives of sharded modules",
+            helps=(
+                "`torch.autograd.grad`, with `create_graph=True` for a second derivative",
+                "or put it around the original, on one rank",
+            ),
+        ).at(python_span())
+
+
+def _note_forwards(module: nn.Module) -> None:
+    """Record from now on which nodes of autograd the forwards of a program's module make."""
+
+    def before(unused: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            _check_transforms((*given, *named.values()))
+            _forwards.made.append((sequence_number(), math.inf))
+
+    def after(*unused: object) -> None:
+        if not torch.compiler.is_compiling() and _forwards.made:
+            _forwards.made[-1] = _forwards.made[-1][0], sequence_number()
+
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    module.register_forward_hook(after, always_call=True)
+
+
+def _check_terms(roots: Iterable[Tensor]) -> None:
+    """Raise Refusal S622 at a backward from a term that a loop made of shards of parameters.
+
+    The term has the value, and perhaps the gradient, of this rank's shard only. Terms inside the
+    forward are seen where the model is traced.
+    """
+    pending: list[Any] = [root.grad_fn for root in roots]
+    met = {None, *pending}
+    while pending:
+        node = pending.pop()
+        for below, _ in () if node is None else node.next_functions:
+            name = vars(below.variable).get(_SHARD) if hasattr(below, "variable") else None
+            if name is not None and _is_term(node):
+                raise Refusal.of(
+                    "S622",
+                    f"a term of your own takes this rank's shard of `{name}` for the parameter",
+                    notes=(f"`{node.name()}` reads it, outside of the forward of the program",),
+                    helps=(
+                        "`weight_decay=` of the optimizer, for a sum of squares",
+                        "or compute the term in the model's forward, and build a program of it",
+                    ),
+                ).at(python_span())
+            if below not in met:
+                met.add(below)
+                pending.append(below)
+
+
+def _is_term(node: Any) -> bool:
+    """Return whether a node was made outside of all forwards, as terms of a loss are made."""
+    number = node._sequence_nr()
+    if not node.name().startswith(_TERMS) or not _forwards.made or number < _forwards.made[0][0]:
+        return False
+    return not any(first <= number < end for first, end in reversed(_forwards.made))
 
 
 def _shard_name(parameters: Iterable[Any]) -> str | None:

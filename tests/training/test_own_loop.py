@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.optim.swa_utils import AveragedModel
 
 from schedlang.diagnostics.diagnostic import Refusal
@@ -129,8 +130,85 @@ def by_new_modules(program: Any) -> None:
     program.module.down = nn.Linear(8, 6).double()  # here
 
 
+def by_a_term(program: Any) -> None:
+    """The norm of each parameter, added to the loss."""
+    loss = program.module(**batch(0))
+    loss = loss + 0.1 * sum(one.norm() for one in program.module.parameters())
+    loss.backward()  # here
+
+
+def by_squares(program: Any) -> None:
+    """The squares of each parameter, added to the loss: the gradient would be right, not this."""
+    loss = program.module(**batch(0))
+    loss = loss + 0.1 * sum(one.square().sum() for one in program.module.parameters())
+    loss.backward()  # here
+
+
+def by_terms_of_the_output(program: Any) -> None:
+    """Two forwards in one loss, and a second backward through the gradient of the input."""
+    steps = sgd(program.module)
+    for seed in range(3):
+        steps.zero_grad()
+        loss, more = program.module(**batch(seed)), program.module(**batch(seed))
+        x = batch(seed)["x"].requires_grad_()
+        (grad,) = torch.autograd.grad(program.module(x), x, create_graph=True)
+        (0.5 * (loss + more) + 0.0 * grad.square().sum()).backward()
+        steps.step()
+
+
+def by_transforming(program: Any) -> None:
+    """A gradient by torch.func."""
+    torch.func.grad(lambda x: program.module(x))(batch(0)["x"])  # here
+
+
+def by_tangents(program: Any) -> None:
+    """A directional derivative, forwards."""
+    x = batch(0)["x"]
+    with forward_ad.dual_level():
+        program.module(forward_ad.make_dual(x, torch.ones_like(x)))  # here
+
+
+def by_full_data(program: Any) -> None:
+    """The full values, where a rank has a part of them."""
+    parameters = dict(program.module.named_parameters())
+    shards = {name: parameter.data for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        parameter.data = Net().state_dict()[name]  # here
+    try:
+        program.eval_step(batch(0))  # here
+    finally:
+        for name, parameter in parameters.items():
+            parameter.data = shards[name]
+
+
+def by_data(program: Any) -> None:
+    """A step as it was written before `no_grad`: on this rank's part, of whatever kind it is."""
+    for seed in range(3):
+        program.train_step(batch(seed))
+        for parameter in program.module.parameters():
+            parameter.data = parameter.data - 0.1 * parameter.grad.data  # here
+
+
+def by_data_of_an_optimizer(program: Any) -> None:
+    """The same, by an optimizer."""
+
+    class Old(torch.optim.Optimizer):
+        """As they were written before `no_grad`."""
+
+        def step(self, closure: Any = None) -> None:
+            """Subtract."""
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data = parameter.data - 0.1 * parameter.grad.data  # here
+
+    steps = Old(program.module.parameters(), {})
+    program.train_step(batch(0))
+    steps.step()
+
+
 Way = Callable[[Any], None]
-RIGHT = ((TP, "tp=2", by_backward), (TP, "tp=2", by_steps), (SLICED, "dp=2", by_steps)) + (
+RIGHT = ((TP, "tp=2", by_backward), (TP, "tp=2", by_terms_of_the_output)) + (
+    (TP, "tp=2", by_steps),
+    (SLICED, "dp=2", by_steps),
     (SUMMED, "dp=2", by_clipping),
     (SLICED, "dp=2", by_clipping),
 )
@@ -139,6 +217,10 @@ REFUSED: tuple[tuple[str, str, Way, str], ...] = (
     (SLICED, "dp=2", by_backward, "S617"),
     (TP + SUMMED, "dp=2, tp=2", by_backward, "S617"),
     (TP, "tp=2", by_clipping, "S622"),
+    (TP, "tp=2", by_a_term, "S622"),
+    (TP, "tp=2", by_squares, "S622"),
+    (TP, "tp=2", by_transforming, "S617"),
+    (TP, "tp=2", by_tangents, "S617"),
     (TP, "tp=2", by_tensors, "S622"),
     (TP, "tp=2", by_scaling, "S622"),
     (SLICED, "dp=2", by_averaging, "S617"),
@@ -148,6 +230,10 @@ REFUSED: tuple[tuple[str, str, Way, str], ...] = (
     (SLICED, "dp=2", by_new_parameters, "S617"),
     (TP, "tp=2", by_new_parameters, "S617"),
     (SUMMED, "dp=2", by_new_modules, "S617"),
+    (TP, "tp=2", by_full_data, "S617"),
+    (SLICED, "dp=2", by_full_data, "S617"),
+    (SLICED, "dp=2", by_data, "S617"),
+    (SLICED, "dp=2", by_data_of_an_optimizer, "S617"),
 )
 
 
@@ -182,6 +268,28 @@ def test_a_loop_that_would_be_wrong(
 
     world = 4 if "," in mesh else 2
     assert threads.run(body, world) == [(code, True, True)] * world
+
+
+@pytest.mark.parametrize("rows, mesh", [(TP, "tp=2"), (SUMMED, "dp=2")])
+def test_data_of_a_shard_may_be_assigned(rows: str, mesh: str, threads: Threads) -> None:
+    """Values of a shard are the rank's own; under `zero` torch would lose them: see above."""
+
+    def body() -> Any:
+        program = build(planned(Net(), rows, mesh), batch(0))
+        by_data(program)
+        return program.state_dict()
+
+    model = Net()
+    for seed in range(3):
+        model.zero_grad()
+        model(**batch(seed)).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(0.1 * parameter.grad)
+    found = threads.run(body, 2)[0]
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
 
 
 def test_an_optimizer_by_elements_is_taken(threads: Threads) -> None:

@@ -6,8 +6,10 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from schedlang.passes.localize.blame import find_rows, plan_trials
 from schedlang.passes.prove import Case, prove
@@ -204,3 +206,40 @@ def test_a_kind_is_looked_for_where_it_shows(
     first = plan_trials([row], _failure())[0]
     assert (first.saved, first.working, first.kernels) == (saved, working, kernels)
     assert len(first.condition.batches) == 1
+
+
+class Remembering(nn.Module):
+    """A loss that compares the hidden rows with those of the batch before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.before = nn.Linear(4, 4), torch.zeros(0, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x))
+        loss = hidden.square().mean()
+        if len(self.before):
+            count = min(len(hidden), len(self.before))
+            loss = loss + (hidden[:count] - self.before[:count]).square().mean()
+        self.before = hidden.detach()
+        return loss
+
+
+@pytest.mark.parametrize(
+    "rows, mesh",
+    [("zero(stage=0, over=dp)", "dp=2"), ('pipeline(order="1F1B", micro=2)', "dp=1")],
+)
+def test_rows_that_a_forward_leaves_for_the_next_are_named(
+    rows: str, mesh: str, pool: Pool
+) -> None:
+    """A plain attribute with rows of a batch is right alone, and wrong where it is read again."""
+    batches = [
+        {"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))} for seed in range(2)
+    ]
+    plan = planned(Remembering(), rows, mesh)
+    report = prove(Case(plan, tuple(batches), dtype="none"), pool=pool)
+    assert not report.ok
+    assert ("suspect", "`before`: the loss depends on what an earlier forward left there") in (
+        report.localised
+    )

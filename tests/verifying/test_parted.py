@@ -439,3 +439,25 @@ def test_what_a_loss_keeps_begins_with_the_first_step(way: Callable[[Annealed], 
     assert drawn[0] == random.getstate()
     after = numpy.random.get_state(legacy=False)
     assert drawn[1]["state"]["pos"] == after["state"]["pos"]
+
+
+class Cumulative(nn.Module):
+    """A batch norm whose running statistics are averages over all batches so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = torch.tanh(self.norm(self.up(x))).square().mean()
+        return loss
+
+
+def test_running_statistics_may_be_averages(pool: Pool) -> None:
+    """The number of batches, by which torch divides, has no value where the model is traced."""
+    batches = [
+        {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))} for seed in range(2)
+    ]
+    report = _proof(Cumulative(), batches, pool)
+    assert report.ok, str(report)

@@ -35,7 +35,9 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S407": (
         "weight and bias do not fit together",
-        "Shard weight and bias along `out`, or neither of them.",
+        "Shard weight and bias along `out`, or neither of them. A module with `weight_norm`,\n"
+        "`spectral_norm` or a parametrization has no parameter `weight`: it computes the weight\n"
+        "of others, so only its bias could be sharded.",
     ),
     "S408": ("the wrong scope", "Some rows apply to the whole model only, others never do."),
     "S409": (

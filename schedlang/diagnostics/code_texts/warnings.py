@@ -45,8 +45,8 @@ WARNINGS: Mapping[str, tuple[str, str]] = {
     "W703": (
         "a kernel leaves calls to the model",
         "The kernel does not support every call of its module. Examples are other shapes, some\n"
-        "arguments, rows that are too long, and a norm with hooks or its own row. For such a call\n"
-        "the module's own forward runs. The result is correct, but not faster. `plan`, `verify`\n"
-        "and `run` report where and why; from Python it is a warning.",
+        "arguments, rows that are too long, and a norm that has hooks or that another row of the\n"
+        "schedule names. For such a call the module's own forward runs: correct, but\n"
+        "not faster. `plan`, `verify` and `run` report where and why; from Python it is a warning.",
     ),
 }

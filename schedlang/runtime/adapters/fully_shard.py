@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -15,12 +15,14 @@ from torch.distributed.fsdp._fully_shard import (
     _fsdp_param_group,
     _fsdp_state,
 )
+from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from schedlang.ir.pytree import Undo, tree_flatten, tree_leaves, tree_map_only, write_back
 from schedlang.runtime.device import host_wait
 
 _UNMARKED = nullcontext()
+_REFUSE_DATA = "_schedlang_refuse_data"  # of a parameter: makes the refusal of `.data =`
 
 
 def _profiler_mark(name: str, args: str | None = None) -> AbstractContextManager[Any]:
@@ -52,6 +54,31 @@ def refuse_copies(module: nn.Module, refuse: Callable[[nn.Module, object], nn.Mo
         if isinstance(child, FSDPModule):
             fsdp_class: Any = type(child)  # a class that torch has made
             fsdp_class.__deepcopy__ = refuse
+
+
+def refuse_data_assignment(unit: FSDPModule, refuse: Callable[[nn.Parameter], Exception]) -> None:
+    """Raise what `refuse` returns where `.data =` is used on a parameter that a unit shards.
+
+    Such a parameter is a DTensor: torch would replace the data of the wrapper, which has none, and
+    leave those of the shard.
+    """
+    _patch_data()
+    for group in groups_of(unit):
+        for one in group.fsdp_params:
+            setattr(one.sharded_param, _REFUSE_DATA, refuse)
+
+
+@cache
+def _patch_data() -> None:
+    data: Any = torch.Tensor.data
+
+    def assign(self: DTensor, value: Tensor) -> None:
+        refuse = vars(self).get(_REFUSE_DATA)
+        if refuse is not None:
+            raise refuse(self)
+        data.__set__(self, value)
+
+    DTensor.data = property(data.__get__, assign)  # type: ignore[assignment]
 
 
 def end_unused_gather(unit: FSDPModule) -> None:
@@ -208,8 +235,8 @@ _collect: Any = getattr(_fsdp_state, "collect_grad_tensors", None)
 def _gradient_outputs(output: Any) -> Iterable[Tensor]:
     """Return the tensors of an output that need a gradient, as torch finds them."""
     if _collect is not None:
-        tensors_found: Iterable[Tensor] = _collect(output)
-        return tensors_found
+        outputs: Iterable[Tensor] = _collect(output)
+        return outputs
     tensors = (tensor for tensor in tree_leaves(output) if isinstance(tensor, Tensor))
     return (tensor for tensor in tensors if tensor.requires_grad)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 from torch._C import _len_torch_function_stack
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 
 from schedlang.runtime.device import on_host
 
@@ -46,6 +47,34 @@ def run_first_in_backward(tensor: torch.Tensor) -> torch.Tensor:
     if node is not None:
         node._set_sequence_nr(2**63 - 1)  # like nodes that accumulate a leaf's gradient
     return tensor
+
+
+def check_backwards(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
+    """Let `check` see the tensors of each backward that is called in Python, from now on."""
+    plain = torch.autograd.backward
+
+    @wraps(plain)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        check((tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors))
+        plain(tensors, *args, **kwargs)
+
+    torch.autograd.backward = backward
+
+
+def sequence_number() -> int:
+    """Return the number of this thread's next node of autograd."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def in_transform() -> bool:
+    """Return whether a transform of torch.func (`vmap`, `grad`, `jvp`) runs in this thread."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def has_tangent(value: object) -> bool:
+    """Return whether a value is a tensor with a forward-mode gradient."""
+    unpack: Any = forward_ad.unpack_dual
+    return isinstance(value, torch.Tensor) and unpack(value).tangent is not None
 
 
 def run_backward(roots: Sequence[Any], grads: Sequence[torch.Tensor]) -> None:

@@ -156,6 +156,7 @@ class LocalParameters(dict[str, nn.Parameter]):
         self._buckets: dict[object, list[FlatGradients | list[nn.Parameter]]] = {}
         self.stepping = False  # a step runs: its gradients will be reduced
         self.guarded = False  # the module was handed out: see `user_loops`
+        self.shapes: dict[str, torch.Size] = {}  # of its shards, from then on
 
     def flatten(self, reductions: Sequence[GradientReduction]) -> None:
         """Make gradients that are reduced together views of one tensor, replicas first.

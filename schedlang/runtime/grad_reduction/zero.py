@@ -36,6 +36,7 @@ from schedlang.runtime.adapters.fully_shard import (
     keep_containers,
     offloaded_gradients,
     parameter_name,
+    refuse_data_assignment,
     wrap_post_backward,
 )
 from schedlang.runtime.comm import world
@@ -146,6 +147,7 @@ class ShardedStage:
         record_outputs(module)  # fully_shard has changed its class
         keep_containers(module, unit.overwrites)
         gather_for_views(module)
+        refuse_data_assignment(module, _data_refusal)
         self._zero_missing(module, places)
         module.set_gradient_divide_factor(1.0)
         # a plain sum: gloo lacks the operator for a factor, even of one
@@ -349,6 +351,19 @@ def own_backward(name: str) -> Refusal:
             " the full batch for your loop",
         ),
     )
+
+
+def _data_refusal(parameter: nn.Parameter) -> Refusal:
+    shape = tuple(parameter.shape)
+    return Refusal.of(
+        "S617",
+        f"`.data =` would not change a parameter that `zero` shards, of shape {shape}",
+        notes=("torch would replace the data of the wrapper (a DTensor), not those of the shard",),
+        helps=(
+            "change values in place: `with torch.no_grad(): parameter.mul_(0.5)`",
+            "or set full values: `program.load_state_dict({**program.state_dict(), name: value})`",
+        ),
+    ).at(python_span())
 
 
 def _hook_refusal(name: str) -> Refusal:
