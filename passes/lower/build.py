@@ -377,11 +377,13 @@ def _make_program(
 ) -> Program:
     """Return the program with its optimizer; refuse an optimizer whose settings differ by rank."""
     from schedlang.runtime.comm.agreement import check_agreement, shared_store
-    from schedlang.runtime.inference_paths import evaluate_by_calls
     from schedlang.runtime.program import Program
     from schedlang.runtime.step_batch import BatchComparison
 
-    evaluate_by_calls(a.module)
+    if any(site.is_a("TransformerEncoderLayer") for site in plan.model.sites.values()):
+        from schedlang.runtime.inference_paths import evaluate_by_calls
+
+        evaluate_by_calls(a.module)
     full_step = optimizer = comparing = None
     if options.optimizer is not None:
         if a.stage_axis is not None or any(h.layout.splits for h in a.holdings.values()):

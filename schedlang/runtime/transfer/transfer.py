@@ -466,10 +466,8 @@ def _wire(kinds: set[str], ends: Sequence[End | None]) -> torch.device:
     for kind in sorted(kinds):
         if bucket_device(torch.device(kind)) != devices.HOST:
             used = [t.device for end in ends if end is not None for t in end.local().values()]
-            match = next((device for device in used if device.type == kind), None)
-            return (
-                match if match is not None else comm.current_world().device_for(torch.device(kind))
-            )
+            matching = [own for own in used if own.type == kind]
+            return matching[0] if matching else comm.current_world().device_for(torch.device(kind))
     return devices.HOST
 
 
