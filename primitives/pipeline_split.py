@@ -15,8 +15,6 @@ from schedlang.language.kinds import Axis
 if TYPE_CHECKING:
     from schedlang.ir.model import Site
 
-LISTS = ("ModuleList", "Sequential", "ModuleDict")
-
 
 class pipeline_split(Primitive):  # noqa: N801
     """Cut the model into stages: a list into equal parts, or before the selected modules.
@@ -125,4 +123,4 @@ class pipeline_split(Primitive):  # noqa: N801
         return replace(plan, cuts=(*plan.cuts, cut))
 
     def _is_trunk(self, site: Site, plan: Plan) -> bool:
-        return site.fqn in dict(plan.unrolled) or any(site.is_a(kind) for kind in LISTS)
+        return site.fqn in dict(plan.unrolled) or site.is_list

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 
 RunWeight = Callable[[int, int, int], float]
-MODULE_LISTS = ("ModuleList", "ModuleDict", "Sequential")
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,7 @@ def trunk_modules(plan: Plan, cut: StageCut) -> tuple[str, ...]:
     names_called = []
     for trunk in cut.trunks:
         site = plan.model.sites[trunk]
-        is_unit = trunk in unrolled or not any(site.is_a(kind) for kind in MODULE_LISTS)
+        is_unit = trunk in unrolled or not site.is_list
         names = [trunk] if is_unit else [f"{trunk}.{child}" for child in site.children]
         names_called += [name for name in names for _ in range(calls(name))]
     return tuple(names_called)

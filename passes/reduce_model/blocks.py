@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from schedlang.ir.model import ModelFacts, Site
 
 
-BLOCK_LISTS = ("ModuleList", "Sequential", "ModuleDict")
 Kind = object  # equal for equal layers that have the same rows of the schedule
 
 
@@ -231,7 +230,7 @@ def blocks_of(facts: ModelFacts) -> Blocks:
             counts.update(".".join(parts[:k]) for k in range(1, len(parts)))
     blocks = Blocks(facts, frozenset())
     for fqn, site in facts.sites.items():
-        if fqn and any(site.is_a(kind) for kind in BLOCK_LISTS) and _repeats(facts, site, counts):
+        if fqn and site.is_list and _repeats(facts, site, counts):
             blocks = Blocks(facts, blocks.lists | {blocks.common_name(fqn)})
     return blocks
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.model import ModelFacts
-from schedlang.passes.reduce_model.blocks import BLOCK_LISTS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -185,11 +184,7 @@ def find_layer_sizes(recipe: ModelRecipe, facts: ModelFacts) -> list[LayerSize]:
 
     Experts in a list are not layers: their number is also a dim of the router.
     """
-    lengths = {
-        fqn: len(site.children)
-        for fqn, site in facts.sites.items()
-        if any(site.is_a(kind) for kind in BLOCK_LISTS)
-    }
+    lengths = {fqn: len(site.children) for fqn, site in facts.sites.items() if site.is_list}
     shapes = {name: param.shape for name, param in facts.parameters.items()}
     layer_sizes = []
     for name, size in recipe.sizes.items():

@@ -121,6 +121,11 @@ class Site:
         return any(name in (qualified, qualified.rpartition(".")[2]) for qualified in self.classes)
 
     @property
+    def is_list(self) -> bool:
+        """Whether the module holds others in an order: a list, a dict or a sequential."""
+        return any(map(self.is_a, ("ModuleList", "ModuleDict", "Sequential")))
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """A key that is equal for sites of the same class, parameter shapes and dtypes."""
         shapes = ((name, fact.shape, fact.dtype) for name, fact in self.parameters.items())
