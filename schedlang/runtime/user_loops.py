@@ -222,13 +222,14 @@ def _note_forwards(module: nn.Module) -> None:
     module.register_forward_hook(after, always_call=True)
 
 
-def _check_terms(roots: Iterable[Tensor]) -> None:
+def _check_terms(roots: Iterable[Any]) -> None:
     """Raise Refusal S622 at a backward from a term that a loop made of shards of parameters.
 
     The term has the value, and perhaps the gradient, of this rank's shard only. Terms inside the
     forward are seen where the model is traced.
     """
-    pending: list[Any] = [root.grad_fn for root in roots]
+    nodes = (root.grad_fn if isinstance(root, Tensor) else root.node for root in roots)
+    pending: list[Any] = list(nodes)
     met = {None, *pending}
     while pending:
         node = pending.pop()

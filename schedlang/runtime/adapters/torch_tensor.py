@@ -49,14 +49,19 @@ def run_first_in_backward(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def check_backwards(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
-    """Let `check` see the tensors of each backward that is called in Python, from now on."""
-    plain = torch.autograd.backward
+_backward = torch.autograd.backward  # which `run_backward` calls without a check
 
-    @wraps(plain)
+
+def check_backwards(check: Callable[[Sequence[Any]], None]) -> None:
+    """Let `check` see the roots of each backward that is called in Python, from now on.
+
+    A root is a tensor or torch's `GradientEdge`.
+    """
+
+    @wraps(_backward)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         check((tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors))
-        plain(tensors, *args, **kwargs)
+        _backward(tensors, *args, **kwargs)
 
     torch.autograd.backward = backward
 
@@ -89,7 +94,7 @@ def run_backward(roots: Sequence[Any], grads: Sequence[torch.Tensor]) -> None:
         edges = tuple(roots), tuple(grads)
         engine.run_backward(*edges, False, False, (), allow_unreachable=True, accumulate_grad=True)
         return
-    torch.autograd.backward(roots, grads)
+    _backward(roots, grads)
 
 
 ResizeListener = Callable[[torch.UntypedStorage, int], None]
