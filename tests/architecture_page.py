@@ -1,4 +1,4 @@
-"""docs/architecture.md, drawn from the files: `python -m tests.architecture_page` writes it."""
+"""Write docs/architecture.md from the files: `python -m tests.architecture_page`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ layouts and annotations to the plan (`ir/annotations.py`), each with the number 
 `passes/lower/build.py` executes them by kind, in one fixed order. Some features need more from a
 row, for example to rewrite a module or to recompute it. Each such feature has a class in
 `ir/features.py`, and the primitive derives from it. A feature that a plan does not use costs
-nothing: `python -m tests.walk --list` lists the functions that run for a row.
+nothing: `python -m tests.door_calls --list` lists the functions that run for a row.
 
 [How it works](how_it_works.md) follows two rows through the doors, and explains how a forward is
 [recorded](how_it_works.md#a-forward-recorded) before ranks exist.
@@ -106,76 +106,89 @@ An idea has several implementations only if each one sees what the others cannot
 
 @cache
 def floors(room: str = "") -> list[list[str]]:
-    """The rooms of each floor, the top floor first; those inside a room, where it has floors."""
-    told = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    """The rooms of each floor, the top floor first; with `room`, of the floors inside it."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     within = ".".join(filter(None, ("schedlang", room)))
-    contracts = told["tool"]["importlinter"]["contracts"]
+    contracts = settings["tool"]["importlinter"]["contracts"]
     layers = next((c["layers"] for c in contracts if c["containers"] == [within]), [])
     return [[name.strip() for name in re.split("[:|]", floor)] for floor in layers]
 
 
 @cache
-def apart() -> tuple[Path, ...]:
-    """Folders of commands that use any room and that none uses: import-linter leaves them out."""
-    told = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    found = (
+def excluded_folders() -> tuple[Path, ...]:
+    """Folders that import-linter ignores: commands, which no room imports."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    imports = (
         line
-        for c in told["tool"]["importlinter"]["contracts"]
+        for c in settings["tool"]["importlinter"]["contracts"]
         for line in c.get("ignore_imports", ())
     )
-    return tuple(ROOT / line.partition(".*")[0].replace(".", "/") for line in found)
+    return tuple(ROOT / line.partition(".*")[0].replace(".", "/") for line in imports)
 
 
 def files(room: str) -> list[Path]:
     """The Python files of a room; links to the folders beside the package are followed."""
     folder = ROOT / "schedlang" / room
-    found = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
-    return [path for path in found if not any(path.is_relative_to(one) for one in apart())]
+    paths = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+    return [
+        path
+        for path in paths
+        if not any(path.is_relative_to(folder_path) for folder_path in excluded_folders())
+    ]
 
 
-def said(room: str) -> str:
-    """The first sentence of a room about itself."""
+def first_sentence(room: str) -> str:
+    """The first sentence of a room's docstring."""
     path = ROOT / "schedlang" / room
     text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
-    first = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
-    return first.removeprefix(f"{room}: ").removesuffix(".").replace("|", "\\|")
+    sentence = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
+    return sentence.removeprefix(f"{room}: ").removesuffix(".").replace("|", "\\|")
 
 
-def doors() -> str:
+def doors_table() -> str:
     """The table of doors, in their order."""
     text = "| door | takes | gives | |\n|---|---|---|---|\n"
     for door in (*MAIN_DOORS, *SIDE_DOORS):
-        takes = ", ".join(door.takes)
-        text += f"| `{door.module}.{door.name}` | {takes} | `{door.gives}` | {door.about} |\n"
+        arguments = ", ".join(door.takes)
+        text += f"| `{door.module}.{door.name}` | {arguments} | `{door.gives}` | {door.about} |\n"
     return text
 
 
-def row() -> str:
-    """The table of what happens to one row, in its order."""
+def row_table() -> str:
+    """The table of the steps that one row takes, in order."""
     lines = (f"| `{module}.{name}` | {about} |\n" for module, name, about in ROW_STEPS)
     return "\nOne row on this way, `shard(col, over=tp)`:\n\n| | |\n|---|---|\n" + "".join(lines)
 
 
-def rooms(within: str = "") -> str:
-    """A table of rooms, the top floor first; inside a room, single files stand below it."""
-    inside, alone = floors(within), []
+def rooms_table(within: str = "") -> str:
+    """The table of rooms, the top floor first; inside a room, single files are listed below it."""
+    floor_list, single_files = floors(within), []
     text = "| floor | room | files | does |\n|---|---|---|---|\n"
-    for number, floor in enumerate(inside):
-        for part in sorted(floor):
-            path = f"{within}/{part}" if within else part
+    for number, floor in enumerate(floor_list):
+        for name in sorted(floor):
+            path = f"{within}/{name}" if within else name
             if within and not (ROOT / "schedlang" / path).is_dir():
-                alone.append(f"`{part}` ({len(inside) - number - 1})")
+                single_files.append(f"`{name}` ({len(floor_list) - number - 1})")
                 continue
-            row = (str(len(inside) - number - 1), f"`{part}`", str(len(files(path))), said(path))
+            row = (
+                str(len(floor_list) - number - 1),
+                f"`{name}`",
+                str(len(files(path))),
+                first_sentence(path),
+            )
             text += f"| {' | '.join(row)} |\n"
-    single = f"\nSingle files, with their floors: {', '.join(alone)}.\n" if alone else ""
+    single = (
+        f"\nSingle files, with their floors: {', '.join(single_files)}.\n" if single_files else ""
+    )
     return f"{text}{single}\n"
 
 
 def page() -> str:
     """The text of docs/architecture.md."""
-    inside = "".join(f"Inside `{room}`:\n\n{rooms(room)}" for room in ("passes", "runtime"))
-    return (HEAD + doors() + row() + ROOMS + rooms() + inside + STATE + TWICE).rstrip("\n") + "\n"
+    inside = "".join(f"Inside `{room}`:\n\n{rooms_table(room)}" for room in ("passes", "runtime"))
+    return (
+        HEAD + doors_table() + row_table() + ROOMS + rooms_table() + inside + STATE + TWICE
+    ).rstrip("\n") + "\n"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""A real browser for tests: Chromium without a window, spoken to over two pipes.
+"""Drive Chromium without a window from tests, through two pipes.
 
-`SCHEDLANG_BROWSER` names its program, else one of the usual names is looked for.  Nothing but the
-browser is needed: its DevTools protocol runs over file descriptors 3 and 4, a message ending in
-a zero byte.
+`SCHEDLANG_BROWSER` names its program; without it the usual names are tried.  Only the browser is
+needed: its DevTools protocol runs over file descriptors 3 and 4, and a zero byte ends a message.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-WORDS = (
+OPTIONS = (
     "--headless",
     "--no-sandbox",
     "--disable-gpu",
@@ -32,18 +31,18 @@ WORDS = (
     "--remote-debugging-pipe",
     "--force-color-profile=srgb",
 )
-PATIENCE = 60.0  # seconds for one answer
+TIMEOUT = 60.0  # seconds for one answer
 
 
-def program() -> str | None:
-    """The browser's program, if one is installed."""
-    named = os.environ.get("SCHEDLANG_BROWSER")
-    return named or next((found for name in NAMES if (found := shutil.which(name))), None)
+def find_browser() -> str | None:
+    """The path of an installed browser, or None."""
+    configured = os.environ.get("SCHEDLANG_BROWSER")
+    return configured or next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 @dataclass
 class Browser:
-    """One browser with one page; `events` are those of the page that is open."""
+    """A browser with one page; `events` are the events of the open page."""
 
     reads: int
     writes: int
@@ -53,34 +52,34 @@ class Browser:
     rest: bytes = b""
 
     def ask(self, method: str, **params: Any) -> dict[str, Any]:
-        """Call a method of the protocol and give its result; events in between are kept."""
+        """Call a method of the protocol and return its result; keep events before it."""
         self.number += 1
-        asked: dict[str, Any] = {"id": self.number, "method": method, "params": params}
+        request: dict[str, Any] = {"id": self.number, "method": method, "params": params}
         if self.session:
-            asked["sessionId"] = self.session
-        os.write(self.writes, json.dumps(asked).encode() + b"\0")
+            request["sessionId"] = self.session
+        os.write(self.writes, json.dumps(request).encode() + b"\0")
         while True:
-            found = self._next()
-            if found.get("id") == self.number:
-                assert "error" not in found, (method, found["error"])
-                result: dict[str, Any] = found["result"]
+            message = self._next()
+            if message.get("id") == self.number:
+                assert "error" not in message, (method, message["error"])
+                result: dict[str, Any] = message["result"]
                 return result
-            self.events.append(found)
+            self.events.append(message)
 
     def _next(self) -> dict[str, Any]:
-        until = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while b"\0" not in self.rest:
-            ready, _, _ = select.select([self.reads], [], [], max(0.0, until - time.monotonic()))
-            assert ready, f"the browser did not answer within {PATIENCE:g} s"
-            more = os.read(self.reads, 1 << 16)
-            assert more, "the browser has ended"
-            self.rest += more
+            ready, _, _ = select.select([self.reads], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"the browser did not answer within {TIMEOUT:g} s"
+            chunk = os.read(self.reads, 1 << 16)
+            assert chunk, "the browser has ended"
+            self.rest += chunk
         text, _, self.rest = self.rest.partition(b"\0")
-        found: dict[str, Any] = json.loads(text)
-        return found
+        message: dict[str, Any] = json.loads(text)
+        return message
 
     def open(self, file: Path, *, dark: bool, width: int = 1280) -> None:
-        """Show a file as a window of this width does, in the light or in the dark."""
+        """Open a file in a window of this width, in a light or dark colour scheme."""
         shade = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[shade])
         self.ask(
@@ -92,58 +91,68 @@ class Browser:
         )
         self.events.clear()
         self.ask("Page.navigate", url=file.resolve().as_uri())
-        while not any(one.get("method") == "Page.loadEventFired" for one in self.events):
+        while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(self._next())
         self.tell("new Promise(done => requestAnimationFrame(() => setTimeout(done, 0)))")
 
     def tell(self, script: str) -> Any:
-        """The value of an expression, promises awaited."""
-        found = self.ask(
+        """Evaluate an expression, await promises, and return its value."""
+        answer = self.ask(
             "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
         )
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
 
     def complaints(self) -> list[str]:
-        """What the page wrote as an error or a warning, or threw."""
+        """The page's errors, warnings and exceptions."""
         kinds = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
-        return [json.dumps(one["params"]) for one in self.events if one.get("method") in kinds]
+        return [
+            json.dumps(event["params"]) for event in self.events if event.get("method") in kinds
+        ]
 
     def requests(self) -> list[str]:
-        """The addresses that the page asked for, itself apart."""
-        asked = (one for one in self.events if one.get("method") == "Network.requestWillBeSent")
-        urls = [one["params"]["request"]["url"] for one in asked]
+        """The URLs that the page requested, without its own."""
+        events = (
+            event for event in self.events if event.get("method") == "Network.requestWillBeSent"
+        )
+        urls = [event["params"]["request"]["url"] for event in events]
         return [url for url in urls[1:] if not url.startswith(("data:", "blob:"))]
 
 
 @contextmanager
-def browser(folder: Path) -> Iterator[Browser]:
-    """A browser that keeps its own files in `folder`, and ends with the block."""
-    to_it, mine = os.pipe()
-    its, from_it = os.pipe()
-    named = program()
-    assert named is not None
-    line = f'exec "$0" "$@" 3<&{to_it} 4>&{from_it}'
-    words = ["bash", "-c", line, named, *WORDS, f"--user-data-dir={folder}", "about:blank"]
+def open_browser(folder: Path) -> Iterator[Browser]:
+    """Start a browser with its profile in `folder`; it ends with the block."""
+    browser_input, write_end = os.pipe()
+    read_end, browser_output = os.pipe()
+    executable = find_browser()
+    assert executable is not None
+    line = f'exec "$0" "$@" 3<&{browser_input} 4>&{browser_output}'
+    command = ["bash", "-c", line, executable, *OPTIONS, f"--user-data-dir={folder}", "about:blank"]
     env = {**os.environ, "HOME": str(folder)}
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    no_streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
     process = subprocess.Popen(
-        words, pass_fds=(to_it, from_it), env=env, stderr=subprocess.DEVNULL, **quiet
+        command,
+        pass_fds=(browser_input, browser_output),
+        env=env,
+        stderr=subprocess.DEVNULL,
+        **no_streams,
     )
-    os.close(to_it)
-    os.close(from_it)
+    os.close(browser_input)
+    os.close(browser_output)
     try:
-        one = Browser(its, mine)
-        target = one.ask("Target.createTarget", url="about:blank")["targetId"]
-        one.session = one.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        client = Browser(read_end, write_end)
+        target = client.ask("Target.createTarget", url="about:blank")["targetId"]
+        client.session = client.ask("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Network", "Runtime", "Log"):
-            one.ask(f"{domain}.enable")
-        yield one
-        one.session = ""
-        one.ask("Browser.close")
-        process.wait(PATIENCE)
+            client.ask(f"{domain}.enable")
+        yield client
+        client.session = ""
+        client.ask("Browser.close")
+        process.wait(TIMEOUT)
     finally:
         process.kill()
         process.wait()
-        os.close(mine)
-        os.close(its)
+        os.close(write_end)
+        os.close(read_end)

@@ -1,4 +1,4 @@
-"""A causal model of a user's own, in the ways in which people write them; and some that are not."""
+"""Causal language models as users write them, and some that are not causal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WIDTH, HEADS, WORDS, LONGEST = 16, 2, 61, 32
 class Mixer(nn.Module):
     """One block; `attend`: `flag` is_causal, `mask` a table of its own, `products` no fused call.
 
-    `full` sees every token, `conv` mixes neighbours beside its attention.
+    `full` attends to every token, `conv` also mixes neighbouring tokens by a convolution.
     """
 
     def __init__(self, attend: str, dropout: float) -> None:
@@ -42,9 +42,9 @@ class Mixer(nn.Module):
 
 
 class Causal(nn.Module):
-    """`positions`: `arange`, `table` a parameter that is cut, `counted` summed up from the batch.
+    """`positions`: `arange`, `table` (a sliced parameter), `counted` (a cumulative sum).
 
-    `shift`: the loss predicts the next token; else labels are those of the place itself.
+    `shift`: the loss predicts the next token; otherwise each position has its own label.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Causal(nn.Module):
         return self.loss(self.head(x), labels)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy of the next token, or of the label of the place."""
+        """Cross-entropy of the next token, or of the label at each position."""
         if not self.shift:
             return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())

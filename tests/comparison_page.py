@@ -1,7 +1,7 @@
-"""docs/comparison.md, made from docs/comparison.toml: `python -m tests.comparison_page` writes it.
+"""Write docs/comparison.md from docs/comparison.toml: `python -m tests.comparison_page`.
 
-What it says of schedlang is not written there: it is what a test's docstring says, or the state of
-an entry of docs/coverage.toml, or a sentence of the README.
+The cells about schedlang are not in that file: they come from docstrings of tests, from the states
+of entries of docs/coverage.toml, and from the README.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ UNCHECKED = "not checked"
 
 @dataclass(frozen=True)
 class Line:
-    """One row: where it stands, what ours is made of, and what others say, each with its source."""
+    """One row: its part of the page, the sources of our cell, and the other systems' cells."""
 
     part: str
     name: str
@@ -46,26 +46,28 @@ class Line:
     theirs: tuple[tuple[str, str], ...] = ()  # words and the key of a source, as in OTHERS
 
     def ours(self) -> str:
-        """The cell of schedlang."""
-        known = {one.key: one for one in entries()}
-        said = [f"{self.readme.rstrip('.')} (README)"] if self.readme else []
-        for one in (known[key] for key in self.coverage):
-            test = f", `{one.test.partition('::')[2]}`" if one.test else ""
-            left = f": {one.left}" if one.left else ""
-            said.append(f"{one.name}: {one.state}{test}{left if one.test else ''}")
-        said += [f"{docstring(test)} `{test.partition('::')[2]}`" for test in self.tests]
-        return "<br>".join(said)
+        """The text of the cell about schedlang."""
+        by_key = {entry.key: entry for entry in entries()}
+        parts = [f"{self.readme.rstrip('.')} (README)"] if self.readme else []
+        for entry in (by_key[key] for key in self.coverage):
+            test = f", `{entry.test.partition('::')[2]}`" if entry.test else ""
+            missing = f": {entry.left}" if entry.left else ""
+            parts.append(f"{entry.name}: {entry.state}{test}{missing if entry.test else ''}")
+        parts += [f"{docstring(test)} `{test.partition('::')[2]}`" for test in self.tests]
+        return "<br>".join(parts)
 
 
-def told() -> tuple[dict[str, str], list[Line]]:
-    """The sources by key, and all rows."""
+def read_rows() -> tuple[dict[str, str], list[Line]]:
+    """Read the sources by key, and all rows."""
     data = tomllib.loads((DOCS / "comparison.toml").read_text())
-    return data["sources"], [_line(one) for one in data["row"]]
+    return data["sources"], [_parse_row(fields) for fields in data["row"]]
 
 
-def _line(one: dict[str, Any]) -> Line:
-    pairs = [one.pop(name, (UNCHECKED, "")) for name in OTHERS]
-    lists = {key: tuple(value) if isinstance(value, list) else value for key, value in one.items()}
+def _parse_row(fields: dict[str, Any]) -> Line:
+    pairs = [fields.pop(name, (UNCHECKED, "")) for name in OTHERS]
+    lists = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()
+    }
     return Line(**lists, theirs=tuple((str(a), str(b)) for a, b in pairs))
 
 
@@ -96,17 +98,22 @@ the others.
 
 def page() -> str:
     """The text of docs/comparison.md."""
-    sources, lines = told()
-    numbers = {key: place for place, key in enumerate(sources, 1)}
+    sources, lines = read_rows()
+    numbers = {key: number for number, key in enumerate(sources, 1)}
     text = HEAD
-    for part, (title, words) in PARTS.items():
-        text += f"\n## {title}\n\n{words}\n\n| | schedlang | {' | '.join(OTHERS.values())} |\n"
+    for part, (heading, introduction) in PARTS.items():
+        text += (
+            f"\n## {heading}\n\n{introduction}\n\n| | schedlang | {' | '.join(OTHERS.values())} |\n"
+        )
         text += "|---|---|" + "---|" * len(OTHERS) + "\n"
-        for one in (line for line in lines if line.part == part):
-            cells = [f"{said} [{numbers[key]}]" if key else said for said, key in one.theirs]
-            text += f"| {one.name} | {one.ours()} | {' | '.join(cells)} |\n"
+        for row in (line for line in lines if line.part == part):
+            cells = [
+                f"{text_cell} [{numbers[key]}]" if key else text_cell
+                for text_cell, key in row.theirs
+            ]
+            text += f"| {row.name} | {row.ours()} | {' | '.join(cells)} |\n"
     text += "\n## Sources\n\n"
-    return text + "".join(f"{numbers[key]}. {where}\n" for key, where in sources.items())
+    return text + "".join(f"{numbers[key]}. {source}\n" for key, source in sources.items())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What all tests share: warm ranks of both engines, and what is skipped without a C++ compiler."""
+"""Shared fixtures and hooks: warm ranks of both engines, test tiers, garbage collection."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from schedlang.garbage_collection import collect_less_often, without_collector
 from schedlang.runtime.launch.pool import Pool
 from tests import forks
 from tests.properties.profiles import register
-from tests.tiers import in_part, part, spread
+from tests.tiers import in_part, mark_deep, parse_part
 
 if TYPE_CHECKING:
     from tests.engine import Threads
 
-# read by torch, which nothing has imported yet: models are small, and a second thread, that waits
-# for work where ranks and other tests compute, takes ten times as long as it saves
+# torch, not imported yet, reads it: models are small, and a second thread that waits for work while
+# ranks and other tests compute costs ten times what it saves
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 register()
-Pool._executed = staticmethod(forks.server)  # type: ignore[method-assign]
+Pool._executed = staticmethod(forks.start_server)  # type: ignore[method-assign]
 
 # imported once, before the ranks are forked
 PRELOAD = (
@@ -38,75 +38,76 @@ PRELOAD = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`-m deep --part 3/8`: a long tier in pieces that end within half an hour each."""
-    parser.addoption("--part", metavar="K/N", type=part, help="run the K-th of N parts")
+    """Add `--part 3/8`, which divides a long tier into parts of less than half an hour."""
+    parser.addoption("--part", metavar="K/N", type=parse_part, help="run the K-th of N parts")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """`-m deep` takes the profile of that name, unless another was asked for."""
-    # behind each file of tests, and each job of ranks, all of it is looked for
+    """`-m deep` loads the hypothesis profile `deep`, unless another one is given."""
+    # everything is collected after each file of tests and after each job of ranks
     collect_less_often()
-    asked = config.getoption("--hypothesis-profile", None)
-    if config.option.markexpr == "deep" and not asked:
+    profile = config.getoption("--hypothesis-profile", None)
+    if config.option.markexpr == "deep" and not profile:
         settings.load_profile("deep")
 
 
-@pytest.hookimpl(tryfirst=True)  # before deep ones are left out
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects deep ones
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of long lists of cases some are ordinary and the others deep; `--part` takes some of all."""
-    spread(items, whole=not any("::" in one for one in config.args))
-    if asked := config.getoption("--part"):
-        ours = [one for one in items if in_part(one.nodeid, *asked)]
-        config.hook.pytest_deselected(items=[one for one in items if one not in ours])
-        items[:] = ours
+    """Mark cases of long lists as deep; `--part` selects a part of all tests."""
+    mark_deep(items, whole=not any("::" in item for item in config.args))
+    if selected_part := config.getoption("--part"):
+        selected = [item for item in items if in_part(item.nodeid, *selected_part)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in selected])
+        items[:] = selected
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
-    """Keep the garbage collector from all that is imported: it would walk it again and again."""
+    """Freeze imported objects, so that the garbage collector does not visit them repeatedly."""
     with without_collector():
-        with contextlib.suppress(Exception):  # what is wrong with a file shows at its import
-            _rewrite(session.config)
+        with contextlib.suppress(Exception):  # an error in a file shows at its import
+            _rewrite_asserts(session.config)
         result = yield
     gc.freeze()
     return result
 
 
-def _rewrite(config: pytest.Config) -> None:
-    """Rewrite the assertions of this worker's share of the files, where they are not kept yet.
+def _rewrite_asserts(config: pytest.Config) -> None:
+    """Rewrite assertions in this worker's share of the files, unless they are cached.
 
-    Workers import all files, and would rewrite each at the same time: a second of a processor for
-    eighty of them.
+    All workers import all files, and would all rewrite them: one second for eighty files.
     """
-    given = getattr(config, "workerinput", None)
-    folders = all(Path(one).is_dir() for one in config.args)  # else it imports some files only
-    if given is None or sys.dont_write_bytecode or not folders:
+    worker_input = getattr(config, "workerinput", None)
+    folders = all(Path(path).is_dir() for path in config.args)  # else only some are imported
+    if worker_input is None or sys.dont_write_bytecode or not folders:
         return
-    share = slice(int(given["workerid"].removeprefix("gw")), None, given["workercount"])
+    share = slice(
+        int(worker_input["workerid"].removeprefix("gw")), None, worker_input["workercount"]
+    )
     for file in sorted(Path(__file__).parent.rglob("test_*.py"))[share]:
-        kept = rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
-        if rewrite._read_pyc(file, kept) is None:
-            found, code = rewrite._rewrite_test(file, config)
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, found, kept)
+        cache_file = rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
+        if rewrite._read_pyc(file, cache_file) is None:
+            file_stat, code = rewrite._rewrite_test(file, config)
+            cache_file.parent.mkdir(parents=True, exist_ok=True)
+            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, file_stat, cache_file)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(
     item: pytest.Item, nextitem: pytest.Item | None
 ) -> Generator[None, Any, Any]:
-    """Behind the tests of a file the collector takes what they left, and keeps from the rest."""
+    """Collect garbage after the last test of a file."""
     result = yield
     if nextitem is not None and nextitem.path != item.path:
-        _settled()
+        _freeze_survivors()
     return result
 
 
-def _settled() -> None:
-    """Collect, and let later collections walk only what comes from now on.
+def _freeze_survivors() -> None:
+    """Collect garbage, then freeze what remains: later collections visit only newer objects.
 
-    Between two files nothing of a test is alive: what is kept here are modules and caches. What a
-    test makes is never kept before it ends, so that a test sees what it leaks.
+    Between two files no object of a test is alive: modules and caches remain. Objects of a running
+    test are never frozen, so that a test sees what it leaks.
     """
     gc.collect()
     gc.freeze()
@@ -114,15 +115,15 @@ def _settled() -> None:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Local ranks, started by the first test that runs some; a job that dies leaves new ones."""
+    """Local ranks, started by the first test that needs them; after a crash they start again."""
     with Pool(preload=PRELOAD) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def threads() -> Iterator[Threads]:
-    """The same ranks as threads of this process: where many small programs are run."""
-    from tests.engine import Threads  # with torch, which whoever hands the tests out never needs
+    """Ranks as threads of this process, for many small programs."""
+    from tests.engine import Threads  # imports torch, if a test needs it
 
     with Threads() as threads:
         yield threads
@@ -130,7 +131,7 @@ def threads() -> Iterator[Threads]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
-    """Where inductor has no C++ compiler, a test that is refused for it is skipped, and says so."""
+    """Skip a test that is refused (S831) because inductor has no C++ compiler here."""
     try:
         return (yield)
     except Refusal as refusal:

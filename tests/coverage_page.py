@@ -1,4 +1,4 @@
-"""docs/coverage.md, made from docs/coverage.toml: `python -m tests.coverage_page` writes it."""
+"""Write docs/coverage.md from docs/coverage.toml: `python -m tests.coverage_page`."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class Entry:
 
     @property
     def state(self) -> str:
-        """shown, in part or not yet."""
+        """`shown`, `in part` or `not yet`."""
         return "not yet" if not self.test else "in part" if self.left else "shown"
 
     @property
     def model(self) -> Path:
         """The file that defines the model."""
-        named = TESTS.parent / self.on
-        return named if named.suffix else TESTS.parent / "examples" / self.on / "model.py"
+        path = TESTS.parent / self.on
+        return path if path.suffix else TESTS.parent / "examples" / self.on / "model.py"
 
     @property
     def schedule(self) -> str:
@@ -77,53 +77,57 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """All of them, in the file's order."""
-    told = tomllib.loads((DOCS / "coverage.toml").read_text())
-    return [Entry(key, **{**one, "rows": tuple(one.get("rows", ()))}) for key, one in told.items()]
+    """Read all entries, in the file's order."""
+    data = tomllib.loads((DOCS / "coverage.toml").read_text())
+    return [
+        Entry(key, **{**fields, "rows": tuple(fields.get("rows", ()))})
+        for key, fields in data.items()
+    ]
 
 
 @cache
-def found_tests() -> dict[str, bool]:
+def all_tests() -> dict[str, bool]:
     """Every test function, as file::name, and whether only the deep tier runs it."""
-    found = {}
+    tests = {}
     techniques = (TESTS.parent / "examples" / "techniques").rglob("test_*.py")
     for path in (*TESTS.rglob("test_*.py"), *techniques):
         tree = ast.parse(path.read_text())
-        lines = [ast.unparse(one) for one in tree.body if isinstance(one, ast.Assign)]
-        whole = any(line.startswith("pytestmark =") and "mark.deep" in line for line in lines)
-        for one in tree.body:
-            if isinstance(one, ast.FunctionDef) and one.name.startswith("test_"):
-                own = [ast.unparse(mark) for mark in one.decorator_list]
-                deep = whole or "pytest.mark.deep" in own
-                found[f"{path.name}::{one.name}"] = deep
-    return found
+        lines = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)]
+        all_deep = any(line.startswith("pytestmark =") and "mark.deep" in line for line in lines)
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                marks = [ast.unparse(mark) for mark in node.decorator_list]
+                deep = all_deep or "pytest.mark.deep" in marks
+                tests[f"{path.name}::{node.name}"] = deep
+    return tests
 
 
 def page() -> str:
     """The text of docs/coverage.md."""
-    every = entries()
+    all_entries = entries()
     counted = {
-        state: sum(one.state == state for one in every) for state in ("shown", "in part", "not yet")
+        state: sum(entry.state == state for entry in all_entries)
+        for state in ("shown", "in part", "not yet")
     }
     text = HEAD + ", ".join(f"{number} {state}" for state, number in counted.items())
-    text += f", of {len(every)}.\n"
-    for family, title in FAMILIES.items():
-        text += f"\n## {title}\n\n| | does | schedule | test | missing or different |\n"
+    text += f", of {len(all_entries)}.\n"
+    for family, heading in FAMILIES.items():
+        text += f"\n## {heading}\n\n| | does | schedule | test | missing or different |\n"
         text += "|---|---|---|---|---|\n"
-        text += "".join(_line(one) for one in every if one.key[:2] == family)
+        text += "".join(_format_line(entry) for entry in all_entries if entry.key[:2] == family)
     return text
 
 
-def _line(one: Entry) -> str:
-    above = [one.patterns] if one.patterns else []
-    above += [f"mesh({one.mesh})"] if one.mesh else []
-    lines = [" ".join(row.split()) for row in (*above, *one.rows)]
+def _format_line(entry: Entry) -> str:
+    header = [entry.patterns] if entry.patterns else []
+    header += [f"mesh({entry.mesh})"] if entry.mesh else []
+    lines = [" ".join(row.split()) for row in (*header, *entry.rows)]
     rows = "<br>".join(f"`{line}`" for line in lines).replace("|", "\\|")
-    rows += f"<br>under `relax({one.relax})`" if one.relax else ""
-    rows += f"<br>on `{one.on}`" if one.rows and one.on != "llama" else ""
-    test = f"`{one.test.partition('::')[2]}`" if one.test else "not yet"
-    test += " (deep)" if found_tests().get(one.test) else ""
-    return f"| {one.name} | {one.does} | {rows} | {test} | {one.left} |\n"
+    rows += f"<br>under `relax({entry.relax})`" if entry.relax else ""
+    rows += f"<br>on `{entry.on}`" if entry.rows and entry.on != "llama" else ""
+    test = f"`{entry.test.partition('::')[2]}`" if entry.test else "not yet"
+    test += " (deep)" if all_tests().get(entry.test) else ""
+    return f"| {entry.name} | {entry.does} | {rows} | {test} | {entry.left} |\n"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A language model of experts in one module, as transformers write them, and batches for it."""
+"""Language models with experts in one module, as in transformers, and batches for them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The sum over each token's experts, by weight."""
-        out = torch.zeros_like(x)
+        output = torch.zeros_like(x)
         for expert in range(self.num_experts):
             token, slot = torch.where(index == expert)
             gate, up = F.linear(x[token], self.up[expert], self.up_bias[expert]).chunk(2, -1)
             y = F.linear(F.silu(gate) * up, self.down[expert])
-            out = out.index_add(0, token, y * weights[token, slot, None])
-        return out
+            output = output.index_add(0, token, y * weights[token, slot, None])
+        return output
 
 
 class Mixture(nn.Module):
@@ -45,8 +45,8 @@ class Mixture(nn.Module):
         flat = x.reshape(-1, WIDTH)
         weights, index = self.router(flat).softmax(-1).topk(CHOICES, -1)
         weights = weights / weights.sum(-1, keepdim=True)
-        out: Tensor = self.experts(flat, index, weights)
-        return (out + self.common(flat)).reshape(x.shape)
+        output: Tensor = self.experts(flat, index, weights)
+        return (output + self.common(flat)).reshape(x.shape)
 
 
 class Tiny(nn.Module):
@@ -67,56 +67,56 @@ class Tiny(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
-def tiny(count: int = EXPERTS, layers: int = 2) -> nn.Module:
+def tiny_model(count: int = EXPERTS, layers: int = 2) -> nn.Module:
     """The model in float64."""
     torch.manual_seed(0)
     return Tiny(count, layers).double()
 
 
-class Told(Mixture):
-    """A mixture that tells the logits of its router."""
+class LoggingMixture(Mixture):
+    """A mixture that also returns the logits of its router."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Tokens through their best experts, and what the router says of them."""
+        """The output of the experts, and the router's logits."""
         return super().forward(x), self.router(x)
 
 
 class Balanced(Tiny):
-    """A model whose loss has the two router losses in words of its own."""
+    """A model whose loss contains a balance loss and a z-loss of its routers."""
 
     def __init__(self, layers: int) -> None:
         super().__init__(EXPERTS, layers)
-        self.layers = nn.ModuleList(Told(EXPERTS) for _ in range(layers))
+        self.layers = nn.ModuleList(LoggingMixture(EXPERTS) for _ in range(layers))
 
     def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """The loss and the logits."""
-        x, routed = self.embed(ids), []
+        x, all_logits = self.embed(ids), []
         for layer in self.layers:
             y, logits = layer(x)
             x = x + y
-            routed.append(logits)
+            all_logits.append(logits)
         logits = self.head(x)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        for one in routed:
-            loss = loss + 0.5 * self.balance(one.flatten(0, 1))
-            loss = loss + 0.1 * one.logsumexp(-1).pow(2).mean()
+        for router_logits in all_logits:
+            loss = loss + 0.5 * self.balance(router_logits.flatten(0, 1))
+            loss = loss + 0.1 * router_logits.logsumexp(-1).pow(2).mean()
         return {"loss": loss, "logits": logits}
 
     def balance(self, logits: Tensor) -> Tensor:
-        """How unevenly experts are chosen, by the tokens and by the router."""
+        """The load-balancing loss of one router."""
         probabilities = logits.softmax(-1)
-        chosen = F.one_hot(probabilities.argmax(-1), logits.shape[-1])
-        return (chosen.sum(0) / len(logits) * probabilities.mean(0)).sum() * logits.shape[-1]
+        one_hot = F.one_hot(probabilities.argmax(-1), logits.shape[-1])
+        return (one_hot.sum(0) / len(logits) * probabilities.mean(0)).sum() * logits.shape[-1]
 
 
-def balanced(kind: type[Balanced] = Balanced, layers: int = 1) -> nn.Module:
-    """Such a model in float64."""
+def balanced_model(kind: type[Balanced] = Balanced, layers: int = 1) -> nn.Module:
+    """A model with router losses, in float64."""
     torch.manual_seed(0)
     return kind(layers).double()
 
 
 class Biased(Experts):
-    """Experts with a bias behind their last product, as those of gpt-oss."""
+    """Experts with a bias after their last product, as in gpt-oss."""
 
     def __init__(self, count: int = EXPERTS) -> None:
         super().__init__(count)
@@ -128,8 +128,8 @@ class Biased(Experts):
         return super().forward(x, index, weights) + biases
 
 
-def biased() -> nn.Module:
-    """The model of one layer of these, in float64."""
+def biased_model() -> nn.Module:
+    """A model with one layer of biased experts, in float64."""
     torch.manual_seed(0)
     model = Tiny(layers=1)
     model.layers[0].experts = Biased()  # type: ignore[union-attr]
@@ -137,7 +137,7 @@ def biased() -> nn.Module:
 
 
 def batch(seed: int, rows: int = 5) -> dict[str, Tensor]:
-    """Rows of words, unevenly labelled."""
+    """A batch of token ids; some labels are ignored."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(WORDS, (rows, 4), generator=generator)
     labels = ids.roll(-1, 1)
@@ -146,8 +146,8 @@ def batch(seed: int, rows: int = 5) -> dict[str, Tensor]:
     return {"ids": ids, "labels": labels}
 
 
-def transformers_model(kind: str, **more: Any) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A tiny model of experts of transformers, in float64, and a batch."""
+def transformers_model(kind: str, **overrides: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A tiny mixture-of-experts model of transformers, in float64, and a batch."""
     import transformers
 
     sizes: dict[str, Any] = {
@@ -161,7 +161,7 @@ def transformers_model(kind: str, **more: Any) -> tuple[nn.Module, dict[str, Ten
         "num_experts_per_tok": 2,
         "pad_token_id": 0,
         "use_cache": False,
-        **more,
+        **overrides,
     }
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**sizes)

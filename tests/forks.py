@@ -1,12 +1,11 @@
-"""Processes forked from one that has imported what they would import: each begins at once.
+"""Fork processes from one that has done all imports, so that each starts at once.
 
     done = forks.run("-m", "schedlang", "verify", "x.sched", cwd=folder)
 
-is `subprocess.run([sys.executable, ...], capture_output=True, text=True)`, but that the interpreter
-and its imports, two seconds of a processor, are there already.  Where the variables of the
-environment could change what an import does, and off Linux, it is a new interpreter.  Tests whose
-subject is the process, its hash seed or its imports start one themselves.  Ranks that a forked
-torchrun starts are forked alike.
+is `subprocess.run([sys.executable, ...], capture_output=True, text=True)`, without the two seconds
+for the start of the interpreter and its imports.  Off Linux, and where environment variables could
+change what an import does, a new interpreter is started.  Tests of the process itself, its hash
+seed or its imports start one themselves.  Ranks of a forked torchrun are forked as well.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ _MOST = 1 << 20  # bytes of a message
 
 
 class Fork:
-    """A forked process, asked as a `Popen` is."""
+    """A forked process, with the interface of `Popen`."""
 
     def __init__(self, pid: int, ended: socket.socket) -> None:
         self.pid, self._ended = pid, ended
@@ -81,13 +80,13 @@ class Fork:
     def poll(self) -> int | None:
         """The exit code; None while it runs."""
         if self.returncode is None and select.select([self._ended], [], [], 0)[0]:
-            said = self._ended.recv(_MOST)
-            self.returncode = int(said) if said else -signal.SIGKILL  # its parent is gone
+            answer = self._ended.recv(_MOST)
+            self.returncode = int(answer) if answer else -signal.SIGKILL  # its parent is gone
             self._ended.close()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code, once it has ended; raises subprocess.TimeoutExpired."""
+        """Wait for the end and return the exit code; raises subprocess.TimeoutExpired."""
         if self.poll() is None and not select.select([self._ended], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
         code = self.poll()
@@ -95,13 +94,13 @@ class Fork:
         return code
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
 
-class Forks:
-    """The process that the others are forked from, started by the first of them."""
+class ForkServer:
+    """Controls the process that the others are forked from; the first fork starts it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -114,41 +113,41 @@ class Forks:
         """Whether a process with these variables may be forked."""
         if sys.platform != "linux":
             return False
-        known = self._environ or dict(os.environ)
-        odd = {name for name, _ in set(known.items()) ^ set(environ.items())}
-        return all(name in FREE or name.startswith(FREE_PREFIXES) for name in odd)
+        variables = self._environ or dict(os.environ)
+        changed = {name for name, _ in set(variables.items()) ^ set(environ.items())}
+        return all(name in FREE or name.startswith(FREE_PREFIXES) for name in changed)
 
-    def fork(self, what: tuple[Any, ...], environ: Mapping[str, str], fds: Sequence[int]) -> Fork:
-        """Fork one that does `what`; `fds` are its input, output and errors, and one more."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        message = pickle.dumps((what, dict(environ), os.getcwd()))
-        with theirs, self._lock:
+    def fork(self, task: tuple[Any, ...], environ: Mapping[str, str], fds: Sequence[int]) -> Fork:
+        """Fork a process for a task; `fds`: stdin, stdout, stderr, and for a server its socket."""
+        parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        message = pickle.dumps((task, dict(environ), os.getcwd()))
+        with child_end, self._lock:
             self._begin()
             assert self._control is not None, "it has begun"
-            socket.send_fds(self._control, [message], [theirs.fileno(), *fds])
-        return Fork(int(ours.recv(_MOST)), ours)
+            socket.send_fds(self._control, [message], [child_end.fileno(), *fds])
+        return Fork(int(parent_end.recv(_MOST)), parent_end)
 
     def go_on(
-        self, control: socket.socket, before: dict[str, str], environ: dict[str, str]
+        self, control: socket.socket, import_environ: dict[str, str], environ: dict[str, str]
     ) -> None:
-        """Ask the process that this one was forked from; its imports found the variables before."""
+        """In a forked process: use the process that it was forked from for further forks."""
         self._control, self._owner = control, os.getpid()
         threads = {name: environ[name] for name in THREADS if name in environ}
-        self._environ = {n: v for n, v in before.items() if n not in THREADS} | threads
+        self._environ = {n: v for n, v in import_environ.items() if n not in THREADS} | threads
 
     def _begin(self) -> None:
         if self._owner == os.getpid():
             return
         self._owner, self._environ = os.getpid(), dict(os.environ)
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         code = (
             "import sys; plain = sys.path[1:]; "
             f"sys.path[:] = {sys.path!r}; from tests import forks; forks.serve(plain)"
         )
-        with theirs:
+        with child_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
-                stdin=theirs,
+                stdin=child_end,
                 stdout=subprocess.DEVNULL,
                 cwd=Path(__file__).parents[1],
                 env={**os.environ, **dict.fromkeys(THREADS, "1")},
@@ -159,37 +158,37 @@ class Forks:
 # libraries start threads as they are imported, which a fork would not have
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
-FORKS = Forks()
+FORKS = ForkServer()
 
 
-def server(
-    theirs: socket.socket, preload: Sequence[str], files: Mapping[str, str], scratch: str
+def start_server(
+    server_end: socket.socket, preload: Sequence[str], files: Mapping[str, str], scratch: str
 ) -> Any:
-    """A server of ranks, as `Pool` starts one in a new interpreter."""
+    """Fork a server of ranks, which `Pool` would start in a new interpreter."""
     if not FORKS.can(os.environ):
-        return EXECUTED(theirs, preload, files, scratch)
+        return EXECUTED(server_end, preload, files, scratch)
     with open(os.devnull) as nothing:
         return FORKS.fork(
             ("server", list(sys.path), tuple(preload), dict(files), scratch),
             os.environ,
-            [nothing.fileno(), 1, 2, theirs.fileno()],
+            [nothing.fileno(), 1, 2, server_end.fileno()],
         )
 
 
-def anew(*words: object, **how: Any) -> subprocess.CompletedProcess[str]:
-    """Run Python with these words in a new interpreter, and take what it prints."""
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, **how)
+def run_interpreter(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments in a new interpreter, and capture its output."""
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, **options)
 
 
-class Begun:
-    """A forked process whose output is kept in files, asked as a `Popen` with pipes is."""
+class ForkedCommand:
+    """A forked command whose output goes to files, with the interface of `Popen` with pipes."""
 
-    def __init__(self, words: list[str], cwd: str, environ: Mapping[str, str]) -> None:
+    def __init__(self, arguments: list[str], cwd: str, environ: Mapping[str, str]) -> None:
         self._said = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115
         with open(os.devnull) as nothing:
             fds = [nothing.fileno(), *(file.fileno() for file in self._said)]
-            self._process = FORKS.fork(("command", cwd, words), environ, fds)
+            self._process = FORKS.fork(("command", cwd, arguments), environ, fds)
         self.pid, self.kill = self._process.pid, self._process.kill
 
     @property
@@ -197,51 +196,53 @@ class Begun:
         return self._process.poll()
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What it has printed, and of errors, once it has ended."""
+        """Wait for the end and return stdout and stderr."""
         self._process.wait(timeout)
         for file in self._said:
             file.seek(0)
-        out, err = (file.read().decode().replace("\r\n", "\n") for file in self._said)
-        return out, err
+        output, err = (file.read().decode().replace("\r\n", "\n") for file in self._said)
+        return output, err
 
 
-def begin(
-    *words: object, cwd: Path | str | None = None, env: Mapping[str, str] | None = None
-) -> Begun | subprocess.Popen[str]:
-    """Start Python with these words, `-m`, `-c` or a file first."""
-    texts, environ = list(map(str, words)), os.environ if env is None else env
+def start_python(
+    *arguments: object, cwd: Path | str | None = None, env: Mapping[str, str] | None = None
+) -> ForkedCommand | subprocess.Popen[str]:
+    """Start Python with these arguments: `-m`, `-c` or a file first."""
+    texts, environ = list(map(str, arguments)), os.environ if env is None else env
     if FORKS.can(environ):
-        return Begun(texts, str(cwd or os.getcwd()), environ)
+        return ForkedCommand(texts, str(cwd or os.getcwd()), environ)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([sys.executable, *texts], cwd=cwd, env=env, text=True, **pipes)
 
 
 def run(
-    *words: object,
+    *arguments: object,
     cwd: Path | str | None = None,
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python with these words, and take what it prints."""
-    one = begin(*words, cwd=cwd, env=env)
+    """Run Python with these arguments, and capture its output."""
+    process = start_python(*arguments, cwd=cwd, env=env)
     try:
-        said = one.communicate(timeout)
+        output = process.communicate(timeout)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.killpg(one.pid, signal.SIGKILL)
-        one.kill()
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         raise
-    assert one.returncode is not None, "it has ended"
-    return subprocess.CompletedProcess([sys.executable, *map(str, words)], one.returncode, *said)
+    assert process.returncode is not None, "it has ended"
+    return subprocess.CompletedProcess(
+        [sys.executable, *map(str, arguments)], process.returncode, *output
+    )
 
 
 # ---- in the process that is forked ---------------------------------------------------------------
 
 
-def serve(plain: Sequence[str]) -> None:
+def serve(module_paths: Sequence[str]) -> None:
     """Import, then fork a process for each message until the tests have ended.
 
-    `plain` is the path of modules as this interpreter found it.
+    The argument is this interpreter's original `sys.path`.
     """
     control = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -261,144 +262,151 @@ def serve(plain: Sequence[str]) -> None:
     wake, wakes = os.pipe()
     os.set_blocking(wakes, False)
     signal.set_wakeup_fd(wakes)
-    asking = [control]  # the tests, and every forked command
+    clients = [control]  # the tests, and every forked command
     while True:
-        ready, _, _ = select.select([*asking, wake], [], [])
+        ready, _, _ = select.select([*clients, wake], [], [])
         if wake in ready:
             os.read(wake, 1024)
             _reap(alive)
-        for one in [one for one in asking if one in ready]:
-            message, fds, _, _ = socket.recv_fds(one, _MOST, 8)
+        for client in [client for client in clients if client in ready]:
+            message, fds, _, _ = socket.recv_fds(client, _MOST, 8)
             if message:
-                asking.append(_forked(message, fds, plain, asking, (wake, wakes), alive))
-            elif one is control:
+                clients.append(_fork_one(message, fds, module_paths, clients, (wake, wakes), alive))
+            elif client is control:
                 os._exit(0)
             else:
-                asking.remove(one)
-                one.close()
+                clients.remove(client)
+                client.close()
 
 
-def _forked(
+def _fork_one(
     message: bytes,
     fds: list[int],
-    plain: Sequence[str],
-    asking: Sequence[socket.socket],
+    module_paths: Sequence[str],
+    clients: Sequence[socket.socket],
     pipe: tuple[int, int],
     alive: dict[int, socket.socket],
 ) -> socket.socket:
-    """Fork one that does what the message says; what it asks for in its turn comes from here."""
-    told = socket.socket(fileno=fds.pop(0))
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """Fork a process for the task of a message; return the socket of its own requests."""
+    reply_to = socket.socket(fileno=fds.pop(0))
+    parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
-        for one in (*asking, *alive.values(), told, ours):
-            one.close()
+        for open_socket in (*clients, *alive.values(), reply_to, parent_end):
+            open_socket.close()
         for end in pipe:
             os.close(end)
-        _become(*pickle.loads(message), fds, plain, theirs)
-    theirs.close()
+        _run_forked(*pickle.loads(message), fds, module_paths, child_end)
+    child_end.close()
     for fd in fds:
         os.close(fd)
-    alive[pid] = told
-    told.send(str(pid).encode())
-    return ours
+    alive[pid] = reply_to
+    reply_to.send(str(pid).encode())
+    return parent_end
 
 
 def _reap(alive: dict[int, socket.socket]) -> None:
     for pid in list(alive):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
-            with alive.pop(pid) as told, contextlib.suppress(OSError):
-                told.send(str(os.waitstatus_to_exitcode(status)).encode())
+            with alive.pop(pid) as reply_to, contextlib.suppress(OSError):
+                reply_to.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
-def _become(
-    what: tuple[Any, ...],
+def _run_forked(
+    task: tuple[Any, ...],
     environ: dict[str, str],
     cwd: str,
     fds: list[int],
-    plain: Sequence[str],
+    module_paths: Sequence[str],
     control: socket.socket,
 ) -> None:
-    """Be the process that was asked for; never return."""
+    """In the new process: do the task, then exit."""
     code = 1
     try:
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for place, fd in enumerate(fds[:3]):
-            os.dup2(fd, place)
+        for number, fd in enumerate(fds[:3]):
+            os.dup2(fd, number)
             os.close(fd)
-        before = dict(os.environ)
+        old_environ = dict(os.environ)
         os.environ.clear()
         os.environ.update(environ)
         tempfile.tempdir = None  # asked for anew
-        _threads(before.get("OMP_NUM_THREADS"), environ.get("OMP_NUM_THREADS"))
-        kind, *told = what
+        _set_threads(old_environ.get("OMP_NUM_THREADS"), environ.get("OMP_NUM_THREADS"))
+        kind, *task_arguments = task
         if kind == "server":
-            path, *rest = told
+            path, *arguments = task_arguments
             os.chdir(cwd)
             sys.path[:] = path
-            forkserver.main(fds[3], *rest)
+            forkserver.main(fds[3], *arguments)
             code = 0
         else:
-            paths = before.get("PYTHONPATH", "").split(os.pathsep)
-            FORKS.go_on(control, before, environ)
-            Pool._executed = staticmethod(server)  # type: ignore[method-assign]
-            code = _command([one for one in plain if one not in paths], *told)
+            paths = old_environ.get("PYTHONPATH", "").split(os.pathsep)
+            FORKS.go_on(control, old_environ, environ)
+            Pool._executed = staticmethod(start_server)  # type: ignore[method-assign]
+            code = _run_command(
+                [path_entry for path_entry in module_paths if path_entry not in paths],
+                *task_arguments,
+            )
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(code)
 
 
-def _threads(before: str | None, now: str | None) -> None:
-    """As many threads as torch takes by its environment, which it read when it was imported."""
-    if now != before:
+def _set_threads(old_count: str | None, new_count: str | None) -> None:
+    """Set torch's number of threads if OMP_NUM_THREADS differs from its value at import."""
+    if new_count != old_count:
         import torch
 
-        torch.set_num_threads(int(now) if now else os.cpu_count() or 1)
+        torch.set_num_threads(int(new_count) if new_count else os.cpu_count() or 1)
 
 
-def _command(plain: Sequence[str], cwd: str, words: list[str]) -> int:
-    """As the interpreter runs `-m`, `-c` or a file, to its exit code."""
+def _run_command(module_paths: Sequence[str], cwd: str, arguments: list[str]) -> int:
+    """Run `-m`, `-c` or a file as the interpreter does, and return its exit code."""
     os.chdir(cwd)
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     vars(main)["__builtins__"] = __builtins__
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:] = [*filter(None, paths), *plain]
+    sys.path[:] = [*filter(None, paths), *module_paths]
     importlib.invalidate_caches()
-    at_once = words[0] == "-u"
-    words = words[at_once:]
-    sys.stdout, sys.stderr = (_written(fd, at_once) for fd in (1, 2))
+    unbuffered = arguments[0] == "-u"
+    arguments = arguments[unbuffered:]
+    sys.stdout, sys.stderr = (_text_stream(fd, unbuffered) for fd in (1, 2))
     try:
-        if words[0] == "-m":
-            if words[1] == "torch.distributed.run":
+        if arguments[0] == "-m":
+            if arguments[1] == "torch.distributed.run":
                 _fork_ranks()
-            elif words[1] == "schedlang.testing.gpu":
+            elif arguments[1] == "schedlang.testing.gpu":
                 _fork_parts()
             sys.path.insert(0, cwd)
-            sys.argv[:] = ["-m", *words[2:]]
-            runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
-        elif words[0] == "-c":
+            sys.argv[:] = ["-m", *arguments[2:]]
+            runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
+        elif arguments[0] == "-c":
             sys.path.insert(0, "")
-            sys.argv[:] = ["-c", *words[2:]]
+            sys.argv[:] = ["-c", *arguments[2:]]
             if sys.version_info >= (3, 13):  # a traceback shows the lines of such a text, too
-                lines = words[1].splitlines(keepends=True)
-                linecache.cache["<string>"] = (len(words[1]), None, lines, "<string>")
-            exec(compile(words[1], "<string>", "exec"), vars(main))
+                lines = arguments[1].splitlines(keepends=True)
+                linecache.cache["<string>"] = (len(arguments[1]), None, lines, "<string>")
+            exec(compile(arguments[1], "<string>", "exec"), vars(main))
         else:
-            sys.path.insert(0, str(Path(words[0]).resolve().parent))
-            sys.argv[:] = words
-            file = os.path.abspath(words[0])  # so it is in an interpreter
+            sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+            sys.argv[:] = arguments
+            file = os.path.abspath(arguments[0])  # so it is in an interpreter
             vars(main)["__file__"] = file
             exec(compile(Path(file).read_bytes(), file, "exec"), vars(main))
         code = 0
-    except SystemExit as asked:
-        code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
-        if asked.code is not None and not isinstance(asked.code, int):
-            print(asked.code, file=sys.stderr)
+    except SystemExit as exit_request:
+        code = (
+            exit_request.code
+            if isinstance(exit_request.code, int)
+            else int(exit_request.code is not None)
+        )
+        if exit_request.code is not None and not isinstance(exit_request.code, int):
+            print(exit_request.code, file=sys.stderr)
     except BaseException as error:
         code = 1
         trace = error.__traceback__
@@ -413,24 +421,24 @@ def _command(plain: Sequence[str], cwd: str, words: list[str]) -> int:
     return code & 0xFF
 
 
-def _written(fd: int, at_once: bool) -> TextIO:
-    """Text as an interpreter writes it: errors line by line, with `-u` all without a buffer."""
-    how = "backslashreplace" if fd == 2 else "strict"
-    if at_once:
+def _text_stream(fd: int, unbuffered: bool) -> TextIO:
+    """A text stream as the interpreter opens it: stderr by lines, with `-u` unbuffered."""
+    error_mode = "backslashreplace" if fd == 2 else "strict"
+    if unbuffered:
         raw: Any = os.fdopen(fd, "wb", buffering=0)
-        return io.TextIOWrapper(raw, errors=how, write_through=True)
-    return os.fdopen(fd, "w", buffering=1 if fd == 2 else -1, errors=how)
+        return io.TextIOWrapper(raw, errors=error_mode, write_through=True)
+    return os.fdopen(fd, "w", buffering=1 if fd == 2 else -1, errors=error_mode)
 
 
 def _fork_ranks() -> None:
-    """Let torchrun, in this process, have its ranks forked instead of starting interpreters."""
+    """Let torchrun in this process fork its ranks instead of starting interpreters."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    started = subprocess_handler.SubprocessHandler._popen
+    original = subprocess_handler.SubprocessHandler._popen
 
     def forked(self: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
         if args[:2] != (sys.executable, "-u") or not FORKS.can(env):
-            return started(self, args, env)
+            return original(self, args, env)
         with open(os.devnull) as nothing:
             fds = [
                 nothing.fileno(),
@@ -442,7 +450,7 @@ def _fork_ranks() -> None:
 
 
 def _fork_parts() -> None:
-    """Let the command that examines a GPU, in this process, have its parts forked alike."""
+    """Let the command that tests a GPU fork its parts instead of starting interpreters."""
     from schedlang.testing.gpu import driver
 
     def popen(args: list[str], **options: Any) -> Any:

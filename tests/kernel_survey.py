@@ -1,10 +1,9 @@
-"""Every model of the table of models, tiny: which of its modules kernels replace.
+"""Count which modules of tiny models of all kinds are replaced by kernels.
 
-`python -m tests.kernel_survey [kind ...]` prints a line of JSON for each; `--sum FILE` counts what
-stands in such lines.  Kernels are put in wherever they fit, in two rounds, since some take one
-another's place, and loss, outputs and gradients are compared with the untouched model's, for a
-batch that is full and one whose rows end early: a module that was replaced although it computes
-something else would show.
+`python -m tests.kernel_survey [kind ...]` prints a line of JSON for each kind; `--sum FILE` adds up
+such lines.  Kernels replace all modules that they match, in two rounds, because some exclude one
+another.  Loss, outputs and gradients are compared with the original model's, for a full batch and
+one with padded rows: this shows a module that was replaced although it computes something else.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from schedlang.runtime.kernel_injection.sdpa_attention import attention_name
 from schedlang.runtime.lazy_logits.lazy import LazyLogits
 from schedlang.runtime.modes import enter_modes
 from tests import survey as causal
-from tests.zoo_models.others import OTHERS
+from tests.zoo_models.others import OTHER_MODELS
 
 WORDS = {"norm": ("Norm",), "mlp": ("MLP", "Mlp", "FeedForward")}
 IGNORED = -100
@@ -38,191 +37,198 @@ Results = dict[str, Tensor]
 Batches = Sequence[dict[str, Any]]
 
 
-def results(model: nn.Module, batches: Batches) -> tuple[Results, bool]:
+def run_batches(model: nn.Module, batches: Batches) -> tuple[Results, bool]:
     """Loss, outputs and gradients of each batch, and whether no logits were computed."""
-    found: Results = {}
-    waited = True
+    tensors: Results = {}
+    is_lazy = True
     for index, batch in enumerate(batches):
         model.zero_grad()
         torch.manual_seed(0)
         with enter_modes(Float64):
-            out = model(**batch)
-            out.loss.backward()
+            output = model(**batch)
+            output.loss.backward()
         grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        waited &= isinstance(out.logits, LazyLogits) and out.logits.computed is None
-        shown = {} if isinstance(out.logits, LazyLogits) else {"logits": out.logits.detach()}
-        found |= {
-            f"{n} {index}": t for n, t in {"loss": out.loss.detach(), **shown, **grads}.items()
+        is_lazy &= isinstance(output.logits, LazyLogits) and output.logits.computed is None
+        logits = {} if isinstance(output.logits, LazyLogits) else {"logits": output.logits.detach()}
+        tensors |= {
+            f"{n} {index}": t for n, t in {"loss": output.loss.detach(), **logits, **grads}.items()
         }
-    return found, waited
+    return tensors, is_lazy
 
 
-def difference(found: Results, expected: Results) -> float:
+def difference(actual: Results, expected: Results) -> float:
     """The largest relative difference of a tensor; one where a tensor is missing."""
-    if {n for n in expected if "logits" not in n} != {n for n in found if "logits" not in n}:
+    if {n for n in expected if "logits" not in n} != {n for n in actual if "logits" not in n}:
         return 1.0
     top = max(float(e.norm()) for n, e in expected.items() if "logits" not in n)
     return max(
-        float((found[n] - e).norm()) / (float(e.norm()) + 1e-3 * top)
+        float((actual[n] - e).norm()) / (float(e.norm()) + 1e-3 * top)
         for n, e in expected.items()
-        if n in found
+        if n in actual
     )
 
 
-class Fits:
-    """What kernels say of modules, asked once for modules of a class with the same numbers."""
+class KernelMatches:
+    """Matches of kernels, cached for modules of one class with the same numbers."""
 
     def __init__(self) -> None:
         self.known: dict[str, Any] = {}
 
     def asked(self, module: nn.Module, *kernels: str) -> Any:
-        """What the first kernel that fits found, or the last reason why none does."""
+        """The match of the first kernel that fits, or the last mismatch."""
         shapes = [tuple(p.shape) for p in module.parameters()]
-        plain = [v for v in vars(module).values() if isinstance(v, int | float | str)]
-        key = f"{kernels} {type(module).__name__} {shapes} {plain}"
+        plain_values = [v for v in vars(module).values() if isinstance(v, int | float | str)]
+        key = f"{kernels} {type(module).__name__} {shapes} {plain_values}"
         if key not in self.known:
             tried = (match(module, kernel) for kernel in kernels)
-            found: Any = Mismatch("")
-            for found in tried:
-                if not isinstance(found, Mismatch):
+            match_result: Any = Mismatch("")
+            for match_result in tried:
+                if not isinstance(match_result, Mismatch):
                     break
-            self.known[key] = found
+            self.known[key] = match_result
         return self.known[key]
 
 
 def candidates(model: nn.Module) -> dict[str, tuple[str, str]]:
-    """Modules that kernels may fit: name -> (what it looks like, its class).
+    """Modules that kernels may match: name -> (role, class).
 
-    Those of a linear layer are left to their module; a norm or MLP is also looked for by its name,
-    so that what is not replaced can be told.
+    Norms and MLPs are also found by the names of their classes, so that those that no kernel
+    matches are reported.
     """
-    found = {}
+    by_name = {}
     for name, module in model.named_modules():
         kind = type(module).__name__
-        own = list(module.parameters(recurse=False))
+        own_parameters = list(module.parameters(recurse=False))
         if not list(module.parameters()) and "Norm" not in kind:
             continue
-        if any(word in kind for word in WORDS["mlp"]):
-            found[name] = ("mlp", kind)
+        if any(key in kind for key in WORDS["mlp"]):
+            by_name[name] = ("mlp", kind)
         elif next(module.children(), None) is not None:
-            continue  # what holds modules is no norm itself
-        elif any(word in kind for word in WORDS["norm"]) or (own and own[0].ndim == 1):
-            found[name] = ("norm", kind)
-    return found
+            continue  # a module with children is no norm itself
+        elif any(key in kind for key in WORDS["norm"]) or (
+            own_parameters and own_parameters[0].ndim == 1
+        ):
+            by_name[name] = ("norm", kind)
+    return by_name
 
 
-def put_in(model: nn.Module, fits: Fits) -> dict[str, Any]:
-    """Replace norms and gated MLPs; what was replaced, and what was not, by class."""
-    done: Counter[str] = Counter()
-    not_done: dict[str, str] = {}
-    for name, (looks, kind) in candidates(model).items():
+def replace_modules(model: nn.Module, fits: KernelMatches) -> dict[str, Any]:
+    """Replace norms and gated MLPs; return what was replaced and what was not, by class."""
+    replaced: Counter[str] = Counter()
+    declined: dict[str, str] = {}
+    for name, (role, kind) in candidates(model).items():
         module = model.get_submodule(name)
-        found = fits.asked(module, *(("rms_norm", "layer_norm") if looks == "norm" else ("gated",)))
-        if isinstance(found, Mismatch):
-            not_done[f"{looks} {kind}"] = f"{found.reason}, {found.error}"[:160]
+        fit = fits.asked(module, *(("rms_norm", "layer_norm") if role == "norm" else ("gated",)))
+        if isinstance(fit, Mismatch):
+            declined[f"{role} {kind}"] = f"{fit.reason}, {fit.error}"[:160]
         else:
-            replace(module, found)
-            done[f"{looks} {kind} {getattr(found, 'kind', getattr(found, 'act', ''))}"] += 1
-    return {"replaced": dict(done), "not": not_done}
+            replace(module, fit)
+            replaced[f"{role} {kind} {getattr(fit, 'kind', getattr(fit, 'act', ''))}"] += 1
+    return {"replaced": dict(replaced), "not": declined}
 
 
-def placed(
-    model: nn.Module, kernel: str, fits: Fits, wanted: Callable[[nn.Module], bool]
+def replace_with(
+    model: nn.Module, kernel: str, fits: KernelMatches, is_wanted: Callable[[nn.Module], bool]
 ) -> dict[str, int]:
-    """Modules that one kernel takes, of those wanted, and those left, with the reason."""
-    found: Counter[str] = Counter()
-    for module in [m for m in model.modules() if wanted(m)]:
+    """Replace wanted modules by one kernel; count those replaced, and the others by reason."""
+    counts: Counter[str] = Counter()
+    for module in [m for m in model.modules() if is_wanted(m)]:
         fit = fits.asked(module, kernel)
-        found[getattr(fit, "reason", "replaced")[:160]] += 1
+        counts[getattr(fit, "reason", "replaced")[:160]] += 1
         if not isinstance(fit, Mismatch):
             replace(module, fit)
-    return dict(found)
+    return dict(counts)
 
 
-def attends(module: nn.Module) -> bool:
-    """An attention that may look up its function by a name."""
+def is_named_attention(module: nn.Module) -> bool:
+    """Whether a module is an attention that looks up its function by a name."""
     return attention_name(module) is not None and type(module).__name__.endswith("Attention")
 
 
 def is_attention(module: nn.Module) -> bool:
-    """An attention by its class's name."""
+    """Whether the class is named as an attention."""
     return type(module).__name__.endswith("Attention")
 
 
-def mixes(module: nn.Module) -> bool:
-    """A module of experts."""
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module holds stacked experts."""
     kinds = (nn.Conv1d, nn.Conv2d)
-    own = module.parameters(recurse=False)
-    return not isinstance(module, kinds) and any(p.ndim == 3 for p in own)
+    parameters = module.parameters(recurse=False)
+    return not isinstance(module, kinds) and any(p.ndim == 3 for p in parameters)
 
 
 def holds_norms(module: nn.Module) -> bool:
-    """A module with a child that is called a norm."""
+    """Whether a child's class is named as a norm."""
     return any("norm" in type(child).__name__.lower() for child in module.children())
 
 
 def survey(model: nn.Module, batches: Batches) -> dict[str, Any]:
-    """What was replaced, and the largest relative difference of a tensor, in two rounds."""
+    """Replace in two rounds; return what was replaced and the largest relative difference."""
     model.train()
-    fits = Fits()
+    fits = KernelMatches()
     second = copy.deepcopy(model)
-    with suppress(Exception):  # what has no such form stays as it is
+    with suppress(Exception):  # models without an eager form stay as they are
         second.set_attn_implementation("eager")  # type: ignore[operator]
-    made = _first(model, batches, fits)
-    more = _second(second, batches, fits)
-    error = max(made.pop("error"), more.pop("error"))
-    left = Counter(made.pop("left"))
-    left.update(more.pop("left"))
-    return made | more | {"left": dict(left), "error": error, "ok": error <= 1e-9}
+    first_round = _first_round(model, batches, fits)
+    second_round = _second_round(second, batches, fits)
+    error = max(first_round.pop("error"), second_round.pop("error"))
+    declined = Counter(first_round.pop("left"))
+    declined.update(second_round.pop("left"))
+    return (
+        first_round | second_round | {"left": dict(declined), "error": error, "ok": error <= 1e-9}
+    )
 
 
-def _first(model: nn.Module, batches: Batches, fits: Fits) -> dict[str, Any]:
+def _first_round(model: nn.Module, batches: Batches, fits: KernelMatches) -> dict[str, Any]:
     """FlexAttention, grouped experts, norms, gated MLPs and the head."""
-    expected, _ = results(copy.deepcopy(model), batches)
-    made: dict[str, Any] = {
-        "flex_attention": placed(model, "flex_attention", fits, attends),
-        "grouped": placed(model, "grouped", fits, mixes),
+    expected, _ = run_batches(copy.deepcopy(model), batches)
+    report: dict[str, Any] = {
+        "flex_attention": replace_with(model, "flex_attention", fits, is_named_attention),
+        "grouped": replace_with(model, "grouped", fits, is_experts),
     }
-    made |= put_in(model, fits)  # norms inside of attentions, too
+    report |= replace_modules(model, fits)  # also norms inside attentions
     head: Any = None
-    with suppress(Exception):  # of models that have none
+    with suppress(Exception):  # some models have no head
         head = model.get_output_embeddings()  # type: ignore[operator]
-    found = match(head, "linear_cross_entropy") if head is not None else Mismatch("has no head")
-    if not isinstance(found, Mismatch):
-        replace(head, found)
-    seen, waited = results(model, batches)
-    made["head"] = "fused" if waited else getattr(found, "reason", "computed")
-    return made | {"left": _left(model), "error": difference(seen, expected)}
+    head_fit = match(head, "linear_cross_entropy") if head is not None else Mismatch("has no head")
+    if not isinstance(head_fit, Mismatch):
+        replace(head, head_fit)
+    actual, waited = run_batches(model, batches)
+    report["head"] = "fused" if waited else getattr(head_fit, "reason", "computed")
+    return report | {"left": _declined_calls(model), "error": difference(actual, expected)}
 
 
-def _second(model: nn.Module, batches: Batches, fits: Fits) -> dict[str, Any]:
-    """torch's own attention in place of eager, rotations, and sums with norms."""
-    expected, _ = results(copy.deepcopy(model), batches)
-    eager = Fits()  # the same modules attend otherwise here
-    made = {
-        "sdpa": placed(model, "sdpa", eager, attends),
-        "rope": placed(model, "rope", eager, is_attention),
-        "add_norm": placed(model, "add_norm", fits, holds_norms),
+def _second_round(model: nn.Module, batches: Batches, fits: KernelMatches) -> dict[str, Any]:
+    """SDPA in place of eager attention, rotary embeddings, and additions with norms."""
+    expected, _ = run_batches(copy.deepcopy(model), batches)
+    eager = KernelMatches()  # the same modules attend otherwise here
+    report = {
+        "sdpa": replace_with(model, "sdpa", eager, is_named_attention),
+        "rope": replace_with(model, "rope", eager, is_attention),
+        "add_norm": replace_with(model, "add_norm", fits, holds_norms),
     }
-    seen, _ = results(model, batches)
-    return made | {"left": _left(model), "error": difference(seen, expected)}
+    actual, _ = run_batches(model, batches)
+    return report | {"left": _declined_calls(model), "error": difference(actual, expected)}
 
 
-def _left(model: nn.Module) -> dict[str, int]:
-    """Modules of which calls were left to them, by kernel and reason."""
-    return {f"{one.kernel}: {one.reason}"[:160]: len(one.sites) for one in declined_in(model)}
+def _declined_calls(model: nn.Module) -> dict[str, int]:
+    """Count modules whose calls a kernel declined, by kernel and reason."""
+    return {
+        f"{declined.kernel}: {declined.reason}"[:160]: len(declined.sites)
+        for declined in declined_in(model)
+    }
 
 
-def ready(kind: str) -> tuple[nn.Module, list[dict[str, Any]]]:
-    """A model in float64, and a full batch and, of those that take a mask, a padded one."""
-    if kind in OTHERS:
+def make_model(kind: str) -> tuple[nn.Module, list[dict[str, Any]]]:
+    """A model in float64, a full batch, and a padded one if the model takes a mask."""
+    if kind in OTHER_MODELS:
         torch.manual_seed(0)
-        model, batches = OTHERS[kind].make()
+        model, batches = OTHER_MODELS[kind].make()
         return model.double(), [_double(batch) for batch in batches]
     try:
-        model, batch = causal.ready(kind, layers=2)
-    except causal.NotTiny:  # some configurations say of more layers what they are
-        model, batch = causal.ready(kind)
+        model, batch = causal.tiny_model(kind, layers=2)
+    except causal.NotTiny:  # some configurations describe more layers
+        model, batch = causal.tiny_model(kind)
     return model, [batch, *_padded(model, batch)]
 
 
@@ -231,60 +237,63 @@ def _double(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _padded(model: nn.Module, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The batch with rows that end early."""
+    """Yield the batch with padded rows, if the model takes it."""
     if "attention_mask" not in inspect.signature(model.forward).parameters:
         return
     mask = torch.ones_like(batch["input_ids"])
     mask[1, -5:] = 0
     labels = batch["labels"].masked_fill(mask == 0, IGNORED)
-    given = batch | {"labels": labels, "attention_mask": mask}
+    padded = batch | {"labels": labels, "attention_mask": mask}
     with suppress(Exception), torch.no_grad(), enter_modes(Float64):
-        model(**given)
-        yield given
+        model(**padded)
+        yield padded
 
 
-def answer(kind: str) -> dict[str, Any]:
-    """The outcome as plain values."""
+def survey_kind(kind: str) -> dict[str, Any]:
+    """The survey of one kind as plain values, or why it is left out."""
     try:
-        return {"kind": kind, **survey(*ready(kind))}
-    except Exception as error:  # whatever a model raises: it is out of the survey
-        said = f"{type(error).__name__}: {error}"
-        return {"kind": kind, "left_out": " ".join(said.split())[:200]}
+        return {"kind": kind, **survey(*make_model(kind))}
+    except Exception as error:  # a model that raises anything is left out
+        message = f"{type(error).__name__}: {error}"
+        return {"kind": kind, "left_out": " ".join(message.split())[:200]}
 
 
-def told(lines: Sequence[str]) -> Iterator[str]:
-    """Of lines of this survey: kinds and modules by kernel, reasons, and what was wrong."""
+def summarize(lines: Sequence[str]) -> Iterator[str]:
+    """Summarize lines of the survey: kinds and modules by kernel, reasons, errors."""
     rows = [json.loads(line) for line in lines]
-    got = [row for row in rows if "left_out" not in row]
-    wrong = [row["kind"] for row in got if not row["ok"]]
-    yield f"{len(rows)} kinds, {len(got)} tiny; wrong: {wrong or 'none'}"
-    yield f"largest error {max(row['error'] for row in got):.1e}"
+    finished = [row for row in rows if "left_out" not in row]
+    wrong_kinds = [row["kind"] for row in finished if not row["ok"]]
+    yield f"{len(rows)} kinds, {len(finished)} tiny; wrong: {wrong_kinds or 'none'}"
+    yield f"largest error {max(row['error'] for row in finished):.1e}"
     counts: dict[str, list[int]] = {
-        word: [sum(n for k, n in row["replaced"].items() if k.startswith(word)) for row in got]
-        for word in WORDS
+        module_kind: [
+            sum(n for k, n in row["replaced"].items() if k.startswith(module_kind))
+            for row in finished
+        ]
+        for module_kind in WORDS
     }
     kernels = ("flex_attention", "sdpa", "rope", "add_norm", "grouped")
-    counts |= {kernel: [row[kernel].get("replaced", 0) for row in got] for kernel in kernels}
-    counts["head"] = [int(row["head"] == "fused") for row in got]
-    for name, each in counts.items():
-        yield f"{name:15} {sum(n > 0 for n in each):4} kinds {sum(each):5} modules"
+    counts |= {kernel: [row[kernel].get("replaced", 0) for row in finished] for kernel in kernels}
+    counts["head"] = [int(row["head"] == "fused") for row in finished]
+    for name, numbers in counts.items():
+        yield f"{name:15} {sum(n > 0 for n in numbers):4} kinds {sum(numbers):5} modules"
     reasons: dict[str, list[str]] = {}
-    for row in got:
-        for name, why in row["not"].items():
-            reasons.setdefault(f"{name.split()[0]}: {why}", []).append(row["kind"])
+    for row in finished:
+        for name, reason in row["not"].items():
+            reasons.setdefault(f"{name.split()[0]}: {reason}", []).append(row["kind"])
         for kernel in kernels:
-            for why in row[kernel].keys() - {"replaced"}:
-                reasons.setdefault(f"{kernel}: {why}", []).append(row["kind"])
-        for why in row["left"]:
-            reasons.setdefault(f"calls left, {why}", []).append(row["kind"])
-    for why, kinds in sorted(reasons.items(), key=lambda pair: -len(pair[1])):
-        yield f"{len(kinds):3} {why} | {' '.join(kinds)}"
+            for reason in row[kernel].keys() - {"replaced"}:
+                reasons.setdefault(f"{kernel}: {reason}", []).append(row["kind"])
+        for reason in row["left"]:
+            reasons.setdefault(f"calls left, {reason}", []).append(row["kind"])
+    for reason, kinds in sorted(reasons.items(), key=lambda pair: -len(pair[1])):
+        yield f"{len(kinds):3} {reason} | {' '.join(kinds)}"
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1:2] == ["--sum"]:
-        print("\n".join(told(Path(sys.argv[2]).read_text().splitlines())))
+        print("\n".join(summarize(Path(sys.argv[2]).read_text().splitlines())))
         raise SystemExit
-    for asked in sys.argv[1:] or dict.fromkeys([*causal.kinds(), *OTHERS]):
-        print(json.dumps(answer(asked)), flush=True)
+    for asked in sys.argv[1:] or dict.fromkeys([*causal.kinds(), *OTHER_MODELS]):
+        print(json.dumps(survey_kind(asked)), flush=True)

@@ -1,4 +1,4 @@
-"""Small programs under several layouts, for tests of what is saved and loaded."""
+"""Small programs under several layouts, for tests of checkpoints and exports."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from tests.models import gpt2, tokens
 SEED = 3
 
 
-class Odd(nn.Module):
-    """Odd sizes, one row, a scalar, a frozen weight, a buffer of two names."""
+class OddModel(nn.Module):
+    """A model with odd sizes, one row, a scalar, a frozen weight, and a buffer with two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ LAYOUTS: dict[str, tuple[tuple[tuple[str, int], ...], dict[str, Any]]] = {
 
 
 def plan_of(name: str, model: nn.Module) -> Plan:
-    axes, more = LAYOUTS[name]
+    axes, options = LAYOUTS[name]
     plan, names = Plan.empty(ModelFacts(model), Mesh(axes)), dict(axes)
     trunk = "transformer.h" if hasattr(model, "transformer") else "blocks"
     if "tp" in names:
@@ -102,14 +102,14 @@ def plan_of(name: str, model: nn.Module) -> Plan:
     if "pp" in names:
         plan = plan.add(pipeline_split(over="pp"), [trunk])
     if "dp" in names:
-        plan = plan.add(zero(over=("dp",), **more), [""])
+        plan = plan.add(zero(over=("dp",), **options), [""])
     return plan.add(pipeline(order="GPipe", micro=2), [""]) if "pp" in names else plan
 
 
-def adamw(named: Any) -> torch.optim.Optimizer:
-    """Two groups with a learning rate each."""
-    flat = [p for _, p in named if p.ndim < 2]
-    full = [p for _, p in named if p.ndim >= 2]
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """AdamW with two parameter groups, each with its own learning rate."""
+    flat = [p for _, p in parameters if p.ndim < 2]
+    full = [p for _, p in parameters if p.ndim >= 2]
     groups = [{"params": flat, "lr": 2e-2}, {"params": full, "weight_decay": 0.1}]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-2)
 
@@ -117,8 +117,8 @@ def adamw(named: Any) -> torch.optim.Optimizer:
 def program_under(
     name: str, odd: bool = False, *, fresh: bool = False, optimizer: Any = adamw
 ) -> Program:
-    """A program; `fresh` starts from other values everywhere, which loading must replace."""
-    model = Odd() if odd else gpt2(layers=2)
+    """A program under a layout; `fresh`: all values differ, and loading must replace them."""
+    model = OddModel() if odd else gpt2(layers=2)
     if fresh:
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
@@ -139,7 +139,7 @@ def batch_of(odd: bool) -> Callable[[int], dict[str, Tensor]]:
     return points if odd else ids
 
 
-def seen(program: Program) -> dict[str, Any]:
+def program_state(program: Program) -> dict[str, Any]:
     groups = {}
     if program.optimizer is not None:
         names = {id(p): n for n, p in program.assembly.parameters.items()}
@@ -151,79 +151,79 @@ def seen(program: Program) -> dict[str, Any]:
     return {"state": state, "moments": moments, "groups": groups, "step": program.step}
 
 
-def equal(one: Any, other: Any, at: str = "") -> None:
-    """Bitwise the same values, under the same names."""
-    if isinstance(one, dict):
-        assert one.keys() == other.keys(), at
-        for key in one:
-            equal(one[key], other[key], f"{at}/{key}")
-    elif isinstance(one, Tensor):
-        assert one.dtype == other.dtype and torch.equal(one, other), at
+def assert_equal(actual: Any, expected: Any, path: str = "") -> None:
+    """Assert that both have the same names and bitwise equal values."""
+    if isinstance(actual, dict):
+        assert actual.keys() == expected.keys(), path
+        for key in actual:
+            assert_equal(actual[key], expected[key], f"{path}/{key}")
+    elif isinstance(actual, Tensor):
+        assert actual.dtype == expected.dtype and torch.equal(actual, expected), path
     else:
-        assert one == other, at
+        assert actual == expected, path
 
 
 def odd_program() -> Program:
     return program_under("one", True)
 
 
-def refused(act: Callable[[], Any], code: str, *words: str) -> None:
+def assert_refused(act: Callable[[], Any], code: str, *texts: str) -> None:
     with pytest.raises(Refusal) as caught:
         act()
     assert caught.value.diagnostic.code == code
-    for word in words:
-        assert word in caught.value.render()
+    for text in texts:
+        assert text in caught.value.render()
 
 
-def trained() -> Program:
+def trained_program() -> Program:
     program = odd_program()
     program.train_step(points(0))
     return program
 
 
-def last(folder: Path) -> Path:
-    """The last whole checkpoint of a folder."""
-    found = last_checkpoint(folder)
-    assert found is not None
-    return found
+def newest_checkpoint(folder: Path) -> Path:
+    """The last complete checkpoint of a folder."""
+    checkpoint = last_checkpoint(folder)
+    assert checkpoint is not None
+    return checkpoint
 
 
-def former(step: Path, folder: Path) -> Path:
-    """The same checkpoint as it was written before: by torch alone, in the folder itself."""
-    whole = folder.with_name("whole.pt")
-    dcp_to_torch_save(step, whole)
-    found = torch.load(whole)
-    flat: dict[str, Any] = {"schedlang": found["schedlang"]}
-    flat |= {f"model.{name}": tensor for name, tensor in found["model"].items()}
-    for name, state in found.get("optim", {}).get("state", {}).items():
+def save_old_format(step: Path, folder: Path) -> Path:
+    """Write a checkpoint in the former format: by torch alone, in the folder itself."""
+    torch_file = folder.with_name("whole.pt")
+    dcp_to_torch_save(step, torch_file)
+    contents = torch.load(torch_file)
+    flat: dict[str, Any] = {"schedlang": contents["schedlang"]}
+    flat |= {f"model.{name}": tensor for name, tensor in contents["model"].items()}
+    for name, state in contents.get("optim", {}).get("state", {}).items():
         flat |= {f"optim.state.{name}.{key}": tensor for key, tensor in state.items()}
     planner = DefaultSavePlanner(flatten_state_dict=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp_save(flat, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
-    whole.unlink()
+    torch_file.unlink()
     return folder
 
 
-def index_of(step: Path) -> dict[str, Any]:
-    """The index of a checkpoint in one table, as those of before were: its head, and the rest."""
-    head, first, *lines = (step / "schedlang.json").read_bytes().splitlines()
-    found = json.loads(first)
-    names = list(found["lengths"])
-    for one, line in zip(found["tensors"].values(), lines, strict=True):
-        del one["bytes"]
-        dims = len(one["shape"])
-        one["boxes"] = [
+def index_table(step: Path) -> dict[str, Any]:
+    """The index of a checkpoint as one table with its head, as former versions stored it."""
+    head, table_line, *lines = (step / "schedlang.json").read_bytes().splitlines()
+    index = json.loads(table_line)
+    names = list(index["lengths"])
+    for entry, line in zip(index["tensors"].values(), lines, strict=True):
+        del entry["bytes"]
+        dims = len(entry["shape"])
+        entry["boxes"] = [
             [row[:dims], row[dims : 2 * dims], [names[row[-4]], *row[-3:]]]
             for row in json.loads(line)["boxes"]
         ]
-    return {"head": json.loads(head), **found}
+    return {"head": json.loads(head), **index}
 
 
-def write_index(step: Path, found: dict[str, Any], version: int) -> None:
-    """Write such a table as an index of before, with its checksum right."""
-    head = found.pop("head")
-    body = json.dumps(found).encode()
+def write_index(step: Path, index: dict[str, Any], version: int) -> None:
+    """Write such a table as an index of a former version, with a correct checksum."""
+    head = index.pop("head")
+    body = json.dumps(index).encode()
     head |= {"schedlang": version, "bytes": len(body)}
     sums = head["checksums"] if version > 2 else head.pop("checksums") and ""
     head["crc32"] = zlib.crc32(body, zlib.crc32(sums.encode()))

@@ -1,6 +1,6 @@
-"""One rank of a world of any size, alone: what its build, save and load send, counted.
+"""Run one rank of a large world without the others; count what build, save and load send.
 
-Groups are torch's own, of its `fake` backend; in the job's store the others do as this rank does.
+Groups use torch's `fake` backend; in the job's store the other ranks do the same as this one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from schedlang.runtime.comm import agreement
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.program import Program
 from tests import models
-from tests.proofs import planned, sgd
+from tests.proofs import make_plan, sgd
 
 ID = "0123456789abcdef"
 HEAD = """
@@ -36,8 +36,8 @@ transformer.h.*.mlp.c_proj  shard(row, over=tp)
 transformer.h  pipeline_split(over=pp)
 pipeline(order="1F1B", micro=2)
 """
-# the same part of the model on a rank of any world; and one that shrinks with the world
-ALIKE = "zero(stage=3, over=fs)\nzero(stage=0, over=dp)"
+# rows that give a rank the same part of the model in any world; and a part that shrinks with it
+CONSTANT_PART = "zero(stage=3, over=fs)\nzero(stage=0, over=dp)"
 SLICED = "zero(stage=3, over=(dp, fs))"
 COLLECTIVES = (
     "all_reduce",
@@ -59,23 +59,23 @@ COLLECTIVES = (
 
 @dataclass
 class Count:
-    """What one rank did: collectives and requests of the store by name, groups, bytes, calls."""
+    """What one rank did: collectives and store requests by name, groups, bytes, calls."""
 
     collectives: Counter[str] = field(default_factory=Counter)
     requests: Counter[str] = field(default_factory=Counter)
     groups: int = 0
-    bytes: int = 0  # that it gives or gets
-    calls: int = 0  # of Python, functions in C among them
+    bytes: int = 0  # sent or received
+    calls: int = 0  # Python calls, those of C functions included
     seconds: float = 0.0
 
     @property
     def messages(self) -> int:
-        """Collectives, and requests of the store."""
+        """The number of collectives and store requests."""
         return sum(self.collectives.values()) + sum(self.requests.values())
 
 
 class Room:
-    """The store of a job whose other ranks always do as this one."""
+    """The store of a job whose other ranks always do the same as this one."""
 
     def __init__(self, rank: int, world: int, count: Count) -> None:
         self.rank, self.world, self.count = rank, world, count
@@ -87,13 +87,13 @@ class Room:
         self.count.bytes += size
 
     def set(self, key: str, value: Any) -> None:
-        """Put a value there."""
+        """Store a value."""
         value = value.encode() if isinstance(value, str) else bytes(value)
         self._ask("set", len(value))
         self.held[key] = value
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Put a value there if nothing is; what lies there then."""
+        """Store a value if the key is free; return the stored value."""
         self._ask("compare_set", len(desired))
         return self.held.setdefault(key, desired.encode())
 
@@ -102,24 +102,24 @@ class Room:
         return self.held[f"{room}/{self.rank}" if last.isdigit() else key]
 
     def get(self, key: str) -> bytes:
-        """What lies there."""
-        self._ask("get", len(found := self._of(key)))
-        return found
+        """The stored value."""
+        self._ask("get", len(value := self._of(key)))
+        return value
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """The same of several."""
-        found = [self._of(key) for key in keys]
-        self._ask("multi_get", sum(map(len, found)))
-        return found
+        """The stored values of several keys."""
+        values = [self._of(key) for key in keys]
+        self._ask("multi_get", sum(map(len, values)))
+        return values
 
     def add(self, key: str, number: int) -> int:
-        """Count; all ranks have come when this one has."""
+        """Add to a counter; when this rank arrives, all others have arrived."""
         self._ask("add", 8)
         self.sums[key] += number
         return self.world if key.endswith("/came") else self.sums[key]
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all are there."""
+        """Whether all keys are stored."""
         self._ask("check", sum(map(len, keys)))
         return all(key.endswith("/verdict") or self._there(key) for key in keys)
 
@@ -135,29 +135,29 @@ def _bytes(value: object) -> int:
 
 
 @contextmanager
-def being(rank: int, world: int) -> Iterator[Count]:
-    """Be a rank of a world in which nothing arrives; what is sent is counted from then on."""
+def fake_rank(rank: int, world: int) -> Iterator[Count]:
+    """Be one rank of a world in which no message arrives; count what is sent."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     count = Count()
     room = Room(rank, world, count)
-    known = [name for name in COLLECTIVES if hasattr(dist, name)]
-    plain = {name: getattr(dist, name) for name in (*known, "new_group")}
+    names = [name for name in COLLECTIVES if hasattr(dist, name)]
+    originals = {name: getattr(dist, name) for name in (*names, "new_group")}
 
     def counted(name: str) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             count.collectives[name] += 1
             count.bytes += sum(map(_bytes, args))
-            return plain[name](*args, **kwargs)
+            return originals[name](*args, **kwargs)
 
         return run
 
     def new_group(*args: Any, **kwargs: Any) -> Any:
         count.groups += 1
-        return plain["new_group"](*args, **kwargs)
+        return originals["new_group"](*args, **kwargs)
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    functions = {name: counted(name) for name in known} | {"new_group": new_group}
+    functions = {name: counted(name) for name in names} | {"new_group": new_group}
     try:
         with (
             mock.patch.multiple(dist, **functions),
@@ -169,8 +169,8 @@ def being(rank: int, world: int) -> Iterator[Count]:
 
 
 @contextmanager
-def measured(count: Count) -> Iterator[Count]:
-    """Only what is sent inside is in the count, with its seconds and Python's calls."""
+def measure(count: Count) -> Iterator[Count]:
+    """Count only what is sent inside the block, with its seconds and Python calls."""
     count.collectives.clear(), count.requests.clear()
     count.groups = count.bytes = 0
     profile, start = cProfile.Profile(), time.perf_counter()
@@ -183,48 +183,48 @@ def measured(count: Count) -> Iterator[Count]:
         count.calls = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
 
 
-def program_of(world: int, rows: str, count: Count | None = None) -> Program:
-    """This rank's, of a world of a multiple of 8, with two rows of the batch a replica."""
+def build_program(world: int, rows: str, count: Count | None = None) -> Program:
+    """This rank's program in a world of a multiple of 8 ranks, with two rows for each replica."""
     copies = world // 8
     ids = torch.zeros(4 * copies, 8, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids}
-    plan = planned(models.gpt2(4), HEAD + rows, f"dp={copies}, fs=2, tp=2, pp=2")
-    with measured(count or Count()):
+    plan = make_plan(models.gpt2(4), HEAD + rows, f"dp={copies}, fs=2, tp=2, pp=2")
+    with measure(count or Count()):
         return build(plan, batch, optimizer=sgd)
 
 
-def saved(program: Program, folder: Path) -> None:
-    """Save as all ranks would: the others' files are written here, of the model's own values."""
+def save_all_ranks(program: Program, folder: Path) -> None:
+    """Save as all ranks would: write the other ranks' files here, from the model's values."""
     a = program.assembly
-    state = program.state_dict() if a.ranks.mesh.world == 1 else dict(_whole(program))
+    state = program.state_dict() if a.ranks.mesh.world == 1 else dict(_full_state(program))
     write = boxes.write_file
-    others: list[Any] = []
+    peer_values: list[Any] = []
 
     def all_write(into: Path, id_: str, rank: int, tensors: Any, values: Mapping[Any, Any]) -> Any:
-        for other in range(a.ranks.mesh.world):
-            if other != rank:
-                others.append(write(into, id_, other, _of(program, state, other), {}))
+        for peer in range(a.ranks.mesh.world):
+            if peer != rank:
+                peer_values.append(write(into, id_, peer, _boxes_of(program, state, peer), {}))
         return write(into, id_, rank, tensors, values)
 
     with (
         mock.patch.object(archive, "write_file", all_write),
-        mock.patch.object(comm, "gather_object", lambda mine: [mine, *others]),
+        mock.patch.object(comm, "gather_object", lambda local: [local, *peer_values]),
     ):
         program.save(folder)
 
 
-def _whole(program: Program) -> Iterator[tuple[str, Tensor]]:
+def _full_state(program: Program) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in models.gpt2(4).named_parameters():
         yield name, parameter.detach()
 
 
-def _of(program: Program, state: Mapping[str, Tensor], rank: int) -> list[boxes.BoxedTensor]:
-    """What another rank speaks for."""
+def _boxes_of(program: Program, state: Mapping[str, Tensor], rank: int) -> list[boxes.BoxedTensor]:
+    """The boxes that another rank saves."""
     a = program.assembly
-    found = []
+    tensors = []
     for name, holding in a.holdings.items():
         if holding.is_primary(a.ranks.mesh, rank):
             part = shard_of(state[name], holding, a.ranks.mesh, rank)
-            where = holding.part(a.ranks.mesh, rank)
-            found.append(boxes.BoxedTensor(("model", name), part, holding.layout.shape, where))
-    return found
+            region = holding.part(a.ranks.mesh, rank)
+            tensors.append(boxes.BoxedTensor(("model", name), part, holding.layout.shape, region))
+    return tensors

@@ -1,4 +1,4 @@
-"""Tiny models and batches for the tests; the models of transformers are unmodified."""
+"""Tiny models and batches for tests; models of transformers are unmodified."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ VOCAB = 61
 SIZES = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 
-# the sizes of models that are built as Llama is
-KIN: dict[str, Any] = {
+# default sizes of models with Llama's configuration
+LLAMA_SIZES: dict[str, Any] = {
     **{"hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 16},
     **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, **SIZES},
 }
 
 
 def hf(name: str, **sizes: Any) -> Any:
-    """A model of transformers, by the name of its class, in float64, from seed 0."""
+    """Build a model of transformers by its class name, in float64, from seed 0."""
     import transformers
 
     torch.manual_seed(0)
-    made = getattr(transformers, name)
-    return made(made.config_class(**sizes)).double()
+    model_class = getattr(transformers, name)
+    return model_class(model_class.config_class(**sizes)).double()
 
 
-def kin(name: str, **changes: Any) -> Any:
-    """The same, of Llama's kin: the sizes that are not said are `KIN`'s."""
-    return hf(name, **KIN | changes)
+def llama_like(name: str, **changes: Any) -> Any:
+    """Build a model with Llama's configuration; sizes that are not given come from LLAMA_SIZES."""
+    return hf(name, **LLAMA_SIZES | changes)
 
 
 def gpt2(
     layers: int = 4, dropout: float = 0.0, by_layer: bool = False, tied: bool = True
 ) -> nn.Module:
-    """GPT-2, embedding and head tied; `by_layer`: each layer scales its scores by its number."""
+    """GPT-2, embedding and head tied; `by_layer`: layers divide their scores by their number."""
     return hf(
         "GPT2LMHeadModel",
         n_embd=16,
@@ -54,7 +54,7 @@ def gpt2(
 
 def llama(layers: int = 4, keys: int = 2, bias: bool = False, attend: str = "sdpa") -> nn.Module:
     """Llama with grouped key-value heads, cache on as its config says."""
-    return kin(
+    return llama_like(
         "LlamaForCausalLM",
         num_hidden_layers=layers,
         num_key_value_heads=keys,
@@ -66,36 +66,38 @@ def llama(layers: int = 4, keys: int = 2, bias: bool = False, attend: str = "sdp
 
 def phi3(layers: int = 2) -> nn.Module:
     """Phi-3: gate and up projection side by side in one weight, and q, k, v in another."""
-    return kin("Phi3ForCausalLM", num_hidden_layers=layers, original_max_position_embeddings=16)
+    return llama_like(
+        "Phi3ForCausalLM", num_hidden_layers=layers, original_max_position_embeddings=16
+    )
 
 
 def gemma2(layers: int = 1) -> nn.Module:
     """Gemma-2: norms before and after each part, which multiply by 1 + w."""
-    return kin("Gemma2ForCausalLM", num_hidden_layers=layers, head_dim=4, sliding_window=4)
+    return llama_like("Gemma2ForCausalLM", num_hidden_layers=layers, head_dim=4, sliding_window=4)
 
 
 def qwen3(layers: int = 2) -> nn.Module:
     """Qwen-3: a norm over each head of queries and keys, with one weight for all heads."""
-    return kin("Qwen3ForCausalLM", num_hidden_layers=layers, head_dim=4)
+    return llama_like("Qwen3ForCausalLM", num_hidden_layers=layers, head_dim=4)
 
 
 def bert(layers: int = 4, heads: int = 2) -> nn.Module:
     """BERT for masked words: decoder tied to the embedding, a bias under two names."""
     rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     sizes = {"num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": VOCAB}
-    more = {"hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 16}
-    return hf("BertForMaskedLM", **sizes, **more, **rates)
+    widths = {"hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 16}
+    return hf("BertForMaskedLM", **sizes, **widths, **rates)
 
 
 def t5(layers: int = 2, **changes: Any) -> nn.Module:
-    """T5, with so many layers on either side; one embedding for both sides and the head."""
+    """T5, with this number of layers in encoder and decoder, and one shared embedding."""
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_heads": 2, "dropout_rate": 0.0}
     ends = {"vocab_size": VOCAB, "decoder_start_token_id": 0, "pad_token_id": 0}
     return hf("T5ForConditionalGeneration", **{**sizes, **ends, "num_layers": layers, **changes})
 
 
 def bloom(layers: int = 2, dropout: float = 0.0) -> nn.Module:
-    """Bloom: scores get a bias by keys, which counts the tokens that are not padding."""
+    """Bloom: ALiBi, a bias of the scores by positions that do not count padding."""
     return hf(
         "BloomForCausalLM",
         vocab_size=VOCAB,
@@ -122,9 +124,9 @@ def bart() -> nn.Module:
 
 
 class Stack(nn.Module):
-    """Layers one after the other, as a list of a name, and the mean square of what the last gives.
+    """A list of layers in sequence; the loss is the mean square of the last output.
 
-    What is drawn while they are taken comes from seed 0.
+    The layers are initialized from seed 0.
     """
 
     def __init__(self, layers: Iterable[nn.Module], name: str = "blocks") -> None:
@@ -140,19 +142,19 @@ class Stack(nn.Module):
 
 
 class Block(nn.Module):
-    """Writes into its input first, which is nobody else's, then mixes; may say which are large."""
+    """Modifies its input in place, then mixes; can also return which outputs are positive."""
 
     def __init__(self, width: int, mask: bool = False) -> None:
         super().__init__()
         self.mix, self.mask = nn.Linear(width, width), mask
 
     def forward(self, x: Tensor) -> Any:
-        out = self.mix(torch.tanh(x.add_(0.1)))
-        return (out, out > 0) if self.mask else out
+        output = self.mix(torch.tanh(x.add_(0.1)))
+        return (output, output > 0) if self.mask else output
 
 
 class Skipping(nn.Module):
-    """A skip over stages, a flag, a detached use, and outputs that are written into afterwards."""
+    """A skip over stages, a bool tensor, a detached use, and outputs modified in place later."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
@@ -164,18 +166,18 @@ class Skipping(nn.Module):
         self.double()
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        first = self.embed(x)
-        skip = self.blocks[0](first.clone())
+        embedded = self.embed(x)
+        skip = self.blocks[0](embedded.clone())
         skip.mul_(1.5)
         h, large = self.blocks[1](skip * self.gain)
         for block in self.blocks[2:]:
             h = block(h)
-        h = torch.where(large, h, h * self.gain) + skip + 0.1 * first.detach()
+        h = torch.where(large, h, h * self.gain) + skip + 0.1 * embedded.detach()
         return ((self.head(h)[..., 0] - y) ** 2).mean()
 
 
 def tokens(rows: int = 7, length: int = 8, mask: bool = True, seed: int = 1) -> dict[str, Tensor]:
-    """Token ids with labels, some of them ignored, rows padded on the right to unequal lengths."""
+    """Token ids with labels, some of them ignored; rows are padded on the right."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCAB, (rows, length), generator=g)
     labels = ids.clone()
@@ -188,7 +190,7 @@ def tokens(rows: int = 7, length: int = 8, mask: bool = True, seed: int = 1) -> 
     return batch
 
 
-def left(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def pad_left(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same rows padded on the left: their first queries see no key."""
     return {name: value.flip(1) for name, value in batch.items()}
 
@@ -200,14 +202,14 @@ def points(rows: int = 7, seed: int = 1) -> dict[str, Tensor]:
     return {"x": x, "y": x.sum(1)}
 
 
-def split(batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+def split_batch(batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
     """Microbatches of nearly equal numbers of rows, the last ones smaller."""
     parts = {name: value.tensor_split(count) for name, value in batch.items()}
     return [{name: part[k] for name, part in parts.items()} for k in range(count)]
 
 
-def weight(batch: dict[str, Tensor], shift: bool = True) -> float:
-    """What the loss of a part counts for: its labels after the model's shift, else its rows."""
+def batch_weight(batch: dict[str, Tensor], shift: bool = True) -> float:
+    """The weight of a part's loss: its number of labels after the shift, or else of rows."""
     if "labels" not in batch:
         return float(len(batch["x"]))
     labels = batch["labels"][:, 1:] if shift else batch["labels"]

@@ -1,7 +1,7 @@
-"""The part of docs/pipelines.md about each order: python -m tests.order_pages
+"""Write the part of docs/pipelines.md about each order: python -m tests.order_pages
 
-Everything comes from the registry: the source, what the generator and the closed forms say of
-themselves, and a picture of a small timeline with its figures.
+Everything comes from the registry: the source, the docstrings of the generator and of the closed
+forms, and a picture of a small timeline with its figures.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ WIDTH = 96
 COST = Cost(1, 1, 1)
 
 
-def said(function: Callable[..., Any] | None, paragraphs: int = 1) -> str:
-    """What a function says of itself, in one line; nothing of one without words."""
+def doc_text(function: Callable[..., Any] | None, paragraphs: int = 1) -> str:
+    """A function's docstring in one line, or an empty text."""
     if isinstance(function, functools.partial):
         function = function.func
     if function is None or function.__name__ == "<lambda>" or not function.__doc__:
@@ -35,27 +35,27 @@ def said(function: Callable[..., Any] | None, paragraphs: int = 1) -> str:
     return " ".join(" ".join(part.split()) for part in text[:paragraphs])
 
 
-def size_of(known: Order) -> Size:
-    """The first of a few sizes that an order has."""
+def size_of(order: Order) -> Size:
+    """The first of SIZES that an order allows."""
     for ranks, micro in SIZES:
         try:
-            return checked_size(known, ranks, micro, slices=2 if known.sliced else 1, cost=COST)
+            return checked_size(order, ranks, micro, slices=2 if order.sliced else 1, cost=COST)
         except OrderError:
             continue
-    raise AssertionError(f"{known.name} has none of the sizes {SIZES}")
+    raise AssertionError(f"{order.name} has none of the sizes {SIZES}")
 
 
-def chapter(known: Order) -> str:
+def chapter(order: Order) -> str:
     """One order: its source, its rule, its closed forms, and its picture."""
-    size = size_of(known)
-    made = known.make(size)
-    times = simulate_timeline(made, COST)
-    top = max(float(x) for x in peak_activations(made, COST))
-    lines = [f"### {known.name}", "", f"{known.source}."]
-    if known.aliases:
-        lines[-1] += f" Also called {', '.join(f'`{name}`' for name in known.aliases)}."
-    lines += ["", said(known.make, 2), ""]
-    lines += [f"* {fact}" for fact in _facts(known)]
+    size = size_of(order)
+    timeline = order.make(size)
+    times = simulate_timeline(timeline, COST)
+    top = max(float(x) for x in peak_activations(timeline, COST))
+    lines = [f"### {order.name}", "", f"{order.source}."]
+    if order.aliases:
+        lines[-1] += f" Also called {', '.join(f'`{name}`' for name in order.aliases)}."
+    lines += ["", doc_text(order.make, 2), ""]
+    lines += [f"* {fact}" for fact in _facts(order)]
     parts = [f"p = {size.ranks}, m = {size.micro}"]
     parts += [f"{size.chunks} stages on each rank"] if size.chunks > 1 else []
     parts += [f"{size.slices} slices"] if size.slices > 1 else []
@@ -67,28 +67,28 @@ def chapter(known: Order) -> str:
     return "\n".join([*lines, "```text", draw_bars(times, WIDTH), "```", ""])
 
 
-def _facts(known: Order) -> list[str]:
-    stages = "any number" if known.chunks is None else " or ".join(map(str, known.chunks))
-    facts = [f"stages on each rank: {stages}"]
-    facts += [f"copies of the stages: {known.replicas}"] if known.replicas > 1 else []
-    for name, function in (("idle time of a rank", known.bubble), ("activations", known.peak)):
-        words = said(function).rstrip(".")
-        facts += [f"{name}: {words}"] if words else []
-    if known.relaxed:
-        facts.append(f"only in a step with `relax({', '.join(sorted(known.relaxed))})`")
-    return facts
+def _facts(order: Order) -> list[str]:
+    stages = "any number" if order.chunks is None else " or ".join(map(str, order.chunks))
+    lines = [f"stages on each rank: {stages}"]
+    lines += [f"copies of the stages: {order.replicas}"] if order.replicas > 1 else []
+    for name, function in (("idle time of a rank", order.bubble), ("activations", order.peak)):
+        closed_form = doc_text(function).rstrip(".")
+        lines += [f"{name}: {closed_form}"] if closed_form else []
+    if order.relaxed:
+        lines.append(f"only in a step with `relax({', '.join(sorted(order.relaxed))})`")
+    return lines
 
 
-def text() -> str:
-    """All orders, as they stand in the registry."""
-    return "\n".join(chapter(known) for known in ORDERS)
+def all_chapters() -> str:
+    """The chapters of all orders, in the registry's order."""
+    return "\n".join(chapter(order) for order in ORDERS)
 
 
-def rewritten(page: str) -> str:
-    """The page with what the registry says between its marks."""
-    before, rest = page.split(BEGIN)
-    return before + BEGIN + "\n" + text() + "\n" + END + rest.split(END)[1]
+def rewrite_page(page: str) -> str:
+    """Replace the text between the marks of the page."""
+    preceding, following = page.split(BEGIN)
+    return preceding + BEGIN + "\n" + all_chapters() + "\n" + END + following.split(END)[1]
 
 
 if __name__ == "__main__":
-    PAGE.write_text(rewritten(PAGE.read_text()))
+    PAGE.write_text(rewrite_page(PAGE.read_text()))

@@ -1,8 +1,8 @@
-"""Branch and bound over all orders of a small pipeline: is there one that is faster?
+"""Branch and bound over all orders of a small pipeline: does a faster one exist?
 
-Independent of the searches that it judges: microbatches are alike, so each rank takes them in order
-and an order is a sequence of F, I and W per rank. Prefixes are grown one operation at a time; of
-two with the same operations done the one that is nowhere later is kept.
+Independent of the searches that it judges. Microbatches are interchangeable, so each rank takes
+them in order, and an order is a sequence of F, I and W for each rank. Prefixes grow by one
+operation at a time; of two with the same operations, one that is nowhere later is kept.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ F, I, W = range(3)  # noqa: E741
 
 
 class Problem(NamedTuple):
-    """One stage on each rank; whole costs; activations are held from F to the end of W (or I)."""
+    """One stage on each rank; integer costs; activations live from F to the end of W (or I)."""
 
     ranks: int
     micro: int
@@ -23,7 +23,7 @@ class Problem(NamedTuple):
 
 
 class State(NamedTuple):
-    """Operations done [kind][rank], when ranks are free, and results that wait to be used."""
+    """Counts of operations [kind][rank], when ranks are free, and results not used yet."""
 
     done: tuple[tuple[int, ...], ...]
     free: tuple[int, ...]
@@ -31,7 +31,7 @@ class State(NamedTuple):
     back: tuple[tuple[int, ...], ...]  # ends of I on rank r that rank r - 1 has not used
 
 
-def faster(problem: Problem, than: int) -> bool:
+def has_faster(problem: Problem, than: int) -> bool:
     """Whether any order ends before `than`."""
     p = problem.ranks
     nothing = ((),) * p
@@ -39,60 +39,62 @@ def faster(problem: Problem, than: int) -> bool:
     for _ in range(p * problem.micro * (3 if problem.split else 2)):
         fronts: dict[tuple[tuple[int, ...], ...], list[State]] = {}
         for state in states:
-            for new in _grown(problem, state):
-                if _bound(problem, new) < than:
-                    _keep(fronts.setdefault(new.done, []), new)
+            for extended in _extensions(problem, state):
+                if _bound(problem, extended) < than:
+                    _insert(fronts.setdefault(extended.done, []), extended)
         states = [state for front in fronts.values() for state in front]
     return bool(states)
 
 
-def _grown(problem: Problem, state: State) -> list[State]:
+def _extensions(problem: Problem, state: State) -> list[State]:
     return [
-        new
+        extended
         for rank in range(problem.ranks)
         for kind in ((F, I, W) if problem.split else (F, I))
-        if (new := _after(problem, state, rank, kind)) is not None
+        if (extended := _append(problem, state, rank, kind)) is not None
     ]
 
 
-def _after(problem: Problem, state: State, rank: int, kind: int) -> State | None:
-    p, done = problem.ranks, state.done
-    count = done[kind][rank]
+def _append(problem: Problem, state: State, rank: int, kind: int) -> State | None:
+    p, counts = problem.ranks, state.done
+    count = counts[kind][rank]
     last = W if problem.split else I
-    if count == problem.micro or (kind != F and count == done[kind - 1][rank]):
+    if count == problem.micro or (kind != F and count == counts[kind - 1][rank]):
         return None
-    forward, back, ready = list(state.forward), list(state.back), 0
+    forward, ready_backward, ready = list(state.forward), list(state.back), 0
     if kind == F:
-        if problem.memory is not None and count - done[last][rank] >= problem.memory:
+        if problem.memory is not None and count - counts[last][rank] >= problem.memory:
             return None
         if rank:
             if not forward[rank - 1]:
                 return None
-            ready, *left = forward[rank - 1]
-            forward[rank - 1] = tuple(left)
+            ready, *waiting = forward[rank - 1]
+            forward[rank - 1] = tuple(waiting)
     elif kind == I and rank < p - 1:
-        if not back[rank + 1]:
+        if not ready_backward[rank + 1]:
             return None
-        ready, *left = back[rank + 1]
-        back[rank + 1] = tuple(left)
-    took = problem.costs[kind] + (problem.costs[W] if kind == I and not problem.split else 0)
-    end = max(state.free[rank], ready) + took
+        ready, *waiting = ready_backward[rank + 1]
+        ready_backward[rank + 1] = tuple(waiting)
+    duration = problem.costs[kind] + (problem.costs[W] if kind == I and not problem.split else 0)
+    end = max(state.free[rank], ready) + duration
     free = (*state.free[:rank], end, *state.free[rank + 1 :])
     if kind == F and rank < p - 1:
         forward[rank] = (*forward[rank], end)
     if kind == I and rank:
-        back[rank] = (*back[rank], end)
-    # an end before its user is free is as good as any other
+        ready_backward[rank] = (*ready_backward[rank], end)
+    # a result that is ready before its user is free may count as ready then
     if rank:
         forward[rank - 1] = tuple(max(x, end) for x in forward[rank - 1])
     if rank < p - 1:
-        back[rank + 1] = tuple(max(x, end) for x in back[rank + 1])
-    row = (*done[kind][:rank], count + 1, *done[kind][rank + 1 :])
-    return State((*done[:kind], row, *done[kind + 1 :]), free, tuple(forward), tuple(back))
+        ready_backward[rank + 1] = tuple(max(x, end) for x in ready_backward[rank + 1])
+    row = (*counts[kind][:rank], count + 1, *counts[kind][rank + 1 :])
+    return State(
+        (*counts[:kind], row, *counts[kind + 1 :]), free, tuple(forward), tuple(ready_backward)
+    )
 
 
 def _bound(problem: Problem, state: State) -> int:
-    """No order that begins so ends earlier."""
+    """A lower bound of the makespan of all orders with this prefix."""
     f, i, w = problem.costs
     i, w = (i, w) if problem.split else (i + w, 0)
     worst = 0
@@ -104,12 +106,12 @@ def _bound(problem: Problem, state: State) -> int:
     return worst
 
 
-def _keep(front: list[State], new: State) -> None:
-    flat = _times(new)
-    if any(all(x <= y for x, y in zip(_times(old), flat)) for old in front):
+def _insert(front: list[State], added: State) -> None:
+    flat = _times(added)
+    if any(all(x <= y for x, y in zip(_times(state), flat)) for state in front):
         return
     front[:] = [o for o in front if not all(x <= y for x, y in zip(flat, _times(o)))]
-    front.append(new)
+    front.append(added)
 
 
 def _times(state: State) -> list[int]:

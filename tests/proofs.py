@@ -1,4 +1,4 @@
-"""Schedules as text to plans, proofs and runs, in few words, for tests of whole programs."""
+"""Build plans from schedule text, prove them, and train them on ranks: helpers for tests."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from tests.engine import Threads
 Batch = Mapping[str, Any]
 
 
-def planned(model: nn.Module, rows: str, mesh: str = "", relax: str = "") -> Plan:
-    """The plan of some rows, written without a header, on a mesh (`dp=2, tp=2`)."""
+def make_plan(model: nn.Module, rows: str, mesh: str = "", relax: str = "") -> Plan:
+    """The plan of schedule rows without a header, on a mesh (`dp=2, tp=2`)."""
     head = f"mesh({mesh})\n\n" if mesh else ""
-    word = f"relax({relax}) " if relax else ""
-    text = f'schedule 1\n\n{head}step "all" {word}{{\n{rows}\n}}\n'
+    relaxed = f"relax({relax}) " if relax else ""
+    text = f'schedule 1\n\n{head}step "all" {relaxed}{{\n{rows}\n}}\n'
     return Schedule(model, parse(Source("rows.sched", text)), Settings()).plan()
 
 
-def refused(model: nn.Module, rows: str, mesh: str = "", batch: Batch | None = None) -> str:
-    """The message of the refusal that rows end in, when planned or, with a batch, when traced."""
+def refusal_text(model: nn.Module, rows: str, mesh: str = "", batch: Batch | None = None) -> str:
+    """The message with which rows are refused when planned or, with a batch, when traced."""
     from schedlang.passes.propagate.propagate import propagate
 
     try:
-        plan = planned(model, rows, mesh)
+        plan = make_plan(model, rows, mesh)
         if batch is not None:
             propagate(plan, batch)
     except Refusal as refusal:
@@ -51,7 +51,7 @@ def refused(model: nn.Module, rows: str, mesh: str = "", batch: Batch | None = N
     raise AssertionError(f"not refused: {rows}")
 
 
-def proven(
+def assert_proven(
     pool: Pool,
     plan: Plan,
     batches: Sequence[Batch],
@@ -60,83 +60,87 @@ def proven(
     weight: Any = None,
     seed: int = 0,
 ) -> Report:
-    """The report of a proof that must hold; the failing rows are shown if it does not."""
+    """Assert that the proof of a plan holds, or show its failing rows; return the report."""
     report = prove(Case(plan, tuple(batches), loss, weight, seed, "none"), pool=pool)
-    bad = [(r.condition, r.kind, r.step, r.name, r.error, r.note) for r in report.rows if not r.ok]
-    assert not bad, (bad[:6], report.blamed, report.diagnosis)
+    failures = [
+        (r.condition, r.kind, r.step, r.name, r.error, r.note) for r in report.rows if not r.ok
+    ]
+    assert not failures, (failures[:6], report.blamed, report.diagnosis)
     return report
 
 
 def static_holds(plan: Plan, batch: Batch) -> None:
-    """Assert that the proofs that need no ranks were made, and that each of them holds."""
+    """Assert that static proofs, which need no ranks, exist and hold."""
     from schedlang.passes.static_checks.static import static
 
-    found = static(plan, batch)
-    bad = [
-        (claim.name, claim.description, claim.problems) for claim in found.claims if not claim.holds
+    proofs = static(plan, batch)
+    failures = [
+        (claim.name, claim.description, claim.problems)
+        for claim in proofs.claims
+        if not claim.holds
     ]
-    assert found.claims and not bad and not found.problems, (bad, found.problems)
+    assert proofs.claims and not failures and not proofs.problems, (failures, proofs.problems)
 
 
-def sgd(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+def sgd(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """SGD with momentum, and weight decay on matrices only."""
-    held = list(named)
-    # by name, not by dims: FSDP leaves dims, but a rule of shapes would be another one per layout
+    pairs = list(parameters)
+    # by name: groups by shape would differ between layouts
     groups = [
-        {"params": [p for n, p in held if ("bias" in n) == plain], "weight_decay": decay}
-        for plain, decay in ((True, 0.0), (False, 0.1))
+        {"params": [p for n, p in pairs if ("bias" in n) == is_bias], "weight_decay": decay}
+        for is_bias, decay in ((True, 0.0), (False, 0.1))
     ]
     return torch.optim.SGD([g for g in groups if g["params"]], lr=0.05, momentum=0.9)
 
 
-def adamw(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+def adamw(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """AdamW."""
-    return torch.optim.AdamW([p for _, p in named], lr=0.01, eps=1e-5)
+    return torch.optim.AdamW([p for _, p in parameters], lr=0.01, eps=1e-5)
 
 
-Seen = dict[str, Tensor]
+Observed = dict[str, Tensor]
 
 
-def steps(
+def train_steps(
     plan: Plan,
     batches: Sequence[Batch],
     optimizer: Any,
     clip: float | None,
     options: dict[str, Any],
-) -> Seen:
-    """On this rank: some steps, and what they left: losses, first gradients, state, norms.
+) -> Observed:
+    """On this rank: train one step for each batch; return losses, norms, gradients and state.
 
-    Several ranks draw masks that do not depend on the layout.
+    On several ranks dropout masks do not depend on the layout.
     """
-    seen: Seen = {}
+    observed: Observed = {}
     if plan.mesh.world > 1:
         options = {"dropout": "logical"} | options
     with enter_modes(Float64()):
         program = build(plan, batches[0], optimizer=optimizer, clip=clip, **options)
         for step, batch in enumerate(batches):
-            seen[f"loss {step}"] = program.train_step(batch).clone()
-            seen[f"norm {step}"] = torch.tensor(program.grad_norm)
+            observed[f"loss {step}"] = program.train_step(batch).clone()
+            observed[f"norm {step}"] = torch.tensor(program.grad_norm)
             for name, grad in program.gradients().items():
-                seen[f"grad {step} {name}"] = grad.clone()
+                observed[f"grad {step} {name}"] = grad.clone()
     for name, value in program.state_dict().items():
-        seen[f"state {name}"] = value.clone()
+        observed[f"state {name}"] = value.clone()
     for name, slots in program.optimizer_state().items():
         for slot, value in slots.items():
-            seen[f"optimizer {slot} {name}"] = torch.as_tensor(value).clone()
-    return seen
+            observed[f"optimizer {slot} {name}"] = torch.as_tensor(value).clone()
+    return observed
 
 
-def made(
+def prepare_plan(
     plan: Plan, batches: Sequence[Batch], loss: Any = None, weight: Any = None
 ) -> tuple[Plan, Prepared]:
-    """A plan that is complete, and what `prepare` finds for it, as in float64 on a rank."""
+    """Complete a plan and prepare it in float64, as a rank does."""
     with enter_modes(Float64()):
         case = prepare_case(Case(plan, tuple(batches), loss, weight))
     assert case.prepared is not None
     return case.plan, case.prepared
 
 
-def trained(
+def train_on_ranks(
     pool: Pool | Threads,
     plan: Plan,
     batches: Sequence[Batch],
@@ -144,19 +148,23 @@ def trained(
     *,
     clip: float | None = None,
     **options: Any,
-) -> Seen:
-    """What rank 0 sees after a step for each batch; options are those of `build`.
+) -> Observed:
+    """Train one step for each batch; return what rank 0 observes. Options are those of `build`.
 
-    Ranks get the plan prepared, once, as `verify` sends it; with `prepared=None`, and where their
-    batches are local, they prepare it each by itself, as those of a job do.
+    The plan is prepared once for all ranks, as by `verify`. With `prepared=None`, and with local
+    batches, each rank prepares it by itself, as in a job.
     """
     if "prepared" not in options and not options.get("local"):
-        plan, options["prepared"] = made(plan, batches, options.get("loss"), options.get("weight"))
-    seen: Seen = pool.run(steps, plan.mesh.world, plan, tuple(batches), optimizer, clip, options)[0]
-    return seen
+        plan, options["prepared"] = prepare_plan(
+            plan, batches, options.get("loss"), options.get("weight")
+        )
+    observed: Observed = pool.run(
+        train_steps, plan.mesh.world, plan, tuple(batches), optimizer, clip, options
+    )[0]
+    return observed
 
 
-def sequential(
+def train_sequential(
     model: nn.Module,
     batches: Sequence[Batch],
     optimizer: Any = sgd,
@@ -164,43 +172,43 @@ def sequential(
     clip: float | None = None,
     loss: Any = None,
     seed: int | None = None,
-) -> Seen:
-    """The same of a plain loop around a copy; dropout as a program's with this seed."""
-    subject = Sequential(copy.deepcopy(model), optimizer, loss=loss, clip=clip)
-    drawn = () if seed is None else (LogicalDropout(seed),)
-    seen: Seen = {}
-    with enter_modes(Float64(), *drawn):
+) -> Observed:
+    """The same observations of a plain training loop on a copy; `seed`: dropout as in a program."""
+    trainer = Sequential(copy.deepcopy(model), optimizer, loss=loss, clip=clip)
+    masks = () if seed is None else (LogicalDropout(seed),)
+    observed: Observed = {}
+    with enter_modes(Float64(), *masks):
         for step, batch in enumerate(batches):
-            seen[f"loss {step}"] = subject.train_step(batch).clone()
-            seen[f"norm {step}"] = torch.tensor(float(subject.grad_norm or 0.0))
-            for name, grad in subject.gradients().items():
+            observed[f"loss {step}"] = trainer.train_step(batch).clone()
+            observed[f"norm {step}"] = torch.tensor(float(trainer.grad_norm or 0.0))
+            for name, grad in trainer.gradients().items():
                 if grad is not None:
-                    seen[f"grad {step} {name}"] = grad.clone()
-    for name, value in subject.state_dict().items():
-        seen[f"state {name}"] = value.clone()
-    for name, slots in subject.optimizer_state().items():
+                    observed[f"grad {step} {name}"] = grad.clone()
+    for name, value in trainer.state_dict().items():
+        observed[f"state {name}"] = value.clone()
+    for name, slots in trainer.optimizer_state().items():
         for slot, value in slots.items():
-            seen[f"optimizer {slot} {name}"] = torch.as_tensor(value).clone()
-    return seen
+            observed[f"optimizer {slot} {name}"] = torch.as_tensor(value).clone()
+    return observed
 
 
-def assert_same(a: Seen, b: Seen) -> None:
-    """Equal to the last bit, under the same names."""
+def assert_same(a: Observed, b: Observed) -> None:
+    """Assert equal names and bitwise equal tensors."""
     assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())[:8]
     differ = [name for name in a if not torch.equal(a[name], b[name])]
     assert not differ, differ[:8]
 
 
-def assert_near(a: Seen, b: Seen, rtol: float = 1e-9) -> None:
-    """Equal but for rounding, each tensor by its norm."""
+def assert_near(a: Observed, b: Observed, rtol: float = 1e-9) -> None:
+    """Assert equal names and tensors, except for rounding relative to each tensor's norm."""
     assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())[:8]
     largest: dict[str, float] = {}
     for name, value in b.items():
         kind = name.split()[0]
         largest[kind] = max(largest.get(kind, 0.0), float(value.double().norm()))
-    far = {}
+    differences = {}
     for name, value in a.items():
-        gap = float((value.double() - b[name].double()).norm())
-        if gap > rtol * float(b[name].double().norm()) + 1e-12 * largest[name.split()[0]]:
-            far[name] = gap
-    assert not far, dict(list(far.items())[:8])
+        error = float((value.double() - b[name].double()).norm())
+        if error > rtol * float(b[name].double().norm()) + 1e-12 * largest[name.split()[0]]:
+            differences[name] = error
+    assert not differences, dict(list(differences.items())[:8])

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from schedlang.runtime.launch import pool
 
 
-def run_ranks(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """`work(rank, *args)` on local ranks; what each returned. A failing rank raises here.
+def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call a function with (rank, *args) on local ranks; return all results, or raise an error.
 
-    They come from the fork server: to fork a process that has threads, as that of the tests has by
-    then, can leave a rank waiting for a lock that nobody holds.
+    The ranks come from the fork server: a fork of the test process, which has threads, could wait
+    forever for a lock.
     """
-    return pool.shared_pool().run(_rank, world, work, args)
+    return pool.shared_pool().run(_rank, world, function, args)
 
 
-def _rank(work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    return work(dist.get_rank() if dist.is_initialized() else 0, *args)
+def _rank(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(dist.get_rank() if dist.is_initialized() else 0, *args)

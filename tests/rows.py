@@ -1,8 +1,8 @@
-"""Rows of schedules that tests of several rooms share."""
+"""Schedule rows that tests of several folders share."""
 
 from tests import models
 from tests.engine import Threads
-from tests.proofs import planned, proven
+from tests.proofs import assert_proven, make_plan
 
 GPT2 = """
   transformer.wte  pad(vocab, multiple=8)
@@ -15,7 +15,7 @@ GPT2 = """
   }
   lm_head  shard(vocab, over=tp)
 """
-# below rows that replace something in each layer of a Llama: the rest of a schedule, and its mesh
+# what follows rows about each layer of a Llama: the rest of a schedule, and its mesh
 STAGES = ('model.layers pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)', "pp=2")
 HEADS = (
     """model.layers.*.self_attn.{q,k,v}_proj shard(col, over=tp)
@@ -26,7 +26,7 @@ HEADS = (
 )
 
 
-def llama_proven(threads: Threads, above: str, rest: tuple[str, str]) -> None:
-    """A Llama of two layers under rows, in batches that differ, is the same program."""
-    plan = planned(models.llama(layers=2), above + rest[0], rest[1])
-    proven(threads, plan, [models.tokens(rows=6, seed=seed) for seed in (1, 2, 3)])
+def assert_llama_proven(threads: Threads, above: str, stages: tuple[str, str]) -> None:
+    """Assert that the proof of a two-layer Llama under these rows holds for three batches."""
+    plan = make_plan(models.llama(layers=2), above + stages[0], stages[1])
+    assert_proven(threads, plan, [models.tokens(rows=6, seed=seed) for seed in (1, 2, 3)])

@@ -1,4 +1,4 @@
-"""The sample schedules of the language's description, by name."""
+"""The sample schedules of the language reference, by name."""
 
 SAMPLES = {
     "bert_1gpu.sched": """\

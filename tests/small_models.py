@@ -1,4 +1,4 @@
-"""One small model of each architecture that pipelines are tried on, with batches and its trunk."""
+"""One small model of each architecture for tests of pipelines, with its batches and trunk."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Batches = Callable[[int], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Small:
+class SmallModel:
     """An architecture.
 
-    make    a model with so many layers (an even number), without dropout, in float64
-    batch   the batch of a step
-    trunk   what a schedule cuts
+    make    builds a model with an even number of layers, without dropout, in float64
+    batch   makes the batch of a seed
+    trunk   the module lists that a schedule cuts
     """
 
     name: str
@@ -30,7 +30,7 @@ class Small:
 
 
 class Chain(nn.Module):
-    """Plain layers one after the other, and a squared error."""
+    """Linear layers with shortcuts, and a squared error."""
 
     def __init__(self, layers: int, width: int = 6) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Level(nn.Module):
 
 
 class UNet(nn.Module):
-    """Each level going up reads what the level of its height going down has made."""
+    """A U-Net: each level up reads the output of the level down of the same height."""
 
     def __init__(self, layers: int, width: int = 4) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def vit(layers: int) -> nn.Module:
 
 def mixtral(layers: int) -> nn.Module:
     """Mixtral: four experts in each layer, two for each token."""
-    return models.kin(
+    return models.llama_like(
         "MixtralForCausalLM",
         num_hidden_layers=layers,
         num_local_experts=4,
@@ -111,7 +111,7 @@ def mixtral(layers: int) -> nn.Module:
 
 
 def tokens(seed: int) -> dict[str, Tensor]:
-    """Eight rows, padded to unequal lengths, with labels that do not all count."""
+    """Eight rows, padded to unequal lengths; some labels are ignored."""
     return models.tokens(rows=8, seed=seed)
 
 
@@ -121,7 +121,7 @@ def points(seed: int) -> dict[str, Tensor]:
 
 
 def pictures(seed: int) -> dict[str, Tensor]:
-    """Eight pictures of one channel, to be made brighter."""
+    """Eight pictures of one channel; the target is a brighter picture."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(8, 1, 6, 6, generator=g, dtype=torch.float64)
     return {"x": x, "y": x + 0.5}
@@ -134,22 +134,22 @@ def labelled(seed: int) -> dict[str, Tensor]:
     return {"pixel_values": x, "labels": torch.randint(3, (8,), generator=g)}
 
 
-SMALL: tuple[Small, ...] = (
-    Small("MLP", Chain, points, "layers"),
-    Small("GPT-2 (tied)", models.gpt2, tokens, "transformer.h"),
-    Small("Llama", models.llama, tokens, "model.layers"),
-    Small("T5", t5, tokens, "encoder.block, decoder.block"),
-    Small("ViT", vit, labelled, "vit.layers"),
-    Small("U-Net", UNet, pictures, "down, up"),
-    Small("Mixtral", mixtral, tokens, "model.layers"),
+SMALL_MODELS: tuple[SmallModel, ...] = (
+    SmallModel("MLP", Chain, points, "layers"),
+    SmallModel("GPT-2 (tied)", models.gpt2, tokens, "transformer.h"),
+    SmallModel("Llama", models.llama, tokens, "model.layers"),
+    SmallModel("T5", t5, tokens, "encoder.block, decoder.block"),
+    SmallModel("ViT", vit, labelled, "vit.layers"),
+    SmallModel("U-Net", UNet, pictures, "down, up"),
+    SmallModel("Mixtral", mixtral, tokens, "model.layers"),
 )
 
 
-def small(name: str) -> Small:
+def small_model(name: str) -> SmallModel:
     """The architecture of this name."""
-    return next(one for one in SMALL if one.name == name)
+    return next(model for model in SMALL_MODELS if model.name == name)
 
 
-def states(batch: Batches, count: int) -> tuple[Any, ...]:
+def step_batches(batch: Batches, count: int) -> tuple[Any, ...]:
     """The batches of some steps."""
     return tuple(batch(1 + step) for step in range(count))

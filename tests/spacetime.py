@@ -1,4 +1,4 @@
-"""A model with two sequences: frames of patches, attended to along one, then along the other."""
+"""A video model with attention along patches (space) and along frames (time)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WIDTH, HEADS = 8, 2
 
 
 class Attend(nn.Module):
-    """Attention along dim 2 of [rows, frames, patches, width], or along dim 1; then an MLP."""
+    """Attention along dim 2 of [rows, frames, patches, width], or along dim 1."""
 
     def __init__(self, along: int) -> None:
         super().__init__()
@@ -21,8 +21,8 @@ class Attend(nn.Module):
         y = self.norm(x) if self.along == 2 else self.norm(x).transpose(1, 2)
         y = self.qkv(y)
         q, k, v = y.view(*y.shape[:3], 3, HEADS, -1).permute(3, 0, 1, 4, 2, 5)
-        out = F.scaled_dot_product_attention(q, k, v).transpose(2, 3).flatten(3)
-        return x + self.out(out if self.along == 2 else out.transpose(1, 2))
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(2, 3).flatten(3)
+        return x + self.out(mixed if self.along == 2 else mixed.transpose(1, 2))
 
 
 class Block(nn.Module):
@@ -33,12 +33,12 @@ class Block(nn.Module):
         self.space, self.time = Attend(2), Attend(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.time(self.space(x))
-        return out
+        output: Tensor = self.time(self.space(x))
+        return output
 
 
 class Video(nn.Module):
-    """Frames of patches; a number is predicted for each patch of each frame."""
+    """Predicts a number for each patch of each frame."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Video(nn.Module):
 
 
 def batch(seed: int, rows: int = 3, frames: int = 4, patches: int = 6) -> dict[str, Tensor]:
-    """Drawn numbers."""
+    """A random batch."""
     generator = torch.Generator().manual_seed(seed)
     shape = (rows, frames, patches)
     video = torch.randn(*shape, 4, generator=generator, dtype=torch.float64)
@@ -64,5 +64,5 @@ def batch(seed: int, rows: int = 3, frames: int = 4, patches: int = 6) -> dict[s
 
 
 def model() -> Video:
-    """The model of this file."""
+    """Build the video model."""
     return Video()

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for schedules: programs of the grammar, comments, damage."""
+"""Hypothesis strategies for schedule texts: random programs, comments, damage."""
 
 import re
 
@@ -14,8 +14,8 @@ NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,5}", fullmatch=True).filter(
 
 
 def programs() -> st.SearchStrategy[str]:
-    """Texts made from the grammar; a few do not parse, because two tokens were glued together."""
-    lark = parser(strict=True)  # made of the grammar now: one that was kept has none
+    """Texts from the grammar; a few do not parse, because two tokens were joined."""
+    lark = parser(strict=True)  # a new parser: a cached one has no grammar
     explicit = {
         t.name: st.just(f" {t.pattern.value} ")
         for t in lark.terminals
@@ -37,8 +37,8 @@ def programs() -> st.SearchStrategy[str]:
 
 
 @st.composite
-def commented(draw: st.DrawFn, text: str) -> str:
-    """The text with comments and blank lines put at random places."""
+def with_comments(draw: st.DrawFn, text: str) -> str:
+    """The text with comments and blank lines at random places."""
     lines = []
     for number, line in enumerate(text.split("\n")):
         above = draw(st.sampled_from([[], [], [], [f"# above {number}"], [""], ["", "# a", ""]]))
@@ -48,8 +48,8 @@ def commented(draw: st.DrawFn, text: str) -> str:
 
 
 @st.composite
-def damaged(draw: st.DrawFn, text: str) -> str:
-    """The text with a piece cut out, doubled, or replaced by noise."""
+def with_damage(draw: st.DrawFn, text: str) -> str:
+    """The text with a part removed, doubled, or replaced by noise."""
     start = draw(st.integers(0, len(text)))
     end = draw(st.integers(start, min(len(text), start + 12)))
     noise = draw(st.sampled_from(["", text[start:end] * 2, "{", "(", '"', "`", ":", "..", "é\x00"]))
@@ -85,11 +85,13 @@ WORDS += [
 
 
 @st.composite
-def swapped(draw: st.DrawFn, text: str) -> str:
+def with_swaps(draw: st.DrawFn, text: str) -> str:
     """The text with one or two of its words replaced by another word or value."""
     for _ in range(draw(st.integers(1, 2))):
-        spots = [match.span() for match in re.finditer(r"[A-Za-z_0-9.*]+", text)]
-        start, end = draw(st.sampled_from(spots))
-        others = [text[a:b] for a, b in spots]
-        text = text[:start] + draw(st.sampled_from(WORDS) | st.sampled_from(others)) + text[end:]
+        spans = [match.span() for match in re.finditer(r"[A-Za-z_0-9.*]+", text)]
+        start, end = draw(st.sampled_from(spans))
+        text_words = [text[a:b] for a, b in spans]
+        text = (
+            text[:start] + draw(st.sampled_from(WORDS) | st.sampled_from(text_words)) + text[end:]
+        )
     return text

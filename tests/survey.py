@@ -1,4 +1,4 @@
-"""Every causal language model of transformers, tiny, cut in three stages and compared."""
+"""Cut tiny causal language models of transformers into three stages and compare them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from schedlang.runtime.float64 import Float64
-from tests.alone import Compared, compared, cut_evenly
+from tests.single_process import Comparison, compare_stages, cut_evenly
 
-# what makes a model tiny, by whatever name its configuration has for it
+# small sizes, under all names that configurations have for them
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "model_dim"), 64),
     **dict.fromkeys(("word_embed_proj_dim", "embedding_size", "lru_width"), 64),
@@ -49,11 +49,11 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "use_cache": False,
 }
-# models that are told why they cannot be cut so
+# models that are refused, and why
 REFUSED = {"hrm_text": "called in a loop", "jetmoe": r"while\s+it\s+is\s+recorded\s+without\s+data"}
 DEPTH = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 HEADS = ("head", "rope", "lora", "mamba", "expand", "state", "groups", "experts_per_tok")
-# tried in turn: some configurations check that their numbers fit together
+# tried in turn: some configurations check that their numbers are consistent
 SMALLER: tuple[Mapping[str, Any], ...] = (
     SIZES,
     {**SIZES, "rotary_dim": 8, "head_dim": 8, "hidden_size_per_layer_input": 0},
@@ -66,53 +66,53 @@ SMALLER: tuple[Mapping[str, Any], ...] = (
     },
     {n: SIZES[n] for n in SIZES if n in (*DEPTH, "vocab_size", "use_cache") or "drop" in n},
 )
-PER_LAYER = ("layer_types", "mlp_layer_types")  # lists as long as the model was deep
+PER_LAYER = ("layer_types", "mlp_layer_types")  # lists with an entry for each layer
 MOST = 60_000_000  # parameters; a configuration that stays larger is left out
 
 
 def kinds() -> list[str]:
-    """Every model type of transformers that has a causal language model."""
+    """All model types of transformers that have a causal language model."""
     from transformers.models.auto import modeling_auto as auto
 
     return sorted(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def tiny(kind: str, small: Mapping[str, Any]) -> nn.Module:
+def build_tiny(kind: str, small: Mapping[str, Any]) -> nn.Module:
     """The model of a type, from its configuration class, with small numbers."""
     import transformers
     from transformers.models.auto import configuration_auto, modeling_auto
 
-    made = configuration_auto.CONFIG_MAPPING[kind]
-    base = made()
+    config_class = configuration_auto.CONFIG_MAPPING[kind]
+    base = config_class()
     text = base.get_text_config() if hasattr(base, "get_text_config") else base
     settable = {n for n in small if hasattr(text, n) and not _computed(type(text), n)}
-    # a depth that is worked out from another is left to that one (two attentions in a layer)
-    own = [
+    # a depth that is computed from another one is not set (two attentions in a layer)
+    own_depths = [
         n for n in DEPTH if n in settable and not isinstance(getattr(type(text), n, None), property)
     ]
-    settable -= {n for n in DEPTH if own and n not in own}
-    known = {name: value for name, value in small.items() if name in settable}
+    settable -= {n for n in DEPTH if own_depths and n not in own_depths}
+    settings = {name: value for name, value in small.items() if name in settable}
     if text is not base:
-        config = made(text_config=type(text)(**known))
+        config = config_class(text_config=type(text)(**settings))
     else:
         lists = {name: None for name in PER_LAYER if name in base.to_dict()}
         try:
-            config = made(**known, **lists)
+            config = config_class(**settings, **lists)
         except Exception:  # whatever a configuration makes of it
-            config = made(**known)
+            config = config_class(**settings)
     name = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
     torch.manual_seed(0)
     return getattr(transformers, name[0] if isinstance(name, tuple | list) else name)(config)
 
 
 def _computed(config: type, name: str) -> bool:
-    """A number that the configuration works out from others."""
-    given = getattr(config, name, None)
-    return isinstance(given, property) and given.fset is None
+    """Whether the configuration computes a number from others."""
+    attribute = getattr(config, name, None)
+    return isinstance(attribute, property) and attribute.fset is None
 
 
 def trunk_of(model: nn.Module) -> str:
-    """The largest list of at least two modules: what its user would cut."""
+    """The name of the largest list of at least two modules, which a user would cut."""
     sizes = {
         name: sum(p.numel() for p in module.parameters())
         for name, module in model.named_modules()
@@ -122,26 +122,26 @@ def trunk_of(model: nn.Module) -> str:
 
 
 class NotTiny(Exception):
-    """The model is out of the survey: too large, or it does not run by itself."""
+    """The model is left out: it is too large, or does not run alone."""
 
 
-def ready(kind: str, layers: int = 4) -> tuple[nn.Module, dict[str, Any]]:
+def tiny_model(kind: str, layers: int = 4) -> tuple[nn.Module, dict[str, Any]]:
     """The model in float64 and a batch that it takes; raises NotTiny where there is none."""
-    said = ""
+    message = ""
     for small in SMALLER:
         try:
-            return _ready(kind, {n: layers if n in DEPTH else small[n] for n in small})
+            return _tiny_model(kind, {n: layers if n in DEPTH else small[n] for n in small})
         except Exception as error:
-            said = said or f"{type(error).__name__}: {error}"
-    raise NotTiny(said)
+            message = message or f"{type(error).__name__}: {error}"
+    raise NotTiny(message)
 
 
-def _ready(kind: str, small: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+def _tiny_model(kind: str, small: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
     with torch.device("meta"):
-        size = sum(p.numel() for p in tiny(kind, small).parameters())
+        size = sum(p.numel() for p in build_tiny(kind, small).parameters())
     if size > MOST:
         raise NotTiny(f"{size} parameters")
-    model = tiny(kind, small).double()
+    model = build_tiny(kind, small).double()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the grouped product has no float64
     if hasattr(model, "set_default_language"):
@@ -151,28 +151,28 @@ def _ready(kind: str, small: Mapping[str, Any]) -> tuple[nn.Module, dict[str, An
     with Float64(), torch.no_grad():
         model(**batch)
         if "attention_mask" in inspect.signature(model.forward).parameters:
-            # without a mask some kernels do not look whether heads fit together
+            # only with a mask do some kernels check the numbers of heads
             model(**batch, attention_mask=(ids < 200).long())
     return model, batch
 
 
-def survey(model: nn.Module, batch: dict[str, Any], stages: int = 3) -> Compared:
-    """One model cut in stages, and compared."""
-    made = cut_evenly(model, batch, stages, [trunk_of(model)])
-    return compared(model, made, batch)
+def compare_tiny(model: nn.Module, batch: dict[str, Any], stages: int = 3) -> Comparison:
+    """Cut one model into stages and compare them with the full model."""
+    stage_split = cut_evenly(model, batch, stages, [trunk_of(model)])
+    return compare_stages(model, stage_split, batch)
 
 
-def answer(kind: str) -> dict[str, Any]:
-    """The outcome as plain values: `ok`, or why not."""
+def survey_kind(kind: str) -> dict[str, Any]:
+    """The comparison of one kind as plain values: `ok`, or why not."""
     try:
-        found = survey(*ready(kind))
+        comparison = compare_tiny(*tiny_model(kind))
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        return {"kind": kind, "ok": False, "why": " ".join(said.split())[:300]}
-    return {"kind": kind, "ok": found.ok, **found._asdict()}
+        message = f"{type(error).__name__}: {error}"
+        return {"kind": kind, "ok": False, "why": " ".join(message.split())[:300]}
+    return {"kind": kind, "ok": comparison.ok, **comparison._asdict()}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for asked in sys.argv[1:] or kinds():
-        print(json.dumps(answer(asked)), flush=True)
+        print(json.dumps(survey_kind(asked)), flush=True)

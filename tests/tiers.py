@@ -1,4 +1,4 @@
-"""Which cases of a long list the ordinary tests run; the others run with `-m deep`."""
+"""Choose the cases of long lists that ordinary tests run; the others run with `-m deep`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.alike import ALIKE
+from tests.redundant_cases import REDUNDANT
 
-# Long lists whose every n-th case is ordinary; the others run with `-m deep`.  A proof of the same
-# kind runs in each of them, so what a change breaks shows in some ordinary case.
+# Long lists of which every n-th case is ordinary; the others run with `-m deep`.  All cases of a
+# list run the same kind of proof, so that ordinary cases show what a change breaks.
 EACH = {
     "test_the_row_is_named": 4,
     "test_a_bug_is_found": 9,
@@ -96,53 +96,59 @@ EACH = {
 }
 
 
-def spread(items: Iterable[pytest.Item], whole: bool = False) -> None:
-    """Mark the cases of the lists above, and of ALIKE, that are not ordinary.
+def mark_deep(items: Iterable[pytest.Item], whole: bool = False) -> None:
+    """Mark the cases of EACH and of REDUNDANT that are not ordinary as deep.
 
-    items  in each function's order, which EACH counts by
-    whole  they are of whole files: then a case that ALIKE names and nobody has is a UsageError
+    items  tests in the order of each function, which EACH counts
+    whole  the tests are of full files: then an unknown case in REDUNDANT is a UsageError
     """
-    seen: Counter[str] = Counter()
-    met: dict[str, set[str]] = {}
+    case_counts: Counter[str] = Counter()
+    cases_by_function: dict[str, set[str]] = {}
     for item in items:
         name = getattr(item, "originalname", None) or item.name
         function = f"{item.path.name}::{name}"
-        alike = ALIKE.get(function, ())
-        if alike:
+        redundant = REDUNDANT.get(function, ())
+        if redundant:
             case = item.name.removeprefix(name)[1:-1]
-            met.setdefault(function, set()).add(case)
-            if case in alike:
+            cases_by_function.setdefault(function, set()).add(case)
+            if case in redundant:
                 item.add_marker(pytest.mark.deep)
         if name not in EACH or item.get_closest_marker("deep"):
             continue
-        if seen[f"{item.path}::{name}"] % EACH[name]:
+        if case_counts[f"{item.path}::{name}"] % EACH[name]:
             item.add_marker(pytest.mark.deep)
-        seen[f"{item.path}::{name}"] += 1
-    gone = {f: {*ALIKE[f]} - cases for f, cases in met.items() if {*ALIKE[f]} - cases}
-    if whole and gone:
-        raise pytest.UsageError(f"tests/alike.py names cases that are not there: {gone}")
+        case_counts[f"{item.path}::{name}"] += 1
+    missing = {
+        f: {*REDUNDANT[f]} - cases
+        for f, cases in cases_by_function.items()
+        if {*REDUNDANT[f]} - cases
+    }
+    if whole and missing:
+        raise pytest.UsageError(
+            f"tests/redundant_cases.py names cases that are not there: {missing}"
+        )
 
 
-def part(text: str) -> tuple[int, int]:
-    """`K/N` as numbers: the K-th of N parts, counted from 1."""
+def parse_part(text: str) -> tuple[int, int]:
+    """Parse `K/N`: the K-th of N parts, counted from 1."""
     try:
-        place, of = map(int, text.split("/"))
+        number, count = map(int, text.split("/"))
     except ValueError:
         raise ArgumentTypeError(f"`{text}` is not K/N, as in 3/8") from None
-    if not 1 <= place <= of:
-        raise ArgumentTypeError(f"there is no part {place} of {of}: 1/{of} is the first")
-    return place, of
+    if not 1 <= number <= count:
+        raise ArgumentTypeError(f"there is no part {number} of {count}: 1/{count} is the first")
+    return number, count
 
 
-def in_part(name: str, place: int, of: int) -> bool:
-    """Whether a test belongs to a part: told by its name alone, so that parts never overlap."""
-    return zlib.crc32(name.encode()) % of == place - 1
+def in_part(name: str, number: int, count: int) -> bool:
+    """Whether a test belongs to a part, by its name alone, so that parts never overlap."""
+    return zlib.crc32(name.encode()) % count == number - 1
 
 
-def thinned(cases: Iterable[Any], keep: int = 2) -> list[Any]:
-    """Every `keep`-th case as it is, the others marked deep."""
-    found = []
-    for place, case in enumerate(cases):
+def thin_out(cases: Iterable[Any], keep: int = 2) -> list[Any]:
+    """Mark all cases as deep except every `keep`-th."""
+    result = []
+    for index, case in enumerate(cases):
         values = case if isinstance(case, tuple) else (case,)
-        found.append(case if place % keep == 0 else pytest.param(*values, marks=pytest.mark.deep))
-    return found
+        result.append(case if index % keep == 0 else pytest.param(*values, marks=pytest.mark.deep))
+    return result

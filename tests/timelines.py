@@ -18,16 +18,16 @@ from schedlang.pipeline.timeline.table import (
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
 PARK = (Kind.EVICT, Kind.LOAD)
-Way = tuple[Kind, ...]  # what a (stage, microbatch, slice) goes through on its rank
+OpKinds = tuple[Kind, ...]  # the kinds of operations of a (stage, microbatch, slice) on its rank
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a timeline is made of.
+    """The operations of a timeline, without their order.
 
     homes      [replica][stage]: its rank
-    replica    of each microbatch
-    ways       of each (stage, microbatch, slice): the kinds of its operations, in order
+    replica    the replica of each microbatch
+    ways       for each (stage, microbatch, slice), the kinds of its operations, in order
     """
 
     ranks: int
@@ -35,59 +35,57 @@ class Shape:
     homes: tuple[tuple[int, ...], ...]
     replica: tuple[int, ...]
     slices: int
-    ways: dict[tuple[int, int, int], Way]
+    ways: dict[tuple[int, int, int], OpKinds]
 
     def op(self, kind: Kind, stage: int, micro: int, part: int) -> Op:
-        """An operation, with its partner where it is parked: the next rank."""
-        home = self.homes[self.replica[micro]][stage]
-        peer = (home + 1) % self.ranks if kind in PARK else -1
+        """An operation; parked ones have the next rank as partner."""
+        rank = self.homes[self.replica[micro]][stage]
+        peer = (rank + 1) % self.ranks if kind in PARK else -1
         return Op(kind, stage, micro, self.replica[micro], part, peer=peer)
 
     def needs(self) -> dict[Op, set[Op]]:
-        """What each operation needs, said plainly, one rule after the other."""
-        found: dict[Op, set[Op]] = {}
-        for (s, m, j), way in self.ways.items():
-            ops = [self.op(kind, s, m, j) for kind in way]
+        """The dependencies of each operation, one rule after the other."""
+        dependencies: dict[Op, set[Op]] = {}
+        for (s, m, j), kinds in self.ways.items():
+            ops = [self.op(kind, s, m, j) for kind in kinds]
             for op in ops:
-                found.setdefault(op, set())
-            for before, after in zip(ops, ops[1:]):
-                found[after].add(before)
-        back = {
-            place: next((k for k in way if k in (B, I)), None) for place, way in self.ways.items()
+                dependencies.setdefault(op, set())
+            for earlier, after in zip(ops, ops[1:]):
+                dependencies[after].add(earlier)
+        backward_kinds = {
+            key: next((k for k in kinds if k in (B, I)), None) for key, kinds in self.ways.items()
         }
-        for (s, m, j), kind in back.items():
+        for (s, m, j), kind in backward_kinds.items():
             for x, y in self.edges:
                 if y == s:
-                    found[self.op(F, s, m, j)].add(self.op(F, x, m, j))
+                    dependencies[self.op(F, s, m, j)].add(self.op(F, x, m, j))
                 if x == s and kind is not None:
-                    later = back[y, m, j]
-                    assert later is not None
-                    found[self.op(kind, s, m, j)].add(self.op(later, y, m, j))
+                    successor_kind = backward_kinds[y, m, j]
+                    assert successor_kind is not None
+                    dependencies[self.op(kind, s, m, j)].add(self.op(successor_kind, y, m, j))
             if j > 0:
-                found[self.op(F, s, m, j)].add(self.op(F, s, m, j - 1))
-                before = back[s, m, j - 1]
-                if before is not None and kind is not None:
-                    found[self.op(before, s, m, j - 1)].add(self.op(kind, s, m, j))
-        return found
+                dependencies[self.op(F, s, m, j)].add(self.op(F, s, m, j - 1))
+                earlier = backward_kinds[s, m, j - 1]
+                if earlier is not None and kind is not None:
+                    dependencies[self.op(earlier, s, m, j - 1)].add(self.op(kind, s, m, j))
+        return dependencies
 
 
-def scheduled(shape: Shape, seed: int) -> Timeline:
-    """The operations in some possible order: again and again one that is ready, at random."""
-    chance = random.Random(seed)
-    needs = shape.needs()
-    users: dict[Op, list[Op]] = {op: [] for op in needs}
-    for op, before in needs.items():
-        for one in before:
-            users[one].append(op)
-    missing = {op: len(before) for op, before in needs.items()}
-    weight = {op: chance.random() for op in needs}
-    greedy = chance.random()  # sometimes by priority, sometimes any
+def random_order(shape: Shape, seed: int) -> Timeline:
+    """Schedule the operations in a random possible order."""
+    rng = random.Random(seed)
+    all_needs = shape.needs()
+    users: dict[Op, list[Op]] = {op: [] for op in all_needs}
+    for op, dependencies in all_needs.items():
+        for dependency in dependencies:
+            users[dependency].append(op)
+    missing = {op: len(dependencies) for op, dependencies in all_needs.items()}
+    weight = {op: rng.random() for op in all_needs}
+    greedy = rng.random()  # sometimes by priority, sometimes any
     ready = [op for op, count in missing.items() if not count]
     rows: list[list[Op]] = [[] for _ in range(shape.ranks)]
     while ready:
-        op = (
-            min(ready, key=weight.__getitem__) if chance.random() < greedy else chance.choice(ready)
-        )
+        op = min(ready, key=weight.__getitem__) if rng.random() < greedy else rng.choice(ready)
         ready.remove(op)
         rows[shape.homes[op.replica][op.stage]].append(op)
         for user in users[op]:
@@ -107,29 +105,29 @@ def shapes(
     slices: int = 2,
     skips: bool = True,
     mixed: bool = True,
-    aside: tuple[Way, ...] = (),
+    aside: tuple[OpKinds, ...] = (),
 ) -> Shape:
-    """What a timeline is made of, each size at most as given.
+    """Strategy: shapes of timelines, with sizes up to the given ones.
 
     `skips`: edges beside the chain of stages; `mixed`: whole and split backwards in one timeline;
-    `aside`: what may come between a forward and its backward, as `(Kind.EVICT, Kind.LOAD)`.
+    `aside`: kinds that may come between a forward and its backward, as `(Kind.EVICT, Kind.LOAD)`.
     """
-    p, count, m = (draw(st.integers(1, most)) for most in (ranks, stages, micro))
+    p, count, m = (draw(st.integers(1, limit)) for limit in (ranks, stages, micro))
     k, copies = draw(st.integers(1, slices)), draw(st.integers(1, replicas))
     places = st.tuples(*[st.integers(0, p - 1)] * count)
     homes = draw(st.tuples(*[places] * copies))
     edges = set(chain_edges(count))
     if skips and count > 2:
-        more = draw(st.sets(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1))))
-        edges |= {(a, b) for a, b in more if a < b}
-    modes: list[Way] = [(B,), (I, W)]
-    pure = draw(st.sampled_from(modes))
-    chance = random.Random(draw(st.integers(0, 2**16)))
-    replica = tuple(chance.randrange(copies) for _ in range(m))
+        skip_edges = draw(st.sets(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1))))
+        edges |= {(a, b) for a, b in skip_edges if a < b}
+    modes: list[OpKinds] = [(B,), (I, W)]
+    one_mode = draw(st.sampled_from(modes))
+    rng = random.Random(draw(st.integers(0, 2**16)))
+    replica = tuple(rng.randrange(copies) for _ in range(m))
     if p == 1:
-        aside = tuple(way for way in aside if not set(way) & set(PARK))
+        aside = tuple(kinds for kinds in aside if not set(kinds) & set(PARK))
     ways = {
-        (s, mb, j): (F, *(chance.choice([(), *aside])), *(chance.choice(modes) if mixed else pure))
+        (s, mb, j): (F, *(rng.choice([(), *aside])), *(rng.choice(modes) if mixed else one_mode))
         for s in range(count)
         for mb in range(m)
         for j in range(k)
@@ -140,5 +138,5 @@ def shapes(
 @st.composite
 def timelines(draw: st.DrawFn, shape: st.SearchStrategy[Shape] | None = None) -> Timeline:
     """Any valid timeline, of compute operations only; `with_transfers` adds the messages."""
-    made = draw(shapes() if shape is None else shape)
-    return scheduled(made, draw(st.integers(0, 2**32 - 1)))
+    drawn_shape = draw(shapes() if shape is None else shape)
+    return random_order(drawn_shape, draw(st.integers(0, 2**32 - 1)))

@@ -51,8 +51,8 @@ class Forest:
 
     def numel(self, fqn: str) -> int:
         node = self.at(fqn)
-        below = (self.numel(f"{fqn}.{c}" if fqn else c) for c in node.children)
-        return node.own + sum(below)
+        children_sizes = (self.numel(f"{fqn}.{c}" if fqn else c) for c in node.children)
+        return node.own + sum(children_sizes)
 
     def parameters_below(self, fqn: str) -> Sequence[Kind]:
         return [Kind("float32")]
@@ -73,23 +73,23 @@ class Config:
         raise AssertionError("a schedule ran code")
 
 
-def linear(inputs: int, outputs: int, name: str = "Conv1D") -> Node:
+def linear_node(inputs: int, outputs: int, name: str = "Conv1D") -> Node:
     data = {"nx": inputs, "nf": outputs}
     return Node((name, "Projection"), {}, data, inputs * outputs)
 
 
-def block(place: int) -> Node:
-    attn = Node(("Attention",), {"c_attn": linear(8, 24), "c_proj": linear(8, 8)})
-    mlp = {"c_fc": linear(8, 32), "c_proj": linear(32, 8)}
-    extra = {"gate": Node(("Gate",))} if place == 3 else {}
+def block_node(index: int) -> Node:
+    attn = Node(("Attention",), {"c_attn": linear_node(8, 24), "c_proj": linear_node(8, 8)})
+    mlp = {"c_fc": linear_node(8, 32), "c_proj": linear_node(32, 8)}
+    extra = {"gate": Node(("Gate",))} if index == 3 else {}
     children = {"ln_1": Node(("LayerNorm",)), "attn": attn, "mlp": Node(("MLP",), {**mlp, **extra})}
-    return Node(("Block",), children, {"place": place})
+    return Node(("Block",), children, {"place": index})
 
 
-def gpt(layers: int = 4) -> Forest:
+def gpt_tree(layers: int = 4) -> Forest:
     """A tree with GPT-2's names."""
-    h = Node(("ModuleList",), {str(i): block(i) for i in range(layers)})
+    h = Node(("ModuleList",), {str(i): block_node(i) for i in range(layers)})
     transformer = Node(("GPT2Model",), {"wte": Node(("Embedding",), own=80), "h": h})
-    head = linear(8, 10, "Linear")
+    head = linear_node(8, 10, "Linear")
     data = {"config": Config()}
     return Forest(Node(("GPT2LMHeadModel",), {"transformer": transformer, "lm_head": head}, data))

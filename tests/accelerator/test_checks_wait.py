@@ -1,4 +1,4 @@
-"""What a step asks of itself on simulated devices: how often the host waits for that."""
+"""Consistency checks between ranks on simulated devices: how often the host waits for them."""
 
 from __future__ import annotations
 
@@ -11,73 +11,78 @@ from schedlang.passes.lower.build import build
 from schedlang.testing.accelerator import current, spawn, unavailable
 from tests.accelerator.test_features_run import (
     STEPS,
-    SUM,
-    Words,
-    alone,
+    ZERO_0,
+    LanguageModel,
     batch,
-    check,
-    on_ranks,
+    check_training,
+    language_model,
     sgd,
-    words,
+    single_process,
+    train_on_ranks,
 )
-from tests.proofs import planned
+from tests.proofs import make_plan
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "it is there")
 
 
-def first_waits() -> list[int]:
-    """On a rank: how often the host waits in each of some steps whose loss nobody reads."""
-    program = build(planned(words().to("sim"), SUM, "dp=2"), batch(0), optimizer=sgd)
-    seen, found = current(), []
+def waits_by_step() -> list[int]:
+    """Return on a rank how often the host waits in steps whose loss is not read."""
+    program = build(make_plan(language_model().to("sim"), ZERO_0, "dp=2"), batch(0), optimizer=sgd)
+    simulation, counts = current(), []
     for step in range(STEPS):
-        given = {k: v.to("sim") for k, v in batch(step).items()}
-        seen.reset()
-        program.train_step(given)
-        found.append(sum("step_batch.py" in str(one) for one in seen.synchronisations()))
-    return found
+        inputs = {k: v.to("sim") for k, v in batch(step).items()}
+        simulation.reset()
+        program.train_step(inputs)
+        counts.append(sum("step_batch.py" in str(wait) for wait in simulation.synchronisations()))
+    return counts
 
 
 def test_the_first_batch_alone_is_compared() -> None:
-    """Its values are read for that, on the device's world, and of later steps none."""
-    for found in spawn(first_waits):
-        assert found[0] > 0 and found[1:] == [0] * (STEPS - 1)
+    """Ranks compare values of the first batch, on the host; of later batches none."""
+    for counts in spawn(waits_by_step):
+        assert counts[0] > 0 and counts[1:] == [0] * (STEPS - 1)
 
 
-class Wandering(Words):
-    """Lets a value, the same for all rows, choose in which order its blocks are called."""
+class DataDependent(LanguageModel):
+    """A model whose order of blocks depends on a value that is the same for all rows."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         x = self.embed(ids)
-        turned = bool(self.head.bias.detach().sum() > 0)
-        for block in reversed(self.blocks) if turned else self.blocks:
+        backwards = bool(self.head.bias.detach().sum() > 0)
+        for block in reversed(self.blocks) if backwards else self.blocks:
             x = block(x)
         logits = self.head(x)
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
-def wandering() -> nn.Module:
+def data_dependent_model() -> nn.Module:
     torch.manual_seed(0)
-    return Wandering(depth=2).double()
+    return DataDependent(depth=2).double()
 
 
-def wandering_waits() -> list[str]:
-    """On a rank: where the host waits in a step whose loss nobody reads."""
+def data_dependent_waits() -> list[str]:
+    """Return on a rank where the host waits in a step whose loss is not read."""
     rows = "zero(stage=2, over=dp)"
-    program = build(planned(wandering().to("sim"), rows, "dp=2"), batch(0), optimizer=sgd)
-    given = [{k: v.to("sim") for k, v in batch(step).items()} for step in range(STEPS)]
-    for one in given[:-1]:
-        program.train_step(one)
-    seen = current()
-    seen.reset()
-    program.train_step(given[-1])
-    return [str(one) for one in seen.synchronisations()]
+    program = build(
+        make_plan(data_dependent_model().to("sim"), rows, "dp=2"), batch(0), optimizer=sgd
+    )
+    batches = [{k: v.to("sim") for k, v in batch(step).items()} for step in range(STEPS)]
+    for item in batches[:-1]:
+        program.train_step(item)
+    simulation = current()
+    simulation.reset()
+    program.train_step(batches[-1])
+    return [str(item) for item in simulation.synchronisations()]
 
 
 def test_an_order_that_values_choose() -> None:
-    """It trains as the model alone, which waits for the value; that ranks agree on what they summed
-    is one wait more."""
+    """It trains as the model in one process, which waits for that value; one more wait is for the
+    ranks to agree on what they summed."""
     rows = "zero(stage=2, over=dp)"
-    check(on_ranks(wandering, "dp=2", rows, "sim"), alone(wandering))
-    for found in spawn(wandering_waits):
-        own = [one for one in found if "test_checks_wait.py" not in one]
-        assert len(own) == 1 < len(found), found
+    check_training(
+        train_on_ranks(data_dependent_model, "dp=2", rows, "sim"),
+        single_process(data_dependent_model),
+    )
+    for waits in spawn(data_dependent_waits):
+        model_waits = [wait for wait in waits if "test_checks_wait.py" not in wait]
+        assert len(model_waits) == 1 < len(waits), waits

@@ -1,4 +1,4 @@
-"""The rules of the simulated device: what runs as on the CPU, what is refused, what is reported."""
+"""The simulated device: what runs as on the CPU, what is refused, what is reported."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 
 
 def on_device(fn: Callable[[], Any]) -> Any:
-    """What a function returns in a process with devices and no world; reports fail the test."""
+    """Return what a function gives in a process with devices and no world; reports fail the
+    test."""
     return spawn(fn, ranks=1, backend=None)[0]
 
 
-def refused(fn: Callable[[], Any], text: str) -> None:
-    with pytest.raises((RuntimeError, ValueError, TypeError), match=text):
+def check_refused(fn: Callable[[], Any], pattern: str) -> None:
+    with pytest.raises((RuntimeError, ValueError, TypeError), match=pattern):
         fn()
 
 
@@ -46,7 +47,7 @@ class Net(nn.Module):
         return self.head(F.dropout(F.gelu(x), self.drop))
 
 
-def trained(device: str) -> list[Tensor]:
+def train_net(device: str) -> list[Tensor]:
     torch.manual_seed(0)
     net = Net().double().to(device)
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
@@ -61,29 +62,31 @@ def trained(device: str) -> list[Tensor]:
 
 def test_a_network_trains_as_on_the_cpu() -> None:
     """Attention, convolution, foreach AdamW and clipping give what the CPU gives."""
-    for ours, theirs in zip(on_device(lambda: trained("sim")), trained("cpu")):
-        assert torch.allclose(ours, theirs, atol=1e-9)
+    for actual, expected in zip(on_device(lambda: train_net("sim")), train_net("cpu")):
+        assert torch.allclose(actual, expected, atol=1e-9)
 
 
 def test_devices_do_not_mix() -> None:
-    """A tensor of the host or of another device is refused; numbers and indices are not."""
+    """A tensor of the host or of another device is refused; numbers and indices are allowed."""
 
     def mix() -> None:
         x, host = torch.ones(3, device="sim"), torch.ones(3)
-        refused(lambda: x + host, "same device")
-        refused(lambda: host + x, "same device")
-        refused(lambda: torch.cat([x, host]), "same device")
-        refused(lambda: x + torch.ones(3, device="sim:1"), "sim:0 and sim:1")
-        refused(lambda: F.linear(torch.ones(2, 3, device="sim"), torch.ones(3, 3)), "same device")
-        refused(lambda: x.numpy(), "")
-        refused(lambda: torch.ones(1, device="sim:9"), "no device sim:9")
+        check_refused(lambda: x + host, "same device")
+        check_refused(lambda: host + x, "same device")
+        check_refused(lambda: torch.cat([x, host]), "same device")
+        check_refused(lambda: x + torch.ones(3, device="sim:1"), "sim:0 and sim:1")
+        check_refused(
+            lambda: F.linear(torch.ones(2, 3, device="sim"), torch.ones(3, 3)), "same device"
+        )
+        check_refused(lambda: x.numpy(), "")
+        check_refused(lambda: torch.ones(1, device="sim:9"), "no device sim:9")
         assert (x + torch.tensor(2.0))[torch.tensor([0, 1])].tolist() == [3.0, 3.0]
 
     on_device(mix)
 
 
 def test_memory_is_poisoned_and_counted() -> None:
-    """What was not written is NaN, and bytes alive and at the peak are known."""
+    """Unwritten memory is NaN; live and peak bytes are counted."""
 
     def count() -> None:
         assert torch.empty(4, device="sim").isnan().all()
@@ -93,9 +96,9 @@ def test_memory_is_poisoned_and_counted() -> None:
         y = x * 2
         assert current().memory()[0] - before == 2048
         del y
-        now, peak = current().memory()
-        assert (now - before, peak - before) == (1024, 2048)
-        assert torch.sim.memory_allocated() == now  # type: ignore[attr-defined]
+        current_bytes, peak = current().memory()
+        assert (current_bytes - before, peak - before) == (1024, 2048)
+        assert torch.sim.memory_allocated() == current_bytes  # type: ignore[attr-defined]
 
     on_device(count)
 
@@ -129,7 +132,7 @@ def test_modules_move_and_keep_their_parameters() -> None:
 
 
 def test_random_numbers_are_the_devices_own() -> None:
-    """Seeds repeat them, states of 16 bytes are kept, and the host's generator notices nothing."""
+    """Seeds repeat them, states of 16 bytes are restored, the host's generator is unchanged."""
 
     def draw() -> None:
         torch.manual_seed(3)
@@ -144,7 +147,7 @@ def test_random_numbers_are_the_devices_own() -> None:
         once = F.dropout(torch.ones(100, device="sim"), 0.5).cpu()
         torch.sim.set_rng_state(state)  # type: ignore[attr-defined]
         assert torch.equal(once, F.dropout(torch.ones(100, device="sim"), 0.5).cpu())
-        refused(lambda: torch.rand(3, device="sim", generator=torch.Generator()), "generator")
+        check_refused(lambda: torch.rand(3, device="sim", generator=torch.Generator()), "generator")
 
     on_device(draw)
 
@@ -156,16 +159,16 @@ def test_recomputation_draws_the_same_masks(reentrant: bool) -> None:
     def gradients() -> list[Tensor]:
         from torch.utils.checkpoint import checkpoint
 
-        found = []
-        for again in (False, True):
+        grads = []
+        for recompute in (False, True):
             torch.manual_seed(5)
             net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)).to("sim")
             x = torch.ones(4, 8, device="sim", requires_grad=True)
             torch.manual_seed(6)
-            y = checkpoint(net, x, use_reentrant=reentrant) if again else net(x)
+            y = checkpoint(net, x, use_reentrant=reentrant) if recompute else net(x)
             y.square().sum().backward()
-            found.append(net[0].weight.grad.cpu())
-        return found
+            grads.append(net[0].weight.grad.cpu())
+        return grads
 
     once, twice = on_device(gradients)
     assert torch.equal(once, twice)
@@ -187,7 +190,7 @@ def test_autocast_casts_as_for_cuda() -> None:
 
 
 def reports(fn: Callable[[], Any], *, ranks: int = 1) -> list[str]:
-    """The kinds of all reports of a function."""
+    """Return the kinds of all reports of a function."""
 
     def told() -> list[str]:
         fn()
@@ -199,33 +202,33 @@ def reports(fn: Callable[[], Any], *, ranks: int = 1) -> list[str]:
     return on_device(told)  # type: ignore[no-any-return]
 
 
-def side() -> Any:
+def side_stream() -> Any:
     return torch.sim.Stream()  # type: ignore[attr-defined]
 
 
-def now() -> Any:
+def current_stream() -> Any:
     return torch.accelerator.current_stream()
 
 
 def test_a_use_on_another_stream_waits() -> None:
-    """A read, a write after a read, and a write after a write race without an order."""
+    """A read, a write after a read, and a write after a write race if they are not ordered."""
 
     def read(wait: bool) -> None:
-        stream, x = side(), torch.ones(4, device="sim")
-        stream.wait_stream(now())
+        stream, x = side_stream(), torch.ones(4, device="sim")
+        stream.wait_stream(current_stream())
         with stream:
             y = x * 2
         if wait:
-            now().wait_event(stream.record_event())
+            current_stream().wait_event(stream.record_event())
         y + 1
 
     def write() -> None:
-        stream, x = side(), torch.ones(4, device="sim")
-        stream.wait_stream(now())
+        stream, x = side_stream(), torch.ones(4, device="sim")
+        stream.wait_stream(current_stream())
         with stream:
             y = x * 2
         x.zero_()
-        now().wait_stream(stream)
+        current_stream().wait_stream(stream)
         del y
 
     assert reports(lambda: read(True)) == []
@@ -235,15 +238,15 @@ def test_a_use_on_another_stream_waits() -> None:
 
 @pytest.mark.parametrize(("columns", "races"), [(4, 0), (3, 1)])
 def test_parts_that_do_not_meet_do_not_race(columns: int, races: int) -> None:
-    """Columns of a matrix interleave in memory; only bytes that both use are told."""
+    """Columns of a matrix interleave in memory; only bytes used by both are reported."""
 
     def parts() -> None:
-        stream, x = side(), torch.ones(8, 8, device="sim")
-        stream.wait_stream(now())
+        stream, x = side_stream(), torch.ones(8, 8, device="sim")
+        stream.wait_stream(current_stream())
         with stream:
             x[:, :4].add_(1)
         x[:, columns:].add_(1)
-        now().wait_stream(stream)
+        current_stream().wait_stream(stream)
 
     assert len(reports(parts)) == races
 
@@ -253,22 +256,22 @@ def test_freed_memory_is_not_taken_too_early(recorded: bool) -> None:
     """Without record_stream, or an order, memory may be reused while another stream reads it."""
 
     def free() -> None:
-        stream, x = side(), torch.ones(4, device="sim")
-        stream.wait_stream(now())
+        stream, x = side_stream(), torch.ones(4, device="sim")
+        stream.wait_stream(current_stream())
         with stream:
             y = x * 2
         if recorded:
             x.record_stream(stream)
         del x
         torch.ones(4, device="sim")
-        now().wait_stream(stream)
+        current_stream().wait_stream(stream)
         del y
 
     assert reports(free) == ([] if recorded else ["reuse: aten::mul aten::fill_"])
 
 
 def test_copies_through_pinned_memory_end_late() -> None:
-    """What the host uses before it waits is poison, and told; so is what it changes too early."""
+    """If the host uses it before it waits, that is NaN and reported; so is a change too early."""
 
     def out(early: Callable[[torch.Tensor], object]) -> None:
         host = torch.empty(4, pin_memory=True)
@@ -292,17 +295,17 @@ def test_copies_through_pinned_memory_end_late() -> None:
         lambda x: x.clone(),
     ]
     for use in uses:
-        found = reports(partial(out, use))
-        assert found and all(one.startswith("early use: copy to the host") for one in found)
-    looks = [
+        kinds = reports(partial(out, use))
+        assert kinds and all(kind.startswith("early use: copy to the host") for kind in kinds)
+    harmless_uses = [
         lambda x: (x.shape, x.view(2, 2)[1], x.detach().numpy()),
         torch.empty_like,
         lambda x: torch.ones_like(x),
         lambda x: x.to("sim", non_blocking=True) + 1,
         lambda x: torch.empty(4, pin_memory=True).zero_(),
     ]
-    for look in looks:
-        assert reports(partial(out, look)) == []
+    for harmless in harmless_uses:
+        assert reports(partial(out, harmless)) == []
     assert reports(lambda: back(False)) == []
     assert reports(lambda: back(True)) == ["changed source: copy to the device the program"]
 
@@ -318,7 +321,7 @@ WAITING = (
     lambda x: x.unique(),
     lambda x: torch.tensor([1.0], device="sim"),
     lambda x: torch.accelerator.synchronize(),
-    lambda x: now().synchronize(),
+    lambda x: current_stream().synchronize(),
     lambda x: x.repeat_interleave(torch.ones(4, device="sim", dtype=torch.long)),
 )
 FREE = (
@@ -334,16 +337,16 @@ FREE = (
 
 
 def test_synchronisations_are_counted_with_their_line_or_forbidden() -> None:
-    """What needs a value on the host is one each, and what does not is none."""
+    """Each operation that needs a value on the host counts as one, others as none."""
 
     def count() -> None:
         x = torch.ones(4, device="sim")
         for number, fn in enumerate(WAITING):
             current().reset()
             fn(x)
-            found = current().synchronisations()
-            assert len(found) == 1, (number, found)
-            assert "test_device.py:" in found[0].place
+            waits = current().synchronisations()
+            assert len(waits) == 1, (number, waits)
+            assert "test_device.py:" in waits[0].place
             with current().no_synchronisation(), pytest.raises(RuntimeError, match="forbidden"):
                 fn(x)
         current().reset()
@@ -356,20 +359,22 @@ def test_synchronisations_are_counted_with_their_line_or_forbidden() -> None:
 
 
 def test_what_could_run_at_once() -> None:
-    """Two streams overlap until one waits for the other, and never with what they began from."""
+    """Two streams overlap until one waits for the other, and never with their common start."""
 
     def work() -> None:
-        stream, x = side(), torch.ones(4, device="sim")
-        stream.wait_stream(now())
+        stream, x = side_stream(), torch.ones(4, device="sim")
+        stream.wait_stream(current_stream())
         with stream, current().label("beside"):
             y = x * 2
         x + 1
-        now().wait_stream(stream)
+        current_stream().wait_stream(stream)
         x - y
 
     def told() -> list[int]:
         work()
-        one = current()
-        return [len(one.could_overlap("beside", f"aten::{op}")) for op in ("fill_", "add", "sub")]
+        simulation = current()
+        return [
+            len(simulation.could_overlap("beside", f"aten::{op}")) for op in ("fill_", "add", "sub")
+        ]
 
     assert spawn(told, ranks=1, backend=None, timeline=True) == [[0, 1, 0]]

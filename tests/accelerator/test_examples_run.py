@@ -1,4 +1,4 @@
-"""Every schedule of `examples/` on simulated devices: as on ranks of the CPU, without a race."""
+"""Each schedule of `examples/` on simulated devices trains as on the CPU, without a race."""
 
 from __future__ import annotations
 
@@ -8,40 +8,48 @@ import pytest
 import torch
 
 from schedlang.testing.accelerator import unavailable
-from tests.accelerator.exampled import EXAMPLES, RUN, Example, on_ranks
+from tests.accelerator.example_runs import EXAMPLE_RUNS, EXAMPLES, Example, train_on_ranks
 
 pytestmark = [
     pytest.mark.deep,
     pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "it is there"),
 ]
 
-SINGLE = {"llama/kernels.sched": 2e-2}  # in bfloat16, and how near then
-LEFT = {"llama/megatron.sched", "llama/too_many.sched"}
+FLOAT32 = {"llama/kernels.sched": 2e-2}  # in bfloat16, and the tolerance for it
+NOT_RUN = {"llama/megatron.sched", "llama/too_many.sched"}
 
 
 def test_none_is_forgotten() -> None:
-    """But for a library of steps, which others use, and one that is refused."""
+    """All schedules run, except a library of steps that others use and one that is refused."""
     files = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.glob("**/*.sched")}
-    assert {example.file for example in RUN} == files - LEFT
+    assert {example.file for example in EXAMPLE_RUNS} == files - NOT_RUN
 
 
 def test_compiled_regions() -> None:
-    """In float32 regions are graphs, of which operators run one by one: nothing races in them."""
+    """In float32 regions are graphs, whose operators run one by one: no race in them."""
     bert = Example("bert/one_device.sched", 1)
-    losses, _, _, where, _ = on_ranks(bert, "sim", exact=False)[0]
-    wanted = on_ranks(bert, "cpu", exact=False)[0][0]
+    losses, _, _, computed_on, _ = train_on_ranks(bert, "sim", exact=False)[0]
+    expected = train_on_ranks(bert, "cpu", exact=False)[0][0]
     # each device draws masks of its own
-    assert where == "sim:0" and losses == pytest.approx(wanted, rel=2e-2)
+    assert computed_on == "sim:0" and losses == pytest.approx(expected, rel=2e-2)
 
 
-@pytest.mark.parametrize("example", RUN, ids=str)
+@pytest.mark.parametrize("example", EXAMPLE_RUNS, ids=str)
 def test_as_on_a_cpu(example: Example) -> None:
     """Losses, norms and parameters of three steps; copies of one part are equal."""
-    near = SINGLE.get(example.file, 1e-8)
-    exact = example.file not in SINGLE
-    losses, norms, parameters, *_ = on_ranks(example, "cpu", exact)[0]
-    for rank, (mine, told, state, where, apart) in enumerate(on_ranks(example, "sim", exact)):
-        assert where == f"sim:{rank}" and apart == 0.0 and all(map(math.isfinite, mine))
-        assert mine == pytest.approx(losses, rel=near) and told == pytest.approx(norms, rel=near)
+    tolerance = FLOAT32.get(example.file, 1e-8)
+    exact = example.file not in FLOAT32
+    losses, norms, parameters, *_ = train_on_ranks(example, "cpu", exact)[0]
+    for rank, (actual, actual_norms, state, computed_on, replica_error) in enumerate(
+        train_on_ranks(example, "sim", exact)
+    ):
+        assert (
+            computed_on == f"sim:{rank}"
+            and replica_error == 0.0
+            and all(map(math.isfinite, actual))
+        )
+        assert actual == pytest.approx(losses, rel=tolerance) and actual_norms == pytest.approx(
+            norms, rel=tolerance
+        )
         for name, value in parameters.items():
-            torch.testing.assert_close(state[name], value, rtol=near, atol=near, msg=name)
+            torch.testing.assert_close(state[name], value, rtol=tolerance, atol=tolerance, msg=name)

@@ -1,7 +1,8 @@
-"""Every feature on ranks with simulated devices: it trains as on a CPU, and nothing races or hangs.
+"""Every feature on ranks with simulated devices: it trains as on a CPU, without races or hangs.
 
-The world knows device tensors alone, and batches lie on the device. What is exact is compared with
-the untouched model on one CPU; what rounds or draws with the same program on ranks of the CPU.
+The world has no backend for the host, and batches are on the device. Exact features are compared
+with the original model on one CPU; features that round or draw random numbers, with the same
+program on CPU ranks.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from schedlang.passes.lower.build import build
 from schedlang.runtime.comm import world
 from schedlang.testing.accelerator import current, spawn, unavailable
 from tests.expert_models import WORDS as MIXED
-from tests.expert_models import tiny
-from tests.proofs import planned
+from tests.expert_models import tiny_model
+from tests.proofs import make_plan
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "it is there")
 
-STEPS, WORDS, WIDTH = 3, 12, 16
+STEPS, VOCAB_SIZE, WIDTH = 3, 12, 16
 
 
 class Attention(nn.Module):
@@ -38,14 +39,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            one(x).unflatten(-1, (4, -1)).transpose(1, 2) for one in (self.q, self.k, self.v)
+            projection(x).unflatten(-1, (4, -1)).transpose(1, 2)
+            for projection in (self.q, self.k, self.v)
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each behind a norm; some of what they give is dropped."""
+    """Attention and an MLP, each after a norm, with dropout on their outputs."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -58,14 +60,14 @@ class Block(nn.Module):
         return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
 
 
-class Words(nn.Module):
+class LanguageModel(nn.Module):
     """A language model."""
 
     def __init__(self, rate: float = 0.0, depth: int = 4) -> None:
         super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.embed = nn.Embedding(VOCAB_SIZE, WIDTH)
         self.blocks = nn.ModuleList(Block(rate) for _ in range(depth))
-        self.head = nn.Linear(WIDTH, WORDS)
+        self.head = nn.Linear(WIDTH, VOCAB_SIZE)
 
     def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         x = self.embed(ids)
@@ -75,31 +77,31 @@ class Words(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
-def words(rate: float = 0.0, depth: int = 4) -> nn.Module:
+def language_model(rate: float = 0.0, depth: int = 4) -> nn.Module:
     torch.manual_seed(0)
-    return Words(rate, depth).double()
+    return LanguageModel(rate, depth).double()
 
 
-def two() -> nn.Module:
-    """Half as deep: where blocks are not parted into stages."""
-    return words(depth=2)
+def shallow_model() -> nn.Module:
+    """Return the model at half its depth, for meshes without stages."""
+    return language_model(depth=2)
 
 
-def sized(mesh: str) -> Any:
-    """What makes a model that is as deep as a mesh needs."""
-    return words if "pp" in mesh else two
+def model_for(mesh: str) -> Any:
+    """Return the function that builds a model as deep as a mesh needs."""
+    return language_model if "pp" in mesh else shallow_model
 
 
-def single() -> nn.Module:
-    return words().float()
+def float32_model() -> nn.Module:
+    return language_model().float()
 
 
-def dropping() -> nn.Module:
-    return words(0.2)
+def dropout_model() -> nn.Module:
+    return language_model(0.2)
 
 
-def batch(seed: int, count: int = WORDS, many: int = 8, tokens: int = 8) -> dict[str, Tensor]:
-    """Some rows, of which some end early."""
+def batch(seed: int, count: int = VOCAB_SIZE, many: int = 8, tokens: int = 8) -> dict[str, Tensor]:
+    """Return some rows, of which some end early."""
     draw = torch.Generator().manual_seed(seed)
     ids, labels = (torch.randint(count, (many, tokens), generator=draw) for _ in range(2))
     labels[1, 5:] = labels[6, 2:] = -100
@@ -115,34 +117,34 @@ def torch_sgd(named: Any, lr: float) -> torch.optim.Optimizer:
 
 
 def muon(named: Any) -> torch.optim.Optimizer:
-    """Looks at whole matrices."""
-    held = [p for n, p in named if p.dim() == 2]
-    return torch.optim.Muon(held, lr=0.02)
+    """Return an optimizer that needs complete matrices."""
+    matrices = [p for n, p in named if p.dim() == 2]
+    return torch.optim.Muon(matrices, lr=0.02)
 
 
-CUT = "blocks  pipeline_split(over=pp)\n"
-PIPE = CUT + 'pipeline(order="1F1B", micro=4)'
-SUM = "zero(stage=0, over=dp)\n"
+STAGE_SPLIT = "blocks  pipeline_split(over=pp)\n"
+PIPELINE = STAGE_SPLIT + 'pipeline(order="1F1B", micro=4)'
+ZERO_0 = "zero(stage=0, over=dp)\n"
 RING = "blocks.*.attn  context_parallel({}, over={})\nzero(stage=0, over={})"
 # feature -> mesh, rows, relaxed
 EXACT = {
-    "zero 0": ("dp=2", SUM),
+    "zero 0": ("dp=2", ZERO_0),
     "zero 3": ("dp=2", "zero(stage=3, over=dp)"),
     "tensor": ("tp=2", "blocks.*.up  shard(col, over=tp)\nblocks.*.down  shard(row, over=tp)"),
     "zero 1": ("dp=2", "zero(stage=1, over=dp)"),
     "zero 2": ("dp=2", "zero(stage=2, over=dp)"),
-    "checkpoint": ("dp=2", SUM + "blocks.*  checkpoint()"),
-    "activations on the host": ("dp=2", SUM + "blocks.*  offload(activations)"),
-    "activations on disk": ("dp=2", SUM + "blocks.*  offload(activations, to=disk)"),
-    "parameters on the host": ("dp=2", SUM + "blocks.*  offload(parameters)"),
+    "checkpoint": ("dp=2", ZERO_0 + "blocks.*  checkpoint()"),
+    "activations on the host": ("dp=2", ZERO_0 + "blocks.*  offload(activations)"),
+    "activations on disk": ("dp=2", ZERO_0 + "blocks.*  offload(activations, to=disk)"),
+    "parameters on the host": ("dp=2", ZERO_0 + "blocks.*  offload(parameters)"),
     "parameters on disk": (
         "dp=2",
         "zero(stage=3, over=dp)\nblocks.*  offload(parameters, to=disk)",
     ),
     "optimizer on disk": ("dp=2", "zero(stage=2, over=dp)\noffload(optimizer, to=disk)"),
-    "parked on the host": ("pp=2", "blocks.*  offload(activations)\n" + PIPE),
-    "parked on a peer": ("pp=2", "blocks.*  offload(activations, to=peer, over=pp)\n" + PIPE),
-    "optimizer on a peer": ("pp=2", "blocks[0]  offload(optimizer, to=peer, over=pp)\n" + PIPE),
+    "parked on the host": ("pp=2", "blocks.*  offload(activations)\n" + PIPELINE),
+    "parked on a peer": ("pp=2", "blocks.*  offload(activations, to=peer, over=pp)\n" + PIPELINE),
+    "optimizer on a peer": ("pp=2", "blocks[0]  offload(optimizer, to=peer, over=pp)\n" + PIPELINE),
     "ring": ("cp=2", RING.format("ring", "cp", "cp")),
     "zigzag": ("cp=2", RING.format("ring, layout=zigzag", "cp", "cp")),
     "ulysses": ("cp=2", RING.format("ulysses", "cp", "cp")),
@@ -154,7 +156,7 @@ EXACT = {
     "double ring": ("r=2, c=2", RING.format("double_ring", "(r, c)", "(r, c)")),
     "nbody": ("r=2, c=2", RING.format("nbody", "(r, c)", "(r, c)")),
     **{
-        order: ("pp=2", CUT + f'pipeline(order="{order}", micro=4{more})')
+        order: ("pp=2", STAGE_SPLIT + f'pipeline(order="{order}", micro=4{more})')
         for order, more in {
             "GPipe": "",
             "1F1B": "",
@@ -171,19 +173,19 @@ EXACT = {
     },
     "Varuna with slices": (
         "dp=2, pp=2",
-        CUT + 'zero(stage=2, over=dp)\npipeline(order="Varuna", micro=4)',
+        STAGE_SPLIT + 'zero(stage=2, over=dp)\npipeline(order="Varuna", micro=4)',
     ),
     "Chimera with sums": (
         "dp=2, pp=2",
-        CUT + 'zero(stage=1, over=dp)\npipeline(order="Chimera", micro=4)',
+        STAGE_SPLIT + 'zero(stage=1, over=dp)\npipeline(order="Chimera", micro=4)',
     ),
-    "checkpoint in stages": ("pp=2", "blocks.*  checkpoint()\n" + PIPE),
-    "sequence slices": ("pp=2", CUT + 'pipeline(order="Seq1F1B", micro=2, slices=2)'),
+    "checkpoint in stages": ("pp=2", "blocks.*  checkpoint()\n" + PIPELINE),
+    "sequence slices": ("pp=2", STAGE_SPLIT + 'pipeline(order="Seq1F1B", micro=2, slices=2)'),
     "vocabulary": ("tp=2", "embed  shard(vocab, over=tp)\nhead  shard(vocab, over=tp)"),
 }
-SPREAD = "layers.*.experts  expert_parallel(over={})\n"
-EP = SPREAD.format("ep{}") + "zero(stage=0, over=ep)"
-BOTH = "dp=2, tp=2)\nview ep of (dp, tp"
+EXPERT_PARALLEL = "layers.*.experts  expert_parallel(over={})\n"
+EP = EXPERT_PARALLEL.format("ep{}") + "zero(stage=0, over=ep)"
+DP_TP_MESH = "dp=2, tp=2)\nview ep of (dp, tp"
 # feature -> mesh, rows, waits of a step of two layers of experts
 EXPERTS = {
     "experts": ("ep=2", EP.format(""), 2),
@@ -191,62 +193,67 @@ EXPERTS = {
     "room for some, sent": ("ep=2", EP.format(", capacity=1.0, dispatch=all_to_all"), 2),
     "room for some, fetched": ("ep=2", EP.format(", capacity=1.0, dispatch=fetch"), 0),
     "room for some where tokens are alike": (
-        BOTH,
-        SPREAD.format("ep, capacity=1.0") + "zero(stage=0, over=dp)",
+        DP_TP_MESH,
+        EXPERT_PARALLEL.format("ep, capacity=1.0") + "zero(stage=0, over=dp)",
         0,
     ),
     "experts over two axes": (
         "a=2, b=2)\nview ep of (a, b",
-        SPREAD.format("ep") + "zero(stage=0, over=(a, b))",
+        EXPERT_PARALLEL.format("ep") + "zero(stage=0, over=(a, b))",
         2,
     ),
-    "where tokens are alike": (BOTH, SPREAD.format("ep") + "zero(stage=0, over=dp)", 2),
+    "where tokens are alike": (
+        DP_TP_MESH,
+        EXPERT_PARALLEL.format("ep") + "zero(stage=0, over=dp)",
+        2,
+    ),
     "in chunks, of which some stay": ("ep=2", EP.format(", chunks=2, shadow=[0, 3]"), 2),
     "gathered": ("ep=2", EP.format(", dispatch=gather"), 2),
     "fetched": ("ep=2", EP.format(", dispatch=fetch"), 0),
     "experts that run again": ("ep=2", EP.format("") + "\nlayers.*  checkpoint()", 2),
     "experts made again in stages": (
         "ep=2, pp=2",
-        SPREAD.format("ep") + "layers  pipeline_split(over=pp)\n"
+        EXPERT_PARALLEL.format("ep") + "layers  pipeline_split(over=pp)\n"
         'zero(stage=0, over=ep)\npipeline(order="Varuna", micro=2)',
         2,  # two microbatches of one
     ),
 }
-CODES = {
-    name: ("dp=2", SUM + f"compress(gradients, {name}, over=dp)")
+COMPRESSED = {
+    name: ("dp=2", ZERO_0 + f"compress(gradients, {name}, over=dp)")
     for name in ("int8", "onebit", "powersgd")
 }
-CODES["activations"] = ("dp=2", SUM + "blocks.*  compress(activations, int8)")
+COMPRESSED["activations"] = ("dp=2", ZERO_0 + "blocks.*  compress(activations, int8)")
 
 
-def trained(make: Any, mesh: str, rows: str, device: str | None, more: dict[str, Any]) -> Any:
-    """On a rank: losses, norms and parameters of some steps, and where the program computes."""
+def train(make: Any, mesh: str, rows: str, device: str | None, more: dict[str, Any]) -> Any:
+    """Train on a rank; return losses, norms, parameters, device and differences between
+    replicas."""
     model = make() if device is None else make().to(device)
-    given = {"optimizer": sgd, **more}
-    size = given.pop("count", WORDS), given.pop("many", 8), given.pop("tokens", 8)
-    relax = given.pop("relax", "lossy")
-    program = build(planned(model, rows, mesh, relax=relax), batch(0, *size), **given)
+    options = {"optimizer": sgd, **more}
+    size = options.pop("count", VOCAB_SIZE), options.pop("many", 8), options.pop("tokens", 8)
+    relax = options.pop("relax", "lossy")
+    program = build(make_plan(model, rows, mesh, relax=relax), batch(0, *size), **options)
     losses, norms = [], []
     for step in range(STEPS):
         loss = program.train_step({k: v.to(device or "cpu") for k, v in batch(step, *size).items()})
         losses.append(float(loss))
         norms.append(program.grad_norm)
-    where = str(program.assembly.ranks.device)
-    return losses, norms, program.state_dict(), where, max(program.replica_errors().values())
+    computed_on = str(program.assembly.ranks.device)
+    return losses, norms, program.state_dict(), computed_on, max(program.replica_errors().values())
 
 
-@cache  # most features are compared with the same
-def alone(
-    make: Any, count: int = WORDS, optimizer: Any = sgd, many: int = 8, tokens: int = 8
+@cache  # most features have the same reference
+def single_process(
+    make: Any, count: int = VOCAB_SIZE, optimizer: Any = sgd, many: int = 8, tokens: int = 8
 ) -> Any:
-    """The same of the untouched model, on the CPU."""
+    """Return the same for the original model in one process on the CPU."""
     model, losses = make(), []
-    made = optimizer(model.named_parameters())
+    opt = optimizer(model.named_parameters())
     for step in range(STEPS):
-        made.zero_grad()
+        opt.zero_grad()
         loss = model(**batch(step, count, many, tokens))["loss"]
         loss.backward()
-        made.step()
+        opt.step()
         losses.append(float(loss))
     return losses, None, {n: p.detach() for n, p in model.named_parameters()}
 
@@ -255,23 +262,23 @@ def ranks_of(mesh: str) -> int:
     return math.prod(int(size.split("=")[1]) for size in mesh.split(")")[0].split(","))
 
 
-def on_ranks(
+def train_on_ranks(
     make: Any, mesh: str, rows: str, device: str | None, *, bind: bool = False, **more: Any
 ) -> Any:
-    """What `trained` gives on each rank; `bind`: in a world that is bound to its devices, as a job
+    """Return what `train` gives on each rank; `bind`: in a world bound to its devices, as a job
     that the project joins itself is."""
     backend = "simccl" if device else "cpu:gloo,sim:simccl"
-    given = (make, mesh, rows, device, more)
-    return spawn(trained, *given, ranks=ranks_of(mesh), backend=backend, bind=bind)
+    args = (make, mesh, rows, device, more)
+    return spawn(train, *args, ranks=ranks_of(mesh), backend=backend, bind=bind)
 
 
-def check(found: Any, wanted: Any, tolerance: float = 1e-9) -> None:
-    """Losses, norms and parameters on each rank; whatever is copied is equal."""
-    losses, norms, parameters = wanted[:3]
-    for rank, (mine, told, state, where, apart) in enumerate(found):
-        assert where == f"sim:{rank}" and apart == 0.0
-        assert mine == pytest.approx(losses, rel=tolerance)
-        assert norms is None or told == pytest.approx(norms, rel=tolerance)
+def check_training(results: Any, expected: Any, tolerance: float = 1e-9) -> None:
+    """Compare losses, norms and parameters on each rank; replicas must be equal."""
+    losses, norms, parameters = expected[:3]
+    for rank, (actual, actual_norms, state, computed_on, replica_error) in enumerate(results):
+        assert computed_on == f"sim:{rank}" and replica_error == 0.0
+        assert actual == pytest.approx(losses, rel=tolerance)
+        assert norms is None or actual_norms == pytest.approx(norms, rel=tolerance)
         for name, value in parameters.items():
             assert state[name].device.type == "cpu"
             torch.testing.assert_close(
@@ -281,15 +288,20 @@ def check(found: Any, wanted: Any, tolerance: float = 1e-9) -> None:
 
 @pytest.mark.parametrize("feature", EXACT)
 def test_as_the_model_alone(feature: str) -> None:
-    """Slices, stages, sequences and what is kept elsewhere."""
+    """Sharding, stages, context parallelism and offloading train as the original model."""
     mesh, rows = EXACT[feature]
-    check(on_ranks(sized(mesh), mesh, rows, "sim"), alone(sized(mesh)))
+    check_training(
+        train_on_ranks(model_for(mesh), mesh, rows, "sim"), single_process(model_for(mesh))
+    )
 
 
 def test_stages_of_a_bound_world() -> None:
-    """Messages of a stage with those before and after it do not wait for each other there."""
-    rows, make = CUT + 'pipeline(order="GIS-H", micro=4, chunks=2)', partial(words, 0.0, 8)
-    check(on_ranks(make, "pp=4", rows, "sim", bind=True), alone(make))
+    """Messages of a stage to the stages before and after it do not block each other."""
+    rows, make = (
+        STAGE_SPLIT + 'pipeline(order="GIS-H", micro=4, chunks=2)',
+        partial(language_model, 0.0, 8),
+    )
+    check_training(train_on_ranks(make, "pp=4", rows, "sim", bind=True), single_process(make))
 
 
 @pytest.mark.parametrize(
@@ -301,154 +313,175 @@ def test_stages_of_a_bound_world() -> None:
     ],
 )
 def test_experts(feature: str) -> None:
-    """Rows on their way to experts and home; how often the host waits to know how many."""
-    mesh, rows, most = EXPERTS[feature]
-    more = {"count": MIXED, "relax": "routing"}
-    wanted = on_ranks(tiny, mesh, rows, None, **more)[0]
-    check(on_ranks(tiny, mesh, rows, "sim", **more), wanted)
-    for found in spawn(expert_waits, mesh, rows, ranks=ranks_of(mesh)):
-        # what experts ask for by themselves is theirs
-        assert sum("expert_models.py" not in one for one in found) == most, found
+    """Tokens go to their experts and back; the host waits as often as their counts need."""
+    mesh, rows, expected_waits = EXPERTS[feature]
+    options = {"count": MIXED, "relax": "routing"}
+    expected = train_on_ranks(tiny_model, mesh, rows, None, **options)[0]
+    check_training(train_on_ranks(tiny_model, mesh, rows, "sim", **options), expected)
+    for waits in spawn(expert_waits, mesh, rows, ranks=ranks_of(mesh)):
+        # waits in the experts' own code do not count
+        assert sum("expert_models.py" not in wait for wait in waits) == expected_waits, waits
 
 
 def expert_waits(mesh: str, rows: str) -> list[str]:
-    """On a rank: where the host waits in a step whose loss nobody reads."""
-    plan = planned(tiny().to("sim"), rows, mesh, relax="routing")
+    """Return on a rank where the host waits in a step whose loss is not read."""
+    plan = make_plan(tiny_model().to("sim"), rows, mesh, relax="routing")
     program = build(plan, batch(0, MIXED), optimizer=sgd, clip=0.1)
-    given = [{k: v.to("sim") for k, v in batch(s, MIXED).items()} for s in range(3)]
-    for one in given[:2]:
-        program.train_step(one)
-    seen = current()
-    seen.reset()
-    program.train_step(given[2])
-    return [str(one) for one in seen.synchronisations()]
+    batches = [{k: v.to("sim") for k, v in batch(s, MIXED).items()} for s in range(3)]
+    for item in batches[:2]:
+        program.train_step(item)
+    simulation = current()
+    simulation.reset()
+    program.train_step(batches[2])
+    return [str(item) for item in simulation.synchronisations()]
 
 
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("code", COMPRESSED)
 def test_compressed_sums(code: str) -> None:
-    """As on ranks of the CPU: the same is left out, and added later.
+    """As on CPU ranks: the same error is left out, and added later.
 
-    Of activations, numbers are drawn by their place among what a call saves, and attention saves
-    other tensors on another device: there codes differ, and their errors are as large.
+    For activations, random numbers depend on the order of saved tensors, and attention saves other
+    tensors on another device: there codes differ, and errors are as large.
     """
-    mesh, rows = CODES[code]
-    found, wanted = on_ranks(two, mesh, rows, "sim"), on_ranks(two, mesh, rows, None)[0]
+    mesh, rows = COMPRESSED[code]
+    results, expected = (
+        train_on_ranks(shallow_model, mesh, rows, "sim"),
+        train_on_ranks(shallow_model, mesh, rows, None)[0],
+    )
     if code != "activations":
-        check(found, wanted, 1e-7)
+        check_training(results, expected, 1e-7)
         return
-    for rank, (losses, _, parameters, where, apart) in enumerate(found):
-        assert where == f"sim:{rank}" and apart == 0.0
-        assert losses == pytest.approx(wanted[0], rel=1e-4)
-        for name, value in wanted[2].items():
+    for rank, (losses, _, parameters, computed_on, replica_error) in enumerate(results):
+        assert computed_on == f"sim:{rank}" and replica_error == 0.0
+        assert losses == pytest.approx(expected[0], rel=1e-4)
+        for name, value in expected[2].items():
             assert (parameters[name] - value).norm() <= 2e-2 * value.norm(), name
 
 
 def test_weights_of_before() -> None:
-    """An order whose microbatches compute with older weights: as on ranks of the CPU."""
-    rows = CUT + 'pipeline(order="PipeDream-2BW", micro=4)'
-    given = {"relax": "staleness", "optimizer": partial(torch_sgd, lr=1e-3)}
-    wanted = on_ranks(words, "pp=2", rows, None, **given)[0]
-    check(on_ranks(words, "pp=2", rows, "sim", **given), wanted)
+    """An order whose microbatches use stale weights: as on CPU ranks."""
+    rows = STAGE_SPLIT + 'pipeline(order="PipeDream-2BW", micro=4)'
+    options = {"relax": "staleness", "optimizer": partial(torch_sgd, lr=1e-3)}
+    expected = train_on_ranks(language_model, "pp=2", rows, None, **options)[0]
+    check_training(train_on_ranks(language_model, "pp=2", rows, "sim", **options), expected)
 
 
 def test_whole_matrices() -> None:
-    """An optimizer that looks at whole matrices, of which each rank holds a part."""
+    """An optimizer that needs complete matrices, while each rank has a shard."""
     rows = ("dp=2", "zero(stage=3, over=dp)")
-    check(on_ranks(two, *rows, "sim", optimizer=muon), alone(two, optimizer=muon), 1e-6)
+    check_training(
+        train_on_ranks(shallow_model, *rows, "sim", optimizer=muon),
+        single_process(shallow_model, optimizer=muon),
+        1e-6,
+    )
 
 
 @pytest.mark.parametrize("word", ["bf16", "fp16", "bf16, params=true", "fp16, params=true"])
 def test_fewer_bits(word: str) -> None:
-    """Casts, with a loss that is scaled where they are to float16."""
-    rows = ("dp=2", f"cast({word})\n{SUM}")
-    wanted = on_ranks(single, *rows, None, relax="dtype")[0]
-    check(on_ranks(single, *rows, "sim", relax="dtype"), wanted, 1e-2)
+    """Casts, with loss scaling where they are to float16."""
+    rows = ("dp=2", f"cast({word})\n{ZERO_0}")
+    expected = train_on_ranks(float32_model, *rows, None, relax="dtype")[0]
+    check_training(train_on_ranks(float32_model, *rows, "sim", relax="dtype"), expected, 1e-2)
 
 
-DROPPED = {
-    "replicas": ("dp=2", SUM),
-    "checkpoint": ("dp=2", SUM + "blocks.*  checkpoint()"),
+DROPOUT = {
+    "replicas": ("dp=2", ZERO_0),
+    "checkpoint": ("dp=2", ZERO_0 + "blocks.*  checkpoint()"),
     "tensor": ("tp=2", "blocks.*.up  shard(col, over=tp)\nblocks.*.down  shard(row, over=tp)"),
-    "drawn again in stages": ("pp=2", CUT + 'pipeline(order="Varuna", micro=4)'),
+    "drawn again in stages": ("pp=2", STAGE_SPLIT + 'pipeline(order="Varuna", micro=4)'),
     "context": ("cp=2", RING.format("ring", "cp", "cp")),
 }
 
 
-@pytest.mark.parametrize("feature", DROPPED)
+@pytest.mark.parametrize("feature", DROPOUT)
 def test_dropped(feature: str) -> None:
-    """Native dropout: steps are finite, others than without, and copies stay equal."""
-    mesh, rows = DROPPED[feature]
-    found = on_ranks(dropping, mesh, rows, "sim")
-    without = alone(words)[0]
-    for losses, _, _, where, apart in found:
-        assert where.startswith("sim") and apart == 0.0
-        assert all(map(math.isfinite, losses)) and losses == found[0][0]
-        assert losses[0] != pytest.approx(without[0], rel=1e-6)
-        assert losses == pytest.approx(without, rel=0.3)
+    """Native dropout: losses are finite, differ from those without, and replicas stay equal."""
+    mesh, rows = DROPOUT[feature]
+    results = train_on_ranks(dropout_model, mesh, rows, "sim")
+    reference = single_process(language_model)[0]
+    for losses, _, _, computed_on, replica_error in results:
+        assert computed_on.startswith("sim") and replica_error == 0.0
+        assert all(map(math.isfinite, losses)) and losses == results[0][0]
+        assert losses[0] != pytest.approx(reference[0], rel=1e-6)
+        assert losses == pytest.approx(reference, rel=0.3)
 
 
-STATE = {
+SAVED = {
     "slices": ("dp=2", "zero(stage=3, over=dp)"),
-    "stages": ("pp=2", PIPE),
+    "stages": ("pp=2", PIPELINE),
     "tensor": ("tp=2", "blocks.*.up  shard(col, over=tp)\nblocks.*.down  shard(row, over=tp)"),
     "on disk": (
         "dp=2",
-        SUM + "blocks.*  offload(parameters, to=disk)\noffload(optimizer, to=disk)",
+        ZERO_0 + "blocks.*  offload(parameters, to=disk)\noffload(optimizer, to=disk)",
     ),
     "context": ("cp=2", RING.format("ring", "cp", "cp")),
 }
 
 
-def kept(mesh: str, rows: str, folder: str) -> Any:
-    """On a rank: outputs, and what a program that was loaded makes of another step."""
-    given = [{k: v.to("sim") for k, v in batch(step).items()} for step in range(STEPS + 1)]
+def save_and_load(mesh: str, rows: str, folder: str) -> Any:
+    """Return on a rank outputs, and losses of programs that were saved and loaded."""
+    batches = [{k: v.to("sim") for k, v in batch(step).items()} for step in range(STEPS + 1)]
 
     def built() -> Any:
-        return build(planned(sized(mesh)().to("sim"), rows, mesh), batch(0), optimizer=sgd)
+        return build(make_plan(model_for(mesh)().to("sim"), rows, mesh), batch(0), optimizer=sgd)
 
     program = built()
     for step in range(STEPS):
-        program.train_step(given[step])
+        program.train_step(batches[step])
     program.save(folder)
-    program.export(f"{folder}/export", sized(mesh)())
-    output = program.eval_step(given[0])
-    ahead = float(program.train_step(given[STEPS]))
-    other = built()
-    other.load(folder)
-    again = float(other.train_step(given[STEPS]))
-    third = built()
-    third.load_state_dict(program.state_dict())
-    told = float(third.eval_step(given[0])["loss"]), float(program.eval_step(given[0])["loss"])
-    inner = program.optimizer_state()
+    program.export(f"{folder}/export", model_for(mesh)())
+    output = program.eval_step(batches[0])
+    next_loss = float(program.train_step(batches[STEPS]))
+    loaded = built()
+    loaded.load(folder)
+    loaded_loss = float(loaded.train_step(batches[STEPS]))
+    restored = built()
+    restored.load_state_dict(program.state_dict())
+    evaluated = (
+        float(restored.eval_step(batches[0])["loss"]),
+        float(program.eval_step(batches[0])["loss"]),
+    )
+    state_names = program.optimizer_state()
     gradients = program.gradients()
     assert all(v.device.type == "cpu" for v in gradients.values())
-    return output["logits"].cpu(), ahead, again, told, sorted(inner), world.rank()
+    return (
+        output["logits"].cpu(),
+        next_loss,
+        loaded_loss,
+        evaluated,
+        sorted(state_names),
+        world.rank(),
+    )
 
 
-@pytest.mark.parametrize("layout", STATE)
+@pytest.mark.parametrize("layout", SAVED)
 def test_kept_and_taken_up(layout: str, tmp_path: Path) -> None:
-    """Outputs are those of the model; a checkpoint and weights on disk go on as before."""
-    make = sized(STATE[layout][0])
+    """Outputs are the model's; training goes on from a checkpoint as before."""
+    make = model_for(SAVED[layout][0])
     model = make()
-    model.load_state_dict(alone(make)[2])
-    wanted = model(**batch(0))["logits"].detach()
-    after = float(model(**batch(STEPS))["loss"])
-    for logits, ahead, again, told, inner, _ in spawn(kept, *STATE[layout], str(tmp_path / "k")):
-        torch.testing.assert_close(logits, wanted, rtol=1e-8, atol=1e-10)
-        assert ahead == pytest.approx(after, rel=1e-9) and again == pytest.approx(after, rel=1e-9)
-        assert told[0] == pytest.approx(told[1], rel=1e-9)
-        assert inner == sorted(n for n, _ in model.named_parameters())
+    model.load_state_dict(single_process(make)[2])
+    expected = model(**batch(0))["logits"].detach()
+    expected_loss = float(model(**batch(STEPS))["loss"])
+    for logits, next_loss, loaded_loss, evaluated, state_names, _ in spawn(
+        save_and_load, *SAVED[layout], str(tmp_path / "k")
+    ):
+        torch.testing.assert_close(logits, expected, rtol=1e-8, atol=1e-10)
+        assert next_loss == pytest.approx(expected_loss, rel=1e-9) and loaded_loss == pytest.approx(
+            expected_loss, rel=1e-9
+        )
+        assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-9)
+        assert state_names == sorted(n for n, _ in model.named_parameters())
     from safetensors.torch import load_file
 
-    whole = {}
+    exported = {}
     for file in (tmp_path / "k" / "export").glob("*.safetensors"):
-        whole.update(load_file(file))
+        exported.update(load_file(file))
     for name, value in model.named_parameters():
-        torch.testing.assert_close(whole[name], value.detach(), rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(exported[name], value.detach(), rtol=1e-9, atol=1e-11)
 
 
 # features in whose steps the host waits for nothing, wherever labels lie
-QUIET = (
+WITHOUT_WAITS = (
     "ulysses",
     "zigzag",
     "a ring around ulysses",
@@ -464,24 +497,26 @@ QUIET = (
 )
 
 
-def waits(rows: str, mesh: str, there: bool) -> int:
-    """On a rank: how often the host waits in a step whose loss nobody reads."""
+def count_waits(rows: str, mesh: str, on_device: bool) -> int:
+    """Return on a rank how often the host waits in a step whose loss is not read."""
     relax = "updates" if "freeze" in rows else "lossy"
-    plan = planned(sized(mesh)().to("sim"), rows, mesh, relax=relax)
+    plan = make_plan(model_for(mesh)().to("sim"), rows, mesh, relax=relax)
     program = build(plan, batch(0), optimizer=sgd, clip=0.1)
-    given = [{k: v.to("sim" if there else "cpu") for k, v in batch(s).items()} for s in range(3)]
-    for one in given[:2]:
-        program.train_step(one)
-    seen = current()
-    seen.reset()
-    program.train_step(given[2])
-    return len(seen.synchronisations())
+    batches = [
+        {k: v.to("sim" if on_device else "cpu") for k, v in batch(s).items()} for s in range(3)
+    ]
+    for item in batches[:2]:
+        program.train_step(item)
+    simulation = current()
+    simulation.reset()
+    program.train_step(batches[2])
+    return len(simulation.synchronisations())
 
 
 @pytest.mark.parametrize(
     "feature",
     [
-        *QUIET,
+        *WITHOUT_WAITS,
         "int8",
         "activations",
         "some frozen",
@@ -492,96 +527,98 @@ def waits(rows: str, mesh: str, there: bool) -> int:
     ],
 )
 def test_nothing_waits(feature: str) -> None:
-    """Labels of the device are counted there, of parts and of slices of sequences alike; what is
-    coded is judged in the first step."""
+    """Labels are counted on the device, for microbatches and sequence slices too; compressed
+    tensors are checked in the first step only."""
     frozen = "dp=2", "blocks[0]  freeze()\nzero(stage=2, over=dp)"
-    mesh, rows = {**EXACT, **CODES, "some frozen": frozen}[feature]
+    mesh, rows = {**EXACT, **COMPRESSED, "some frozen": frozen}[feature]
     ranks = ranks_of(mesh)
-    for there in (True, False):
-        assert max(spawn(waits, rows, mesh, there, ranks=ranks)) == 0
+    for on_device in (True, False):
+        assert max(spawn(count_waits, rows, mesh, on_device, ranks=ranks)) == 0
 
 
-class Uncertain(Words):
-    """Weighs its loss by what it learns."""
+class WeightedLoss(LanguageModel):
+    """Multiplies its loss by a learned parameter."""
 
     def __init__(self) -> None:
         super().__init__(depth=2)
         self.sure = nn.Parameter(torch.tensor(0.3))
 
     def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        found = super().forward(ids, labels)
-        return {"loss": found["loss"] * self.sure, "logits": found["logits"]}
+        outputs = super().forward(ids, labels)
+        return {"loss": outputs["loss"] * self.sure, "logits": outputs["logits"]}
 
 
-def uncertain() -> nn.Module:
+def weighted_loss_model() -> nn.Module:
     torch.manual_seed(0)
-    return Uncertain().double()
+    return WeightedLoss().double()
 
 
-def unlabelled(seed: int, barest: int = 4) -> dict[str, Tensor]:
-    """Batches whose last rows have no label at all; in slices of sequences, whole ends."""
-    found = batch(seed)
-    found["labels"][8 - barest :] = -100
-    found["labels"][:, 4:] = -100 if seed % 2 else found["labels"][:, 4:]
-    return found
+def unlabelled_batch(seed: int, barest: int = 4) -> dict[str, Tensor]:
+    """Return batches whose last rows have no labels; on odd seeds the ends of sequences too."""
+    result = batch(seed)
+    result["labels"][8 - barest :] = -100
+    result["labels"][:, 4:] = -100 if seed % 2 else result["labels"][:, 4:]
+    return result
 
 
 def parts_without_labels(mesh: str, rows: str, local: bool) -> Any:
-    """On a rank: losses and parameters of steps some of whose parts have no label, and waits."""
-    given = [{k: v.to("sim") for k, v in unlabelled(step).items()} for step in range(STEPS)]
-    program = build(planned(uncertain().to("sim"), rows, mesh), given[0], optimizer=sgd)
+    """Return on a rank losses, parameters and waits of steps where some parts have no label."""
+    batches = [{k: v.to("sim") for k, v in unlabelled_batch(step).items()} for step in range(STEPS)]
+    program = build(
+        make_plan(weighted_loss_model().to("sim"), rows, mesh), batches[0], optimizer=sgd
+    )
     if local:
         half = 8 // program.dp_size
-        own = slice(program.dp_rank * half, (program.dp_rank + 1) * half)
-        given = [{k: v[own] for k, v in one.items()} for one in given]
-    seen, losses = current(), []
-    for one in given:
-        seen.reset()
-        losses.append(program.train_step(one, local=local))
-        waits = len(seen.synchronisations())
-    return [float(loss) for loss in losses], program.state_dict(), waits
+        local_rows = slice(program.dp_rank * half, (program.dp_rank + 1) * half)
+        batches = [{k: v[local_rows] for k, v in inputs.items()} for inputs in batches]
+    simulation, losses = current(), []
+    for inputs in batches:
+        simulation.reset()
+        losses.append(program.train_step(inputs, local=local))
+        count = len(simulation.synchronisations())
+    return [float(loss) for loss in losses], program.state_dict(), count
 
 
 @pytest.mark.parametrize(
     "mesh, rows, local",
     [
-        ("dp=2", SUM, False),
-        ("dp=2", SUM, True),
-        ("pp=2", PIPE, False),
-        ("pp=2", CUT + 'pipeline(order="Seq1F1B", micro=2, slices=2)', False),
+        ("dp=2", ZERO_0, False),
+        ("dp=2", ZERO_0, True),
+        ("pp=2", PIPELINE, False),
+        ("pp=2", STAGE_SPLIT + 'pipeline(order="Seq1F1B", micro=2, slices=2)', False),
     ],
 )
 def test_parts_without_labels(mesh: str, rows: str, local: bool) -> None:
-    """Parts that weigh nothing are known to the device alone, and give no gradient that is no
-    number, also where what is computed from their loss would have one."""
-    model, losses = uncertain(), []
-    made = sgd(model.named_parameters())
+    """Only the device knows which parts have no labels; they give no NaN gradient, even where
+    something computed from their loss would."""
+    model, losses = weighted_loss_model(), []
+    optimizer = sgd(model.named_parameters())
     for step in range(STEPS):
-        made.zero_grad()
-        loss = model(**unlabelled(step))["loss"]
+        optimizer.zero_grad()
+        loss = model(**unlabelled_batch(step))["loss"]
         loss.backward()
-        made.step()
+        optimizer.step()
         losses.append(float(loss.detach()))
-    for mine, state, waits in spawn(parts_without_labels, mesh, rows, local):
-        assert mine == pytest.approx(losses, rel=1e-9) and waits == 0
+    for actual, state, count in spawn(parts_without_labels, mesh, rows, local):
+        assert actual == pytest.approx(losses, rel=1e-9) and count == 0
         for name, value in model.named_parameters():
             torch.testing.assert_close(state[name], value.detach(), rtol=1e-9, atol=1e-11)
 
 
 def test_a_batch_without_labels() -> None:
-    """Then the loss is the model's own of nothing."""
-    for mine, _, waits in spawn(nothing_at_all):
-        assert math.isnan(mine) and waits == 0
+    """The loss is then the model's own, NaN."""
+    for actual, _, count in spawn(no_labels):
+        assert math.isnan(actual) and count == 0
 
 
-def nothing_at_all() -> Any:
-    """On a rank: the loss of a batch of which no label counts."""
-    program = build(planned(two().to("sim"), SUM, "dp=2"), batch(0), optimizer=sgd)
+def no_labels() -> Any:
+    """Return on a rank the loss of a batch in which no label counts."""
+    program = build(make_plan(shallow_model().to("sim"), ZERO_0, "dp=2"), batch(0), optimizer=sgd)
     for _ in range(2):
         program.train_step({k: v.to("sim") for k, v in batch(0).items()})
-    given = {k: v.to("sim") for k, v in unlabelled(0, barest=8).items()}
-    seen = current()
-    seen.reset()
-    loss = program.train_step(given)
-    waits = len(seen.synchronisations())
-    return float(loss.detach()), None, waits
+    inputs = {k: v.to("sim") for k, v in unlabelled_batch(0, barest=8).items()}
+    simulation = current()
+    simulation.reset()
+    loss = program.train_step(inputs)
+    count = len(simulation.synchronisations())
+    return float(loss.detach()), None, count

@@ -1,4 +1,4 @@
-"""Each wait, event and record of FSDP2 is missed when it is left out."""
+"""Mutation tests of FSDP2: each wait, event and record that is left out is noticed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from schedlang.testing.accelerator import unavailable
-from tests.accelerator import sharded_ways
-from tests.accelerator.hunting import Fate, hunt, judge
-from tests.accelerator.mutants import sites
+from tests.accelerator import fsdp_variants
+from tests.accelerator.mutation_runs import Outcome, check_outcomes, run_mutations
+from tests.accelerator.mutations import call_sites
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 LISTED = pytest.mark.skipif(
@@ -112,30 +112,33 @@ UNREACHED = {
 
 @LISTED
 def test_a_wait_of_fsdp2_that_is_left_out() -> None:
-    """One of each kind, by a report: a wait for a stream, an event, and the record of an event."""
-    some = [
-        next(site for site in sites(*MODULES) if text in site.text)
+    """One of each kind is reported: a wait for a stream, for an event, and the record of an
+    event."""
+    chosen = [
+        next(site for site in call_sites(*MODULES) if text in site.text)
         for text in (
             "reduce_scatter_stream.wait_stream(current_stream)",
             "all_gather_stream.record_event()",
             "current_stream().wait_event(oldest.event)",
         )
     ]
-    for fate in hunt(some, sharded_ways.TWO[:1]):
-        assert fate.report, str(fate.site)
+    for outcome in run_mutations(chosen, fsdp_variants.TWO[:1]):
+        assert outcome.report, str(outcome.site)
 
 
 @LISTED
 @pytest.mark.deep
 def test_every_order_of_fsdp2_is_needed_or_known() -> None:
-    """All that is left out is found; what is not is listed above, with the reason."""
-    everything = sites(*MODULES)
-    two = hunt(everything, sharded_ways.TWO)
-    open_ = [fate for fate in two if not fate.found]
-    four = hunt([fate.site for fate in open_], sharded_ways.FOUR, ranks=4)
-    after = dict(zip(open_, four, strict=True))
-    judge([_later(fate, after.get(fate)) for fate in two], REDUNDANT, UNREACHED)
+    """Every call that is left out is found; the others are listed above, with the reason."""
+    everything = call_sites(*MODULES)
+    on_two = run_mutations(everything, fsdp_variants.TWO)
+    unfound = [outcome for outcome in on_two if not outcome.found]
+    on_four = run_mutations([outcome.site for outcome in unfound], fsdp_variants.FOUR, ranks=4)
+    later = dict(zip(unfound, on_four, strict=True))
+    check_outcomes(
+        [_later(outcome, later.get(outcome)) for outcome in on_two], REDUNDANT, UNREACHED
+    )
 
 
-def _later(before: Fate, after: Fate | None) -> Fate:
+def _later(before: Outcome, after: Outcome | None) -> Outcome:
     return before if after is None or before.reached and not after.found else after

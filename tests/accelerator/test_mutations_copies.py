@@ -1,8 +1,7 @@
-"""Each order of schedlang's own copies is missed when it is left out.
+"""Mutation tests of schedlang's copies: each order that is left out is noticed.
 
-The calls are found by looking at all of schedlang: whoever calls `follow`, `wait`, `record`,
-`used_on`, `settled` or `synchronize` of the device, or `ready`, `mark` or `settle` of the copies,
-is hunted from then on.
+The calls are found in the text of all of schedlang: whoever calls a function of `mutations.ORDERS`
+is tested from then on.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from __future__ import annotations
 import pytest
 
 from schedlang.testing.accelerator import unavailable
-from tests.accelerator import copied_ways
-from tests.accelerator.hunting import hunt, judge
-from tests.accelerator.mutants import ours, sites, users
+from tests.accelerator import offload_variants
+from tests.accelerator.mutation_runs import check_outcomes, run_mutations
+from tests.accelerator.mutations import call_sites, calling_modules, is_copy_order
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 
@@ -31,46 +30,61 @@ UNREACHED = {
     ("synchronize", "torch.accelerator.synchronize(with_index(target))"): _CLOCK,
 }
 _STORAGE = "schedlang.runtime.storage."
-NEAR = (
+COPY_MODULES = (
     f"{_STORAGE}copies",
     f"{_STORAGE}offloaded_gradients",
     "schedlang.runtime.pipeline.evicted_activations",
 )
 
-SLICES = "schedlang.runtime.adapters.fully_shard"
-SAVES = "schedlang.runtime.checkpointing.background"
-DEVICE = "schedlang.runtime.device"  # the calls of torch themselves, through which all others go
+FSDP_MODULE = "schedlang.runtime.adapters.fully_shard"
+SAVE_MODULE = "schedlang.runtime.checkpointing.background"
+DEVICE_MODULE = (
+    "schedlang.runtime.device"  # the calls of torch themselves, through which all others go
+)
 
 
 def test_every_order_of_the_copies_themselves() -> None:
-    """Of the file of copies, of gradients that leave, of stages that park, and of the device."""
-    some = [*sites(*NEAR, chosen=ours), *sites(DEVICE)]
-    judge(hunt(some, copied_ways.DIRECT, ranks=1), (), UNREACHED)
+    """The modules of copies, offloaded gradients and evicted stages, and the device module."""
+    chosen = [*call_sites(*COPY_MODULES, chosen=is_copy_order), *call_sites(DEVICE_MODULE)]
+    check_outcomes(run_mutations(chosen, offload_variants.DIRECT, ranks=1), (), UNREACHED)
 
 
 def test_every_order_of_slices() -> None:
-    """Of what torch copies to the host: it takes two ranks."""
-    judge(hunt(sites(SLICES, chosen=ours), (copied_ways.slices,)), (), ())
+    """What torch copies to the host, on two ranks."""
+    check_outcomes(
+        run_mutations(
+            call_sites(FSDP_MODULE, chosen=is_copy_order), (offload_variants.sharded_parameters,)
+        ),
+        (),
+        (),
+    )
 
 
 def test_every_order_of_a_save_in_the_background() -> None:
-    """A thread writes the bytes of pinned memory: what it reads too early is NaN, and no report.
+    """A thread writes bytes of pinned memory: what it reads too early is NaN, without a report.
 
-    In a world with a library for hosts: without one the thread waits for the device by chance.
+    In a world with a backend for hosts: without one the thread waits for the device by chance.
     """
-    here, ways = sites(SAVES, chosen=ours), (copied_ways.saved_behind,)
-    fates = hunt(here, ways, ranks=1, backend="cpu:gloo,sim:simccl")
-    assert len(fates) == 2 and all(fate.wrong == "NaN" for fate in fates), fates
+    chosen, variants = (
+        call_sites(SAVE_MODULE, chosen=is_copy_order),
+        (offload_variants.background_save,),
+    )
+    outcomes = run_mutations(chosen, variants, ranks=1, backend="cpu:gloo,sim:simccl")
+    assert len(outcomes) == 2 and all(outcome.wrong == "NaN" for outcome in outcomes), outcomes
 
 
 def test_all_users_are_known() -> None:
-    """The search by text misses none of those that are certain to be there."""
-    assert {*NEAR, "schedlang.runtime.offload.offloaded_step"} <= set(users())
+    """The search by text finds those that must be there."""
+    assert {*COPY_MODULES, "schedlang.runtime.offload.offloaded_step"} <= set(calling_modules())
 
 
 @pytest.mark.deep
 def test_every_order_of_whoever_copies() -> None:
-    """All that is left out is found by a report; what is not is listed above, with the reason."""
-    ways = (*copied_ways.DIRECT, *copied_ways.PROGRAMS)
-    here = [one for one in users() if one not in (SLICES, SAVES)]
-    judge(hunt(sites(*here, chosen=ours), ways, ranks=1), REDUNDANT, UNREACHED)
+    """Every call that is left out is reported; the others are listed above, with the reason."""
+    variants = (*offload_variants.DIRECT, *offload_variants.PROGRAMS)
+    modules = [module for module in calling_modules() if module not in (FSDP_MODULE, SAVE_MODULE)]
+    check_outcomes(
+        run_mutations(call_sites(*modules, chosen=is_copy_order), variants, ranks=1),
+        REDUNDANT,
+        UNREACHED,
+    )

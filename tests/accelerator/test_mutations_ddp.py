@@ -1,7 +1,7 @@
-"""Each wait, event and record of DDP that Python makes is missed when it is left out.
+"""Mutation tests of DDP: each wait, event and record in Python that is left out is noticed.
 
-Those of its reducer are C++ and cannot be left out one by one. All that waits for one kind of
-collective can, since the library can give it something else to wait for.
+Those of its reducer are in C++ and cannot be left out one by one. All waits for one kind of
+collective can: the library gives them something else to wait for.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 
 from schedlang.testing.accelerator import unavailable
-from tests.accelerator import replicated_ways
-from tests.accelerator.hunting import hunt, judge
-from tests.accelerator.mutants import Unheard, sites
+from tests.accelerator import ddp_variants
+from tests.accelerator.mutation_runs import check_outcomes, run_mutations
+from tests.accelerator.mutations import IgnoredWait, call_sites
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 
@@ -42,19 +42,19 @@ UNREACHED = {
         for nth in ("", " (2)", " (3)")
     },
 }
-COLLECTIVES = [Unheard(name) for name in ("all_reduce", "broadcast", "all_gather")]
+COLLECTIVES = [IgnoredWait(name) for name in ("all_reduce", "broadcast", "all_gather")]
 
 
 def test_a_wait_of_ddp_that_is_left_out() -> None:
-    """Of its reducer, for sums; and of its Python, for an event: by a report."""
-    event = next(site for site in sites(*replicated_ways.MODULES) if "event.wait(" in site.text)
-    ways = (replicated_ways.small, replicated_ways.mixed)
-    for fate in hunt([COLLECTIVES[0], event], ways):
-        assert fate.report, str(fate.site)
+    """A wait of the reducer for sums, and one in Python for an event, are reported."""
+    event = next(site for site in call_sites(*ddp_variants.MODULES) if "event.wait(" in site.text)
+    variants = (ddp_variants.small_buckets, ddp_variants.mixed_precision)
+    for outcome in run_mutations([COLLECTIVES[0], event], variants):
+        assert outcome.report, str(outcome.site)
 
 
 @pytest.mark.deep
 def test_every_order_of_ddp_is_needed_or_known() -> None:
-    """All that is left out is found by a report; what is not is listed above, with the reason."""
-    everything = [*sites(*replicated_ways.MODULES), *COLLECTIVES]
-    judge(hunt(everything, replicated_ways.WAYS), REDUNDANT, UNREACHED)
+    """Every call that is left out is reported; the others are listed above, with the reason."""
+    everything = [*call_sites(*ddp_variants.MODULES), *COLLECTIVES]
+    check_outcomes(run_mutations(everything, ddp_variants.VARIANTS), REDUNDANT, UNREACHED)

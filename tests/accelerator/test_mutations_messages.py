@@ -1,7 +1,7 @@
-"""Each wait for a message or a sum of schedlang is missed when it is left out.
+"""Mutation tests of schedlang's messages and sums: each wait that is left out is noticed.
 
-With the calls that `test_mutations_copies.py` leaves out these are all orders of the runtime: what
-is neither hunted here nor there is listed, with the reason.
+Together with `test_mutations_copies.py` these are all orders of the runtime: what neither covers is
+listed, with the reason.
 """
 
 from __future__ import annotations
@@ -16,9 +16,23 @@ import pytest
 from schedlang.runtime.device import HOST
 from schedlang.runtime.launch.rank_job import Hang, RankDied
 from schedlang.testing.accelerator import unavailable
-from tests.accelerator import sent_ways
-from tests.accelerator.hunting import NEAR, Fate, Way, hunt_apart, judge
-from tests.accelerator.mutants import CALLS, PACKAGE, Site, left_out, sites, users, works
+from tests.accelerator import message_variants
+from tests.accelerator.mutation_runs import (
+    TOLERANCE,
+    Outcome,
+    Variant,
+    check_outcomes,
+    run_separately,
+)
+from tests.accelerator.mutations import (
+    CALLS,
+    PACKAGE,
+    Site,
+    call_sites,
+    calling_modules,
+    is_work_wait,
+    without_call,
+)
 from tests.engine import Faults, Threads
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
@@ -49,17 +63,17 @@ REDUNDANT = {
     ): "each unit waits for its own gather before its"
     " forward; of one that does not run `test_zero.py` looks at the values that it would keep",
 }
-# between hosts, by gloo: no device orders these, and ranks whose messages are late miss them
-HOSTS = {
+# between hosts, by gloo: no device orders these; ranks whose messages are late need the waits
+HOST_MESSAGES = {
     ("PartnerEviction._receive_numbers", "world.irecv(message, source, self.hosts).wait()"): (
-        sent_ways.parked_on_a_peer
+        message_variants.activations_on_a_peer
     ),
-    ("PeerState._exchange_size", "work.wait()"): sent_ways.state_on_a_peer,
+    ("PeerState._exchange_size", "work.wait()"): message_variants.state_on_a_peer,
 }
-# of what a host has sent nobody looks at anything: its work holds the buffer until it is gone
-SENT = {("PartnerEviction.finish", "message.wait()")}
+# nothing checks what a host has sent: its work holds the buffer until it is sent
+UNCHECKED = {("PartnerEviction.finish", "message.wait()")}
 # modules with a `wait` that is of no stream, message or sum
-OTHERS = {
+OTHER_MODULES = {
     "diagnostics.job_refusals": "of a store",
     "elastic": "of a store, and of threads",
     "editors.services": "of a process",
@@ -75,67 +89,87 @@ OTHERS = {
 }
 
 
-def wanted() -> list[Site]:
-    every, left = sites(*MODULES, chosen=works), {*HOSTS, *SENT}
-    return [one for one in every if (one.function, one.text) not in left]
+def searched_sites() -> list[Site]:
+    all_sites, excluded = call_sites(*MODULES, chosen=is_work_wait), {*HOST_MESSAGES, *UNCHECKED}
+    return [site for site in all_sites if (site.function, site.text) not in excluded]
 
 
 def test_every_order_of_the_runtime_is_hunted() -> None:
-    """A wait, event or record that somebody writes tomorrow is hunted, or listed."""
+    """A new wait, event or record must be tested here, or listed."""
     root = Path(inspect.getfile(importlib.import_module(PACKAGE))).parent
-    found = set()
+    names = set()
     for path in root.rglob("*.py"):
         name = ".".join(path.relative_to(root).with_suffix("").parts)
         if "testing" in path.parts or name == "runtime.device":
             continue  # `runtime.device` has the calls themselves: test_mutations_copies.py
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                plain = isinstance(node.func.value, ast.Name) and node.func.value.id == "devices"
-                if node.func.attr in (*CALLS, "is_completed") and not plain:
-                    found.add(name)
-    hunted = {name.removeprefix(f"{PACKAGE}.") for name in MODULES}
-    assert found == hunted | set(OTHERS)
-    here = {(one.function, one.text) for one in sites(*MODULES, chosen=works)}
-    assert {*REDUNDANT, *HOSTS, *SENT} <= here
-    assert f"{_RUNTIME}checkpointing.background" in users()
+                is_module = (
+                    isinstance(node.func.value, ast.Name) and node.func.value.id == "devices"
+                )
+                if node.func.attr in (*CALLS, "is_completed") and not is_module:
+                    names.add(name)
+    searched = {name.removeprefix(f"{PACKAGE}.") for name in MODULES}
+    assert names == searched | set(OTHER_MODULES)
+    calls = {(site.function, site.text) for site in call_sites(*MODULES, chosen=is_work_wait)}
+    assert {*REDUNDANT, *HOST_MESSAGES, *UNCHECKED} <= calls
+    assert f"{_RUNTIME}checkpointing.background" in calling_modules()
 
 
 def test_a_wait_for_a_message_that_is_left_out() -> None:
-    """For what a stage is sent: by a report."""
-    (site,) = (one for one in wanted() if one.function == "PeerChannel.take")
-    (fate,) = hunt_apart([site], (sent_ways.stages,))
-    assert fate.report, fate
+    """Leaving out the wait for what a stage receives is reported."""
+    (site,) = (
+        candidate for candidate in searched_sites() if candidate.function == "PeerChannel.take"
+    )
+    (outcome,) = run_separately([site], (message_variants.stages,))
+    assert outcome.report, outcome
 
 
-@pytest.mark.parametrize("site", HOSTS, ids=lambda site: site[0])
+@pytest.mark.parametrize("site", HOST_MESSAGES, ids=lambda site: site[0])
 def test_what_hosts_tell_each_other(site: tuple[str, str]) -> None:
-    """On ranks whose messages come when somebody waits: the schedule trains, and not without."""
-    with Threads(faults=Faults()) as late:
-        for found in late.run(HOSTS[site], 2, HOST):
-            assert found < NEAR
+    """On ranks whose messages arrive only when waited for, the program trains with the wait, and
+    fails without."""
+    with Threads(faults=Faults()) as threads:
+        for max_error in threads.run(HOST_MESSAGES[site], 2, HOST):
+            assert max_error < TOLERANCE
         (mutation,) = (
-            one for one in sites(*MODULES, chosen=works) if (one.function, one.text) == site
+            candidate
+            for candidate in call_sites(*MODULES, chosen=is_work_wait)
+            if (candidate.function, candidate.text) == site
         )
-        with left_out(mutation) as watch:
+        with without_call(mutation) as counter:
             try:
-                wrong = not all(found < NEAR for found in late.run(HOSTS[site], 2, HOST))
+                missed = not all(
+                    max_error < TOLERANCE for max_error in threads.run(HOST_MESSAGES[site], 2, HOST)
+                )
             except (RankDied, Hang):
-                wrong = True
-        assert watch.count and wrong
+                missed = True
+        assert counter.count and missed
 
 
 @pytest.mark.deep
 def test_every_wait_is_needed_or_known() -> None:
-    """All that is left out is found; what is not is listed above, with the reason."""
-    two = hunt_apart(wanted(), sent_ways.TWO)
-    judge(_wider(_wider(two, sent_ways.FOUR, 4), sent_ways.EIGHT, 8), REDUNDANT, ())
+    """Every call that is left out is found; the others are listed above, with the reason."""
+    on_two = run_separately(searched_sites(), message_variants.TWO)
+    check_outcomes(
+        _on_more_ranks(_on_more_ranks(on_two, message_variants.FOUR, 4), message_variants.EIGHT, 8),
+        REDUNDANT,
+        (),
+    )
 
 
-def _wider(fates: list[Fate], ways: tuple[Way, ...], ranks: int) -> list[Fate]:
-    """Those that nobody has found yet, on more ranks; where nobody reaches them, as before."""
-    open_ = [fate for fate in fates if not fate.found]
-    again = {fate.site: fate for fate in hunt_apart([f.site for f in open_], ways, ranks)}
+def _on_more_ranks(
+    outcomes: list[Outcome], variants: tuple[Variant, ...], ranks: int
+) -> list[Outcome]:
+    """Run on more ranks those not found yet; where nothing reaches them, keep the old outcome."""
+    unfound = [outcome for outcome in outcomes if not outcome.found]
+    outcomes_by_site = {
+        outcome.site: outcome
+        for outcome in run_separately([f.site for f in unfound], variants, ranks)
+    }
     return [
-        after if (after := again.get(fate.site)) and (after.found or after.reached) else fate
-        for fate in fates
+        after
+        if (after := outcomes_by_site.get(outcome.site)) and (after.found or after.reached)
+        else outcome
+        for outcome in outcomes
     ]

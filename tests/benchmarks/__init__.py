@@ -1,1 +1,1 @@
-"""Benchmarks: each prints what it measured, ratios side by side in one run; none asserts."""
+"""Benchmarks: each prints measured figures and ratios of one run; none asserts limits."""

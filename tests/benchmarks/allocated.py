@@ -1,8 +1,8 @@
-"""Bytes of all tensors of a process, now and at most, told by torch's allocator of host memory.
+"""Live and peak bytes of all tensors of a process, counted in torch's CPU allocator.
 
-Around the allocator there is one that counts what is asked for and what is given back, in whatever
-thread: a collective library lets go of tensors in its own.  Python's objects, code and the scratch
-of kernels are no tensors.  It is compiled once for a version of torch, in some seconds.
+A wrapper of the allocator counts allocations and frees in all threads: a collective library frees
+tensors in its own.  Python objects, code and kernel scratch memory are not counted.  The wrapper
+is compiled once per version of torch, in some seconds.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ void anew() {
 
 
 class Allocated:
-    """Counts the bytes of tensors that are made from the first one of these on."""
+    """Counts the bytes of tensors that are created after the first instance of this class."""
 
     def __init__(self) -> None:
         self._core = ctypes.CDLL(str(library()))
@@ -100,40 +100,40 @@ class Allocated:
         self._core.begin()
 
     def now(self) -> int:
-        """Return the bytes that live."""
+        """Return the live bytes."""
         return int(self._core.now())
 
     def peak(self) -> int:
-        """Return the most bytes that have lived at once since `anew`."""
+        """Return the peak of live bytes since `anew`."""
         return int(self._core.peak())
 
     def anew(self) -> None:
-        """Let the most be what lives now."""
+        """Reset the peak to the live bytes."""
         self._core.anew()
 
 
 @functools.cache
 def library() -> Path:
-    """Return the path of the compiled code, which is compiled where it is not there yet."""
+    """Return the path of the compiled library; compile it if it does not exist."""
     from torch.utils import cpp_extension
 
-    said = repr((torch.__version__, torch.version.git_version, _SOURCE)).encode()
+    build_key = repr((torch.__version__, torch.version.git_version, _SOURCE)).encode()
     folder = simulated.library().parent.parent
-    target = folder / f"schedlang_allocated-{hashlib.sha256(said).hexdigest()[:16]}.so"
+    target = folder / f"schedlang_allocated-{hashlib.sha256(build_key).hexdigest()[:16]}.so"
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as made:
-        source = Path(made) / "allocated.cpp"
+    with tempfile.TemporaryDirectory(dir=folder) as build_dir:
+        source = Path(build_dir) / "allocated.cpp"
         source.write_text(_SOURCE)
         command = [
             *(os.environ.get("CXX", "g++"), "-shared", "-fPIC", "-O1", "-std=c++20", "-DNDEBUG"),
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
             *(f"-I{path}" for path in cpp_extension.include_paths()),
-            *(str(source), "-o", f"{made}/it.so"),
+            *(str(source), "-o", f"{build_dir}/it.so"),
             *(f"-L{path}" for path in cpp_extension.library_paths()),
             "-lc10",
         ]
         subprocess.run(command, check=True)
-        os.replace(f"{made}/it.so", target)
+        os.replace(f"{build_dir}/it.so", target)
     return target

@@ -1,8 +1,8 @@
-"""Costs of saves in the background: python -m tests.benchmarks.background [--width W] [--saves N]
+"""Cost of background saves: python -m tests.benchmarks.background [--width W] [--saves N]
 
-A stack of linear layers with AdamW trains on one process.  Told are, in medians of interleaved
-rounds: a step without a save, `save` with and without `wait`, and how much longer those
-steps take that are made until a save in the background is on the disk.
+A stack of linear layers with AdamW trains in one process.  Printed are medians of interleaved
+rounds: a step without a save, `save` with and without `wait`, and the steps that run while a
+background save is written to disk.
 """
 
 from __future__ import annotations
@@ -35,43 +35,45 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--saves", type=int, default=7)
-    asked = parser.parse_args()
-    batch = {"x": torch.randn(asked.rows, asked.width)}
-    program = schedlang.create_schedule(Stack(asked.width)).build(
+    arguments = parser.parse_args()
+    batch = {"x": torch.randn(arguments.rows, arguments.width)}
+    program = schedlang.create_schedule(Stack(arguments.width)).build(
         batch=batch, optimizer=lambda named: torch.optim.AdamW(named)
     )
-    plain: list[float] = []
+    without_save: list[float] = []
     waited: list[float] = []
-    begun: list[float] = []
-    beside: list[float] = []
+    background: list[float] = []
+    saving: list[float] = []
 
-    def timed(into: list[float], act: object, *args: object, **more: object) -> None:
+    def timed(times: list[float], action: object, *args: object, **options: object) -> None:
         start = time.perf_counter()
-        act(*args, **more)  # type: ignore[operator]
-        into.append(time.perf_counter() - start)
+        action(*args, **options)  # type: ignore[operator]
+        times.append(time.perf_counter() - start)
 
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(3):
             program.train_step(batch)
-        program.save(folder, wait=False)  # the memory of copies is made by the first
+        program.save(folder, wait=False)  # the first save allocates the memory of copies
         program.saved()
-        for _ in range(asked.saves):
+        for _ in range(arguments.saves):
             for _ in range(5):
-                timed(plain, program.train_step, batch)
+                timed(without_save, program.train_step, batch)
             timed(waited, program.save, folder)
-            timed(begun, program.save, folder, wait=False)
+            timed(background, program.save, folder, wait=False)
             thread = program._saving.thread
             while thread is not None and thread.is_alive():
-                timed(beside, program.train_step, batch)
+                timed(saving, program.train_step, batch)
             program.saved()
-    middle = statistics.median
-    held = 3 * sum(p.numel() * 4 for p in program.module.parameters()) / 2**20
-    step, stall, whole = middle(plain), middle(begun), middle(waited)
-    print(f"state {held:.0f} MiB, a step {step * 1e3:.0f} ms")
-    print(f"save, waited for {whole * 1e3:.0f} ms; begun in the background {stall * 1e3:.0f} ms")
-    print(f"the stall is {stall / whole:.3f} of the save that is waited for")
-    if beside:
-        print(f"a step beside it {middle(beside) * 1e3:.0f} ms, {middle(beside) / step:.2f} of one")
+    median = statistics.median
+    state_mib = 3 * sum(p.numel() * 4 for p in program.module.parameters()) / 2**20
+    step, stall, save_time = median(without_save), median(background), median(waited)
+    print(f"state {state_mib:.0f} MiB, a step {step * 1e3:.0f} ms")
+    print(
+        f"save, waited for {save_time * 1e3:.0f} ms; begun in the background {stall * 1e3:.0f} ms"
+    )
+    print(f"the stall is {stall / save_time:.3f} of the save that is waited for")
+    if saving:
+        print(f"a step beside it {median(saving) * 1e3:.0f} ms, {median(saving) / step:.2f} of one")
 
 
 if __name__ == "__main__":

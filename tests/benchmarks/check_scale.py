@@ -16,7 +16,7 @@ from tests.benchmarks.plan_scale import MODEL, SCHEDULE
 
 
 def main() -> None:
-    """Prove it once, and say what it took."""
+    """Run the static checks once, and print time and memory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1024, help="a multiple of 64")
     ranks = parser.parse_args().ranks
@@ -26,19 +26,19 @@ def main() -> None:
     from schedlang.passes.static_checks.static import static
     from schedlang.verbs.inputs import plan_schedule
 
-    start, spent = time.perf_counter(), time.process_time()
+    start, cpu_time = time.perf_counter(), time.process_time()
     with TemporaryDirectory() as folder:
         file = Path(folder) / "llama70b.sched"
         file.write_text(SCHEDULE % (ranks // 64))
         file.with_name("model.py").write_text(MODEL)
-        found = plan_schedule(file, None, None, None)
-        proven = static(found.plan, found.model.batch(0), found.model.loss)
-    done, spent = time.perf_counter() - start, time.process_time() - spent
+        inputs = plan_schedule(file, None, None, None)
+        proven = static(inputs.plan, inputs.model.batch(0), inputs.model.loss)
+    elapsed, cpu_time = time.perf_counter() - start, time.process_time() - cpu_time
     for claim in proven.claims:
         print(f"  {claim.name:<16} {claim.description}: {claim.verdict}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"\n{ranks} ranks, {len(found.plan.model.unique_parameters)} parameters")
-    print(f"  proven in          {done:.1f} s, {spent:.1f} s of CPU time")
+    print(f"\n{ranks} ranks, {len(inputs.plan.model.unique_parameters)} parameters")
+    print(f"  proven in          {elapsed:.1f} s, {cpu_time:.1f} s of CPU time")
     print(f"  greatest memory    {peak:.2f} GiB")
 
 

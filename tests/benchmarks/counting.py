@@ -1,4 +1,4 @@
-"""Collectives and their bytes, counted where torch dispatches them, whoever calls."""
+"""Counting of collectives and their bytes at torch's dispatcher, whoever calls them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-SPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
-SILENT = ("wait", "barrier", "wrap_tensor")  # they send nothing
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
+SILENT = ("wait", "barrier", "wrap_tensor")  # operators that send nothing
 KINDS = {
     "reduce_scatter": "reduce-scatter",
     "allreduce": "all-reduce",
@@ -29,8 +29,8 @@ KINDS = {
 }
 
 
-class Counted(TorchDispatchMode):
-    """Counts collectives on this rank, of hand-written code and of ours in the same way.
+class CollectiveCounter(TorchDispatchMode):
+    """Counts collectives on this rank, of hand-written code and of schedlang alike.
 
     Both end in operators of torch's namespaces for communication: `c10d` for calls of
     torch.distributed (ours, and fully_shard's), `_c10d_functional` for DTensor.  Bytes are those
@@ -44,21 +44,21 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind is DTensor for kind in types):
-            return NotImplemented  # first let DTensor say what it sends
-        out = func(*args, **(kwargs or {}))
+            return NotImplemented  # DTensor first dispatches its own collectives
+        result = func(*args, **(kwargs or {}))
         space, name = func._schema.name.split("::")
-        if space in SPACES and not any(word in name for word in SILENT):
-            self._count(name, (args, kwargs, out))
-        return out
+        if space in NAMESPACES and not any(part in name for part in SILENT):
+            self._count(name, (args, kwargs, result))
+        return result
 
     def _count(self, name: str, values: Any) -> None:
-        kind = next((shown for word, shown in KINDS.items() if word in name), name)
+        kind = next((label for part, label in KINDS.items() if part in name), name)
         tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
         self.calls[kind] += 1
         self.bytes[kind] += max((t.numel() * t.element_size() for t in tensors), default=0)
 
 
-def sent(found: Mapping[str, int], ranks: int) -> int:
-    """The bytes that a rank sends, of those counted in one group, by rings of the usual kind."""
-    turns = {"all-reduce": 2 * (ranks - 1), "send": ranks, "receive": 0}
-    return sum(size * turns.get(kind, ranks - 1) // ranks for kind, size in found.items())
+def sent_bytes(sizes: Mapping[str, int], ranks: int) -> int:
+    """Return the bytes that a rank sends, given counted bytes in one group and ring algorithms."""
+    factors = {"all-reduce": 2 * (ranks - 1), "send": ranks, "receive": 0}
+    return sum(size * factors.get(kind, ranks - 1) // ranks for kind, size in sizes.items())

@@ -1,9 +1,9 @@
-"""Time per operation over torch's runtime: python -m tests.benchmarks.executor_overhead [--ranks N]
+"""Time per operation against torch's: python -m tests.benchmarks.executor_overhead [--ranks N]
 
-The same tiny stages (a Linear and a tanh each), the same order, the same microbatches, in the same
-gloo processes, step by step in turn: this executor, which replays the model's forward in each
-stage, against `torch.distributed.pipelining` with stages written by hand. Stages compute next to
-nothing, so what is compared is the cost of running a row: Python, headers, messages, waits.
+The same tiny stages (a Linear and a tanh each), order and microbatches, in the same gloo
+processes, alternately: schedlang's executor, which replays the model's forward in each stage,
+against `torch.distributed.pipelining` with hand-written stages. Stages compute almost nothing, so
+the comparison is of the cost of a row: Python, headers, messages, waits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from schedlang.runtime.pipeline.stage import Stage, Stub
 from schedlang.runtime.tracing.recording import record_forward
 from schedlang.runtime.tracing.stage_graph import split_graph
 from schedlang.runtime.tracing.units import CallSwitch, units_of
-from tests.benchmarks.pairs import Ratio, interleaved
+from tests.benchmarks.pairs import Ratio, interleaved_ratios
 
 WIDTH, ROWS = 8, 4  # of a Linear, and of a microbatch
 TORCH = {
@@ -48,40 +48,42 @@ class Chain(nn.Module):
         )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """The loss of a batch."""
+        """Return the loss of a batch."""
         for block in self.blocks:
             x = block(x)
         return loss(x, y)
 
 
 def loss(x: Tensor, y: Tensor) -> Tensor:
-    """The mean over a batch."""
+    """Return the mean square error."""
     return (x - y).square().mean()
 
 
 def batch(rows: int) -> dict[str, Tensor]:
-    """The same on every rank."""
+    """Return the same random batch on every rank."""
     generator = torch.Generator().manual_seed(1)
     x, y = (torch.randn(rows, WIDTH, generator=generator) for _ in range(2))
     return {"x": x, "y": y}
 
 
-def ours(model: Chain, plan: Timeline, data: dict[str, Tensor]) -> Callable[[], object]:
-    """A step of this executor, which leaves its gradients in `model`."""
+def schedlang_runtime(
+    model: Chain, plan: Timeline, data: dict[str, Tensor]
+) -> Callable[[], object]:
+    """Return a step of schedlang's executor, which leaves gradients in `model`."""
     names = units_of(model, data)
     graph = record_forward(model, names, data)
-    made = split_graph(
+    stage_graph = split_graph(
         graph, cuts.even_stages([cuts.ChainUnit(name, 0) for name in names], plan.stages)
     )
-    switch, stub, place = (
+    switch, stub, local_rank = (
         CallSwitch(model, names),
-        Stub(Chain(plan.stages).to("meta"), made),
+        Stub(Chain(plan.stages).to("meta"), stage_graph),
         rank(),
     )
-    mine = [s for s, at in enumerate(plan.stage_rank.tolist()) if at == place]
-    stages = {s: Stage(model, made, s, switch=switch, stub=stub) for s in mine}
+    local_stages = [s for s, owner in enumerate(plan.stage_rank.tolist()) if owner == local_rank]
+    stages = {s: Stage(model, stage_graph, s, switch=switch, stub=stub) for s in local_stages}
     world = range(dist.get_world_size())
-    pipe = Pipeline(stages, plan, world, place, group=dist.group.WORLD)
+    pipe = Pipeline(stages, plan, world, local_rank, group=dist.group.WORLD)
     parts = [
         dict(zip(data, pair)) for pair in zip(*(v.chunk(plan.microbatches) for v in data.values()))
     ]
@@ -94,40 +96,47 @@ def ours(model: Chain, plan: Timeline, data: dict[str, Tensor]) -> Callable[[], 
     return step
 
 
-def theirs(
+def torch_runtime(
     model: Chain, name: str, plan: Timeline, data: dict[str, Tensor]
 ) -> Callable[[], object]:
-    """A step of torch's runtime, which leaves its gradients in `model`."""
-    mine = [s for s, at in enumerate(plan.stage_rank.tolist()) if at == rank()]
+    """Return a step of torch's pipeline runtime, which leaves gradients in `model`."""
+    local_stages = [s for s, owner in enumerate(plan.stage_rank.tolist()) if owner == rank()]
     device = torch.device("cpu")
-    stages: Any = [pipelining.PipelineStage(model.blocks[s], s, plan.stages, device) for s in mine]
-    several = issubclass(TORCH[name], pipelining.schedules.PipelineScheduleMulti)
-    schedule: Any = TORCH[name](stages if several else stages[0], plan.microbatches, loss_fn=loss)
-    first, last = 0 in mine, plan.stages - 1 in mine
+    stages: Any = [
+        pipelining.PipelineStage(model.blocks[s], s, plan.stages, device) for s in local_stages
+    ]
+    is_multi = issubclass(TORCH[name], pipelining.schedules.PipelineScheduleMulti)
+    schedule: Any = TORCH[name](stages if is_multi else stages[0], plan.microbatches, loss_fn=loss)
+    has_first, has_last = 0 in local_stages, plan.stages - 1 in local_stages
 
     def step() -> None:
-        model.zero_grad()  # torch divides what was there before, too
-        given = (data["x"],) if first else ()
-        target = data["y"] if last else None
-        schedule.step(*given, target=target, losses=[] if last else None, return_outputs=False)
+        model.zero_grad()  # torch would also divide older gradients
+        inputs = (data["x"],) if has_first else ()
+        target = data["y"] if has_last else None
+        schedule.step(*inputs, target=target, losses=[] if has_last else None, return_outputs=False)
 
     return step
 
 
 def rank() -> int:
-    """This process's rank."""
+    """Return this process's rank."""
     return dist.get_rank()
 
 
-def work(name: str, chunks: int, micro: int, pairs: int) -> tuple[Ratio, Ratio, int] | None:
-    """On each rank: the ratios of wall and CPU time; also how many rows of the timeline it runs."""
+def compare_on_rank(
+    name: str, chunks: int, micro: int, pairs: int
+) -> tuple[Ratio, Ratio, int] | None:
+    """Return the ratios of wall and CPU time on this rank, and its number of timeline rows."""
     plan = make_order(name, dist.get_world_size(), micro, chunks)
     data = batch(micro * ROWS)
-    one, two = Chain(plan.stages), Chain(plan.stages)
-    mine, other = ours(one, plan, data), theirs(two, name, plan, data)
-    wall, cpu = interleaved(mine, other, pairs)
+    left_model, right_model = Chain(plan.stages), Chain(plan.stages)
+    schedlang_step, torch_step = (
+        schedlang_runtime(left_model, plan, data),
+        torch_runtime(right_model, name, plan, data),
+    )
+    wall, cpu = interleaved_ratios(schedlang_step, torch_step, pairs)
     report_progress()
-    for p, q in zip(one.parameters(), two.parameters()):
+    for p, q in zip(left_model.parameters(), right_model.parameters()):
         assert (p.grad is None) == (q.grad is None)
         if p.grad is not None and q.grad is not None:
             torch.testing.assert_close(p.grad, q.grad)
@@ -144,9 +153,11 @@ def main() -> None:
     with Pool() as pool:
         for name, chunks in (("1f1b", 1), ("interleaved1f1b", 2), ("gpipe", 1)):
             ranks, micro = arguments.ranks, arguments.micro
-            wall, cpu, rows = pool.run(work, ranks, name, chunks, micro, arguments.pairs)[0]
-            each = f"{wall.ours / rows * 1e6:.0f} and {wall.theirs / rows * 1e6:.0f} us a row"
-            print(f"{name:16} wall {wall}  cpu {cpu}  {each}  (rank 0, {rows} rows)", flush=True)
+            wall, cpu, rows = pool.run(
+                compare_on_rank, ranks, name, chunks, micro, arguments.pairs
+            )[0]
+            per_row = f"{wall.ours / rows * 1e6:.0f} and {wall.theirs / rows * 1e6:.0f} us a row"
+            print(f"{name:16} wall {wall}  cpu {cpu}  {per_row}  (rank 0, {rows} rows)", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Layouts of published runs as settings of the planner, and its price of them by cause."""
+"""Layouts of published runs as planner settings, and their predicted time and memory by cause."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from schedlang.passes.planner.values import (
     Work,
 )
 from schedlang.passes.simulate.machine import Cluster
-from tests.benchmarks.weights import fitted, fitted_memory, told
+from tests.benchmarks.cost_weights import fit_memory, fit_weights, weighted_time
 from tests.planner.decoders import Decoder, decoder
 
 Array = NDArray[np.float64]
@@ -35,11 +35,11 @@ RECIPE = Recipe()
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to train `shape`: `rows` sequences a step, `micro` of them in a microbatch.
+    """A way to train `shape`: `rows` sequences a step, `micro` of them in a microbatch.
 
-    flushes   how often the pipeline runs empty in a step, which adds up gradients in between
-    reduced   gradients are reduced over replicas, and weights gathered, once a step
-    Preconditions: tp * pp divides ranks, and micro times what is left divides rows.
+    flushes   pipeline flushes in a step, with gradients accumulated in between
+    reduced   gradients are reduced over replicas, and weights gathered, in the timed step
+    Preconditions: tp * pp divides ranks, and micro * dp divides rows.
     """
 
     shape: Decoder
@@ -67,9 +67,9 @@ class Layout:
 
     @property
     def setting(self) -> Setting:
-        """The same for the planner, but for its cuts."""
-        place = Placement(self.micro, self.tp, self.sequence_parallel)
-        return Setting(place, self.dp, self.pp, self.count, axes=("pp", "dp", "cp", "tp"))
+        """The planner's setting, without cuts."""
+        placement = Placement(self.micro, self.tp, self.sequence_parallel)
+        return Setting(placement, self.dp, self.pp, self.count, axes=("pp", "dp", "cp", "tp"))
 
 
 @lru_cache(64)
@@ -78,18 +78,18 @@ def _profiles(shape: Decoder) -> Callable[[Placement], Chain]:
 
 
 @lru_cache(4096)
-def chain_of(shape: Decoder, at: Placement, kernel: str, fused_norm: bool) -> Chain:
-    """A decoder whose attention is weighed by its kernel; a fused norm costs but its bytes."""
+def chain_of(shape: Decoder, placement: Placement, kernel: str, fused_norm: bool) -> Chain:
+    """Return the chain of a decoder with causes named by attention kernel and norm."""
     names = {"attention": f"attention {kernel}", "norm": "other" if fused_norm else "norm"}
 
     def renamed(work: Work) -> Work:
-        found = (replace(op, cause=names.get(_cause(op), _cause(op))) for op in work.operators)
-        return replace(work, operators=tuple(found))
+        operators = (replace(op, cause=names.get(_cause(op), _cause(op))) for op in work.operators)
+        return replace(work, operators=tuple(operators))
 
     def same(unit: Unit) -> Unit:
         return replace(unit, forward=renamed(unit.forward), backward=renamed(unit.backward))
 
-    chain = _profiles(shape)(at)
+    chain = _profiles(shape)(placement)
     return replace(chain, runs=tuple(UnitRun(same(run.unit), run.count) for run in chain.runs))
 
 
@@ -100,10 +100,9 @@ def _cause(op: OperatorCost) -> str:
 # -- time ------------------------------------------------------------------------------------------
 
 
-# what each cause takes where nothing is measured, as a multiple of what the machine says: attention
-# without such kernels, or the first of them; passes of norms in fp32 over their rows, of a cross
-# entropy in fp32; without fusion operators start several kernels each; replicas send in the 32 bits
-# of their sums, and in many small parts
+# default weight of each cause, as a multiple of the machine's prediction: attention without fused
+# kernels, or with early ones; norms and cross entropy in fp32; unfused operators start several
+# kernels each; replicas send 32-bit gradients in many small parts
 TIME: Final[Mapping[str, float]] = {
     "attention torch": 5.0,
     "attention fused": 2.5,
@@ -120,13 +119,13 @@ TIME: Final[Mapping[str, float]] = {
     "dp": 4.0,
     "dp start": 10.0,
 }
-ONCE = ("dp", "dp start", "optimizer")  # however often a pipeline runs empty
+ONCE = ("dp", "dp start", "optimizer")  # once a step, however often a pipeline is flushed
 
 
 def cuts_of(shape: Decoder, stages: int) -> tuple[int, ...]:
-    """Units of each stage: as few layers at the last one as balance its head best.
+    """Return the units of each stage, with fewer layers at the last one to balance its head.
 
-    The head counts by its weights.  How the runs were cut is not published.
+    The head counts by its weights.  The cuts of the runs are not published.
     """
     layers, width = shape.layers, shape.width
     if stages == 1:
@@ -137,53 +136,53 @@ def cuts_of(shape: Decoder, stages: int) -> tuple[int, ...]:
         return max(math.ceil((layers - end) / (stages - 1)), end + head), end
 
     end = min(map(slowest, range(math.ceil(layers / stages) + 1)))[1]
-    whole, more = divmod(layers - end, stages - 1)
-    sizes = [whole + (stage < more) for stage in range(stages - 1)]
+    per_stage, remainder = divmod(layers - end, stages - 1)
+    sizes = [per_stage + (stage < remainder) for stage in range(stages - 1)]
     return (sizes[0] + 1, *sizes[1:], end + 1)
 
 
 @lru_cache(65536)
-def _settled(one: Layout) -> tuple[Chain, Setting]:
-    """Chain and setting of a layout with its cuts; of recomputed layers."""
-    at = one.setting
-    chain = chain_of(one.shape, at.placement, one.kernel, one.fused_norm)
-    cuts = cuts_of(one.shape, one.pp)
-    again = (*cuts[:-1], cuts[-1] - 1) if one.recompute else ()
-    return chain, replace(at, cuts=cuts, again=again)
+def _chain_setting(layout: Layout) -> tuple[Chain, Setting]:
+    """Return the chain and the setting of a layout, with cuts and recomputation."""
+    setting = layout.setting
+    chain = chain_of(layout.shape, setting.placement, layout.kernel, layout.fused_norm)
+    cuts = cuts_of(layout.shape, layout.pp)
+    recomputed = (*cuts[:-1], cuts[-1] - 1) if layout.recompute else ()
+    return chain, replace(setting, cuts=cuts, again=recomputed)
 
 
 @lru_cache(65536)
-def _steps(one: Layout, machine: Cluster) -> dict[str, float]:
-    """Seconds by cause of a step that runs empty once for each flush."""
-    chain, at = _settled(replace(one, flushes=1, reduced=True))
-    count = max(1, at.micro // one.flushes)
-    found = step_seconds_by_cause(chain, replace(at, micro=count), machine, RECIPE, TIME)
-    often = at.micro / count
-    return {name: took * (1 if name in ONCE else often) for name, took in found.items()}
+def _step_seconds(layout: Layout, machine: Cluster) -> dict[str, float]:
+    """Return seconds by cause of a step with its pipeline flushes."""
+    chain, setting = _chain_setting(replace(layout, flushes=1, reduced=True))
+    count = max(1, setting.micro // layout.flushes)
+    seconds = step_seconds_by_cause(chain, replace(setting, micro=count), machine, RECIPE, TIME)
+    repeats = setting.micro / count
+    return {name: value * (1 if name in ONCE else repeats) for name, value in seconds.items()}
 
 
-def time_terms(one: Layout, machine: Cluster) -> dict[str, float]:
-    """Seconds of a step by cause at the data sheet's rate, to be weighted."""
-    found = _steps(replace(one, reduced=True), machine)
-    return {name: took * (one.reduced or name not in ONCE) for name, took in found.items()}
+def time_terms(layout: Layout, machine: Cluster) -> dict[str, float]:
+    """Return unweighted seconds of a step by cause."""
+    seconds = _step_seconds(replace(layout, reduced=True), machine)
+    return {name: value * (layout.reduced or name not in ONCE) for name, value in seconds.items()}
 
 
 def fitted_time(
     layouts: Sequence[Layout], seconds: Sequence[float], machine: Cluster
 ) -> dict[str, float]:
-    """Weights of causes given runs, about TIME."""
-    terms = [time_terms(one, machine) for one in layouts]
-    return fitted(list(zip(terms, seconds, strict=True)), TIME)
+    """Fit weights of causes to runs, with TIME as prior."""
+    terms = [time_terms(layout, machine) for layout in layouts]
+    return fit_weights(list(zip(terms, seconds, strict=True)), TIME)
 
 
-def seconds_of(one: Layout, machine: Cluster, weights: Mapping[str, float]) -> float:
+def predict_time(layout: Layout, machine: Cluster, weights: Mapping[str, float]) -> float:
     """Predict the time of a step."""
-    return told(time_terms(one, machine), {**TIME, **weights})
+    return weighted_time(time_terms(layout, machine), {**TIME, **weights})
 
 
 # -- memory ----------------------------------------------------------------------------------------
 
-# where the search for the weights starts: activations of a layer as multiples of what Korthikanti
+# start of the search for the weights: activations of a layer as multiples of what Korthikanti
 # et al. 2022 count (parts that tp splits; inputs of matrices, which it does not; those of a layer
 # that is computed again), bytes of a layer's input for a norm in fp32, of a score that is kept and
 # of one in work, of a layer's input for what the first flash attention copies, of a logit (16 bits,
@@ -205,69 +204,75 @@ MEMORY: Final[Mapping[str, float]] = {
 
 
 @lru_cache(65536)
-def memory_terms(one: Layout, machine: Cluster) -> tuple[Array, Array]:
-    """State [places], and bytes to be weighted [places, MEMORY], of the first and the last place.
+def memory_terms(layout: Layout, machine: Cluster) -> tuple[Array, Array]:
+    """Return state bytes [2] and unweighted bytes [2, MEMORY] of the first and the last stage.
 
     Logits are whole on every rank of tp.
     """
-    chain, at = _settled(replace(one, flushes=1, reduced=True))
-    made = np.tile([0.0, one.shape.layers / one.pp, 0.0], (one.pp, 1))
-    made[0, 0] = made[-1, 2] = 1  # how runs were cut is not published: layers evenly
-    tokens, shape, tp = one.shape.length * one.micro, one.shape, one.tp
-    split = tp if one.sequence_parallel else 1
-    wide = tokens * shape.width * HALF / split
+    chain, setting = _chain_setting(replace(layout, flushes=1, reduced=True))
+    unit_counts = np.tile([0.0, layout.shape.layers / layout.pp, 0.0], (layout.pp, 1))
+    unit_counts[0, 0] = unit_counts[-1, 2] = 1  # how runs were cut is not published: layers evenly
+    tokens, shape, tp = layout.shape.length * layout.micro, layout.shape, layout.tp
+    split = tp if layout.sequence_parallel else 1
+    activations = tokens * shape.width * HALF / split
     inner = tokens * 8 * (shape.width + shape.inner) / tp
-    scores = shape.length * tokens * shape.heads / tp * (one.kernel in ("torch", "fused"))
+    scores = shape.length * tokens * shape.heads / tp * (layout.kernel in ("torch", "fused"))
     logits = tokens * shape.words
-    unfused, flash1 = wide * (not one.fused_norm), one.kernel == "flash1"
+    unfused, flash1 = activations * (not layout.fused_norm), layout.kernel == "flash1"
     copied = tokens * shape.width * HALF / tp * flash1
 
-    kept, once = float(not one.recompute), float(one.recompute)
+    stored, once = float(not layout.recompute), float(layout.recompute)
 
     # of a layer, of the head: kept, and at the fullest moment
     layer = {
-        "split": (inner * kept, 0.0),
-        "inputs": (wide * kept, 0.0),
-        "norm": (unfused * kept, unfused * once),
-        "scores": (scores * kept, 0.0),
-        "flash1": (copied * kept, copied * once),
+        "split": (inner * stored, 0.0),
+        "inputs": (activations * stored, 0.0),
+        "norm": (unfused * stored, unfused * once),
+        "scores": (scores * stored, 0.0),
+        "flash1": (copied * stored, copied * once),
         "scores_now": (0.0, scores),
-        "again": (0.0, (2 * wide + inner) * once),
+        "again": (0.0, (2 * activations + inner) * once),
     }
     head = {"logits": (0.0, logits), "gathered": (0.0, logits * (tp > 1))}
-    places = [0, one.pp - 1]
+    stage_rows = [0, layout.pp - 1]
 
     none = np.zeros(3)
 
-    def filled(kept: Array, most: Array) -> Array:
-        each = np.array([kept, kept, most, *[none] * 4])
-        return activation_bytes(at, made, made * 0, each, made * 0)[places]
+    def filled(stored: Array, peak: Array) -> Array:
+        per_unit = np.array([stored, stored, peak, *[none] * 4])
+        return activation_bytes(setting, unit_counts, unit_counts * 0, per_unit, unit_counts * 0)[
+            stage_rows
+        ]
 
-    found = []
+    columns_of = []
     for name in MEMORY:
         if name == "fixed":
-            found.append(np.full(2, float(machine.memory)))
+            columns_of.append(np.full(2, float(machine.memory)))
         elif name == "handed":
-            found.append(wide * np.array([min(one.pp, one.count), 1.0]) * (one.pp > 1))
+            columns_of.append(
+                activations * np.array([min(layout.pp, layout.count), 1.0]) * (layout.pp > 1)
+            )
         else:
             columns = np.zeros((3, 2))
             columns[1], columns[2] = layer.get(name, 0.0), head.get(name, 0.0)
-            found.append(filled(*columns.T))
-    state = state_bytes(chain, at, RECIPE, made, stage_ranks(at.order, at.pp, at.chunks))[places]
-    state = state + filled(np.array([0.0, wide * once, 0.0]), np.zeros(3))
-    return state, np.array(found).T
+            columns_of.append(filled(*columns.T))
+    state = state_bytes(
+        chain, setting, RECIPE, unit_counts, stage_ranks(setting.order, setting.pp, setting.chunks)
+    )[stage_rows]
+    state = state + filled(np.array([0.0, activations * once, 0.0]), np.zeros(3))
+    return state, np.array(columns_of).T
 
 
-def bytes_of(one: Layout, machine: Cluster, weights: Mapping[str, float]) -> float:
-    """Predict the peak of the fullest rank."""
-    state, parts = memory_terms(one, machine)
+def peak_bytes(layout: Layout, machine: Cluster, weights: Mapping[str, float]) -> float:
+    """Predict the peak bytes of the fullest rank."""
+    state, parts = memory_terms(layout, machine)
     return float((state + parts @ np.array([weights[name] for name in MEMORY])).max())
 
 
-def memory_of_runs(
-    layouts: Sequence[Layout], ran: Sequence[bool], machine: Cluster
+def fitted_fill(
+    layouts: Sequence[Layout], did_run: Sequence[bool], machine: Cluster
 ) -> dict[str, float]:
-    """Weights of what fills a rank given what ran and what did not fit, about MEMORY."""
-    terms = [memory_terms(one, machine) for one in layouts]
-    state, parts = (np.array([term[at] for term in terms]) for at in (0, 1))
-    return fitted_memory(state, parts, ran, machine.memory, MEMORY)
+    """Fit weights of memory to runs that fitted or not, with MEMORY as prior."""
+    terms = [memory_terms(layout, machine) for layout in layouts]
+    state, parts = (np.array([term[k] for term in terms]) for k in (0, 1))
+    return fit_memory(state, parts, did_run, machine.memory, MEMORY)

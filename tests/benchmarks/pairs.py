@@ -1,4 +1,4 @@
-"""Interleaved pairs: two ways to do the same, in turn in the same processes, and their ratio."""
+"""Interleaved timing of functions in the same processes, and the ratio of their times."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Ratio:
         return f"{self.median:.3f}  [{self.low:.3f}, {self.high:.3f}]"
 
 
-def interleaved(
+def interleaved_ratios(
     ours: Callable[[], object], theirs: Callable[[], object], pairs: int, warm: int = 3
 ) -> tuple[Ratio, Ratio]:
-    """Do both in turn, all ranks together, from barrier to barrier: ratios of wall and of CPU time.
+    """Run both alternately between barriers; return the ratios of wall and of CPU time.
 
-    CPU time is that of this process; it changes little with what else the machine does.
+    CPU time is that of this process; it hardly depends on the machine's load.
     """
     for _ in range(warm):
         ours()
@@ -45,30 +45,32 @@ def interleaved(
     times: list[tuple[Times, Times]] = []
     for number in range(pairs):
         if number % 2:
-            mine, other = _timed(ours), _timed(theirs)
+            first_time, second_time = _timed(ours), _timed(theirs)
         else:
-            other, mine = _timed(theirs), _timed(ours)
-        times.append((mine, other))
+            second_time, first_time = _timed(theirs), _timed(ours)
+        times.append((first_time, second_time))
     wall, cpu = ([(a[k], b[k]) for a, b in times] for k in range(2))
     return ratio_of(wall), ratio_of(cpu)
 
 
-def in_turn(works: Sequence[Callable[[], object]], rounds: int, warm: int = 2) -> list[list[Times]]:
-    """The times of each of some works, round by round, each round from another one on."""
+def timed_rounds(
+    works: Sequence[Callable[[], object]], rounds: int, warm: int = 2
+) -> list[list[Times]]:
+    """Return the times of each function by round; each round starts with another function."""
     for _ in range(warm):
         for work in works:
             work()
-    found = []
+    rounds_times = []
     for number in range(rounds):
-        first = number % len(works)
-        order = [*range(first, len(works)), *range(first)]
-        times = {place: _timed(works[place]) for place in order}
-        found.append([times[place] for place in range(len(works))])
-    return found
+        start = number % len(works)
+        order = [*range(start, len(works)), *range(start)]
+        times = {k: _timed(works[k]) for k in order}
+        rounds_times.append([times[k] for k in range(len(works))])
+    return rounds_times
 
 
 def ratio_of(times: list[tuple[float, float]]) -> Ratio:
-    """The ratio from (ours, theirs) pairs of seconds."""
+    """Return the ratio from (ours, theirs) pairs of seconds."""
     ratios = sorted(a / b for a, b in times)
     low, high = order_statistics(len(ratios))
     medians = [statistics.median(side) for side in zip(*times)]
@@ -76,25 +78,25 @@ def ratio_of(times: list[tuple[float, float]]) -> Ratio:
 
 
 def order_statistics(count: int) -> tuple[int, int]:
-    """Indices of the sorted values between which the median lies in at least 95 of 100 cases."""
-    below, k = 0.0, 0  # of values under the median, binomial with a half
+    """Return indices of the sorted values that bound the median with 95 % confidence."""
+    probability, k = 0.0, 0  # binomial probability of so many values below the median
     while k < count // 2:
-        below += math.comb(count, k) / 2**count
-        if below > 0.025:
+        probability += math.comb(count, k) / 2**count
+        if probability > 0.025:
             break
         k += 1
     return max(k - 1, 0), count - max(k, 1)
 
 
-def _timed(work: Callable[[], object]) -> Times:
-    _together()
+def _timed(action: Callable[[], object]) -> Times:
+    _barrier()
     wall, cpu = time.perf_counter(), time.process_time()
-    work()
+    action()
     cpu = time.process_time() - cpu
-    _together()
+    _barrier()
     return time.perf_counter() - wall, cpu
 
 
-def _together() -> None:
+def _barrier() -> None:
     if dist.is_initialized():
         dist.barrier()

@@ -57,7 +57,7 @@ step "pipeline" {
 
 
 def main() -> None:
-    """Plan it once, and say what it took."""
+    """Plan once, and print time and memory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1024, help="a multiple of 64")
     ranks = parser.parse_args().ranks
@@ -68,25 +68,27 @@ def main() -> None:
     from schedlang.verbs.inputs import account_costs, plan_schedule
     from schedlang.viz.show import format_view, make_view
 
-    imported, spent = time.perf_counter(), time.process_time()
+    imported, cpu_time = time.perf_counter(), time.process_time()
     with TemporaryDirectory() as folder:
         file = Path(folder) / "llama70b.sched"
         file.write_text(SCHEDULE % (ranks // 64))
         file.with_name("model.py").write_text(MODEL)
-        found = plan_schedule(file, None, None, None)
+        inputs = plan_schedule(file, None, None, None)
         rows = time.perf_counter()
-        shown = format_view(
-            make_view(found.plan, account_costs(found), file.name, each=False), each=False
+        view_text = format_view(
+            make_view(inputs.plan, account_costs(inputs), file.name, each=False), each=False
         )
-    done, spent = time.perf_counter(), time.process_time() - spent
+    end, cpu_time = time.perf_counter(), time.process_time() - cpu_time
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(shown)
-    print(f"\n{found.plan.mesh.world} ranks, {len(found.plan.model.unique_parameters)} parameters")
+    print(view_text)
+    print(
+        f"\n{inputs.plan.mesh.world} ranks, {len(inputs.plan.model.unique_parameters)} parameters"
+    )
     print(f"  imports            {imported - start:.1f} s")
     print(
-        f"  plan               {done - imported:.1f} s   limit 10 s (rows {rows - imported:.1f} s)"
+        f"  plan               {end - imported:.1f} s   limit 10 s (rows {rows - imported:.1f} s)"
     )
-    print(f"  of CPU time        {spent:.1f} s")
+    print(f"  of CPU time        {cpu_time:.1f} s")
     print(f"  greatest memory    {peak:.2f} GiB   limit 2 GiB")
 
 

@@ -1,8 +1,8 @@
-"""Calibration of working precision, cell by cell, in lines of JSON: a run goes on where one ended.
+"""Calibration of working precision, cell by cell, in lines of JSON: runs can be resumed.
 
 A cell is a model under rows in a dtype on a seed (`model`), a schedule of the examples in its dtype
-(`example`), a bug of the zoo in a scene and a dtype (`zoo`), or a program that somebody else wrote,
-right or wrong, in a dtype on a seed (`judge`).
+(`example`), a bug of the zoo in a scene and a dtype (`zoo`), or a program of the judge tests, right
+or wrong, in a dtype on a seed (`judge`).
 `--report` counts what a file has: cells, rows, false alarms, bugs, and those above ten bounds that
 were not found.
 """
@@ -45,93 +45,100 @@ LARGE = 10.0  # bounds that a bug must move a tensor by to have to be found
 _WORDS = ("float32", "bfloat16")
 
 
-def cells(seeds: int, first: int = 0) -> Iterator[tuple[Cell, Callable[[], Mapping[str, Any]]]]:
-    """Yield cells by name from the first seed on, seed after seed, and what runs each."""
+def cells(
+    seeds: int, first_seed: int = 0
+) -> Iterator[tuple[Cell, Callable[[], Mapping[str, Any]]]]:
+    """Yield the name of each cell and the function that runs it, from the first seed on."""
     bugs = [bug for bug in ZOO.values() if bug.applies and not bug.late]
-    zoo = [(bug, scene, word) for bug in bugs for scene in bug.scenes for word in _WORDS]
-    every = max(1, len(zoo) // seeds + 1)
-    for seed in range(first, seeds):
+    zoo = [(bug, scene, dtype) for bug in bugs for scene in bug.scenes for dtype in _WORDS]
+    per_seed = max(1, len(zoo) // seeds + 1)
+    for seed in range(first_seed, seeds):
         for name in precision.SUBJECTS:
-            for word in precision.DTYPES:
+            for dtype in precision.DTYPES:
                 yield (
-                    ("model", name, word, str(seed)),
-                    lambda n=name, w=word, s=seed: model(n, w, s),
+                    ("model", name, dtype, str(seed)),
+                    lambda n=name, w=dtype, s=seed: model(n, w, s),
                 )
         for path in EXAMPLES:
             yield ("example", path, "as it works", str(seed)), lambda p=path, s=seed: example(p, s)
-        for name, word, right, made in programs():
+        for name, dtype, is_right, judge in programs():
             yield (
-                ("judge", name, word, str(seed)),
-                lambda m=made, r=right, s=seed: {**_counted(m(s).rows), "right": r},
+                ("judge", name, dtype, str(seed)),
+                lambda m=judge, r=is_right, s=seed: {**_count_rows(m(s).rows), "right": r},
             )
-        for bug, scene, word in zoo[seed * every : (seed + 1) * every]:
-            yield ("zoo", bug.id, scene, word), lambda b=bug, c=scene, w=word: hunted(b, c, w)
+        for bug, scene, dtype in zoo[seed * per_seed : (seed + 1) * per_seed]:
+            yield ("zoo", bug.id, scene, dtype), lambda b=bug, c=scene, w=dtype: zoo_bug(b, c, w)
 
 
 def example(path: str, seed: int) -> dict[str, Any]:
-    """A schedule of the examples: as `model`, in the dtype that its model works in."""
-    found = load_model_file(None, ROOT / path)
+    """Run a schedule of the examples, in its model's dtype, and return its counts."""
+    model_file = load_model_file(None, ROOT / path)
     case, steps = _example(path), range(seed * precision.STEPS, (seed + 1) * precision.STEPS)
-    batches = tuple(found.batch(step) for step in steps)
-    done = precision.judged(replace(case, batches=batches, seed=seed), Threads())
-    return {**_counted(done.rows), "draws": done.draws, "unsure": len(done.unsure)}
+    batches = tuple(model_file.batch(step) for step in steps)
+    judged = precision.judge(replace(case, batches=batches, seed=seed), Threads())
+    return {**_count_rows(judged.rows), "draws": judged.draws, "unsure": len(judged.unsure)}
 
 
 @cache
 def _example(path: str) -> Case:
-    found = load_model_file(None, ROOT / path)
-    plan = schedlang.load(ROOT / path, found.model()).plan()
-    batches = tuple(found.batch(step) for step in range(precision.STEPS))
-    return prepare_case(Case(plan, batches, found.loss, found.weight))
+    model_file = load_model_file(None, ROOT / path)
+    plan = schedlang.load(ROOT / path, model_file.model()).plan()
+    batches = tuple(model_file.batch(step) for step in range(precision.STEPS))
+    return prepare_case(Case(plan, batches, model_file.loss, model_file.weight))
 
 
-Judge = Callable[[int], Report]  # of a program, on weights and batches of a seed
+Judge = Callable[[int], Report]  # judges a program on weights and batches of a seed
 
 
 def programs() -> Iterator[tuple[str, str, bool, Judge]]:
-    """Yield programs that somebody else wrote: name, dtype, whether it is right, and its judge."""
-    every = [(k == 0, one) for k in (0, 1) for one in (RIGHT, WRONG)[k]]
-    for place, (right, made) in enumerate(every):
-        yield f"{made[0].__name__} {place}", made[2], right, partial(_of_net, made)
-    for right, named in ((True, eight_bits.RIGHT), (False, eight_bits.WRONG)):
-        for name, one in named.items():
-            yield name, FORMATS[0], right, _by(eight_bits, one, FORMATS[0])
-    for word in ("bfloat16", "float16"):
-        for what, home in (("experts", choices), ("dropout", dropout)):
-            for right, several in ((True, home.RIGHT), (False, home.WRONG)):
-                for one in several:
-                    yield f"{what}, {one.__name__}", word, right, _by(home, one, word)
+    """Yield programs of the judge tests: name, dtype, whether it is right, and its judge."""
+    net_cases = [(k == 0, program) for k in (0, 1) for program in (RIGHT, WRONG)[k]]
+    for number, (is_right, net_case) in enumerate(net_cases):
+        yield f"{net_case[0].__name__} {number}", net_case[2], is_right, partial(_of_net, net_case)
+    for is_right, program_table in ((True, eight_bits.RIGHT), (False, eight_bits.WRONG)):
+        for name, program in program_table.items():
+            yield name, FORMATS[0], is_right, _module_judge(eight_bits, program, FORMATS[0])
+    for dtype in ("bfloat16", "float16"):
+        for topic, module in (("experts", choices), ("dropout", dropout)):
+            for is_right, group in ((True, module.RIGHT), (False, module.WRONG)):
+                for program in group:
+                    yield (
+                        f"{topic}, {program.__name__}",
+                        dtype,
+                        is_right,
+                        _module_judge(module, program, dtype),
+                    )
 
 
-def _by(home: Any, program: Any, word: str) -> Judge:
-    return lambda seed: home.judged(_pool(), program, word, seed=seed)
+def _module_judge(module: Any, program: Any, dtype: str) -> Judge:
+    return lambda seed: module.judged(_pool(), program, dtype, seed=seed)
 
 
 @cache
-def _base(name: str, word: str) -> Case:
-    return prepare_case(precision._case(precision.SUBJECTS[name], word))
+def _base(name: str, dtype: str) -> Case:
+    return prepare_case(precision._case(precision.SUBJECTS[name], dtype))
 
 
-def model(name: str, word: str, seed: int) -> dict[str, Any]:
-    """A right program of ours: rows, and those that are false alarms."""
+def model(name: str, dtype: str, seed: int) -> dict[str, Any]:
+    """Run a right schedlang program, and return counts of rows and false alarms."""
     case = replace(
-        _base(name, word), batches=precision._batches(precision.SUBJECTS[name], seed), seed=seed
+        _base(name, dtype), batches=precision._batches(precision.SUBJECTS[name], seed), seed=seed
     )
-    done = precision.judged(case, Threads())
-    return {**_counted(done.rows), "draws": done.draws, "unsure": len(done.unsure)}
+    judged = precision.judge(case, Threads())
+    return {**_count_rows(judged.rows), "draws": judged.draws, "unsure": len(judged.unsure)}
 
 
-def _of_net(made: tuple[Any, int, str, Mapping[str, Any]], seed: int) -> Report:
-    """A program of the small decoder, right or wrong."""
-    one, ranks, word, sizes = made
+def _of_net(net_case: tuple[Any, int, str, Mapping[str, Any]], seed: int) -> Report:
+    """Judge a program of the small decoder, right or wrong."""
+    program, ranks, dtype, sizes = net_case
     torch.manual_seed(seed)
     return verify_program(
-        one,
+        program,
         model=net.Net(**sizes),
         batch=net.batch,
         loss=net.loss,
         ranks=ranks,
-        dtype=word,
+        dtype=dtype,
         seed=7 * seed,
         pool=_pool(),
     )
@@ -142,61 +149,72 @@ def _pool() -> Pool:
     return Pool()
 
 
-def hunted(bug: Any, scene: str, word: str) -> dict[str, Any]:
-    """A bug of the zoo in a dtype alone: how far it moves a tensor at most, and if it is found."""
-    found = precision._hunted(bug, scene, word)
-    return {"times": found.times, "found": found.found, "said": found.said}
+def zoo_bug(bug: Any, scene: str, dtype: str) -> dict[str, Any]:
+    """Run a bug of the zoo in one dtype: the largest error over its bound, and if it is found."""
+    result = precision._hunt_bug(bug, scene, dtype)
+    return {"times": result.times, "found": result.found, "said": result.said}
 
 
-def _counted(rows: Any) -> dict[str, Any]:
-    bad: list[Row] = [row for row in rows if not row.ok]
+def _count_rows(rows: Any) -> dict[str, Any]:
+    failed_rows: list[Row] = [row for row in rows if not row.ok]
     times = [row.error for row in rows if row.error == row.error and "dtype" in row.kind]
-    said = [f"{r.condition}: {r.kind} {r.name} {r.step} {r.error:.3g} {r.note}" for r in bad[:6]]
-    return {"rows": len(rows), "bad": len(bad), "worst": max(times, default=0.0), "said": said}
+    messages = [
+        f"{r.condition}: {r.kind} {r.name} {r.step} {r.error:.3g} {r.note}" for r in failed_rows[:6]
+    ]
+    return {
+        "rows": len(rows),
+        "bad": len(failed_rows),
+        "worst": max(times, default=0.0),
+        "said": messages,
+    }
 
 
-def run(out: Path, seeds: int, kinds: list[str], first: int = 0) -> None:
-    """Run the cells that a file has not, and add a line for each."""
-    done = {tuple(line["cell"]) for line in _lines(out)}
-    with out.open("a") as file:
-        for cell, made in cells(seeds, first):
-            if cell in done or cell[0] not in kinds:
+def run_cells(out_path: Path, seeds: int, kinds: list[str], first_seed: int = 0) -> None:
+    """Run the cells that are missing in a file, and add a line for each."""
+    finished = {tuple(line["cell"]) for line in _lines(out_path)}
+    with out_path.open("a") as file:
+        for cell, run_cell in cells(seeds, first_seed):
+            if cell in finished or cell[0] not in kinds:
                 continue
             start = time.process_time()
             try:
-                found: Mapping[str, Any] = made()
+                outcome: Mapping[str, Any] = run_cell()
             except Refusal as refusal:
-                found = {"refused": refusal.diagnostics[0].title}
-            except Exception as error:  # a cell that fails is a line that says so
-                found = {"failed": f"{type(error).__name__}: {error}".split("\n")[0][:200]}
-            took = round(time.process_time() - start, 2)
-            file.write(json.dumps({"cell": cell, **found, "cpu": took}) + "\n")
+                outcome = {"refused": refusal.diagnostics[0].title}
+            except Exception as error:  # a failed cell gets a line, too
+                outcome = {"failed": f"{type(error).__name__}: {error}".split("\n")[0][:200]}
+            seconds = round(time.process_time() - start, 2)
+            file.write(json.dumps({"cell": cell, **outcome, "cpu": seconds}) + "\n")
             file.flush()
 
 
-def _lines(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+def _lines(out_path: Path) -> list[dict[str, Any]]:
+    return (
+        [json.loads(line) for line in out_path.read_text().splitlines()]
+        if out_path.exists()
+        else []
+    )
 
 
-def report(out: Path) -> None:
-    """Count what a file has."""
-    lines = _lines(out)
+def report(out_path: Path) -> None:
+    """Print counts of a file's cells."""
+    lines = _lines(out_path)
     for kind in ("model", "example", "judge", "zoo"):
-        mine = [line for line in lines if line["cell"][0] == kind]
-        ran = [line for line in mine if not line.keys() & {"refused", "failed"}]
-        right = [line for line in ran if kind in ("model", "example") or line.get("right")]
+        of_kind = [line for line in lines if line["cell"][0] == kind]
+        done = [line for line in of_kind if not line.keys() & {"refused", "failed"}]
+        right = [line for line in done if kind in ("model", "example") or line.get("right")]
         alarms = [line for line in right if line["bad"]]
-        print(f"{kind}: {len(mine)} cells, {len(ran)} ran, {len(mine) - len(ran)} did not")
+        print(f"{kind}: {len(of_kind)} cells, {len(done)} ran, {len(of_kind) - len(done)} did not")
         if right:
             rows = sum(line["rows"] for line in right)
             print(f"  right: {len(right)}, {rows} rows, {len(alarms)} cells with false alarms")
-        wrong = [line for line in ran if kind == "zoo" or line.get("right") is False]
+        wrong = [line for line in done if kind == "zoo" or line.get("right") is False]
         caught = [line for line in wrong if line.get("found", line.get("bad"))]
         if wrong:
             print(f"  wrong: {len(wrong)}, {len(caught)} found")
-        missed = [one for one in wrong if one not in caught]
-        large = [one for one in missed if one.get("times", one.get("worst", 0)) > LARGE]
-        for line in [*alarms, *large, *(one for one in mine if one not in ran)][:40]:
+        missed = [entry for entry in wrong if entry not in caught]
+        large = [entry for entry in missed if entry.get("times", entry.get("worst", 0)) > LARGE]
+        for line in [*alarms, *large, *(entry for entry in of_kind if entry not in done)][:40]:
             print("   ", json.dumps(line)[:300])
 
 
@@ -208,11 +226,11 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="seed: pieces may run side by side")
     parser.add_argument("--kinds", nargs="*", default=["model", "example", "judge", "zoo"])
     parser.add_argument("--report", action="store_true")
-    given = parser.parse_args()
-    if given.report:
-        report(given.out)
+    arguments = parser.parse_args()
+    if arguments.report:
+        report(arguments.out)
     else:
-        run(given.out, given.seeds, given.kinds, given.first)
+        run_cells(arguments.out, arguments.seeds, arguments.kinds, arguments.first)
 
 
 if __name__ == "__main__":

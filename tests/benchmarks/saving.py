@@ -1,12 +1,11 @@
-"""What checksums cost a save and a load: python -m tests.benchmarks.saving FOLDER [--mib N]
+"""Cost of checksums in save and load: python -m tests.benchmarks.saving FOLDER [--mib N]
 
-The same boxes are written and read in turns: as they are, without any checksum, and with those
-that torch.save computes by itself, which nobody looks at; boxes of several sizes, of N MiB
-together.  Then `program.save` of GPT-2 (small, `--layers` of it) with AdamW, in turns with and
-without checksums.  Medians of seconds, fsync included, and of processor seconds, and their
-ratios.  On a machine that is busy with other things the clock tells more of these than of
-checksums: what they add is told as processor seconds, too, beside the seconds that a save without
-them takes.
+The same boxes are written and read alternately: with schedlang's checksums, without any, and with
+those that torch.save computes, which nobody verifies; boxes of several sizes, N MiB in total.
+Then `program.save` of a small GPT-2 (`--layers`) with AdamW, alternately with and without
+checksums.  Printed are medians of wall seconds (with fsync) and CPU seconds, and their ratios.
+Wall time on a busy machine is noisy, so the added CPU time is also printed relative to the time
+of a save without checksums.
 """
 
 from __future__ import annotations
@@ -32,38 +31,43 @@ from schedlang.runtime.checkpointing.index import Index, read_index
 ID = "0123456789abcdef"
 
 
-class _None:
+class _NoChecksum:
     """No checksum."""
 
     value, piece = 0, boxes.Checksum().piece
 
     def add(self, data: Any) -> None:
-        """Nothing is computed."""
+        """Do nothing."""
 
 
 def timed(act: Callable[[], None]) -> tuple[float, float]:
-    """Seconds, and those of the processor."""
+    """Return wall and CPU seconds of a call."""
     start, spent = time.perf_counter(), time.process_time()
     act()
     return time.perf_counter() - start, time.process_time() - spent
 
 
-def saved(
+def timed_save(
     folder: Path, tensors: list[boxes.BoxedTensor], sums: Any, torchs: bool
 ) -> tuple[float, float]:
-    """Seconds of a save."""
+    """Return wall and CPU seconds of a save."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     options = {"save.compute_crc32": torchs}
-    chosen = SimpleNamespace(patch=lambda _: config.patch(options))  # type: ignore[attr-defined]
-    with mock.patch.object(boxes, "Checksum", sums), mock.patch.object(boxes, "config", chosen):
+    patched_config = SimpleNamespace(patch=lambda _: config.patch(options))  # type: ignore[attr-defined]
+    with (
+        mock.patch.object(boxes, "Checksum", sums),
+        mock.patch.object(boxes, "config", patched_config),
+    ):
         return timed(
             lambda: boxes.write_index(folder, ID, [boxes.write_file(folder, ID, 0, tensors, {})])
         )
 
 
-def loaded(folder: Path, tensors: list[boxes.BoxedTensor], looked_at: bool) -> tuple[float, float]:
-    """Seconds of a load."""
+def timed_load(
+    folder: Path, tensors: list[boxes.BoxedTensor], looked_at: bool
+) -> tuple[float, float]:
+    """Return wall and CPU seconds of a load."""
 
     def act() -> None:
         index = read_index(folder)
@@ -73,7 +77,7 @@ def loaded(folder: Path, tensors: list[boxes.BoxedTensor], looked_at: bool) -> t
 
 
 def _unchecked(index: Index) -> Index:
-    """The index without checksums."""
+    """Return the index without checksums."""
     return replace(
         index,
         tensors={
@@ -89,7 +93,7 @@ def _unchecked(index: Index) -> Index:
 
 
 def main() -> None:
-    """Measure, in turns."""
+    """Run all measurements."""
     options = argparse.ArgumentParser()
     options.add_argument("folder", type=Path)
     options.add_argument("--mib", type=int, default=256)
@@ -98,47 +102,51 @@ def main() -> None:
     )
     options.add_argument("--turns", type=int, default=15)
     options.add_argument("--layers", type=int, default=4)
-    asked = options.parse_args()
+    arguments = options.parse_args()
     torch.set_num_threads(1)
-    for mib in asked.boxes:
-        count = max(1, int(asked.mib / mib))
+    for mib in arguments.boxes:
+        count = max(1, int(arguments.mib / mib))
         print(f"\n{count} boxes of {mib:g} MiB")
-        each = int(mib * (1 << 18))
-        tensors = [boxes.replicated_tensor((f"layer{k}",), torch.randn(each)) for k in range(count)]
-        compared(asked.folder / "saving", tensors, asked.turns)
-    of_a_program(asked.folder / "saving", asked.layers, asked.turns)
+        numel = int(mib * (1 << 18))
+        tensors = [
+            boxes.replicated_tensor((f"layer{k}",), torch.randn(numel)) for k in range(count)
+        ]
+        compare(arguments.folder / "saving", tensors, arguments.turns)
+    compare_programs(arguments.folder / "saving", arguments.layers, arguments.turns)
 
 
-def compared(folder: Path, tensors: list[boxes.BoxedTensor], turns: int) -> None:
-    """Save and load these in turns, and print what it takes."""
-    ways = {
+def compare(folder: Path, tensors: list[boxes.BoxedTensor], rounds: int) -> None:
+    """Save and load tensors with each kind of checksum alternately, and print the times."""
+    variants = {
         "as it is": (boxes.Checksum, False),
-        "none": (_None, False),
-        "torch's own": (_None, True),
+        "none": (_NoChecksum, False),
+        "torch's own": (_NoChecksum, True),
     }
     times: dict[str, list[tuple[float, float]]] = {}
-    for turn in range(turns + 1):
-        for name, (sums, torchs) in ways.items():
-            took = saved(folder, tensors, sums, torchs)
-            times.setdefault(f"save, {name}", []).extend([took] * bool(turn))
-        saved(folder, tensors, boxes.Checksum, False)
+    for round_ in range(rounds + 1):
+        for name, (sums, torchs) in variants.items():
+            seconds = timed_save(folder, tensors, sums, torchs)
+            times.setdefault(f"save, {name}", []).extend([seconds] * bool(round_))
+        timed_save(folder, tensors, boxes.Checksum, False)
         for name, looked_at in (("as it is", True), ("none", False)):
-            took = loaded(folder, tensors, looked_at)
-            times.setdefault(f"load, {name}", []).extend([took] * bool(turn))
+            seconds = timed_load(folder, tensors, looked_at)
+            times.setdefault(f"load, {name}", []).extend([seconds] * bool(round_))
     shutil.rmtree(folder)
-    for name, every in times.items():
-        wall, spent = (median(one[k] for one in every) for k in range(2))
-        base = [median(one[k] for one in times[f"{name[:4]}, none"]) for k in range(2)]
+    for name, values in times.items():
+        wall, spent = (median(value[k] for value in values) for k in range(2))
+        base = [median(value[k] for value in times[f"{name[:4]}, none"]) for k in range(2)]
         print(
             f"{name:18} {wall:6.3f} s {wall / base[0]:5.2f} of none; "
             f"processor {spent:6.3f} s {spent / base[1]:5.2f} of none"
         )
-    for what in ("save", "load"):
-        told(what, list(zip(times[f"{what}, as it is"], times[f"{what}, none"])))
+    for operation in ("save", "load"):
+        print_ratio(
+            operation, list(zip(times[f"{operation}, as it is"], times[f"{operation}, none"]))
+        )
 
 
-def of_a_program(folder: Path, layers: int, turns: int) -> None:
-    """Save a program of one rank in turns with and without checksums, and print what they add."""
+def compare_programs(folder: Path, layers: int, rounds: int) -> None:
+    """Save a one-rank program alternately with and without checksums, and print the difference."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(n_layer=layers))
@@ -149,27 +157,29 @@ def of_a_program(folder: Path, layers: int, turns: int) -> None:
     ids = torch.randint(0, 50257, (2, 16))
     program.train_step({"input_ids": ids, "labels": ids})
     pairs = []
-    for turn in range(turns + 1):
-        took = []
-        for sums in (boxes.Checksum, _None):
+    for round_ in range(rounds + 1):
+        seconds = []
+        for sums in (boxes.Checksum, _NoChecksum):
             shutil.rmtree(folder, ignore_errors=True)
             with mock.patch.object(boxes, "Checksum", sums):
-                took.append(timed(lambda: program.save(folder)))
-        pairs.extend([(took[0], took[1])] * bool(turn))
+                seconds.append(timed(lambda: program.save(folder)))
+        pairs.extend([(seconds[0], seconds[1])] * bool(round_))
     shutil.rmtree(folder)
     print(f"\nprogram.save, {layers} layers of GPT-2 and AdamW, {mib:.0f} MiB")
-    told("save", pairs)
+    print_ratio("save", pairs)
 
 
-def told(what: str, pairs: list[tuple[tuple[float, float], tuple[float, float]]]) -> None:
-    """Print what checksums add, of pairs of turns: seconds, and those of the processor."""
-    more = median(one[1] - other[1] for one, other in pairs)
-    least, usual = (of(other[0] for _, other in pairs) for of in (min, median))
-    low, middle, high = quantiles((one[0] / other[0] - 1 for one, other in pairs), n=4)
+def print_ratio(label: str, pairs: list[tuple[tuple[float, float], tuple[float, float]]]) -> None:
+    """Print what checksums add, from pairs of rounds: wall and CPU seconds."""
+    added = median(with_sums[1] - without[1] for with_sums, without in pairs)
+    fastest, usual = (statistic(without[0] for _, without in pairs) for statistic in (min, median))
+    lower, middle, upper = quantiles(
+        (with_sums[0] / without[0] - 1 for with_sums, without in pairs), n=4
+    )
     print(
-        f"{what}: checksums add {more * 1e3:.1f} ms of a processor, {more / usual:.1%} of what "
-        f"one without takes by the clock ({more / least:.1%} of the quickest); by the clock "
-        f"itself {middle:.1%} (quarters at {low:.1%} and {high:.1%})"
+        f"{label}: checksums add {added * 1e3:.1f} ms of a processor, {added / usual:.1%} of what "
+        f"one without takes by the clock ({added / fastest:.1%} of the quickest); by the clock "
+        f"itself {middle:.1%} (quarters at {lower:.1%} and {upper:.1%})"
     )
 
 

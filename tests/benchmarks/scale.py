@@ -1,8 +1,8 @@
 """The language at scale: python -m tests.benchmarks.scale
 
-Prints processor time and memory of: `check` as a command, start included; reading a file of 2,000
-rows; expanding up to 1,000,000 actions, by ten rows about all layers
-and by ten about each hundred; planning the same schedule for 8 and for 16,384 ranks.
+Prints CPU time and memory of: `check` as a command, with startup; reading a file of 2,000 rows;
+expanding up to 1,000,000 actions, by ten rows for all layers and by ten rows for each hundred;
+planning the same schedule for 8 and for 16,384 ranks.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ HEAD = "schedule 1\n\nmesh(dp=2, tp=2)\n\n"
 EXAMPLE = "examples/llama/3d.sched"
 
 
-def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds of this process's processor, and the result."""
+def timed(action: Callable[[], Any]) -> tuple[float, Any]:
+    """Return CPU seconds of a call, and its result."""
     start = time.process_time()
-    made = work()
-    return time.process_time() - start, made
+    result = action()
+    return time.process_time() - start, result
 
 
-def command(*words: str) -> float:
-    """Seconds of processor of a whole command."""
+def command(*arguments: str) -> float:
+    """Return CPU seconds of a schedlang command."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", "schedlang", *words], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "schedlang", *arguments], check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 class Layer(nn.Module):
-    """The modules of a transformer's layer, as far as rows are about them."""
+    """The modules of a transformer layer that rows refer to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Layer(nn.Module):
 
 
 class Deep(nn.Module):
-    """Very many layers, on no device."""
+    """Very many layers, on the meta device."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -78,37 +78,37 @@ layers.*.{q,k,v,o,gate,up,down}  offload(optimizer)
 """  # 52 actions at each layer
 
 
-def whole_model(layers: int) -> str:
-    """Ten rows about all layers."""
+def all_layers_text(layers: int) -> str:
+    """Return a schedule with ten rows for all layers."""
     return HEAD + ROWS
 
 
-def by_hundreds(layers: int) -> str:
-    """The same ten rows for each hundred layers."""
+def hundreds_text(layers: int) -> str:
+    """Return a schedule with the same ten rows for each hundred layers."""
     parts = range(0, layers, 100)
     steps = (ROWS.replace("layers.*", f"layers[{n}:{n + 100}]") for n in parts)
     return HEAD + "".join(s.replace("low precision", str(n)) for n, s in enumerate(steps))
 
 
-def facts_of(model: Deep) -> ModelFacts:
-    """The facts of a model, with all that is found out when it is first asked for."""
-    facts = ModelFacts(model)
-    assert facts.sites and facts.parameters and facts.ties is not None
-    return facts
+def load_facts(model: Deep) -> ModelFacts:
+    """Return the facts of a model, with its lazy parts computed."""
+    model_facts = ModelFacts(model)
+    assert model_facts.sites and model_facts.parameters and model_facts.ties is not None
+    return model_facts
 
 
-def actions(write: Callable[[int], str], facts: ModelFacts) -> tuple[int, int]:
-    """Rows and actions of a plan, which are counted by the modules that rows act on."""
-    layers = len(facts.sites["layers"].children)
-    plan = expand(parse(Source("deep.sched", write(layers))), facts).plan
+def count_actions(write: Callable[[int], str], model_facts: ModelFacts) -> tuple[int, int]:
+    """Return the numbers of rows and actions of a plan."""
+    layers = len(model_facts.sites["layers"].children)
+    plan = expand(parse(Source("deep.sched", write(layers))), model_facts).plan
     assert plan is not None
     return len(plan.actions), sum(len(action.sites) for action in plan.actions)
 
 
-def planned(ranks: int) -> None:
-    """Plan the 70-billion model's schedule for some ranks, with all that is counted.
+def plan_large(ranks: int) -> None:
+    """Plan the schedule of the 70-billion model, with its costs.
 
-    Eight ranks hold a copy of the model; each copy more has rows of its own, so the batch grows.
+    Eight ranks hold a replica; each further replica has its own rows, so the batch grows.
     """
     from schedlang.verbs.inputs import account_costs
     from schedlang.verbs.inputs import plan_schedule as of
@@ -133,15 +133,15 @@ def main() -> None:
     print(f"read 2,000 rows                   {spent:.2f} s")
     print(f"and check them                    {timed(lambda: expand(tree, None))[0]:.2f} s")
     for layers in (192, 1_923, 19_231):
-        for write in (whole_model, by_hundreds):
-            first, facts = timed(partial(facts_of, Deep(layers)))
-            spent, (rows, count) = timed(partial(actions, write, facts))
+        for write in (all_layers_text, hundreds_text):
+            facts_time, model_facts = timed(partial(load_facts, Deep(layers)))
+            spent, (rows, count) = timed(partial(count_actions, write, model_facts))
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-            said = f"{spent:.2f} s, facts of the model {first:.2f} s, {peak:.2f} GiB"
-            print(f"{rows:5,} rows, {count:9,} actions     {said}")
-    planned(8)  # what is imported and found out once
+            summary = f"{spent:.2f} s, facts of the model {facts_time:.2f} s, {peak:.2f} GiB"
+            print(f"{rows:5,} rows, {count:9,} actions     {summary}")
+    plan_large(8)  # imports and caches
     for ranks in (8, 16_384):
-        spent = min(timed(partial(planned, ranks))[0] for _ in range(2))
+        spent = min(timed(partial(plan_large, ranks))[0] for _ in range(2))
         print(f"plan for {ranks:6} ranks             {spent:.1f} s")
 
 

@@ -1,7 +1,7 @@
 """The search at scale, beside published plans: python -m tests.benchmarks.search_scale
 
-Prints for each job the seconds that the search takes, what became of its ways, the plan, and what
-a plan that was published costs by the same prices; chains are closed forms.
+Prints for each job the seconds of the search, counts of its settings, the plan, and the cost of a
+published plan by the same prices; chains are closed forms.
 
 GPT-3       Narayanan et al. 2021 (2104.04473), table 1: their nearest, 145.6 B parameters, on 1,536
             A100 with tp 8 and pp 8
@@ -35,7 +35,7 @@ A100, H100 = CLUSTERS["a100"], CLUSTERS["h100"]
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its job; `plan` what was published, as limits."""
+    """A model and its job; `plan` is the published plan, as limits."""
 
     profiles: Profiles
     job: Job
@@ -66,48 +66,48 @@ def main(names: list[str]) -> None:
     for name in names:
         case = CASES[name]
         begin = time.perf_counter()
-        first, found = 0.0, None
-        for found in search(case.profiles, case.job):
-            first = first or time.perf_counter() - begin
-            if not found.done:
-                print(f"{name}: {time.perf_counter() - begin:6.2f} s  {_told(found)}")
-        took = time.perf_counter() - begin
-        assert found is not None and found.best is not None
-        counts = found.counts
-        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        first_at, result = 0.0, None
+        for result in search(case.profiles, case.job):
+            first_at = first_at or time.perf_counter() - begin
+            if not result.done:
+                print(f"{name}: {time.perf_counter() - begin:6.2f} s  {_result_text(result)}")
+        seconds = time.perf_counter() - begin
+        assert result is not None and result.best is not None
+        counts = result.counts
+        peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         print(
-            f"{name}: {took:.1f} s ({first:.2f} s to the first plan), {counts.all} ways: "
+            f"{name}: {seconds:.1f} s ({first_at:.2f} s to the first plan), {counts.all} ways: "
             f"{counts.large} too large, {counts.pruned} pruned, {counts.cut} cut, {counts.priced} "
-            f"priced; {held:.2f} GiB at most"
+            f"priced; {peak_gib:.2f} GiB at most"
         )
-        print(f"{name}: {_told(found)}  {dict(found.best.priced.parts)}")
-        for one in found.rejected[:3]:
-            print(f"{name}: not {one.kind}: {one.reason}")
-        _beside(name, case, found)
+        print(f"{name}: {_result_text(result)}  {dict(result.best.priced.parts)}")
+        for rejected in result.rejected[:3]:
+            print(f"{name}: not {rejected.kind}: {rejected.reason}")
+        _compare_published(name, case, result)
 
 
-def _beside(name: str, case: Case, found: SearchResult) -> None:
+def _compare_published(name: str, case: Case, result: SearchResult) -> None:
     limits: Limits = parse_question(case.plan)
-    told = explain_rejection(case.profiles, case.job, limits, found, NO_LIMITS)
-    if told.filled is not None:
-        print(f"{name}: with {told.kind}: {told.filled.least:.2f} s, {told.reason}")
-        print(f"{name}:   {_setting(told.filled.setting)}")
+    answer = explain_rejection(case.profiles, case.job, limits, result, NO_LIMITS)
+    if answer.filled is not None:
+        print(f"{name}: with {answer.kind}: {answer.filled.least:.2f} s, {answer.reason}")
+        print(f"{name}:   {_setting_text(answer.filled.setting)}")
 
 
-def _told(found: SearchResult) -> str:
-    assert found.best is not None
-    return f"{found.best.least:.3f} s a step: {_setting(found.best.setting)}"
+def _result_text(result: SearchResult) -> str:
+    assert result.best is not None
+    return f"{result.best.least:.3f} s a step: {_setting_text(result.best.setting)}"
 
 
-def _setting(one: Setting) -> str:
-    at = one.placement
+def _setting_text(cfg: Setting) -> str:
+    at = cfg.placement
     axes = (
-        f"tp {at.tp}{' sequence' * at.sequence}, cp {at.cp}, ep {at.ep}, pp {one.pp}, dp {one.dp}"
+        f"tp {at.tp}{' sequence' * at.sequence}, cp {at.cp}, ep {at.ep}, pp {cfg.pp}, dp {cfg.dp}"
     )
-    again = f", {sum(one.again)} of {sum(one.cuts)} units again" if one.again else ""
+    recomputed = f", {sum(cfg.again)} of {sum(cfg.cuts)} units again" if cfg.again else ""
     return (
-        f"{axes}, {'-'.join(one.axes)}, {at.rows} rows x {one.micro}, "
-        f"{one.order} with {one.chunks}, zero {one.zero}{again}"
+        f"{axes}, {'-'.join(cfg.axes)}, {at.rows} rows x {cfg.micro}, "
+        f"{cfg.order} with {cfg.chunks}, zero {cfg.zero}{recomputed}"
     )
 
 

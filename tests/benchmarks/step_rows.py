@@ -1,7 +1,7 @@
-"""Steps that are compared: a decoder under schedules, and under the same written by hand.
+"""Training steps that are compared: a decoder under schedules, and written by hand with torch.
 
-Peers are as torch's documentation has them: the loss of the whole batch on every rank, clipping by
-the global norm, AdamW.
+Peers follow torch's documentation: the loss of the full batch on every rank, clipping by the
+global norm, AdamW.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from schedlang.schedule import Schedule, create_schedule
-from tests.benchmarks.ways import CLIP, VOCAB, adamw, clip
+from tests.benchmarks.step_variants import CLIP, VOCAB, adamw, clip
 
 HEADS, MICRO = 4, 4
 Step = Callable[[], Tensor]
@@ -39,7 +39,7 @@ Step = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is trained, `rows` a step over all ranks."""
+    """Sizes of the model and the batch; `rows` per step over all ranks."""
 
     hidden: int = 64
     layers: int = 4
@@ -84,7 +84,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each on what was normed, added to what came."""
+    """Attention and an MLP, each with a norm before it and a residual."""
 
     def __init__(self, hidden: int, dropout: float) -> None:
         super().__init__()
@@ -118,25 +118,25 @@ class Decoder(nn.Module):
 
 
 def decoder(sizes: Sizes) -> Decoder:
-    """The same on every rank and on both sides."""
+    """Return the same decoder on every rank and on both sides."""
     torch.manual_seed(0)
     return Decoder(sizes)
 
 
 def batch(sizes: Sizes) -> dict[str, Tensor]:
-    """Full rows: every token counts."""
+    """Return rows without padding: every token counts."""
     generator = torch.Generator().manual_seed(1)
-    both = torch.randint(VOCAB, (2, sizes.rows, sizes.seq), generator=generator)
-    return {"ids": both[0], "labels": both[1]}
+    pairs = torch.randint(VOCAB, (2, sizes.rows, sizes.seq), generator=generator)
+    return {"ids": pairs[0], "labels": pairs[1]}
 
 
-def loss_of(logits: Tensor, batch: Any) -> Tensor:
-    """Of all tokens alike."""
+def batch_loss(logits: Tensor, batch: Any) -> Tensor:
+    """Return the loss of a batch: the mean over all tokens."""
     return cross_entropy(logits, batch["labels"])
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """As torch's schedules ask for it."""
+    """Return the loss with the signature of torch's pipeline schedules."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
@@ -144,42 +144,42 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def scheduled(rows: Callable[[Schedule, Sizes], None], sizes: Sizes) -> Step:
-    """A step of ours."""
+    """Return a training step of a schedule with the given rows."""
     sch = create_schedule(decoder(sizes))
     rows(sch, sizes)
     data = batch(sizes)
-    program = sch.build(batch=data, loss=loss_of, optimizer=adamw, clip=CLIP)
+    program = sch.build(batch=data, loss=batch_loss, optimizer=adamw, clip=CLIP)
     return lambda: program.train_step(data)
 
 
 def overlapped(sch: Schedule, sizes: Sizes) -> None:
-    """Gradients are summed while backward runs."""
+    """Data parallel, with gradients summed during backward."""
     sch.mesh(dp=sizes.ranks)
     sch.zero(stage=0, over="dp")
     sch.overlap("gradients")
 
 
 def replicated(sch: Schedule, sizes: Sizes) -> None:
-    """Gradients are summed after it."""
+    """Data parallel, with gradients summed after backward."""
     sch.mesh(dp=sizes.ranks)
     sch.zero(stage=0, over="dp")
 
 
 def accumulated(stage: int, sch: Schedule, sizes: Sizes) -> None:
-    """Gradients are added up over microbatches."""
+    """Data parallel with a ZeRO stage, and gradients accumulated over microbatches."""
     sch.mesh(dp=sizes.ranks)
     sch.zero(stage=stage, over="dp")
     sch.pipeline(order="GPipe", micro=MICRO)
 
 
 def sharded(sch: Schedule, sizes: Sizes) -> None:
-    """Parameters in slices, a block at a time."""
+    """ZeRO stage 3, gathered block by block."""
     sch.mesh(dp=sizes.ranks)
     sch.zero(stage=3, over="dp")
 
 
 def sharded_low(sch: Schedule, sizes: Sizes) -> None:
-    """And gathered in the dtype in which all is computed."""
+    """ZeRO stage 3, with parameters gathered in bfloat16."""
     sch.mesh(dp=sizes.ranks)
     with sch.step("low", relax="dtype"):
         sch.cast("bf16", params=True)
@@ -187,32 +187,32 @@ def sharded_low(sch: Schedule, sizes: Sizes) -> None:
 
 
 def autocast(sch: Schedule, sizes: Sizes) -> None:
-    """Computed in torch's own choice of dtypes."""
+    """Autocast to bfloat16."""
     with sch.step("low", relax="dtype"):
         sch.cast("bf16")
 
 
 def autocast_accumulated(sch: Schedule, sizes: Sizes) -> None:
-    """The same for each microbatch."""
+    """Autocast with microbatches."""
     with sch.step("low", relax="dtype"):
         sch.cast("bf16")
     sch.pipeline(order="GPipe", micro=MICRO)
 
 
-def tensor(sch: Schedule, sizes: Sizes) -> None:
-    """Heads and hidden features over ranks, the vocabulary too."""
+def tensor_parallel(sch: Schedule, sizes: Sizes) -> None:
+    """Tensor parallel heads, hidden features and vocabulary."""
     sch.mesh(tp=sizes.ranks)
     _split(sch)
 
 
-def tensor_recomputed(sch: Schedule, sizes: Sizes) -> None:
-    """And blocks run again in backward."""
-    tensor(sch, sizes)
+def tp_recomputed(sch: Schedule, sizes: Sizes) -> None:
+    """Tensor parallel, with recomputed blocks."""
+    tensor_parallel(sch, sizes)
     recomputed(sch, sizes)
 
 
-def tensor_sharded(sch: Schedule, sizes: Sizes) -> None:
-    """And each part of a parameter in slices over further ranks."""
+def tp_sharded(sch: Schedule, sizes: Sizes) -> None:
+    """Tensor parallel, recomputed, with ZeRO stage 3 over another axis."""
     sch.mesh(dp=2, tp=sizes.ranks // 2)
     _split(sch)
     recomputed(sch, sizes)
@@ -228,8 +228,8 @@ def _split(sch: Schedule) -> None:
     sch["head"].shard("vocab", over="tp")
 
 
-def piped(order: str, each: int, sch: Schedule, sizes: Sizes) -> None:
-    """So many stages a rank."""
+def pipelined(order: str, each: int, sch: Schedule, sizes: Sizes) -> None:
+    """A pipeline with `each` stages per rank."""
     sch.mesh(pp=sizes.ranks)
     stages = sizes.ranks * each
     for cut in range(1, stages):
@@ -238,15 +238,15 @@ def piped(order: str, each: int, sch: Schedule, sizes: Sizes) -> None:
 
 
 def recomputed(sch: Schedule, sizes: Sizes) -> None:
-    """Blocks run again in backward."""
+    """Recompute blocks in backward."""
     sch["blocks.*"].checkpoint()
 
 
 # -- the peers -------------------------------------------------------------------------------------
 
 
-def looped(
-    made: nn.Module,
+def training_loop(
+    model: nn.Module,
     data: dict[str, Tensor],
     share: float = 1.0,
     parallel: bool = False,
@@ -254,18 +254,18 @@ def looped(
     micro: int = 1,
     around: Callable[[bool], contextlib.AbstractContextManager[Any]] | None = None,
 ) -> Step:
-    """The loop that one writes around a module; `share` of its loss in that of the whole batch.
+    """Return a hand-written training step; `share` is the weight of its loss in the batch's.
 
-    around: what each microbatch runs in; it is told which one is the last
+    around: returns the context of a microbatch, given whether it is the last
     """
-    made.train()
-    optimizer = adamw(list(made.named_parameters()))
-    parameters = list(made.parameters())
-    norm = clipped or partial(clip_and_tell, parameters)
-    parts = [dict(zip(data, one)) for one in zip(*(v.chunk(micro) for v in data.values()))]
+    model.train()
+    optimizer = adamw(list(model.named_parameters()))
+    parameters = list(model.parameters())
+    norm = clipped or partial(clip_plain, parameters)
+    parts = [dict(zip(data, chunk)) for chunk in zip(*(v.chunk(micro) for v in data.values()))]
 
     def run(part: dict[str, Tensor]) -> Tensor:
-        loss = loss_of(made(part["ids"]), part)
+        loss = batch_loss(model(part["ids"]), part)
         loss = loss / micro if micro > 1 else loss
         loss.backward()
         return loss
@@ -273,142 +273,147 @@ def looped(
     def step() -> Tensor:
         optimizer.zero_grad()
         losses = []
-        for place, part in enumerate(parts):
+        for k, part in enumerate(parts):
             with loss_parallel() if parallel else contextlib.nullcontext():
                 if around is None:
                     loss = run(part)
                 else:
-                    with around(place == micro - 1):
+                    with around(k == micro - 1):
                         loss = run(part)
             value = loss.detach()
             losses.append(value.to_local() if isinstance(value, DTensor) else value)
         value = losses[0] if micro == 1 else torch.stack(losses).sum()
-        whole = norm(value * share)
+        full_loss = norm(value * share)
         optimizer.step()
-        return whole
+        return full_loss
 
     return step
 
 
-def clip_and_tell(parameters: list[nn.Parameter], loss: Tensor) -> Tensor:
-    """Of gradients that are whole everywhere."""
+def clip_plain(parameters: list[nn.Parameter], loss: Tensor) -> Tensor:
+    """Clip replicated gradients by their norm, and return the summed loss."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(loss)
     nn.utils.clip_grad_norm_(parameters, CLIP)
     return loss
 
 
-def own_rows(sizes: Sizes, parts: int = 0, place: int = -1) -> dict[str, Tensor]:
-    """This rank's part of a batch, of as many as there are ranks if nothing is said."""
-    parts, place = parts or sizes.ranks, dist.get_rank() if place < 0 else place
-    return {n: v.chunk(parts)[place] for n, v in batch(sizes).items()}
+def local_batch(sizes: Sizes, parts: int = 0, index: int = -1) -> dict[str, Tensor]:
+    """Return this rank's part of a batch, of `parts` (default: one per rank)."""
+    parts, index = parts or sizes.ranks, dist.get_rank() if index < 0 else index
+    return {n: v.chunk(parts)[index] for n, v in batch(sizes).items()}
 
 
-def plain(sizes: Sizes) -> Step:
-    """The module alone."""
-    return looped(decoder(sizes), batch(sizes))
+def plain_module(sizes: Sizes) -> Step:
+    """Return a step of the plain module."""
+    return training_loop(decoder(sizes), batch(sizes))
 
 
 def ddp(sizes: Sizes, unused: bool = False) -> Step:
-    """Torch's own data parallelism, with gradients in the buckets that are summed.
+    """Return a step of DDP, with gradients as views of its buckets.
 
-    unused: ranks agree on parameters that none of them used
+    unused: find_unused_parameters
     """
-    made = _replicated(sizes, unused)
-    return looped(made, own_rows(sizes), 1 / sizes.ranks)
+    wrapped = _replicated(sizes, unused)
+    return training_loop(wrapped, local_batch(sizes), 1 / sizes.ranks)
 
 
 def _replicated(sizes: Sizes, unused: bool) -> DistributedDataParallel:
-    both = {"gradient_as_bucket_view": True, "find_unused_parameters": unused}
-    return DistributedDataParallel(decoder(sizes), **both)
+    options = {"gradient_as_bucket_view": True, "find_unused_parameters": unused}
+    return DistributedDataParallel(decoder(sizes), **options)
 
 
 def ddp_accumulated(sizes: Sizes, unused: bool = False) -> Step:
-    """The same, which sums in the last microbatch."""
-    made = _replicated(sizes, unused)
+    """Return a step of DDP that reduces in the last microbatch."""
+    wrapped = _replicated(sizes, unused)
 
     def around(last: bool) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if last else made.no_sync()
+        return contextlib.nullcontext() if last else wrapped.no_sync()
 
-    return looped(made, own_rows(sizes), 1 / sizes.ranks, micro=MICRO, around=around)
+    return training_loop(wrapped, local_batch(sizes), 1 / sizes.ranks, micro=MICRO, around=around)
 
 
 def fsdp(sizes: Sizes, low: torch.dtype | None = None) -> Step:
-    """fully_shard, block by block; gradients are averaged, as the parts of a batch are equal."""
+    """Return a step of fully_shard, block by block, with averaged gradients."""
     policy = MixedPrecisionPolicy(low, torch.float32, cast_forward_inputs=low is not None)
     outer = MixedPrecisionPolicy(low, torch.float32, torch.float32, policy.cast_forward_inputs)
-    made = decoder(sizes)
+    model = decoder(sizes)
     mesh = init_device_mesh("cpu", (sizes.ranks,), mesh_dim_names=("dp",))
-    for block in made.blocks:
+    for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(made, mesh=mesh, mp_policy=outer if low is not None else policy)
-    clipped = partial(clip, list(made.parameters()))
-    return looped(made, own_rows(sizes), 1 / sizes.ranks, clipped=clipped)
+    fully_shard(model, mesh=mesh, mp_policy=outer if low is not None else policy)
+    clipped = partial(clip, list(model.parameters()))
+    return training_loop(model, local_batch(sizes), 1 / sizes.ranks, clipped=clipped)
 
 
 def fsdp_accumulated(stage: int, sizes: Sizes) -> Step:
-    """fully_shard over microbatches, as its documentation has stages 1 to 3."""
-    made: Any = decoder(sizes)
+    """Return a step of fully_shard with microbatches, as documented for ZeRO stages 1 to 3."""
+    model: Any = decoder(sizes)
     mesh = init_device_mesh("cpu", (sizes.ranks,), mesh_dim_names=("dp",))
-    for block in made.blocks:
+    for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=stage == 3)
-    fully_shard(made, mesh=mesh, reshard_after_forward=stage == 3)
+    fully_shard(model, mesh=mesh, reshard_after_forward=stage == 3)
 
     def around(last: bool) -> contextlib.AbstractContextManager[Any]:
-        made.set_is_last_backward(last)
-        made.set_requires_gradient_sync(last or stage > 1)
-        made.set_reshard_after_backward(last or stage == 3)
+        model.set_is_last_backward(last)
+        model.set_requires_gradient_sync(last or stage > 1)
+        model.set_reshard_after_backward(last or stage == 3)
         return contextlib.nullcontext()
 
-    clipped = partial(clip, list(made.parameters()))
+    clipped = partial(clip, list(model.parameters()))
     share = 1 / sizes.ranks
-    return looped(made, own_rows(sizes), share, clipped=clipped, micro=MICRO, around=around)
+    return training_loop(
+        model, local_batch(sizes), share, clipped=clipped, micro=MICRO, around=around
+    )
 
 
 def autocasted(micro: int, sizes: Sizes) -> Step:
-    """The module under torch.autocast."""
+    """Return a step of the module under torch.autocast."""
 
     def around(last: bool) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast("cpu", torch.bfloat16)
 
-    return looped(decoder(sizes), batch(sizes), micro=micro, around=around)
+    return training_loop(decoder(sizes), batch(sizes), micro=micro, around=around)
 
 
 def parallelized(sizes: Sizes, again: bool = False) -> Step:
-    """parallelize_module, the input of q, k and v entered once."""
-    made = decoder(sizes)
-    _parallelize(made, init_device_mesh("cpu", (sizes.ranks,), mesh_dim_names=("tp",)))
+    """Return a step of parallelize_module, with one shared input for q, k and v."""
+    model = decoder(sizes)
+    _parallelize(model, init_device_mesh("cpu", (sizes.ranks,), mesh_dim_names=("tp",)))
     if again:
-        _recompute(made)
-    clipped = partial(clip, list(made.parameters()))
-    return looped(made, batch(sizes), float(dist.get_rank() == 0), True, clipped)
+        _recompute(model)
+    clipped = partial(clip, list(model.parameters()))
+    return training_loop(model, batch(sizes), float(dist.get_rank() == 0), True, clipped)
 
 
 def parallelized_sharded(sizes: Sizes) -> Step:
-    """And recomputed, and fully_shard over further ranks."""
-    made = decoder(sizes)
-    both = init_device_mesh("cpu", (2, sizes.ranks // 2), mesh_dim_names=("dp", "tp"))
-    tp, dp = both["tp"], both["dp"]
-    _parallelize(made, tp)
-    _recompute(made)
-    for block in made.blocks:
+    """Return a step of parallelize_module, recomputed, with fully_shard over another axis."""
+    model = decoder(sizes)
+    mesh = init_device_mesh("cpu", (2, sizes.ranks // 2), mesh_dim_names=("dp", "tp"))
+    tp, dp = mesh["tp"], mesh["dp"]
+    _parallelize(model, tp)
+    _recompute(model)
+    for block in model.blocks:
         fully_shard(block, mesh=dp)
-    fully_shard(made, mesh=dp)
-    # those over tp are parts of their own, those alike over tp have one mesh alone
+    fully_shard(model, mesh=dp)
+    # parameters split over tp have a 2-D mesh, replicated ones only the dp mesh
     speaks = tp.get_local_rank() == 0
     clipped = partial(
-        clip, list(made.parameters()), speaks=speaks, parts=lambda g: g.device_mesh.ndim == 2
+        clip, list(model.parameters()), speaks=speaks, parts=lambda g: g.device_mesh.ndim == 2
     )
-    data = own_rows(sizes, 2, dp.get_local_rank())
-    return looped(made, data, float(speaks) / 2, True, clipped)
+    data = local_batch(sizes, 2, dp.get_local_rank())
+    return training_loop(model, data, float(speaks) / 2, True, clipped)
 
 
-def _parallelize(made: Decoder, mesh: DeviceMesh) -> None:
-    whole = (Replicate(),)
+def _parallelize(model: Decoder, mesh: DeviceMesh) -> None:
+    replicated_layout = (Replicate(),)
     entered = partial(
-        PrepareModuleInput, input_layouts=whole, desired_input_layouts=whole, use_local_output=False
+        PrepareModuleInput,
+        input_layouts=replicated_layout,
+        desired_input_layouts=replicated_layout,
+        use_local_output=False,
     )
-    for block in made.blocks:
+    for block in model.blocks:
         plan = {
             "attn": entered(),
             "attn.q": ColwiseParallel(),
@@ -422,64 +427,66 @@ def _parallelize(made: Decoder, mesh: DeviceMesh) -> None:
         parallelize_module(block, mesh, plan)
     head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     embed = RowwiseParallel(input_layouts=Replicate())
-    parallelize_module(made, mesh, {"embed": embed, "head": head})
+    parallelize_module(model, mesh, {"embed": embed, "head": head})
 
 
-def _recompute(made: Decoder) -> None:
-    for block in made.blocks:
+def _recompute(model: Decoder) -> None:
+    for block in model.blocks:
         inner = block.forward
         block.forward = partial(checkpoint, inner, use_reentrant=False)  # type: ignore[method-assign]
 
 
-class Part(nn.Module):
-    """One of some stages, as torch's pipelines have it written by hand."""
+class StageModule(nn.Module):
+    """One hand-written stage of a torch pipeline."""
 
     def __init__(self, sizes: Sizes, stage: int, stages: int) -> None:
         super().__init__()
-        made, each = decoder(sizes), sizes.layers // stages
-        first, last = stage == 0, stage == stages - 1
-        blocks = made.blocks[stage * each : (stage + 1) * each]
-        before = [made.embed, made.drop] if first else []
-        self.all = nn.Sequential(*before, *blocks, *([made.norm, made.head] if last else []))
+        model, per_stage = decoder(sizes), sizes.layers // stages
+        is_first, is_last = stage == 0, stage == stages - 1
+        blocks = model.blocks[stage * per_stage : (stage + 1) * per_stage]
+        input_layers = [model.embed, model.drop] if is_first else []
+        self.all = nn.Sequential(
+            *input_layers, *blocks, *([model.norm, model.head] if is_last else [])
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x[rows, tokens, hidden] -> the same shape, or logits"""
         return self.all(x)
 
 
-def torch_pipeline(kind: Any, each: int, sizes: Sizes) -> Step:
-    """Torch's own schedules."""
-    rank, device, count = dist.get_rank(), torch.device("cpu"), sizes.ranks * each
-    made = nn.ModuleDict(
-        {str(place): Part(sizes, place, count) for place in range(rank, count, sizes.ranks)}
+def torch_pipeline(kind: Any, chunks: int, sizes: Sizes) -> Step:
+    """Return a step of one of torch's pipeline schedules."""
+    rank, device, count = dist.get_rank(), torch.device("cpu"), sizes.ranks * chunks
+    parts = nn.ModuleDict(
+        {str(k): StageModule(sizes, k, count) for k in range(rank, count, sizes.ranks)}
     )
-    made.train()
-    data, first, last = batch(sizes), rank == 0, rank == sizes.ranks - 1
-    stages = [pipelining.PipelineStage(p, int(n), count, device) for n, p in made.items()]
-    given_stages: Any = stages if each > 1 else stages[0]
+    parts.train()
+    data, is_first, is_last = batch(sizes), rank == 0, rank == sizes.ranks - 1
+    stages = [pipelining.PipelineStage(p, int(n), count, device) for n, p in parts.items()]
+    given_stages: Any = stages if chunks > 1 else stages[0]
     schedule = kind(given_stages, MICRO, loss_fn=cross_entropy)
-    parameters = list(made.parameters())
-    optimizer = adamw(list(made.named_parameters()))
+    parameters = list(parts.parameters())
+    optimizer = adamw(list(parts.named_parameters()))
 
     def step() -> Tensor:
         optimizer.zero_grad()
         losses: list[Tensor] = []
-        given = (data["ids"],) if first else ()
-        target = {"target": data["labels"], "losses": losses} if last else {}
-        schedule.step(*given, **target, return_outputs=False)
-        loss = torch.stack(losses).detach().mean() if last else torch.zeros(())
-        whole = clip(parameters, loss, speaks=True)
+        inputs = (data["ids"],) if is_first else ()
+        target = {"target": data["labels"], "losses": losses} if is_last else {}
+        schedule.step(*inputs, **target, return_outputs=False)
+        loss = torch.stack(losses).detach().mean() if is_last else torch.zeros(())
+        full_loss = clip(parameters, loss, speaks=True)
         optimizer.step()
-        return whole
+        return full_loss
 
     return step
 
 
 def checkpointed(sizes: Sizes) -> Step:
-    """Torch's, around each block."""
-    made = decoder(sizes)
-    _recompute(made)
-    return looped(made, batch(sizes))
+    """Return a step with torch's checkpoint around each block."""
+    model = decoder(sizes)
+    _recompute(model)
+    return training_loop(model, batch(sizes))
 
 
 # -- the rows --------------------------------------------------------------------------------------
@@ -487,13 +494,13 @@ def checkpointed(sizes: Sizes) -> Step:
 
 @dataclass(frozen=True)
 class Row:
-    """A comparison: ours by the rows of a schedule, the peer's name and how it is made.
+    """A comparison: the rows of a schedule, the peer's name, and the function that builds its step.
 
-    axes  on how many axes of ranks; each has as many as are asked for, a second one two
-    near  how near their first losses are
-    knows the peer whose bytes are counted, where the other one does less for its calls and time: of
-          a parameter that no rank used, DDP is to know it, as ours does
-    each   of a pipeline, the stages of each rank
+    axes  number of axes of ranks; the first has the requested size, a second one two
+    near  tolerance of their first losses
+    knows the peer whose bytes are counted, if the other does less: DDP must find parameters that
+    no rank used, as schedlang does
+    each   stages per rank of a pipeline
     """
 
     ours: Callable[[Schedule, Sizes], None]
@@ -505,15 +512,15 @@ class Row:
     knows: Callable[[Sizes], Step] | None = None
     each: int = 0
 
-    def fitted(self, asked: Sizes) -> Sizes:
-        """On as many ranks as it takes; of a pipeline each stage has as many layers."""
-        ranks = (1, asked.ranks, 2 * asked.ranks)[self.axes]
+    def fitted(self, sizes: Sizes) -> Sizes:
+        """Return sizes with the ranks that the row needs, and equal layers per pipeline stage."""
+        ranks = (1, sizes.ranks, 2 * sizes.ranks)[self.axes]
         stages = max(self.each * ranks, 1)
-        return replace(asked, ranks=ranks, layers=-(-asked.layers // stages) * stages)
+        return replace(sizes, ranks=ranks, layers=-(-sizes.layers // stages) * stages)
 
 
-def nothing(sch: Schedule, sizes: Sizes) -> None:
-    """No row at all."""
+def no_rows(sch: Schedule, sizes: Sizes) -> None:
+    """Add no rows."""
 
 
 _1F1B = partial(torch_pipeline, pipelining.Schedule1F1B, 1)
@@ -521,12 +528,12 @@ _GPIPE = partial(torch_pipeline, pipelining.ScheduleGPipe, 1)
 _INTERLEAVED = partial(torch_pipeline, pipelining.ScheduleInterleaved1F1B, 2)
 _LOW = partial(fsdp, low=torch.bfloat16)
 _TP = "parallelize_module"
-_KNOWS = partial(ddp, unused=True)
+_DDP_UNUSED = partial(ddp, unused=True)
 
 ROWS = {
-    "one": Row(nothing, "plain module", plain, axes=0),
-    "overlapped": Row(overlapped, "DDP", ddp, knows=_KNOWS),
-    "dp": Row(replicated, "DDP", ddp, knows=_KNOWS),
+    "one": Row(no_rows, "plain module", plain_module, axes=0),
+    "overlapped": Row(overlapped, "DDP", ddp, knows=_DDP_UNUSED),
+    "dp": Row(replicated, "DDP", ddp, knows=_DDP_UNUSED),
     "dp-micro": Row(
         partial(accumulated, 0),
         "DDP, no_sync",
@@ -537,13 +544,13 @@ ROWS = {
     "zero2": Row(partial(accumulated, 2), "fully_shard", partial(fsdp_accumulated, 2)),
     "zero3": Row(sharded, "fully_shard", fsdp),
     "zero3-micro": Row(partial(accumulated, 3), "fully_shard", partial(fsdp_accumulated, 3)),
-    "tp": Row(tensor, _TP, parallelized),
-    "tp-checkpoint": Row(tensor_recomputed, _TP, partial(parallelized, again=True)),
-    "tp-zero3-checkpoint": Row(tensor_sharded, "both by hand", parallelized_sharded, axes=2),
-    "1f1b": Row(partial(piped, "1F1B", 1), "Schedule1F1B", _1F1B, each=1),
-    "gpipe": Row(partial(piped, "GPipe", 1), "ScheduleGPipe", _GPIPE, each=1),
+    "tp": Row(tensor_parallel, _TP, parallelized),
+    "tp-checkpoint": Row(tp_recomputed, _TP, partial(parallelized, again=True)),
+    "tp-zero3-checkpoint": Row(tp_sharded, "both by hand", parallelized_sharded, axes=2),
+    "1f1b": Row(partial(pipelined, "1F1B", 1), "Schedule1F1B", _1F1B, each=1),
+    "gpipe": Row(partial(pipelined, "GPipe", 1), "ScheduleGPipe", _GPIPE, each=1),
     "interleaved": Row(
-        partial(piped, "Interleaved1F1B", 2), "Interleaved1F1B", _INTERLEAVED, each=2
+        partial(pipelined, "Interleaved1F1B", 2), "Interleaved1F1B", _INTERLEAVED, each=2
     ),
     "checkpoint": Row(recomputed, "torch's checkpoint", checkpointed, axes=0),
     "cast": Row(autocast, "torch.autocast", partial(autocasted, 1), axes=0, near=1e-2),
@@ -551,9 +558,9 @@ ROWS = {
         autocast_accumulated, "torch.autocast", partial(autocasted, MICRO), axes=0, near=1e-2
     ),
     "zero3-cast": Row(sharded_low, "fully_shard, mp_policy", _LOW, near=1e-2),
-    "overlapped-dropout": Row(overlapped, "DDP", ddp, dropout=0.1, knows=_KNOWS),
+    "overlapped-dropout": Row(overlapped, "DDP", ddp, dropout=0.1, knows=_DDP_UNUSED),
     "zero3-dropout": Row(sharded, "fully_shard", fsdp, dropout=0.1),
-    "tp-dropout": Row(tensor, _TP, parallelized, dropout=0.1),
-    "1f1b-dropout": Row(partial(piped, "1F1B", 1), "Schedule1F1B", _1F1B, dropout=0.1, each=1),
+    "tp-dropout": Row(tensor_parallel, _TP, parallelized, dropout=0.1),
+    "1f1b-dropout": Row(partial(pipelined, "1F1B", 1), "Schedule1F1B", _1F1B, dropout=0.1, each=1),
     "checkpoint-dropout": Row(recomputed, "torch's checkpoint", checkpointed, axes=0, dropout=0.1),
 }

@@ -1,8 +1,8 @@
-"""Tensor parallelism over torch's and transformers': python -m tests.benchmarks.tensor_parallel
+"""Tensor parallelism against torch and transformers: python -m tests.benchmarks.tensor_parallel
 
-A Llama of transformers on ranks of gloo, float32, in four ways: the schedule with a row for each
-projection, the one with `complete`, parallelize_module with the input of each region entered once,
-and transformers' own `tp_plan`.  Also printed as JSON (`--json`).
+A transformers Llama on gloo ranks, float32, in four variants: a schedule with a row for each
+projection, one with `complete`, parallelize_module with one shared input per region, and
+transformers' own `tp_plan`.  Also printed as JSON (`--json`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from torch.distributed.tensor.parallel import (
 )
 
 from schedlang.schedule import Schedule, create_schedule
-from tests.benchmarks.ways import Sizes, Way, batch, by_loop, llama, main, scheduled
+from tests.benchmarks.step_variants import (
+    Sizes,
+    StepVariant,
+    batch,
+    by_training_loop,
+    llama,
+    main,
+    scheduled,
+)
 
 COLUMNS = (
     "self_attn.q_proj",
@@ -35,9 +43,9 @@ ROWS = ("self_attn.o_proj", "mlp.down_proj")
 # -- ours ------------------------------------------------------------------------------------------
 
 
-def megatron(sizes: Sizes) -> Way:
-    """A row for each projection."""
-    sch = tables(sizes)
+def by_rows(sizes: Sizes) -> StepVariant:
+    """Return the variant with a row for each projection."""
+    sch = split_vocab(sizes)
     for name in COLUMNS:
         sch[f"model.layers.*.{name}"].shard("col", over="tp")
     for name in ROWS:
@@ -45,17 +53,17 @@ def megatron(sizes: Sizes) -> Way:
     return scheduled(sch, batch(sizes))
 
 
-def complete(sizes: Sizes) -> Way:
-    """Two rows of a block; what belongs to them follows."""
-    sch = tables(sizes)
+def by_complete(sizes: Sizes) -> StepVariant:
+    """Return the variant with two rows per block, completed automatically."""
+    sch = split_vocab(sizes)
     for name in ("self_attn.q_proj", "mlp.gate_proj"):
         sch[f"model.layers.*.{name}"].shard("col", over="tp")
     sch.complete(over="tp")
     return scheduled(sch, batch(sizes))
 
 
-def tables(sizes: Sizes) -> Schedule:
-    """The vocabulary is split in both, and so is the loss."""
+def split_vocab(sizes: Sizes) -> Schedule:
+    """Return a schedule with split vocabulary and loss."""
     sch = create_schedule(llama(sizes))
     sch.mesh(tp=sizes.ranks)
     sch["model.embed_tokens"].shard("vocab", over="tp")
@@ -66,48 +74,48 @@ def tables(sizes: Sizes) -> Schedule:
 # -- the peers -------------------------------------------------------------------------------------
 
 
-def by_hand(sizes: Sizes) -> Way:
-    """With torch's parts; gradients of a region's input are summed once, the loss is parallel."""
-    made, axis, whole = llama(sizes), _mesh(sizes), Replicate()
+def by_torch(sizes: Sizes) -> StepVariant:
+    """Return the variant with torch's parallelize_module and loss_parallel."""
+    model, mesh, replicated = llama(sizes), _mesh(sizes), Replicate()
     plan: dict[str, Any] = {name: ColwiseParallel() for name in COLUMNS}
     plan |= {name: RowwiseParallel() for name in ROWS}
     # as DTensors, so that q, k and v (gate and up) share one sum in backward
     plan["self_attn"] = PrepareModuleInput(
-        input_kwarg_layouts={"hidden_states": whole},
-        desired_input_kwarg_layouts={"hidden_states": whole},
+        input_kwarg_layouts={"hidden_states": replicated},
+        desired_input_kwarg_layouts={"hidden_states": replicated},
         use_local_output=False,
     )
     plan["mlp"] = PrepareModuleInput(
-        input_layouts=(whole,), desired_input_layouts=(whole,), use_local_output=False
+        input_layouts=(replicated,), desired_input_layouts=(replicated,), use_local_output=False
     )
-    for layer in made.model.layers:
-        parallelize_module(layer, axis, plan)
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, plan)
     head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-    embed = RowwiseParallel(input_layouts=whole)
-    parallelize_module(made, axis, {"model.embed_tokens": embed, "lm_head": head})
-    return by_loop(made, batch(sizes), _alike(), parallel=True)
+    embed = RowwiseParallel(input_layouts=replicated)
+    parallelize_module(model, mesh, {"model.embed_tokens": embed, "lm_head": head})
+    return by_training_loop(model, batch(sizes), _loss_share(), parallel=True)
 
 
-def transformers_own(sizes: Sizes) -> Way:
-    """With the plan that transformers has for the model; it gathers the logits."""
+def by_transformers(sizes: Sizes) -> StepVariant:
+    """Return the variant with transformers' plan, which gathers the logits."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    made = llama(sizes)
-    apply_tensor_parallelism(made, _mesh(sizes), made._expand_parallel_plan(made.tp_plan))
-    return by_loop(made, batch(sizes), _alike())
+    model = llama(sizes)
+    apply_tensor_parallelism(model, _mesh(sizes), model._expand_parallel_plan(model.tp_plan))
+    return by_training_loop(model, batch(sizes), _loss_share())
 
 
 def _mesh(sizes: Sizes) -> DeviceMesh:
     return init_device_mesh("cpu", (sizes.ranks,), mesh_dim_names=("tp",))
 
 
-def _alike() -> float:
-    """The loss is alike on all ranks: the first speaks for them."""
+def _loss_share() -> float:
+    """Return the weight of this rank's loss: all are equal, and rank 0's counts."""
     return float(dist.get_rank() == 0)
 
 
-OURS = {"megatron": megatron, "complete": complete}
-PEERS = {"by hand": by_hand, "transformers": transformers_own}
+SCHEDLANG = {"megatron": by_rows, "complete": by_complete}
+PEERS = {"by hand": by_torch, "transformers": by_transformers}
 
 if __name__ == "__main__":
-    main(__doc__.partition("\n")[0], OURS, PEERS)
+    main(__doc__.partition("\n")[0], SCHEDLANG, PEERS)

@@ -1,9 +1,8 @@
-"""Working precision: how near right programs come to their bounds, and which bugs are above them.
+"""Working precision: how close right programs come to their bounds, and which bugs exceed them.
 
-Models under rows that reorder their sums, trained in low dtypes on many seeds: of each tensor the
-share of its bound that the error takes, and how many are above it (false alarms).  With `--zoo`
-each bug of the zoo in the working dtype alone: how many times its bound the tensor moves that moves
-most, beside the same program without the bug, and whether the proof finds it.
+Models under rows that reorder sums, trained in low dtypes on many seeds: the error of each tensor
+relative to its bound, and how many exceed it (false alarms).  With `--zoo` each bug of the zoo in
+the working dtype only: the largest error relative to its bound, and whether the proof finds it.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from schedlang.report import Row
 from schedlang.runtime.launch.pool import RankDied
 from tests import expert_models, models, small_models
 from tests.engine import Threads
-from tests.proofs import planned
+from tests.proofs import make_plan
 from tests.rows import GPT2, HEADS
 from tests.zoo import ZOO
 from tests.zoo.bug import mutate
@@ -60,7 +59,7 @@ class Subject:
 
 
 def mamba() -> nn.Module:
-    """A state-space model: scans, convolutions, gates."""
+    """Return a Mamba model: scans, convolutions, gates."""
     import transformers
 
     torch.manual_seed(0)
@@ -89,7 +88,9 @@ SUBJECTS = {
     "ViT": Subject(lambda: small_models.vit(2), DATA, "dp=2", small_models.labelled),
     "U-Net": Subject(lambda: small_models.UNet(2), PARTS, "dp=2", small_models.pictures),
     "MLP": Subject(lambda: small_models.Chain(4), PARTS, "dp=2", small_models.points),
-    "experts": Subject(expert_models.tiny, "zero(stage=0, over=dp)", "dp=2", expert_models.batch),
+    "experts": Subject(
+        expert_models.tiny_model, "zero(stage=0, over=dp)", "dp=2", expert_models.batch
+    ),
     "Mamba": Subject(mamba, DATA, "dp=2", _ids),
 }
 # as the model works, or as rows cast it
@@ -103,63 +104,63 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Judged:
-    """The rows of one program in its working dtype, what is undecided, and the runs it took."""
+class Judgement:
+    """The rows of one program in its working dtype, undecided rows, and the runs it took."""
 
     rows: Sequence[Row]
-    drawn: Sequence[Row]  # the same, each against the bound of all draws
+    drawn: Sequence[Row]  # the same rows, each against the bound of all draws
     unsure: Sequence[str]
     draws: int
-    seconds: float  # of the processor, for the runs of the original
+    seconds: float  # CPU seconds of the original's runs
 
     @property
     def worst(self) -> Row:
-        """The row that is farthest from the original, for its bound."""
+        """The row with the largest error relative to its bound."""
         return max(
             self.drawn or self.rows, key=lambda row: row.error if row.error == row.error else 0.0
         )
 
 
-def judged(case: Case, pool: Any, every: bool = False) -> Judged:
-    """The case's program in its working dtype against its bounds, if asked also from every draw."""
+def judge(case: Case, pool: Any, every: bool = False) -> Judgement:
+    """Judge a case in its working dtype; with `every` also against bounds from all draws."""
     case = case if case.prepared is not None else prepare_case(case)
-    working, wide = working_case(case), randomised_float64(case)
+    working, float64_case = working_case(case), randomised_float64(case)
     assert working is not None
     check_cast(working)
-    told = [standard_conditions(wide.batches, 1.0)[0]]
-    exact, _ = run_original(wide, told)
-    check_finite(wide, told, exact)
-    ran = pool.run(_rank, case.plan.mesh.world, working, told)[0]
+    conditions = [standard_conditions(float64_case.batches, 1.0)[0]]
+    exact, _ = run_original(float64_case, conditions)
+    check_finite(float64_case, conditions, exact)
+    observed = pool.run(_rank, case.plan.mesh.world, working, conditions)[0]
     draws: list[int] = []
 
-    def counted(self: WorkingRun, draw: int) -> Observation:
-        draws.append(draw)
-        return _RUN(self, draw)
+    def counted(self: WorkingRun, k: int) -> Observation:
+        draws.append(k)
+        return _RUN(self, k)
 
-    def again(other: Case) -> Observation:
-        found: Observation = pool.run(_rank, case.plan.mesh.world, other, told)[0]
-        return found
+    def again(other_case: Case) -> Observation:
+        observation: Observation = pool.run(_rank, case.plan.mesh.world, other_case, conditions)[0]
+        return observation
 
     start = time.process_time()
     with mock.patch.object(WorkingRun, "_run", counted):
-        rows = WorkingRun(wide, working, told, exact, ran, again).rows()
+        rows = WorkingRun(float64_case, working, conditions, exact, observed, again).rows()
     seconds = time.process_time() - start
     rows, unsure = split_undecided(rows)
-    drawn: list[Row] = []
+    draw_rows: list[Row] = []
     if every:
         with (
-            mock.patch.object(conditioning, "bound_with_freedom", _late),
+            mock.patch.object(conditioning, "bound_with_freedom", _no_late_bound),
             mock.patch.object(
                 conditioning.ErrorBounds, "_with_least_rounding", lambda self, key, one: one
             ),
         ):
-            drawn = WorkingRun(wide, working, told, exact, ran, again).rows()
-        drawn, _ = split_undecided(drawn)
-    return Judged(rows, drawn, unsure, max(draws), seconds)
+            draw_rows = WorkingRun(float64_case, working, conditions, exact, observed, again).rows()
+        draw_rows, _ = split_undecided(draw_rows)
+    return Judgement(rows, draw_rows, unsure, max(draws), seconds)
 
 
-def _late(errors: Any, chance: float, n: float, draws: int = 0) -> conditioning.ErrorBound:
-    """No bound from some of the draws."""
+def _no_late_bound(errors: Any, chance: float, n: float, draws: int = 0) -> conditioning.ErrorBound:
+    """Return no bound unless all draws are done."""
     return conditioning.ErrorBound(0.0, 0.0) if draws else _LIMITS(errors, chance, n)
 
 
@@ -169,58 +170,62 @@ _LIMITS = conditioning.bound_with_freedom
 _RUN = WorkingRun._run
 
 
-def _rank(working: Case, told: Any) -> Observation:
-    return observe_ranks(working, told, [])
+def _rank(working: Case, conditions: Any) -> Observation:
+    return observe_ranks(working, conditions, [])
 
 
-def calibrate(names: Sequence[str], dtypes: Sequence[str], seeds: int, drawn: int) -> int:
-    """Print the worst shares of each model and dtype; the number of false alarms."""
+def print_calibration(
+    names: Sequence[str], dtypes: Sequence[str], seeds: int, draw_seeds: int
+) -> int:
+    """Print the worst errors of each model and dtype, and return the number of false alarms."""
     alarms, rows, undone = 0, 0, 0
     for name in names:
-        one = SUBJECTS[name]
-        for word in dtypes:
-            found: list[Judged] = []
+        subject = SUBJECTS[name]
+        for dtype in dtypes:
+            results: list[Judgement] = []
             try:
-                base = prepare_case(_case(one, word))
+                base = prepare_case(_case(subject, dtype))
                 for seed in range(seeds):
-                    case = replace(base, batches=_batches(one, seed), seed=seed)
-                    found.append(judged(case, Threads(), every=seed < drawn))
+                    case = replace(base, batches=_batches(subject, seed), seed=seed)
+                    results.append(judge(case, Threads(), every=seed < draw_seeds))
             except Refusal as refusal:
-                print(f"{name:8} {word:10} refused: {refusal.diagnostics[0].title}", flush=True)
-            every = [row for j in found for row in j.rows]
-            bad = [row for row in every if not row.ok]
-            late = [row for j in found for row in j.drawn if not row.ok]
-            alarms, rows = alarms + len(bad), rows + len(every)
-            undone += sum(bool(j.unsure) for j in found)
-            if every:
-                full = [j for j in found if j.drawn] or found
+                print(f"{name:8} {dtype:10} refused: {refusal.diagnostics[0].title}", flush=True)
+            all_rows = [row for j in results for row in j.rows]
+            alarm_rows = [row for row in all_rows if not row.ok]
+            draw_alarms = [row for j in results for row in j.drawn if not row.ok]
+            alarms, rows = alarms + len(alarm_rows), rows + len(all_rows)
+            undone += sum(bool(j.unsure) for j in results)
+            if all_rows:
+                full = [j for j in results if j.drawn] or results
                 shares = sorted((j.worst.error for j in full), reverse=True)
                 worst = max((j.worst for j in full), key=lambda row: row.error)
-                runs = sum(j.draws for j in found) / len(found)
-                cost = sum(j.seconds for j in found) / len(found)
-                unsure = sum(bool(j.unsure) for j in found)
+                runs = sum(j.draws for j in results) / len(results)
+                cost = sum(j.seconds for j in results) / len(results)
+                unsure = sum(bool(j.unsure) for j in results)
                 print(
-                    f"{name:8} {word:10} {len(every):6} rows  worst {shares[0]:5.2f} "
+                    f"{name:8} {dtype:10} {len(all_rows):6} rows  worst {shares[0]:5.2f} "
                     f"median {shares[len(shares) // 2]:5.2f}  runs {1 + runs:4.1f} {cost:5.2f} s "
-                    f"alarms {len(bad)} (all draws {len(late)}) "
+                    f"alarms {len(alarm_rows)} (all draws {len(draw_alarms)}) "
                     f"unsure {unsure}  {worst.kind} {worst.name} {worst.step}",
                     flush=True,
                 )
-                for row in (bad + late)[:4]:
+                for row in (alarm_rows + draw_alarms)[:4]:
                     print("   ", row.kind, row.name, row.step, f"{row.error:.3g}", row.note)
     print(f"{alarms} false alarms in {rows} rows; {undone} programs with tipped choices")
     return alarms
 
 
-def _case(one: Subject, word: str) -> Case:
-    dtype, cast = DTYPES[word]
-    plan = planned(one.model().float(), cast + one.rows, one.mesh, "dtype" if cast else "")
-    return Case(plan, _batches(one, 0), dtype=dtype)
+def _case(subject: Subject, dtype_name: str) -> Case:
+    dtype, cast = DTYPES[dtype_name]
+    plan = make_plan(
+        subject.model().float(), cast + subject.rows, subject.mesh, "dtype" if cast else ""
+    )
+    return Case(plan, _batches(subject, 0), dtype=dtype)
 
 
-def _batches(one: Subject, seed: int) -> tuple[dict[str, torch.Tensor], ...]:
-    given = [one.batch(1 + seed * STEPS + step) for step in range(STEPS)]
-    return tuple({k: _narrow(v) for k, v in batch.items()} for batch in given)
+def _batches(subject: Subject, seed: int) -> tuple[dict[str, torch.Tensor], ...]:
+    drawn_batches = [subject.batch(1 + seed * STEPS + step) for step in range(STEPS)]
+    return tuple({k: _narrow(v) for k, v in batch.items()} for batch in drawn_batches)
 
 
 def _narrow(value: torch.Tensor) -> torch.Tensor:
@@ -228,8 +233,8 @@ def _narrow(value: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Hunted:
-    """What a bug moves, in multiples of bounds, and whether the proof in that dtype alone fails."""
+class BugResult:
+    """The largest error of a bug over its bound, and whether the proof in that dtype finds it."""
 
     spec: str
     scene: str
@@ -238,35 +243,37 @@ class Hunted:
     said: str
 
 
-def hunted(dtypes: Sequence[str], only: Sequence[str]) -> Iterator[Hunted]:
-    """Hunt each bug in working dtypes alone."""
+def hunt_bugs(dtypes: Sequence[str], only: Sequence[str]) -> Iterator[BugResult]:
+    """Run each bug in working dtypes only, and yield the results."""
     for bug in ZOO.values():
         if not bug.applies or bug.late or (only and bug.id not in only):
             continue
         for scene in bug.scenes:
             for dtype in dtypes:
-                yield _hunted(bug, scene, dtype)
+                yield _hunt_bug(bug, scene, dtype)
 
 
-def _hunted(bug: Any, scene: str, dtype: str) -> Hunted:
+def _hunt_bug(bug: Any, scene: str, dtype: str) -> BugResult:
     case = replace(SCENES[scene].case(), dtype=dtype)
     pool = Mutated(Threads(), bug.id)  # type: ignore[arg-type]
     spec = f"{bug.id} {dtype}"
     try:
         if bug.planning:
             with mutate(bug.id):
-                done = judged(case, pool)
+                result = judge(case, pool)
         else:
-            done = judged(case, pool)
+            result = judge(case, pool)
     except (Refusal, RankDied, Exception) as error:
-        return Hunted(
+        return BugResult(
             spec, scene, 0.0, True, f"{type(error).__name__}: {error}".split("\n")[0][:90]
         )
-    row = done.worst if done.rows else None
-    failing = [one for one in done.rows if not one.ok]
-    times = max((one.error for one in done.rows if one.error == one.error), default=0.0)
-    said = f"{row.kind} {row.name}" if row else ""
-    return Hunted(spec, scene, times, bool(failing), said + "; ".join(done.unsure[:1]))
+    row = result.worst if result.rows else None
+    failing = [bad_row for bad_row in result.rows if not bad_row.ok]
+    times = max(
+        (bad_row.error for bad_row in result.rows if bad_row.error == bad_row.error), default=0.0
+    )
+    message = f"{row.kind} {row.name}" if row else ""
+    return BugResult(spec, scene, times, bool(failing), message + "; ".join(result.unsure[:1]))
 
 
 def main() -> None:
@@ -277,13 +284,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--drawn", type=int, default=3, help="seeds with every draw")
     parser.add_argument("--zoo", nargs="*", help="bugs of the zoo, all if none is named")
-    given = parser.parse_args()
-    if given.zoo is None:
-        calibrate(given.models, given.dtypes, given.seeds, given.drawn)
+    arguments = parser.parse_args()
+    if arguments.zoo is None:
+        print_calibration(arguments.models, arguments.dtypes, arguments.seeds, arguments.drawn)
         return
-    for one in hunted(["float32", "bfloat16"], given.zoo):
+    for bug in hunt_bugs(["float32", "bfloat16"], arguments.zoo):
         print(
-            f"{one.spec:14} {one.scene:24} {one.times:9.3g} {one.found!s:5} {one.said}", flush=True
+            f"{bug.spec:14} {bug.scene:24} {bug.times:9.3g} {bug.found!s:5} {bug.said}", flush=True
         )
 
 

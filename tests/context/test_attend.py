@@ -26,89 +26,94 @@ from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.runtime.scope import Scope, enter_scope
-from tests.attending import (
+from tests.attention_cases import (
     KINDS,
     SIZES,
     Case,
-    attended,
     cases,
-    dense,
+    dense_results,
+    full_tensors,
     groups_of,
-    joined,
-    part,
-    rank,
-    whole,
+    join_results,
+    local_tensors,
+    run_attention,
+    run_rank,
 )
 from tests.engine import Faults, Threads
 
 FIRST = [Case(method, sizes[0]) for method, sizes in SIZES.items()]
 
 
-def agree(case: Case, threads: Threads, block: int = 512) -> None:
-    """Results and gradients are those of dense attention, to 1e-12."""
-    found = joined(case, threads.run(rank, case.ranks, case, block))
-    for one, other in zip(found, dense(case), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+def assert_agrees(case: Case, threads: Threads, block: int = 512) -> None:
+    """Assert that results and gradients equal dense attention to 1e-12."""
+    results = join_results(case, threads.run(run_rank, case.ranks, case, block))
+    for actual, expected in zip(results, dense_results(case), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", SIZES)
 def test_it_is_attention(method: str, kind: str, threads: Threads) -> None:
     """Every method gives dense causal attention and its gradients, for tokens in any layout."""
-    agree(Case(method, SIZES[method][0], kind), threads)
+    assert_agrees(Case(method, SIZES[method][0], kind), threads)
 
 
 @given(case=cases(), block=st.integers(1, 6))
 @settings(max_examples=40, deadline=None)
 def test_any_mask_any_layout(threads: Threads, case: Case, block: int) -> None:
     """Windows, documents, padding, slopes, caps, sinks, given masks, few kv heads, any length."""
-    agree(case, threads, block)
+    assert_agrees(case, threads, block)
 
 
-SHARP = 18.0  # the scale of scores by which most queries see one key
+SHARP = 18.0  # with this scale of scores most queries attend to one key
 
 
-def _single(case: Case) -> list[torch.Tensor]:
+def _float32_attention(case: Case) -> list[torch.Tensor]:
     groups = groups_of(case.sizes)
     layout = SequenceLayout.of_kind(case.kind, case.tokens, case.ranks)
-    mine = {name: t.float() for name, t in part(case, layout, place_of(groups)).items()}
-    leaves = [mine[name].requires_grad_() for name in "qkv"]
-    out = attended(case, mine, groups, layout, 4)
-    return [out.detach(), *torch.autograd.grad(out, leaves, mine["grad"])]
+    local = {name: t.float() for name, t in local_tensors(case, layout, place_of(groups)).items()}
+    leaves = [local[name].requires_grad_() for name in "qkv"]
+    output = run_attention(case, local, groups, layout, 4)
+    return [output.detach(), *torch.autograd.grad(output, leaves, local["grad"])]
 
 
-def _torchs(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
-    made = {name: t.float().to(dtype) for name, t in whole(case).items()}
-    leaves = [made[name].requires_grad_() for name in "qkv"]
-    out = F.scaled_dot_product_attention(*leaves, is_causal=True, scale=case.scale, enable_gqa=True)
-    return [out.detach(), *torch.autograd.grad(out, leaves, made["grad"])]
+def _torch_attention(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
+    tensors = {name: t.float().to(dtype) for name, t in full_tensors(case).items()}
+    leaves = [tensors[name].requires_grad_() for name in "qkv"]
+    output = F.scaled_dot_product_attention(
+        *leaves, is_causal=True, scale=case.scale, enable_gqa=True
+    )
+    return [output.detach(), *torch.autograd.grad(output, leaves, tensors["grad"])]
 
 
 @pytest.mark.parametrize("method", SIZES)
 def test_large_scores_cost_no_precision(method: str, threads: Threads) -> None:
-    """In float32, where one key has nearly all weight, it errs at most twice as much as torch's."""
+    """In float32, where one key has nearly all weight, errors are at most twice torch's."""
     errors = torch.zeros(2, 4, dtype=torch.float64)
     for seed in range(4):
         case = Case(method, SIZES[method][-1], heads=12, widths=(4, 4), scale=SHARP, seed=seed)
-        found = joined(case, threads.run(_single, case.ranks, case)), _torchs(case, torch.float32)
-        for row, tensors in zip(errors, found, strict=True):
-            right = _torchs(case, torch.float64)
-            row += torch.stack([(a - b).norm() / b.norm() for a, b in zip(tensors, right)])
+        schedlang_and_torch = (
+            join_results(case, threads.run(_float32_attention, case.ranks, case)),
+            _torch_attention(case, torch.float32),
+        )
+        for row, tensors in zip(errors, schedlang_and_torch, strict=True):
+            exact = _torch_attention(case, torch.float64)
+            row += torch.stack([(a - b).norm() / b.norm() for a, b in zip(tensors, exact)])
     assert bool((errors[0] <= 2 * errors[1]).all()), errors
 
 
 def test_late_messages_change_nothing() -> None:
-    """Buffers that are written at the last moment, and poisoned before, are waited for."""
+    """Results do not change when messages arrive late and buffers are poisoned before."""
     with Threads(Faults(order=3)) as threads:
         for case in FIRST:
-            agree(case, threads, 4)
+            assert_agrees(case, threads, 4)
 
 
-def _all_ranks() -> list[list[torch.Tensor]]:
-    return [rank(case) for case in _FOUR]
+def _run_cases() -> list[list[torch.Tensor]]:
+    return [run_rank(case) for case in _FOUR_RANKS]
 
 
-_FOUR = [
+_FOUR_RANKS = [
     Case(method, sizes, has=frozenset({"present", "documents"}))
     for method, several in SIZES.items()
     for sizes in several
@@ -118,20 +123,20 @@ _FOUR = [
 
 def test_on_processes(pool: Pool) -> None:
     """The same over gloo."""
-    found = pool.run(_all_ranks, 4)
-    for case, *parts in zip(_FOUR, *found):
-        for one, other in zip(joined(case, parts), dense(case), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    results = pool.run(_run_cases, 4)
+    for case, *parts in zip(_FOUR_RANKS, *results):
+        for actual, expected in zip(join_results(case, parts), dense_results(case), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @given(kind=st.sampled_from(KINDS), ranks=st.integers(1, 6), more=st.integers(0, 20))
 def test_layouts_hold_every_token_once(kind: str, ranks: int, more: int) -> None:
-    """Taking parts and putting them back is nothing; parts differ by two tokens at most."""
+    """Taking and joining parts is the identity; parts differ by at most two tokens."""
     layout = SequenceLayout.of_kind(kind, ranks + more, ranks)
     tokens = torch.arange(ranks + more)[None]
-    parts = [layout.take(tokens, 1, place) for place in range(ranks)]
+    parts = [layout.take(tokens, 1, index) for index in range(ranks)]
     assert layout.concatenate(parts, 1).equal(tokens)
-    assert all(p[0].equal(layout.positions(place)) for place, p in enumerate(parts))
+    assert all(p[0].equal(layout.positions(index)) for index, p in enumerate(parts))
     assert max(layout.counts) - min(layout.counts) <= 2
 
 
@@ -142,15 +147,15 @@ def test_short_sequences_are_refused() -> None:
     assert refused.value.diagnostic.code == "S680"
 
 
-def _undivided() -> str:
+def _ulysses_refusal() -> str:
     case = Case("ulysses", (3,))
     groups, layout = groups_of(case.sizes), SequenceLayout.of_kind("striped", case.tokens, 3)
-    mine = part(case, layout, groups[0].rank)
+    local = local_tensors(case, layout, groups[0].rank)
     with pytest.raises(Refusal) as refused:
         attend(
-            mine["q"],
-            mine["k"],
-            mine["v"],
+            local["q"],
+            local["k"],
+            local["v"],
             AttentionMask(),
             AttentionOptions("ulysses", groups, layout),
         )
@@ -159,9 +164,14 @@ def _undivided() -> str:
 
 def test_heads_that_ulysses_cannot_divide_are_refused(threads: Threads) -> None:
     """The message names the heads, the ranks, the numbers that work, and the ring."""
-    for said in threads.run(_undivided, 3):
-        for words in ("S681", "4 heads between 3 ranks", "2 or 4 ranks", "context_parallel(ring"):
-            assert words in said, said
+    for message in threads.run(_ulysses_refusal, 3):
+        for part_of_it in (
+            "S681",
+            "4 heads between 3 ranks",
+            "2 or 4 ranks",
+            "context_parallel(ring",
+        ):
+            assert part_of_it in message, message
 
 
 # -- dropout ---------------------------------------------------------------------------------------
@@ -169,34 +179,36 @@ def test_heads_that_ulysses_cannot_divide_are_refused(threads: Threads) -> None:
 P = 0.4
 
 
-def _dropped(case: Case) -> list[torch.Tensor]:
+def _attend_with_dropout(case: Case) -> list[torch.Tensor]:
     groups = groups_of(case.sizes)
     layout = SequenceLayout.of_kind(case.kind, case.tokens, case.ranks)
-    mine = part(case, layout, place_of(groups))
-    leaves = [mine[name].requires_grad_() for name in "qkv"]
+    local = local_tensors(case, layout, place_of(groups))
+    leaves = [local[name].requires_grad_() for name in "qkv"]
     draw = LogicalDropout(7)
     with enter_modes(draw), enter_scope(Scope(2, 0, (5, 8))):
         dropout = AttentionDropout.from_logical(P, draw, case.rows, case.heads, case.tokens)
-        way = AttentionOptions(case.method, groups, layout, dropout=dropout, block=4)
-        out = attend(*leaves, AttentionMask(causal=True), way)
-    return [out.detach(), *torch.autograd.grad(out, leaves, mine["grad"])]
+        options = AttentionOptions(case.method, groups, layout, dropout=dropout, block=4)
+        output = attend(*leaves, AttentionMask(causal=True), options)
+    return [output.detach(), *torch.autograd.grad(output, leaves, local["grad"])]
 
 
 @pytest.mark.parametrize("method", SIZES)
 def test_the_same_weights_are_dropped(method: str, threads: Threads) -> None:
-    """Logical dropout drops what it would in torch's attention over the whole sequence."""
+    """Logical dropout drops the same weights as in torch's attention over the full sequence."""
     case = Case(method, SIZES[method][-1], "zigzag", heads=12)
-    made = whole(case)
-    leaves = [made[name].requires_grad_() for name in "qkv"]
+    tensors = full_tensors(case)
+    leaves = [tensors[name].requires_grad_() for name in "qkv"]
     with enter_modes(LogicalDropout(7)), enter_scope(Scope(2, 0, (5, 8))):
-        out = F.scaled_dot_product_attention(*leaves, None, P, is_causal=True, enable_gqa=True)
-    expected = [out.detach(), *torch.autograd.grad(out, leaves, made["grad"])]
-    for one, other in zip(joined(case, threads.run(_dropped, case.ranks, case)), expected):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        output = F.scaled_dot_product_attention(*leaves, None, P, is_causal=True, enable_gqa=True)
+    expected = [output.detach(), *torch.autograd.grad(output, leaves, tensors["grad"])]
+    for actual, expected_tensor in zip(
+        join_results(case, threads.run(_attend_with_dropout, case.ranks, case)), expected
+    ):
+        torch.testing.assert_close(actual, expected_tensor, rtol=1e-12, atol=1e-12)
 
 
 def test_fresh_dropout_drops_as_often_as_it_says() -> None:
-    """A share of p is dropped, the rest scaled; another draw drops others."""
+    """A share of p is dropped, the rest is scaled; another draw drops other weights."""
     torch.manual_seed(1)
     drops = [AttentionDropout.from_generator(P, 2, 3, 64) for _ in range(2)]
     first, second = (d.factor(range(64), range(64), torch.ones(1)) for d in drops)
@@ -206,31 +218,36 @@ def test_fresh_dropout_drops_as_often_as_it_says() -> None:
     assert not first.equal(second) and not first[0].equal(first[1])
 
 
-def _blind(case: Case) -> list[torch.Tensor]:
+def _attend_lse(case: Case) -> list[torch.Tensor]:
     groups = groups_of(case.sizes)
     layout = SequenceLayout.of_kind(case.kind, case.tokens, case.ranks)
-    mine = part(case, layout, place_of(groups))
-    leaves = [mine[name].requires_grad_() for name in "qkv"]
-    mask = AttentionMask(causal=True, present=mine["present"])
-    out, lse = attend_lse(*leaves, mask, AttentionOptions(case.method, groups, layout))
-    assert bool((out.detach()[lse.isneginf()] == 0).all())
+    local = local_tensors(case, layout, place_of(groups))
+    leaves = [local[name].requires_grad_() for name in "qkv"]
+    mask = AttentionMask(causal=True, present=local["present"])
+    output, lse = attend_lse(*leaves, mask, AttentionOptions(case.method, groups, layout))
+    assert bool((output.detach()[lse.isneginf()] == 0).all())
     scored = lse.masked_fill(lse.isneginf(), 0)
-    grads = torch.autograd.grad((scored * mine["grad"][..., 0]).sum(), leaves[:2])
+    grads = torch.autograd.grad((scored * local["grad"][..., 0]).sum(), leaves[:2])
     return [lse.detach(), *grads]
 
 
 @pytest.mark.parametrize("method", SIZES)
 def test_the_sum_of_exponents_is_given_too(method: str, threads: Threads) -> None:
-    """Each query's log-sum-exp, with its gradient; -inf, and a result of 0, where it sees none."""
+    """Each query's log-sum-exp and its gradient; -inf and a result of 0 where no key is visible."""
     case = Case(method, SIZES[method][-1], heads=12, has=frozenset({"present"}), seed=1)
-    made = whole(case)
-    q, k = (made[name].requires_grad_() for name in "qk")
+    tensors = full_tensors(case)
+    q, k = (tensors[name].requires_grad_() for name in "qk")
     scores = q @ k.repeat_interleave(6, 1).mT / 5**0.5
-    hidden = torch.ones(13, 13, dtype=torch.bool).triu(1) | ~made["present"][:, None, None]
+    hidden = torch.ones(13, 13, dtype=torch.bool).triu(1) | ~tensors["present"][:, None, None]
     lse = scores.masked_fill(hidden, -math.inf).logsumexp(-1)
     assert lse.isneginf().any()
     scored = lse.masked_fill(lse.isneginf(), 0)
-    expected = [lse.detach(), *torch.autograd.grad((scored * made["grad"][..., 0]).sum(), [q, k])]
+    expected = [
+        lse.detach(),
+        *torch.autograd.grad((scored * tensors["grad"][..., 0]).sum(), [q, k]),
+    ]
     layout = SequenceLayout.of_kind(case.kind, case.tokens, case.ranks)
-    for parts, other in zip(zip(*threads.run(_blind, case.ranks, case)), expected):
-        torch.testing.assert_close(layout.concatenate(parts, 2), other, rtol=1e-12, atol=1e-12)
+    for parts, expected_tensor in zip(zip(*threads.run(_attend_lse, case.ranks, case)), expected):
+        torch.testing.assert_close(
+            layout.concatenate(parts, 2), expected_tensor, rtol=1e-12, atol=1e-12
+        )

@@ -1,4 +1,4 @@
-"""Distributed attention with one mistake in it is found by comparison with dense attention."""
+"""Mutation tests: mistakes in distributed attention show in the comparison with dense attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from schedlang.runtime.context_parallel.attention import count_head_copies
 from schedlang.runtime.context_parallel.local_attention import BlockwiseForward
 from schedlang.runtime.context_parallel.ring import NestedRing
 from schedlang.runtime.context_parallel.token_layout import PositionMask
-from tests.attending import Case, dense, joined, rank
+from tests.attention_cases import Case, dense_results, join_results, run_rank
 from tests.engine import Faults, Threads
 
 Change = tuple[Any, str, Callable[..., Any]]
@@ -31,18 +31,18 @@ CASES = [
 ]
 
 
-def _merged_without_rescaling(self: BlockwiseForward, rows: slice, out: Any, lse: Any) -> None:
+def _merge_unscaled(self: BlockwiseForward, rows: slice, out: Any, lse: Any) -> None:
     self.out[:, :, rows] += out
     self.lse[:, :, rows] = torch.logaddexp(self.lse[:, :, rows], lse)
 
 
-def _merged_by_the_larger(self: BlockwiseForward, rows: slice, out: Any, lse: Any) -> None:
+def _merge_by_larger(self: BlockwiseForward, rows: slice, out: Any, lse: Any) -> None:
     larger = lse > self.lse[:, :, rows]
     self.out[:, :, rows] = torch.where(larger[..., None], out, self.out[:, :, rows])
     self.lse[:, :, rows] = torch.maximum(self.lse[:, :, rows], lse)
 
 
-def _gradients_stay(self: NestedRing, prefix: Any, packet: Any, contribute: Any) -> Any:
+def _keep_gradients(self: NestedRing, prefix: Any, packet: Any, contribute: Any) -> Any:
     if len(prefix) == len(self.groups):
         return contribute(self.origin(prefix), packet)
     parts = []
@@ -54,7 +54,7 @@ def _gradients_stay(self: NestedRing, prefix: Any, packet: Any, contribute: Any)
 
 
 _back, _last, _origin = NestedRing._back, NestedRing.last_step, NestedRing.origin
-_near, _shift, _scores, _times = (
+_block, _shift, _scores, _times = (
     PositionMask.block,
     ring.start_shift,
     local_attention._scores,
@@ -63,19 +63,19 @@ _near, _shift, _scores, _times = (
 _places, _of_heads = attention._find_order, token_layout.AttentionDropout.of_heads
 
 
-def _sees_more(self: PositionMask, *args: Any) -> Any:
-    return _near(replace(self, ahead=None if self.ahead is None else self.ahead + 1), *args)
+def _see_more(self: PositionMask, *args: Any) -> Any:
+    return _block(replace(self, ahead=None if self.ahead is None else self.ahead + 1), *args)
 
 
-def _sees_less(self: PositionMask, *args: Any) -> Any:
-    return _near(replace(self, back=None if not self.back else self.back - 1), *args)
+def _see_less(self: PositionMask, *args: Any) -> Any:
+    return _block(replace(self, back=None if not self.back else self.back - 1), *args)
 
 
-def _ends_early(self: NestedRing, prefix: Any) -> int:
+def _end_early(self: NestedRing, prefix: Any) -> int:
     return max(0, _last(self, prefix) - 1)
 
 
-def _too_far(self: ring.TeamRing, step: int) -> int:
+def _one_too_far(self: ring.TeamRing, step: int) -> int:
     return (self.ring.rank - step - (self.share.start if step else 0)) % self.ring.size
 
 
@@ -83,18 +83,18 @@ MUTANTS: dict[str, Change] = {
     "partial results are added without rescaling": (
         BlockwiseForward,
         "_merge",
-        _merged_without_rescaling,
+        _merge_unscaled,
     ),
-    "the block with the larger scores wins": (BlockwiseForward, "_merge", _merged_by_the_larger),
-    "gradients of keys stay where they were made": (NestedRing, "_back", _gradients_stay),
-    "a ring ends a step early": (NestedRing, "last_step", _ends_early),
+    "the block with the larger scores wins": (BlockwiseForward, "_merge", _merge_by_larger),
+    "gradients of keys stay where they were made": (NestedRing, "_back", _keep_gradients),
+    "a ring ends a step early": (NestedRing, "last_step", _end_early),
     "a packet is taken for the next one": (
         NestedRing,
         "origin",
         lambda self, steps: (_origin(self, steps) + 1) % len(self.layout.runs),
     ),
-    "a query sees one key too many": (PositionMask, "block", _sees_more),
-    "a window is a token too short": (PositionMask, "block", _sees_less),
+    "a query sees one key too many": (PositionMask, "block", _see_more),
+    "a window is a token too short": (PositionMask, "block", _see_less),
     "a block that sees a little is left out": (
         PositionMask,
         "hides_all",
@@ -132,28 +132,28 @@ MUTANTS: dict[str, Change] = {
         "softmax_shares",
         lambda lse: torch.ones_like(lse),
     ),
-    "a share of the steps begins one team too far": (ring.TeamRing, "origin", _too_far),
+    "a share of the steps begins one team too far": (ring.TeamRing, "origin", _one_too_far),
     "nothing that arrives is waited for": (ring.PendingPacket, "wait", lambda self: self.packet),
 }
 
 
-def wrong(case: Case, threads: Threads) -> bool:
-    """Whether the ranks compute something else than dense attention."""
-    found = joined(case, threads.run(rank, case.ranks, case, 3))
-    pairs = zip(found, dense(case), strict=True)
+def differs_from_dense(case: Case, threads: Threads) -> bool:
+    """Whether the ranks' results differ from dense attention."""
+    results = join_results(case, threads.run(run_rank, case.ranks, case, 3))
+    pairs = zip(results, dense_results(case), strict=True)
     return not all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in pairs)
 
 
 @pytest.fixture(scope="module")
 def late() -> Any:
-    """Ranks whose messages arrive at the last moment."""
+    """Ranks whose messages arrive late."""
     with Threads(Faults()) as threads:
         yield threads
 
 
 def test_without_a_mistake_nothing_is_found(late: Threads) -> None:
-    """The cases by which mistakes are found hold."""
-    assert not any(wrong(case, late) for case in CASES)
+    """Without a mutation all cases equal dense attention."""
+    assert not any(differs_from_dense(case, late) for case in CASES)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -163,6 +163,6 @@ def test_a_mistake_is_found(name: str, late: Threads, monkeypatch: pytest.Monkey
     monkeypatch.setattr(owner, attribute, instead)
     token_layout.needed_steps.cache_clear()
     try:
-        assert any(wrong(case, late) for case in CASES)
+        assert any(differs_from_dense(case, late) for case in CASES)
     finally:
         token_layout.needed_steps.cache_clear()

@@ -1,4 +1,4 @@
-"""Sequences split over ranks: unmodified models train as they do alone, or are refused by name."""
+"""Context parallelism: unmodified models train as they do alone, or are refused by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,15 @@ from schedlang.runtime.context_parallel.local_tokens import TokenSplit
 from tests import models
 from tests.causal import Causal, Mixer
 from tests.engine.threads import Threads
-from tests.proofs import adamw, assert_near, planned, refused, sequential, static_holds, steps
+from tests.proofs import (
+    adamw,
+    assert_near,
+    make_plan,
+    refusal_text,
+    static_holds,
+    train_sequential,
+    train_steps,
+)
 from tests.properties.engine import check
 from tests.properties.models import Block, Config
 from tests.properties.schedules import Drawn, context_parallel
@@ -40,16 +48,24 @@ def batches(mask: bool = True) -> list[dict[str, Tensor]]:
     return [models.tokens(5, 11, mask, 1), models.tokens(4, 8, mask, 2)]
 
 
-def same(threads: Threads, plan: Plan, model: Any, given: Any, **options: Any) -> None:
-    """Steps of AdamW: losses, gradients, norms, parameters and state are the plain loop's."""
+def assert_same_training(
+    threads: Threads, plan: Plan, model: Any, given: Any, **options: Any
+) -> None:
+    """Assert that steps of AdamW equal the plain loop's: losses, gradients, norms, state."""
     options = {"seed": SEED, **options}
-    found = threads.run(steps, plan.mesh.world, plan, tuple(given), adamw, None, options)[0]
-    assert_near(found, sequential(model, given, adamw, loss=options.get("loss"), seed=SEED))
+    observed = threads.run(train_steps, plan.mesh.world, plan, tuple(given), adamw, None, options)[
+        0
+    ]
+    assert_near(
+        observed, train_sequential(model, given, adamw, loss=options.get("loss"), seed=SEED)
+    )
 
 
-def tokens_of(model: nn.Module, row: str, batch: Any, mesh: str = "cp=2", loss: Any = None) -> Any:
-    """How the probe finds that a model runs."""
-    return prepare(planned(model, row, mesh), batch, loss).tokens
+def token_split(
+    model: nn.Module, row: str, batch: Any, mesh: str = "cp=2", loss: Any = None
+) -> Any:
+    """The split of tokens that the probe finds for a model."""
+    return prepare(make_plan(model, row, mesh), batch, loss).tokens
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
@@ -117,39 +133,39 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_alone(name: str, threads: Threads) -> None:
-    """Eleven tokens on two to four ranks, padded rows: everything is the plain loop's."""
+    """Eleven tokens on two to four ranks, padded rows: training equals the plain loop."""
     make, rows, mesh = CASES[name]
     model = make()
-    same(threads, planned(model, rows, mesh), model, batches())
+    assert_same_training(threads, make_plan(model, rows, mesh), model, batches())
 
 
 @pytest.mark.parametrize("positions", ["arange", "table"])
 def test_a_model_of_ones_own(positions: str, threads: Threads) -> None:
-    """Positions by shapes, labels cut by one, dropout: its lines count the tokens of the rank."""
+    """A user's model with positions from shapes, shifted labels and dropout."""
     model = Causal(positions=positions, dropout=0.2, layers=2)
     row = OWN.format("ring, over=cp, layout=zigzag")
-    same(threads, planned(model, row, "cp=2"), model, batches(mask=False))
+    assert_same_training(threads, make_plan(model, row, "cp=2"), model, batches(mask=False))
 
 
 def test_a_model_that_sees_both_ways(threads: Threads) -> None:
-    """Attention without a mask meets all keys, whatever stands before them."""
+    """Bidirectional attention sees all keys in any layout."""
     model = Causal("full", shift=False, layers=2)
-    plan = planned(model, OWN.format("ulysses, over=cp, layout=striped"), "cp=2")
-    same(threads, plan, model, batches(mask=False))
+    plan = make_plan(model, OWN.format("ulysses, over=cp, layout=striped"), "cp=2")
+    assert_same_training(threads, plan, model, batches(mask=False))
 
 
 def test_packed_documents(threads: Threads) -> None:
-    """Positions that start anew keep documents apart, also where a rank has parts of several."""
+    """Positions that restart separate documents, also if a rank has parts of several."""
     model = models.llama(2)
     model.config.use_cache = False
-    given = []
+    packed = []
     for batch in batches(mask=False):
         length = batch["input_ids"].shape[1]
         places = torch.cat([torch.arange(5), torch.arange(length - 5)])
-        given.append(batch | {"position_ids": places.expand(len(batch["labels"]), -1)})
+        packed.append(batch | {"position_ids": places.expand(len(batch["labels"]), -1)})
     row = LLAMA.format("ring, over=cp, layout=zigzag")
-    assert tokens_of(model, row, given[0]).documents
-    same(threads, planned(model, row, "cp=2"), model, given)
+    assert token_split(model, row, packed[0]).documents
+    assert_same_training(threads, make_plan(model, row, "cp=2"), model, packed)
 
 
 def test_a_mean_over_tokens_without_labels(threads: Threads) -> None:
@@ -175,11 +191,11 @@ def cut_by_one(output: Tensor, batch: Any) -> Tensor:
 def test_a_loss_of_the_users_own(threads: Threads) -> None:
     """A loss beside the model, which cuts logits and labels by one, counts each label once."""
     model = Logits(layers=2)
-    plan = planned(model, OWN.format("ring, over=cp, layout=zigzag"), "cp=2")
-    same(threads, plan, model, batches(mask=False), loss=cut_by_one)
+    plan = make_plan(model, OWN.format("ring, over=cp, layout=zigzag"), "cp=2")
+    assert_same_training(threads, plan, model, batches(mask=False), loss=cut_by_one)
 
 
-def evaluated(plan: Plan, batch: Any) -> Any:
+def run_eval(plan: Plan, batch: Any) -> Any:
     """On a rank: what the program gives for a batch."""
     program = build(plan, batch)
     return program.eval_step(batch).logits, program.train_step(batch)
@@ -188,20 +204,20 @@ def evaluated(plan: Plan, batch: Any) -> Any:
 def test_outputs_are_in_order(threads: Threads) -> None:
     """Logits of all tokens stand where they do alone, on every rank, and so does the loss."""
     model, batch = models.llama(2), batches()[0]
-    plan = planned(model, LLAMA.format("ring, over=cp, layout=striped"), "cp=3")
+    plan = make_plan(model, LLAMA.format("ring, over=cp, layout=striped"), "cp=3")
     with torch.no_grad():
-        alone = model(**batch)
-    for logits, loss in threads.run(evaluated, 3, plan, batch):
-        seen = batch["attention_mask"].bool()
-        assert torch.allclose(logits[seen], alone.logits[seen], rtol=1e-12)
-        assert torch.allclose(loss, alone.loss.to(loss.dtype))
+        expected = model(**batch)
+    for logits, loss in threads.run(run_eval, 3, plan, batch):
+        present = batch["attention_mask"].bool()
+        assert torch.allclose(logits[present], expected.logits[present], rtol=1e-12)
+        assert torch.allclose(loss, expected.loss.to(loss.dtype))
 
 
 @pytest.mark.parametrize("name", ["llama, heads split", "llama, pipeline"])
 def test_the_static_proofs_hold(name: str) -> None:
     """Sums, types, weights and messages of every rank are proven without running one."""
     _, rows, mesh = CASES[name]
-    static_holds(planned(models.llama(2), rows, mesh), batches()[0])
+    static_holds(make_plan(models.llama(2), rows, mesh), batches()[0])
 
 
 # -- refusals ------------------------------------------------------------------------------------
@@ -259,12 +275,12 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_mixes_tokens_elsewhere_is_named(name: str) -> None:
-    """The refusal names the first module that computes a token differently, and the row."""
-    make, code, wanted = REFUSED[name]
+    """The refusal names the row, and the first module that mixes tokens."""
+    make, code, expected_text = REFUSED[name]
     with pytest.raises(Refusal) as error:
-        tokens_of(make(), OWN.format("ring, over=cp, layout=zigzag"), models.tokens(3, 9, False))
-    said = error.value.render()
-    assert code in said and wanted in said and "rows.sched" in said, said
+        token_split(make(), OWN.format("ring, over=cp, layout=zigzag"), models.tokens(3, 9, False))
+    message = error.value.render()
+    assert code in message and expected_text in message and "rows.sched" in message, message
 
 
 class Plain(Causal):
@@ -278,16 +294,16 @@ class Plain(Causal):
         return logits
 
 
-def _next(logits: Tensor, batch: Any) -> Tensor:
+def next_token_loss(logits: Tensor, batch: Any) -> Tensor:
     """Cross-entropy of the next token of the input."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
 
 
 def test_labels_that_are_the_input() -> None:
-    """They would move in the input, too: it is said which key the batch lacks."""
+    """A loss that takes its labels from the input is refused, with the key that the batch needs."""
     batch = {"input_ids": models.tokens(3, 9, False)["input_ids"]}
     with pytest.raises(Refusal) as error:
-        tokens_of(Plain(layers=2), OWN.format("gather, over=cp"), batch, loss=_next)
+        token_split(Plain(layers=2), OWN.format("gather, over=cp"), batch, loss=next_token_loss)
     assert error.value.diagnostic.code == "S659"
     assert error.value.diagnostic.helps == (
         'let the batch have both: `{"input_ids": ids, "labels": ids}`',
@@ -297,14 +313,16 @@ def test_labels_that_are_the_input() -> None:
 @pytest.mark.parametrize("rowed", [(0, 1, 2), (1, 2, 3), (0, 1, 3), (1,), (3,)], ids=str)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_attentions_without_rows_are_named(rowed: tuple[int, ...], dropout: float) -> None:
-    """They would see the keys of one rank alone, wherever they stand among alike blocks."""
+    """An attention without a row would see the keys of one rank only: refused by name."""
     rows = "\n".join(f"blocks.{k}  context_parallel(ring, over=cp)" for k in rowed)
     batch = models.tokens(3, 9, False)
     with pytest.raises(Refusal) as error:
-        tokens_of(Causal(dropout=dropout), rows, batch)
-    said = error.value.render()
-    first = min({0, 1, 2, 3} - {*rowed})
-    assert "S659" in said and f"`blocks.{first}" in said and "rows.sched" in said, said
+        token_split(Causal(dropout=dropout), rows, batch)
+    message = error.value.render()
+    missing = min({0, 1, 2, 3} - {*rowed})
+    assert "S659" in message and f"`blocks.{missing}" in message and "rows.sched" in message, (
+        message
+    )
 
 
 class Pictures(nn.Module):
@@ -333,37 +351,44 @@ class Sounds(Pictures):
 
 
 def test_tokens_that_arise_inside() -> None:
-    """Images have none to split: the refusal says what else may be split, as rows."""
+    """Images have no tokens to split: the refusal offers rows that split something else."""
     batch = {"pixel_values": torch.randn(4, 3, 8, 8).double(), "labels": torch.arange(4)}
     with pytest.raises(Refusal) as error:
-        tokens_of(Pictures(), OWN.format("ring, over=cp"), batch)
-    said = error.value.render()
-    for words in ("S674", "`pixel_values` is [4, 3, 8, 8]", "zero(stage=0, over=cp)", "rows.sched"):
-        assert words in said, said
+        token_split(Pictures(), OWN.format("ring, over=cp"), batch)
+    message = error.value.render()
+    for expected_text in (
+        "S674",
+        "`pixel_values` is [4, 3, 8, 8]",
+        "zero(stage=0, over=cp)",
+        "rows.sched",
+    ):
+        assert expected_text in message, message
 
 
 def test_a_convolution_in_front() -> None:
-    """The refusal names the convolution behind which tokens are others, not a count of channels."""
+    """The refusal names the convolution that mixes neighbouring tokens."""
     batch = {"pixel_values": torch.randn(4, 4, 12).double(), "labels": torch.arange(4)}
     with pytest.raises(Refusal) as error:
-        tokens_of(Sounds(), OWN.format("ring, over=cp"), batch)
-    said = error.value.render()
-    assert "S659" in said and "`patches` is a `Conv1d`: it mixes neighbouring" in said, said
+        token_split(Sounds(), OWN.format("ring, over=cp"), batch)
+    message = error.value.render()
+    assert "S659" in message and "`patches` is a `Conv1d`: it mixes neighbouring" in message, (
+        message
+    )
 
 
 def test_an_attention_without_a_row() -> None:
-    """One attention that nobody named would see its own rank's keys only."""
+    """One attention without a row is refused by name."""
     row = LLAMA.format("gather, over=cp").replace("*", "0")
     with pytest.raises(Refusal, match="`model.layers.1.self_attn` is an attention that no"):
-        tokens_of(models.llama(2), row, models.tokens(3, 9))
+        token_split(models.llama(2), row, models.tokens(3, 9))
 
 
 def test_masks_of_queries_and_keys() -> None:
-    """A mask of the whole sequence times itself is refused, with the form that is legal."""
+    """A mask of [queries, keys] is refused, with the legal form."""
     batch = models.tokens(3, 9, mask=False)
     batch["attention_mask"] = torch.zeros(3, 1, 9, 9, dtype=torch.float64)
     with pytest.raises(Refusal, match="S656.*attention_mask|attention_mask.*tokens"):
-        tokens_of(models.llama(2), LLAMA.format("gather, over=cp"), batch)
+        token_split(models.llama(2), LLAMA.format("gather, over=cp"), batch)
 
 
 TWICE = LLAMA.format("ring, over=cp") + "\n"
@@ -387,16 +412,16 @@ ROWS = {
 def test_rows_that_do_not_fit(name: str) -> None:
     """Axes with other work, two ways to split, methods of two levels over one."""
     rows, mesh, code = ROWS[name]
-    assert code in refused(models.llama(2), rows, mesh)
+    assert code in refusal_text(models.llama(2), rows, mesh)
 
 
 def test_slices_of_split_sequences() -> None:
-    """A pipeline that cuts sequences one after the other leaves nothing to split over ranks."""
+    """Pipeline slices and context parallelism together are refused."""
     rows = LLAMA.format("ring, over=cp") + (
         '\nmodel.layers  pipeline_split(over=pp)\npipeline(order="Seq1F1B", micro=2, slices=2)'
     )
     with pytest.raises(Refusal, match="S662|and into slices as well"):
-        prepare(planned(models.llama(2), rows, "cp=2, pp=2"), models.tokens(4, 12))
+        prepare(make_plan(models.llama(2), rows, "cp=2, pp=2"), models.tokens(4, 12))
 
 
 def test_modules_on_different_axes() -> None:
@@ -404,34 +429,34 @@ def test_modules_on_different_axes() -> None:
     rows = LLAMA.format("ring, over=a").replace("*", "0") + "\n"
     rows += LLAMA.format("ring, over=b").replace("*", "1")
     with pytest.raises(Refusal, match="does not attend to the keys of all ranks"):
-        prepare(planned(models.llama(2), rows, "a=2, b=2"), models.tokens(4, 12))
+        prepare(make_plan(models.llama(2), rows, "a=2, b=2"), models.tokens(4, 12))
 
 
 def test_too_few_tokens() -> None:
     """Every rank needs a token."""
     with pytest.raises(Refusal, match="S680|tokens"):
-        tokens_of(models.llama(2), LLAMA.format("ring, over=cp"), models.tokens(4, 3), "cp=4")
+        token_split(models.llama(2), LLAMA.format("ring, over=cp"), models.tokens(4, 3), "cp=4")
 
 
 def test_a_wrong_way_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without positions a model differs when it is tried; alone it does not: the way is wrong."""
-    way = TokenSplit("contiguous", 2, labels="labels", shift="given")
-    monkeypatch.setattr(probe, "list_candidates", lambda trial, kind, ranks: [way])
+    """A wrong split is an error of schedlang: the model differs in the trial, but not alone."""
+    wrong_split = TokenSplit("contiguous", 2, labels="labels", shift="given")
+    monkeypatch.setattr(probe, "list_candidates", lambda trial, kind, ranks: [wrong_split])
     with pytest.raises(OwnError, match="computes a token differently"):
-        tokens_of(models.llama(2), LLAMA.format("gather, over=cp"), models.tokens(3, 9))
+        token_split(models.llama(2), LLAMA.format("gather, over=cp"), models.tokens(3, 9))
 
 
-def bare(plan: Plan, batch: Any) -> str:
-    """On a rank: the message of whoever asks for the plain module."""
+def module_refusal(plan: Plan, batch: Any) -> str:
+    """On a rank: the refusal of `program.module`."""
     with pytest.raises(Refusal) as error:
         _ = build(plan, batch).module
     return error.value.render()
 
 
 def test_no_module_of_its_own(threads: Threads) -> None:
-    """A loop of the user's would give every rank all tokens: it is told what to use instead."""
-    plan = planned(models.llama(1), LLAMA.format("gather, over=cp"), "cp=2")
-    said = threads.run(bare, 2, plan, batches()[0])[0]
-    assert "S617" in said and "train_step" in said
-    alone = planned(models.llama(1), LLAMA.format("gather, over=cp"), "cp=1")
-    assert build(alone, batches()[0]).module is not None
+    """`program.module` is refused, since a user's loop would give every rank all tokens."""
+    plan = make_plan(models.llama(1), LLAMA.format("gather, over=cp"), "cp=2")
+    message = threads.run(module_refusal, 2, plan, batches()[0])[0]
+    assert "S617" in message and "train_step" in message
+    plan_of_one = make_plan(models.llama(1), LLAMA.format("gather, over=cp"), "cp=1")
+    assert build(plan_of_one, batches()[0]).module is not None

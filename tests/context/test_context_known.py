@@ -1,4 +1,4 @@
-"""Biases and positions that a model makes of the whole sequence: right on every rank."""
+"""Context parallelism of models that compute biases and positions of the full sequence."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from schedlang.passes.simulate.traffic import list_collectives
 from schedlang.runtime.batch import Batch
 from tests import models
 from tests.causal import Causal
-from tests.context.test_context import batches, same
+from tests.context.test_context import assert_same_training, batches
 from tests.engine.threads import Threads
 from tests.models import bloom
-from tests.proofs import planned, static_holds
+from tests.proofs import make_plan, static_holds
 
 BLOOM = "transformer.h.*.self_attention  context_parallel({})"
 MPT = "transformer.blocks.*.attn  context_parallel({})"
@@ -110,16 +110,16 @@ QUICK = ("bloom with dropout, zigzag ring", "mpt, ulysses", "t5, zigzag ring", "
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.deep) for name in CASES],
 )
 def test_it_trains_as_alone(name: str, threads: Threads) -> None:
-    """Eleven and eight tokens, padded rows: losses, gradients, state are the plain loop's."""
+    """Eleven and eight tokens, padded rows: training equals the plain loop."""
     make, rows, mesh = CASES[name]
     model = make()
-    given = batches()
+    batches_given = batches()
     if "roberta" in name:  # words that are padding have no position of their own
-        given = [
+        batches_given = [
             b | {"input_ids": b["input_ids"].masked_fill(b["attention_mask"] == 0, 1)}
-            for b in given
+            for b in batches_given
         ]
-    same(threads, planned(model, rows, mesh), model, given)
+    assert_same_training(threads, make_plan(model, rows, mesh), model, batches_given)
 
 
 TP = """
@@ -133,31 +133,34 @@ def test_a_bias_of_some_heads(threads: Threads) -> None:
     keys of all tokens."""
     model = bloom()
     rows = TP.format(BLOOM.format(RING)).strip().replace("\n", "\n  ")
-    same(threads, planned(model, rows, "tp=2, cp=2"), model, batches())
+    assert_same_training(threads, make_plan(model, rows, "tp=2, cp=2"), model, batches())
 
 
 @pytest.mark.parametrize("name", ["products", "counted"])
 def test_a_model_of_ones_own(name: str, threads: Threads) -> None:
-    """Attention by products under a table, and positions summed up: no line of it is changed."""
-    own = {
+    """A user's model with attention by products, and one with positions by a cumulative sum."""
+    models_by_name = {
         "products": Causal("products", layers=2),
         "counted": Causal(positions="counted", layers=2),
     }
-    model = own[name]
-    same(threads, planned(model, OWN.format(RING), "cp=2"), model, batches(mask=False))
+    model = models_by_name[name]
+    assert_same_training(
+        threads, make_plan(model, OWN.format(RING), "cp=2"), model, batches(mask=False)
+    )
 
 
 @pytest.mark.deep
 def test_without_a_mask(threads: Threads) -> None:
     """Bloom counts its keys by shapes where it is given no mask."""
     model = bloom()
-    same(threads, planned(model, BLOOM.format(RING), "cp=2"), model, batches(mask=False))
+    assert_same_training(
+        threads, make_plan(model, BLOOM.format(RING), "cp=2"), model, batches(mask=False)
+    )
 
 
 @pytest.mark.parametrize("buffer", [False, True])
 def test_a_model_without_values_is_proposed_for(buffer: bool) -> None:
-    """Scores are followed where a proposal is counted: there the model is not tried, for it has
-    no values; its buffers may have none either."""
+    """`propose` follows the scores of a model without values (on meta), with or without buffers."""
     model = bloom().to("meta")
     if buffer:
         model.register_buffer("turns", torch.ones(3, device="meta"), persistent=False)
@@ -166,15 +169,15 @@ def test_a_model_without_values_is_proposed_for(buffer: bool) -> None:
 
 
 def test_a_model_without_values_takes_the_next_ranks_label() -> None:
-    """With a loss function labels are moved, and the head gives one row more for them: where a
-    plan is counted without values, too, what is sent and held is what it is with values."""
-    given, told = models.tokens(), []
+    """With a loss function labels are shifted across ranks: a plan without values counts the same
+    messages and memory as one with values."""
+    token_batch, results = models.tokens(), []
     for model in (models.llama(layers=1), models.llama(layers=1).to("meta")):
-        plan = planned(model, "model.layers.*.self_attn  context_parallel(ring, over=cp)", "cp=2")
-        found = account(plan, given, lambda output, batch: output.loss, memory=True)
-        assert found.memory is not None, found.notes
-        told.append((found.collectives, [one.peak for one in found.memory]))
-    assert told[0] == told[1]
+        plan = make_plan(model, "model.layers.*.self_attn  context_parallel(ring, over=cp)", "cp=2")
+        costs = account(plan, token_batch, lambda output, batch: output.loss, memory=True)
+        assert costs.memory is not None, costs.notes
+        results.append((costs.collectives, [rank_memory.peak for rank_memory in costs.memory]))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("make, row", [(bloom, BLOOM), (mpt, MPT)])
@@ -183,21 +186,23 @@ def test_biases_send_nothing(make: Callable[[], nn.Module], row: str) -> None:
 
     2 · rows · tokens · width numbers each way (Llama 3, 2024).
     """
-    model, given = make(), batches(mask=False)[0]
-    plan = planned(model, row.format("gather, over=cp"), "cp=2")
-    ready = prepare(plan, given)
-    found = list_collectives(plan, ready, given)
-    sent = [one for one in found if one.what.startswith("keys and values")]
-    rows, length = given["input_ids"].shape
+    model, batch = make(), batches(mask=False)[0]
+    plan = make_plan(model, row.format("gather, over=cp"), "cp=2")
+    ready = prepare(plan, batch)
+    collectives = list_collectives(plan, ready, batch)
+    key_messages = [
+        collective for collective in collectives if collective.what.startswith("keys and values")
+    ]
+    rows, length = batch["input_ids"].shape
     width = model.config.hidden_size
     padded = 2 * (length - length // 2)  # parts are as large as the largest one
-    assert {one.kind for one in sent} == {"all-gather", "reduce-scatter"}
-    assert {one.bytes for one in sent} == {2 * rows * padded * width * 8}
+    assert {collective.kind for collective in key_messages} == {"all-gather", "reduce-scatter"}
+    assert {collective.bytes for collective in key_messages} == {2 * rows * padded * width * 8}
 
 
 def test_the_static_proofs_hold() -> None:
     """Sums, types, weights and messages of Bloom's ring are proven without running a rank."""
-    static_holds(planned(bloom(), BLOOM.format(RING), "cp=2"), batches()[0])
+    static_holds(make_plan(bloom(), BLOOM.format(RING), "cp=2"), batches()[0])
 
 
 class Squared(nn.Module):
@@ -209,15 +214,17 @@ class Squared(nn.Module):
 
 
 def test_scores_that_are_not_followed() -> None:
-    """What is done to scores and is not known is refused by its name, not left out."""
+    """An unknown operation on scores is refused by its name."""
     model = Causal(layers=1)
     model.blocks[0] = Squared().double()
     with pytest.raises(Refusal) as error:
-        prepare(planned(model, OWN.format(RING), "cp=2"), batches(mask=False)[0])
-    said = error.value.render()
-    assert "S661" in said and "`__mul__` on its scores is not supported" in said, said
-    line = next(k for k, one in enumerate(SOURCE.splitlines(), 1) if "scores * scores" in one)
-    assert f"at test_context_known.py:{line}" in said, said
+        prepare(make_plan(model, OWN.format(RING), "cp=2"), batches(mask=False)[0])
+    message = error.value.render()
+    assert "S661" in message and "`__mul__` on its scores is not supported" in message, message
+    line = next(
+        k for k, line_text in enumerate(SOURCE.splitlines(), 1) if "scores * scores" in line_text
+    )
+    assert f"at test_context_known.py:{line}" in message, message
 
 
 class Turning(nn.Module):
@@ -230,27 +237,27 @@ class Turning(nn.Module):
         return x + scores.softmax(-1) @ x
 
 
-def _refused_later(plan: Plan, first: Batch, later: Batch) -> str:
-    """What a rank says of a batch on which its program does other things than at build."""
-    program = build(plan, first)
-    program.train_step(first)
+def _later_refusal(plan: Plan, build_batch: Batch, later_batch: Batch) -> str:
+    """On a rank: the refusal of a batch for which the model behaves differently than at build."""
+    program = build(plan, build_batch)
+    program.train_step(build_batch)
     try:
-        program.train_step(later)
+        program.train_step(later_batch)
     except Refusal as refusal:
         return refusal.render()
     return ""
 
 
 def test_what_ranks_refuse_names_its_row(threads: Threads) -> None:
-    """A later batch meets scores that are not followed: the refusal of a rank is at the row."""
+    """A refusal of a later batch on a rank points at the row."""
     model = Causal(layers=1)
     model.blocks[0] = Turning().double()
-    plan = planned(model, "\n" + OWN.format(RING), "cp=2")
-    row = next(one for one in plan.actions if one.has_effect).span
+    plan = make_plan(model, "\n" + OWN.format(RING), "cp=2")
+    row = next(action for action in plan.actions if action.has_effect).span
     later = models.tokens(7, 8, mask=False)
-    for said in threads.run(_refused_later, 2, plan, batches(mask=False)[0], later):
-        assert "S661" in said and "`__mul__` on its scores" in said, said
-        assert row is not None and f":{row.line}:{row.col}" in said, said
+    for message in threads.run(_later_refusal, 2, plan, batches(mask=False)[0], later):
+        assert "S661" in message and "`__mul__` on its scores" in message, message
+        assert row is not None and f":{row.line}:{row.col}" in message, message
 
 
 class Biased(nn.Module):
@@ -267,12 +274,14 @@ class Biased(nn.Module):
 
 
 def test_a_bias_of_activations() -> None:
-    """Of numbers for keys that other ranks have, nothing is known: refused at the model's line."""
+    """A bias computed from activations is refused at the model's line."""
     model = Causal(layers=1)
     model.blocks[0] = Biased().double()
     with pytest.raises(Refusal) as error:
-        prepare(planned(model, OWN.format(RING), "cp=2"), batches(mask=False)[0])
-    said = error.value.render()
-    line = next(k for k, one in enumerate(SOURCE.splitlines(), 1) if "+ self.far(x)" in one)
-    assert "S661" in said and f"at test_context_known.py:{line}" in said, said
-    assert "= help: compute it only from positions and integers of the batch" in said, said
+        prepare(make_plan(model, OWN.format(RING), "cp=2"), batches(mask=False)[0])
+    message = error.value.render()
+    line = next(
+        k for k, line_text in enumerate(SOURCE.splitlines(), 1) if "+ self.far(x)" in line_text
+    )
+    assert "S661" in message and f"at test_context_known.py:{line}" in message, message
+    assert "= help: compute it only from positions and integers of the batch" in message, message

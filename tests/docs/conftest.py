@@ -1,4 +1,4 @@
-"""What tests of the house and its pages share: files read once as syntax, and given back."""
+"""Fixtures for tests of the repository's files: the cache of parsed files is emptied."""
 
 from collections.abc import Iterator
 
@@ -9,6 +9,7 @@ from tests import figures
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget() -> Iterator[None]:
-    """Give the syntax of all files back: the garbage collector would look at it ever again."""
+    """Empty the cache of parsed files, which the garbage collector would otherwise scan again and
+    again."""
     yield
     figures.parsed.cache_clear()

@@ -1,4 +1,4 @@
-"""docs/coverage.md: every schedule on it is planned as printed, and every test is there."""
+"""docs/coverage.md is up to date: every schedule on it can be planned, and every test exists."""
 
 from functools import cache
 from pathlib import Path
@@ -12,36 +12,36 @@ from schedlang.ir.primitive import isolated_registry
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.state import Settings
 from schedlang.schedule import Schedule
-from tests.coverage_page import DOCS, FAMILIES, Entry, entries, found_tests, page
+from tests.coverage_page import DOCS, FAMILIES, Entry, all_tests, entries, page
 
 
 @cache
-def model(path: Path) -> Any:
+def load_model(path: Path) -> Any:
     """The model of a file, built once."""
     return load_model_file(str(path)).model()
 
 
 def test_the_page_is_made_of_its_data() -> None:
-    """The page is what `python -m tests.coverage_page` writes."""
+    """The page equals the output of `python -m tests.coverage_page`."""
     assert (DOCS / "coverage.md").read_text() == page()
-    assert {one.key[:2] for one in entries()} == set(FAMILIES)
+    assert {entry.key[:2] for entry in entries()} == set(FAMILIES)
 
 
-SAID = [pytest.param(one, id=one.key) for one in entries() if one.rows]
+PLANNED_ENTRIES = [pytest.param(one, id=one.key) for one in entries() if one.rows]
 
 
-@pytest.mark.parametrize("one", SAID)
+@pytest.mark.parametrize("one", PLANNED_ENTRIES)
 def test_it_is_planned_as_printed(one: Entry) -> None:
-    """The schedule of an entry plans on its model; nothing is added to what the page prints."""
+    """The schedule of an entry can be planned on its model exactly as the page prints it."""
     file = parse(Source("coverage.toml", one.schedule))
     with isolated_registry():  # a technique brings its verb with its model
-        assert Schedule(model(one.model), file, Settings()).plan().actions
+        assert Schedule(load_model(one.model), file, Settings()).plan().actions
 
 
 def test_what_shows_it_is_there() -> None:
-    """The test of every entry exists; who has no test says what is missing, and has no rows."""
-    for one in entries():
-        if one.test:
-            assert one.test in found_tests(), one
+    """The test of every entry exists; an entry without a test says what is missing."""
+    for entry in entries():
+        if entry.test:
+            assert entry.test in all_tests(), entry
         else:
-            assert one.left and not one.rows, one
+            assert entry.left and not entry.rows, entry

@@ -1,4 +1,4 @@
-"""Every schedule that ships as an example: formatted, proven or refused as it says."""
+"""Every example schedule: formatted, proven equal, or refused as its comments say."""
 
 from __future__ import annotations
 
@@ -41,12 +41,13 @@ error[S403]: 2 heads of `model.layers.0.self_attn` cannot be split over tp=4
 """
 
 
-def _name(path: Path) -> str:
+def _example_name(path: Path) -> str:
+    """The path of an example below examples/."""
     return str(path.relative_to(ROOT / "examples"))
 
 
 def test_the_examples_are_those_of_the_readme() -> None:
-    """Nothing is left out because a name changed."""
+    """All example folders are tested."""
     assert {path.parent.name for path in PROVEN} == {
         "gpt2",
         "llama",
@@ -63,16 +64,16 @@ def test_the_examples_are_those_of_the_readme() -> None:
     assert len(PROVEN) >= 6
 
 
-@pytest.mark.parametrize("path", FILES, ids=_name)
+@pytest.mark.parametrize("path", FILES, ids=_example_name)
 def test_every_example_is_formatted(path: Path) -> None:
-    """`fmt` would change nothing."""
+    """`fmt` would change no example."""
     source = read(path)
     assert fmt(source) == source.text
 
 
-# what these show is proven by ordinary tests of its own, on models of the same kind; the first
-# is the README's first command, which CI types
-ELSEWHERE = (
+# their techniques are proven by ordinary tests on models of the same kind; the first one is the
+# README's first command, which CI runs
+TESTED_ELSEWHERE = (
     "gpt2/3d.sched",
     "gpt2/tp.sched",
     "llama/3d.sched",
@@ -93,25 +94,25 @@ ELSEWHERE = (
     "resnet/channels.sched",
     "resnet/spatial.sched",
 )
-TRIED = [
-    pytest.param(path, marks=pytest.mark.deep) if _name(path) in ELSEWHERE else path
+PROVEN_PARAMS = [
+    pytest.param(path, marks=pytest.mark.deep) if _example_name(path) in TESTED_ELSEWHERE else path
     for path in PROVEN
 ]
 
 
-@pytest.mark.parametrize("path", TRIED, ids=_name)
+@pytest.mark.parametrize("path", PROVEN_PARAMS, ids=_example_name)
 def test_every_example_is_proven(path: Path, pool: Pool) -> None:
     """Each schedule computes what its model computes, in float64 and in its working dtype."""
-    found = load_model_file(None, path)
-    plan = Schedule(found.model(), parse(read(path)), Settings()).plan()
-    batches = tuple(found.batch(step) for step in range(3))
-    case = Case(plan, batches, found.loss, found.weight)
-    # model files share a name; by value several of them travel to the same ranks
-    cloudpickle.register_pickle_by_value(found.module)
+    model_file = load_model_file(None, path)
+    plan = Schedule(model_file.model(), parse(read(path)), Settings()).plan()
+    batches = tuple(model_file.batch(step) for step in range(3))
+    case = Case(plan, batches, model_file.loss, model_file.weight)
+    # all model files have one module name; pickled by value, several can be sent to the same ranks
+    cloudpickle.register_pickle_by_value(model_file.module)
     try:
         report = prove(case, pool=pool, title=path.name)
     finally:
-        cloudpickle.unregister_pickle_by_value(found.module)
+        cloudpickle.unregister_pickle_by_value(model_file.module)
     assert report.ok, str(report)
     kinds = {row.kind for row in report.rows}
     assert {"outputs", "loss", "gradients", "gradient norm", "parameters"} <= kinds
@@ -119,21 +120,23 @@ def test_every_example_is_proven(path: Path, pool: Pool) -> None:
 
 
 def test_too_many_ranks_are_refused_in_these_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one example that is meant to fail says which heads, where, and what would be legal."""
+    """The example that must fail names the heads, the place, and the legal sizes."""
     monkeypatch.chdir(ROOT)
-    done = CliRunner().invoke(app, ["verify", "examples/llama/too_many.sched"])
-    assert done.exit_code == 2
-    said = [line for line in done.stderr.splitlines(True) if " s  " not in line[:10]]
-    text = re.sub(r"(modeling_llama.py):\d+", r"\1:N", "".join(said))  # the library moves its lines
-    assert text == TOO_MANY and done.stdout == ""  # a slow machine tells how far it is
+    result = CliRunner().invoke(app, ["verify", "examples/llama/too_many.sched"])
+    assert result.exit_code == 2
+    lines = [line for line in result.stderr.splitlines(True) if " s  " not in line[:10]]
+    text = re.sub(
+        r"(modeling_llama.py):\d+", r"\1:N", "".join(lines)
+    )  # the library moves its lines
+    assert text == TOO_MANY and result.stdout == ""  # a slow machine tells how far it is
 
 
 def test_a_library_has_no_rows_of_its_own() -> None:
-    """The library's definitions plan nothing, so that `use` brings in words only."""
+    """The library's definitions alone plan no action."""
     path = ROOT / "examples/llama/megatron.sched"
-    found = load_model_file(None, path)
+    model_file = load_model_file(None, path)
     try:
-        plan = Schedule(found.model(meta=True), parse(read(path)), Settings()).plan()
+        plan = Schedule(model_file.model(meta=True), parse(read(path)), Settings()).plan()
     except Refusal as refusal:  # pragma: no cover - says why
         raise AssertionError(refusal.render()) from None
     assert plan.actions == ()

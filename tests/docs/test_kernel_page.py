@@ -1,4 +1,4 @@
-"""The snippets on the page about kernels print what their comments say."""
+"""Snippets on docs/kernels.md print what their comments say."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 
 def test_the_snippets_print_what_they_say():
-    """Each line that prints has the printed text behind it."""
+    """Each `print` has its output in the comment behind it."""
     page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
     code = "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.S | re.M))
-    said = re.findall(r"print\(.*\)  # (.*)$", code, re.M)
+    expected = re.findall(r"print\(.*\)  # (.*)$", code, re.M)
     printed = StringIO()
     with redirect_stdout(printed):
         exec(code, {})
-    assert said and printed.getvalue().splitlines() == said
+    assert expected and printed.getvalue().splitlines() == expected

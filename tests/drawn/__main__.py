@@ -1,6 +1,6 @@
 """Draw schedules over many models, and prove them: `python -m tests.drawn --count 200 --seed 1`.
 
-Each number is one schedule of one model, the same every time: `--first 17 --count 1` is number 17
+Each number is one fixed schedule of one model: `--first 17 --count 1` repeats number 17.
 again. `--whole` proves as `verify` does, else every comparison of float64 is made after one step.
 `--out FILE` keeps each outcome, as a line of JSON, as it comes; numbers that are there are done.
 `--jobs` processes share the numbers; each runs the ranks as its threads (`--processes`: as gloo
@@ -19,33 +19,35 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from tests.drawn.judge import ABSENT, FAILED, PASSED, REFUSED, Outcome, judged, model_of
-from tests.drawn.least import least
+from tests.drawn.judge import ABSENT, FAILED, PASSED, REFUSED, Outcome, judge_schedule, model_of
+from tests.drawn.shrink_text import shrink_text
 
 
 def main() -> None:
-    """As the command says."""
-    asked = _arguments()
-    done = [json.loads(line) for line in _lines(asked.out)]
-    known = {(one["number"], one["seed"]) for one in done}
+    """Run the command."""
+    options = _parse_arguments()
+    records = [json.loads(line) for line in _read_lines(options.out)]
+    done_keys = {(record["number"], record["seed"]) for record in records}
     numbers = [
         k
-        for k in range(asked.first, asked.first + asked.count)
-        if fnmatch(model_of(k), asked.models) and (k, asked.seed) not in known
+        for k in range(options.first, options.first + options.count)
+        if fnmatch(model_of(k), options.models) and (k, options.seed) not in done_keys
     ]
-    shares = [numbers[k :: asked.jobs] for k in range(asked.jobs)]
-    if asked.jobs == 1:
-        _hunt(shares[0], asked)
+    shares = [numbers[k :: options.jobs] for k in range(options.jobs)]
+    if options.jobs == 1:
+        _judge_numbers(shares[0], options)
     else:
         context = multiprocessing.get_context("fork")
-        workers = [context.Process(target=_hunt, args=(share, asked)) for share in shares]
+        workers = [
+            context.Process(target=_judge_numbers, args=(share, options)) for share in shares
+        ]
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.join()
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests.drawn", description=__doc__)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=100)
@@ -59,59 +61,62 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _lines(out: Path | None) -> list[str]:
-    return out.read_text().splitlines() if out is not None and out.exists() else []
+def _read_lines(path: Path | None) -> list[str]:
+    return path.read_text().splitlines() if path is not None and path.exists() else []
 
 
-def _hunt(numbers: Sequence[int], asked: argparse.Namespace) -> None:
+def _judge_numbers(numbers: Sequence[int], options: argparse.Namespace) -> None:
     counts: Counter[str] = Counter()
-    for outcome in outcomes(numbers, asked.seed, asked.whole, asked.processes):
+    for outcome in outcomes(numbers, options.seed, options.whole, options.processes):
         counts[outcome.kind] += 1
-        if asked.out is not None:
-            with asked.out.open("a") as file:
+        if options.out is not None:
+            with options.out.open("a") as file:
                 file.write(json.dumps(outcome.plain()) + "\n")
-        told = outcome.why.strip().split("\n")[-1][:160]
+        last_line = outcome.why.strip().split("\n")[-1][:160]
         print(
             f"{outcome.number:5} {outcome.model:18} {outcome.seconds:6.1f} s  {outcome.kind}"
-            f"  {told}",
+            f"  {last_line}",
             flush=True,
         )
         if outcome.kind not in (PASSED, REFUSED, ABSENT):
-            more = f"\n{outcome.why}" if outcome.kind != FAILED else ""
-            print(f"{outcome.text}{more}", flush=True)
-            if asked.least:
-                print(_least(outcome, asked), flush=True)
+            details = f"\n{outcome.why}" if outcome.kind != FAILED else ""
+            print(f"{outcome.text}{details}", flush=True)
+            if options.least:
+                print(_smallest_failure(outcome, options), flush=True)
     print(dict(counts))
 
 
-def _least(outcome: Outcome, asked: argparse.Namespace) -> str:
-    """The fewest rows that end as a failure did."""
-    with _ranks(asked.processes) as ranks:
+def _smallest_failure(outcome: Outcome, options: argparse.Namespace) -> str:
+    """Return the smallest schedule that ends like a failure."""
+    with _make_ranks(options.processes) as ranks:
 
         def same(text: str) -> bool:
-            found = judged(outcome.number, outcome.seed, ranks, outcome.form, text)
-            last = [one.why.strip().split("\n")[-1][:30] for one in (found, outcome)]
-            return found.kind == outcome.kind and (last[0] == last[1] or found.kind == FAILED)
+            result = judge_schedule(outcome.number, outcome.seed, ranks, outcome.form, text)
+            last = [
+                judged_outcome.why.strip().split("\n")[-1][:30]
+                for judged_outcome in (result, outcome)
+            ]
+            return result.kind == outcome.kind and (last[0] == last[1] or result.kind == FAILED)
 
-        return least(outcome.text, same)
+        return shrink_text(outcome.text, same)
 
 
 def outcomes(
     numbers: Sequence[int], seed: int, whole: bool = False, processes: bool = False
 ) -> Iterator[Outcome]:
-    """What comes of each number, one after the other, on ranks that stay warm."""
-    with _ranks(processes) as ranks:
+    """Yield the outcome of each number, one after the other, on warm ranks."""
+    with _make_ranks(processes) as ranks:
         for number in numbers:
-            yield judged(number, seed, ranks, "whole" if whole else "quick")
+            yield judge_schedule(number, seed, ranks, "whole" if whole else "quick")
 
 
-def _ranks(processes: bool) -> Any:
+def _make_ranks(processes: bool) -> Any:
     from schedlang.runtime.launch.forkserver import BASE_MODULES, PROGRAM_MODULES
     from schedlang.runtime.launch.pool import Pool
     from tests.engine import Threads
 
-    found: Any = Pool(preload=(*BASE_MODULES, *PROGRAM_MODULES)) if processes else Threads()
-    return found if hasattr(found, "__enter__") else nullcontext(found)
+    pool: Any = Pool(preload=(*BASE_MODULES, *PROGRAM_MODULES)) if processes else Threads()
+    return pool if hasattr(pool, "__enter__") else nullcontext(pool)
 
 
 if __name__ == "__main__":

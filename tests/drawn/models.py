@@ -1,4 +1,4 @@
-"""The models that schedules are drawn over: the examples, and small ones of many kinds."""
+"""Models for random schedules: the examples, small networks, and models of libraries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model as users have it, in float32: how it is made, its batch of a seed, its loss."""
+    """A float32 model as users write it: how to build it, its batch for a seed, its loss."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -31,7 +31,7 @@ class Subject:
     weight: Callable[..., Any] | None = None
 
     def model(self) -> nn.Module:
-        """The model, the same numbers every time."""
+        """Build the model with fixed values."""
         torch.manual_seed(0)
         return self.make().float()
 
@@ -40,40 +40,40 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _words(seed: int) -> Batch:
+def _token_batch(seed: int) -> Batch:
     return tiny.tokens(ROWS + (seed % 3 == 2), LENGTH, seed=seed)
 
 
-def _plain(seed: int) -> Batch:
+def _unmasked_batch(seed: int) -> Batch:
     return tiny.tokens(ROWS, LENGTH, mask=False, seed=seed)
 
 
-def _noise(seed: int, *shape: int) -> Tensor:
+def _normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(ROWS, *shape, generator=_generator(seed))
 
 
-def _numbers(seed: int, most: int, *shape: int) -> Tensor:
-    return torch.randint(most, (ROWS, *shape), generator=_generator(seed + 100))
+def _integers(seed: int, bound: int, *shape: int) -> Tensor:
+    return torch.randint(bound, (ROWS, *shape), generator=_generator(seed + 100))
 
 
-def _pictures(seed: int, side: int = 16) -> Batch:
-    return {"x": _noise(seed, 3, side, side), "y": _numbers(seed, 5)}
+def _image_batch(seed: int, side: int = 16) -> Batch:
+    return {"x": _normal(seed, 3, side, side), "y": _integers(seed, 5)}
 
 
-def _classes(output: Tensor, batch: Any) -> Tensor:
-    """Of a model that gives scores alone."""
+def _class_loss(output: Tensor, batch: Any) -> Tensor:
+    """Return the loss of a model that returns only scores."""
     return F.cross_entropy(output, batch["y"])
 
 
-def _sample(output: Any, batch: Any) -> Tensor:
-    """Of a denoiser of diffusers, whose output is a class of its own."""
-    found: Tensor = output.sample.square().mean()
-    return found
+def _diffusers_loss(output: Any, batch: Any) -> Tensor:
+    """Return a loss for diffusers models, whose output is an object."""
+    loss: Tensor = output.sample.square().mean()
+    return loss
 
 
-# -- of transformers, peft, diffusers and timm -----------------------------------------------------
+# -- models of transformers, peft, diffusers and timm ----------------------------------------------
 
-WORDS = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+VOCABULARY = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
 ENCODER_DECODER = {
@@ -84,7 +84,7 @@ ENCODER_DECODER = {
     "decoder_attention_heads": 2,
     "encoder_ffn_dim": 24,
     "decoder_ffn_dim": 24,
-    **WORDS,
+    **VOCABULARY,
 }
 
 
@@ -125,7 +125,7 @@ def _qwen2moe() -> nn.Module:
         num_experts_per_tok=2,
         output_router_logits=True,
         max_position_embeddings=16,
-        **WORDS,
+        **VOCABULARY,
     )
     return t.Qwen2MoeForCausalLM(config)
 
@@ -155,12 +155,12 @@ def _convnext() -> nn.Module:
     return t.ConvNextForImageClassification(config)
 
 
-def _seen(seed: int) -> Batch:
-    found = _pictures(seed)
-    return {"pixel_values": found["x"], "labels": found["y"]}
+def _pixel_batch(seed: int) -> Batch:
+    images = _image_batch(seed)
+    return {"pixel_values": images["x"], "labels": images["y"]}
 
 
-def _lora() -> nn.Module:
+def _peft_lora() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
@@ -170,14 +170,14 @@ def _lora() -> nn.Module:
         init_lora_weights=False,
         task_type="CAUSAL_LM",
     )
-    found: nn.Module = get_peft_model(tiny.llama(2).float(), config)  # type: ignore[arg-type]
-    return found
+    model: nn.Module = get_peft_model(tiny.llama(2).float(), config)  # type: ignore[arg-type]
+    return model
 
 
 def _dit() -> nn.Module:
     from diffusers import DiTTransformer2DModel
 
-    found: nn.Module = DiTTransformer2DModel(
+    model: nn.Module = DiTTransformer2DModel(
         num_attention_heads=2,
         attention_head_dim=8,
         in_channels=4,
@@ -188,13 +188,13 @@ def _dit() -> nn.Module:
         patch_size=2,
         num_embeds_ada_norm=10,
     )
-    return found
+    return model
 
 
 def _unet2d() -> nn.Module:
     from diffusers import UNet2DConditionModel
 
-    found: nn.Module = UNet2DConditionModel(
+    model: nn.Module = UNet2DConditionModel(
         sample_size=8,
         in_channels=4,
         out_channels=4,
@@ -206,155 +206,162 @@ def _unet2d() -> nn.Module:
         attention_head_dim=4,
         norm_num_groups=4,
     )
-    return found
+    return model
 
 
 def _timm(name: str, **sizes: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         import timm
 
-        found: nn.Module = timm.create_model(name, num_classes=5, **sizes)
-        return found
+        model: nn.Module = timm.create_model(name, num_classes=5, **sizes)
+        return model
 
     return make
 
 
-OTHERS = (
+LIBRARY_SUBJECTS = (
     Subject(
         "whisper",
         _whisper,
-        lambda seed: {"input_features": _noise(seed, 8, 20), "labels": 3 + _numbers(seed, 50, 6)},
+        lambda seed: {"input_features": _normal(seed, 8, 20), "labels": 3 + _integers(seed, 50, 6)},
     ),
-    Subject("bart", _bart, _words),
-    Subject("qwen2moe", _qwen2moe, _words),
-    Subject("swin", _swin, _seen),
-    Subject("convnext", _convnext, _seen),
-    Subject("phi3", tiny.phi3, _words),
-    Subject("gemma2", tiny.gemma2, _words),
-    Subject("qwen3", tiny.qwen3, _words),
-    Subject("bloom", tiny.bloom, _words),
-    Subject("peft-lora", _lora, _words),
+    Subject("bart", _bart, _token_batch),
+    Subject("qwen2moe", _qwen2moe, _token_batch),
+    Subject("swin", _swin, _pixel_batch),
+    Subject("convnext", _convnext, _pixel_batch),
+    Subject("phi3", tiny.phi3, _token_batch),
+    Subject("gemma2", tiny.gemma2, _token_batch),
+    Subject("qwen3", tiny.qwen3, _token_batch),
+    Subject("bloom", tiny.bloom, _token_batch),
+    Subject("peft-lora", _peft_lora, _token_batch),
     Subject(
         "diffusers-dit",
         _dit,
         lambda seed: {
-            "hidden_states": _noise(seed, 4, 4, 4),
-            "timestep": _numbers(seed, 1000),
-            "class_labels": _numbers(seed, 10),
+            "hidden_states": _normal(seed, 4, 4, 4),
+            "timestep": _integers(seed, 1000),
+            "class_labels": _integers(seed, 10),
         },
-        _sample,
+        _diffusers_loss,
     ),
     Subject(
         "diffusers-unet2d",
         _unet2d,
         lambda seed: {
-            "sample": _noise(seed, 4, 8, 8),
-            "timestep": _numbers(seed, 1000),
-            "encoder_hidden_states": _noise(seed + 1, 5, 8),
+            "sample": _normal(seed, 4, 8, 8),
+            "timestep": _integers(seed, 1000),
+            "encoder_hidden_states": _normal(seed + 1, 5, 8),
         },
-        _sample,
+        _diffusers_loss,
     ),
     Subject(
         "timm-vit",
         _timm(
             "vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=16, depth=2, num_heads=2
         ),
-        _pictures,
-        _classes,
+        _image_batch,
+        _class_loss,
     ),
     Subject(
         "timm-convnext",
         _timm("convnext_atto", depths=(1,) * 4, dims=(8,) * 4),
-        lambda seed: _pictures(seed, 32),
-        _classes,
+        lambda seed: _image_batch(seed, 32),
+        _class_loss,
     ),
 )
-OWN = (
+OWN_SUBJECTS = (
     Subject(
         "nanogpt",
         own.NanoGPT,
-        lambda seed: {"idx": _numbers(seed, 61, LENGTH), "targets": _numbers(seed + 1, 61, LENGTH)},
+        lambda seed: {
+            "idx": _integers(seed, 61, LENGTH),
+            "targets": _integers(seed + 1, 61, LENGTH),
+        },
         lambda output, batch: output[1],
     ),
     Subject(
         "dlrm",
         own.DLRM,
         lambda seed: {
-            "dense": _noise(seed, 5),
-            "sparse": _numbers(seed, 16, 3, 4),
-            "click": _numbers(seed, 2).float(),
+            "dense": _normal(seed, 5),
+            "sparse": _integers(seed, 16, 3, 4),
+            "click": _integers(seed, 2).float(),
         },
         lambda output, batch: F.binary_cross_entropy_with_logits(output, batch["click"]),
     ),
     Subject(
         "lstm",
         own.Recurrent,
-        lambda seed: {"x": _numbers(seed, 30, LENGTH), "y": _numbers(seed + 1, 30, LENGTH)},
+        lambda seed: {"x": _integers(seed, 30, LENGTH), "y": _integers(seed + 1, 30, LENGTH)},
     ),
     Subject(
         "dit",
         own.Denoiser,
         lambda seed: {
-            "x": _noise(seed, 6, 8),
-            "t": _numbers(seed, 1000),
-            "kind": _numbers(seed, 7),
+            "x": _normal(seed, 6, 8),
+            "t": _integers(seed, 1000),
+            "kind": _integers(seed, 7),
         },
         lambda output, batch: (output.noise - batch["x"]).square().mean(),
     ),
-    Subject("lora", own.Adapted, _plain),
-    Subject("convolved", own.Convolved, _pictures, _classes),
+    Subject("lora", own.Adapted, _unmasked_batch),
+    Subject("convolved", own.Convolved, _image_batch, _class_loss),
     Subject(
         "towers",
         own.Towers,
         lambda seed: {
-            "left": _noise(seed, 6),
-            "right": _noise(seed + 1, 6),
-            "y": _numbers(seed, 4),
+            "left": _normal(seed, 6),
+            "right": _normal(seed + 1, 6),
+            "y": _integers(seed, 4),
         },
-        _classes,
+        _class_loss,
     ),
-    Subject("looped", own.Looped, _plain, lambda output, batch: output[0]),
-    Subject("sharing", own.Sharing, _plain, lambda output, batch: output[0]),
-    Subject("fast", own.Fast, _plain, lambda output, batch: output[0]),
+    Subject("looped", own.Looped, _unmasked_batch, lambda output, batch: output[0]),
+    Subject("sharing", own.Sharing, _unmasked_batch, lambda output, batch: output[0]),
+    Subject("fast", own.Fast, _unmasked_batch, lambda output, batch: output[0]),
     Subject(
         "taught",
         own.Taught,
-        lambda seed: {"x": _noise(seed, 6), "domain": _numbers(seed, 2), "y": _numbers(seed, 4)},
+        lambda seed: {"x": _normal(seed, 6), "domain": _integers(seed, 2), "y": _integers(seed, 4)},
     ),
     Subject(
         "routed",
         own.Routed,
-        lambda seed: {"x": _noise(seed, 6), "language": _numbers(seed, 3), "y": _numbers(seed, 4)},
+        lambda seed: {
+            "x": _normal(seed, 6),
+            "language": _integers(seed, 3),
+            "y": _integers(seed, 4),
+        },
         lambda output, batch: output[0],
     ),
     Subject(
         "assorted",
         own.Assorted,
         lambda seed: {
-            "inputs": {"words": _numbers(seed, 61, LENGTH)},
-            "y": _numbers(seed + 1, 61, LENGTH),
+            "inputs": {"words": _integers(seed, 61, LENGTH)},
+            "y": _integers(seed + 1, 61, LENGTH),
         },
         lambda output, batch: F.cross_entropy(output["scores"].mT, batch["y"]),
     ),
 )
 
 
-def _example(name: str) -> Subject:
-    found = load_model_file(None, EXAMPLES / name / "drawn.sched")
-    return Subject(name, found.model, found.batch, found.loss, found.weight)
+def _example_subject(name: str) -> Subject:
+    loaded = load_model_file(None, EXAMPLES / name / "drawn.sched")
+    return Subject(name, loaded.model, loaded.batch, loaded.loss, loaded.weight)
 
 
 NAMES = (
     *sorted(path.parent.name for path in EXAMPLES.glob("*/model.py")),
-    *(one.name for one in (*OWN, *OTHERS)),
+    *(one.name for one in (*OWN_SUBJECTS, *LIBRARY_SUBJECTS)),
 )
 
 
-def subject(name: str) -> Subject:
-    """The model of this name; raises ImportError where its library is not installed."""
+def load_subject(name: str) -> Subject:
+    """Return the subject of this name; raises ImportError if its library is not installed."""
     if name.startswith("user-"):
         from tests.properties.user_models import named_subject
 
         return named_subject(name)
-    known = {one.name: one for one in (*OWN, *OTHERS)}
-    return known[name] if name in known else _example(name)
+    subjects = {entry.name: entry for entry in (*OWN_SUBJECTS, *LIBRARY_SUBJECTS)}
+    return subjects[name] if name in subjects else _example_subject(name)

@@ -1,4 +1,4 @@
-"""Small networks as people write them: fused attention, bags, a recurrence, adapters, a loop."""
+"""Small networks in styles of real code: fused attention, embedding bags, LSTM, adapters, loops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 class _Attention(nn.Module):
-    """Causal, of q, k and v from one weight; the head's width is counted from the whole."""
+    """Causal attention with one weight for q, k and v; head size is computed from the width."""
 
     def __init__(self, width: int, heads: int, rate: float) -> None:
         super().__init__()
@@ -49,19 +49,19 @@ class _Block(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """nanoGPT's form: a ModuleDict, a tied head, logits and loss as a tuple."""
+    """As nanoGPT: a ModuleDict, a tied head, logits and loss as a tuple."""
 
-    def __init__(self, words: int = 61, width: int = 16, rate: float = 0.1) -> None:
+    def __init__(self, vocab_size: int = 61, width: int = 16, rate: float = 0.1) -> None:
         super().__init__()
         self.transformer = nn.ModuleDict(
             dict(
-                wte=nn.Embedding(words, width),
+                wte=nn.Embedding(vocab_size, width),
                 wpe=nn.Embedding(16, width),
                 h=nn.ModuleList([_Block(width, 4, rate) for _ in range(4)]),
                 ln_f=nn.LayerNorm(width),
             )
         )
-        self.lm_head = nn.Linear(width, words, bias=False)
+        self.lm_head = nn.Linear(width, vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight
 
     def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,7 +74,7 @@ class NanoGPT(nn.Module):
 
 
 class DLRM(nn.Module):
-    """Bags of embeddings, their products with the dense features; the loss stands outside."""
+    """Embedding bags and their products with dense features; the loss is outside the model."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -86,18 +86,18 @@ class DLRM(nn.Module):
         x = self.bottom(dense)
         e = torch.stack([x, *(bag(sparse[:, i]) for i, bag in enumerate(self.bags))], 1)
         i, j = torch.tril_indices(4, 4, offset=-1)
-        out: Tensor = self.top(torch.cat([x, (e @ e.transpose(1, 2))[:, i, j]], 1))
-        return out.squeeze(1)
+        scores: Tensor = self.top(torch.cat([x, (e @ e.transpose(1, 2))[:, i, j]], 1))
+        return scores.squeeze(1)
 
 
 class Recurrent(nn.Module):
     """A language model around two layers of nn.LSTM, with dropout between them."""
 
-    def __init__(self, words: int = 30, width: int = 8) -> None:
+    def __init__(self, vocab_size: int = 30, width: int = 8) -> None:
         super().__init__()
-        self.embed = nn.Embedding(words, width)
+        self.embed = nn.Embedding(vocab_size, width)
         self.rnn = nn.LSTM(width, width, num_layers=2, batch_first=True, dropout=0.1)
-        self.head = nn.Linear(width, words)
+        self.head = nn.Linear(width, vocab_size)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h, _ = self.rnn(self.embed(x))
@@ -106,13 +106,13 @@ class Recurrent(nn.Module):
 
 @dataclass
 class Denoised:
-    """An output of a class of its own."""
+    """An output object."""
 
     noise: Tensor
 
 
 class _Modulated(nn.Module):
-    """A block whose norms are moved by a condition (DiT)."""
+    """A block whose norms are modulated by a condition (DiT)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class _Modulated(nn.Module):
 
 
 class Denoiser(nn.Module):
-    """DiT's form: time and class move every norm; the output is a dataclass."""
+    """As DiT: time and class modulate every norm; the output is a dataclass."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -178,11 +178,11 @@ class _AdaptedBlock(nn.Module):
 class Adapted(nn.Module):
     """Frozen blocks with adapters: most parameters have no gradient."""
 
-    def __init__(self, words: int = 61, width: int = 16) -> None:
+    def __init__(self, vocab_size: int = 61, width: int = 16) -> None:
         super().__init__()
-        self.embed = nn.Embedding(words, width).requires_grad_(False)
+        self.embed = nn.Embedding(vocab_size, width).requires_grad_(False)
         self.layers = nn.ModuleList(_AdaptedBlock(width) for _ in range(4))
-        self.head = nn.Linear(width, words, bias=False).requires_grad_(False)
+        self.head = nn.Linear(width, vocab_size, bias=False).requires_grad_(False)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         h = self.embed(input_ids)
@@ -193,7 +193,7 @@ class Adapted(nn.Module):
 
 
 class _Mixed(nn.Module):
-    """ConvNeXt's block: a depthwise convolution, a norm over channels, a gained pair of layers."""
+    """ConvNeXt block: a depthwise convolution, a norm over channels, layers with layer scale."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class _Mixed(nn.Module):
 
 
 class Convolved(nn.Module):
-    """A stem, blocks of two widths in Sequentials, and scores; the loss stands outside."""
+    """A stem, blocks of two widths in Sequentials, and scores; the loss is outside the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,12 +226,12 @@ class Convolved(nn.Module):
         h = self.stem(x)
         for stage in self.stages:
             h = stage(h)
-        out: Tensor = self.head(h.mean((2, 3)))
-        return out
+        scores: Tensor = self.head(h.mean((2, 3)))
+        return scores
 
 
 class Towers(nn.Module):
-    """Two towers of one weight, joined; a buffer that no gradient moves."""
+    """Two towers with shared weights, joined; a constant buffer."""
 
     def __init__(self, width: int = 12) -> None:
         super().__init__()
@@ -242,18 +242,18 @@ class Towers(nn.Module):
         self.head = nn.Linear(8, 4)
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        both = self.norm(self.join(self.tower(left), self.tower(right))) * self.scale
-        out: Tensor = self.head(F.relu(both))
-        return out
+        joined = self.norm(self.join(self.tower(left), self.tower(right))) * self.scale
+        scores: Tensor = self.head(F.relu(joined))
+        return scores
 
 
 class Looped(nn.Module):
-    """One block called three times (ALBERT), and a norm that is called after each."""
+    """One block called three times (ALBERT), with one norm after each call."""
 
-    def __init__(self, words: int = 61, width: int = 16) -> None:
+    def __init__(self, vocab_size: int = 61, width: int = 16) -> None:
         super().__init__()
-        self.embed, self.block = nn.Embedding(words, width), _Block(width, 2, 0.1)
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words)
+        self.embed, self.block = nn.Embedding(vocab_size, width), _Block(width, 2, 0.1)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab_size)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         h = self.embed(input_ids)
@@ -264,7 +264,7 @@ class Looped(nn.Module):
 
 
 class _Reading(nn.Module):
-    """Attention to the keys and values that this layer, or one before it, has put into a dict."""
+    """Attention to keys and values that this or an earlier layer has stored in a dict."""
 
     def __init__(self, width: int, makes: bool) -> None:
         super().__init__()
@@ -274,40 +274,40 @@ class _Reading(nn.Module):
             self.k, self.v = nn.Linear(width, width), nn.Linear(width, width)
         self.makes = makes
 
-    def forward(self, x: Tensor, kept: dict[str, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
         h = self.norm(x)
         heads = (*x.shape[:2], -1, 4)
         if self.makes:
-            kept["k"] = self.k(h).view(heads).transpose(1, 2)
-            kept["v"] = self.v(h).view(heads).transpose(1, 2)
+            cache["k"] = self.k(h).view(heads).transpose(1, 2)
+            cache["v"] = self.v(h).view(heads).transpose(1, 2)
         q = self.q(h).view(heads).transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, kept["k"], kept["v"], is_causal=True)
-        out: Tensor = x + self.o(y.transpose(1, 2).flatten(2))
-        return out
+        y = F.scaled_dot_product_attention(q, cache["k"], cache["v"], is_causal=True)
+        result: Tensor = x + self.o(y.transpose(1, 2).flatten(2))
+        return result
 
 
 class Sharing(nn.Module):
-    """Gemma 3n's form: later layers read what earlier ones wrote into a dict of the model's."""
+    """As Gemma 3n: later layers read keys and values that earlier ones stored in a dict."""
 
-    def __init__(self, words: int = 61, width: int = 16) -> None:
+    def __init__(self, vocab_size: int = 61, width: int = 16) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words)
+        self.embed, self.head = nn.Embedding(vocab_size, width), nn.Linear(width, vocab_size)
         self.layers = nn.ModuleList([_Reading(width, k < 2) for k in range(4)])
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        h, kept = self.embed(input_ids), dict[str, Tensor]()
+        h, cache = self.embed(input_ids), dict[str, Tensor]()
         for layer in self.layers:
-            h = layer(h, kept)
+            h = layer(h, cache)
         logits = self.head(h)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
 
 
 class Fast(nn.Module):
-    """Weights of layers that are never called, and layers called with others than their own."""
+    """Weights of layers that are never called, and layers called with other weights."""
 
-    def __init__(self, words: int = 61, width: int = 16) -> None:
+    def __init__(self, vocab_size: int = 61, width: int = 16) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words)
+        self.embed, self.head = nn.Embedding(vocab_size, width), nn.Linear(width, vocab_size)
         self.up = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(4))
         self.down = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(4))
         self.fast = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
@@ -316,15 +316,15 @@ class Fast(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         h = self.embed(input_ids)
         for up, down, fast in zip(self.up, self.down, self.fast):
-            made = {name: value * self.gain for name, value in fast.named_parameters()}
-            h = h + torch.func.functional_call(fast, made, (h,))
+            scaled = {name: value * self.gain for name, value in fast.named_parameters()}
+            h = h + torch.func.functional_call(fast, scaled, (h,))
             h = h + F.linear(F.gelu(up(h)), down.weight, down.bias)  # type: ignore[arg-type]
         logits = self.head(h)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
 
 
 class Taught(nn.Module):
-    """A teacher that follows in the forward; losses of masked rows, and of an overlap."""
+    """A mean teacher updated in forward; losses of masked rows, and an overlap loss."""
 
     def __init__(self, width: int = 6, classes: int = 4) -> None:
         super().__init__()
@@ -340,17 +340,17 @@ class Taught(nn.Module):
                     slow.lerp_(quick, 0.1)
             goal = self.teacher(x)
         h = self.student(x)
-        logits, kept = self.head(h), domain == 0
-        each = F.cross_entropy(logits, y, reduction="none")
+        logits, selected = self.head(h), domain == 0
+        row_losses = F.cross_entropy(logits, y, reduction="none")
         p, t = logits.sigmoid()[:, 0], (y == 0).to(x.dtype)
         overlap = 1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)
-        masked = (each * kept).sum() / kept.sum().clamp(min=1)
+        masked = (row_losses * selected).sum() / selected.sum().clamp(min=1)
         loss: Tensor = masked + overlap + F.cross_entropy(self.other(h), domain)
         return loss + F.mse_loss(h, goal)
 
 
 class Routed(nn.Module):
-    """Layers that rows go through in either order, by what they are; an adapter by language."""
+    """Layers in an order that depends on each row; an adapter per language."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -359,27 +359,27 @@ class Routed(nn.Module):
         self.adapters = nn.ModuleDict({k: nn.Linear(width, width) for k in ("de", "en", "fr")})
 
     def forward(self, x: Tensor, language: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        h, names, out = self.enter(x), list(self.adapters), []
-        for row, spoken in zip(h, language.tolist()):
+        h, names, outputs = self.enter(x), list(self.adapters), []
+        for row, language_id in zip(h, language.tolist()):
             for layer in self.layers if row.sum() > 0 else list(self.layers)[::-1]:
                 row = row + layer(row).tanh()
-            out.append(row + self.adapters[names[spoken]](row))
-        logits = self.head(torch.stack(out))
+            outputs.append(row + self.adapters[names[language_id]](row))
+        logits = self.head(torch.stack(outputs))
         return F.cross_entropy(logits, y), logits
 
 
-_PLACES: dict[int, Tensor] = {}
+_POSITION_TABLES: dict[int, Tensor] = {}
 
 
-def _places(length: int) -> Tensor:
-    """A table that is made once, and kept outside of any module."""
-    if length not in _PLACES:
-        _PLACES[length] = torch.sin(torch.arange(length))[:, None] / 4
-    return _PLACES[length]
+def _position_table(length: int) -> Tensor:
+    """Return a position table that is cached outside of modules."""
+    if length not in _POSITION_TABLES:
+        _POSITION_TABLES[length] = torch.sin(torch.arange(length))[:, None] / 4
+    return _POSITION_TABLES[length]
 
 
 class _Rounded(torch.autograd.Function):
-    """Rounds, and hands gradients through; its scale is trained."""
+    """Rounding with straight-through gradients and a trained scale."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
@@ -393,7 +393,7 @@ class _Rounded(torch.autograd.Function):
 
 
 class _Sorted(nn.Module):
-    """Tokens in the order of a score, put back; what a hook has kept is a gate."""
+    """Tokens sorted by a score and restored; a hook stores the value of a gate."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -408,13 +408,13 @@ class _Sorted(nn.Module):
         score = self.score(x).squeeze(-1)
         order = score.argsort(dim=1, descending=True, stable=True)[..., None]
         y = torch.gather(x, 1, order.expand_as(x)) * score.gather(1, order[..., 0])[..., None]
-        back = torch.empty_like(y).scatter_(1, order.expand_as(y), y)
-        mixed: Tensor = self.mix(torch.cat([back, y.flip(1)], -1))
+        restored = torch.empty_like(y).scatter_(1, order.expand_as(y), y)
+        mixed: Tensor = self.mix(torch.cat([restored, y.flip(1)], -1))
         return x + mixed * torch.sigmoid(self.kept.pop("mixed"))
 
 
 class _Twice(nn.Module):
-    """One layer twice and its weight once more; parameters in a list and in a dict."""
+    """One layer called twice and its weight used once more; ParameterList and ParameterDict."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -428,11 +428,11 @@ class _Twice(nn.Module):
         for weight in self.many:
             h = h + _Rounded.apply(torch.tanh(h @ weight), self.scale) * self.named["gain"]
         h[:, 0] *= 0.5
-        return x + h + self.named["shift"] + _places(x.shape[1])
+        return x + h + self.named["shift"] + _position_table(x.shape[1])
 
 
 class _Sent(nn.Module):
-    """Two experts of each token by masks and `index_add_`; a running mean over tokens."""
+    """Two experts per token by masks and `index_add_`; a running mean over tokens."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -441,24 +441,24 @@ class _Sent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        weight, chosen = self.router(flat).softmax(-1).topk(2, -1)
-        out = torch.zeros_like(flat)
+        weight, selected = self.router(flat).softmax(-1).topk(2, -1)
+        result = torch.zeros_like(flat)
         for number, expert in enumerate(self.experts):
-            token, slot = torch.where(chosen == number)
-            out.index_add_(0, token, expert(flat[token]) * weight[token, slot, None])
+            token, slot = torch.where(selected == number)
+            result.index_add_(0, token, expert(flat[token]) * weight[token, slot, None])
         count = torch.arange(1, x.shape[1] + 1, device=x.device, dtype=x.dtype)[:, None]
-        return x + out.view_as(x) + torch.vmap(torch.sigmoid)(self.a) * x.cumsum(1) / count
+        return x + result.view_as(x) + torch.vmap(torch.sigmoid)(self.a) * x.cumsum(1) / count
 
 
 class Assorted(nn.Module):
-    """Statements that other networks lack: sorts, experts by masks, hooks, lists, own backwards."""
+    """Unusual code: sorting, experts by masks, hooks, lists, custom backwards."""
 
-    def __init__(self, words: int = 61, width: int = 8) -> None:
+    def __init__(self, vocab_size: int = 61, width: int = 8) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.randn(words, width) / 2)
+        self.table = nn.Parameter(torch.randn(vocab_size, width) / 2)
         kinds = (_Sorted, _Twice, _Sent, _Twice)
         self.blocks = nn.ModuleList(kind(width) for kind in kinds)
-        self.mixed, self.bias = nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(words))
+        self.mixed, self.bias = nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(vocab_size))
 
     def forward(self, *, inputs: dict[str, Tensor]) -> dict[str, Any]:
         h = F.embedding(inputs["words"], self.table)

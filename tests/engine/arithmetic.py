@@ -1,4 +1,4 @@
-"""What each collective computes, from what the ranks of a group posted, in the order of ranks."""
+"""Collectives computed in this process: outputs per rank from all ranks' inputs, in rank order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 class Post:
     """One rank's part of a collective.
 
-    `alike` is what all ranks have to agree on besides the kind: shapes, dtypes, operation, root.
+    `alike` holds what must be equal on all ranks besides the kind: shapes, dtypes, operation, root.
     """
 
     kind: str
@@ -27,7 +27,7 @@ class Post:
     splits: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))  # out, in
 
 
-def _bits(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+def _bitwise_op(name: str) -> Callable[[Tensor, Tensor], Tensor]:
     bitwise: Callable[[Tensor, Tensor], Tensor] = getattr(torch, f"bitwise_{name}")
     return bitwise
 
@@ -38,14 +38,14 @@ _REDUCE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.PRODUCT: torch.mul,
     dist.ReduceOp.MIN: torch.minimum,
     dist.ReduceOp.MAX: torch.maximum,
-    dist.ReduceOp.BAND: _bits("and"),
-    dist.ReduceOp.BOR: _bits("or"),
-    dist.ReduceOp.BXOR: _bits("xor"),
+    dist.ReduceOp.BAND: _bitwise_op("and"),
+    dist.ReduceOp.BOR: _bitwise_op("or"),
+    dist.ReduceOp.BXOR: _bitwise_op("xor"),
 }
 
 
-def reduced(tensors: Sequence[Tensor], op: Any) -> Tensor:
-    """The tensors combined one after the other, a new tensor."""
+def reduce_tensors(tensors: Sequence[Tensor], op: Any) -> Tensor:
+    """Reduce the tensors from first to last; returns a new tensor."""
     if op not in _REDUCE:
         raise NotImplementedError(f"{op} is not supported on threads (nor is it by gloo)")
     total = tensors[0].clone()
@@ -59,69 +59,74 @@ Results = list[list[Tensor]]  # for each rank of the group, one for each of its 
 
 
 def _all_reduce(posts: Posts) -> Results:
-    sums = [reduced([p.inputs[k] for p in posts], posts[0].op) for k in _each(posts)]
+    sums = [reduce_tensors([p.inputs[k] for p in posts], posts[0].op) for k in _tensor_range(posts)]
     return [sums for _ in posts]
 
 
 def _reduce(posts: Posts) -> Results:
     (total,) = _all_reduce(posts)[0]
-    return [[total] if place == p.root else [] for place, p in enumerate(posts)]
+    return [[total] if group_rank == p.root else [] for group_rank, p in enumerate(posts)]
 
 
 def _broadcast(posts: Posts) -> Results:
     root = posts[0].root
-    sent = [t.clone() for t in posts[root].inputs]
-    return [[] if place == root else sent for place in range(len(posts))]
+    tensors = [t.clone() for t in posts[root].inputs]
+    return [[] if group_rank == root else tensors for group_rank in range(len(posts))]
 
 
 def _all_gather(posts: Posts) -> Results:
-    everything = [p.inputs[k].clone() for p in posts for k in _each(posts)]
+    everything = [p.inputs[k].clone() for p in posts for k in _tensor_range(posts)]
     return [everything for _ in posts]
 
 
 def _all_gather_single(posts: Posts) -> Results:
-    whole = [torch.cat([p.inputs[k].reshape(-1) for p in posts]) for k in _each(posts)]
-    return [whole for _ in posts]
+    gathered = [torch.cat([p.inputs[k].reshape(-1) for p in posts]) for k in _tensor_range(posts)]
+    return [gathered for _ in posts]
 
 
 def _reduce_scatter(posts: Posts) -> Results:
-    return [[reduced([p.inputs[k] for p in posts], posts[0].op)] for k in range(len(posts))]
+    return [[reduce_tensors([p.inputs[k] for p in posts], posts[0].op)] for k in range(len(posts))]
 
 
 def _reduce_scatter_single(posts: Posts) -> Results:
-    sums = [reduced([p.inputs[k].reshape(-1) for p in posts], posts[0].op) for k in _each(posts)]
-    return [[total.chunk(len(posts))[place] for total in sums] for place in range(len(posts))]
+    sums = [
+        reduce_tensors([p.inputs[k].reshape(-1) for p in posts], posts[0].op)
+        for k in _tensor_range(posts)
+    ]
+    return [
+        [total.chunk(len(posts))[group_rank] for total in sums] for group_rank in range(len(posts))
+    ]
 
 
 def _all_to_all(posts: Posts) -> Results:
-    return [[p.inputs[place].clone() for p in posts] for place in range(len(posts))]
+    return [[p.inputs[group_rank].clone() for p in posts] for group_rank in range(len(posts))]
 
 
 def _all_to_all_single(posts: Posts) -> Results:
     def parts(post: Post) -> Sequence[Tensor]:
-        (whole,) = post.inputs
-        even = [whole.shape[0] // len(posts)] * len(posts)
-        return whole.split(post.splits[1] or even)
+        (tensor,) = post.inputs
+        even = [tensor.shape[0] // len(posts)] * len(posts)
+        return tensor.split(post.splits[1] or even)
 
-    sent = [parts(post) for post in posts]
-    return [[torch.cat([s[place] for s in sent])] for place in range(len(posts))]
+    pieces = [parts(post) for post in posts]
+    return [[torch.cat([s[group_rank] for s in pieces])] for group_rank in range(len(posts))]
 
 
 def _gather(posts: Posts) -> Results:
     everything = [p.inputs[0].clone() for p in posts]
-    return [everything if place == p.root else [] for place, p in enumerate(posts)]
+    return [everything if group_rank == p.root else [] for group_rank, p in enumerate(posts)]
 
 
 def _scatter(posts: Posts) -> Results:
-    sent = posts[posts[0].root].inputs
-    return [[sent[place].clone()] for place in range(len(posts))]
+    tensors = posts[posts[0].root].inputs
+    return [[tensors[group_rank].clone()] for group_rank in range(len(posts))]
 
 
 def _barrier(posts: Posts) -> Results:
     return [[] for _ in posts]
 
 
-def _each(posts: Posts) -> range:
+def _tensor_range(posts: Posts) -> range:
     return range(len(posts[0].inputs))
 
 

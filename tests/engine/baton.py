@@ -1,7 +1,7 @@
-"""One rank computes at a time: whoever has to wait hands the baton on, in a fixed order.
+"""Rank scheduling: one thread runs at a time and passes its turn on when it must wait.
 
-So runs are the same every time, what is global to a process can be changed with the rank (`swap`),
-and that no rank can get on is known at once, without a timeout.
+So runs are deterministic, process-wide state can be exchanged with each rank, and a deadlock is
+detected at once, without a timeout.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 
 class Aborted(BaseException):
-    """This rank has to end because another one failed."""
+    """Ends this rank because another one failed."""
 
 
 class Deadlock(Exception):
-    """Every rank that has not ended waits for something that will not come."""
+    """All remaining ranks wait for something that will not come."""
 
 
 class Baton:
-    """Whose turn it is; each rank computes in its own state of what is global to a process."""
+    """Decides whose turn it is; saves and restores process-wide state when the rank changes."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Baton:
         self._random = None if order is None else random.Random(order)
         self._save, self._restore = save, restore
         self.ended = False
-        self.failure: tuple[int, BaseException] | None = None  # the first one, and whose it is
+        self.failure: tuple[int, BaseException] | None = None  # first failing rank and its error
         self.switches = 0
         for rank in range(len(states)):
             self._waits[rank] = (lambda: True, "its start")
@@ -48,7 +48,7 @@ class Baton:
         self._hand_on(-1)
 
     def end(self, error: BaseException) -> None:
-        """Give up: whoever waits is woken, all at once, whatever the others do."""
+        """Abort: wake all waiting ranks at once."""
         self.fail(-1, error)
         self.ended = True
         for turn in self._turns:
@@ -59,12 +59,12 @@ class Baton:
         """Wait for this rank's first turn."""
         self._await_turn(rank)
 
-    def wait(self, rank: int, ready: Callable[[], bool], what: str) -> None:
+    def wait(self, rank: int, ready: Callable[[], bool], reason: str) -> None:
         """Let others run until `ready()`; raises Aborted if another rank failed meanwhile."""
         self.check()
         if ready():
             return
-        self._waits[rank] = (ready, what)
+        self._waits[rank] = (ready, reason)
         self._states[rank] = self._save()
         self._hand_on(rank)
         self._await_turn(rank)
@@ -75,34 +75,34 @@ class Baton:
             raise Aborted
 
     def fail(self, rank: int, error: BaseException) -> None:
-        """Let all ranks end; the first failure is the cause."""
+        """Record a failure so that all ranks end; only the first is kept, as the cause."""
         if self.failure is None:
             self.failure = (rank, error)
 
     def leave(self, rank: int) -> None:
-        """This rank has ended."""
+        """Pass the turn on from a rank that has ended."""
         self._hand_on(rank)
 
     def waiting(self) -> dict[int, str]:
-        """What each rank that does not run waits for."""
-        return {rank: what for rank, (_, what) in sorted(self._waits.items())}
+        """Return what each waiting rank waits for."""
+        return {rank: reason for rank, (_, reason) in sorted(self._waits.items())}
 
     def _await_turn(self, rank: int) -> None:
         self._turns[rank].acquire()
-        if not self.ended:  # then what is global is the caller's again
+        if not self.ended:  # after the end, process-wide state is the caller's
             self._restore(self._states[rank])
         self.check()
 
     def _hand_on(self, last: int) -> None:
         if not self._waits or self.ended:  # then all have their turn
             return
-        there = sorted(self._waits, key=lambda rank: (rank <= last, rank))
-        able = [r for r in there if self.failure is not None or self._waits[r][0]()]
-        if not able:
-            lines = [f"rank {rank} waits for {what}" for rank, what in self.waiting().items()]
-            self.fail(there[0], Deadlock("\n".join(["no rank can get on", *lines])))
-            able = there
-        rank = able[0] if self._random is None else self._random.choice(able)
+        waiting_ranks = sorted(self._waits, key=lambda rank: (rank <= last, rank))
+        ready_ranks = [r for r in waiting_ranks if self.failure is not None or self._waits[r][0]()]
+        if not ready_ranks:
+            lines = [f"rank {rank} waits for {reason}" for rank, reason in self.waiting().items()]
+            self.fail(waiting_ranks[0], Deadlock("\n".join(["no rank can get on", *lines])))
+            ready_ranks = waiting_ranks
+        rank = ready_ranks[0] if self._random is None else self._random.choice(ready_ranks)
         del self._waits[rank]
         self.switches += 1
         self._turns[rank].release()

@@ -1,4 +1,4 @@
-"""Where ranks meet: collectives and messages are matched in the order in which they are posted."""
+"""Matching of collectives and messages between ranks, in the order in which they are posted."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Wait = Callable[[], None]
 
 
 class Mismatch(RuntimeError):
-    """Ranks that meet do not mean the same: the error names them and what each does."""
+    """Ranks posted different operations: the error names the ranks and what each posted."""
 
 
 @dataclass
-class _Meeting:
-    """One collective of a group: what its ranks posted, by their place in it."""
+class _Collective:
+    """One collective of a group: the ranks' posts, by group rank."""
 
     posts: dict[int, Post] = field(default_factory=dict)
     results: Results | None = None
 
     def let_go(self) -> None:
-        """All is done: keep no tensor, whoever still waits for its turn."""
+        """Drop all tensors once complete, even if some rank still waits for its turn."""
         self.results = None
         for post in self.posts.values():
             post.inputs, post.outputs = [], []
@@ -35,82 +35,90 @@ class _Meeting:
 
 @dataclass
 class _Message:
-    """One send and the receive that it meets; no tensor is kept for longer than it is needed."""
+    """One send and its matching receive; tensors are dropped as soon as they are not needed."""
 
     sends: bool = False
     receives: bool = False
     sent: Tensor | None = None
     buffer: Tensor | None = None
-    data: Tensor | None = None  # what was sent, once it is read and until it is written
+    data: Tensor | None = None  # a copy of the sent tensor between read and write
     arrived: bool = False
 
 
 class Exchange:
-    """All that is on its way between the ranks of one run; groups are known by name and ranks."""
+    """All communication in flight in one run; a group is identified by name and ranks."""
 
     def __init__(self, baton: Baton, faults: Faults) -> None:
         self.baton, self.faults = baton, faults
-        self._meetings: dict[tuple[object, int], _Meeting] = {}
+        self._meetings: dict[tuple[object, int], _Collective] = {}
         self._counts: dict[tuple[object, int], int] = {}
         self._messages: dict[tuple[object, ...], _Message] = {}
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def post(self, group: str, ranks: Sequence[int], place: int, post: Post) -> Wait:
-        """Take part in the group's next collective; the result waits for it."""
+    def post(self, group: str, ranks: Sequence[int], group_rank: int, post: Post) -> Wait:
+        """Post this rank's part of the group's next collective; returns its wait function."""
         self.baton.check()
-        number = self._count((group, tuple(ranks)), place)
+        number = self._count((group, tuple(ranks)), group_rank)
         key = ((group, tuple(ranks)), number)
-        meeting = self._meetings.setdefault(key, _Meeting())
-        if meeting.posts:
-            other = next(iter(meeting.posts))
-            _check_alike(meeting.posts[other], post, ranks[other], ranks[place], number, ranks)
+        collective = self._meetings.setdefault(key, _Collective())
+        if collective.posts:
+            other = next(iter(collective.posts))
+            _check_match(
+                collective.posts[other], post, ranks[other], ranks[group_rank], number, ranks
+            )
         if self.faults.delay or self.faults.poison:
-            post.inputs = _apart(post.inputs, post.outputs)
+            post.inputs = _unaliased(post.inputs, post.outputs)
         if self.faults.poison:
             poison(post.outputs)
-        meeting.posts[place] = post
-        here = len(meeting.posts) == len(ranks)
-        if here and not self.faults.delay:
+        collective.posts[group_rank] = post
+        complete = len(collective.posts) == len(ranks)
+        if complete and not self.faults.delay:
             with _disable_current_modes():
-                meeting.results = _compute(meeting)
-                for each, (one, results) in enumerate(zip(_ordered(meeting), meeting.results)):
-                    _write(one.outputs, results, one.kind, ranks[each])
-            meeting.let_go()
-        if here:
+                collective.results = _run_collective(collective)
+                for index, (rank_post, results) in enumerate(
+                    zip(_ordered(collective), collective.results)
+                ):
+                    _write(rank_post.outputs, results, rank_post.kind, ranks[index])
+            collective.let_go()
+        if complete:
             del self._meetings[key]
 
         def wait() -> None:
-            what = f"{post.kind} number {number} of ranks {_told(ranks)}"
-            there = lambda: len(meeting.posts) == len(ranks)  # noqa: E731
-            missing = [ranks[k] for k in range(len(ranks)) if k not in meeting.posts]
-            self.baton.wait(ranks[place], there, f"{what}, where {_told(missing)} did not come")
+            label = f"{post.kind} number {number} of ranks {_listed(ranks)}"
+            all_posted = lambda: len(collective.posts) == len(ranks)  # noqa: E731
+            missing = [ranks[k] for k in range(len(ranks)) if k not in collective.posts]
+            self.baton.wait(
+                ranks[group_rank], all_posted, f"{label}, where {_listed(missing)} did not come"
+            )
             if self.faults.delay:
                 with _disable_current_modes():
-                    meeting.results = meeting.results or _compute(meeting)
-                    _write(post.outputs, meeting.results[place], post.kind, ranks[place])
+                    collective.results = collective.results or _run_collective(collective)
+                    _write(
+                        post.outputs, collective.results[group_rank], post.kind, ranks[group_rank]
+                    )
 
         return wait
 
     # -- point to point ----------------------------------------------------------------------------
 
     def send(self, lane: tuple[object, ...], ranks: tuple[int, int], tensor: Tensor) -> Wait:
-        """Post the next message of a lane from ranks[0] to ranks[1]."""
+        """Send the next message of a lane from ranks[0] to ranks[1]; returns a wait function."""
         self.baton.check()
         message, number = self._message(lane, "send")
         message.sent, message.sends = tensor, True
         self._met(message, ranks)
 
         def wait() -> None:
-            what = f"its message {number} to rank {ranks[1]} to be received"
-            self.baton.wait(ranks[0], lambda: message.receives, what)
+            reason = f"its message {number} to rank {ranks[1]} to be received"
+            self.baton.wait(ranks[0], lambda: message.receives, reason)
             if not message.arrived:
                 _read(message, ranks)  # from now on the sender may write into it
 
         return wait
 
     def receive(self, lane: tuple[object, ...], ranks: tuple[int, int], buffer: Tensor) -> Wait:
-        """Post a buffer at ranks[1] for the next message of a lane from ranks[0]."""
+        """Post a receive buffer at ranks[1] for the lane's next message from ranks[0]."""
         self.baton.check()
         message, number = self._message(lane, "receive")
         message.buffer, message.receives = buffer, True
@@ -119,8 +127,8 @@ class Exchange:
         self._met(message, ranks)
 
         def wait() -> None:
-            what = f"message {number} of rank {ranks[0]}"
-            self.baton.wait(ranks[1], lambda: message.sends, what)
+            reason = f"message {number} of rank {ranks[0]}"
+            self.baton.wait(ranks[1], lambda: message.sends, reason)
             if not message.arrived:
                 _read(message, ranks)
                 _deliver(message)
@@ -136,9 +144,9 @@ class Exchange:
         if sent is None or buffer is None:
             return
         if sent.dtype != buffer.dtype or sent.numel() != buffer.numel():
-            one, other = (f"{t.dtype} {list(t.shape)}" for t in (sent, buffer))
-            told = f"rank {ranks[0]} sends {one}, rank {ranks[1]} receives {other}"
-            raise Mismatch(f"a message differs in size: {told}")
+            sent_text, buffer_text = (f"{t.dtype} {list(t.shape)}" for t in (sent, buffer))
+            text = f"rank {ranks[0]} sends {sent_text}, rank {ranks[1]} receives {buffer_text}"
+            raise Mismatch(f"a message differs in size: {text}")
         if not self.faults.delay:
             _read(message, ranks)
             _deliver(message)
@@ -146,66 +154,68 @@ class Exchange:
     # -- the end -----------------------------------------------------------------------------------
 
     def unfinished(self) -> list[str]:
-        """What was begun by some ranks and never joined by others."""
-        found = []
-        for (group, number), meeting in self._meetings.items():
+        """List collectives and messages that some ranks started and others never joined."""
+        problems = []
+        for (group, number), collective in self._meetings.items():
             _, ranks = group  # type: ignore[misc]
-            here = [ranks[k] for k in sorted(meeting.posts)]
-            kind = next(iter(meeting.posts.values())).kind
-            found.append(f"{kind} number {number} of ranks {_told(ranks)}: only {_told(here)} came")
+            present = [ranks[k] for k in sorted(collective.posts)]
+            kind = next(iter(collective.posts.values())).kind
+            problems.append(
+                f"{kind} number {number} of ranks {_listed(ranks)}: only {_listed(present)} came"
+            )
         for key, message in self._messages.items():
             if not message.sends or not message.receives:
                 end = "was never sent" if message.receives else "was never received"
-                found.append(f"message {key[-1]} from {key[-4]} to {key[-3]} {end}")
-        return found
+                problems.append(f"message {key[-1]} from {key[-4]} to {key[-3]} {end}")
+        return problems
 
-    def _count(self, key: tuple[object, object], place: int) -> int:
-        number = self._counts.get((key, place), 0)
-        self._counts[(key, place)] = number + 1
+    def _count(self, key: tuple[object, object], group_rank: int) -> int:
+        number = self._counts.get((key, group_rank), 0)
+        self._counts[(key, group_rank)] = number + 1
         return number
 
 
-def _ordered(meeting: _Meeting) -> list[Post]:
-    return [meeting.posts[place] for place in sorted(meeting.posts)]
+def _ordered(collective: _Collective) -> list[Post]:
+    return [collective.posts[group_rank] for group_rank in sorted(collective.posts)]
 
 
-def _compute(meeting: _Meeting) -> Results:
-    posts = _ordered(meeting)
+def _run_collective(collective: _Collective) -> Results:
+    posts = _ordered(collective)
     for post in posts:
-        _check_there(post.inputs, f"what {post.kind} reads")
+        _check_allocated(post.inputs, f"what {post.kind} reads")
     return COMPUTE[posts[0].kind](posts)
 
 
 def _read(message: _Message, ranks: tuple[int, int]) -> None:
-    """Take what was sent, once and no earlier than this."""
+    """Copy the sent tensor, once and not before this call."""
     if message.data is None:
         assert message.sent is not None and message.buffer is not None
-        _check_there([message.sent], f"what rank {ranks[0]} sends to {ranks[1]}")
-        with _disable_current_modes():  # whoever counts a rank's memory does not count this
+        _check_allocated([message.sent], f"what rank {ranks[0]} sends to {ranks[1]}")
+        with _disable_current_modes():  # memory counters of a rank ignore this copy
             message.data = message.sent.reshape(message.buffer.shape).clone()
         message.sent = None
 
 
 def _deliver(message: _Message) -> None:
-    """Write what was read into the receiver's buffer."""
+    """Write the copied data into the receiver's buffer."""
     assert message.buffer is not None and message.data is not None
     with _disable_current_modes():
         message.buffer.copy_(message.data)
     message.buffer, message.data, message.arrived = None, None, True
 
 
-def _check_there(tensors: Sequence[Tensor], what: str) -> None:
+def _check_allocated(tensors: Sequence[Tensor], label: str) -> None:
     for tensor in tensors:
         needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
         if tensor.numel() and tensor.untyped_storage().nbytes() < needed:
-            raise Mismatch(f"the memory of {what} was freed before anybody waited")
+            raise Mismatch(f"the memory of {label} was freed before anybody waited")
 
 
 def _write(outputs: Sequence[Tensor], results: Sequence[Tensor], kind: str, rank: int) -> None:
     if not results:
         return  # only the root of a reduce or a gather gets something
     for output, result in zip(outputs, results, strict=True):
-        _check_there([output], f"what {kind} writes on rank {rank}")
+        _check_allocated([output], f"what {kind} writes on rank {rank}")
         if output.numel() != result.numel() or output.dtype != result.dtype:
             raise Mismatch(
                 f"{kind} on rank {rank} writes {result.dtype} {list(result.shape)} into "
@@ -214,20 +224,22 @@ def _write(outputs: Sequence[Tensor], results: Sequence[Tensor], kind: str, rank
         output.copy_(result.reshape(output.shape))
 
 
-def _apart(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The inputs; those that share memory with an output as they are now."""
+def _unaliased(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the inputs, cloned where they share memory with an output."""
     written = {t.untyped_storage().data_ptr() for t in outputs}
     return [t.clone() if t.untyped_storage().data_ptr() in written else t for t in inputs]
 
 
-def _check_alike(
-    one: Post, other: Post, rank: int, mine: int, number: int, ranks: Sequence[int]
+def _check_match(
+    first: Post, second: Post, rank: int, other_rank: int, number: int, ranks: Sequence[int]
 ) -> None:
-    if (one.kind, one.alike) == (other.kind, other.alike):
+    if (first.kind, first.alike) == (second.kind, second.alike):
         return
-    sides = ", ".join(f"rank {r} does {p.kind}{p.alike}" for r, p in ((rank, one), (mine, other)))
-    raise Mismatch(f"collective number {number} of ranks {_told(ranks)} differs: {sides}")
+    sides = ", ".join(
+        f"rank {r} does {p.kind}{p.alike}" for r, p in ((rank, first), (other_rank, second))
+    )
+    raise Mismatch(f"collective number {number} of ranks {_listed(ranks)} differs: {sides}")
 
 
-def _told(ranks: Sequence[int]) -> str:
+def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks)) or "nobody"

@@ -1,4 +1,4 @@
-"""How communication misbehaves within what it is allowed: poisoned buffers, late completion."""
+"""Communication faults that torch allows: poisoned buffers and late completion."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Faults:
-    """What a correct program never notices.
+    """Faults that a correct program never notices.
 
-    poison  buffers that will be written hold NaN, or a huge number, until they are
-    delay   they are written when the rank waits, not before, and what is sent is read when somebody
-            waits for it, not when it is posted
-    order   ranks take turns as drawn from this seed, not one after the other
+    poison  output buffers hold NaN, or a huge number, until they are written
+    delay   outputs are written only when the rank waits; inputs are read when a rank waits, not
+            when they are posted
+    order   seed of a random order of turns; None: ranks take turns in rank order
     """
 
     poison: bool = True
@@ -28,12 +28,12 @@ NONE = Faults(poison=False, delay=False)
 
 
 def poison(outputs: Sequence[Tensor]) -> None:
-    """Fill buffers with what no computation survives unseen."""
+    """Fill buffers with values that make any later result visibly wrong."""
     for tensor in outputs:
-        tensor.fill_(_worst(tensor.dtype))
+        tensor.fill_(_poison_value(tensor.dtype))
 
 
-def _worst(dtype: torch.dtype) -> float | int | bool:
+def _poison_value(dtype: torch.dtype) -> float | int | bool:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     if dtype is torch.bool:

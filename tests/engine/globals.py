@@ -1,4 +1,4 @@
-"""What is one for the whole process, and has to be another for each rank."""
+"""Process-wide state that each rank needs for itself: saved and restored when the rank changes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from schedlang.runtime.kernel_injection import blind_queries
 from schedlang.runtime.offload import offloaded_activations
 from schedlang.runtime.rowwise_kernels import launch
 
-# containers of the runtime that hold what one rank is doing
-OWN: tuple[tuple[ModuleType, str], ...] = (
+# containers of the runtime that hold the state of one rank
+PER_RANK: tuple[tuple[ModuleType, str], ...] = (
     (blind_queries, "_cache"),
     (collectives, "_listeners"),
     (fuse, "_counting_layers"),
@@ -25,36 +25,42 @@ OWN: tuple[tuple[ModuleType, str], ...] = (
     (rewrite, "_watchers"),
     (world, "_entered"),
 )
-_PLACES = ("RANK", "LOCAL_RANK")
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK")
 
 State = tuple[torch.dtype, torch.Tensor, list[Any], list[str | None], list[Any]]
 
 
 def save() -> State:
-    """Of the rank that computes now; what it holds is its own, not copied."""
+    """Return the state of the current rank; containers are not copied."""
     return (
         torch.get_default_dtype(),
         torch.get_rng_state(),
-        [getattr(module, name) for module, name in OWN],
-        [os.environ.get(name) for name in _PLACES],
+        [getattr(module, name) for module, name in PER_RANK],
+        [os.environ.get(name) for name in _RANK_VARIABLES],
         warnings.filters,  # type: ignore[list-item]
     )
 
 
 def restore(state: State) -> None:
-    """Make it that of the process."""
-    dtype, drawn, own, places, filters = state
+    """Install a rank's state in the process."""
+    dtype, rng_state, containers, variables, filters = state
     torch.set_default_dtype(dtype)
-    torch.set_rng_state(drawn)
-    for (module, name), value in zip(OWN, own):
-        setattr(module, name, value)
-    for name, place in zip(_PLACES, places):
-        os.environ.pop(name, None) if place is None else os.environ.__setitem__(name, place)
+    torch.set_rng_state(rng_state)
+    for (module, name), container in zip(PER_RANK, containers):
+        setattr(module, name, container)
+    for name, variable in zip(_RANK_VARIABLES, variables):
+        os.environ.pop(name, None) if variable is None else os.environ.__setitem__(name, variable)
     warnings.filters = filters
 
 
-def fresh(rank: int) -> State:
-    """Of a rank that has done nothing yet, as in a process of its own."""
-    drawn = torch.Generator().manual_seed(0).get_state()
-    own = [type(getattr(module, name))() for module, name in OWN]
-    return torch.float32, drawn, own, [str(rank)] * len(_PLACES), list(warnings.filters)
+def initial_state(rank: int) -> State:
+    """Return the state of a new rank, as in a process of its own."""
+    rng_state = torch.Generator().manual_seed(0).get_state()
+    containers = [type(getattr(module, name))() for module, name in PER_RANK]
+    return (
+        torch.float32,
+        rng_state,
+        containers,
+        [str(rank)] * len(_RANK_VARIABLES),
+        list(warnings.filters),
+    )

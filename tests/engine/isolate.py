@@ -1,4 +1,4 @@
-"""A function and its arguments as each rank gets them: its own copies, as if sent to a process."""
+"""Private copies of a function and its arguments per rank, as if sent to another process."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from schedlang.runtime.launch import pickling
 
 
-def packed(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """What `unpacked` makes copies from: modules and their functions stay those of this process."""
+def pack_job(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Serialize a job; modules and their functions are referenced, not copied."""
     return pickling.dump_job((fn, args))
 
 
-def unpacked(blob: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """One rank's own copies."""
+def unpack_job(blob: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return one rank's copies of the function and its arguments."""
     fn, args = pickle.loads(blob)
     return fn, args

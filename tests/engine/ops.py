@@ -1,4 +1,4 @@
-"""What each operator of torch's process groups posts: from its arguments to a Post."""
+"""Translate the arguments of each c10d operator into the Post of this rank."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from tests.engine.arithmetic import Post
 
 
 class Call(NamedTuple):
-    """An operator's process group, what it posts there, and what it returns beside the work."""
+    """An operator's process group, its post, and its result besides the work handle."""
 
     group: Any
     post: Post
     returned: Any = None
 
 
-def shapes(tensors: Sequence[Tensor]) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
-    """Dtype and shape of each, to be compared between ranks."""
+def tensor_signature(tensors: Sequence[Tensor]) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+    """Return dtype and shape of each tensor, compared between ranks."""
     return tuple((t.dtype, tuple(t.shape)) for t in tensors)
 
 
 def _all_reduce(tensors: Any, group: Any, op: Any, sparse: Any = None, *_: Any) -> Call:
     assert sparse is None, "sparse tensors are not supported on threads"
-    return Call(group, _sum("all_reduce", tensors, tensors, op), tensors)
+    return Call(group, _reduction_post("all_reduce", tensors, tensors, op), tensors)
 
 
 def _all_reduce_coalesced(tensors: Any, group: Any, op: Any, *_: Any) -> Call:
-    return Call(group, _sum("all_reduce", tensors, tensors, op))
+    return Call(group, _reduction_post("all_reduce", tensors, tensors, op))
 
 
-def _sum(kind: str, inputs: Any, outputs: Any, op: Any) -> Post:
-    return Post(kind, inputs, outputs, (op.name, shapes(inputs)), op)
+def _reduction_post(kind: str, inputs: Any, outputs: Any, op: Any) -> Post:
+    return Post(kind, inputs, outputs, (op.name, tensor_signature(inputs)), op)
 
 
 def _reduce(tensors: Any, group: Any, op: Any, root: int, _tensor: int, *_: Any) -> Call:
     outputs = tensors if group.rank() == root else []
-    alike = (op.name, f"to {root}", shapes(tensors))
+    alike = (op.name, f"to {root}", tensor_signature(tensors))
     return Call(group, Post("reduce", tensors, outputs, alike, op, root))
 
 
 def _broadcast(tensors: Any, group: Any, root: int, _tensor: int, *_: Any) -> Call:
-    sent, written = (tensors, []) if group.rank() == root else ([], tensors)
-    alike = (f"from {root}", shapes(tensors))
-    return Call(group, Post("broadcast", sent, written, alike, root=root), tensors)
+    inputs, outputs = (tensors, []) if group.rank() == root else ([], tensors)
+    alike = (f"from {root}", tensor_signature(tensors))
+    return Call(group, Post("broadcast", inputs, outputs, alike, root=root), tensors)
 
 
 def _all_gather(outputs: Any, inputs: Any, group: Any, *_: Any) -> Call:
-    post = Post("all_gather", inputs, [t for ts in outputs for t in ts], shapes(inputs))
+    post = Post("all_gather", inputs, [t for ts in outputs for t in ts], tensor_signature(inputs))
     return Call(group, post, outputs)
 
 
@@ -58,25 +58,29 @@ def _all_gather_coalesced(outputs: Any, inputs: Any, group: Any, *_: Any) -> Cal
     return _all_gather(outputs, inputs, group)._replace(returned=None)
 
 
-def _all_gather_single(output: Any, given: Any, group: Any, *_: Any) -> Call:
-    post = Post("all_gather_single", [given], [output], shapes([given]))
+def _all_gather_single(output: Any, input_tensor: Any, group: Any, *_: Any) -> Call:
+    post = Post("all_gather_single", [input_tensor], [output], tensor_signature([input_tensor]))
     return Call(group, post, output)
 
 
 def _all_gather_single_coalesced(outputs: Any, inputs: Any, group: Any, *_: Any) -> Call:
-    return Call(group, Post("all_gather_single", inputs, outputs, shapes(inputs)))
+    return Call(group, Post("all_gather_single", inputs, outputs, tensor_signature(inputs)))
 
 
 def _reduce_scatter(outputs: Any, inputs: Any, group: Any, op: Any, *_: Any) -> Call:
-    return Call(group, _sum("reduce_scatter", inputs[0], outputs, op), outputs)
+    return Call(group, _reduction_post("reduce_scatter", inputs[0], outputs, op), outputs)
 
 
-def _reduce_scatter_single(output: Any, given: Any, group: Any, op: Any, *_: Any) -> Call:
-    return Call(group, _sum("reduce_scatter_single", [given], [output], op), output)
+def _reduce_scatter_single(output: Any, input_tensor: Any, group: Any, op: Any, *_: Any) -> Call:
+    return Call(
+        group, _reduction_post("reduce_scatter_single", [input_tensor], [output], op), output
+    )
 
 
-def _reduce_scatter_single_coalesced(out: Any, given: Any, group: Any, op: Any, *_: Any) -> Call:
-    return Call(group, _sum("reduce_scatter_single", given, out, op))
+def _reduce_scatter_single_coalesced(
+    outputs: Any, inputs: Any, group: Any, op: Any, *_: Any
+) -> Call:
+    return Call(group, _reduction_post("reduce_scatter_single", inputs, outputs, op))
 
 
 def _all_to_all(outputs: Any, inputs: Any, group: Any, *_: Any) -> Call:
@@ -84,29 +88,29 @@ def _all_to_all(outputs: Any, inputs: Any, group: Any, *_: Any) -> Call:
 
 
 def _all_to_all_single(
-    output: Any, given: Any, group: Any, out_splits: Any, in_splits: Any, *_: Any
+    output: Any, input_tensor: Any, group: Any, out_splits: Any, in_splits: Any, *_: Any
 ) -> Call:
-    alike = (given.dtype, tuple(given.shape[1:]))
+    alike = (input_tensor.dtype, tuple(input_tensor.shape[1:]))
     splits = (list(out_splits), list(in_splits))
-    return Call(group, Post("all_to_all_single", [given], [output], alike, splits=splits))
+    return Call(group, Post("all_to_all_single", [input_tensor], [output], alike, splits=splits))
 
 
 def _gather(outputs: Any, inputs: Any, group: Any, root: int, *_: Any) -> Call:
-    alike = (f"to {root}", shapes(inputs))
+    alike = (f"to {root}", tensor_signature(inputs))
     return Call(group, Post("gather", inputs, [t for ts in outputs for t in ts], alike, root=root))
 
 
 def _scatter(outputs: Any, inputs: Any, group: Any, root: int, *_: Any) -> Call:
-    alike = (f"from {root}", shapes(outputs))
-    sent = [t for ts in inputs for t in ts]
-    return Call(group, Post("scatter", sent, outputs, alike, root=root), outputs)
+    alike = (f"from {root}", tensor_signature(outputs))
+    flat_inputs = [t for ts in inputs for t in ts]
+    return Call(group, Post("scatter", flat_inputs, outputs, alike, root=root), outputs)
 
 
 def _barrier(_tensor: Any, group: Any, *_: Any) -> Call:
     return Call(group, Post("barrier", [], []))
 
 
-# those of torch that are not here are refused: see `private`
+# other c10d operators are refused: see `private`
 OPS: dict[str, Callable[..., Call]] = {
     "allreduce_": _all_reduce,
     "allreduce_coalesced_": _all_reduce_coalesced,

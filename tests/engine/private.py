@@ -1,8 +1,8 @@
-"""The one place that uses private names of torch: a backend whose kernels are functions of ours.
+"""The thread backend of torch.distributed; the only module here that uses private names of torch.
 
-The process group is torch's own, and its operators (`c10d::allreduce_` and so on) go through the
-dispatcher as with any backend, so that modes over them see what they always see; only the kernels
-for the CPU are replaced, and outside of rank threads they call the ones that they replaced.
+Process groups are torch's own and their operators (`c10d::allreduce_` and others) pass through the
+dispatcher as with any backend, so dispatch modes observe them as usual.  Only the CPU kernels are
+replaced; outside of rank threads these call the original kernels.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from tests.engine.exchange import Exchange, Wait
 from tests.engine.ops import OPS
 
 BACKEND = "threads"
-REFUSED = ("recv_any_source_", "monitored_barrier_")
+UNSUPPORTED = ("recv_any_source_", "monitored_barrier_")
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     exchange: Exchange | None = None  # in rank threads only
     rank: int = -1
     world: Any = None  # this rank's registry of process groups
 
 
-_here = _Here()
+_thread_state = _ThreadState()
 
 
-def here() -> int:
-    """The rank that this thread is; -1 if it is none."""
-    return _here.rank
+def current_rank() -> int:
+    """Return the rank of this thread; -1 if it is not a rank."""
+    return _thread_state.rank
 
 
 @contextmanager
-def plainly() -> Iterator[None]:
-    """Below autograd and every mode: what a backend does is no part of the model's arithmetic."""
+def below_dispatch() -> Iterator[None]:
+    """Run below autograd and all modes: backend operations are not the model's."""
     with (
         torch._C.DisableTorchFunction(),
         torch._C._AutoDispatchBelowAutograd(),
@@ -64,29 +64,29 @@ def plainly() -> Iterator[None]:
 
 @cache
 def install() -> Any:
-    """Register the backend and its kernels, once; the result keeps them registered."""
+    """Register the backend and its kernels once; returns the library that holds them."""
     dist.Backend.register_backend(BACKEND, _backend, devices=["cpu"])
     library = torch.library.Library("c10d", "IMPL")
     kernels: dict[str, Callable[..., Any]] = {name: partial(_collective, name) for name in OPS}
-    kernels |= {name: partial(_refuse, name) for name in REFUSED}
+    kernels |= {name: partial(_refuse, name) for name in UNSUPPORTED}
     kernels |= {"send": _send, "recv_": _receive}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered")
         for name, kernel in kernels.items():
-            before = torch.library.get_kernel(f"c10d::{name}", "CPU")
-            run = partial(_run, kernel, before)
-            library.impl(name, run, "CPU", with_keyset=True, allow_override=True)
+            torch_kernel = torch.library.get_kernel(f"c10d::{name}", "CPU")
+            wrapped = partial(_dispatch_kernel, kernel, torch_kernel)
+            library.impl(name, wrapped, "CPU", with_keyset=True, allow_override=True)
     return library
 
 
-def _run(kernel: Callable[..., Any], before: Any, keys: Any, *args: Any) -> Any:
-    if _here.exchange is None:
-        return before.call_boxed(keys, *args)
-    with plainly():
-        return kernel(*map(_unboxed, args))
+def _dispatch_kernel(kernel: Callable[..., Any], torch_kernel: Any, keys: Any, *args: Any) -> Any:
+    if _thread_state.exchange is None:
+        return torch_kernel.call_boxed(keys, *args)
+    with below_dispatch():
+        return kernel(*map(_unbox, args))
 
 
-def _unboxed(arg: Any) -> Any:
+def _unbox(arg: Any) -> Any:
     if not isinstance(arg, torch.ScriptObject):
         return arg
     if arg._type().name() == "ReduceOp":
@@ -95,28 +95,30 @@ def _unboxed(arg: Any) -> Any:
 
 
 def _exchange() -> Exchange:
-    assert _here.exchange is not None
-    return _here.exchange
+    assert _thread_state.exchange is not None
+    return _thread_state.exchange
 
 
 def _collective(name: str, *args: Any) -> Any:
     call = OPS[name](*args)
     ranks = c10d.get_process_group_ranks(call.group)
-    work = _work(_exchange().post(call.group.group_name, ranks, call.group.rank(), call.post))
-    return work if call.returned is None else (call.returned, work)
+    handle = _make_work(
+        _exchange().post(call.group.group_name, ranks, call.group.rank(), call.post)
+    )
+    return handle if call.returned is None else (call.returned, handle)
 
 
 def _send(tensors: Any, group: Any, target: int, tag: int) -> Any:
-    lane, ends = _lane(group, group.rank(), target, tag)
-    return _work(_exchange().send(lane, ends, tensors[0]))
+    lane, ends = _message_lane(group, group.rank(), target, tag)
+    return _make_work(_exchange().send(lane, ends, tensors[0]))
 
 
 def _receive(tensors: Any, group: Any, source: int, tag: int) -> Any:
-    lane, ends = _lane(group, source, group.rank(), tag)
-    return _work(_exchange().receive(lane, ends, tensors[0]))
+    lane, ends = _message_lane(group, source, group.rank(), tag)
+    return _make_work(_exchange().receive(lane, ends, tensors[0]))
 
 
-def _lane(group: Any, source: int, target: int, tag: int) -> Any:
+def _message_lane(group: Any, source: int, target: int, tag: int) -> Any:
     ranks = c10d.get_process_group_ranks(group)
     ends = (ranks[source], ranks[target])
     return (group.group_name, tuple(ranks), *ends, tag), ends
@@ -126,12 +128,12 @@ def _refuse(name: str, *args: Any) -> Any:
     raise NotImplementedError(f"c10d::{name} is not supported on threads")
 
 
-def _work(wait: Wait) -> Any:
+def _make_work(wait: Wait) -> Any:
     done: list[bool] = []
 
     def callback(_timeout: object) -> bool:
         if not done:
-            with plainly():
+            with below_dispatch():
                 wait()
             done.append(True)
         return True
@@ -146,17 +148,17 @@ def _backend(_store: Any, rank: int, world: int, _timeout: Any) -> Any:
     return FakeProcessGroup._create_internal(rank, world)  # never asked to communicate
 
 
-class _Worlds:
-    """In place of torch's registry of process groups: that of this thread's rank, if it is one."""
+class _PerRankWorld:
+    """Replaces torch's registry of process groups by the one of the current rank thread."""
 
-    def __init__(self, plain: Any) -> None:
-        self.__dict__["plain"] = plain
+    def __init__(self, world: Any) -> None:
+        self.__dict__["plain"] = world
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_here.world or self.plain, name)
+        return getattr(_thread_state.world or self.plain, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(_here.world or self.plain, name, value)
+        setattr(_thread_state.world or self.plain, name, value)
 
 
 def _registry() -> Any:
@@ -168,40 +170,42 @@ def _registry() -> Any:
 
 @contextmanager
 def many_ranks() -> Iterator[Any]:
-    """While this lasts, threads may be ranks; gives the store that they share."""
+    """Let threads act as ranks inside this context; yields their shared store."""
     install()
-    plain, hook = c10d._world, sys.excepthook  # which joining a group replaces
-    patient = agreement.poll_until
-    agreement.poll_until = partial(_until, patient)
-    c10d._world = _Worlds(plain)  # type: ignore[assignment]
+    world, hook = c10d._world, sys.excepthook  # init_process_group replaces the hook
+    poll = agreement.poll_until
+    agreement.poll_until = partial(_poll_until, poll)
+    c10d._world = _PerRankWorld(world)  # type: ignore[assignment]
     _set_thread_isolation_mode(True)
     try:
         yield HashStore()
     finally:
         _set_thread_isolation_mode(False)
-        c10d._world, sys.excepthook = plain, hook
-        agreement.poll_until = patient
+        c10d._world, sys.excepthook = world, hook
+        agreement.poll_until = poll
 
 
-def _until(
-    patient: Callable[..., bool], ready: Callable[[], bool], seconds: float, *most: float
+def _poll_until(
+    poll: Callable[..., bool], ready: Callable[[], bool], seconds: float, *rest: float
 ) -> bool:
-    """A rank that looks into the store again and again lets the others compute meanwhile."""
-    if _here.exchange is None:
-        return patient(ready, seconds, *most)
+    """Poll the store; on a rank thread let other ranks compute meanwhile."""
+    if _thread_state.exchange is None:
+        return poll(ready, seconds, *rest)
     if not ready():
-        _here.exchange.baton.wait(_here.rank, ready, "the others in the store of the job")
+        _thread_state.exchange.baton.wait(
+            _thread_state.rank, ready, "the others in the store of the job"
+        )
     return True
 
 
 @contextmanager
-def being(rank: int, world: int, exchange: Exchange, store: Any) -> Iterator[None]:
-    """This thread is a rank, in a process group of the world."""
-    _here.exchange, _here.rank, _here.world = exchange, rank, _registry()
+def acting_rank(rank: int, world: int, exchange: Exchange, store: Any) -> Iterator[None]:
+    """Make this thread a rank of a process group of size `world`."""
+    _thread_state.exchange, _thread_state.rank, _thread_state.world = exchange, rank, _registry()
     try:
         dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world)
         yield
     finally:
-        if _here.world.default_pg is not None:
+        if _thread_state.world.default_pg is not None:
             dist.destroy_process_group()
-        _here.exchange, _here.rank, _here.world = None, -1, None
+        _thread_state.exchange, _thread_state.rank, _thread_state.world = None, -1, None

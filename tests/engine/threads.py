@@ -1,4 +1,4 @@
-"""Ranks as warm threads of this process: a pool to be used in place of a pool of processes."""
+"""A pool of threads that act as ranks; replaces the pool of processes."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from tests.engine import globals as per_rank
 from tests.engine.baton import Aborted, Baton, Deadlock
 from tests.engine.exchange import Exchange
 from tests.engine.faults import NONE, Faults
-from tests.engine.isolate import packed, unpacked
-from tests.engine.private import being, here, many_ranks
+from tests.engine.isolate import pack_job, unpack_job
+from tests.engine.private import acting_rank, current_rank, many_ranks
 
 __runs_ranks__ = True  # as forkserver
-_TICK = 0.25  # seconds between two looks at the ranks
-_SLEEPING = 1 / 30  # of one core: below this the rank that computes only waits
-_GRACE = 10.0  # seconds for the other ranks to end once one has failed
+_POLL_SECONDS = 0.25  # seconds between two looks at the ranks
+_IDLE_SHARE = 1 / 30  # CPU share of one core below which the running rank counts as idle
+_GRACE_SECONDS = 10.0  # seconds for the other ranks to end once one has failed
 
 Task = Callable[[], None]
 
 
 class Threads:
-    """As `runtime.launch.pool.Pool`, in this process; what a rank loses, the tests lose.
+    """As `runtime.launch.pool.Pool`, but in this process: a rank that dies ends the tests.
 
-    The ranks share modules, and with them what user code keeps in globals; arguments and all that
-    the runtime holds are each rank's own.
+    Ranks share modules and so the globals of user code; arguments and the runtime's state are
+    private to each rank.
     """
 
-    one_process = True  # what is patched here is patched on every rank
+    one_process = True  # patches of this process apply to every rank
 
     def __init__(self, faults: Faults = NONE) -> None:
         self.faults = faults
@@ -54,7 +54,7 @@ class Threads:
         self._workers = []
 
     def import_files(self, files: Mapping[str, Any], *, here: bool = False) -> None:
-        """Do nothing: what this process has imported, its threads have."""
+        """Do nothing: threads share the modules that this process has imported."""
 
     def __enter__(self) -> Threads:
         return self
@@ -75,29 +75,33 @@ class Threads:
     ) -> list[Any]:
         """Call `fn(*args)` on ranks 0..world-1 and return their results by rank.
 
-        As `Pool.run`, with the same errors; a collective that ranks do not mean alike is RankDied
-        with a Mismatch as its cause, one that can never come about is Hang at once.
+        As `Pool.run`, with the same errors: mismatched collectives raise RankDied caused by a
+        Mismatch, a deadlock raises Hang at once.
         """
-        assert here() < 0, "a rank cannot start ranks"
+        assert current_rank() < 0, "a rank cannot start ranks"
         if meanwhile is not None:  # beside the ranks it would share globals with them
             meanwhile()
-        told = list[tuple[int, Any]]()
-        with self._lock, _own_globals(world, environ), many_ranks() as store:
-            run = _Run(world, packed(fn, args), self.faults, store)
+        progress_events = list[tuple[int, Any]]()
+        with self._lock, _restored_globals(world, environ), many_ranks() as store:
+            job = _Job(world, pack_job(fn, args), self.faults, store)
             while len(self._workers) < world:
                 self._workers.append(_worker(len(self._workers)))
             for rank in range(world):
-                self._workers[rank].put(lambda rank=rank: run.work(rank))  # type: ignore[misc]
+                self._workers[rank].put(lambda rank=rank: job.work(rank))  # type: ignore[misc]
             try:
-                run.watch(timeout, hang_after, lambda rank, what: told.append((rank, what)))
+                job.watch(
+                    timeout,
+                    hang_after,
+                    lambda rank, message: progress_events.append((rank, message)),
+                )
             except BaseException:
-                self.close()  # some may be stuck; the next run has new ones
+                self.close()  # some threads may be stuck; the next run starts new ones
                 raise
-            self.switches = run.baton.switches
+            self.switches = job.baton.switches
         if on_progress is not None:  # beside the ranks it would share globals with them, too
-            for one in told:
-                on_progress(*one)
-        return [run.results[rank] for rank in range(world)]
+            for event in progress_events:
+                on_progress(*event)
+        return [job.results[rank] for rank in range(world)]
 
 
 def _worker(number: int) -> queue.SimpleQueue[Task | None]:
@@ -106,18 +110,18 @@ def _worker(number: int) -> queue.SimpleQueue[Task | None]:
     def serve() -> None:
         while (task := tasks.get()) is not None:
             task()
-            del task  # and with it all that the run held
+            del task  # frees all objects of the run
 
     threading.Thread(target=serve, name=f"rank {number}", daemon=True).start()
     return tasks
 
 
-class _Run:
-    """One job: its ranks tell what they do in `_events`, the caller of `run` listens."""
+class _Job:
+    """One job: ranks report progress in `_events`, the caller of `run` reads it."""
 
     def __init__(self, world: int, blob: bytes, faults: Faults, store: Any) -> None:
         self.world, self._blob, self._store = world, blob, store
-        states = [per_rank.fresh(rank) for rank in range(world)]
+        states = [per_rank.initial_state(rank) for rank in range(world)]
         self.baton = Baton(states, per_rank.save, per_rank.restore, faults.order)
         self.exchange = Exchange(self.baton, faults)
         self.results: dict[int, Any] = {}
@@ -127,12 +131,12 @@ class _Run:
         self._ended: set[int] = set()
 
     def work(self, rank: int) -> None:
-        """On its thread: one rank from its first turn to its end."""
+        """Run one rank on its thread, from its first turn to its end."""
         self._threads[rank] = threading.get_ident()
         try:
             self.baton.enter(rank)
-            with being(rank, self.world, self.exchange, self._store):
-                fn, args = unpacked(self._blob)
+            with acting_rank(rank, self.world, self.exchange, self._store):
+                fn, args = unpack_job(self._blob)
                 self.results[rank] = fn(*args)
         except Aborted:
             pass
@@ -145,8 +149,8 @@ class _Run:
             self._events.put(None)
 
     def tell(self, message: object = None) -> None:
-        """`progress` of the rank that computes."""
-        self._events.put((here(), pickle.loads(pickle.dumps(message))))
+        """Report progress of the current rank."""
+        self._events.put((current_rank(), pickle.loads(pickle.dumps(message))))
 
     def watch(
         self,
@@ -154,7 +158,7 @@ class _Run:
         hang_after: float,
         on_progress: Callable[[int, Any], None] | None,
     ) -> None:
-        """Until all ranks have ended; raises what went wrong."""
+        """Wait until all ranks have ended; raise the error of the job, if any."""
         forkserver.Outbox.tell = self.tell
         try:
             self.baton.begin()
@@ -166,11 +170,11 @@ class _Run:
             forkserver.Outbox.tell = None
         if self.baton.failure is not None:
             self._raise(*self.baton.failure)
-        if left := self.exchange.unfinished():
-            raise RankDied(0, "the ranks ended with this under way:\n" + "\n".join(left))
+        if unfinished := self.exchange.unfinished():
+            raise RankDied(0, "the ranks ended with this under way:\n" + "\n".join(unfinished))
 
     def _give_up(self, error: BaseException) -> None:
-        """End what can be ended: ranks that wait, and those that run Python."""
+        """End ranks that wait or run Python code."""
         self.baton.end(error)
         for rank, ident in self._threads.items():
             if rank not in self._ended:
@@ -190,25 +194,29 @@ class _Run:
         hang_after: float,
         on_progress: Callable[[int, Any], None] | None,
     ) -> None:
-        start = moved = time.monotonic()
-        spent, switches = time.process_time(), self.baton.switches
+        start = last_progress = time.monotonic()
+        cpu_start, switches = time.process_time(), self.baton.switches
         while len(self._ended) < self.world:
             try:
-                event = self._events.get(timeout=_TICK)
+                event = self._events.get(timeout=_POLL_SECONDS)
             except queue.Empty:
                 event = None
             if event is not None and on_progress is not None:
                 on_progress(*event)
-            now = time.monotonic()
-            if self.baton.failure is not None and now - moved > _GRACE:
+            time_now = time.monotonic()
+            if self.baton.failure is not None and time_now - last_progress > _GRACE_SECONDS:
                 self._give_up(self.baton.failure[1])
                 return
-            if timeout is not None and now - start > timeout:
+            if timeout is not None and time_now - start > timeout:
                 raise Hang(f"not finished after {timeout:g} s", self._stacks())
-            cpu = time.process_time() - spent
-            if event or switches != self.baton.switches or cpu >= _SLEEPING * hang_after:
-                moved, spent, switches = now, time.process_time(), self.baton.switches
-            elif now - moved > hang_after:
+            cpu = time.process_time() - cpu_start
+            if event or switches != self.baton.switches or cpu >= _IDLE_SHARE * hang_after:
+                last_progress, cpu_start, switches = (
+                    time_now,
+                    time.process_time(),
+                    self.baton.switches,
+                )
+            elif time_now - last_progress > hang_after:
                 raise Hang(f"no rank made progress for {hang_after:g} s", self._stacks())
         while not self._events.empty():
             if (event := self._events.get()) is not None and on_progress is not None:
@@ -227,15 +235,15 @@ class _Run:
 
 
 @contextmanager
-def _own_globals(world: int, environ: Mapping[str, str] | None) -> Iterator[None]:
-    """The caller has the globals of the process again afterwards, as they were."""
-    before, variables = per_rank.save(), dict(os.environ)
+def _restored_globals(world: int, environ: Mapping[str, str] | None) -> Iterator[None]:
+    """Set the environment of ranks; restore process-wide state and environment at exit."""
+    state, variables = per_rank.save(), dict(os.environ)
     os.environ.update(environ or {})
     os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     try:
         yield
     finally:
-        per_rank.restore(before)
+        per_rank.restore(state)
         for name in {*os.environ} - {*variables}:
             del os.environ[name]
         os.environ.update(variables)

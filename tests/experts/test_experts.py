@@ -1,4 +1,4 @@
-"""Experts on different ranks: exact against the whole model, and sending what closed forms say."""
+"""Expert parallelism: equal to the original model, with the traffic of closed forms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from schedlang.runtime.comm.collectives import listen_to_collectives
 from schedlang.runtime.moe.experts import capacity_mask, limit_experts
 from schedlang.runtime.moe.probe import Experts, NoExperts, probe_experts
 from tests import expert_models as models
-from tests.proofs import planned, proven, refused, static_holds
+from tests.proofs import assert_proven, make_plan, refusal_text, static_holds
 
 ROW = "layers.*.experts  expert_parallel(over={})\n"
 DP = "zero(stage={}, over=dp)"
@@ -99,40 +99,42 @@ def test_every_way_equals_the_original(name: str, threads: Any) -> None:
     """Outputs, losses, gradients and three steps agree in float64; static proofs hold."""
     rows, mesh, relax = CASES[name]
     layers = 2 if "pp" in mesh else 1
-    plan = planned(models.tiny(layers=layers), rows, mesh, relax)
-    report = proven(threads, plan, BATCHES)
+    plan = make_plan(models.tiny_model(layers=layers), rows, mesh, relax)
+    report = assert_proven(threads, plan, BATCHES)
     assert report.equivalence == ("relaxed (routing)" if relax else "algebraic")
     static_holds(plan, BATCHES[0])
 
 
 @pytest.mark.parametrize("how", ["", ", dispatch=fetch", ", shadow=[0, 3]"])
 def test_experts_that_compute_in_16_bits(how: str, threads: Any) -> None:
-    """Under `cast(params=true)` ranks send, fetch and shadow the experts that compute, in bf16."""
+    """Under `cast(params=true)` ranks send, fetch and shadow bf16 copies of experts."""
     rows = f"cast(bf16, params=true)\nlayers.*.experts  expert_parallel(over=ep{how})\n"
-    plan = planned(models.tiny(layers=1), rows + DP.format(1), BOTH, "dtype")
+    plan = make_plan(models.tiny_model(layers=1), rows + DP.format(1), BOTH, "dtype")
     report = prove(Case(plan, tuple(BATCHES), dtype="float32"), pool=threads)
     assert report.ok and any("working dtype" in row.kind for row in report.rows)
 
 
-class _Dropping(models.Mixture):
-    """Dropout before the router, before the experts and behind them."""
+class _WithDropout(models.Mixture):
+    """Dropout before the router, before the experts and after them."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens through their best experts."""
         drop = nn.functional.dropout
         flat = drop(x, 0.2, self.training).reshape(-1, models.WIDTH)
         weights, index = self.router(flat).softmax(-1).topk(models.CHOICES, -1)
-        out = self.experts(drop(flat, 0.3, self.training), index, weights)
-        return drop((out + self.common(flat)).reshape(x.shape), 0.4, self.training)
+        output = self.experts(drop(flat, 0.3, self.training), index, weights)
+        return drop((output + self.common(flat)).reshape(x.shape), 0.4, self.training)
 
 
 @pytest.mark.parametrize("over", ["dp", pytest.param("ep", marks=pytest.mark.deep)])
 def test_dropout_around_experts(over: str, threads: Any) -> None:
-    """Masks are those of the original, whichever rank draws them and wherever tokens go."""
-    model = models.tiny(layers=1)
-    model.layers[0].__class__ = _Dropping  # type: ignore[union-attr, index, assignment]
+    """Dropout masks are those of the original, on any rank."""
+    model = models.tiny_model(layers=1)
+    model.layers[0].__class__ = _WithDropout  # type: ignore[union-attr, index, assignment]
     mesh = "dp=2" if over == "dp" else BOTH
-    report = proven(threads, planned(model, ROW.format(over) + DP.format(0), mesh), BATCHES)
+    report = assert_proven(
+        threads, make_plan(model, ROW.format(over) + DP.format(0), mesh), BATCHES
+    )
     assert any(row.kind == "dropout draws" for row in report.rows)
 
 
@@ -162,76 +164,85 @@ KINDS = {
     "kind", [k if k == "Mixtral" else pytest.param(k, marks=pytest.mark.deep) for k in KINDS]
 )
 def test_models_of_transformers(kind: str, threads: Any) -> None:
-    """Their own modules of experts, as they are by default, over two axes of which one sends."""
+    """Experts of transformers models in their default form, over two axes."""
     model, batch = models.transformers_model(kind, **KINDS[kind])
     rows = "model.layers.**.mlp.experts  expert_parallel(over=ep)\nzero(stage=0, over=dp)"
     if kind == "DeepseekV3":
         rows = rows.replace("layers.**", "layers.1")
-    proven(threads, planned(model, rows.replace("**", "*"), BOTH), [batch])
+    assert_proven(threads, make_plan(model, rows.replace("**", "*"), BOTH), [batch])
 
 
 # -- what is sent ------------------------------------------------------------------------------
 
 
-def _bytes(plan: Plan, batch: Any) -> dict[str, int]:
-    """On this rank: bytes of one step by kind, without the sums of gradients at its end."""
-    program = build(plan, batch, optimizer=lambda named: torch.optim.SGD([p for _, p in named]))
-    sent: Counter[str] = Counter()
+def _bytes_of_step(plan: Plan, batch: Any) -> dict[str, int]:
+    """On this rank: bytes of one step by kind, without gradient reductions."""
+    program = build(
+        plan, batch, optimizer=lambda parameters: torch.optim.SGD([p for _, p in parameters])
+    )
+    bytes_by_kind: Counter[str] = Counter()
 
     def listen(kind: str, group: Any, size: int) -> None:
         if group.label:
-            sent[kind] += size
+            bytes_by_kind[kind] += size
 
     with listen_to_collectives(listen):
         program.train_step(batch)
-    return dict(sent)
+    return dict(bytes_by_kind)
 
 
-TOKENS = 4 * 4 // 2  # of a rank: rows by length, over two
+TOKENS = 4 * 4 // 2  # tokens of one of two ranks
 TABLE = models.EXPERTS * 8  # a number for each expert
 
 
 @pytest.mark.parametrize("over", ["dp", "tp"])
 def test_bytes_of_tokens(over: str, threads: Any) -> None:
-    """Two steps, counts and rows: each choice of a token goes and comes back, and its gradient
-    too; where ranks see the same tokens nothing goes, and the sums are those of one row each."""
+    """Over a data axis each choice of a token, and its gradient, is sent and returned once; over
+    a tensor axis only sums of outputs and gradients are sent."""
     rows = ROW.format(over) + (DP.format(0) if over == "dp" else "")
-    plan = planned(models.tiny(), rows, f"{over}=2")
-    found = threads.run(_bytes, 2, plan, models.batch(0, rows=4))
+    plan = make_plan(models.tiny_model(), rows, f"{over}=2")
+    counts = threads.run(_bytes_of_step, 2, plan, models.batch(0, rows=4))
     layers, size = 2, models.WIDTH * 8
     if over == "dp":
-        total = sum(one["all-to-all"] for one in found)
-        # along the way there and back, forward and backward, every choice once on some rank
+        total = sum(rank_counts["all-to-all"] for rank_counts in counts)
+        # to the experts and back, in forward and backward, every choice once
         assert total == layers * 2 * 4 * TOKENS * models.CHOICES * size
-        assert all(one["all-gather"] == layers * 2 * TABLE for one in found)  # the counts
-        assert all("all-reduce" not in one for one in found)
+        assert all(
+            rank_counts["all-gather"] == layers * 2 * TABLE for rank_counts in counts
+        )  # the counts
+        assert all("all-reduce" not in rank_counts for rank_counts in counts)
         return
     tokens = 2 * TOKENS
-    output, given = tokens * size, tokens * (size + models.CHOICES * 8)
-    assert found == [{"all-reduce": layers * (output + given)}] * 2
+    output, routed_bytes = tokens * size, tokens * (size + models.CHOICES * 8)
+    assert counts == [{"all-reduce": layers * (output + routed_bytes)}] * 2
 
 
 def test_bytes_of_fetched_experts(threads: Any) -> None:
-    """All experts of a layer come once and their gradients go once; no token moves."""
-    plan = planned(models.tiny(), ROW.format("dp, dispatch=fetch") + DP.format(0), "dp=2")
-    whole = sum(p.numel() * 8 for n, p in models.tiny().named_parameters() if ".experts." in n)
-    found = threads.run(_bytes, 2, plan, models.batch(0, rows=4))
-    assert found == [{"all-gather": whole, "reduce-scatter": whole}] * 2
+    """With `dispatch=fetch` experts are gathered and gradients reduced once; no token moves."""
+    plan = make_plan(models.tiny_model(), ROW.format("dp, dispatch=fetch") + DP.format(0), "dp=2")
+    expert_bytes = sum(
+        p.numel() * 8 for n, p in models.tiny_model().named_parameters() if ".experts." in n
+    )
+    counts = threads.run(_bytes_of_step, 2, plan, models.batch(0, rows=4))
+    assert counts == [{"all-gather": expert_bytes, "reduce-scatter": expert_bytes}] * 2
 
 
 def test_the_plan_shows_even_routes() -> None:
-    """Without values the plan counts what is sent if all experts are chosen equally often."""
+    """Without values a plan counts traffic as if all experts were chosen equally often."""
     from schedlang.passes.simulate.account import account
 
-    plan = planned(models.tiny(), ROW.format("dp") + DP.format(0), "dp=2")
-    found = account(plan, models.batch(0, rows=4))
-    tokens = [one for one in found.collectives if one.kind == "all-to-all"]
-    assert {one.what for one in tokens} == {"tokens", "token grads"}
+    plan = make_plan(models.tiny_model(), ROW.format("dp") + DP.format(0), "dp=2")
+    costs = account(plan, models.batch(0, rows=4))
+    tokens = [collective for collective in costs.collectives if collective.kind == "all-to-all"]
+    assert {collective.what for collective in tokens} == {"tokens", "token grads"}
     rows = TOKENS * models.CHOICES * models.WIDTH * 8
-    forward = sum(one.total for one in tokens if one.phase == "forward")
+    forward = sum(collective.total for collective in tokens if collective.phase == "forward")
     assert forward == 2 * 2 * rows
-    assert sum(one.total for one in tokens if one.phase == "backward") == 2 * 2 * rows
-    assert any("equally often" in note for note in found.notes)
+    assert (
+        sum(collective.total for collective in tokens if collective.phase == "backward")
+        == 2 * 2 * rows
+    )
+    assert any("equally often" in note for note in costs.notes)
 
 
 # -- what is recognised ------------------------------------------------------------------------
@@ -262,9 +273,9 @@ class _Normed(models.Experts):
 
 
 def test_parameters_of_all_experts_are_refused() -> None:
-    """What all experts use would get a part of its gradient on each rank."""
-    found = probe_experts(_Normed())
-    assert isinstance(found, NoExperts) and "`norm.weight` has no dim of experts" in found.reason
+    """A parameter that all experts share is refused."""
+    result = probe_experts(_Normed())
+    assert isinstance(result, NoExperts) and "`norm.weight` has no dim of experts" in result.reason
 
 
 @pytest.mark.parametrize(
@@ -276,39 +287,39 @@ def test_parameters_of_all_experts_are_refused() -> None:
     ],
 )
 def test_what_is_no_module_of_experts(kind: Any, said: str) -> None:
-    """A module that computes otherwise is refused with how far it is off."""
+    """A module that does not compute as experts do is refused with its error."""
     import re
 
-    found = probe_experts(kind())
-    assert isinstance(found, NoExperts)
-    assert re.search(said, found.reason) and found.error is not None and found.error > 1e-3
+    result = probe_experts(kind())
+    assert isinstance(result, NoExperts)
+    assert re.search(said, result.reason) and result.error is not None and result.error > 1e-3
 
 
 def test_large_experts_are_tried_small() -> None:
-    """The number of experts is found without values, at sizes that no trial could hold."""
+    """The number of experts is found without values for very large modules."""
     with torch.device("meta"):
         module = models.Experts(4)
         module.up = nn.Parameter(torch.empty(4, 2 * 14336, 4096))
         module.up_bias = nn.Parameter(torch.empty(4, 2 * 14336))
         module.down = nn.Parameter(torch.empty(4, 4096, 14336))
-    found = probe_experts(module)
-    assert found == Experts(4, ("up", "up_bias", "down"), ("num_experts",))
+    result = probe_experts(module)
+    assert result == Experts(4, ("up", "up_bias", "down"), ("num_experts",))
 
 
 def test_refusals() -> None:
-    """What cannot be spread so is refused with what would be legal."""
-    tiny = models.tiny
-    assert "S421" in refused(tiny(), "layers.*.router  expert_parallel(over=tp)", "tp=2")
-    said = refused(tiny(), ROW.format("tp"), "tp=3")
-    assert "S402" in said and "`tp` may be 1, 2, 4" in said
-    assert "relax(routing)" in refused(tiny(), ROW.format("tp, capacity=1.0"), "tp=2")
-    assert "no expert 4" in refused(tiny(), ROW.format("tp, shadow=[4]"), "tp=2")
-    both = refused(tiny(), ROW.format("tp, chunks=2, dispatch=fetch"), "tp=2")
-    assert "S422" in both and "leave out" in both
-    assert "S422" in refused(tiny(), ROW.format("tp, chunks=0"), "tp=2")
+    """Illegal options are refused with legal ones."""
+    tiny = models.tiny_model
+    assert "S421" in refusal_text(tiny(), "layers.*.router  expert_parallel(over=tp)", "tp=2")
+    message = refusal_text(tiny(), ROW.format("tp"), "tp=3")
+    assert "S402" in message and "`tp` may be 1, 2, 4" in message
+    assert "relax(routing)" in refusal_text(tiny(), ROW.format("tp, capacity=1.0"), "tp=2")
+    assert "no expert 4" in refusal_text(tiny(), ROW.format("tp, shadow=[4]"), "tp=2")
+    chunked = refusal_text(tiny(), ROW.format("tp, chunks=2, dispatch=fetch"), "tp=2")
+    assert "S422" in chunked and "leave out" in chunked
+    assert "S422" in refusal_text(tiny(), ROW.format("tp, chunks=0"), "tp=2")
 
 
-class _Listed(nn.Module):
+class _ExpertList(nn.Module):
     """Experts in a list, as models wrote them before their weights were stacked."""
 
     def __init__(self) -> None:
@@ -318,38 +329,44 @@ class _Listed(nn.Module):
 
 
 def test_experts_in_a_list_are_refused() -> None:
-    """Modules of their own are told apart from no experts at all, with what can be done."""
+    """Experts in a ModuleList are refused with their number and what to do."""
     for name in ("", ".experts"):
-        said = refused(nn.ModuleList([_Listed()]), f"*{name}  expert_parallel(over=tp)", "tp=2")
-        assert "S421" in said and "4 modules of their own, which are called one by one" in said
-        assert "stack their weights" in said and "`zero(stage=3, over=...)`" in said
+        message = refusal_text(
+            nn.ModuleList([_ExpertList()]), f"*{name}  expert_parallel(over=tp)", "tp=2"
+        )
+        assert (
+            "S421" in message and "4 modules of their own, which are called one by one" in message
+        )
+        assert "stack their weights" in message and "`zero(stage=3, over=...)`" in message
 
 
 def test_tied_experts_are_split_once(threads: Any) -> None:
-    """Layers that share experts spread them over the same axes, and train as if always so."""
+    """Tied experts are split once; splits over different axes are refused."""
     tied = "layers.* tie()\n"
     rows = tied + ROW.format("dp") + DP.format(1)
-    proven(threads, planned(models.tiny(), rows, "dp=2", "model"), BATCHES)
-    apart = tied + "".join(f"layers.{k}.experts  expert_parallel(over={'ab'[k]})\n" for k in (0, 1))
+    assert_proven(threads, make_plan(models.tiny_model(), rows, "dp=2", "model"), BATCHES)
+    separate_rows = tied + "".join(
+        f"layers.{k}.experts  expert_parallel(over={'ab'[k]})\n" for k in (0, 1)
+    )
     with pytest.raises(Refusal, match="tied experts must be sharded over the same axes") as caught:
-        planned(models.tiny(), apart, "a=2, b=2", "model")
+        make_plan(models.tiny_model(), separate_rows, "a=2, b=2", "model")
     assert caught.value.diagnostic.code == "S504"
 
 
 def test_a_capacity_counts_the_whole_batch() -> None:
-    """Refused where a part of the batch only would be counted: other axes, or microbatches."""
+    """A capacity is refused where it would count only a part of the batch."""
     from schedlang.diagnostics.diagnostic import Refusal
     from schedlang.passes.analyze.prepare import prepare
 
-    apart = ROW.format("b, capacity=1.0") + "zero(stage=0, over=(a, b))"
+    separate_rows = ROW.format("b, capacity=1.0") + "zero(stage=0, over=(a, b))"
     micro = ROW.format("dp, capacity=1.0") + "layers  pipeline_split(over=pp)\n" + DP.format(0)
     micro += '\npipeline(order="GPipe", micro=2)'
     for rows, mesh, help_ in (
-        (apart, "a=2, b=2", "view ep of (a, b)"),
+        (separate_rows, "a=2, b=2", "view ep of (a, b)"),
         (micro, "dp=2, pp=2", "micro=1"),
     ):
         with pytest.raises(Refusal) as caught:
-            prepare(planned(models.tiny(), rows, mesh, "routing"), BATCHES[0])
+            prepare(make_plan(models.tiny_model(), rows, mesh, "routing"), BATCHES[0])
         assert caught.value.diagnostic.code == "S422"
         assert help_ in caught.value.render()
 
@@ -358,7 +375,7 @@ def test_a_capacity_counts_the_whole_batch() -> None:
 
 
 def test_the_first_tokens_of_an_expert_are_kept() -> None:
-    """By hand: six choices of two experts at capacity 1.0 leave room for three each."""
+    """Six choices of two experts at capacity 1.0: the first three of each are kept."""
     index = torch.tensor([[0], [0], [1], [0], [0], [1]])
     assert capacity_mask(index, 2, 1.0).flatten().tolist() == [True, True, True, True, False, True]
     assert capacity_mask(index, 2, 0.3).flatten().tolist() == [
@@ -373,10 +390,16 @@ def test_the_first_tokens_of_an_expert_are_kept() -> None:
 
 
 def test_the_oracle_drops_what_the_rule_says() -> None:
-    """A dropped choice adds nothing, and without a limit the model is as it was."""
-    plain, free, limited = models.tiny(), models.tiny(), models.tiny()
-    limit_experts(free, {"layers.0.experts": (models.EXPERTS, 1e9)})
-    limit_experts(limited, {"layers.0.experts": (models.EXPERTS, 0.5)})
-    out, same, less = (m(**BATCHES[0])["logits"] for m in (plain, free, limited))
-    assert torch.equal(out, same)
-    assert not torch.allclose(out, less)
+    """Dropped choices add nothing; without a limit the model is unchanged."""
+    plain_model, free_model, limited_model = (
+        models.tiny_model(),
+        models.tiny_model(),
+        models.tiny_model(),
+    )
+    limit_experts(free_model, {"layers.0.experts": (models.EXPERTS, 1e9)})
+    limit_experts(limited_model, {"layers.0.experts": (models.EXPERTS, 0.5)})
+    plain_logits, free_logits, limited_logits = (
+        m(**BATCHES[0])["logits"] for m in (plain_model, free_model, limited_model)
+    )
+    assert torch.equal(plain_logits, free_logits)
+    assert not torch.allclose(plain_logits, limited_logits)

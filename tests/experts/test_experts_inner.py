@@ -1,4 +1,4 @@
-"""Experts spread over some ranks and cut over others: exact against the whole model."""
+"""Expert parallelism with sharded experts (`inner=`): equal to the original model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from schedlang.runtime.comm.collectives import listen_to_collectives
 from schedlang.runtime.moe.probe import Experts, InnerSplit, probe_experts, probe_inner
 from tests import expert_models as models
 from tests.experts.test_experts import KINDS
-from tests.proofs import planned, proven, refused, static_holds
+from tests.proofs import assert_proven, make_plan, refusal_text, static_holds
 
 ROW = "layers.*.experts  expert_parallel(over={}, inner=tp{})\n"
 DP = "zero(stage={}, over=dp)"
@@ -38,10 +38,10 @@ CASES = {
 def test_every_way_equals_the_original(name: str, threads: Any) -> None:
     """Outputs, losses, gradients and three steps agree in float64; static proofs hold."""
     rows, mesh, relax = CASES[name]
-    model = models.biased() if name == "sent" else models.tiny(layers=1)
-    plan = planned(model, rows, mesh, relax)
+    model = models.biased_model() if name == "sent" else models.tiny_model(layers=1)
+    plan = make_plan(model, rows, mesh, relax)
     if name != "uneven share":  # ten ranks are more than `verify` starts
-        proven(threads, plan, BATCHES)
+        assert_proven(threads, plan, BATCHES)
     static_holds(plan, BATCHES[0])
 
 
@@ -52,90 +52,98 @@ def test_models_of_transformers(kind: str, threads: Any) -> None:
     model, batch = models.transformers_model(kind, **KINDS[kind])
     rows = "model.layers.{}.mlp.experts  expert_parallel(over=dp, inner=tp)\nzero(stage=0, over=dp)"
     rows = rows.format("1" if kind == "DeepseekV3" else "*")
-    proven(threads, planned(model, rows, "dp=2, tp=2"), [batch])
+    assert_proven(threads, make_plan(model, rows, "dp=2, tp=2"), [batch])
 
 
 # -- how they are cut --------------------------------------------------------------------------
 
 
-def _inner(module: nn.Module) -> InnerSplit | None:
-    found = probe_experts(module)
-    assert isinstance(found, Experts)
-    return probe_inner(module, found)
+def _inner_split(module: nn.Module) -> InnerSplit | None:
+    experts = probe_experts(module)
+    assert isinstance(experts, Experts)
+    return probe_inner(module, experts)
 
 
 def test_gate_and_up_lie_side_by_side() -> None:
-    """What is chunked in the forward is cut in two blocks, what it makes in one."""
-    found = _inner(models.Experts())
-    assert found is not None
-    assert found.cuts == (("up", 1, 2), ("up_bias", 1, 2), ("down", 2, 1))
+    """Packed gate and up are cut in two blocks, down in one."""
+    inner_split = _inner_split(models.Experts())
+    assert inner_split is not None
+    assert inner_split.cuts == (("up", 1, 2), ("up_bias", 1, 2), ("down", 2, 1))
 
 
 def test_gate_and_up_that_alternate() -> None:
-    """What takes turns is cut in one block, and a bias behind the sum is shared out."""
+    """Interleaved gate and up are cut in one block; the output bias is not cut."""
     model, _ = models.transformers_model("GptOss", **KINDS["GptOss"])
-    found = _inner(model.get_submodule("model.layers.0.mlp.experts"))
-    assert found is not None
-    assert dict((name, blocks) for name, _, blocks in found.cuts) == {
+    inner_split = _inner_split(model.get_submodule("model.layers.0.mlp.experts"))
+    assert inner_split is not None
+    assert dict((name, blocks) for name, _, blocks in inner_split.cuts) == {
         "gate_up_proj": 1,
         "gate_up_proj_bias": 1,
         "down_proj": 1,
     }
-    assert found.whole == ("down_proj_bias",)
-    assert found.numbers == ("intermediate_size",)
+    assert inner_split.whole == ("down_proj_bias",)
+    assert inner_split.numbers == ("intermediate_size",)
 
 
-class _Normed(models.Experts):
-    """Experts that norm what lies inside of them."""
+class _WithSoftmax(models.Experts):
+    """Experts with a softmax over their inner dim."""
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The sum over each token's experts, by weight."""
-        out = torch.zeros_like(x)
+        output = torch.zeros_like(x)
         for expert in range(self.num_experts):
             token, slot = torch.where(index == expert)
             inner = nn.functional.linear(x[token], self.up[expert], self.up_bias[expert])
             gate, up = nn.functional.softmax(inner, -1).chunk(2, -1)
             y = nn.functional.linear(gate * up, self.down[expert])
-            out = out.index_add(0, token, y * weights[token, slot, None])
-        return out
+            output = output.index_add(0, token, y * weights[token, slot, None])
+        return output
 
 
 def test_what_cannot_be_cut() -> None:
-    """Refused with the reason: another computation, sizes, axes that have work already."""
-    model = models.tiny(layers=1)
-    model.layers[0].experts.__class__ = _Normed  # type: ignore[union-attr, index]
-    said = refused(model, ROW.format("dp", "") + DP.format(0), "dp=2, tp=2")
-    assert "S428" in said and "cannot be sharded inside" in said and "leave out `inner=`" in said
-    said = refused(models.tiny(), ROW.format("dp", "") + DP.format(0), "dp=2, tp=3")
-    assert "S428" in said and "an inner dim of 10" in said and "`tp` may be 1, 2, 5, 10" in said
-    said = refused(models.tiny(), ROW.format("tp", ""), "tp=2")
-    assert "S428" in said and "`tp` cannot both distribute and shard the experts" in said
-    both = ROW.format("dp", "") + "zero(stage=0, over=(dp, tp))"
+    """Experts that cannot be cut are refused: their computation, sizes, or used axes."""
+    model = models.tiny_model(layers=1)
+    model.layers[0].experts.__class__ = _WithSoftmax  # type: ignore[union-attr, index]
+    message = refusal_text(model, ROW.format("dp", "") + DP.format(0), "dp=2, tp=2")
+    assert (
+        "S428" in message
+        and "cannot be sharded inside" in message
+        and "leave out `inner=`" in message
+    )
+    message = refusal_text(models.tiny_model(), ROW.format("dp", "") + DP.format(0), "dp=2, tp=3")
+    assert (
+        "S428" in message
+        and "an inner dim of 10" in message
+        and "`tp` may be 1, 2, 5, 10" in message
+    )
+    message = refusal_text(models.tiny_model(), ROW.format("tp", ""), "tp=2")
+    assert "S428" in message and "`tp` cannot both distribute and shard the experts" in message
+    rows = ROW.format("dp", "") + "zero(stage=0, over=(dp, tp))"
     with pytest.raises(Refusal, match="`tp` cannot shard both the batch and each expert") as caught:
-        prepare(planned(models.tiny(), both, "dp=2, tp=2"), BATCHES[0])
+        prepare(make_plan(models.tiny_model(), rows, "dp=2, tp=2"), BATCHES[0])
     assert caught.value.diagnostic.code == "S428"
 
 
-def _sent(plan: Any, batch: Any) -> dict[str, int]:
+def _tp_bytes(plan: Any, batch: Any) -> dict[str, int]:
     """On this rank: bytes along `tp` in one step."""
     from schedlang.passes.lower.build import build
 
     program = build(plan, batch)
-    sent: Counter[str] = Counter()
+    bytes_by_kind: Counter[str] = Counter()
 
     def listen(kind: str, group: Any, size: int) -> None:
         if group.label and group.axes == ("tp",):
-            sent[kind] += size
+            bytes_by_kind[kind] += size
 
     with listen_to_collectives(listen):
         program.train_step(batch)
-    return dict(sent)
+    return dict(bytes_by_kind)
 
 
 @pytest.mark.deep
 def test_bytes_of_cut_experts(threads: Any) -> None:
     """Along `tp` one sum of the tokens, and backward one of tokens and weights, as Megatron."""
-    plan = planned(models.tiny(), ROW.format("dp", "") + DP.format(0), "dp=2, tp=2")
+    plan = make_plan(models.tiny_model(), ROW.format("dp", "") + DP.format(0), "dp=2, tp=2")
     tokens, layers = 4 * 4 // 2, 2
-    found = threads.run(_sent, 4, plan, models.batch(0, rows=4))
-    assert found == [{"all-reduce": layers * 8 * tokens * (2 * models.WIDTH + models.CHOICES)}] * 4
+    counts = threads.run(_tp_bytes, 4, plan, models.batch(0, rows=4))
+    assert counts == [{"all-reduce": layers * 8 * tokens * (2 * models.WIDTH + models.CHOICES)}] * 4

@@ -1,4 +1,4 @@
-"""Parameters that only some of the ranks use in a step: experts that no token there chose."""
+"""Parameters that only some ranks use in a step, such as experts without tokens."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine import Threads
-from tests.proofs import assert_near, planned, proven, sequential, sgd, steps
+from tests.proofs import assert_near, assert_proven, make_plan, sgd, train_sequential, train_steps
 
 
 class Block(nn.Module):
-    """Rows go through the layer that a number in them chooses; a third layer is never used."""
+    """Each row goes through the layer that its first number chooses; a third layer is idle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,13 +21,13 @@ class Block(nn.Module):
         self.idle = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the chosen layers give."""
-        out = x
+        """The output of the chosen layers."""
+        output = x
         for number, expert in enumerate(self.experts):
             rows = ((x[:, 0] > 0) == bool(number)).nonzero()[:, 0]
             if rows.numel():
-                out = out.index_add(0, rows, expert(x[rows]))
-        return out.tanh()
+                output = output.index_add(0, rows, expert(x[rows]))
+        return output.tanh()
 
 
 class Chosen(nn.Module):
@@ -40,20 +40,20 @@ class Chosen(nn.Module):
         self.head = nn.Linear(4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The mean of what the rows give."""
+        """The mean square of the outputs."""
         for block in self.blocks:
             x = block(x)
         loss: Tensor = self.head(x).square().mean()
         return loss
 
 
-def chosen() -> list[dict[str, Tensor]]:
-    """Batches in which each half of the rows chooses otherwise."""
+def chosen_batches() -> list[dict[str, Tensor]]:
+    """Batches whose halves choose different layers."""
     signs = torch.tensor([[-3.0, -2, 3, 2], [-3, 2, -2, 3], [3, 2, -2, -3]], dtype=torch.float64)
     torch.manual_seed(1)
     batches = [{"x": torch.randn(4, 4).double()} for _ in signs]
-    for batch, first in zip(batches, signs):
-        batch["x"][:, 0] = first
+    for batch, first_column in zip(batches, signs):
+        batch["x"][:, 0] = first_column
     return batches
 
 
@@ -68,7 +68,7 @@ class Nested(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The mean of what the rows give."""
+        """The mean square of the outputs."""
         for group in self.groups:
             for layer in group:  # type: ignore[attr-defined]
                 x = layer(x).tanh()
@@ -78,24 +78,24 @@ class Nested(nn.Module):
 def test_lists_in_lists_are_sliced_by_what_is_called(threads: Threads) -> None:
     """ZeRO gathers the layers of nested lists, as lists themselves are never called."""
     batches = [{"x": torch.randn(4, 4, dtype=torch.float64)} for _ in range(3)]
-    plan = planned(Nested().double(), "  zero(stage=3, over=dp)", "dp=2")
-    proven(threads, plan, batches)
+    plan = make_plan(Nested().double(), "  zero(stage=3, over=dp)", "dp=2")
+    assert_proven(threads, plan, batches)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_nobody_uses_in_a_later_stage(threads: Threads, stage: int) -> None:
-    """It lies with the unit that it stands in, sliced or not, and is saved with the rest."""
+    """Unused parameters in a later stage are sharded and saved with their unit."""
     rows = f"""  blocks  pipeline_split(over=pp)
   zero(stage={stage}, over=dp)
   pipeline(order="GPipe", micro=2)"""
-    proven(threads, planned(Chosen().double(), rows, "dp=2, pp=2"), chosen())
+    assert_proven(threads, make_plan(Chosen().double(), rows, "dp=2, pp=2"), chosen_batches())
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_what_one_rank_alone_uses(threads: Threads, stage: int) -> None:
-    """Its gradient is whole on all, and what nobody uses has none, at every stage of ZeRO."""
-    plan = planned(Chosen().double(), f"  zero(stage={stage}, over=dp)", "dp=2")
-    proven(threads, plan, chosen())
+    """A parameter that one rank uses has its full gradient on all; an unused one has none."""
+    plan = make_plan(Chosen().double(), f"  zero(stage={stage}, over=dp)", "dp=2")
+    assert_proven(threads, plan, chosen_batches())
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -104,15 +104,15 @@ def test_what_nobody_uses_in_one_step(threads: Threads, stage: int) -> None:
 
     Momentum and weight decay would move it otherwise: it is used in the steps before and after.
     """
-    batches = chosen()
+    batches = chosen_batches()
     batches[1]["x"][:, 0] = torch.tensor([3.0, 2, 2, 3])  # all rows choose the second layer
-    plan = planned(Chosen().double(), f"  zero(stage={stage}, over=dp)", "dp=2")
-    seen = threads.run(steps, 2, plan, tuple(batches), sgd, None, {})[0]
-    assert_near(seen, sequential(Chosen().double(), batches))
+    plan = make_plan(Chosen().double(), f"  zero(stage={stage}, over=dp)", "dp=2")
+    observed = threads.run(train_steps, 2, plan, tuple(batches), sgd, None, {})[0]
+    assert_near(observed, train_sequential(Chosen().double(), batches))
 
 
 class Parallel(nn.Module):
-    """Layers side by side in the outermost list, of which values choose one for each row."""
+    """Parallel layers in the outermost list; values choose one for each row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,27 +122,26 @@ class Parallel(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The mean of what the rows give."""
-        out = x
+        """The mean square of the outputs."""
+        output = x
         for number, expert in enumerate(self.experts):
             rows = ((x[:, 0] > 0) == bool(number)).nonzero()[:, 0]
             if rows.numel():
-                out = out.index_add(0, rows, expert(x[rows]))
-        return out.square().mean()
+                output = output.index_add(0, rows, expert(x[rows]))
+        return output.square().mean()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_units_that_not_every_rank_calls(threads: Threads, stage: int) -> None:
-    """What values choose among is no unit of its own: ranks would gather different ones."""
-    plan = planned(Parallel().double(), f"  zero(stage={stage}, over=dp)", "dp=2")
-    proven(threads, plan, chosen())
+    """Modules that values choose are no ZeRO units: ranks would gather different ones."""
+    plan = make_plan(Parallel().double(), f"  zero(stage={stage}, over=dp)", "dp=2")
+    assert_proven(threads, plan, chosen_batches())
 
 
 class Turned(nn.Module):
-    """Layers of one size, which a number in each row sends it through one way or the other.
+    """Equal layers, which each row passes forward or in reverse, by its first number.
 
-    `strict`: no other kind than that of the batch is taken, so that a look with other values shows
-    nothing.
+    `strict`: batches of another kind raise, so that a trial with other values fails.
     """
 
     def __init__(self, strict: bool = False) -> None:
@@ -152,40 +151,42 @@ class Turned(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
 
     def forward(self, x: Tensor, kind: Tensor) -> Tensor:
-        """The mean of what the layers give."""
+        """The mean square of the outputs."""
         if self.strict and int(kind[0]) != 7:
             raise ValueError("another kind")
-        layers, out = list(self.layers), []
+        layers, outputs = list(self.layers), []
         for row in x:
             for layer in layers if row[0] > 0 else layers[::-1]:
                 row = layer(row).tanh()
-            out.append(row)
-        return torch.stack(out).square().mean()
+            outputs.append(row)
+        return torch.stack(outputs).square().mean()
 
 
-def turned() -> list[dict[str, Tensor]]:
-    """Batches whose halves go two ways, or all rows one."""
-    return [{"x": batch["x"].sort(0).values, "kind": torch.full((4,), 7)} for batch in chosen()]
+def turned_batches() -> list[dict[str, Tensor]]:
+    """Batches whose rows pass the layers in two orders, or all in one."""
+    return [
+        {"x": batch["x"].sort(0).values, "kind": torch.full((4,), 7)} for batch in chosen_batches()
+    ]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_units_that_ranks_call_in_other_orders(threads: Threads, stage: int) -> None:
-    """Each rank calls the layers in an order of its own, and sums each with itself."""
-    plan = planned(Turned().double(), f"  zero(stage={stage}, over=dp)", "dp=2")
-    seen = threads.run(steps, 2, plan, tuple(turned()), sgd, None, {})[0]
-    assert_near(seen, sequential(Turned().double(), turned()))
+    """Ranks call units in different orders, and each gradient is summed with its own."""
+    plan = make_plan(Turned().double(), f"  zero(stage={stage}, over=dp)", "dp=2")
+    observed = threads.run(train_steps, 2, plan, tuple(turned_batches()), sgd, None, {})[0]
+    assert_near(observed, train_sequential(Turned().double(), turned_batches()))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_orders_that_nobody_could_see_before(threads: Threads, stage: int) -> None:
-    """Modules of one size that ranks summed with others are found out before a step (S663)."""
-    plan = planned(Turned(strict=True).double(), f"  zero(stage={stage}, over=dp)", "dp=2")
+    """Different orders that the trial could not see are detected before a step (S663)."""
+    plan = make_plan(Turned(strict=True).double(), f"  zero(stage={stage}, over=dp)", "dp=2")
     with pytest.raises(Exception, match="S663"):
-        threads.run(steps, 2, plan, tuple(turned()), sgd, None, {})
+        threads.run(train_steps, 2, plan, tuple(turned_batches()), sgd, None, {})
 
 
-class Spoken(nn.Module):
-    """Blocks, each with an adapter for every language; a number of the row chooses."""
+class Adapters(nn.Module):
+    """Blocks with an adapter for every language; each row chooses one."""
 
     def __init__(self, inside: bool) -> None:
         super().__init__()
@@ -197,23 +198,25 @@ class Spoken(nn.Module):
             for _ in self.blocks
         ]
         if inside:
-            for block, own in zip(self.blocks, adapters):
-                block.adapters = own
+            for block, block_adapters in zip(self.blocks, adapters):
+                block.adapters = block_adapters
         else:
             self.adapters = nn.ModuleList(adapters)
 
     def forward(self, x: Tensor, languages: Tensor) -> Tensor:
-        """The mean of what the rows give."""
+        """The mean square of the outputs."""
         for number, block in enumerate(self.blocks):
             x = block(x).tanh()
-            own: Any = block.adapters if self.inside else self.adapters[number]
-            names = list(own)
-            x = x + torch.stack([own[names[int(k)]](one) for one, k in zip(x, languages)])
+            block_adapters: Any = block.adapters if self.inside else self.adapters[number]
+            names = list(block_adapters)
+            x = x + torch.stack(
+                [block_adapters[names[int(k)]](row) for row, k in zip(x, languages)]
+            )
         return x.square().mean()
 
 
-def spoken() -> list[dict[str, Tensor]]:
-    """Batches of one language, then of others for each half of the rows."""
+def language_batches() -> list[dict[str, Tensor]]:
+    """Batches of one language, then of two."""
     torch.manual_seed(1)
     languages = [[0, 0, 0, 0], [0, 0, 1, 1], [2, 1, 1, 2], [2, 2, 0, 0]]
     return [{"x": torch.randn(4, 4).double(), "languages": torch.tensor(k)} for k in languages]
@@ -224,7 +227,7 @@ def spoken() -> list[dict[str, Tensor]]:
 def test_adapters_that_numbers_of_the_batch_choose(
     threads: Threads, stage: int, inside: bool
 ) -> None:
-    """Each adapter is summed with itself, also one that the batch of `build` did not choose."""
-    plan = planned(Spoken(inside).double(), f"  zero(stage={stage}, over=dp)", "dp=2")
-    seen = threads.run(steps, 2, plan, tuple(spoken()), sgd, None, {})[0]
-    assert_near(seen, sequential(Spoken(inside).double(), spoken()))
+    """Adapters are summed correctly, also one that the batch of `build` did not choose."""
+    plan = make_plan(Adapters(inside).double(), f"  zero(stage={stage}, over=dp)", "dp=2")
+    observed = threads.run(train_steps, 2, plan, tuple(language_batches()), sgd, None, {})[0]
+    assert_near(observed, train_sequential(Adapters(inside).double(), language_batches()))

@@ -1,4 +1,4 @@
-"""The command that examines a GPU, rehearsed without one: parts, page, and how it ends."""
+"""The command that checks a GPU, rehearsed without one: its parts, page, failures, exit codes."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from tests import forks
 
 ROOT = Path(__file__).parents[2]
 CPU = Setup("cpu", "tiny")
-PATIENCE = "12"
+TIMEOUT_S = "12"
 
 
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run it."""
-    # what other tests have compiled is compiled
-    kept = {"TORCHINDUCTOR_CACHE_DIR": default_cache_dir(), **os.environ}
-    environment = {**kept, "PYTHONPATH": str(ROOT)}
-    words = ("-m", "schedlang.testing.gpu", "--patience", PATIENCE, *words)
-    return forks.run(*words, env=environment, cwd=ROOT, timeout=1500)
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a subprocess."""
+    # what other tests compiled is reused
+    inherited = {"TORCHINDUCTOR_CACHE_DIR": default_cache_dir(), **os.environ}
+    environment = {**inherited, "PYTHONPATH": str(ROOT)}
+    arguments = ("-m", "schedlang.testing.gpu", "--patience", TIMEOUT_S, *arguments)
+    return forks.run(*arguments, env=environment, cwd=ROOT, timeout=1500)
 
 
-def outcomes(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
-    """By part and case, as the JSON tells."""
-    found: dict[str, dict[str, str]] = {}
-    for one in json.loads(done.stdout)["found"]:
-        found.setdefault(one["part"], {})[one["name"]] = one["outcome"]
-    return found
+def outcomes_by_part(result: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
+    """Return outcomes by part and case, from the JSON."""
+    by_part: dict[str, dict[str, str]] = {}
+    for case in json.loads(result.stdout)["found"]:
+        by_part.setdefault(case["part"], {})[case["name"]] = case["outcome"]
+    return by_part
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_without_a_gpu(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """It says so, ends with 2, and writes nothing, wherever it was told to."""
+    """It says so, exits with 2, and writes nothing."""
     monkeypatch.chdir(tmp_path)
     assert main([]) == 2 and main(["--quick", "--json", "--out", "there.md"]) == 2
-    told = capsys.readouterr()
-    assert "no GPU is here" in told.err and not told.out and not list(tmp_path.iterdir())
+    output = capsys.readouterr()
+    assert "no GPU is here" in output.err and not output.out and not list(tmp_path.iterdir())
 
 
 def test_the_page_claims_nothing_that_was_not_run() -> None:
-    """It says that no GPU has run it, or names the device, its driver, torch and the date."""
+    """The page says that no GPU has run it, or names device, driver, torch and date."""
     text = (ROOT / "docs" / "gpu.md").read_text()
     if "No GPU has run this yet" in text:
         assert text == page.untold()
@@ -61,7 +61,7 @@ def test_the_page_claims_nothing_that_was_not_run() -> None:
 
 
 def test_parts_fit_into_ten_minutes_and_three() -> None:
-    """Limits of all parts together, with what starting takes."""
+    """The time limits of all parts, with start-up."""
     assert sum(part.limit for part in PARTS) <= 585 and sum(part.quick for part in PARTS) <= 172
 
 
@@ -77,16 +77,16 @@ CPU_CASES = (
 
 
 def test_each_part_on_the_cpu(tmp_path: Path) -> None:
-    """A few cases of each, in its own process; the page says that it is no GPU."""
-    where = tmp_path / "inside" / "gpu.md"
-    done = command("--device", "cpu", "--json", "--out", str(where), "--only", *CPU_CASES)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = outcomes(done)
-    assert list(found) == [part.name for part in PARTS]
-    for part, cases in found.items():
-        free = part in ("compiled", "kernels")  # without a C++ compiler, without Triton
-        assert set(cases.values()) <= ({"ok", "skipped"} if free else {"ok"}), (part, cases)
-    text = where.read_text()
+    """A few cases of each part, in its own process; the page says that it is no GPU."""
+    page_path = tmp_path / "inside" / "gpu.md"
+    result = run_command("--device", "cpu", "--json", "--out", str(page_path), "--only", *CPU_CASES)
+    assert result.returncode == 0, result.stdout + result.stderr
+    by_part = outcomes_by_part(result)
+    assert list(by_part) == [part.name for part in PARTS]
+    for part, cases in by_part.items():
+        may_skip = part in ("compiled", "kernels")  # without a C++ compiler, without Triton
+        assert set(cases.values()) <= ({"ok", "skipped"} if may_skip else {"ok"}), (part, cases)
+    text = page_path.read_text()
     assert "A rehearsal on `cpu`" in text and "it says nothing of a GPU" in text
     assert all(f"\n## {part.title}\n" in text for part in PARTS)
     assert "Nothing was wrong, and nothing failed." in text and "us |" not in text
@@ -105,30 +105,30 @@ SIM_CASES = (
 
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "it is there")
 def test_each_part_on_a_simulated_device(tmp_path: Path) -> None:
-    """The same there: what has streams and memory of its own is copied, and nothing races."""
-    where = tmp_path / "gpu.md"
-    done = command("--device", "sim", "--json", "--out", str(where), "--only", *SIM_CASES)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = outcomes(done)
-    assert list(found) == [part.name for part in PARTS]
+    """The same on a simulated device: copies between memories have no race."""
+    page_path = tmp_path / "gpu.md"
+    result = run_command("--device", "sim", "--json", "--out", str(page_path), "--only", *SIM_CASES)
+    assert result.returncode == 0, result.stdout + result.stderr
+    by_part = outcomes_by_part(result)
+    assert list(by_part) == [part.name for part in PARTS]
     for part in ("programs", "ranks", "offload"):
-        assert set(found[part].values()) == {"ok"}, found[part]
+        assert set(by_part[part].values()) == {"ok"}, by_part[part]
     for part in ("kernels", "compiled", "contests"):
-        assert set(found[part].values()) == {"skipped"}
-    assert "compiles nothing for this device" in where.read_text()
+        assert set(by_part[part].values()) == {"skipped"}
+    assert "compiles nothing for this device" in page_path.read_text()
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_the_whole_rehearsal(device: str, tmp_path: Path) -> None:
     """Every case of every part."""
-    done = command("--device", device, "--json", "--out", str(tmp_path / "gpu.md"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = outcomes(done)
-    assert len(found["programs"]) == len(ONE) + 1 and len(found["ranks"]) == len(SEVERAL)
+    result = run_command("--device", device, "--json", "--out", str(tmp_path / "gpu.md"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    by_part = outcomes_by_part(result)
+    assert len(by_part["programs"]) == len(ONE) + 1 and len(by_part["ranks"]) == len(SEVERAL)
 
 
-MUTATED = '''"""A kernel that is a little wrong, in each process that this folder is shown to."""
+BAD_KERNEL = '''"""A kernel that is a little wrong, in each process that this folder is shown to."""
 import schedlang.kernels.norm as home
 
 right = home.norm
@@ -137,20 +137,20 @@ home.norm = lambda x, *more: right(x, *more) * 1.01
 
 
 def test_a_wrong_kernel_is_told(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """By its case and how far it is off, first on the page; and the command ends with 1."""
+    """Its case and error come first on the page; the command exits with 1."""
     pytest.importorskip("triton")
-    (tmp_path / "sitecustomize.py").write_text(MUTATED)
-    where = tmp_path / "gpu.md"
-    only = ("--only", "kernels:rms_norm float32 1x", "--out", str(where))
+    (tmp_path / "sitecustomize.py").write_text(BAD_KERNEL)
+    page_path = tmp_path / "gpu.md"
+    options = ("--only", "kernels:rms_norm float32 1x", "--out", str(page_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
-    assert main(["--patience", PATIENCE, "--device", "cpu", *only]) == 1
+    assert main(["--patience", TIMEOUT_S, "--device", "cpu", *options]) == 1
     assert "wrong    kernels: rms_norm float32 1x" in capsys.readouterr().out
-    text = where.read_text()
+    text = page_path.read_text()
     assert "## Wrong or failed" in text and "output is 0.01 off" in text
     assert text.index("## Wrong or failed") < text.index("## Kernels against")
 
 
-TROUBLE = '''"""A part in which things go wrong, in each process that this folder is shown to."""
+FAILURES = '''"""A part in which things go wrong, in each process that this folder is shown to."""
 import os
 import sys
 import time
@@ -196,20 +196,20 @@ parts.PARTS = (parts.Part("trouble", "Trouble", "trouble", 0, 0),)
 '''
 
 
-def _trouble(tmp_path: Path, monkeypatch: Any, each: float, limit: float) -> list[Found]:
-    (tmp_path / "sitecustomize.py").write_text(TROUBLE)
+def _run_failing_cases(tmp_path: Path, monkeypatch: Any, each: float, limit: float) -> list[Found]:
+    (tmp_path / "sitecustomize.py").write_text(FAILURES)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     part = Part("trouble", "Trouble", "trouble", limit, limit, each)
-    said: list[str] = []
-    found = driver.examine(CPU, [(part, "")], said.append)
-    assert len(said) == 1 + len(found)
-    return found
+    messages: list[str] = []
+    cases = driver.examine(CPU, [(part, "")], messages.append)
+    assert len(messages) == 1 + len(cases)
+    return cases
 
 
 def test_what_ends_a_process_ends_no_part(tmp_path: Path, monkeypatch: Any) -> None:
-    """A crash, a hang and a lost device are told, and the cases behind them run in another."""
-    found = _trouble(tmp_path, monkeypatch, 4.0, 300.0)
-    assert [(one.name.partition(" ")[2], one.outcome) for one in found] == [
+    """A crash, a hang and a lost device are reported, and later cases run in a new process."""
+    cases = _run_failing_cases(tmp_path, monkeypatch, 4.0, 300.0)
+    assert [(case.name.partition(" ")[2], case.outcome) for case in cases] == [
         ("fine", "ok"),
         ("off", "wrong"),
         ("crashes", "failed"),
@@ -219,67 +219,79 @@ def test_what_ends_a_process_ends_no_part(tmp_path: Path, monkeypatch: Any) -> N
         ("raises", "failed"),
         ("fine", "ok"),
     ]
-    notes = {one.name.partition(" ")[2]: one.note for one in found}
+    notes = {case.name.partition(" ")[2]: case.note for case in cases}
     assert notes["crashes"] == "its process was ended by SIGSEGV: the last word"
     assert notes["hangs"] == "not done in 4 seconds" and notes["raises"] == "ValueError: what"
-    assert sum(one.bad for one in found) == 5
+    assert sum(case.bad for case in cases) == 5
 
 
 def test_what_there_is_no_time_for_is_late(tmp_path: Path, monkeypatch: Any) -> None:
-    """Where all of a part's time is spent the rest is said to be left out, and why."""
-    found = _trouble(tmp_path, monkeypatch, 300.0, 0.0)
-    assert [one.outcome for one in found] == ["late"]
-    assert found[0].note == "no time was left for it"
+    """If a part's time is spent, its other cases are reported as left out."""
+    cases = _run_failing_cases(tmp_path, monkeypatch, 300.0, 0.0)
+    assert [case.outcome for case in cases] == ["late"]
+    assert cases[0].note == "no time was left for it"
 
 
 def test_what_is_not_done_when_time_is_up_has_not_failed(tmp_path: Path, monkeypatch: Any) -> None:
-    """A part ends with its time: what was at work is left out, as what was to follow, and is no
-    fault."""
+    """A part ends with its time: the running case and the later ones are left out, not failed."""
     monkeypatch.setenv("SCHEDLANG_TROUBLE", "fine hangs fine")
-    found = _trouble(tmp_path, monkeypatch, 300.0, 5.0)
-    assert [one.outcome for one in found] == ["ok", "late", "late"]
-    assert found[1].note == "the time of its part was up before it was done"
-    assert found[2].note == "no time was left for it"
+    cases = _run_failing_cases(tmp_path, monkeypatch, 300.0, 5.0)
+    assert [case.outcome for case in cases] == ["ok", "late", "late"]
+    assert cases[1].note == "the time of its part was up before it was done"
+    assert cases[2].note == "no time was left for it"
 
 
 def test_what_was_not_run_is_no_success(tmp_path: Path, capsys: Any) -> None:
-    """Where time was up, the command ends with 3, and the page claims nothing of these cases."""
-    where = tmp_path / "gpu.md"
-    words = ["--device", "cpu", "--patience", "1e-9", "--only", "offload", "--out", str(where)]
-    assert main(words) == 3
+    """If time was up, the command exits with 3, and the page claims nothing of these cases."""
+    page_path = tmp_path / "gpu.md"
+    arguments = [
+        "--device",
+        "cpu",
+        "--patience",
+        "1e-9",
+        "--only",
+        "offload",
+        "--out",
+        str(page_path),
+    ]
+    assert main(arguments) == 3
     assert "1 case was not run for want of time" in capsys.readouterr().out
-    assert "Of 0 cases nothing was wrong, and nothing failed. For 1 no time" in where.read_text()
+    assert (
+        "Of 0 cases nothing was wrong, and nothing failed. For 1 no time" in page_path.read_text()
+    )
 
 
 def test_half_a_compiled_file_is_left_to_nobody(tmp_path: Path, monkeypatch: Any) -> None:
-    """A process that may be ended at any time compiles into a folder that goes with it."""
+    """A process that may be killed compiles into a temporary folder."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    told = driver._environment(PARTS[0], CPU, tmp_path)
-    caches = [told[name] for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]
-    assert all(Path(one).is_relative_to(tmp_path) for one in caches)
+    environment = driver._environment(PARTS[0], CPU, tmp_path)
+    caches = [environment[name] for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]
+    assert all(Path(cache).is_relative_to(tmp_path) for cache in caches)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "there")
     assert driver._environment(PARTS[0], CPU, tmp_path)["TORCHINDUCTOR_CACHE_DIR"] == "there"
 
 
 def test_a_name_that_no_case_has_is_told(tmp_path: Path, monkeypatch: Any) -> None:
-    """A mistyped case is no run in which all is well."""
-    (tmp_path / "sitecustomize.py").write_text(TROUBLE)
+    """A mistyped case name is a failure."""
+    (tmp_path / "sitecustomize.py").write_text(FAILURES)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (found,) = driver.examine(CPU, [(Part("trouble", "T", "trouble", 99, 99), "fune")], [].append)
-    assert (found.outcome, found.note) == ("failed", "no case's name begins so")
+    (case,) = driver.examine(CPU, [(Part("trouble", "T", "trouble", 99, 99), "fune")], [].append)
+    assert (case.outcome, case.note) == ("failed", "no case's name begins so")
 
 
 def test_a_part_that_cannot_begin_is_told(tmp_path: Path, monkeypatch: Any) -> None:
-    """An error while it is imported: the part has failed, by the error's own words."""
-    (tmp_path / "sitecustomize.py").write_text(TROUBLE.replace("module.cases = ", "module.no = "))
+    """An error at import fails the part, with the error's message."""
+    (tmp_path / "sitecustomize.py").write_text(FAILURES.replace("module.cases = ", "module.no = "))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (found,) = driver.examine(CPU, [(Part("trouble", "T", "trouble", 99, 99), "")], [].append)
-    assert found.outcome == "failed" and "no attribute 'cases'" in found.note
+    (case,) = driver.examine(CPU, [(Part("trouble", "T", "trouble", 99, 99), "")], [].append)
+    assert case.outcome == "failed" and "no attribute 'cases'" in case.note
 
 
 def test_only() -> None:
-    """Parts by their names, in their order; of one the cases that begin so; others are refused."""
-    assert [(part.name, words) for part, words in driver.chosen(["layers", "kernels:rope"])] == [
+    """Parts by name, in order; cases by the start of their names; other names are refused."""
+    assert [
+        (part.name, selection) for part, selection in driver.chosen(["layers", "kernels:rope"])
+    ] == [
         ("kernels", "rope"),
         ("layers", ""),
     ]
@@ -291,8 +303,8 @@ def test_only() -> None:
 
 
 def test_the_page_of_a_gpu() -> None:
-    """Device, driver, torch and date; kernels and layers as tables; what failed, and why."""
-    place = page.Here(
+    """Device, driver, torch and date; tables of kernels and layers; failures with reasons."""
+    here = page.Here(
         device="NVIDIA H100",
         driver="570.1",
         memory="79 GiB",
@@ -321,7 +333,7 @@ def test_the_page_of_a_gpu() -> None:
         "loss": 11.7,
     }
     text = page.page(
-        place,
+        here,
         [
             Found("contests", "rms_norm", "ok", "x", numbers),
             Found("contests", "rope", "failed", "a | b"),

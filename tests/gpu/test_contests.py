@@ -1,4 +1,4 @@
-"""What is compared and timed on a GPU, without one: every kernel, judged as it should be."""
+"""GPU checks and timings, rehearsed without a GPU: every kernel, and how results are judged."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ META = replace(TINY, device="meta")
 CPU = Setup("cpu", "tiny")
 
 
-def raising(x: Tensor) -> Tensor:
-    """A kernel that does not run."""
+def raise_error(x: Tensor) -> Tensor:
+    """Raise an error, as a kernel that does not run."""
     raise RuntimeError("no such device")
 
 
@@ -31,67 +31,70 @@ def raising(x: Tensor) -> Tensor:
     [
         (lambda x: x * 2, "ok", "ran ours, eager"),
         (lambda x: x * 2.1, "wrong", "twice 0 is"),
-        (raising, "failed", "RuntimeError: no such device"),
+        (raise_error, "failed", "RuntimeError: no such device"),
     ],
 )
 def test_what_is_wrong_is_told(ours: object, outcome: str, said: str) -> None:
-    """A right result, a wrong one, and none: each ends as it should, and nothing is raised."""
-    one = Contest("twice", {"ours": ours, "eager": lambda x: x * 2}, ((4, 8),))  # type: ignore[dict-item]
-    found = found_of("contests", Case("twice", lambda: contested(one, CPU)))
-    assert found.outcome == outcome and said in found.note
+    """A right result, a wrong one, and an error: each has its outcome, and nothing is raised."""
+    contest = Contest("twice", {"ours": ours, "eager": lambda x: x * 2}, ((4, 8),))  # type: ignore[dict-item]
+    result = found_of("contests", Case("twice", lambda: contested(contest, CPU)))
+    assert result.outcome == outcome and said in result.note
 
 
 def test_a_peer_that_fails_is_a_note() -> None:
-    """What does not run of others is said; ours is right all the same."""
-    one = Contest(
-        "twice", {"ours": lambda x: x * 2, "eager": lambda x: x * 2, "liger": raising}, ((4, 8),)
+    """A failure of another library is a note; ours is still right."""
+    contest = Contest(
+        "twice",
+        {"ours": lambda x: x * 2, "eager": lambda x: x * 2, "liger": raise_error},
+        ((4, 8),),
     )
-    told = contested(one, CPU)
-    assert "liger failed: RuntimeError: no such device" in told.note
-    assert told.numbers["failed"].keys() == {"liger"}
+    result = contested(contest, CPU)
+    assert "liger failed: RuntimeError: no such device" in result.note
+    assert result.numbers["failed"].keys() == {"liger"}
 
 
 def test_nothing_is_made_on_another_device() -> None:
-    """Checks and contests run on tensors of one device, whichever: none is left on the CPU."""
+    """Checks and contests use tensors of one device only."""
     for case in correctness.checks(META):
         dtype = getattr(torch, case.dtype)
         normal = lambda *shape: torch.empty(shape, device="meta")  # noqa: E731
         for kernel in (True, False):
             leaves = {n: t.to(dtype).requires_grad_() for n, t in case.draw(normal).items()}
             assert case.run(leaves, kernel).is_meta
-    for one in contests(META):
-        for way in ("ours", "eager") if one.name != "grouped" else ():  # it reads its groups' ends
-            assert all(grad.is_meta for grad in work_of(one, way, "meta")())  # type: ignore[attr-defined]
+    for contest in contests(META):
+        for variant in ("ours", "eager") if contest.name != "grouped" else ():  # it reads values
+            assert all(grad.is_meta for grad in work_of(contest, variant, "meta")())  # type: ignore[attr-defined]
 
 
 def test_every_kernel_is_examined() -> None:
-    """Each file of kernels that can be checked is, in all types, and in ragged shapes; torch's own
-    attention is where a query sees no key."""
+    """Each kernel file with cases is checked, in all dtypes and odd shapes; and torch's attention
+    where a query sees no key."""
     folder = Path(schedlang.kernels.__file__).parent
     names = {path.stem for path in folder.glob("*.py")} - {"check", "__init__"}
-    homes = {name: import_module(f"schedlang.kernels.{name}") for name in names}
+    modules = {name: import_module(f"schedlang.kernels.{name}") for name in names}
     kernels = {
         n
-        for n, home in homes.items()
-        if callable(own := getattr(home, "Case", None)) and own.__module__ == home.__name__
+        for n, module in modules.items()
+        if callable(case_class := getattr(module, "Case", None))
+        and case_class.__module__ == module.__name__
     }
     cases = correctness.checks(replace(TINY, device="cuda"))
     assert {case.kernel for case in cases} == kernels | {"sdpa"}
     for kernel in ("norm", "gated", "rope", "linear_cross_entropy"):
-        own = [case for case in cases if case.kernel == kernel]
-        assert {case.dtype for case in own} == set(correctness.TYPES)
-        assert any(size % 2 for case in own for size in case.shape)
-    found = [case.name for case in correctness.cases(CPU)]
-    assert len(found) == len(set(found))
+        case_class = [case for case in cases if case.kernel == kernel]
+        assert {case.dtype for case in case_class} == set(correctness.TYPES)
+        assert any(size % 2 for case in case_class for size in case.shape)
+    case_names = [case.name for case in correctness.cases(CPU)]
+    assert len(case_names) == len(set(case_names))
 
 
 def test_a_reference_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch's reference ran in place of a kernel nothing was shown, however equal it is."""
+    """If the reference ran instead of the kernel, the check fails, however equal it is."""
     monkeypatch.setattr(correctness, "_require_triton", lambda setup: None)
     first = correctness.checks(TINY)[0]
     monkeypatch.setattr("schedlang.kernels.norm.norm", _by_reference)
-    found = found_of("kernels", Case("norm", lambda: correctness._check_kernel(first, CPU)))
-    assert found.outcome == "wrong" and "did not run" in found.note
+    result = found_of("kernels", Case("norm", lambda: correctness._check_kernel(first, CPU)))
+    assert result.outcome == "wrong" and "did not run" in result.note
 
 
 def _by_reference(x: Tensor, weight: Tensor, *more: object) -> Tensor:
@@ -102,14 +105,14 @@ def _by_reference(x: Tensor, weight: Tensor, *more: object) -> Tensor:
 
 @pytest.mark.parametrize(("gib", "least", "most"), [(4, 1, 1), (79, 5, 14), (139, 12, 28)])
 def test_as_many_layers_as_there_is_room_for(gib: int, least: int, most: int) -> None:
-    """Layers of Llama-8B between one and all, by the memory of the device."""
+    """The number of Llama-8B's layers follows from the device's memory."""
     assert least <= layers_for(EIGHT, gib * 2**30) <= most
     assert layers_for(EIGHT, 2000 * 2**30) == EIGHT.layers
 
 
 def test_told_is_plain() -> None:
-    """What a case tells can be written as JSON."""
+    """A case's result can be written as JSON."""
     import json
 
-    found = found_of("kernels", Case("one", lambda: Told("fine", {"share": 0.5})))
-    assert json.loads(json.dumps(found.plain()))["numbers"] == {"share": 0.5} and not found.bad
+    result = found_of("kernels", Case("one", lambda: Told("fine", {"share": 0.5})))
+    assert json.loads(json.dumps(result.plain()))["numbers"] == {"share": 0.5} and not result.bad

@@ -1,4 +1,4 @@
-"""Programs by hand: plain parts of tensors, sequence parallel norms, a pipeline of two stages."""
+"""Programs with hand-written tensor, sequence and pipeline parallelism; right and wrong ones."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schedlang import TrainingProgram
-from tests.judging.net import HEADS, WIDTH, share
+from tests.judging.net import HEADS, WIDTH, loss_share
 
 
-class Spread(torch.autograd.Function):
-    """Go into a split region: backward sums over ranks."""
+class CopyToSplit(torch.autograd.Function):
+    """Enter a split region: forward copies, backward all-reduces."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -29,8 +29,8 @@ class Spread(torch.autograd.Function):
         return grad
 
 
-class Summed(torch.autograd.Function):
-    """Come out of a split region: forward sums over ranks."""
+class ReduceFromSplit(torch.autograd.Function):
+    """Leave a split region: forward all-reduces, backward copies."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -45,8 +45,8 @@ class Summed(torch.autograd.Function):
         return grad.clone()
 
 
-class Own(torch.autograd.Function):
-    """Take this rank's tokens; backward gathers those of all."""
+class ScatterTokens(torch.autograd.Function):
+    """Take this rank's tokens; backward gathers the tokens of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -61,60 +61,62 @@ class Own(torch.autograd.Function):
         return torch.cat(parts, 1)
 
 
-class Gathered(torch.autograd.Function):
-    """Give the tokens of all ranks; backward keeps this rank's."""
+class GatherTokens(torch.autograd.Function):
+    """Gather the tokens of all ranks; backward keeps this rank's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         """All parts."""
-        return Own.backward(ctx, x)
+        return ScatterTokens.backward(ctx, x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         """This rank's part."""
-        return Own.forward(ctx, grad)
+        return ScatterTokens.forward(ctx, grad)
 
 
 class SplitBlock(nn.Module):
-    """One block: a fused qkv of this rank's heads, a part of the MLP, norms on a part of tokens."""
+    """One block: fused qkv of this rank's heads, its part of the MLP, norms on its tokens."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
         rank, size = dist.get_rank(), dist.get_world_size()
-        each = HEADS // size
+        rank_heads = HEADS // size
 
         def rows(weight: Tensor) -> Tensor:
             return weight.detach().chunk(size)[rank]
 
-        a = block.attention
+        attention = block.attention
         heads = [
-            torch.stack([rows(p.weight).unflatten(0, (each, -1)) for p in a.three], 1),
-            torch.stack([rows(p.bias).unflatten(0, (each, -1)) for p in a.three], 1),
-        ]  # head by head its q, its k and its v
+            torch.stack(
+                [rows(p.weight).unflatten(0, (rank_heads, -1)) for p in attention.three], 1
+            ),
+            torch.stack([rows(p.bias).unflatten(0, (rank_heads, -1)) for p in attention.three], 1),
+        ]  # for each head its q, its k and its v
         self.qkv = nn.Parameter(heads[0].flatten(0, 2))
         self.qkv_bias = nn.Parameter(heads[1].flatten())
-        self.o = nn.Parameter(a.o.weight.detach().chunk(size, 1)[rank].clone())
-        self.o_bias = nn.Parameter(a.o.bias.detach().clone())
-        self.up = nn.Parameter(rows(block.up.weight).T.contiguous())  # transposed, as some keep it
+        self.o = nn.Parameter(attention.o.weight.detach().chunk(size, 1)[rank].clone())
+        self.o_bias = nn.Parameter(attention.o.bias.detach().clone())
+        self.up = nn.Parameter(rows(block.up.weight).T.contiguous())  # transposed, as some do
         self.up_bias = nn.Parameter(rows(block.up.bias).clone())
         self.down = nn.Parameter(block.down.weight.detach().chunk(size, 1)[rank].clone())
         self.down_bias = nn.Parameter(block.down.bias.detach().clone())
         self.n1, self.n2, self.drop = block.n1, block.n2, block.drop
 
     def forward(self, x: Tensor) -> Tensor:
-        """One layer, on all tokens; norms see those of this rank."""
-        h = Gathered.apply(self.n1(Own.apply(x)))
-        qkv = F.linear(Spread.apply(h), self.qkv, self.qkv_bias)
+        """Run the layer on all tokens; norms see this rank's tokens."""
+        h = GatherTokens.apply(self.n1(ScatterTokens.apply(x)))
+        qkv = F.linear(CopyToSplit.apply(h), self.qkv, self.qkv_bias)
         q, k, v = qkv.unflatten(-1, (-1, 3, WIDTH // HEADS)).permute(3, 0, 2, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + Summed.apply(F.linear(mixed, self.o)) + self.o_bias
-        h = Spread.apply(Gathered.apply(self.n2(Own.apply(x))))
+        x = x + ReduceFromSplit.apply(F.linear(mixed, self.o)) + self.o_bias
+        h = CopyToSplit.apply(GatherTokens.apply(self.n2(ScatterTokens.apply(x))))
         h = F.gelu(h @ self.up + self.up_bias)
-        return x + self.drop(Summed.apply(F.linear(h, self.down)) + self.down_bias)
+        return x + self.drop(ReduceFromSplit.apply(F.linear(h, self.down)) + self.down_bias)
 
 
 class SplitNet(nn.Module):
-    """Split blocks, and an embedding whose rows are padded to what ranks divide."""
+    """Split blocks, and an embedding padded to a number of rows that ranks divide."""
 
     def __init__(self, net: Any) -> None:
         super().__init__()
@@ -131,12 +133,12 @@ class SplitNet(nn.Module):
 
 
 def megatron(model: nn.Module, reduced: bool = True) -> TrainingProgram:
-    """Tensor and sequence parallel by hand; norms of parts of tokens have partial gradients."""
+    """Tensor and sequence parallel by hand; gradients of norms are all-reduced."""
     net = SplitNet(model)
 
     def step(batch: Any) -> Any:
         output = net(batch["ids"])
-        value = share(output, batch, batch)
+        value = loss_share(output, batch, batch)
         value.backward()
         for layer in net.layers:
             for p in (*layer.n1.parameters(), *layer.n2.parameters()):
@@ -147,38 +149,38 @@ def megatron(model: nn.Module, reduced: bool = True) -> TrainingProgram:
     return TrainingProgram(net, step, world_loss="same")
 
 
-def unreduced(model: nn.Module) -> TrainingProgram:
-    """Wrong: the norms' gradients are those of a part of tokens."""
+def norms_unreduced(model: nn.Module) -> TrainingProgram:
+    """Wrong: gradients of norms are not reduced over the parts of tokens."""
     return megatron(model, reduced=False)
 
 
-def cut_straight(model: nn.Module) -> TrainingProgram:
-    """Wrong: the first rank's part of one weight is doubled in backward."""
-    whole = megatron(model)
+def grad_doubled(model: nn.Module) -> TrainingProgram:
+    """Wrong: the gradient of one weight's part on rank 0 is doubled."""
+    right_program = megatron(model)
 
     def step(batch: Any) -> Any:
-        found = whole.step(batch)
+        result = right_program.step(batch)
         if dist.get_rank() == 0:
-            whole.module.layers[0].down.grad.mul_(2)
-        return found
+            right_program.module.layers[0].down.grad.mul_(2)
+        return result
 
-    return TrainingProgram(whole.module, step, world_loss="same")
+    return TrainingProgram(right_program.module, step, world_loss="same")
 
 
 def one_rank_off(model: nn.Module) -> TrainingProgram:
-    """Wrong: after the sum, one rank's gradient of a replicated bias is scaled."""
-    whole = megatron(model)
+    """Wrong: after the all-reduce, rank 1 scales its gradient of a replicated bias."""
+    right_program = megatron(model)
 
     def step(batch: Any) -> Any:
-        found = whole.step(batch)
+        result = right_program.step(batch)
         if dist.get_rank() == 1:
-            whole.module.norm.bias.grad.mul_(0.5)
-        return found
+            right_program.module.norm.bias.grad.mul_(0.5)
+        return result
 
-    return TrainingProgram(whole.module, step, world_loss="same")
+    return TrainingProgram(right_program.module, step, world_loss="same")
 
 
-class First(nn.Module):
+class FirstStage(nn.Module):
     """The first stage."""
 
     def __init__(self, net: Any) -> None:
@@ -186,11 +188,11 @@ class First(nn.Module):
         self.emb, self.block = net.emb, net.blocks[0]
 
     def forward(self, x: Tensor) -> Tensor:
-        """From tokens to hidden states."""
+        """Map tokens to hidden states."""
         return self.block(self.emb(x))
 
 
-class Last(nn.Module):
+class LastStage(nn.Module):
     """The last stage."""
 
     def __init__(self, net: Any) -> None:
@@ -198,37 +200,37 @@ class Last(nn.Module):
         self.block, self.norm, self.head = net.blocks[1], net.norm, net.head
 
     def forward(self, x: Tensor) -> Tensor:
-        """From hidden states to logits."""
+        """Map hidden states to logits."""
         return self.head(self.norm(self.block(x))) * 0.5
 
 
 def gpipe(model: nn.Module, tied: bool = False) -> TrainingProgram:
-    """Two stages, two microbatches, by sends and receives; a tied weight is summed over both."""
+    """Two stages, two microbatches, by send and recv; gradients of a tied weight are summed."""
     rank = dist.get_rank()
-    stage = First(model) if rank == 0 else Last(model)
+    stage = FirstStage(model) if rank == 0 else LastStage(model)
     shape = (4, 6, WIDTH)
 
     def step(batch: Any) -> Any:
         parts = [{k: v.chunk(2)[n] for k, v in batch.items()} for n in range(2)]
-        total, kept = None, []
-        for one in parts:
+        total, saved = None, []
+        for micro in parts:
             if rank == 0:
-                kept.append(stage(one["ids"]))
-                dist.send(kept[-1].detach(), 1)
+                saved.append(stage(micro["ids"]))
+                dist.send(saved[-1].detach(), 1)
             else:
-                given = torch.empty(shape, dtype=torch.float64)
-                dist.recv(given, 0)
-                value = share(stage(given.requires_grad_()), one, batch)
-                kept.append((given, value))
+                hidden = torch.empty(shape, dtype=torch.float64)
+                dist.recv(hidden, 0)
+                value = loss_share(stage(hidden.requires_grad_()), micro, batch)
+                saved.append((hidden, value))
                 total = value.detach() if total is None else total + value.detach()
-        for one in kept:
+        for micro in saved:
             if rank == 0:
                 grad = torch.empty(shape, dtype=torch.float64)
                 dist.recv(grad, 1)
-                one.backward(grad)
+                micro.backward(grad)
             else:
-                one[1].backward()
-                dist.send(one[0].grad, 0)
+                micro[1].backward()
+                dist.send(micro[0].grad, 0)
         if tied:
             dist.all_reduce((stage.emb if rank == 0 else stage.head).weight.grad)
         return total
@@ -237,16 +239,16 @@ def gpipe(model: nn.Module, tied: bool = False) -> TrainingProgram:
 
 
 def gpipe_tied(model: nn.Module) -> TrainingProgram:
-    """A tied weight on both stages, whose gradients are summed."""
+    """A pipeline with a tied weight on both stages, whose gradients are summed."""
     return gpipe(model, tied=True)
 
 
-def pipelining(model: nn.Module) -> TrainingProgram:
+def torch_pipeline(model: nn.Module) -> TrainingProgram:
     """Two stages by torch.distributed.pipelining."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     rank = dist.get_rank()
-    stage = First(model) if rank == 0 else Last(model)
+    stage = FirstStage(model) if rank == 0 else LastStage(model)
     device = torch.device("cpu")
 
     def step(batch: Any) -> Any:
@@ -268,20 +270,20 @@ def pipelining(model: nn.Module) -> TrainingProgram:
     return TrainingProgram(stage, step)
 
 
-def frozen_trained(model: nn.Module) -> TrainingProgram:
-    """Wrong: parameters are made anew, and a frozen one trains."""
+def trains_frozen(model: nn.Module) -> TrainingProgram:
+    """Wrong: parameters are created anew, and a frozen one trains."""
     net = SplitNet(model)
     net.norm.weight.requires_grad_(True)
-    whole = megatron(model)
-    return TrainingProgram(whole.module, whole.step, world_loss="same")
+    right_program = megatron(model)
+    return TrainingProgram(right_program.module, right_program.step, world_loss="same")
 
 
 def untied(model: nn.Module) -> TrainingProgram:
-    """Wrong: a tied weight becomes two on one rank."""
+    """Wrong: a tied weight becomes two separate weights."""
     model.head.weight = nn.Parameter(model.emb.weight.detach().clone())
 
     def step(batch: Any) -> Any:
-        value = share(model(batch["ids"]), batch, batch)
+        value = loss_share(model(batch["ids"]), batch, batch)
         value.backward()
         return value
 
@@ -289,24 +291,24 @@ def untied(model: nn.Module) -> TrainingProgram:
 
 
 def renamed(model: nn.Module) -> TrainingProgram:
-    """Wrong: rows of an embedding under another name, with other values than it was given."""
+    """Wrong: rows of an embedding under another name, with changed values."""
     from torch.distributed.tensor import Shard
 
     rank, size = dist.get_rank(), dist.get_world_size()
     table = nn.Parameter(model.emb.weight.detach().chunk(size)[rank] * 1.5)
-    rest = model
-    del rest.emb
+    remainder = model
+    del remainder.emb
     holder = nn.Module()
-    holder.table, holder.rest = table, rest
+    holder.table, holder.rest = table, remainder
 
     def step(batch: Any) -> Any:
         parts = [torch.empty_like(table) for _ in range(size)]
         dist.all_gather(parts, table.detach())
         parts[rank] = table
         x = F.embedding(batch["ids"], torch.cat(parts))
-        for block in rest.blocks:
+        for block in remainder.blocks:
             x = block(x)
-        value = share(rest.head(rest.norm(x)) * rest.scale, batch, batch)
+        value = loss_share(remainder.head(remainder.norm(x)) * remainder.scale, batch, batch)
         value.backward()
         return value
 

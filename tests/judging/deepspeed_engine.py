@@ -1,4 +1,4 @@
-"""An engine of DeepSpeed as a judged program: its calls write parameters and read gradients."""
+"""DeepSpeed's engine as a judged program: its calls write parameters and read gradients."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 
 
 class Engine:
-    """ZeRO of one stage around a model; `whole` is a copy that has its gradients, unsplit."""
+    """ZeRO of one stage around a model; `whole` is an unsplit copy that gets its gradients."""
 
     def __init__(self, model: nn.Module, stage: int, accumulated: int = 1) -> None:
         import deepspeed
 
-        # an operator in C++ for inference, which would be built for a minute
+        # a C++ operator for inference, which would take a minute to build
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        # or ZeRO 3 refuses float64 on CPUs that have float16
+        # otherwise ZeRO 3 refuses float64 on CPUs that have float16
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: False
         self.whole = copy.deepcopy(model)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -35,17 +35,17 @@ class Engine:
         self.pairs: list[tuple[Any, nn.Parameter]] = list(pairs)
 
     def write(self) -> None:
-        """Give the engine the parameters of the copy, which an optimizer has stepped."""
+        """Copy the parameters, which an optimizer has stepped, into the engine."""
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([p for p, _ in self.pairs], modifier_rank=0):
-            for p, read in self.pairs:
-                p.data.copy_(read.data)
+            for p, copy_param in self.pairs:
+                p.data.copy_(copy_param.data)
 
     def read(self) -> None:
-        """Give the copy the gradients of the engine."""
+        """Copy the engine's gradients into the unsplit copy."""
         from deepspeed.utils import safe_get_full_grad
 
-        for p, read in self.pairs:
-            found = safe_get_full_grad(p) if read.requires_grad else None
-            read.grad = None if found is None else found.to(read.dtype)
+        for p, copy_param in self.pairs:
+            grad = safe_get_full_grad(p) if copy_param.requires_grad else None
+            copy_param.grad = None if grad is None else grad.to(copy_param.dtype)

@@ -1,4 +1,4 @@
-"""A small decoder, its batches and its loss: the original of the programs that are judged."""
+"""A small decoder, its batches and its loss: the original model of the judged programs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        """One layer of attention."""
+        """Attend, and project the result."""
         q, k, v = (p(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for p in self.three)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(mixed.transpose(1, 2).flatten(2))
 
     @property
     def three(self) -> tuple[nn.Module, ...]:
-        """The projections that are split by heads."""
+        """The query, key and value projections."""
         return self.q, self.k, self.v
 
 
@@ -41,7 +41,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """One layer."""
+        """Add attention and MLP to the residual."""
         x = x + self.attention(self.n1(x))
         return x + self.drop(self.down(F.gelu(self.up(self.n2(x)))))
 
@@ -70,7 +70,7 @@ class Net(nn.Module):
 
 
 def batch(seed: int) -> dict[str, Any]:
-    """Tokens, and labels of which some do not count."""
+    """Return token ids, and labels of which some are -100 (ignored)."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=draw)
     labels = ids.roll(1, 1)
@@ -79,16 +79,16 @@ def batch(seed: int) -> dict[str, Any]:
 
 
 def loss(output: Tensor, batch: Any) -> Tensor:
-    """The mean over labels that count."""
+    """Return the mean cross-entropy over labels that count."""
     return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten())
 
 
-def share(output: Tensor, part: Any, whole: Any) -> Tensor:
-    """What a part of a batch adds to the mean over the whole."""
+def loss_share(output: Tensor, part: Any, full_batch: Any) -> Tensor:
+    """Return what a part of a batch contributes to the mean over the full batch."""
     total = F.cross_entropy(output.flatten(0, 1), part["labels"].flatten(), reduction="sum")
-    return total / (whole["labels"] != -100).sum()
+    return total / (full_batch["labels"] != -100).sum()
 
 
-def part(batch: Any, place: int, of: int) -> dict[str, Any]:
-    """The rows of one of so many parts."""
-    return {name: value.chunk(of)[place] for name, value in batch.items()}
+def batch_part(batch: Any, index: int, count: int) -> dict[str, Any]:
+    """Return the rows of one of several equal parts of a batch."""
+    return {name: value.chunk(count)[index] for name, value in batch.items()}

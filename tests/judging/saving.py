@@ -16,18 +16,18 @@ from schedlang import TrainingProgram
 from tests.judging import wrapped
 
 
-def _offering(made: TrainingProgram, save: Any, load: Any) -> TrainingProgram:
+def _with_checkpoint(program: TrainingProgram, save: Any, load: Any) -> TrainingProgram:
     return TrainingProgram(
-        made.module,
-        made.step,
-        clip=made.clip,
-        world_loss=made.world_loss,
+        program.module,
+        program.step,
+        clip=program.clip,
+        world_loss=program.world_loss,
         **{"state_dict": save, "load": load},
     )
 
 
 def ddp(model: nn.Module) -> TrainingProgram:
-    """The module of DDP, and the optimizer's state."""
+    """DDP that saves the module and the optimizer's state."""
 
     def save(optimizer: Any) -> Any:
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -36,27 +36,27 @@ def ddp(model: nn.Module) -> TrainingProgram:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
 
-    return _offering(wrapped.ddp(model), save, load)
+    return _with_checkpoint(wrapped.ddp(model), save, load)
 
 
 def first_saves(model: nn.Module) -> TrainingProgram:
-    """Rank 0 saves, all ranks load."""
-    whole = ddp(model)
+    """DDP whose rank 0 saves, and all ranks load."""
+    program = ddp(model)
 
     def save(optimizer: Any) -> Any:
-        return whole.state_dict(optimizer) if dist.get_rank() == 0 else None  # type: ignore[misc]
+        return program.state_dict(optimizer) if dist.get_rank() == 0 else None  # type: ignore[misc]
 
-    return _offering(whole, save, whole.load)
+    return _with_checkpoint(program, save, program.load)
 
 
-def weights_alone(model: nn.Module) -> TrainingProgram:
-    """Weights are saved, and said to be all."""
-    return _offering(wrapped.ddp(model), model.state_dict, model.load_state_dict)
+def weights_only(model: nn.Module) -> TrainingProgram:
+    """DDP that saves weights only."""
+    return _with_checkpoint(wrapped.ddp(model), model.state_dict, model.load_state_dict)
 
 
 def fsdp2(model: nn.Module, full: bool = False) -> TrainingProgram:
-    """DTensors, by torch.distributed.checkpoint.state_dict."""
-    whole = wrapped.fsdp2(model)
+    """FSDP2 that saves DTensors, by torch.distributed.checkpoint.state_dict."""
+    program = wrapped.fsdp2(model)
     options = StateDictOptions(full_state_dict=full)
 
     def save(optimizer: Any) -> Any:
@@ -67,64 +67,64 @@ def fsdp2(model: nn.Module, full: bool = False) -> TrainingProgram:
             model, optimizer, model_state_dict=state[0], optim_state_dict=state[1], options=options
         )
 
-    return _offering(whole, save, load)
+    return _with_checkpoint(program, save, load)
 
 
-def fsdp2_whole(model: nn.Module) -> TrainingProgram:
-    """The same, whole tensors on every rank."""
+def fsdp2_full(model: nn.Module) -> TrainingProgram:
+    """FSDP2 that saves full tensors on every rank."""
     return fsdp2(model, full=True)
 
 
 def folder(model: nn.Module) -> TrainingProgram:
-    """A folder that rank 0 writes, whose path is what is saved."""
-    whole = ddp(model)
+    """DDP whose rank 0 writes a folder; the saved state is its path."""
+    program = ddp(model)
 
     def save(optimizer: Any) -> Any:
         if dist.get_rank():
             return None
         path = Path(tempfile.mkdtemp()) / "state.pt"
-        torch.save(whole.state_dict(optimizer), path)  # type: ignore[misc]
+        torch.save(program.state_dict(optimizer), path)  # type: ignore[misc]
         return path
 
     def load(state: Any, optimizer: Any) -> None:
-        assert whole.load is not None
-        whole.load(torch.load(state), optimizer)
+        assert program.load is not None
+        program.load(torch.load(state), optimizer)
 
-    return _offering(whole, save, load)
+    return _with_checkpoint(program, save, load)
 
 
 def no_momentum(model: nn.Module) -> TrainingProgram:
-    """Wrong: the optimizer's state is saved, and not loaded."""
-    whole = ddp(model)
+    """Wrong: the optimizer's state is saved, but not loaded."""
+    program = ddp(model)
 
     def load(state: Any, optimizer: Any) -> None:
         model.load_state_dict(state["model"])
 
-    return _offering(whole, whole.state_dict, load)
+    return _with_checkpoint(program, program.state_dict, load)
 
 
-def steps_anew(model: nn.Module) -> TrainingProgram:
-    """Wrong: the optimizer counts its steps from the start."""
-    whole = ddp(model)
+def steps_reset(model: nn.Module) -> TrainingProgram:
+    """Wrong: after loading, the optimizer counts its steps from zero."""
+    program = ddp(model)
 
     def load(state: Any, optimizer: Any) -> None:
-        assert whole.load is not None
-        whole.load(state, optimizer)
+        assert program.load is not None
+        program.load(state, optimizer)
         for slots in optimizer.state.values():
             slots["step"].zero_()
 
-    return _offering(whole, whole.state_dict, load)
+    return _with_checkpoint(program, program.state_dict, load)
 
 
 def fewer_bits(model: nn.Module) -> TrainingProgram:
-    """Wrong: what is saved has lost bits."""
-    whole = ddp(model)
+    """Wrong: weights are rounded when they are saved."""
+    program = ddp(model)
 
     def save(optimizer: Any) -> Any:
         state = {name: (v * 1024).round() / 1024 for name, v in model.state_dict().items()}
         return {"model": state, "optimizer": optimizer.state_dict()}
 
-    return _offering(whole, save, whole.load)
+    return _with_checkpoint(program, save, program.load)
 
 
 def no_buffer(model: nn.Module) -> TrainingProgram:
@@ -136,69 +136,74 @@ def no_buffer(model: nn.Module) -> TrainingProgram:
     def load(state: Any) -> None:
         model.load_state_dict(state, strict=False)
 
-    return _offering(averaged(model), save, load)
+    return _with_checkpoint(image_program(model), save, load)
 
 
-def averaged(model: nn.Module) -> TrainingProgram:
-    """Each rank sees all rows, so that batch norms agree."""
+def image_program(model: nn.Module) -> TrainingProgram:
+    """All rows on each rank, so that batch norms agree."""
 
     def step(batch: Any) -> Any:
-        value = wrapped.of_images(model(batch["x"]), batch)
+        value = wrapped.image_loss(model(batch["x"]), batch)
         value.backward()
         return value
 
     return TrainingProgram(model, step, world_loss="same")
 
 
-def statistics(model: nn.Module) -> TrainingProgram:
-    """The same, with its buffers."""
-    return _offering(averaged(model), model.state_dict, model.load_state_dict)
+def with_buffers(model: nn.Module) -> TrainingProgram:
+    """The same program, which saves its buffers too."""
+    return _with_checkpoint(image_program(model), model.state_dict, model.load_state_dict)
 
 
 def tied_once(model: nn.Module) -> TrainingProgram:
-    """A tied weight is saved under one of its names, as `named_parameters` has it."""
+    """DDP that saves a tied weight under one of its names, as `named_parameters` does."""
 
     def save(optimizer: Any) -> Any:
-        held = {name: p.detach() for name, p in model.named_parameters()}
-        return {"model": held | dict(model.named_buffers()), "optimizer": optimizer.state_dict()}
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+        return {
+            "model": parameters | dict(model.named_buffers()),
+            "optimizer": optimizer.state_dict(),
+        }
 
     def load(state: Any, optimizer: Any) -> None:
         model.load_state_dict(state["model"], strict=False)
         optimizer.load_state_dict(state["optimizer"])
 
-    return _offering(wrapped.ddp(model), save, load)
+    return _with_checkpoint(wrapped.ddp(model), save, load)
 
 
-def tied_apart(model: nn.Module) -> TrainingProgram:
-    """Wrong: a tied weight is saved twice, once as it was before training."""
-    before = copy.deepcopy(model.head.weight.detach())  # type: ignore[union-attr, operator]
+def tied_twice(model: nn.Module) -> TrainingProgram:
+    """Wrong: a tied weight is saved twice, once with its value before training."""
+    initial = copy.deepcopy(model.head.weight.detach())  # type: ignore[union-attr, operator]
 
     def save() -> Any:
-        return {**model.state_dict(), "emb.weight": before}
+        return {**model.state_dict(), "emb.weight": initial}
 
-    return _offering(wrapped.ddp(model), save, model.load_state_dict)
+    return _with_checkpoint(wrapped.ddp(model), save, model.load_state_dict)
 
 
-def hyper(model: nn.Module) -> TrainingProgram:
-    """Wrong: the learning rate is another after loading, which only the next step shows."""
-    whole = ddp(model)
+def rate_doubled(model: nn.Module) -> TrainingProgram:
+    """Wrong: loading doubles the learning rate, which only the next step shows."""
+    program = ddp(model)
 
     def load(state: Any, optimizer: Any) -> None:
-        assert whole.load is not None
-        whole.load(state, optimizer)
+        assert program.load is not None
+        program.load(state, optimizer)
         for group in optimizer.param_groups:
             group["lr"] *= 2
 
-    return _offering(whole, whole.state_dict, load)
+    return _with_checkpoint(program, program.state_dict, load)
 
 
 def prefixed(model: nn.Module) -> TrainingProgram:
-    """Wrong: names have what a wrapper puts into them, by which the original does not load."""
-    whole = wrapped.ddp(model)
-    module = whole.module
+    """Wrong: saved names have a wrapper's prefix, so the original cannot load them."""
+    program = wrapped.ddp(model)
+    module = program.module
     assert isinstance(module, nn.Module)
 
     def save() -> Any:
         return {**module.state_dict(), "scale": model.state_dict()["scale"]}
 
-    return _offering(whole, save, lambda state: module.load_state_dict(state, strict=False))
+    return _with_checkpoint(
+        program, save, lambda state: module.load_state_dict(state, strict=False)
+    )

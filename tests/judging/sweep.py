@@ -1,9 +1,9 @@
-"""Other libraries over many models: each family of transformers, tiny, under each way to spread it.
+"""Sweep over libraries: tiny transformers models of each family, judged under each variant.
 
     python -m tests.judging.sweep --ways tp,fsdp --families llama,olmo2 --out found.jsonl
 
-`verify_program` judges each pair, with dropout on and ragged rows.  A verdict is a line of the
-file, and what is there with the same versions is not run again: a sweep that was ended goes on.
+`verify_program` judges each pair, with dropout and padded rows.  Each verdict is a line of the
+file; pairs with the same versions are not run again, so an interrupted sweep can be resumed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.launch.rank_job import Hang, RankDied
 
-LONGEST = 90.0  # seconds of one verdict
+TIMEOUT = 90.0  # seconds of one verdict
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -60,24 +60,24 @@ SIZES: dict[str, Any] = {
 }
 
 
-def built(family: str) -> Any:
-    """The family's language model with random weights, in its smallest sizes."""
+def build_model(family: str) -> Any:
+    """Return the family's language model with random weights, in tiny sizes."""
     import transformers
 
-    kind = transformers.CONFIG_MAPPING[family]
-    plain = kind()
-    sizes = {name: size for name, size in SIZES.items() if hasattr(plain, name)}
+    config_class = transformers.CONFIG_MAPPING[family]
+    defaults = config_class()
+    sizes = {name: size for name, size in SIZES.items() if hasattr(defaults, name)}
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        if getattr(plain, name, None) is not None:
+        if getattr(defaults, name, None) is not None:
             sizes[name] = 0
-    config = kind(**sizes)
-    config._experts_implementation = "batched_mm"  # grouped_mm knows no float64
+    config = config_class(**sizes)
+    config._experts_implementation = "batched_mm"  # grouped_mm does not support float64
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def batch(seed: int) -> dict[str, torch.Tensor]:
-    """Four rows of up to twelve tokens; their ends are padding."""
+def ragged_batch(seed: int) -> dict[str, torch.Tensor]:
+    """Return four rows of 6 to 12 tokens, padded at the end."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, 96, (4, 12), generator=generator)
     lengths = torch.randint(6, 13, (4, 1), generator=generator)
@@ -89,11 +89,11 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def split(model: Any, **sizes: int) -> Any:
-    """Load the model anew by its own plans; rotary frequencies stay as they were in float32."""
+def load_split(model: Any, **sizes: int) -> Any:
+    """Reload the model with its own parallel plans; rotary frequencies stay as in float32."""
     from transformers.distributed import DistributedConfig
 
-    made = type(model).from_pretrained(
+    loaded = type(model).from_pretrained(
         None,
         config=model.config,
         state_dict=model.state_dict(),
@@ -101,15 +101,18 @@ def split(model: Any, **sizes: int) -> Any:
         experts_implementation="batched_mm",
         distributed_config=DistributedConfig(**sizes),
     )
-    for new, given in zip(made.buffers(), model.buffers(), strict=True):
-        new.copy_(given)
-    for name, given in model.named_parameters():  # loading, on one rank too, forgets what is frozen
-        made.get_parameter(name).requires_grad_(given.requires_grad)
-    return made
+    for buffer, original in zip(loaded.buffers(), model.buffers(), strict=True):
+        buffer.copy_(original)
+    for (
+        name,
+        original,
+    ) in model.named_parameters():  # loading forgets what is frozen, on one rank too
+        loaded.get_parameter(name).requires_grad_(original.requires_grad)
+    return loaded
 
 
-def whole_rows(model: Any) -> schedlang.TrainingProgram:
-    """Each rank sees the whole batch: what is split are weights."""
+def full_batch(model: Any) -> schedlang.TrainingProgram:
+    """Return a program in which each rank sees the full batch: weights are split."""
 
     def step(batch: Any) -> torch.Tensor:
         loss = model(**batch).loss
@@ -119,51 +122,51 @@ def whole_rows(model: Any) -> schedlang.TrainingProgram:
     return schedlang.TrainingProgram(model, step)
 
 
-def own_rows(model: Any, replicas: int, replica: int) -> schedlang.TrainingProgram:
-    """Each replica sees its rows, and gradients are averaged over them."""
+def data_parallel(model: Any, replicas: int, replica: int) -> schedlang.TrainingProgram:
+    """Return a program in which each replica sees its own rows, and gradients are averaged."""
 
     def step(batch: Any) -> torch.Tensor:
         tokens = (batch["labels"][:, 1:] != -100).sum()
-        mine = {name: rows.chunk(replicas)[replica] for name, rows in batch.items()}
-        loss = model(**mine, num_items_in_batch=tokens).loss * replicas
+        local = {name: rows.chunk(replicas)[replica] for name, rows in batch.items()}
+        loss = model(**local, num_items_in_batch=tokens).loss * replicas
         loss.backward()
         return loss
 
     return schedlang.TrainingProgram(model, step)
 
 
-def _place() -> tuple[int, int]:
+def _world_and_rank() -> tuple[int, int]:
     return torch.distributed.get_world_size(), torch.distributed.get_rank()
 
 
 def tensor_parallel(model: Any) -> schedlang.TrainingProgram:
-    """`tp_plan` over all ranks."""
-    return whole_rows(split(model, tp_size=_place()[0]))
+    """Tensor parallelism by `tp_plan` over all ranks."""
+    return full_batch(load_split(model, tp_size=_world_and_rank()[0]))
 
 
 def tensor_and_expert(model: Any) -> schedlang.TrainingProgram:
-    """`tp_plan` and `ep_plan` over the same ranks."""
-    ranks, _ = _place()
-    return whole_rows(split(model, tp_size=ranks, ep_size=ranks))
+    """Tensor and expert parallelism over the same ranks."""
+    ranks, _ = _world_and_rank()
+    return full_batch(load_split(model, tp_size=ranks, ep_size=ranks))
 
 
 def fully_sharded(model: Any) -> schedlang.TrainingProgram:
     """FSDP2 by the family's plan."""
-    ranks, rank = _place()
-    return own_rows(split(model, fsdp_size=ranks), ranks, rank)
+    ranks, rank = _world_and_rank()
+    return data_parallel(load_split(model, fsdp_size=ranks), ranks, rank)
 
 
-def experts_apart(model: Any) -> schedlang.TrainingProgram:
-    """FSDP2, and experts over a half of the ranks."""
-    ranks, rank = _place()
-    return own_rows(split(model, fsdp_size=ranks, ep_size=ranks // 2), ranks, rank)
+def expert_parallel(model: Any) -> schedlang.TrainingProgram:
+    """FSDP2, and experts over half of the ranks."""
+    ranks, rank = _world_and_rank()
+    return data_parallel(load_split(model, fsdp_size=ranks, ep_size=ranks // 2), ranks, rank)
 
 
-def three_ways(model: Any) -> schedlang.TrainingProgram:
-    """FSDP2 over pairs of ranks that split tensors and experts."""
-    ranks, rank = _place()
-    made = split(model, fsdp_size=ranks // 2, tp_size=2, ep_size=2)
-    return own_rows(made, ranks // 2, rank // 2)
+def fsdp_tp_ep(model: Any) -> schedlang.TrainingProgram:
+    """FSDP2 over pairs of ranks with tensor and expert parallelism."""
+    ranks, rank = _world_and_rank()
+    model_split = load_split(model, fsdp_size=ranks // 2, tp_size=2, ep_size=2)
+    return data_parallel(model_split, ranks // 2, rank // 2)
 
 
 def accelerated(model: Any, version: int) -> schedlang.TrainingProgram:
@@ -175,8 +178,8 @@ def accelerated(model: Any, version: int) -> schedlang.TrainingProgram:
         shards = FullyShardedDataParallelPlugin(
             fsdp_version=version, auto_wrap_policy="transformer_based_wrap"
         )
-    made = Accelerator(cpu=True, fsdp_plugin=shards).prepare(model)
-    return own_rows(made, *_place())
+    wrapped = Accelerator(cpu=True, fsdp_plugin=shards).prepare(model)
+    return data_parallel(wrapped, *_world_and_rank())
 
 
 def replicated(model: Any) -> schedlang.TrainingProgram:
@@ -189,29 +192,29 @@ def accelerate_sharded(model: Any) -> schedlang.TrainingProgram:
     return accelerated(model, 2)
 
 
-def flat(model: Any) -> schedlang.TrainingProgram:
+def fsdp1(model: Any) -> schedlang.TrainingProgram:
     """Accelerate with FSDP1, whose parameters are flat."""
     return accelerated(model, 1)
 
 
 def zero(model: Any, stage: int) -> schedlang.TrainingProgram:
-    """ZeRO of DeepSpeed: parameters are set, and gradients read, by its own calls."""
+    """DeepSpeed ZeRO: parameters are set, and gradients read, by its own calls."""
     from tests.judging.deepspeed_engine import Engine
 
-    made = Engine(model, stage)
-    replicas, replica = _place()
+    engine = Engine(model, stage)
+    replicas, replica = _world_and_rank()
 
     def step(batch: Any) -> torch.Tensor:
-        made.write()
+        engine.write()
         tokens = (batch["labels"][:, 1:] != -100).sum()
-        mine = {name: rows.chunk(replicas)[replica] for name, rows in batch.items()}
-        loss = made.engine(**mine, num_items_in_batch=tokens).loss * replicas
-        made.engine.backward(loss)
-        made.read()
-        made.engine.step()  # at rate 0: forgets the gradients
+        local = {name: rows.chunk(replicas)[replica] for name, rows in batch.items()}
+        loss = engine.engine(**local, num_items_in_batch=tokens).loss * replicas
+        engine.engine.backward(loss)
+        engine.read()
+        engine.engine.step()  # learning rate 0: only clears the gradients
         return loss
 
-    return schedlang.TrainingProgram(made.whole, step)
+    return schedlang.TrainingProgram(engine.whole, step)
 
 
 def zero1(model: Any) -> schedlang.TrainingProgram:
@@ -229,30 +232,30 @@ def zero3(model: Any) -> schedlang.TrainingProgram:
     return zero(model, 3)
 
 
-def adapted(model: Any, wide: bool = False) -> Any:
-    """Put adapters of PEFT at all linear layers, or at those that the family's plan splits wide.
+def add_adapters(model: Any, wide: bool = False) -> Any:
+    """Add PEFT adapters to all linear layers, or only to column-parallel ones of the plan.
 
-    Those that a plan splits by rows are refused by PEFT 0.21.2.
+    PEFT 0.21.2 refuses layers that a plan splits by rows.
     """
     from peft import LoraConfig, get_peft_model
 
     targets: Any = "all-linear"
     if wide:
-        plan = {name.rpartition(".")[2]: way for name, way in model.tp_plan.items()}
+        plan = {name.rpartition(".")[2]: style for name, style in model.tp_plan.items()}
         linear = {
             name.rpartition(".")[2]
             for name, module in model.named_modules()
             if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings()
         }
         targets = sorted(name for name in linear if plan.get(name) == "colwise")
-    experts = any(p.dim() > 2 for p in model.parameters())  # adapted ones take no dropout
+    experts = any(p.dim() > 2 for p in model.parameters())  # adapters of experts support no dropout
     dropout = 0.0 if experts else 0.1
     return get_peft_model(model, LoraConfig(r=4, lora_dropout=dropout, target_modules=targets))
 
 
 def peft_replicated(model: Any) -> schedlang.TrainingProgram:
     """Adapters of PEFT under DistributedDataParallel."""
-    return own_rows(torch.nn.parallel.DistributedDataParallel(model), *_place())
+    return data_parallel(torch.nn.parallel.DistributedDataParallel(model), *_world_and_rank())
 
 
 def peft_sharded(model: Any) -> schedlang.TrainingProgram:
@@ -264,7 +267,7 @@ def peft_sharded(model: Any) -> schedlang.TrainingProgram:
         if type(module).__name__ in blocks:
             fully_shard(module)
     fully_shard(model)
-    return own_rows(model, *_place())
+    return data_parallel(model, *_world_and_rank())
 
 
 def peft_split(model: Any) -> schedlang.TrainingProgram:
@@ -272,47 +275,47 @@ def peft_split(model: Any) -> schedlang.TrainingProgram:
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
     adapter, config = get_peft_model_state_dict(model), model.peft_config["default"]
-    made = get_peft_model(split(model.unload(), tp_size=_place()[0]), config)
-    set_peft_model_state_dict(made, adapter)
-    return whole_rows(made.train())  # what is loaded is in eval mode, and adapters are not
+    split_model = get_peft_model(load_split(model.unload(), tp_size=_world_and_rank()[0]), config)
+    set_peft_model_state_dict(split_model, adapter)
+    return full_batch(split_model.train())  # the loaded model is in eval mode, and adapters are not
 
 
-def plain(model: Any) -> Any:
-    """The family's model as it is."""
+def unchanged(model: Any) -> Any:
+    """Return the family's model unchanged."""
     return model
 
 
 @dataclass(frozen=True)
-class Way:
-    """A program, over so many ranks, and what is made of the family's model before all."""
+class Variant:
+    """A program, its number of ranks, and how the family's model is prepared before."""
 
     program: Callable[[Any], schedlang.TrainingProgram]
     ranks: int = 2
-    original: Callable[[Any], Any] = plain
-    pooled: bool = True  # a library that keeps its groups for good has new processes each time
+    original: Callable[[Any], Any] = unchanged
+    pooled: bool = True  # a library that never releases its groups needs new processes each time
 
 
-WAYS = {
-    "tp": Way(tensor_parallel),
-    "tp4": Way(tensor_parallel, 4),
-    "tp+ep": Way(tensor_and_expert),
-    "fsdp": Way(fully_sharded),
-    "fsdp+ep": Way(experts_apart, 4),
-    "fsdp+tp+ep": Way(three_ways, 4),
-    "accelerate ddp": Way(replicated),
-    "accelerate fsdp1": Way(flat),
-    "accelerate fsdp2": Way(accelerate_sharded),
-    "deepspeed zero1": Way(zero1, pooled=False),
-    "deepspeed zero2": Way(zero2, pooled=False),
-    "deepspeed zero3": Way(zero3, pooled=False),
-    "peft ddp": Way(peft_replicated, original=adapted),
-    "peft fsdp2": Way(peft_sharded, original=adapted),
-    "peft tp": Way(peft_split, original=partial(adapted, wide=True)),
+VARIANTS = {
+    "tp": Variant(tensor_parallel),
+    "tp4": Variant(tensor_parallel, 4),
+    "tp+ep": Variant(tensor_and_expert),
+    "fsdp": Variant(fully_sharded),
+    "fsdp+ep": Variant(expert_parallel, 4),
+    "fsdp+tp+ep": Variant(fsdp_tp_ep, 4),
+    "accelerate ddp": Variant(replicated),
+    "accelerate fsdp1": Variant(fsdp1),
+    "accelerate fsdp2": Variant(accelerate_sharded),
+    "deepspeed zero1": Variant(zero1, pooled=False),
+    "deepspeed zero2": Variant(zero2, pooled=False),
+    "deepspeed zero3": Variant(zero3, pooled=False),
+    "peft ddp": Variant(peft_replicated, original=add_adapters),
+    "peft fsdp2": Variant(peft_sharded, original=add_adapters),
+    "peft tp": Variant(peft_split, original=partial(add_adapters, wide=True)),
 }
 
 
 def families() -> Iterator[str]:
-    """Language models of transformers that have a plan of tensor parallelism."""
+    """Yield the language models of transformers that have a tensor parallel plan."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -321,58 +324,60 @@ def families() -> Iterator[str]:
             yield family
 
 
-def judged(family: str, way: Way, seed: int, pool: Pool) -> dict[str, Any]:
-    """The verdict on a family under a way: `ok`, and what the report says of a difference."""
+def verdict_of(family: str, variant: Variant, seed: int, pool: Pool) -> dict[str, Any]:
+    """Return the verdict on a family under a variant: `ok`, and the first difference."""
     try:
-        model = way.original(built(family))
+        model = variant.original(build_model(family))
     except Exception as error:
         return {"ok": None, "said": f"not built: {type(error).__name__}: {error}"}
     try:
-        with nullcontext(pool) if way.pooled else Pool() as ranks:
+        with nullcontext(pool) if variant.pooled else Pool() as ranks:
             report = schedlang.verify_program(
-                way.program,
+                variant.program,
                 model=model,
-                batch=batch,
-                ranks=way.ranks,
+                batch=ragged_batch,
+                ranks=variant.ranks,
                 seed=seed,
-                timeout=LONGEST,
+                timeout=TIMEOUT,
                 pool=ranks,
             )
     except (Refusal, RankDied, Hang) as error:
         return {"ok": None, "said": str(error)}
     gaps = [str(gap.condition) for gap in report.gaps]
-    _, _, said = str(report).partition("first difference")
-    return {"ok": report.ok, "said": said, "gaps": gaps}
+    _, _, difference = str(report).partition("first difference")
+    return {"ok": report.ok, "said": difference, "gaps": gaps}
 
 
 def main() -> None:
-    """Judge what is asked for, and is not in the file."""
+    """Judge the requested pairs that are not yet in the file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--families", default="", help="names with commas; default: all with a plan"
     )
-    parser.add_argument("--ways", default="tp", help=f"of {', '.join(WAYS)}")
+    parser.add_argument("--ways", default="tp", help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
-    asked = parser.parse_args()
-    today = {name: version(name) for name in ("torch", "transformers", "accelerate")}
-    lines = asked.out.read_text().splitlines() if asked.out.exists() else ()
-    done = [json.loads(line) for line in lines]
-    wanted = asked.families.split(",") if asked.families else list(families())
+    arguments = parser.parse_args()
+    versions = {name: version(name) for name in ("torch", "transformers", "accelerate")}
+    lines = arguments.out.read_text().splitlines() if arguments.out.exists() else ()
+    verdicts = [json.loads(line) for line in lines]
+    chosen_families = arguments.families.split(",") if arguments.families else list(families())
     with Pool() as pool:
-        for way in asked.ways.split(","):
-            for family in wanted:
-                for seed in range(asked.seeds):
-                    key = {"family": family, "way": way, "seed": seed, **today}
-                    if any(key.items() <= one.items() for one in done):
+        for variant in arguments.ways.split(","):
+            for family in chosen_families:
+                for seed in range(arguments.seeds):
+                    key = {"family": family, "way": variant, "seed": seed, **versions}
+                    if any(key.items() <= done_line.items() for done_line in verdicts):
                         continue
                     began = time.monotonic()
-                    line = key | judged(family, WAYS[way], seed, pool)
+                    line = key | verdict_of(family, VARIANTS[variant], seed, pool)
                     line["seconds"] = round(time.monotonic() - began, 1)
-                    with asked.out.open("a") as out:
+                    with arguments.out.open("a") as out:
                         print(json.dumps(line), file=out)
                     verdict = {True: "equal", False: "DIFFERS", None: "did not run"}[line["ok"]]
-                    print(f"{way} {family} {seed}: {verdict} in {line['seconds']} s", flush=True)
+                    print(
+                        f"{variant} {family} {seed}: {verdict} in {line['seconds']} s", flush=True
+                    )
 
 
 if __name__ == "__main__":

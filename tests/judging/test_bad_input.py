@@ -1,4 +1,4 @@
-"""What a user may get wrong: each mistake is refused, or ends, with the rank and the line."""
+"""User mistakes in `verify_program`: each is refused or ended, with the rank and the line."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def program(model):
 RIGHT = "    return schedlang.TrainingProgram(model, lambda batch: ahead(model, batch))\n"
 
 
-def stepping(*lines: str) -> str:
-    """The body of a program whose step begins with these lines."""
+def step_body(*lines: str) -> str:
+    """Return the body of a program whose step begins with these lines."""
     body = "".join(f"        {line}\n" for line in lines)
     head = f"    def step(batch):\n{body}        return ahead(model, batch)\n"
     return head + "    return schedlang.TrainingProgram(model, step)\n"
@@ -96,18 +96,18 @@ REFUSED = {
     ),
     "raises while it is built": ("    model.nothing\n" + RIGHT, "S762", "`program` raises"),
     "raises on one rank": (
-        stepping("if rank == 1:", "    raise ValueError('no data')"),
+        step_body("if rank == 1:", "    raise ValueError('no data')"),
         "S762",
         "`step` raises ValueError: no data on rank 1",
     ),
     "ends by itself": (
-        stepping("raise SystemExit(0)"),
+        step_body("raise SystemExit(0)"),
         "S762",
         "`step` raises SystemExit: 0 on rank",
     ),
     "a GPU": ("    model.cuda()\n" + RIGHT, "S765", "asks for a GPU"),
     "a batch changed in place": (
-        stepping("batch['target'].mul_(2)"),
+        step_body("batch['target'].mul_(2)"),
         "S764",
         "changes the batch in place",
     ),
@@ -196,35 +196,35 @@ REFUSED = {
 }
 
 
-def written(folder: Path, body: str, head: str = HEAD) -> Path:
-    """An original and a program in files."""
+def write_files(folder: Path, body: str, head: str = HEAD) -> Path:
+    """Write an original and a program, and return the program's path."""
     (folder / "original.py").write_text(ORIGINAL)
     (folder / "program.py").write_text(head + body)
     return folder / "program.py"
 
 
-def hung(folder: Path, body: str) -> str:
-    """Where the ranks stand that wait in a step for ever."""
-    for seconds in (6, 24, 96):  # the longer where a slow machine has not come to the step
+def hang_message(folder: Path, body: str) -> str:
+    """Run a program that hangs, and return the message with the ranks' stacks."""
+    for seconds in (6, 24, 96):  # longer if a slow machine has not reached the step
         with pytest.raises(Hang) as hang:
             schedlang.verify_program(
-                written(folder, body), model=folder / "original.py", timeout=seconds
+                write_files(folder, body), model=folder / "original.py", timeout=seconds
             )
         if " in step" in str(hang.value) and "waits for the others" in str(hang.value):
             break
     return str(hang.value)
 
 
-def asked(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The verb, in a process of its own."""
-    return forks.run("-m", "schedlang", "verify", "original.py", *words, cwd=folder)
+def run_verify(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `schedlang verify` in a subprocess."""
+    return forks.run("-m", "schedlang", "verify", "original.py", *arguments, cwd=folder)
 
 
 @pytest.mark.parametrize("body, code, said", REFUSED.values(), ids=REFUSED)
 def test_a_mistake_is_refused(tmp_path: Path, pool: Pool, body: str, code: str, said: str) -> None:
-    """The message has a code, says what is wrong, on which rank, and what would be right."""
+    """The message has a code, the mistake, the rank, and a help line."""
     scope: dict[str, Any] = {"__name__": f"bad_{code}"}
-    file = written(tmp_path, body)
+    file = write_files(tmp_path, body)
     exec(compile(file.read_text(), str(file), "exec"), scope)
     exec(ORIGINAL, original := {"__name__": "original"})
     with pytest.raises(Refusal) as refusal:
@@ -243,12 +243,12 @@ def test_a_mistake_is_refused(tmp_path: Path, pool: Pool, body: str, code: str, 
 
 
 def test_a_hang_ends_with_stacks(tmp_path: Path) -> None:
-    """A rank that waits for another for ever ends in time, with the line where each stands."""
-    waits = stepping("if rank == 0:", "    dist.barrier()")
-    told = hung(tmp_path, waits)
-    assert re.search(r'rank 0:(\n.*)?\n +File ".*program.py", line 19 in step\nrank 1', told)
-    ahead = told.partition("rank 1:\n")[2].splitlines()
-    assert len(ahead) == 2 and "waits for the others" in ahead[1], told
+    """A hang ends in time, with the current line of each rank."""
+    body = step_body("if rank == 0:", "    dist.barrier()")
+    message = hang_message(tmp_path, body)
+    assert re.search(r'rank 0:(\n.*)?\n +File ".*program.py", line 19 in step\nrank 1', message)
+    ahead = message.partition("rank 1:\n")[2].splitlines()
+    assert len(ahead) == 2 and "waits for the others" in ahead[1], message
 
 
 LEAVES = """
@@ -266,21 +266,23 @@ LEAVES = """
 
 
 def test_a_rank_that_leaves_before_backward(tmp_path: Path, pool: Pool) -> None:
-    """Of two ranks that wait, one stands in the user's line: only that line of its is shown.
+    """Of two waiting ranks, only the one in the user's code is shown with its line.
 
-    Where nobody waits, the ranks that have no gradient and no loss are named.
+    Where no rank waits, ranks without a gradient or loss are named.
     """
-    said = hung(tmp_path, LEAVES).splitlines()
-    assert len(said) == 7 and said[3].endswith("in step") and "program.py" in said[3], said
-    assert "waits for the others" in said[6], said
-    report = verdict(stepping("if rank == 1:", "    return torch.zeros(())"), pool)
-    told = dict(report.localised)
-    assert "only rank 0 has the right value: there is none on rank 1" in told["gradients"], told
-    assert re.search(r"ranks return [\d.]+, 0$", told["loss"]), told
+    lines = hang_message(tmp_path, LEAVES).splitlines()
+    assert len(lines) == 7 and lines[3].endswith("in step") and "program.py" in lines[3], lines
+    assert "waits for the others" in lines[6], lines
+    report = judge_body(step_body("if rank == 1:", "    return torch.zeros(())"), pool)
+    messages = dict(report.localised)
+    assert "only rank 0 has the right value: there is none on rank 1" in messages["gradients"], (
+        messages
+    )
+    assert re.search(r"ranks return [\d.]+, 0$", messages["loss"]), messages
 
 
 def test_a_step_that_steps_the_optimizer(pool: Pool) -> None:
-    """The verdict says that the step itself changes parameters, as a trainer's own does."""
+    """The verdict says that the step itself changes parameters."""
     body = """
     own = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -291,13 +293,13 @@ def test_a_step_that_steps_the_optimizer(pool: Pool) -> None:
 
     return schedlang.TrainingProgram(model, step)
 """
-    report = verdict(body, pool)
-    said = dict(report.localised)["parameters"]
-    assert "the step itself changes `bias`, `weight`" in said, str(report)
+    report = judge_body(body, pool)
+    message = dict(report.localised)["parameters"]
+    assert "the step itself changes `bias`, `weight`" in message, str(report)
 
 
-def verdict(body: str, pool: Pool) -> Report:
-    """The report on a program that is written in lines."""
+def judge_body(body: str, pool: Pool) -> Report:
+    """Judge a program given as source lines, and return the report."""
     scope: dict[str, Any] = {"__name__": "written"}
     exec(compile(HEAD + body, "written.py", "exec"), scope)
     exec(ORIGINAL, original := {"__name__": "original"})
@@ -308,8 +310,8 @@ def verdict(body: str, pool: Pool) -> Report:
 
 
 def test_a_step_that_puts_other_parameters(pool: Pool) -> None:
-    """The optimizer that was made before steps none of them, and the verdict says why."""
-    report = verdict(stepping("model.bias = torch.nn.Parameter(model.bias.detach() * 1)"), pool)
+    """Replaced parameters are not stepped by the existing optimizer, and the verdict says why."""
+    report = judge_body(step_body("model.bias = torch.nn.Parameter(model.bias.detach() * 1)"), pool)
     assert "the step puts other parameters for `bias`" in dict(report.localised)["parameters"]
 
 
@@ -330,48 +332,50 @@ OUTPUT = """
     "output, said",
     [
         ("model(part['input'])", ""),
-        ("model(batch['input'])[rank:][:3]", ""),  # rows that overlap: not known
+        ("model(batch['input'])[rank:][:3]", ""),  # overlapping rows: part not known
         ("model(batch['input'])[rank * 2:][:2, :1]", "(2, 1) instead of torch.float64 (4, 2)"),
         ("model(part['input'])[:1]", "(1, 2) instead of torch.float64 (4, 2)"),
         ("model(batch['input'])[..., None]", "(4, 2, 1) instead of torch.float64 (4, 2)"),
     ],
 )
 def test_an_output_of_another_shape(output: str, said: str, pool: Pool) -> None:
-    """What cannot be parts of the original's output fails with both shapes."""
-    report = verdict(OUTPUT.format(output), pool)
+    """Outputs that cannot be parts of the original's output fail with both shapes."""
+    report = judge_body(OUTPUT.format(output), pool)
     notes = [row.note for row in report.rows if row.kind == "training outputs" and not row.ok]
     assert report.ok == (not said) and all(said in note for note in notes), str(report)
     assert bool(notes) == bool(said)
 
 
 def test_parts_of_an_output_in_two_dims() -> None:
-    """Blocks of a grid of ranks are laid side by side, whichever dim their order begins with."""
-    whole = torch.arange(24.0).reshape(4, 6)
-    rows = [part for strip in whole.chunk(2) for part in strip.chunk(3, 1)]
-    columns = [part for strip in whole.chunk(3, 1) for part in strip.chunk(2)]
-    turns = [whole[k::2] for k in range(2)]  # as samplers deal rows out
-    for parts in (rows, columns, turns, whole.chunk(4), whole.chunk(3, 1)):
-        assert torch.equal(program_rows._assemble_output(parts, whole), whole)
-    assert program_rows._assemble_output(rows[:5], whole) is None
+    """Blocks of a grid of ranks are assembled, whichever dim comes first."""
+    full = torch.arange(24.0).reshape(4, 6)
+    rows = [part for strip in full.chunk(2) for part in strip.chunk(3, 1)]
+    columns = [part for strip in full.chunk(3, 1) for part in strip.chunk(2)]
+    strided = [full[k::2] for k in range(2)]  # as samplers distribute rows
+    for parts in (rows, columns, strided, full.chunk(4), full.chunk(3, 1)):
+        assert torch.equal(program_rows._assemble_output(parts, full), full)
+    assert program_rows._assemble_output(rows[:5], full) is None
 
 
 def test_lines_that_ranks_print(tmp_path: Path) -> None:
-    """They appear as they are; with --json they leave the document alone."""
-    written(tmp_path, stepping("print('rank', rank, 'steps', flush=True)"))
-    plain = asked(tmp_path, "--against", "program.py")
-    assert plain.returncode == 0 and "rank 1 steps" in plain.stdout, plain.stdout + plain.stderr
-    told = asked(tmp_path, "--against", "program.py", "--json")
-    assert json.loads(told.stdout)["ok"] is True, told.stdout
+    """Printed lines of ranks are shown; with --json they do not spoil the document."""
+    write_files(tmp_path, step_body("print('rank', rank, 'steps', flush=True)"))
+    as_text = run_verify(tmp_path, "--against", "program.py")
+    assert as_text.returncode == 0 and "rank 1 steps" in as_text.stdout, (
+        as_text.stdout + as_text.stderr
+    )
+    as_json = run_verify(tmp_path, "--against", "program.py", "--json")
+    assert json.loads(as_json.stdout)["ok"] is True, as_json.stdout
 
 
 def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No such file, no `program`, no number of ranks, too many: each has its code, and exit 2."""
+    """Missing files, missing `program`, wrong numbers of ranks: each has its code, and exit 2."""
     monkeypatch.chdir(tmp_path)
-    written(tmp_path, RIGHT)
+    write_files(tmp_path, RIGHT)
     (tmp_path / "other.py").write_text("def programme(model):\n    pass\n")
     (tmp_path / "broken.py").write_text("import nothing_like_it\n")
     (tmp_path / "unsaid.py").write_text((HEAD + RIGHT).replace("world = 2", ""))
-    for words, said in (
+    for arguments, message in (
         (("--against", "nowhere.py"), "[S904]: there is no file `nowhere.py`"),
         (("--against", "other.py"), "did you mean `programme`?"),
         (("--against", "broken.py"), "[S905]: importing"),
@@ -381,12 +385,16 @@ def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (("--against", "program.py", "--mesh", "dp=2"), "`--mesh` is about a schedule"),
         (("--ranks", "2"), "`--ranks` is about a program"),
     ):
-        done = CliRunner().invoke(app, ["verify", "original.py", *words])
-        assert done.exit_code == 2 and said in done.stderr, (words, done.stdout, done.stderr)
+        result = CliRunner().invoke(app, ["verify", "original.py", *arguments])
+        assert result.exit_code == 2 and message in result.stderr, (
+            arguments,
+            result.stdout,
+            result.stderr,
+        )
 
 
 def test_a_model_that_nothing_trains() -> None:
-    """What is refused of every original is refused here, too."""
+    """A model without trainable parameters is refused."""
     frozen = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(Refusal, match="S710"):
         schedlang.verify_program(print, model=frozen, batch={"input": torch.ones(2, 2)}, ranks=2)
@@ -395,32 +403,32 @@ def test_a_model_that_nothing_trains() -> None:
 ROW = Row("SGD", "loss", "loss", 0.0, 1e-9, True, 0)
 
 
-class Slow:
-    """A pool whose ranks take so long to end that the time is over before."""
+class SlowPool:
+    """A pool whose exit takes longer than the time limit."""
 
-    def __enter__(self) -> Slow:
+    def __enter__(self) -> SlowPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.raise_signal(signal.SIGALRM)  # what the limit sends
+        signal.raise_signal(signal.SIGALRM)  # the signal of the time limit
 
 
 def test_a_verdict_that_is_there_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that end later than the time limit take nothing from a verdict that came before it."""
-    written(tmp_path, RIGHT)
+    """Ranks that end after the time limit do not change a verdict that came before it."""
+    write_files(tmp_path, RIGHT)
     monkeypatch.setattr(judge, "judge", lambda *_, **__: Report((ROW,), title="there"))
-    monkeypatch.setattr(judge, "Pool", lambda **_: Slow())
+    monkeypatch.setattr(judge, "Pool", lambda **_: SlowPool())
     monkeypatch.chdir(tmp_path)
     files = {"program": tmp_path / "program.py", "model": tmp_path / "original.py"}
     assert schedlang.verify_program(**files, timeout=300).title == "there"
-    words = ["verify", "original.py", "--against", "program.py", "--timeout", "300"]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0 and "not finished" not in done.stderr, done.stderr
+    arguments = ["verify", "original.py", "--against", "program.py", "--timeout", "300"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0 and "not finished" not in result.stderr, result.stderr
 
 
 def test_the_limit_ends_what_is_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same limit, met before there is a verdict."""
-    written(tmp_path, RIGHT)
+    """The time limit before a verdict ends with Hang."""
+    write_files(tmp_path, RIGHT)
     monkeypatch.setattr(judge, "judge", lambda *_, **__: signal.raise_signal(signal.SIGALRM))
     monkeypatch.setattr(judge, "Pool", lambda **_: contextlib.nullcontext())
     files = {"program": tmp_path / "program.py", "model": tmp_path / "original.py"}

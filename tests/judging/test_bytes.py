@@ -1,4 +1,4 @@
-"""Bytes of float64 numbers may be moved and viewed back; what reckons with them is refused."""
+"""Byte views of float64 tensors: moving and viewing back works, arithmetic is refused."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ READ = {
 
 @pytest.mark.parametrize("way", MOVED)
 def test_moved_bytes_are_the_numbers_that_they_were(way: str) -> None:
-    """Whatever moved them, they share or copy all eight bytes of each number."""
+    """Moved bytes view back to the same numbers."""
     with Float64():
         x = torch.arange(6.0).reshape(3, 2)
-        out = MOVED[way](x.view(torch.uint8))
-    if out.dtype != torch.uint8:
-        assert type(out) is Tensor and torch.equal(out.reshape(3, 2), x)
+        result = MOVED[way](x.view(torch.uint8))
+    if result.dtype != torch.uint8:
+        assert type(result) is Tensor and torch.equal(result.reshape(3, 2), x)
 
 
 def test_a_file_of_float64_is_read() -> None:
-    """Bytes that are asked for as float64 are the same in every mode; as float32 they are not."""
+    """Plain bytes may be viewed as float64, but not as float32."""
     plain = torch.arange(6.0, dtype=torch.float64).view(torch.uint8)
     with Float64():
         assert torch.equal(plain.view(torch.float64), torch.arange(6.0))
@@ -68,30 +68,30 @@ def test_a_file_of_float64_is_read() -> None:
 
 @pytest.mark.parametrize("way", READ)
 def test_what_reads_bytes_as_integers_is_refused(way: str) -> None:
-    """Bits of a float64 number are others than those of the number that the program means."""
+    """Integer operations on bytes are refused: float64 has other bits than the program's dtype."""
     with Float64(), pytest.raises(Refusal, match="S811"):
         READ[way](torch.arange(6.0).reshape(3, 2).view(torch.uint8))
 
 
 def test_plain_bytes_are_no_float() -> None:
-    """Bytes of unknown origin, such as a file's, and a float32 tensor from before are refused."""
+    """Bytes of unknown origin, and byte views of real float32 tensors, are refused."""
     narrow, unknown = torch.ones(2, dtype=torch.float32), torch.zeros(8, dtype=torch.uint8)
     with Float64():
-        for read in (lambda: narrow.view(torch.uint8), lambda: unknown.view(torch.float32)):
+        for view in (lambda: narrow.view(torch.uint8), lambda: unknown.view(torch.float32)):
             with pytest.raises(Refusal, match="S811"):
-                read()
+                view()
 
 
 def test_writing_bytes_writes_the_numbers() -> None:
-    """A view shares the storage: what a collective writes into it is in the weight."""
+    """A byte view shares the storage: writing into it changes the numbers."""
     with Float64():
         x, y = torch.zeros(4), torch.arange(4.0)
         x.view(torch.uint8).copy_(y.view(torch.uint8))
     assert torch.equal(x, y)
 
 
-def _sent(source: int) -> Callable[[Any], Any]:
-    """A program whose other ranks begin with weights of their own, and get a rank's as bytes."""
+def _broadcast_program(source_rank: int) -> Callable[[Any], Any]:
+    """Return a program that broadcasts one rank's initial weights as bytes."""
 
     def program(model: Any) -> TrainingProgram:
         if dist.get_rank():
@@ -99,7 +99,7 @@ def _sent(source: int) -> Callable[[Any], Any]:
                 for p in model.parameters():
                     p.mul_(2)
         for p in model.parameters():
-            dist.broadcast(p.data.view(torch.uint8), source)
+            dist.broadcast(p.data.view(torch.uint8), source_rank)
         return wrapped.ddp(model)
 
     return program
@@ -107,8 +107,8 @@ def _sent(source: int) -> Callable[[Any], Any]:
 
 @pytest.mark.parametrize("source", (0, 1))
 def test_weights_cross_a_collective_as_bytes(pool: Pool, source: int) -> None:
-    """Rank 0's weights arrive, and the program is right; those of another are found wrong."""
+    """Weights from rank 0 pass; those of another rank are found wrong."""
     torch.manual_seed(0)
-    given: Any = {"model": net.Net(depth=1), "batch": net.batch, "loss": net.loss, "ranks": 2}
-    report = verify_program(_sent(source), **given, pool=pool)
+    options: Any = {"model": net.Net(depth=1), "batch": net.batch, "loss": net.loss, "ranks": 2}
+    report = verify_program(_broadcast_program(source), **options, pool=pool)
     assert report.ok is (source == 0), str(report)

@@ -1,4 +1,4 @@
-"""Programs with experts in a low dtype: roundings tip a router's choice, and that is no mistake."""
+"""Programs with experts in a low dtype: router choices tipped by rounding are no mistake."""
 
 from __future__ import annotations
 
@@ -19,108 +19,108 @@ from schedlang.passes.judge.discrete_choices import (
 )
 from schedlang.report import Report, Row
 from schedlang.runtime.launch.pool import Pool
+from tests.judging.catches.language_model import VOCAB, LanguageModel
 from tests.judging.catches.moe import Experts
-from tests.judging.catches.words import VOCAB, Words
 
 RUN = (0, 0, False)
 
 
-class Two(nn.Module):
-    """Two layers of experts, each beside a shortcut."""
+class TwoLayers(nn.Module):
+    """Two layers of experts with residuals."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = Experts(), Experts()
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the second makes of the first's."""
+        """Apply both layers."""
         x = x + self.first(x)
         return x + self.second(x)
 
 
 def batch(seed: int) -> dict[str, Tensor]:
-    """Words enough for some whose two best scores are about the same."""
+    """Return enough tokens that some have nearly equal best scores."""
     draw = torch.Generator().manual_seed(seed)
     return {"ids": torch.randint(VOCAB, (16, 8), generator=draw)}
 
 
 def loss(output: Tensor, batch: Any) -> Tensor:
-    """The mean over all words."""
+    """Return the mean over all tokens."""
     return F.cross_entropy(output.flatten(0, 1), batch["ids"].flatten())
 
 
-def rows(model: nn.Module, dim: int = 0) -> TrainingProgram:
+def split_rows(model: nn.Module, dim: int = 0) -> TrainingProgram:
     """Right: each rank has a part of the batch."""
     rank, size = dist.get_rank(), dist.get_world_size()
     replica = DistributedDataParallel(model, find_unused_parameters=True)
 
     def step(batch: Any) -> Tensor:
-        mine = {name: value.chunk(size, dim)[rank] for name, value in batch.items()}
-        value = loss(replica(mine["ids"]), mine)
+        local = {name: value.chunk(size, dim)[rank] for name, value in batch.items()}
+        value = loss(replica(local["ids"]), local)
         value.backward()
         return value
 
     return TrainingProgram(replica, step)
 
 
-def words(model: nn.Module) -> TrainingProgram:
-    """Right: each rank has a part of every row."""
-    return rows(model, dim=1)
+def split_tokens(model: nn.Module) -> TrainingProgram:
+    """Right: each rank has a part of the tokens of every row."""
+    return split_rows(model, dim=1)
 
 
 def next_best(model: Any) -> TrainingProgram:
-    """Wrong: words go to their second and third expert."""
+    """Wrong: tokens go to their second and third expert."""
     for layer in (model.inner.first, model.inner.second):
         layer.routed = lambda x, layer=layer: tuple(
             part[..., 1:] for part in layer.router(x).softmax(-1).topk(3)
         )
-    return rows(model)
+    return split_rows(model)
 
 
-def never_the_first(model: Any) -> TrainingProgram:
-    """Wrong: no word goes to the first expert, which would be one of its best two or not."""
+def never_first(model: Any) -> TrainingProgram:
+    """Wrong: no token goes to expert 0."""
     for layer in (model.inner.first, model.inner.second):
 
         def routed(x: Tensor, layer: Any = layer) -> tuple[Tensor, Tensor]:
             scores = layer.router(x).softmax(-1)
-            which = scores.index_fill(-1, torch.tensor([0]), -1.0).topk(2).indices
-            return scores.gather(-1, which), which
+            indices = scores.index_fill(-1, torch.tensor([0]), -1.0).topk(2).indices
+            return scores.gather(-1, indices), indices
 
         layer.routed = routed
-    return rows(model)
+    return split_rows(model)
 
 
-def scaled(model: Any) -> TrainingProgram:
-    """Wrong: the gradient of routers is a half too large."""
-    made = rows(model)
+def router_scaled(model: Any) -> TrainingProgram:
+    """Wrong: router gradients are 1.5 times too large."""
+    right_program = split_rows(model)
 
     def step(batch: Any) -> Any:
-        value = made.step(batch)
+        value = right_program.step(batch)
         for layer in (model.inner.first, model.inner.second):
             layer.router.weight.grad.mul_(1.5)
         return value
 
-    return TrainingProgram(made.module, step)
+    return TrainingProgram(right_program.module, step)
 
 
-def judged(pool: Pool, program: Any, dtype: str, seed: int) -> Report:
-    """The report on a program of this model."""
+def judge_program(pool: Pool, program: Any, dtype: str, seed: int) -> Report:
+    """Judge a program of this model, and return the report."""
     torch.manual_seed(seed)
-    sides: dict[str, Any] = {"model": Words(Two()), "batch": batch, "loss": loss}
+    sides: dict[str, Any] = {"model": LanguageModel(TwoLayers()), "batch": batch, "loss": loss}
     return verify_program(program, ranks=2, dtype=dtype, seed=seed, pool=pool, **sides)
 
 
-RIGHT, WRONG = (rows, words), (next_best, never_the_first, scaled)
+RIGHT, WRONG = (split_rows, split_tokens), (next_best, never_first, router_scaled)
 
 
-# on this seed roundings tip choices, and the bounds of the choices in float64 are too tight
+# with this seed rounding tips choices, and bounds from float64 choices would be too tight
 @pytest.mark.parametrize("program", RIGHT)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_choices_that_roundings_tip_are_those_of_ranks(
     pool: Pool, program: Any, dtype: str
 ) -> None:
-    """The original chooses as ranks did where two scores are as near; the report says how often."""
-    report = judged(pool, program, dtype, seed=4)
+    """Where scores nearly tie, the original follows the ranks' choices; the report counts them."""
+    report = judge_program(pool, program, dtype, seed=4)
     assert report.ok, str(report)
     assert "roundings tip" in dict(report.facts)["choices"]
 
@@ -128,12 +128,12 @@ def test_choices_that_roundings_tip_are_those_of_ranks(
 @pytest.mark.parametrize("program", WRONG)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_wrong_experts_are_no_rounding(pool: Pool, program: Any, dtype: str) -> None:
-    """Neither is what else is wrong where choices are held, nor are such rows left undecided."""
-    report = judged(pool, program, dtype, seed=4)
+    """Wrong programs fail, and no row stays undecided."""
+    report = judge_program(pool, program, dtype, seed=4)
     assert report.exit_code == 1 and not report.unchecked, str(report)
 
 
-def _routes(ranks: dict[Any, Any], far: float = 0.02) -> ChoiceReplay:
+def _replay_of(ranks: dict[Any, Any], far: float = 0.02) -> ChoiceReplay:
     return ChoiceReplay(ranks, {(RUN, 0): torch.full((2,), far)})
 
 
@@ -141,31 +141,31 @@ SCORES = torch.tensor([[0.50, 0.51, 0.10], [0.70, 0.10, 0.40]])
 BEST = RecordedChoices(SCORES, torch.tensor([[1], [0]]))
 
 
-def _seen(scores: list[list[float]], chosen: list[list[int]]) -> dict[Any, Any]:
-    return {RUN: [RecordedChoices(torch.tensor(scores), torch.tensor(chosen))]}
+def _recorded(scores: list[list[float]], indices: list[list[int]]) -> dict[Any, Any]:
+    return {RUN: [RecordedChoices(torch.tensor(scores), torch.tensor(indices))]}
 
 
 def test_only_a_choice_that_roundings_explain_is_taken_over() -> None:
-    """Where scores are near each other, and are those of a rank; in whatever order these come."""
-    theirs = [[0.70, 0.10, 0.40], [0.505, 0.504, 0.10]]
-    routes = _routes(_seen(theirs, [[2], [0]]))
-    held = routes._as_ranks(RUN, 0, BEST)
-    assert held is not None and held.tolist() == [[0], [0]]
+    """A choice is taken over if scores nearly tie and equal a rank's, in any order of tokens."""
+    rank_scores = [[0.70, 0.10, 0.40], [0.505, 0.504, 0.10]]
+    routes = _replay_of(_recorded(rank_scores, [[2], [0]]))
+    choice = routes._as_ranks(RUN, 0, BEST)
+    assert choice is not None and choice.tolist() == [[0], [0]]
     assert routes.held_count == 1 and not routes.alternatives
-    others = [[0.70, 0.10, 0.40], [0.56, 0.51, 0.10]]  # a rank's scores are wrong
-    routes = _routes(_seen(others, [[0], [0]]))
-    held = routes._as_ranks(RUN, 0, BEST)
-    assert held is not None and held.tolist() == [[1], [0]] and not routes.alternatives
-    routes = _routes(_seen(theirs, [[2], [0]]), far=0.001)
-    held = routes._as_ranks(RUN, 0, BEST)  # 0.50 and 0.51 are further apart than roundings move
-    assert held is not None and held.tolist() == [[1], [0]] and not routes.held_count
+    wrong_scores = [[0.70, 0.10, 0.40], [0.56, 0.51, 0.10]]  # the rank's scores are wrong
+    routes = _replay_of(_recorded(wrong_scores, [[0], [0]]))
+    choice = routes._as_ranks(RUN, 0, BEST)
+    assert choice is not None and choice.tolist() == [[1], [0]] and not routes.alternatives
+    routes = _replay_of(_recorded(rank_scores, [[2], [0]]), far=0.001)
+    choice = routes._as_ranks(RUN, 0, BEST)  # 0.50 and 0.51 differ by more than rounding
+    assert choice is not None and choice.tolist() == [[1], [0]] and not routes.held_count
 
 
 def test_a_choice_that_no_rank_tells_leaves_open_what_it_explains() -> None:
-    """Two rows of one word that chose apart, or a router that chooses by no operator of torch."""
+    """Equal tokens with different choices, or unseen choices, leave explained rows undecided."""
     twice = [[0.505, 0.504, 0.10], [0.505, 0.504, 0.10]]
-    for ranks in (_seen(twice, [[0], [1]]), {}):
-        routes = _routes(ranks)
+    for ranks in (_recorded(twice, [[0], [1]]), {}):
+        routes = _replay_of(ranks)
         routes._as_ranks(RUN, 0, BEST)
         assert [*routes.alternatives] == [(RUN, 0)] and [*routes.alternatives[RUN, 0]] == [0]
     small, large, exact = (
@@ -176,6 +176,6 @@ def test_a_choice_that_no_rank_tells_leaves_open_what_it_explains() -> None:
             ("optimizer step", 1.0),
         )
     )
-    moved = [Row("SGD", one.kind, "w", 1.5, 1.0, True, 0) for one in (small, large)]
-    left, said = drop_ambiguous_rows([small, large, exact], moved)
-    assert left == [large, exact] and "1 rows" in said[0]
+    moved_rows = [Row("SGD", row.kind, "w", 1.5, 1.0, True, 0) for row in (small, large)]
+    kept_rows, messages = drop_ambiguous_rows([small, large, exact], moved_rows)
+    assert kept_rows == [large, exact] and "1 rows" in messages[0]

@@ -1,4 +1,4 @@
-"""Programs whose products are of eight bits: right scales pass, wrong ones fail."""
+"""Programs with 8-bit matrix products: right scales pass, wrong ones fail."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from schedlang.passes.judge.low_dtype import FORMATS
 from schedlang.passes.verify.conditioning import IN_DTYPE
 from schedlang.report import Report
 from schedlang.runtime.launch.pool import Pool
-from tests.judging.catches.parts import Copied, Summed, split
+from tests.judging.catches.collectives import CopyToSplit, ReduceFromSplit, shard_param
 
 WIDTH = 32
-Amax = Callable[[Tensor], Tensor]  # the greatest numbers of a tensor, in the shape of its scales
+Amax = Callable[[Tensor], Tensor]  # largest magnitudes of a tensor, in the shape of its scales
 
 
 def model() -> nn.Module:
-    """Two square layers, so that a scale that lies the wrong way fits."""
+    """Return two square layers, so that transposed scales fit in shape."""
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
 
 def batch(seed: int) -> dict[str, Tensor]:
-    """On each rank as many rows as columns, some far larger than others."""
+    """Return as many rows as columns per rank, of very different magnitude."""
     draw = torch.Generator().manual_seed(seed)
     sizes = torch.logspace(-1, 1, 2 * WIDTH)[:, None]
     return {"input": torch.randn(2 * WIDTH, WIDTH, generator=draw) * sizes}
@@ -41,68 +41,68 @@ def loss(output: Tensor, batch: Any) -> Tensor:
     return output.square().mean()
 
 
-def whole(x: Tensor) -> Tensor:
-    """One scale for a tensor."""
+def amax_of_all(x: Tensor) -> Tensor:
+    """Return one amax for a tensor."""
     return x.abs().amax()
 
 
-def of_rows(x: Tensor) -> Tensor:
-    """One for each row."""
+def amax_of_rows(x: Tensor) -> Tensor:
+    """Return an amax for each row."""
     return x.abs().amax(1, keepdim=True)
 
 
-def everywhere(x: Tensor) -> Tensor:
-    """One for the parts of all ranks."""
-    found = whole(x)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found
+def amax_of_ranks(x: Tensor) -> Tensor:
+    """Return one amax over the parts of all ranks."""
+    amax = amax_of_all(x)
+    dist.all_reduce(amax, dist.ReduceOp.MAX)
+    return amax
 
 
-def of_the_first(x: Tensor) -> Tensor:
-    """Wrong: that of the first rank's part, beyond which other parts are cut off."""
-    found = whole(x)
-    dist.broadcast(found, 0)
-    return found
+def amax_of_first(x: Tensor) -> Tensor:
+    """Wrong: the amax of rank 0's part, which saturates other parts."""
+    amax = amax_of_all(x)
+    dist.broadcast(amax, 0)
+    return amax
 
 
 def cast(x: Tensor, amax: Amax, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
-    """Numbers in eight bits, and the scales that they are multiplied by."""
-    most = torch.finfo(dtype).max
-    scale = (amax(x).float() / most).clamp(min=1e-12)
-    return (x.float() / scale).clamp(-most, most).to(dtype), scale
+    """Return the tensor in eight bits, and its scales."""
+    max_value = torch.finfo(dtype).max
+    scale = (amax(x).float() / max_value).clamp(min=1e-12)
+    return (x.float() / scale).clamp(-max_value, max_value).to(dtype), scale
 
 
 def emulated(a: Tensor, b: Tensor, amax: Amax, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
-    """A product a @ b.T, as other machines make it."""
+    """Return a @ b.T in eight bits, emulated."""
     (x, s), (w, t) = cast(a, amax, dtype), cast(b, amax, dtype)
     return ((x.float() @ w.float().T) * s * t.T).to(a.dtype)
 
 
 def scaled_mm(a: Tensor, b: Tensor, amax: Amax) -> Tensor:
-    """The same by the function of torch for it."""
+    """Return a @ b.T in eight bits, by torch's function."""
     (x, s), (w, t) = cast(a.contiguous(), amax), cast(b.contiguous(), amax)
     return torch._scaled_mm(x, w.t(), scale_a=s, scale_b=t.t(), out_dtype=a.dtype)
 
 
-def twice_inverse(a: Tensor, b: Tensor, amax: Amax) -> Tensor:
-    """Wrong: one side's numbers are divided by their scale, and never multiplied again."""
+def no_rescaling(a: Tensor, b: Tensor, amax: Amax) -> Tensor:
+    """Wrong: one operand is not scaled back."""
     (x, s), (w, _) = cast(a, amax), cast(b, amax)
     return ((x.float() @ w.float().T) * s).to(a.dtype)
 
 
 def other_format(a: Tensor, b: Tensor, amax: Amax) -> Tensor:
-    """Wrong: scaled for the 448 of one format, and back as if for the 240 of another."""
+    """Wrong: scaled by the maximum 448 of one format, and back by the 240 of another."""
     return emulated(a, b, amax) * (448 / 240)
 
 
-def across(a: Tensor, b: Tensor, amax: Amax) -> Tensor:
-    """Wrong: the scales of rows lie across, over columns."""
+def scales_across(a: Tensor, b: Tensor, amax: Amax) -> Tensor:
+    """Wrong: row scales are applied to columns."""
     (x, s), (w, t) = cast(a, amax), cast(b, amax)
     return ((x.float() @ w.float().T) * s.T * t).to(a.dtype)
 
 
 class Product(torch.autograd.Function):
-    """A linear layer's product, forward and backward by the same function."""
+    """A linear layer's product, with the same function in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, multiply: Any, amax: Amax) -> Tensor:
@@ -113,15 +113,15 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        """Both gradients are products again."""
+        """Compute both gradients as products."""
         x, weight = ctx.saved_tensors
         multiply, amax = ctx.how
-        of_x, of_weight = multiply(gradient, weight.T, amax), multiply(gradient.T, x.T, amax)
-        return of_x, of_weight, None, None
+        grad_x, grad_weight = multiply(gradient, weight.T, amax), multiply(gradient.T, x.T, amax)
+        return grad_x, grad_weight, None, None
 
 
-def rows(multiply: Any = emulated, amax: Amax = whole) -> Callable[[Any], TrainingProgram]:
-    """Each rank has rows of the batch, and casts by its own."""
+def by_rows(multiply: Any = emulated, amax: Amax = amax_of_all) -> Callable[[Any], TrainingProgram]:
+    """Return a program that splits rows; each rank scales its own rows."""
 
     def program(model: Any) -> TrainingProgram:
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -147,8 +147,8 @@ def rows(multiply: Any = emulated, amax: Amax = whole) -> Callable[[Any], Traini
     return program
 
 
-def features(amax: Amax, before: bool = False) -> Callable[[Any], TrainingProgram]:
-    """Each rank has hidden features; `before`: sums over ranks are of numbers without scales."""
+def by_features(amax: Amax, before: bool = False) -> Callable[[Any], TrainingProgram]:
+    """Return a program that splits hidden features; `before`: all-reduce before scaling back."""
 
     def second(a: Tensor, b: Tensor, amax: Amax) -> Tensor:
         (x, s), (w, t) = cast(a, amax), cast(b, amax)
@@ -157,19 +157,19 @@ def features(amax: Amax, before: bool = False) -> Callable[[Any], TrainingProgra
         return (total * s * t).to(a.dtype)
 
     def program(model: Any) -> TrainingProgram:
-        first, act, last = model
-        split(first, "weight")
-        split(first, "bias")
-        split(last, "weight", 1)
+        up, activation, down = model
+        shard_param(up, "weight")
+        shard_param(up, "bias")
+        shard_param(down, "weight", 1)
 
         def step(batch: Any) -> Tensor:
-            x = Copied.apply(batch["input"])
-            y = act(Product.apply(x, first.weight, emulated, amax) + first.bias)
+            x = CopyToSplit.apply(batch["input"])
+            y = activation(Product.apply(x, up.weight, emulated, amax) + up.bias)
             if before:
-                y = Forward.apply(y, last.weight, second, amax)
+                y = Forward.apply(y, down.weight, second, amax)
             else:
-                y = Summed.apply(Product.apply(y, last.weight, emulated, amax))
-            value = loss(y + last.bias, batch)
+                y = ReduceFromSplit.apply(Product.apply(y, down.weight, emulated, amax))
+            value = loss(y + down.bias, batch)
             value.backward()
             return value
 
@@ -180,35 +180,35 @@ def features(amax: Amax, before: bool = False) -> Callable[[Any], TrainingProgra
 
 
 class Forward(Product):
-    """A product whose sum over ranks is inside of it; backward has none."""
+    """A product with an all-reduce in forward, and none in backward."""
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        """Of this rank's features alone."""
+        """Compute gradients of this rank's features only."""
         ctx.how = emulated, ctx.how[1]
         return Product.backward(ctx, gradient)
 
 
 RIGHT = {
-    "rows, one scale": rows(),
-    "rows, a scale for each": rows(amax=of_rows),
-    "rows, torch's own": rows(scaled_mm),
-    "rows, torch's own, a scale for each": rows(scaled_mm, of_rows),
-    "rows, one scale for all ranks": rows(amax=everywhere),
-    "features": features(whole),
-    "features, sums before scales": features(everywhere, before=True),
+    "rows, one scale": by_rows(),
+    "rows, a scale for each": by_rows(amax=amax_of_rows),
+    "rows, torch's own": by_rows(scaled_mm),
+    "rows, torch's own, a scale for each": by_rows(scaled_mm, amax_of_rows),
+    "rows, one scale for all ranks": by_rows(amax=amax_of_ranks),
+    "features": by_features(amax_of_all),
+    "features, sums before scales": by_features(amax_of_ranks, before=True),
 }
 WRONG = {
-    "never multiplied again": rows(twice_inverse),
-    "the scale of another format": rows(other_format),
-    "scales across": rows(across, of_rows),
-    "the greatest number of the first rank": rows(amax=of_the_first),
-    "scales of parts on their sum": features(whole, before=True),
+    "never multiplied again": by_rows(no_rescaling),
+    "the scale of another format": by_rows(other_format),
+    "scales across": by_rows(scales_across, amax_of_rows),
+    "the greatest number of the first rank": by_rows(amax=amax_of_first),
+    "scales of parts on their sum": by_features(amax_of_all, before=True),
 }
 
 
-def judged(pool: Pool, program: Any, dtype: str = FORMATS[0], seed: int = 0) -> Report:
-    """The report on a program of two ranks."""
+def judge_program(pool: Pool, program: Any, dtype: str = FORMATS[0], seed: int = 0) -> Report:
+    """Judge a program on two ranks, and return the report."""
     torch.manual_seed(seed)
     sides: dict[str, Any] = {"model": model(), "batch": batch, "loss": loss}
     return verify_program(program, ranks=2, dtype=dtype, seed=seed, pool=pool, **sides)
@@ -216,21 +216,21 @@ def judged(pool: Pool, program: Any, dtype: str = FORMATS[0], seed: int = 0) -> 
 
 @pytest.mark.parametrize("program", RIGHT.values(), ids=RIGHT)
 def test_right_scales_pass(pool: Pool, program: Any) -> None:
-    """However they are cut, by torch's own product or by hand: bounds are of eight bits."""
-    report = judged(pool, program)
+    """Right programs pass, with torch's product and the emulated one, for rows and features."""
+    report = judge_program(pool, program)
     assert report.ok and dict(report.facts)["dtype"] == FORMATS[0], str(report)
 
 
 @pytest.mark.parametrize("program", WRONG.values(), ids=WRONG)
 def test_wrong_scales_fail(pool: Pool, program: Any) -> None:
-    """What no rounding of eight bits explains is found."""
-    report = judged(pool, program)
+    """Errors beyond 8-bit rounding are found."""
+    report = judge_program(pool, program)
     assert report.exit_code == 1, str(report)
 
 
 def test_eight_bits_are_no_rounding_of_more(pool: Pool) -> None:
-    """The same program is wrong where nothing says that its products are of eight bits."""
-    assert judged(pool, RIGHT["rows, one scale"], "bfloat16").exit_code == 1
+    """The same program fails in bfloat16, where 8-bit rounding is not expected."""
+    assert judge_program(pool, RIGHT["rows, one scale"], "bfloat16").exit_code == 1
 
 
 def _worst(report: Report) -> float:
@@ -238,16 +238,16 @@ def _worst(report: Report) -> float:
 
 
 def test_the_format_of_fewer_digits(pool: Pool) -> None:
-    """A program that casts to it is within its bounds, about half as far from them."""
-    coarse = rows(partial(emulated, dtype=torch.float8_e5m2))
-    wide, narrow = (judged(pool, coarse, dtype) for dtype in FORMATS[::-1])
-    assert wide.ok and 1.5 * _worst(wide) < _worst(narrow)
-    assert judged(pool, WRONG["never multiplied again"], FORMATS[1]).exit_code == 1
+    """A program in e5m2 passes in e5m2, with smaller errors relative to the bounds than in e4m3."""
+    coarse = by_rows(partial(emulated, dtype=torch.float8_e5m2))
+    in_e5m2, in_e4m3 = (judge_program(pool, coarse, dtype) for dtype in FORMATS[::-1])
+    assert in_e5m2.ok and 1.5 * _worst(in_e5m2) < _worst(in_e4m3)
+    assert judge_program(pool, WRONG["never multiplied again"], FORMATS[1]).exit_code == 1
 
 
 @pytest.mark.parametrize("dtype", ["none", "float64", "float8_e8m0fnu"])
 def test_what_no_program_is_judged_in(pool: Pool, dtype: str) -> None:
-    """It is refused, with those that there are."""
+    """Other dtypes are refused, with the valid ones."""
     with pytest.raises(Refusal, match="S704") as caught:
-        judged(pool, rows(), dtype)
+        judge_program(pool, by_rows(), dtype)
     assert FORMATS[0] in str(caught.value)

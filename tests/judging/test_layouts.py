@@ -1,4 +1,4 @@
-"""What ranks hold is found by values however it lies, or else by names; what is not is named."""
+"""Matching ranks' parameters to the original: by values, else by names; misses are reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from schedlang.passes.judge.regions import Region
 
 
 class Original(nn.Module):
-    """Three weights and a tie."""
+    """Three weights, one of them tied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class Original(nn.Module):
         self.head.weight = self.table.weight
 
 
-def offered(**parameters: Any) -> TrainingProgram:
-    """A program of these parameters."""
+def program_of(**parameters: Any) -> TrainingProgram:
+    """Return a program with these parameters."""
     options = parameters.pop("options", {})
     module = nn.Module()
     for name, value in parameters.items():
@@ -61,23 +61,25 @@ CUTS = {
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_any_cut_is_found_by_values(cut: Any) -> None:
-    """Each element of what a rank holds is told by its value: put back, it is the original's."""
+    """Each element of a rank's tensor is located by its value in the original."""
     torch.manual_seed(0)
     original = Original()
     parts = cut(original)
-    (one,), lost = match_parameters(offered(**parts), table := ElementIndex(original))
-    assert not lost and one.matched_by == "values"
+    (tensor,), lost = match_parameters(program_of(**parts), table := ElementIndex(original))
+    assert not lost and tensor.matched_by == "values"
     flat = next(iter(parts.values())).reshape(-1)
-    assert one.padding == {"padded at the end": 12, "padded with other numbers": 4}.get(
+    assert tensor.padding == {"padded at the end": 12, "padded with other numbers": 4}.get(
         next(name for name, c in CUTS.items() if c is cut), 0
     )
-    seen = torch.zeros(len(flat), dtype=torch.long)
-    for name, (here, there) in one.pieces.items():
-        whole = table.parameters[name].detach().reshape(-1)
-        assert torch.equal(whole[there.numbers], flat[here.numbers])
-        assert torch.equal(there.read(whole).reshape(-1), here.read(flat).reshape(-1))
-        seen[here.numbers] += 1
-    assert int(seen.max()) == 1 and int((seen == 0).sum()) == one.padding
+    counts = torch.zeros(len(flat), dtype=torch.long)
+    for name, (local_region, original_region) in tensor.pieces.items():
+        parameter = table.parameters[name].detach().reshape(-1)
+        assert torch.equal(parameter[original_region.numbers], flat[local_region.numbers])
+        assert torch.equal(
+            original_region.read(parameter).reshape(-1), local_region.read(flat).reshape(-1)
+        )
+        counts[local_region.numbers] += 1
+    assert int(counts.max()) == 1 and int((counts == 0).sum()) == tensor.padding
 
 
 NUMBERS = {
@@ -94,41 +96,41 @@ NUMBERS = {
 
 @pytest.mark.parametrize("numbers, listed", NUMBERS.values(), ids=NUMBERS)
 def test_a_grid_of_numbers_takes_no_memory(numbers: torch.Tensor, listed: int) -> None:
-    """A region has the numbers that it was made of, reads and writes these, and no others."""
+    """A region stores regular indices as a grid, and reads and writes just these elements."""
     flat = torch.arange(24.0)
-    one = Region.from_numbers(numbers.reshape(-1), numbers.shape)
-    assert torch.equal(one.numbers, numbers.reshape(-1)) and len(one) == numbers.numel()
-    assert (0 if one.listed is None else len(one.listed)) == listed
-    assert torch.equal(one.read(flat).reshape(-1), flat[numbers.reshape(-1)])
-    one.write(flat, -1 - one.read(flat).reshape(-1))
+    region = Region.from_numbers(numbers.reshape(-1), numbers.shape)
+    assert torch.equal(region.numbers, numbers.reshape(-1)) and len(region) == numbers.numel()
+    assert (0 if region.listed is None else len(region.listed)) == listed
+    assert torch.equal(region.read(flat).reshape(-1), flat[numbers.reshape(-1)])
+    region.write(flat, -1 - region.read(flat).reshape(-1))
     assert int((flat < 0).sum()) == numbers.numel()
     assert torch.equal(flat[numbers.reshape(-1)], -1.0 - numbers.reshape(-1))
-    assert one.equals(Region.from_numbers(numbers.reshape(-1))) and not one.equals(
+    assert region.equals(Region.from_numbers(numbers.reshape(-1))) and not region.equals(
         Region.from_numbers(torch.arange(5))
     )
 
 
 def test_one_changed_element_is_no_padding() -> None:
-    """A tensor of the original's shape with another value anywhere goes by its name, or is lost."""
+    """A tensor with one changed value is matched by name, or not at all."""
     original = Original()
     table = ElementIndex(original)
-    for place in ((0, 0), (5, 3)):
+    for index in ((0, 0), (5, 3)):
         changed = original.q.weight.detach().clone()
-        changed[place] += 1
-        found, lost = match_parameters(offered(w=changed), table)
-        assert not found and lost == ["`w` (6, 4)"]
+        changed[index] += 1
+        matched, lost = match_parameters(program_of(w=changed), table)
+        assert not matched and lost == ["`w` (6, 4)"]
         options = {"names": {"w": "q.weight"}}
-        (one,), lost = match_parameters(offered(w=changed, options=options), table)
-        assert not lost and one.matched_by == "name"
-        assert torch.equal(one.pieces["q.weight"][1].numbers, torch.arange(24))
+        (tensor,), lost = match_parameters(program_of(w=changed, options=options), table)
+        assert not lost and tensor.matched_by == "name"
+        assert torch.equal(tensor.pieces["q.weight"][1].numbers, torch.arange(24))
 
 
 def test_rows_that_nobody_has_are_missing() -> None:
-    """What all ranks hold together is counted against the original, element by element."""
+    """Elements that no rank holds are counted."""
     original = Original()
     table = ElementIndex(original)
     ranks = [
-        match_parameters(offered(w=original.q.weight[rows]), table)
+        match_parameters(program_of(w=original.q.weight[rows]), table)
         for rows in (slice(2), slice(3, 6))
     ]
     missing = join_layouts(ranks, table).missing
@@ -136,20 +138,20 @@ def test_rows_that_nobody_has_are_missing() -> None:
 
 
 def test_what_is_fused_trains_as_one() -> None:
-    """Names of weights that lie in one tensor somewhere are one group, all others their own."""
+    """Weights that are fused in one tensor form one group."""
     original = Original()
     table = ElementIndex(original)
-    fused = offered(w=torch.cat([original.q.weight, original.k.weight]))
+    fused = program_of(w=torch.cat([original.q.weight, original.k.weight]))
     groups = RankLayouts((tuple(match_parameters(fused, table)[0]),), table).groups
     assert groups["k.weight"] == groups["q.weight"] == groups["w"] == "q.weight"
     assert groups["q.bias"] == "q.bias"
 
 
 def test_what_is_not_found_is_named() -> None:
-    """The refusal has the tensor, the rank, and what of the original nobody holds."""
+    """The refusal names the tensor, the rank, and the original's weights that nobody holds."""
     original = Original()
     table = ElementIndex(original)
-    right, wrong = offered(w=original.q.weight), offered(v=torch.ones(3, dtype=torch.float64))
+    right, wrong = program_of(w=original.q.weight), program_of(v=torch.ones(3, dtype=torch.float64))
     with pytest.raises(Refusal) as refusal:
         join_layouts([match_parameters(right, table), match_parameters(wrong, table)], table)
     text = refusal.value.render()
@@ -167,18 +169,18 @@ def test_what_is_not_found_is_named() -> None:
     ],
 )
 def test_wrappers_leave_the_name(name: str) -> None:
-    """Of a wrapped parameter's name, the original's is found."""
+    """Wrapper prefixes are removed from parameter names."""
     assert "q.weight" in candidate_names(name)
 
 
 def test_a_module_of_that_name_keeps_it() -> None:
-    """What the original itself calls `module` is not taken for a wrapper's word first."""
+    """A module that is itself named `module` keeps its name."""
     assert next(candidate_names("module.weight")) == "module.weight"
     assert "deep.module.weight" in candidate_names("module.deep.module.weight")
 
 
 def test_padding_is_counted_on_all_ranks() -> None:
-    """Ranks that hold a tensor of one name may each have padding in it, or none."""
+    """Padding of a tensor is summed over ranks."""
     ranks = tuple(
         (RankTensor("weight", (3,), torch.float64, True, "values", padding=count),)
         for count in (1, 2, 0)
@@ -186,7 +188,7 @@ def test_padding_is_counted_on_all_ranks() -> None:
     assert RankLayouts(ranks, ElementIndex(nn.Linear(2, 3, bias=False))).padding == {"weight": 3}
 
 
-TOLD = {  # what is said of a weight of six rows, on which of four ranks, and its rows there
+GIVEN_SPLITS = {  # the given layout of a weight of six rows, the rank (of four), and its rows there
     "rows over all ranks": (Shard(0), 1, [2, 3]),
     "none are left": (Shard(0), 3, []),
     "rows over a pair": ((Shard(0), [1, 2]), 2, [3, 4, 5]),
@@ -194,17 +196,17 @@ TOLD = {  # what is said of a weight of six rows, on which of four ranks, and it
 }
 
 
-@pytest.mark.parametrize("said, rank, rows", TOLD.values(), ids=TOLD)
+@pytest.mark.parametrize("said, rank, rows", GIVEN_SPLITS.values(), ids=GIVEN_SPLITS)
 def test_a_split_that_is_told(monkeypatch: Any, said: Any, rank: int, rows: list[int]) -> None:
-    """A plain tensor whose values are others' goes by its name; the user says which part it is."""
+    """A plain tensor with unknown values is matched by name and by a given layout."""
     monkeypatch.setattr(layouts.comm, "rank", lambda: rank)
     monkeypatch.setattr(layouts.comm, "size", lambda: 4)
     original = Original()
     options = {"names": {"w": "q.weight"}, "layouts": {"w": said}}
     other = torch.rand(len(rows), 4, dtype=torch.float64)
-    (one,), lost = match_parameters(offered(w=other, options=options), ElementIndex(original))
-    assert not lost and one.matched_by == "name"
+    (tensor,), lost = match_parameters(program_of(w=other, options=options), ElementIndex(original))
+    assert not lost and tensor.matched_by == "name"
     numbers = torch.arange(24).reshape(6, 4)[rows].reshape(-1)
-    found = [there.numbers for _, there in one.pieces.values()]
-    assert list(one.pieces) == ["q.weight"] * bool(rows)
-    assert torch.equal(torch.cat([*found, torch.arange(0)]), numbers)
+    regions = [original_region.numbers for _, original_region in tensor.pieces.values()]
+    assert list(tensor.pieces) == ["q.weight"] * bool(rows)
+    assert torch.equal(torch.cat([*regions, torch.arange(0)]), numbers)

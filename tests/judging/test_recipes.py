@@ -1,4 +1,4 @@
-"""Recipes of today, right and with one mistake each: the verdict, and what it says."""
+"""Common training recipes, right and with one mistake each: the verdict and its message."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from schedlang import TrainingProgram, verify_program
 from schedlang.runtime.launch.pool import Pool
-from tests.judging.by_hand import First, Last
-from tests.judging.net import Net, batch, loss, part, share
+from tests.judging.by_hand import FirstStage, LastStage
+from tests.judging.net import Net, batch, batch_part, loss, loss_share
 from tests.judging.wrapped import fsdp2
 
 MICRO, SCALE = 2, 1024.0
@@ -26,7 +26,7 @@ LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float3
 
 
 class LoRALinear(nn.Module):
-    """A frozen layer with an adapter, as recipes write it."""
+    """A frozen linear layer with a LoRA adapter."""
 
     def __init__(self, base: nn.Linear, rank: int = 2, alpha: float = 4.0) -> None:
         super().__init__()
@@ -36,13 +36,13 @@ class LoRALinear(nn.Module):
         self.dropout, self.scaling = nn.Dropout(0.1), alpha / rank
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer, and what is learned."""
+        """Add the adapter's output to the layer's."""
         learned: Tensor = self.lora_b(self.lora_a(self.dropout(x)))
         return F.linear(x, self.weight, self.bias) + self.scaling * learned
 
 
-def adapted() -> nn.Module:
-    """The decoder with adapters at queries and values; all else is frozen."""
+def with_adapters() -> nn.Module:
+    """Return the decoder with adapters on queries and values; all else is frozen."""
     model = Net().requires_grad_(False)
     for block in model.blocks:
         attention: Any = block.attention
@@ -50,16 +50,16 @@ def adapted() -> nn.Module:
     return model
 
 
-def plain() -> nn.Module:
-    """The decoder without dropout: torch's pipelining draws where it learns shapes."""
+def no_dropout() -> nn.Module:
+    """Return the decoder without dropout: torch's pipelining draws masks when it infers shapes."""
     model = Net()
     for block in model.blocks:
         block.drop = nn.Identity()  # type: ignore[assignment]
     return model
 
 
-def tuned(wrong: str = "", policy: MixedPrecisionPolicy | None = None) -> Any:
-    """Sums over micro-batches under FSDP2, divided in the end by the labels of all ranks."""
+def fine_tuning(mistake: str = "", policy: MixedPrecisionPolicy | None = None) -> Any:
+    """Return FSDP2 with summed losses, and gradients divided by the global label count."""
 
     def program(model: Any) -> TrainingProgram:
         model = model.float() if policy else model  # weights are kept in float32
@@ -67,22 +67,22 @@ def tuned(wrong: str = "", policy: MixedPrecisionPolicy | None = None) -> Any:
         rank, size = dist.get_rank(), dist.get_world_size()
 
         def step(batch: Any) -> Tensor:
-            mine = part(batch, rank, size)
+            local = batch_part(batch, rank, size)
             labels, total = torch.zeros(()), torch.zeros(())
             for k in range(MICRO):
-                micro = part(mine, k, MICRO)
-                model.set_requires_gradient_sync(k == MICRO - 1 and wrong != "never reduced")
+                micro = batch_part(local, k, MICRO)
+                model.set_requires_gradient_sync(k == MICRO - 1 and mistake != "never reduced")
                 output = model(micro["ids"]).flatten(0, 1)
                 value = F.cross_entropy(output, micro["labels"].flatten(), reduction="sum")
                 value.backward()
                 labels += (micro["labels"] != -100).sum()
                 total = total + value.detach()
-            if wrong != "own labels":
+            if mistake != "own labels":
                 dist.all_reduce(labels)
                 dist.all_reduce(total)
             for p in model.parameters():
                 if p.grad is not None:
-                    p.grad *= (size / labels) ** (2 if wrong == "scaled twice" else 1)
+                    p.grad *= (size / labels) ** (2 if mistake == "scaled twice" else 1)
             return total / labels
 
         return TrainingProgram(model, step)
@@ -90,19 +90,19 @@ def tuned(wrong: str = "", policy: MixedPrecisionPolicy | None = None) -> Any:
     return program
 
 
-def accumulated(skipped: bool = False) -> Any:
-    """DDP that reduces after the last micro-batch."""
+def accumulating(skipped: bool = False) -> Any:
+    """Return DDP that reduces after the last micro-batch."""
 
     def program(model: Any) -> TrainingProgram:
         module = DistributedDataParallel(model)
         rank, size = dist.get_rank(), dist.get_world_size()
 
         def step(batch: Any) -> Any:
-            mine, total = part(batch, rank, size), torch.zeros(())
+            local, total = batch_part(batch, rank, size), torch.zeros(())
             for k in range(MICRO):
-                micro = part(mine, k, MICRO)
+                micro = batch_part(local, k, MICRO)
                 with nullcontext() if k == MICRO - 1 and not skipped else module.no_sync():
-                    value = share(module(micro["ids"]), micro, batch) * size
+                    value = loss_share(module(micro["ids"]), micro, batch) * size
                     value.backward()
                 total = total + value.detach()
             return total
@@ -112,8 +112,8 @@ def accumulated(skipped: bool = False) -> Any:
     return program
 
 
-def unscaled(late: bool = False) -> Any:
-    """A loss that is scaled, and gradients that are scaled back before they are clipped."""
+def unscaling(late: bool = False) -> Any:
+    """Return DDP with a scaled loss; gradients are unscaled before (or `late`: after) clipping."""
 
     def program(model: Any) -> TrainingProgram:
         module = DistributedDataParallel(model)
@@ -124,15 +124,15 @@ def unscaled(late: bool = False) -> Any:
                 p.grad /= SCALE
 
         def step(batch: Any) -> Any:
-            mine = part(batch, rank, size)
-            value = share(module(mine["ids"]), mine, batch) * size
+            local = batch_part(batch, rank, size)
+            value = loss_share(module(local["ids"]), local, batch) * size
             (value * SCALE).backward()
             if not late:
                 back()
             return value
 
-        def clip(most: float) -> Tensor:
-            norm = nn.utils.clip_grad_norm_(module.parameters(), most)
+        def clip(max_norm: float) -> Tensor:
+            norm = nn.utils.clip_grad_norm_(module.parameters(), max_norm)
             if late:
                 back()
             return norm
@@ -143,15 +143,15 @@ def unscaled(late: bool = False) -> Any:
 
 
 def autocast(model: Any) -> TrainingProgram:
-    """DDP around weights in float32, products in bfloat16, and a state that is saved as it is."""
+    """DDP with float32 weights under bfloat16 autocast, with saved state."""
     module = DistributedDataParallel(model.float())
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def step(batch: Any) -> Any:
-        mine = part(batch, rank, size)
+        local = batch_part(batch, rank, size)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            output = module(mine["ids"])
-        value = share(output.float(), mine, batch) * size
+            output = module(local["ids"])
+        value = loss_share(output.float(), local, batch) * size
         value.backward()
         return value, output
 
@@ -160,27 +160,27 @@ def autocast(model: Any) -> TrainingProgram:
     )
 
 
-def averaged(loaded: str = "model", whole: bool = True) -> Any:
-    """FSDP2 with a mean of its shards over time, saved beside them."""
+def averaging(loaded: str = "model", whole: bool = True) -> Any:
+    """Return FSDP2 with a moving average of its shards, saved beside the weights."""
 
     def program(model: Any) -> TrainingProgram:
-        made = fsdp2(model)
+        sharded = fsdp2(model)
         mean = {name: p.detach().clone() for name, p in model.named_parameters()}
 
         def step(batch: Any) -> Any:
-            found = made.step(batch)
+            result = sharded.step(batch)
             for name, p in model.named_parameters():
                 mean[name].lerp_(p.detach(), 0.1)
-            return found
+            return result
 
         def save(optimizer: Any) -> Any:
             weights, moments = get_state_dict(model, optimizer)
             return {"model": weights, "optimizer": moments, "mean": {**weights, **mean}}
 
         def load(state: Any, optimizer: Any) -> None:
-            given = {"model_state_dict": state[loaded], "optim_state_dict": state["optimizer"]}
+            states = {"model_state_dict": state[loaded], "optim_state_dict": state["optimizer"]}
             if whole:
-                set_state_dict(model, optimizer, **given)
+                set_state_dict(model, optimizer, **states)
             else:
                 model.load_state_dict(state[loaded])
 
@@ -189,29 +189,31 @@ def averaged(loaded: str = "model", whole: bool = True) -> Any:
     return program
 
 
-def of_labels(whole: Any) -> Any:
-    """What a micro-batch adds to the mean over the whole."""
-    return lambda output, labels: share(output, {"labels": labels}, whole)
+def loss_of_labels(full_batch: Any) -> Any:
+    """Return the loss of a micro-batch as its share of the mean over the full batch."""
+    return lambda output, labels: loss_share(output, {"labels": labels}, full_batch)
 
 
-def piped(count: int = 4) -> Any:
-    """Two stages by torch's pipelining; so many of four micro-batches are run."""
+def pipelined(count: int = 4) -> Any:
+    """Return two stages with torch's pipelining that run `count` of four micro-batches."""
 
     def program(model: Any) -> TrainingProgram:
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
         rank = dist.get_rank()
-        stage = First(model) if rank == 0 else Last(model)
+        stage = FirstStage(model) if rank == 0 else LastStage(model)
 
         def step(batch: Any) -> Any:
-            given = {name: value[: 2 * count] for name, value in batch.items()}
-            line = PipelineStage(stage, rank, 2, torch.device("cpu"))
-            order = Schedule1F1B(line, count, loss_fn=of_labels(batch), scale_grads=False)
+            rows = {name: value[: 2 * count] for name, value in batch.items()}
+            stage_line = PipelineStage(stage, rank, 2, torch.device("cpu"))
+            order = Schedule1F1B(
+                stage_line, count, loss_fn=loss_of_labels(batch), scale_grads=False
+            )
             losses: list[Tensor] = []
             if rank == 0:
-                order.step(given["ids"])
+                order.step(rows["ids"])
                 return None
-            order.step(target=given["labels"], losses=losses)
+            order.step(target=rows["labels"], losses=losses)
             return torch.stack(losses).sum()
 
         return TrainingProgram(stage, step)
@@ -219,110 +221,116 @@ def piped(count: int = 4) -> Any:
     return program
 
 
-def with_attention_of_its_own(model: Any) -> TrainingProgram:
-    """A function in the place of torch's attention that calls it: it is called once."""
-    theirs = getattr(F.scaled_dot_product_attention, "theirs", F.scaled_dot_product_attention)
+def own_attention(model: Any) -> TrainingProgram:
+    """Return a program that replaces torch's attention by a wrapper of it."""
+    torch_attention = getattr(
+        F.scaled_dot_product_attention, "theirs", F.scaled_dot_product_attention
+    )
 
     def larger(*args: Any, **kwargs: Any) -> Tensor:
-        return 1.5 * theirs(*args, **kwargs)
+        return 1.5 * torch_attention(*args, **kwargs)
 
-    larger.theirs = theirs  # type: ignore[attr-defined]
+    larger.theirs = torch_attention  # type: ignore[attr-defined]
     F.scaled_dot_product_attention = larger  # type: ignore[assignment]
     for block in model.blocks:
         block.attention.o.register_forward_pre_hook(lambda _, given: (given[0] / 1.5,))
-    made: TrainingProgram = accumulated()(model)
-    return made
+    program: TrainingProgram = accumulating()(model)
+    return program
 
 
 Case = tuple[Any, Any, str | None]
 RIGHT: dict[str, Case] = {
-    "an adapter, micro-batches, FSDP2": (adapted, tuned(), None),
-    "a policy of precision, in float64": (adapted, tuned(policy=LOW), None),
-    "a policy of precision, as it runs": (adapted, tuned(policy=LOW), "bfloat16"),
+    "an adapter, micro-batches, FSDP2": (with_adapters, fine_tuning(), None),
+    "a policy of precision, in float64": (with_adapters, fine_tuning(policy=LOW), None),
+    "a policy of precision, as it runs": (with_adapters, fine_tuning(policy=LOW), "bfloat16"),
     "autocast, as it runs": (Net, autocast, "bfloat16"),
-    "DDP that reduces once": (Net, accumulated(), None),
-    "a scaled loss": (Net, unscaled(), None),
-    "a mean of shards": (Net, averaged(), None),
-    "a pipeline": (plain, piped(), None),
-    "an attention of its own": (Net, with_attention_of_its_own, None),
+    "DDP that reduces once": (Net, accumulating(), None),
+    "a scaled loss": (Net, unscaling(), None),
+    "a mean of shards": (Net, averaging(), None),
+    "a pipeline": (no_dropout, pipelined(), None),
+    "an attention of its own": (Net, own_attention, None),
 }
 WRONG: dict[str, tuple[Case, str, str]] = {
     "scaled twice": (
-        (adapted, tuned("scaled twice"), None),
+        (with_adapters, fine_tuning("scaled twice"), None),
         "gradients",
         "8 of 8 (*): ranks (or microbatches)/labels = 2/43 times the right value everywhere",
     ),
     "scaled twice, as it runs": (
-        (adapted, tuned("scaled twice", LOW), "bfloat16"),
+        (with_adapters, fine_tuning("scaled twice", LOW), "bfloat16"),
         "gradients",
         "8 of 8 (*): 0.047 times the right value everywhere",
     ),
     "each rank's own count": (
-        (adapted, tuned("own labels"), None),
+        (with_adapters, fine_tuning("own labels"), None),
         "gradients",
         "8 of 8 (*): each rank divides what it holds of the sum over all labels by the count of "
         "its own (22, 21 of 43)",
     ),
     "never reduced": (
-        (adapted, tuned("never reduced"), None),
+        (with_adapters, fine_tuning("never reduced"), None),
         "gradients",
         "8 of 8 (*): no rank has one: detached, or never computed",
     ),
     "no last reduction": (
-        (Net, accumulated(skipped=True), None),
+        (Net, accumulating(skipped=True), None),
         "gradients",
         "34 of 36 (*): ranks differ and their mean is right: they are not averaged",
     ),
     "clipped before it is scaled back": (
-        (Net, unscaled(late=True), None),
+        (Net, unscaling(late=True), None),
         "gradient norm",
         "it is that of gradients which the step leaves 1024 times as large as the right ones: "
         "they are clipped before they are scaled",
     ),
     "the mean is loaded": (
-        (Net, averaged("mean"), None),
+        (Net, averaging("mean"), None),
         "loaded state",
         "36 (*): not what was saved",
     ),
-    "moments are not loaded": ((Net, averaged(whole=False), None), "loaded state", "108 (*): lost"),
+    "moments are not loaded": (
+        (Net, averaging(whole=False), None),
+        "loaded state",
+        "108 (*): lost",
+    ),
     "a dropped micro-batch": (
-        (plain, piped(3), None),
+        (no_dropout, pipelined(3), None),
         "gradients",
         "34 of 36 (*): 4 parts of the batch count 1, 1, 1, 0 times what they should",
     ),
 }
 
 
-def judged(case: Case) -> Any:
-    """The verdict on two ranks of their own: some leave things in their processes."""
+def judge_case(case: Case) -> Any:
+    """Return the verdict on two fresh ranks: some programs leave state in their processes."""
     model, program, dtype = case
     torch.manual_seed(0)
-    given = {"model": model(), "batch": batch, "loss": loss, "ranks": 2, "dtype": dtype}
+    inputs = {"model": model(), "batch": batch, "loss": loss, "ranks": 2, "dtype": dtype}
     with Pool() as pool:
-        return verify_program(program, **given, pool=pool)
+        return verify_program(program, **inputs, pool=pool)
 
 
 @pytest.mark.parametrize("case", RIGHT.values(), ids=RIGHT)
 def test_a_right_one_passes(case: Case) -> None:
-    """In float64, or in the precision that it runs in."""
-    report = judged(case)
+    """A right recipe passes, in float64 or in its own precision."""
+    report = judge_case(case)
     assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("case, kind, said", WRONG.values(), ids=WRONG)
 def test_a_mistake_is_named(case: Case, kind: str, said: str) -> None:
-    """One sentence has the kind, and none misleads: no module is named where all are right."""
-    report = judged(case)
+    """One sentence names the mistake; no module is named where all are right."""
+    report = judge_case(case)
     assert not report.ok
-    told = dict(report.localised)
-    assert fnmatch(told.get(kind, ""), said), str(report)
-    assert not {"first module", "only where"} & told.keys(), told
+    messages = dict(report.localised)
+    assert fnmatch(messages.get(kind, ""), said), str(report)
+    assert not {"first module", "only where"} & messages.keys(), messages
 
 
 def test_a_lower_precision_than_it_is_judged_in() -> None:
-    """It is told by the module that computes in it, and by which option it is judged."""
-    told = dict(judged((adapted, tuned(policy=LOW), "float32")).localised)
+    """A program in bfloat16 that is judged in float32 gets a hint to use `--dtype`."""
+    messages = dict(judge_case((with_adapters, fine_tuning(policy=LOW), "float32")).localised)
     assert (
         "it is computed in bfloat16: judge the program by `--dtype bfloat16`"
-        in told["first module"]
+        in messages["first module"]
     )

@@ -1,4 +1,4 @@
-"""Models of torchtitan by its own functions, where it is installed: each equals its original."""
+"""Models of torchtitan, parallelized by its own functions, if installed: equal to the original."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from schedlang import verify_program
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.report import Report
 from schedlang.runtime.launch.pool import Pool
-from tests.judging.versions.torchtitan import FAMILIES, Family, Way, batch, loss, made
+from tests.judging.versions.torchtitan import FAMILIES, Family, Layout, batch, build_program, loss
 
 pytestmark = [pytest.mark.others, pytest.mark.deep]
 
-WAYS: dict[str, Way] = {
-    "words split between layers": Way(tp=2),
-    "FSDP2 inside of replicas": Way(fsdp=2, replicas=2),
-    "tensor parallel and FSDP2": Way(tp=2, fsdp=2),
-    "a pipeline and FSDP2": Way(pp=2, fsdp=2),
-    "an interleaved pipeline": Way(pp=2, schedule="Interleaved1F1B"),
-    "a pipeline of split layers": Way(pp=2, tp=2),
+LAYOUTS: dict[str, Layout] = {
+    "words split between layers": Layout(tp=2),
+    "FSDP2 inside of replicas": Layout(fsdp=2, replicas=2),
+    "tensor parallel and FSDP2": Layout(tp=2, fsdp=2),
+    "a pipeline and FSDP2": Layout(pp=2, fsdp=2),
+    "an interleaved pipeline": Layout(pp=2, schedule="Interleaved1F1B"),
+    "a pipeline of split layers": Layout(pp=2, tp=2),
 }
 DENSE = ("llama3", "qwen3", "deepseek_v3")
 
 
-def judged(family: Family, way: Way, dtype: str | None = None) -> Report:
-    """The verdict on a way; four layers where it has stages."""
+def judge_family(family: Family, layout: Layout, dtype: str | None = None) -> Report:
+    """Return the verdict on a layout of a family; four layers if it has stages."""
     torch.manual_seed(0)
-    model = family.model(experts=way.ep > 1, count=4 if way.pp > 1 else 2)
-    given = {"model": model, "batch": batch, "loss": loss, "ranks": way.ranks, "dtype": dtype}
-    with Pool() as pool:  # it leaves meshes in its processes
-        return verify_program(made(family, way), **given, pool=pool)
+    model = family.model(experts=layout.ep > 1, count=4 if layout.pp > 1 else 2)
+    inputs = {"model": model, "batch": batch, "loss": loss, "ranks": layout.ranks, "dtype": dtype}
+    with Pool() as pool:  # torchtitan leaves meshes in its processes
+        return verify_program(build_program(family, layout), **inputs, pool=pool)
 
 
 @pytest.fixture(autouse=True)
@@ -41,47 +41,53 @@ def installed() -> None:
     pytest.importorskip("torchtitan")
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("way", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("name", DENSE)
-def test_a_way_equals_the_model(name: str, way: Way) -> None:
-    """Gradients, and three steps, of what its functions make of a model."""
-    report = judged(FAMILIES[name], way)
+def test_a_way_equals_the_model(name: str, way: Layout) -> None:
+    """Gradients and three steps of the parallelized model equal the model's."""
+    report = judge_family(FAMILIES[name], way)
     assert report.ok, str(report)
 
 
-EXPERTS: dict[str, tuple[Way, str | None]] = {
-    "where words are split": (Way(tp=2, ep=2), None),
-    "where words are split, in few bits": (Way(tp=2, ep=2), "bfloat16"),
-    "where FSDP2 shares rows": (Way(fsdp=2, ep=2), None),
+EXPERTS: dict[str, tuple[Layout, str | None]] = {
+    "where words are split": (Layout(tp=2, ep=2), None),
+    "where words are split, in few bits": (Layout(tp=2, ep=2), "bfloat16"),
+    "where FSDP2 shares rows": (Layout(fsdp=2, ep=2), None),
 }
 
 
 @pytest.mark.parametrize("way, dtype", EXPERTS.values(), ids=EXPERTS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3_moe"])
-def test_experts_of_two_ranks(name: str, way: Way, dtype: str | None) -> None:
-    """Experts lie on the ranks between which words, or rows, are split."""
-    report = judged(FAMILIES[name], way, dtype)
+def test_experts_of_two_ranks(name: str, way: Layout, dtype: str | None) -> None:
+    """Experts are on ranks that split tokens or rows."""
+    report = judge_family(FAMILIES[name], way, dtype)
     assert report.ok, str(report)
 
 
 def test_a_tie_that_is_not_made_again() -> None:
-    """Its trainer ties weights once more after they are split; who does not, has two of them."""
+    """Weights must be tied again after they are split, as the trainer does."""
     tied = FAMILIES["qwen3_tied"]
-    assert judged(tied, Way(tp=2)).ok
-    said = dict(judged(replace(tied, again=False), Way(tp=2)).localised)["gradients"]
-    assert "a tie is broken between `lm_head.weight`, `tok_embeddings.weight`" in said, said
+    assert judge_family(tied, Layout(tp=2)).ok
+    message = dict(judge_family(replace(tied, again=False), Layout(tp=2)).localised)["gradients"]
+    assert "a tie is broken between `lm_head.weight`, `tok_embeddings.weight`" in message, message
 
 
-REFUSED: dict[str, tuple[Way, str]] = {
-    "no rule for attention on CPUs": (Way(cp=2), "flash_attention_for_cpu.default does not have"),
-    "DTensors of a later torch": (Way(tp=2, fsdp=2, backend="full_dtensor"), "to be the same mesh"),
-    "types of a later torch": (Way(tp=2, fsdp=2, backend="spmd_types"), "must be DTensors on"),
+REFUSED: dict[str, tuple[Layout, str]] = {
+    "no rule for attention on CPUs": (
+        Layout(cp=2),
+        "flash_attention_for_cpu.default does not have",
+    ),
+    "DTensors of a later torch": (
+        Layout(tp=2, fsdp=2, backend="full_dtensor"),
+        "to be the same mesh",
+    ),
+    "types of a later torch": (Layout(tp=2, fsdp=2, backend="spmd_types"), "must be DTensors on"),
 }
 
 
 @pytest.mark.parametrize("way, said", REFUSED.values(), ids=REFUSED)
-def test_what_does_not_run_here_is_refused(way: Way, said: str) -> None:
-    """With torch 2.13 on CPUs: at its line, with the rank."""
+def test_what_does_not_run_here_is_refused(way: Layout, said: str) -> None:
+    """What torch 2.13 on CPUs does not support is refused with the library's message."""
     with pytest.raises(Refusal) as refused:
-        judged(FAMILIES["llama3"], way)
+        judge_family(FAMILIES["llama3"], way)
     assert said in " ".join(str(refused.value).split()), refused.value

@@ -1,7 +1,7 @@
-"""Bugs in the code of the versions that had them: a version with one fails, one without it passes.
+"""Bugs in released libraries: a version with the bug fails, a version without it passes.
 
-What is installed decides which are run: `PYTHONPATH` may name a folder that another version was
-installed to (`pip install --no-deps --target FOLDER transformers==4.46.3`).
+The installed versions decide which tests run; `PYTHONPATH` may name a folder with another
+version (`pip install --no-deps --target FOLDER transformers==4.46.3`).
 """
 
 import importlib
@@ -19,12 +19,12 @@ from schedlang.runtime.launch.pool import Pool
 
 FOLDER = Path(__file__).with_name("versions")
 THREADS = [file.stem for file in sorted(FOLDER.glob("*.py")) if "\nNAMED = " in file.read_text()]
-ORDINARY = ("megatron_sinks", "zero_accumulated")  # one of each library that is installed apart
-ALONE = ("megatron_gated_norm", "megatron_gathered", "megatron_sinks", "megatron_smoothing")
+ORDINARY = ("megatron_sinks", "zero_accumulated")  # one of each library apart
+UNFIXED = ("megatron_gated_norm", "megatron_gathered", "megatron_sinks", "megatron_smoothing")
 
 
-def known(name: str) -> Any:
-    """The thread of a name, where a version that it knows is installed; others are skipped."""
+def load_thread(name: str) -> Any:
+    """Return the module of a thread, or skip if no version that it knows is installed."""
     thread = importlib.import_module(f"tests.judging.versions.{name}")
     try:
         installed = version(thread.PACKAGE).partition("+")[0]
@@ -35,8 +35,8 @@ def known(name: str) -> Any:
     return thread
 
 
-def verdict(thread: Any, program: Any, ranks: Pool) -> Report:
-    """The report on one of its programs."""
+def judge_thread(thread: Any, program: Any, ranks: Pool) -> Report:
+    """Judge one of a thread's programs, and return the report."""
     return schedlang.verify_program(
         program,
         model=thread.model(),
@@ -48,28 +48,28 @@ def verdict(thread: Any, program: Any, ranks: Pool) -> Report:
     )
 
 
-def marks(name: str) -> list[pytest.MarkDecorator]:
-    """Where a thread's library is installed apart, it is run with those of `others`."""
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of a thread whose library needs its own environment."""
     if not name.startswith(("megatron_", "zero_")):
         return []
     return [pytest.mark.others, *([] if name in ORDINARY else [pytest.mark.deep])]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in THREADS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in THREADS])
 def test_a_version_is_judged_by_whether_it_has_the_bug(name, pool) -> None:
-    """The library's own code differs in a version with the bug, and is equal in one without."""
-    thread = known(name)
-    alone = thread.PACKAGE != "transformers"  # others leave groups and patches in their process
-    with Pool() if alone else nullcontext(pool) as ranks:
-        report = verdict(thread, thread.program, ranks)
+    """The library's code fails in a version with the bug, and passes in one without."""
+    thread = load_thread(name)
+    own_pool = thread.PACKAGE != "transformers"  # others leave groups and patches
+    with Pool() if own_pool else nullcontext(pool) as ranks:
+        report = judge_thread(thread, thread.program, ranks)
     installed = version(thread.PACKAGE).partition("+")[0]
     assert report.ok == (installed in thread.WITHOUT), str(report)
     if not report.ok:
-        _, _, said = str(report).partition("first difference")
-        assert re.search(thread.NAMED, said), str(report)
+        _, _, difference = str(report).partition("first difference")
+        assert re.search(thread.NAMED, difference), str(report)
 
 
-MENDED = [name for name in THREADS if name.startswith("megatron_") and name not in ALONE]
+MENDED = [name for name in THREADS if name.startswith("megatron_") and name not in UNFIXED]
 MENDED += ["zero_boundary"]
 
 
@@ -77,16 +77,16 @@ MENDED += ["zero_boundary"]
 @pytest.mark.deep
 @pytest.mark.parametrize("name", MENDED)
 def test_the_code_without_the_cause_passes(name) -> None:
-    """The same program is right where the line that is to blame is another."""
-    thread = known(name)
+    """The program passes with the faulty line replaced."""
+    thread = load_thread(name)
     with Pool() as ranks:
-        assert verdict(thread, thread.mended, ranks).ok
+        assert judge_thread(thread, thread.mended, ranks).ok
 
 
 @pytest.mark.others
 @pytest.mark.deep
 def test_a_count_that_is_overwritten() -> None:
-    """What 7452 (10) calls doubled is what the original has: with a mask of padding it is right."""
-    thread = known("megatron_tokens")
+    """With a padding mask the balance is right, unlike what issue 7452 (10) says."""
+    thread = load_thread("megatron_tokens")
     with Pool() as ranks:
-        assert verdict(thread, thread.masked, ranks).ok
+        assert judge_thread(thread, thread.masked, ranks).ok

@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) of a built stage: one graph, and what it computes without."""
+"""torch.compile(fullgraph=True) of a built stage: one graph, and the same training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from schedlang.passes.lower.build import build
 from schedlang.runtime.launch.pool import Pool
 from tests import models
-from tests.proofs import planned
+from tests.proofs import make_plan
 
 SPLIT = {
     "gpt2": """transformer.h.*.attn.c_attn shard(col, blocks=3, over=tp)
@@ -32,8 +32,9 @@ BLOCKS = {"gpt2": "transformer.h", "llama": "model.layers"}
 STAGES = '[1] pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)'
 
 
-def model_of(kind: str, dtype: torch.dtype, dropout: float = 0.0, blocks: int = 2) -> Any:
-    """A model of transformers with a loss that it can name, and no cache: both log while traced."""
+def build_model(kind: str, dtype: torch.dtype, dropout: float = 0.0, blocks: int = 2) -> Any:
+    """Return a model of transformers with a named loss and no cache: both would log while
+    traced."""
     model: Any = models.gpt2(blocks, dropout) if kind == "gpt2" else models.llama(blocks)
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
@@ -43,9 +44,9 @@ def model_of(kind: str, dtype: torch.dtype, dropout: float = 0.0, blocks: int = 
     return model.to(dtype)
 
 
-def rows_of(kind: str, parts: tuple[str, ...]) -> str:
-    """The rows of some techniques, in the order of a file."""
-    found = {
+def schedule_text(kind: str, parts: tuple[str, ...]) -> str:
+    """Return the rows of some techniques, in the order of a file."""
+    rows = {
         "cast": "cast(bf16)",
         "whole cast": "cast(bf16, params=true)",
         "tp": SPLIT[kind],
@@ -55,39 +56,45 @@ def rows_of(kind: str, parts: tuple[str, ...]) -> str:
         "zero": "zero(stage=3, over=dp)",
         "stages": BLOCKS[kind] + STAGES,
     }
-    return "\n".join(row for name, row in found.items() if name in parts)
+    return "\n".join(row for name, row in rows.items() if name in parts)
 
 
-def _trained(kind: str, parts: tuple[str, ...], backend: str) -> tuple[list[float], list[Any]]:
-    """Two steps eagerly and two compiled: losses and parameters; how many graphs were made."""
+def _train_both(kind: str, parts: tuple[str, ...], backend: str) -> tuple[list[float], list[Any]]:
+    """Train two steps eagerly and two compiled; return losses and parameters, and counts of
+    graphs."""
     torch._dynamo.reset()
     counters.clear()
-    low = bool({"cast", "whole cast"} & set(parts))
-    # two where each is a graph: equal ones share it
+    low_precision = bool({"cast", "whole cast"} & set(parts))
+    # two blocks where each is a graph: equal ones share it
     blocks = 2 if {"zero", "stages"} & set(parts) else 1
     axes = {"zero": "dp", "replicas": "dp", "tp": "tp", "stages": "pp"}
     mesh = ", ".join(f"{axis}=2" for part, axis in axes.items() if part in parts)
     batch: dict[str, Any] = {**models.tokens(rows=4), "use_cache": False}
-    found: list[Any] = []
+    results: list[Any] = []
     for compiles in (False, True):
         dropout = 0.1 if "dropout" in parts else 0.0
-        model = model_of(kind, torch.float32 if low else torch.float64, dropout, blocks)
-        plan = planned(model, rows_of(kind, parts), mesh, *(("dtype",) if low else ()))
+        model = build_model(
+            kind, torch.float32 if low_precision else torch.float64, dropout, blocks
+        )
+        plan = make_plan(
+            model, schedule_text(kind, parts), mesh, *(("dtype",) if low_precision else ())
+        )
         program = build(plan, batch, optimizer=_sgd)
-        for stage in _graphs(program.assembly.module, kind, parts) if compiles else ():
+        for stage in _compiled_units(program.assembly.module, kind, parts) if compiles else ():
             stage.compile(fullgraph=True, backend=backend)
         torch.manual_seed(7)
         losses = [program.train_step(batch).item() for _ in range(2)]
-        found.append((losses, program.state_dict()))
-    return found, [counters["stats"]["unique_graphs"], dict(counters["graph_break"])]
+        results.append((losses, program.state_dict()))
+    return results, [counters["stats"]["unique_graphs"], dict(counters["graph_break"])]
 
 
-def _graphs(module: nn.Module, kind: str, parts: tuple[str, ...]) -> list[nn.Module]:
-    """What may be one graph: the stage; where units of it gather their parameters, or are told
-    apart, each of them."""
+def _compiled_units(module: nn.Module, kind: str, parts: tuple[str, ...]) -> list[nn.Module]:
+    """Return the modules to compile: the stage, its blocks in a pipeline, or its FSDP units."""
     if "stages" in parts:
         return list(module.get_submodule(BLOCKS[kind]))  # type: ignore[call-overload]
-    units = [one for one in module.modules() if isinstance(one, FSDPModule) and one is not module]
+    units = [
+        unit for unit in module.modules() if isinstance(unit, FSDPModule) and unit is not module
+    ]
     return units or [module]
 
 
@@ -104,7 +111,7 @@ DEEP = [
     ("tp", "saving"),
     ("checkpoint", "whole cast"),
 ]
-CASES = {  # of these models in the ordinary tests; of the other in deep ones
+CASES = {  # with this model in the ordinary tests, with the other in deep ones
     ("tp", "checkpoint", "cast"): "llama",
     ("zero", "tp", "checkpoint", "cast"): "gpt2",
     ("stages",): "llama",
@@ -113,7 +120,7 @@ CASES = {  # of these models in the ordinary tests; of the other in deep ones
 
 
 def _cases(kind: str) -> list[Any]:
-    ordinary = [parts for parts, of in CASES.items() if of == kind]
+    ordinary = [parts for parts, model_kind in CASES.items() if model_kind == kind]
     rest = [parts for parts in (*CASES, *DEEP) if parts not in ordinary]
     return [
         *(pytest.param(kind, parts) for parts in ordinary),
@@ -127,21 +134,25 @@ def _cases(kind: str) -> list[Any]:
     ids=lambda one: one if isinstance(one, str) else " ".join(one),
 )
 def test_a_stage_is_one_graph(pool: Pool, kind: str, parts: tuple[str, ...]) -> None:
-    """Under each technique, and all of them, a stage compiles whole and trains as it does without;
-    equal blocks share a graph, before torch 2.13 unless each sends under a name of its own."""
+    """With each technique a stage compiles as one graph and trains the same; equal blocks share a
+    graph, before torch 2.13 unless each communicates under its own name."""
     shared = torch.__version__ >= "2.13" or not {"zero", "tp"} <= {*parts}
     world = 2 ** len({"zero", "tp", "stages", "replicas"} & set(parts))
-    for (eager, compiled), (graphs, breaks) in pool.run(_trained, world, kind, parts, "aot_eager"):
+    for (eager, compiled), (graphs, breaks) in pool.run(
+        _train_both, world, kind, parts, "aot_eager"
+    ):
         assert graphs == (1 if shared else 2) and not breaks
-        same(eager, compiled, 1e-6 if {"cast", "whole cast"} & set(parts) else 1e-12)
+        assert_same_training(
+            eager, compiled, 1e-6 if {"cast", "whole cast"} & set(parts) else 1e-12
+        )
 
 
-def same(
+def assert_same_training(
     eager: tuple[list[float], Mapping[str, Tensor]],
     compiled: tuple[list[float], Mapping[str, Tensor]],
     rtol: float,
 ) -> None:
-    """The same losses and parameters, which have changed on the way."""
+    """Assert equal losses and parameters, and that they changed."""
     assert eager[0] == pytest.approx(compiled[0], rel=rtol) and eager[0][0] != eager[0][1]
     assert list(eager[1]) == list(compiled[1])
     for name, value in eager[1].items():
@@ -150,13 +161,13 @@ def same(
 
 @pytest.mark.deep
 def test_inductor_computes_the_same(pool: Pool) -> None:
-    """Under tensor parallelism and recomputation, by the backend that users have."""
-    for (eager, compiled), _ in pool.run(_trained, 2, "gpt2", ("tp", "checkpoint"), "inductor"):
-        same(eager, compiled, 1e-9)
+    """With tensor parallelism and recomputation, compiled by inductor."""
+    for (eager, compiled), _ in pool.run(_train_both, 2, "gpt2", ("tp", "checkpoint"), "inductor"):
+        assert_same_training(eager, compiled, 1e-9)
 
 
 class _Block(nn.Module):
-    """A feed-forward layer around which a residual goes."""
+    """A feed-forward layer with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,8 +177,8 @@ class _Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-def _two() -> nn.Module:
-    """One block on each of two stages."""
+def _two_blocks() -> nn.Module:
+    """Return a model with one block on each of two stages."""
     return models.Stack(_Block() for _ in range(2)).double()
 
 
@@ -177,26 +188,26 @@ blocks pipeline_split(over=pp)
 blocks[1] split_backward()"""
 
 
-def _points(length: int) -> dict[str, Tensor]:
+def _batch_of(length: int) -> dict[str, Tensor]:
     return {"x": torch.linspace(-1, 1, 4 * length * 8, dtype=torch.float64).view(4, length, 8)}
 
 
-def _in_halves() -> list[dict[str, Tensor]]:
-    """The gradients of one step for each length, of stages whose backwards are run in halves."""
-    program = build(planned(_two(), HALVES, "pp=2"), _points(4))
-    found = []
+def _split_gradients() -> list[dict[str, Tensor]]:
+    """Return the gradients of one step for each length, with split backwards."""
+    program = build(make_plan(_two_blocks(), HALVES, "pp=2"), _batch_of(4))
+    gradients = []
     for length in LENGTHS:
-        program.train_step(_points(length))
-        found.append(program.gradients())
-    return found
+        program.train_step(_batch_of(length))
+        gradients.append(program.gradients())
+    return gradients
 
 
 def test_fused_blocks_in_halves(pool: Pool) -> None:
-    """What the first half of a backward needs of a compiled block is there for the second, also
-    where a graph is compiled for another length."""
-    for found in pool.run(_in_halves, 2):
-        for length, gradients in zip(LENGTHS, found, strict=True):
-            model = _two()
-            model(**_points(length)).backward()
+    """The second half of a backward finds what it needs of a compiled block, for another length
+    too."""
+    for by_length in pool.run(_split_gradients, 2):
+        for length, gradients in zip(LENGTHS, by_length, strict=True):
+            model = _two_blocks()
+            model(**_batch_of(length)).backward()
             for name, parameter in model.named_parameters():
                 assert torch.allclose(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12), name

@@ -1,4 +1,4 @@
-"""Layers around one instance's forward leave everything else of the module as it is."""
+"""Layers around a module's forward: their order, and what of the module stays unchanged."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 from schedlang.runtime.forward import layers_of, plain_forward, wrap
 
 
-class Note:
-    """Adds its name to a list and multiplies what it is given."""
+class RecordCall:
+    """Appends its name to a list and multiplies the result of the inner forward."""
 
     def __init__(self, name, notes, factor=2.0):
         self.name, self.notes, self.factor = name, notes, factor
@@ -25,31 +25,31 @@ class Note:
 
 
 def test_order_is_fixed():
-    """Whatever was put on first, kernel lies inside fuse inside checkpoint inside offload."""
+    """In whatever order they are added: kernel inside fuse inside checkpoint inside offload."""
     module, notes = nn.Linear(2, 2), []
     for kind in ("fuse", "offload", "kernel", "checkpoint"):
-        wrap(module, kind, Note(kind, notes))
+        wrap(module, kind, RecordCall(kind, notes))
     x = torch.ones(1, 2)
     assert torch.equal(module(x), 16 * plain_forward(module)(x))
     assert notes == ["offload", "checkpoint", "fuse", "kernel"]
 
 
 def test_signature_names_and_hooks_stay():
-    """Under a layer, signature, class, state and hooks are the module's own."""
-    module, seen = nn.Linear(2, 2), []
-    module.register_forward_hook(lambda *_: seen.append(1))
+    """Under a layer, signature, class, state and hooks stay the module's own."""
+    module, hook_calls = nn.Linear(2, 2), []
+    module.register_forward_hook(lambda *_: hook_calls.append(1))
     before = inspect.signature(module.forward), list(module.state_dict()), type(module)
-    wrap(module, "fuse", Note("fuse", []))
+    wrap(module, "fuse", RecordCall("fuse", []))
     assert (inspect.signature(module.forward), list(module.state_dict()), type(module)) == before
     module(torch.ones(2))
-    assert seen == [1]
+    assert hook_calls == [1]
 
 
 def test_a_forward_of_the_instance_is_the_innermost():
-    """An instance whose forward was replaced before keeps that below the layers."""
+    """A forward that was set on the instance stays below the layers."""
     module = nn.Linear(2, 2)
     module.forward = lambda x: x + 1
-    wrap(module, "offload", Note("offload", []))
+    wrap(module, "offload", RecordCall("offload", []))
     assert module(torch.ones(1)).item() == 4.0
     assert plain_forward(module)(torch.ones(1)).item() == 2.0
 
@@ -57,7 +57,7 @@ def test_a_forward_of_the_instance_is_the_innermost():
 def test_copies_use_their_own_parameters():
     """A deep copy computes with its own weights and layers; pickling is refused."""
     module = nn.Linear(2, 2)
-    wrap(module, "offload", Note("offload", []))
+    wrap(module, "offload", RecordCall("offload", []))
     copied = copy.deepcopy(module)
     assert layers_of(copied) is not layers_of(module)
     with torch.no_grad():

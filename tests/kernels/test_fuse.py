@@ -1,4 +1,4 @@
-"""A fused module is one graph that computes the same, or it is refused; never eager in silence."""
+"""`fuse` by torch.compile: one graph, the same results, checks and refusals."""
 
 from __future__ import annotations
 
@@ -56,27 +56,27 @@ def blocks(number=3):
     return [Block() for _ in range(number)]
 
 
-def assert_close(found, expected):
-    for a, b in zip(found, expected, strict=True):
+def assert_close(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.deep
 def test_fuses_equal_modules_into_one_graph():
-    """Three equal blocks with a kernel inside share graphs; gradients, dropout and names stay."""
+    """Three equal blocks with a kernel share graphs; gradients, dropout and names stay."""
     modules, x = blocks(), torch.randn(5, 8)
     expected, state = gradients(modules, x), list(modules[0].state_dict())
     for module in modules:
         replace(module.norm, match(module.norm, "rms_norm"))
         fuse(module)
     assert_close(gradients(modules, x), expected)
-    made = [count_graphs(module) for module in modules]
-    assert made == [1, 0, 0]
+    graph_counts = [count_graphs(module) for module in modules]
+    assert graph_counts == [1, 0, 0]
     assert_close(gradients(modules, x, seed=1), gradients(blocks(), x, seed=1))
-    assert [count_graphs(module) for module in modules] == made  # nothing compiled anew
+    assert [count_graphs(module) for module in modules] == graph_counts  # nothing compiled anew
     assert list(modules[0].state_dict()) == state
 
-    twin = copy.deepcopy(modules[0])  # bound to its own parameters, not to the original's
+    twin = copy.deepcopy(modules[0])  # uses its own parameters, not the original's
     with torch.no_grad():
         twin.down.weight.zero_(), twin.down.bias.zero_()
     assert torch.equal(twin(x)["x"], x)
@@ -89,7 +89,7 @@ def test_fuses_equal_modules_into_one_graph():
 
 
 def test_eager_under_ambient_modes():
-    """Under the float64 mode the region runs eagerly, in float64, and nothing is compiled."""
+    """Under the float64 mode the region runs eagerly in float64, and nothing is compiled."""
     module = Block(0.0).double()
     x = torch.randn(3, 8, dtype=torch.float64)
     expected = module(x)["x"]
@@ -111,7 +111,7 @@ def test_inside_a_checkpoint():
 
 
 def test_split_backward():
-    """Gradients of the input first, then of the weights, over one fused graph."""
+    """Gradients of the input first, then of the weights, from one fused graph."""
     torch.manual_seed(0)
     module, x = Block(0.0), torch.randn(6, 8, requires_grad=True)
     params = list(module.parameters())
@@ -124,47 +124,49 @@ def test_split_backward():
 
 
 def test_the_check_runs_with_dropout(monkeypatch):
-    """The compiled graph with masks in it is judged too: one that drops their scale is found."""
+    """The compiled graph is checked with dropout too: a missing scale is found."""
     module, x = Block(0.3), torch.randn(3, 8)
     fuse(module)
-    found = {one.name: one.ok for one in check_fused(module, (x,))}
-    assert found["output .x"] and found["output .x with dropout"] and all(found.values())
-    plain = F.dropout
-    monkeypatch.setattr(fuse_file, "_compile", lambda inner, *given: _unscaled(inner, plain))
-    wrong = {one.name: one.ok for one in check_fused(module, (x,))}
-    assert wrong["output .x"] and not wrong["output .x with dropout"]
+    passed = {comparison.name: comparison.ok for comparison in check_fused(module, (x,))}
+    assert passed["output .x"] and passed["output .x with dropout"] and all(passed.values())
+    dropout = F.dropout
+    monkeypatch.setattr(fuse_file, "_compile", lambda inner, *args: _unscaled(inner, dropout))
+    passed_wrong = {comparison.name: comparison.ok for comparison in check_fused(module, (x,))}
+    assert passed_wrong["output .x"] and not passed_wrong["output .x with dropout"]
 
 
 def test_later_calls_meet_what_the_first_left(monkeypatch):
-    """A scalar, or a number of rows, that is baked in at the first call is wrong in a later one."""
+    """A scalar or batch size that the first call fixed in the graph is found by a later call."""
     module, x = Block(0.0), torch.randn(3, 8)
     fuse(module)
     first: dict[str, object] = {}
     monkeypatch.setattr(
         fuse_file,
         "_compile",
-        lambda inner, *given: lambda x, scale=1.0: inner(x, scale=first.setdefault("scale", scale)),
+        lambda inner, *args: lambda x, scale=1.0: inner(x, scale=first.setdefault("scale", scale)),
     )
     later = {"again": ((x + 1,), {"scale": 1.0}), "scaled": ((x,), {"scale": 3.0})}
-    found = check_fused(module, (x,), {"scale": 1.0}, later=later)
-    assert {one.name for one in found if not one.ok and "output" in one.name} == {
-        "output .x scaled"
-    }
+    comparisons = check_fused(module, (x,), {"scale": 1.0}, later=later)
+    assert {
+        comparison.name
+        for comparison in comparisons
+        if not comparison.ok and "output" in comparison.name
+    } == {"output .x scaled"}
 
-    def of_so_many_rows(inner, *given):
+    def of_so_many_rows(inner, *args):
         return lambda x: inner(x) if len(x) == first.setdefault("rows", len(x)) else 1 / 0
 
     monkeypatch.setattr(fuse_file, "_compile", of_so_many_rows)
-    found = check_fused(module, (x,), later={"shorter": ((x[:2],), {})})
-    (wrong,) = [one.name for one in found if not one.ok]
-    assert wrong == "the call shorter fails (ZeroDivisionError: division by zero)"
+    comparisons = check_fused(module, (x,), later={"shorter": ((x[:2],), {})})
+    (failed,) = [comparison.name for comparison in comparisons if not comparison.ok]
+    assert failed == "the call shorter fails (ZeroDivisionError: division by zero)"
 
 
 def test_a_lost_gradient_is_a_verdict(monkeypatch):
-    """A region without history, or whose output has another shape, is wrong, and no crash."""
+    """A region without gradients, or with an output of another shape, is wrong, not an error."""
     module, x = Block(0.0), torch.randn(3, 8)
     fuse(module)
-    for wrong, said in [
+    for wrong, expected in [
         (lambda inner: lambda x: inner(x.detach()), {"gradient of input 0 (is not there)"}),
         (
             lambda inner: torch.no_grad()(lambda x: inner(x)),
@@ -172,49 +174,57 @@ def test_a_lost_gradient_is_a_verdict(monkeypatch):
         ),
         (lambda inner: lambda x: {"x": inner(x)["x"][:2]}, {"output .x (has shape [2, 8])"}),
     ]:
-        monkeypatch.setattr(fuse_file, "_compile", lambda inner, *given, made=wrong: made(inner))
-        assert said <= {one.name for one in check_fused(module, (x,)) if not one.ok}
+        monkeypatch.setattr(
+            fuse_file, "_compile", lambda inner, *args, compile_wrong=wrong: compile_wrong(inner)
+        )
+        assert expected <= {
+            comparison.name for comparison in check_fused(module, (x,)) if not comparison.ok
+        }
 
 
 @pytest.mark.deep
 def test_masks_that_are_given(monkeypatch):
-    """Where a compiled graph draws otherwise than eager torch, dropout has masks that follow from
-    places: what is done with them is judged, and draws by themselves: fixed ones, and ones that no
-    seed decides, are found."""
+    """Where a compiled graph draws other random numbers, dropout gets given masks, which are
+    checked; random draws are checked apart: fixed ones, and ones that ignore the seed, are
+    found."""
     module, x = Block(0.3), torch.randn(3, 8)
     fuse(module)
 
     def wrong():
-        return {one.name for one in check_fused(module, (x,), given_masks=True) if not one.ok}
+        return {
+            comparison.name
+            for comparison in check_fused(module, (x,), given_masks=True)
+            if not comparison.ok
+        }
 
     assert wrong() == set()
-    plain = F.dropout
-    monkeypatch.setattr(fuse_file, "_compile", lambda inner, *given: _unscaled(inner, plain))
+    dropout = F.dropout
+    monkeypatch.setattr(fuse_file, "_compile", lambda inner, *args: _unscaled(inner, dropout))
     assert "output .x with dropout" in wrong()
-    for before, said in [
+    for seeding, expected in [
         (lambda: torch.manual_seed(0), "spread of draws"),
         (torch.seed, "draws after one seed"),
     ]:
-        made = functools.partial(_compiled_after, before)
-        monkeypatch.setattr(fuse_file, "_compile", made)
-        assert said in wrong()
+        compile_fn = functools.partial(_compiled_after, seeding)
+        monkeypatch.setattr(fuse_file, "_compile", compile_fn)
+        assert expected in wrong()
 
 
-def _compiled_after(before, inner, *_):
+def _compiled_after(seeding, inner, *_):
     def call(*args, **kwargs):
-        before()
+        seeding()
         return inner(*args, **kwargs)
 
     return call
 
 
-def _unscaled(inner, plain):
+def _unscaled(inner, dropout):
     def call(*args, **kwargs):
-        F.dropout = lambda x, p, training: plain(x, p, training) * (1 - p if training else 1)
+        F.dropout = lambda x, p, training: dropout(x, p, training) * (1 - p if training else 1)
         try:
             return inner(*args, **kwargs)
         finally:
-            F.dropout = plain
+            F.dropout = dropout
 
     return call
 
@@ -243,29 +253,29 @@ def test_refuses_a_graph_break():
     assert "print" in str(caught.value)
 
 
-class Adds(Numbered):
+class WritesInput(Numbered):
     def forward(self, x):
         x += super().forward(x.clone())
         return x
 
 
 def test_refuses_what_writes_into_its_argument(monkeypatch):
-    """Inductor keeps an argument for backward although the graph writes into it: torch alone ends
-    in an error there, and a layer of ours would give another gradient."""
+    """Inductor keeps an argument for backward although the graph writes into it: torch raises an
+    error there, and a layer of schedlang would give a wrong gradient."""
     monkeypatch.setattr(fuse_file, "_compile", lambda inner, rounding: inner)
-    for module, refused in ((Numbered(3), False), (Adds(3), True)):
+    for module, is_refused in ((Numbered(3), False), (WritesInput(3), True)):
         fuse(module)
         x = torch.ones(2, requires_grad=True) * 2
         with (
             pytest.raises(Refusal, match="S833.*changes its inputs in place")
-            if refused
+            if is_refused
             else nullcontext()
         ):
             module(x)
 
 
 def test_refuses_endless_recompilation(monkeypatch):
-    """Where each layer needs a graph of its own the limit is a refusal, not a log line."""
+    """If each layer needs its own graph, too many graphs are refused, not only logged."""
     monkeypatch.setattr(fuse_file, "MAX_GRAPHS", 2)
     modules = [Numbered(number) for number in (3, 5, 7)]
     for module in modules:
@@ -277,7 +287,7 @@ def test_refuses_endless_recompilation(monkeypatch):
 
 
 def test_refuses_before_it_starts(monkeypatch):
-    """Without a compiler, or over a replaced kernel, `fuse` says so and changes nothing."""
+    """Without a compiler, or on a replaced kernel, `fuse` is refused and changes nothing."""
     norm = nn.RMSNorm(4, eps=1e-6)
     replace(norm, match(norm, "rms_norm"))
     with pytest.raises(Refusal, match="S832.*already has a kernel"):

@@ -1,4 +1,4 @@
-"""A row that gains nothing is refused wherever a schedule is used, and what others gain is told."""
+"""Gains of fused rows: rows without a gain are refused everywhere, gains are reported."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from schedlang.cli import app
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.simulate.kernel_gains import count_step_gains
-from tests.proofs import planned
-from tests.tiers import thinned
+from tests.proofs import make_plan
+from tests.tiers import thin_out
 
 IDLE = "act  fuse(backend=rowwise)"
 
 
 class Net(nn.Module):
-    """A layer and its function, which is one kernel as it is."""
+    """A linear layer and an activation, which is one kernel already."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,32 +46,32 @@ def batch(seed: int = 0) -> dict[str, Tensor]:
 
 
 def test_it_is_refused_by_proofs_and_programs(threads: Any) -> None:
-    """`verify` and `build` end in the refusal that `plan` gives; without such rows they do not."""
+    """`verify` and `build` end with the refusal of `plan`; other rows pass."""
     with pytest.raises(Refusal, match="S888.*gains nothing at `act`"):
-        prove(Case(planned(Net(), IDLE), (batch(),) * 3), pool=threads)
+        prove(Case(make_plan(Net(), IDLE), (batch(),) * 3), pool=threads)
     sch = schedlang.create_schedule(Net())
     sch["act"].fuse(backend="rowwise")
     with pytest.raises(Refusal, match="S888"):
         sch.build(batch=batch())
     with pytest.raises(Refusal, match="S888"):
         sch.build().train_step(batch())
-    assert count_step_gains(planned(Net(), "up  decompose(bias)"), batch()) == ()
+    assert count_step_gains(make_plan(Net(), "up  decompose(bias)"), batch()) == ()
 
 
-@pytest.mark.parametrize("verb", thinned(["check", "run", "verify", "plan"], 4))
+@pytest.mark.parametrize("verb", thin_out(["check", "run", "verify", "plan"], 4))
 def test_it_is_refused_by_verbs(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit 2 and the row's place, before any rank starts."""
+    """Exit code 2 and the row's position, before any rank starts."""
     monkeypatch.chdir(Path(__file__).parents[2])
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "x.sched").write_text(f"schedule 1 for Net\n\n{IDLE}\n")
-    more = ["--model", str(tmp_path / "model.py")] if verb == "check" else []
-    done = CliRunner().invoke(app, [verb, str(tmp_path / "x.sched"), *more])
-    assert done.exit_code == 2, done.output
-    assert "error[S888]" in done.stderr and "x.sched:3:6" in done.stderr
+    options = ["--model", str(tmp_path / "model.py")] if verb == "check" else []
+    result = CliRunner().invoke(app, [verb, str(tmp_path / "x.sched"), *options])
+    assert result.exit_code == 2, result.output
+    assert "error[S888]" in result.stderr and "x.sched:3:6" in result.stderr
 
 
 class Wide(Net):
-    """The function is several kernels."""
+    """An activation of several kernels."""
 
     def forward(self, x: Tensor) -> Tensor:
         """A loss."""
@@ -81,7 +81,7 @@ class Wide(Net):
 
 @pytest.mark.deep
 def test_what_is_gained_is_told(threads: Any) -> None:
-    """The report says kernels and bytes before and after."""
+    """The report gives kernels and bytes before and after."""
 
     class Inner(nn.Module):
         def __init__(self) -> None:
@@ -92,6 +92,6 @@ def test_what_is_gained_is_told(threads: Any) -> None:
             return self.net(x)
 
     rows = 'net  fuse("p(x) { silu(x) * x }", backend=rowwise)'
-    report = prove(Case(planned(Inner(), rows), (batch(),) * 3), pool=threads)
-    (said,) = [value for name, value in report.facts if name == "fused"]
-    assert "at `net`: 2 kernels forward and" in said and "become 1 and 1" in said
+    report = prove(Case(make_plan(Inner(), rows), (batch(),) * 3), pool=threads)
+    (message,) = [value for name, value in report.facts if name == "fused"]
+    assert "at `net`: 2 kernels forward and" in message and "become 1 and 1" in message

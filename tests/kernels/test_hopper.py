@@ -1,4 +1,4 @@
-"""Every kernel compiled for an H200 without one: what its machine code uses."""
+"""Every kernel compiled for an H200 without a GPU: registers, spills, loads, addresses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MADE = {
+VARIANTS = {
     "rms_norm": 20,
     "layer_norm": 10,
     "gated": 24,
@@ -24,28 +24,28 @@ MADE = {
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("kernel", MADE)
+@pytest.mark.parametrize("kernel", VARIANTS)
 def test_compiles_for_hopper(kernel):
     """On sm_90: no stack, no spills, registers and shared memory that fit, 128-bit loads."""
     pytest.importorskip("triton")
     environment = dict(os.environ, PYTHONPATH=str(ROOT))
     environment.pop("TRITON_INTERPRET", None)
     script = [sys.executable, str(ROOT / "tests" / "sm90.py"), kernel]
-    done = subprocess.run(script, capture_output=True, text=True, cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
-    assert len(rows) == MADE[kernel]
+    result = subprocess.run(script, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout)
+    assert len(rows) == VARIANTS[kernel]
     for row in rows:
-        assert row["narrow"] == 0, row  # no product in 32 bits reaches an address
+        assert row["narrow"] == 0, row  # no 32-bit product reaches an address
         assert row["stack"] == row["spills"] == 0, row
         assert row["registers"] * 32 * row["warps"] <= 65536, row
         assert row["shared"] <= 232448, row
         # numbers of a row are loaded one by one
-        assert row["wide_loads"] >= row["loads"] - LONE[kernel], row
+        assert row["wide_loads"] >= row["loads"] - SCALAR_LOADS[kernel], row
 
 
-# the angles of a token are loaded by all threads, few at a time
-LONE = {
+# the angles of a token are loaded by all threads, a few at a time
+SCALAR_LOADS = {
     "rms_norm": 2,
     "layer_norm": 4,
     "gated": 0,
@@ -55,7 +55,7 @@ LONE = {
     "rowwise": 2,
     "gated_norm": 2,
 }
-NAIVE = """
+NAIVE_ADDRESSES = """
     %row = tt.get_program_id x : i32 loc(#loc1)
     %start = arith.muli %row, %stride : i32 loc(#loc2)
     %wider = arith.extsi %start : i32 to i64 loc(#loc3)
@@ -64,11 +64,13 @@ NAIVE = """
 
 
 def test_the_lint_of_addresses():
-    """A product in 32 bits is found, also where it is made wider too late; in 64 bits it is not."""
+    """A 32-bit product in an address is found, even if widened later; a 64-bit one passes."""
     pytest.importorskip("triton")
-    from tests.sm90 import narrow
+    from tests.sm90 import narrow_products
 
-    assert len(narrow(NAIVE)) == 1
-    first = NAIVE.replace("muli %row, %stride : i32", "muli %far, %stride : i64")
-    first = first.replace("%start = ", "%far = arith.extsi %row : i32 to i64\n    %start = ", 1)
-    assert narrow(first) == []
+    assert len(narrow_products(NAIVE_ADDRESSES)) == 1
+    widened_first = NAIVE_ADDRESSES.replace("muli %row, %stride : i32", "muli %far, %stride : i64")
+    widened_first = widened_first.replace(
+        "%start = ", "%far = arith.extsi %row : i32 to i64\n    %start = ", 1
+    )
+    assert narrow_products(widened_first) == []

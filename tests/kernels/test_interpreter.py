@@ -1,4 +1,4 @@
-"""The interpreter's bfloat16 equals torch's, bit for bit, once patched."""
+"""Triton's interpreter, once patched: its bfloat16 equals torch's, bit for bit."""
 
 from __future__ import annotations
 
@@ -87,24 +87,24 @@ def run(tmp_path, mode: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_patched_interpreter_computes_bfloat16(tmp_path):
-    """Arithmetic, casts, comparison, products and reductions of bfloat16 are those of torch, and
-    a loop runs as often as an argument says."""
-    done = run(tmp_path, "patched")
-    assert done.stdout == "equal\n", done.stderr
+    """Arithmetic, casts, comparison, products and reductions equal torch's; a loop's length may be
+    an argument."""
+    result = run(tmp_path, "patched")
+    assert result.stdout == "equal\n", result.stderr
 
 
 def test_plain_interpreter_does_not(tmp_path):
-    """Without the patch the same program fails: the day it passes, the patch can go."""
+    """Without the patch the same program fails: once it passes, the patch can go."""
     assert run(tmp_path, "plain").returncode != 0
 
 
 def test_rounding_is_torch_s():
-    """Every kind of float32 narrows to the bfloat16 that torch gives; widening is exact."""
+    """Every kind of float32 rounds to torch's bfloat16; widening is exact."""
     from schedlang.kernels.interpreter import bfloat16_to_float32, float32_to_bfloat16
 
     bits = torch.randint(-(2**31), 2**31, (20000,), generator=torch.Generator().manual_seed(0))
     special = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 3e38, 3.4e38, 1e-45]
     values = torch.cat([bits.int().view(torch.float32), torch.tensor(special)])
-    ours = torch.from_numpy(bfloat16_to_float32(float32_to_bfloat16(values.numpy())))
-    theirs = values.bfloat16().float()
-    assert ((ours == theirs) | (ours.isnan() & theirs.isnan())).all()
+    actual = torch.from_numpy(bfloat16_to_float32(float32_to_bfloat16(values.numpy())))
+    expected = values.bfloat16().float()
+    assert ((actual == expected) | (actual.isnan() & expected.isnan())).all()

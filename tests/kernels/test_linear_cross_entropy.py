@@ -1,4 +1,4 @@
-"""Heads whose product waits for the loss: kernels against float64, unmodified models, layouts."""
+"""The kernel `linear_cross_entropy`: accuracy, lazy logits, models over ranks, refusals."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from schedlang.passes.analyze.prepare import prepare
 from schedlang.runtime.kernel_injection.kernel import match, replace
 from schedlang.runtime.lazy_logits.lazy import Head, LazyLogits, probe_head
 from tests import models
-from tests.kernels.looking import kernels_of
-from tests.proofs import planned, proven, refused
+from tests.kernels.kernels_in_use import kernels_of
+from tests.proofs import assert_proven, make_plan, refusal_text
 
 CASES = [
     Case((7, 40), dtype, 300, bias, smoothing, scale, cap, rows=3, spread=spread)
@@ -30,7 +30,7 @@ CASES = [
     for bias, smoothing, scale, cap, spread in [
         (False, 0.0, 1.0, 0.0, 1.0),
         (True, 0.1, 0.25, 0.0, 3.0),
-        (False, 0.0, 1 / 3, 3.0, 3.0),  # as Gemma caps them
+        (False, 0.0, 1 / 3, 3.0, 3.0),  # as Gemma caps logits
     ]
 ]
 # rows of several blocks; a single row would be a product of vectors, whose rounding is the BLAS's
@@ -38,33 +38,33 @@ CASES.append(Case((4, 8), classes=5000, rows=2))
 
 
 def test_kernels_are_as_right_as_eager():
-    """The row kernels themselves run, interpreted: loss and gradients keep their type's rule."""
-    for each in run_kernel_check(CASES, device="cpu"):
-        assert each.backend == "interpreter"
-        assert each.ok, each
+    """The row kernels run in the interpreter: loss and gradients keep the rule of their dtype."""
+    for result in run_kernel_check(CASES, device="cpu"):
+        assert result.backend == "interpreter"
+        assert result.ok, result
 
 
-def given(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def random_leaves(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(s, generator=generator).to(dtype) for s in ((10, 6), (17, 6), (17,))]
-    return [t.requires_grad_() for t in drawn]
+    tensors = [torch.randn(s, generator=generator).to(dtype) for s in ((10, 6), (17, 6), (17,))]
+    return [t.requires_grad_() for t in tensors]
 
 
 LABELS = torch.tensor([3, -100, 16, 0, 5, 5, -100, 9, 1, 2])
 
 
-def lazy(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int = 0) -> LazyLogits:
-    """The logits of a head with these parameters."""
+def lazy_logits(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int = 0) -> LazyLogits:
+    """Return the logits of a head with these parameters."""
     head = nn.Linear(6, 17, bias=bias is not None, dtype=x.dtype)
     head.weight = weight  # type: ignore[assignment]
     if bias is not None:
         head.bias = bias  # type: ignore[assignment]
-    found = match(head, "linear_cross_entropy")
-    assert isinstance(found, Head)
-    replace(head, found, chunk)
-    made = head(x)
-    assert isinstance(made, LazyLogits) and kernels_of(head) == ("linear_cross_entropy",)
-    return made
+    head_form = match(head, "linear_cross_entropy")
+    assert isinstance(head_form, Head)
+    replace(head, head_form, chunk)
+    logits = head(x)
+    assert isinstance(logits, LazyLogits) and kernels_of(head) == ("linear_cross_entropy",)
+    return logits
 
 
 LOSSES = {
@@ -82,7 +82,7 @@ LOSSES = {
     "z-loss": lambda z: F.cross_entropy(z, LABELS) + 0.1 * torch.logsumexp(z, -1).pow(2).mean(),
     "keywords": lambda z: F.cross_entropy(input=z, target=LABELS, reduction="mean"),
 }
-WHOLE = {
+NEED_LOGITS = {
     "weighted": lambda z: F.cross_entropy(z, LABELS, weight=torch.arange(17.0, dtype=z.dtype)),
     "another loss": lambda z: (z - 1).square().mean() + z.softmax(-1).max(),
     "capped twice": lambda z: F.cross_entropy(z.tanh().tanh(), LABELS),
@@ -96,47 +96,47 @@ def _without_a_class(z):
     return z
 
 
-@pytest.mark.parametrize("name", [*LOSSES, *WHOLE])
+@pytest.mark.parametrize("name", [*LOSSES, *NEED_LOGITS])
 def test_losses_of_lazy_logits(name, monkeypatch):
-    """Loss and gradients are torch's, in chunks of three rows; computed whole only if they must."""
+    """Losses equal torch's, in chunks of three rows; full logits are computed only if needed."""
     computed = []
-    plain = LazyLogits.full
-    noting = lambda self: [computed.append(self.computed is None), plain(self)][1]  # noqa: E731
-    monkeypatch.setattr(LazyLogits, "full", noting)
-    loss = (LOSSES | WHOLE)[name]
-    x, weight, bias = given()
+    full = LazyLogits.full
+    record = lambda self: [computed.append(self.computed is None), full(self)][1]  # noqa: E731
+    monkeypatch.setattr(LazyLogits, "full", record)
+    loss = (LOSSES | NEED_LOGITS)[name]
+    x, weight, bias = random_leaves()
     expected = loss(F.linear(x, weight, bias))
-    found = loss(lazy(x, nn.Parameter(weight), nn.Parameter(bias), chunk=3 * 17 * 8))
-    assert abs(found - expected) <= 1e-12 * abs(expected)
-    assert any(computed) == (name in WHOLE)
+    actual = loss(lazy_logits(x, nn.Parameter(weight), nn.Parameter(bias), chunk=3 * 17 * 8))
+    assert abs(actual - expected) <= 1e-12 * abs(expected)
+    assert any(computed) == (name in NEED_LOGITS)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_of_lazy_logits(name):
-    """The gradients of input, weight and bias are those of autograd through whole logits."""
-    leaves = given()
+    """Gradients of input, weight and bias equal autograd's through full logits."""
+    leaves = random_leaves()
     expected = torch.autograd.grad(LOSSES[name](F.linear(*leaves)), leaves)
     x = leaves[0]
     weight, bias = (nn.Parameter(t.detach()) for t in leaves[1:])
-    found = torch.autograd.grad(LOSSES[name](lazy(x, weight, bias, 400)), (x, weight, bias))
-    for a, b in zip(found, expected, strict=True):
+    actual = torch.autograd.grad(LOSSES[name](lazy_logits(x, weight, bias, 400)), (x, weight, bias))
+    for a, b in zip(actual, expected, strict=True):
         assert (a - b).norm() <= 1e-12 * b.norm()
 
 
 def test_no_labels_give_no_gradient():
-    """Where no label counts the loss is not a number, and gradients are zero, as torch's are."""
-    x, weight, _ = given()
-    loss = F.cross_entropy(lazy(x, nn.Parameter(weight), None), torch.full((10,), -100))
+    """If no label counts the loss is NaN and gradients are zero, as torch's."""
+    x, weight, _ = random_leaves()
+    loss = F.cross_entropy(lazy_logits(x, nn.Parameter(weight), None), torch.full((10,), -100))
     assert loss.isnan() and torch.autograd.grad(loss, x)[0].abs().max() == 0
 
 
 def test_a_frozen_head_and_eval():
-    """A frozen weight gets no gradient; without gradients, or in eval mode, logits are plain."""
-    x, weight, _ = given()
+    """A frozen weight gets no gradient; under no_grad or in eval mode logits are plain."""
+    x, weight, _ = random_leaves()
     frozen = nn.Parameter(weight.detach(), requires_grad=False)
-    loss = F.cross_entropy(lazy(x, frozen, None), LABELS)
-    wanted = torch.autograd.grad(F.cross_entropy(F.linear(x, frozen), LABELS), x)[0]
-    assert (torch.autograd.grad(loss, x)[0] - wanted).norm() <= 1e-12 * wanted.norm()
+    loss = F.cross_entropy(lazy_logits(x, frozen, None), LABELS)
+    expected = torch.autograd.grad(F.cross_entropy(F.linear(x, frozen), LABELS), x)[0]
+    assert (torch.autograd.grad(loss, x)[0] - expected).norm() <= 1e-12 * expected.norm()
     head = nn.Linear(6, 17).double()
     replace(head, match(head, "linear_cross_entropy"))
     assert isinstance(head.eval()(x), Tensor)
@@ -145,26 +145,26 @@ def test_a_frozen_head_and_eval():
 
 
 def test_opcheck():
-    """Schema, fake tensors, autograd and ahead-of-time tracing of the operators are sound."""
-    x, weight, bias = given(torch.float32)
-    target, by = LABELS.clamp_min(-1), torch.rand(10)
+    """The operators pass opcheck: schema, fake tensors, autograd, ahead-of-time tracing."""
+    x, weight, bias = random_leaves(torch.float32)
+    target, row_weights = LABELS.clamp_min(-1), torch.rand(10)
     torch.library.opcheck(linear_statistics_forward, (x, weight, bias, target, 0.5, 2.0, 3))
-    args = (x, weight, None, target, by, 0.1, 1.0, 0.0, 4, True, True)
+    args = (x, weight, None, target, row_weights, 0.1, 1.0, 0.0, 4, True, True)
     torch.library.opcheck(linear_weighed, args)
 
 
 def test_compiles_as_one_graph():
-    """Both operators under torch.compile without a break, with the gradients of eager."""
-    x, weight, bias = given(torch.float32)
-    by = torch.rand(10)
+    """Both operators compile without a graph break, with eager's gradients."""
+    x, weight, bias = random_leaves(torch.float32)
+    row_weights = torch.rand(10)
 
     def loss(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        first = weighted_loss(x, weight, bias, LABELS.clamp_min(-1), by, 0.1, Form())
+        first = weighted_loss(x, weight, bias, LABELS.clamp_min(-1), row_weights, 0.1, Form())
         return first + statistics(x, weight, bias, LABELS.clamp_min(-1), Form(cap=2.0))[0].mean()
 
-    whole = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    given_ = (x, weight, bias)
-    pairs = zip(*(torch.autograd.grad(f(*given_), given_) for f in (loss, whole)), strict=True)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    leaves = (x, weight, bias)
+    pairs = zip(*(torch.autograd.grad(f(*leaves), leaves) for f in (loss, compiled)), strict=True)
     for a, b in pairs:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
@@ -198,10 +198,10 @@ HEADS = {
 
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_over_ranks(name, pool):
-    """The proof of the whole: outputs, loss, gradients and three steps of unmodified models."""
-    make, rows, mesh = HEADS[name]
-    plan = planned(make(), rows, mesh)
-    proven(pool, plan, [models.tokens(rows=6, seed=seed) for seed in (1, 2, 3)])
+    """The full proof: outputs, loss, gradients and three steps of unmodified models."""
+    build_model, rows, mesh = HEADS[name]
+    plan = make_plan(build_model(), rows, mesh)
+    assert_proven(pool, plan, [models.tokens(rows=6, seed=seed) for seed in (1, 2, 3)])
 
 
 @pytest.mark.parametrize(
@@ -213,31 +213,33 @@ def test_heads_over_ranks(name, pool):
     ],
 )
 def test_a_head_that_would_not_wait_is_refused(row):
-    """Sharded in another way than over its words: both rows are named, and what would be legal."""
+    """Sharded other than over the vocabulary: the refusal names both rows and what is legal."""
     rows = f"lm_head replace_kernel(linear_cross_entropy)\nlm_head {row}"
-    plan = planned(models.llama(1), rows, "tp=2")
-    with pytest.raises(Refusal) as found:
+    plan = make_plan(models.llama(1), rows, "tp=2")
+    with pytest.raises(Refusal) as error:
         prepare(plan, models.tokens())
-    said = found.value.render()
-    assert "S875" in said and "by `shard(" in said and "^^^" in said
-    assert "`lm_head shard(vocab, over=tp)`" in said and "or drop the row `lm_head repl" in said
+    message = error.value.render()
+    assert "S875" in message and "by `shard(" in message and "^^^" in message
+    assert (
+        "`lm_head shard(vocab, over=tp)`" in message and "or drop the row `lm_head repl" in message
+    )
 
 
 def test_what_is_no_head_is_told():
-    """A module that is no linear layer, and an argument of another kernel, are refused."""
+    """A module that is no linear layer, and another kernel's argument, are refused."""
     model = models.llama(1)
-    assert "a head has a matrix" in refused(
+    assert "a head has a matrix" in refusal_text(
         model, "model.norm replace_kernel(linear_cross_entropy)"
     )
-    said = refused(model, "model.norm replace_kernel(rms_norm, chunk=1MiB)")
-    assert "S870" in said and "`rms_norm` takes no `chunk`" in said
+    message = refusal_text(model, "model.norm replace_kernel(rms_norm, chunk=1MiB)")
+    assert "S870" in message and "`rms_norm` takes no `chunk`" in message
 
     class Scaled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * 2
 
-    found = probe_head(Scaled(4, 6))
-    assert "differs from a linear layer" in found.reason and found.error > 0.1
+    mismatch = probe_head(Scaled(4, 6))
+    assert "differs from a linear layer" in mismatch.reason and mismatch.error > 0.1
 
 
 @pytest.mark.parametrize(
@@ -250,52 +252,56 @@ def test_what_is_no_head_is_told():
     ],
 )
 def test_heads_whose_gradients_or_weights_are_made_elsewhere(row, said):
-    """A backward hook of a head would not run; a weight that a hook computes would stand still."""
+    """A backward hook of a head would not run; a weight that a hook computes would not be
+    updated."""
     model = models.llama(1)
     if "hook" in said:
         model.lm_head.register_full_backward_hook(lambda *unused: None)
     else:
         nn.utils.spectral_norm(model.lm_head)
-    assert said in " ".join(refused(model, row, "tp=2" if "tp" in row else "").split())
+    assert said in " ".join(refusal_text(model, row, "tp=2" if "tp" in row else "").split())
 
 
 def test_the_last_backward_writes_over_what_was_saved():
-    """A gradient that forward made is not held twice; a graph that is kept gives it twice."""
-    x, weight, _ = given(torch.float32)
-    labels, by = LABELS.clamp_min(-1), torch.arange(10) / 10 * (LABELS >= 0)
-    loss = weighted_loss(x, weight, None, labels, by, 0.0, Form())
-    saved = [one.data_ptr() for one in loss.grad_fn.saved_tensors]
+    """The gradient that forward computed is not stored twice; a retained graph gives it again."""
+    x, weight, _ = random_leaves(torch.float32)
+    labels, row_weights = LABELS.clamp_min(-1), torch.arange(10) / 10 * (LABELS >= 0)
+    loss = weighted_loss(x, weight, None, labels, row_weights, 0.0, Form())
+    saved = [tensor.data_ptr() for tensor in loss.grad_fn.saved_tensors]
     leaves = (x, weight)
     twice = [torch.autograd.grad(3 * loss, leaves, retain_graph=True) for _ in range(2)]
     last = torch.autograd.grad(3 * loss, leaves)
     for first, second, third in zip(*twice, last):
         assert torch.equal(first, second) and torch.equal(first, third)
         assert not third.requires_grad
-    assert [one.data_ptr() for one in last] == saved[:2]
-    assert not {one.data_ptr() for one in twice[0]} & set(saved)
+    assert [tensor.data_ptr() for tensor in last] == saved[:2]
+    assert not {tensor.data_ptr() for tensor in twice[0]} & set(saved)
     leaves = (x.double().detach().requires_grad_(), weight.double().detach().requires_grad_())
     exact = torch.autograd.grad(
-        3 * (F.cross_entropy(F.linear(*leaves), LABELS, reduction="none") * by).sum(), leaves
+        3 * (F.cross_entropy(F.linear(*leaves), LABELS, reduction="none") * row_weights).sum(),
+        leaves,
     )
-    for found, right in zip(last, exact, strict=True):
-        assert (found - right).norm() <= 1e-6 * right.norm()
+    for actual, expected in zip(last, exact, strict=True):
+        assert (actual - expected).norm() <= 1e-6 * expected.norm()
 
 
 def test_rows_in_parts_are_the_same_bits(monkeypatch):
-    """Plain operations on a few rows at a time give what they give on all of them."""
+    """Plain operations on a few rows at a time give the same bits as on all rows."""
     from schedlang.kernels import cross_entropy as rows
 
-    for kind, cap in ((torch.float32, 0.0), (torch.bfloat16, 2.0)):
-        z = torch.randn(11, 40, generator=torch.Generator().manual_seed(0)).to(kind)
+    for dtype, cap in ((torch.float32, 0.0), (torch.bfloat16, 2.0)):
+        z = torch.randn(11, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
         target = torch.arange(11) - 1
-        whole = [*rows._statistics(z, target, 0.5, cap)]
-        by = whole[0], whole[1], whole[2]
-        graded = z.clone().copy_(rows._gradient(z.clone(), target, whole[0], by, 0.5, cap))
-        with monkeypatch.context() as patched:
-            patched.setattr(rows, "_AT_ONCE", 3 * 40 * 4)
+        expected = [*rows._statistics(z, target, 0.5, cap)]
+        row_sums = expected[0], expected[1], expected[2]
+        gradient = z.clone().copy_(
+            rows._gradient(z.clone(), target, expected[0], row_sums, 0.5, cap)
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(rows, "_AT_ONCE", 3 * 40 * 4)
             assert len(rows._parts(z)) == 4
-            found = rows.statistics(z, target, 0.5, cap)
-            place = z.clone()
-            again = rows.gradient_(place, target, found[0], found, 0.5, cap)
-        assert again is place and torch.equal(again, graded)
-        assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+            actual = rows.statistics(z, target, 0.5, cap)
+            buffer = z.clone()
+            result = rows.gradient_(buffer, target, actual[0], actual, 0.5, cap)
+        assert result is buffer and torch.equal(result, gradient)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))

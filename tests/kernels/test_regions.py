@@ -1,4 +1,4 @@
-"""Patterns: what they match follows the data, runs as one region, and trains as the model did."""
+"""Fused patterns: matching along the data flow, one region, equal training, refusals."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from schedlang.runtime.fusion.fuse import FuseRequest, fuse_pattern, why_unavail
 from schedlang.runtime.fusion.rewrite import find_matches
 from schedlang.schedule import Schedule, create_schedule
 from tests.engine import Threads
-from tests.kernels.looking import regions_of
-from tests.proofs import proven
+from tests.kernels.kernels_in_use import regions_of
+from tests.proofs import assert_proven
 
 CLASSES = 11
 BIAS_GELU = "pattern bias_gelu(x, b) { gelu(x + b) }"
 ADD_NORM = "pattern add_norm(x, r, w, b) { layer_norm(dropout(x) + r, w, b) }"
-compiles = pytest.mark.skipif(
+needs_compiler = pytest.mark.skipif(
     why_unavailable() is not None, reason=f"no compiler: {why_unavailable()}"
 )
 
 
 class Mid(nn.Module):
-    """A projection and its function, as BERT has them."""
+    """A projection and an activation, as in BERT."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Mid(nn.Module):
 
 
 class Out(nn.Module):
-    """A projection, dropout, a shortcut and a norm."""
+    """A projection, dropout, a residual connection and a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ at layers.* {
 """
 
 
-def planned(rows: str, mesh: str = "", patterns: str = f"{BIAS_GELU}\n{ADD_NORM}") -> Plan:
+def plan_of(rows: str, mesh: str = "", patterns: str = f"{BIAS_GELU}\n{ADD_NORM}") -> Plan:
     head = f"mesh({mesh})\n" if mesh else ""
     text = f'schedule 1\n{head}{patterns}\nstep "all" {{\n{rows}\n}}\n'
     return Schedule(Net().double(), parse(Source("rows.sched", text)), Settings()).plan()
@@ -123,13 +123,15 @@ TP = "layers.*.mid.dense  shard(col, over=tp)\nlayers.*.out.dense  shard(row, ov
     ],
 )
 def test_it_trains_as_the_model_did(threads: Threads, rows: str, mesh: str) -> None:
-    """Sums taken out of projections, dropout in a region: split, recomputed, sliced, cut."""
-    assert proven(threads, planned(ROWS + rows, mesh), BATCHES).ok
+    """Split biases and dropout in a region: with tensor parallelism, recomputation, sharding,
+    stages."""
+    assert assert_proven(threads, plan_of(ROWS + rows, mesh), BATCHES).ok
 
 
-@compiles
+@needs_compiler
 def test_compiled_once_for_equal_layers() -> None:
-    """Three layers, one graph; dropout and losses are those of eager torch; the check holds."""
+    """Three layers, one graph for each pattern; dropout and losses are eager torch's; the check
+    passes."""
     text = f'schedule 1\n{BIAS_GELU}\n{ADD_NORM}\nstep "all" {{{ROWS}}}\n'
     model = Net()
     plan = Schedule(model, parse(Source("rows.sched", text)), Settings()).plan()
@@ -137,27 +139,27 @@ def test_compiled_once_for_equal_layers() -> None:
         plan, BATCHES[0], optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)
     )
     torch.manual_seed(1)
-    found = program.train_step(BATCHES[0])
+    loss = program.train_step(BATCHES[0])
     torch.manual_seed(1)
-    torch.testing.assert_close(found, model.train()(**BATCHES[0])["loss"].detach().to(found))
-    layers = [program.module.get_submodule(f"layers.{place}") for place in range(3)]
+    torch.testing.assert_close(loss, model.train()(**BATCHES[0])["loss"].detach().to(loss))
+    layers = [program.module.get_submodule(f"layers.{index}") for index in range(3)]
     regions = [
         region for layer in layers for part in (layer.mid, layer.out) for region in regions_of(part)
     ]
     assert len(regions) == 6 and len(set(regions)) == 2
     assert [region.graphs for region in set(regions)] == [1, 1]
-    bare = Schedule(model, parse(Source("bare.sched", "schedule 1\n")), Settings()).plan()
-    drawn = [build(one, BATCHES[0], seed=3).train_step(BATCHES[0]) for one in (plan, bare)]
-    torch.testing.assert_close(*drawn)  # logical masks, as on several ranks
+    plain_plan = Schedule(model, parse(Source("bare.sched", "schedule 1\n")), Settings()).plan()
+    losses = [build(item, BATCHES[0], seed=3).train_step(BATCHES[0]) for item in (plan, plain_plan)]
+    torch.testing.assert_close(*losses)  # with seeded masks, as on several ranks
     assert [region.graphs for region in set(regions)] == [1, 1]
     module = model.layers[0].out
     fuse_pattern(module, FuseRequest(parse_pattern(ADD_NORM), TraceDepth()))
-    for one in check_fused(module, (torch.randn(3, 16), torch.randn(3, 8))):
-        assert one.ok, one
+    for item in check_fused(module, (torch.randn(3, 16), torch.randn(3, 8))):
+        assert item.ok, item
 
 
-class Flows(nn.Module):
-    """Bodies that are given as functions."""
+class WithBody(nn.Module):
+    """A module whose forward is the given function."""
 
     def __init__(self, body: Any) -> None:
         super().__init__()
@@ -169,12 +171,12 @@ class Flows(nn.Module):
         return self.body(self, x, y)
 
 
-def count(pattern: str, body: Any) -> tuple[int, str]:
-    """How often a pattern matches, and the nearest miss."""
-    module = Flows(body)
+def count_matches(pattern: str, body: Any) -> tuple[int, str]:
+    """Return the number of matches of a pattern, and the reason of the nearest miss."""
+    module = WithBody(body)
     graph = trace_flow(module, invented_arguments(module), TraceDepth())
-    found, miss = find_matches(parse_pattern(pattern), graph, module)
-    return len(found), miss.reason
+    matches, miss = find_matches(parse_pattern(pattern), graph, module)
+    return len(matches), miss.reason
 
 
 @pytest.mark.parametrize(
@@ -214,8 +216,9 @@ def count(pattern: str, body: Any) -> tuple[int, str]:
     ],
 )
 def test_what_matches(pattern: str, body: Any, number: int) -> None:
-    """Along the data, with literals and arguments by name, sums and products in either order."""
-    assert count(pattern, body)[0] == number
+    """Along the data flow, with literals and keyword arguments, sums and products in either
+    order."""
+    assert count_matches(pattern, body)[0] == number
 
 
 @pytest.mark.parametrize(
@@ -241,8 +244,8 @@ def test_what_matches(pattern: str, body: Any, number: int) -> None:
     ],
 )
 def test_the_nearest_miss_is_told(pattern: str, body: Any, said: str) -> None:
-    """Of all attempts the one in which most calls fitted says where it ended."""
-    assert said in count(pattern, body)[1]
+    """The attempt in which most calls matched says where it ended."""
+    assert said in count_matches(pattern, body)[1]
 
 
 @pytest.mark.parametrize(
@@ -266,11 +269,11 @@ def test_the_nearest_miss_is_told(pattern: str, body: Any, said: str) -> None:
     ],
 )
 def test_what_is_refused(rows: str, said: tuple[str, ...]) -> None:
-    """With the nearest miss, its reason, and what would help."""
+    """The refusal gives the nearest miss, its reason, and what would help."""
     with pytest.raises(Refusal) as refusal:
-        planned(rows, patterns=f"{BIAS_GELU}\npattern one(x) {{ gelu(x) }}")
-    for words in said:
-        assert words in refusal.value.render(), refusal.value.render()
+        plan_of(rows, patterns=f"{BIAS_GELU}\npattern one(x) {{ gelu(x) }}")
+    for part in said:
+        assert part in refusal.value.render(), refusal.value.render()
 
 
 @pytest.mark.parametrize(
@@ -287,28 +290,28 @@ def test_what_is_refused(rows: str, said: tuple[str, ...]) -> None:
     ],
 )
 def test_what_is_no_pattern(pattern: str, said: str) -> None:
-    """Names, functions and arguments are checked where the pattern is declared."""
+    """Names, functions and arguments are checked at the pattern's declaration."""
     with pytest.raises(Refusal) as refusal:
-        planned("layers.*.mid  fuse(p)", patterns=pattern)
+        plan_of("layers.*.mid  fuse(p)", patterns=pattern)
     assert said in refusal.value.render(), refusal.value.render()
 
 
 def test_a_flow_that_depends_on_values_is_refused() -> None:
-    """With the line of the model."""
-    module = Flows(lambda m, x, y: x if x.sum() > 0 else y)
+    """The refusal gives the model's line."""
+    module = WithBody(lambda m, x, y: x if x.sum() > 0 else y)
     with pytest.raises(Refusal, match="cannot be followed") as refusal:
         trace_flow(module, invented_arguments(module), TraceDepth())
     assert "test_regions.py" in refusal.value.render()
 
 
 class Maybe(nn.Module):
-    """A child that gives a second value, or None in its place."""
+    """A child that returns a second value, or None instead."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return x, None
 
 
-def _more(x: Tensor, other: Tensor | None) -> Tensor:
+def _add_optional(x: Tensor, other: Tensor | None) -> Tensor:
     return x if other is None else x + other
 
 
@@ -321,15 +324,15 @@ def _by_itself(module: Any, x: Tensor) -> Tensor:
 
 def _in_a_helper(module: Any, x: Tensor) -> Tensor:
     y, other = module.maybe(x)
-    return _more(y, other)
+    return _add_optional(y, other)
 
 
 def _of_a_part(module: Any, x: Tensor) -> tuple[Tensor, bool]:
-    both = module.maybe(x)
-    return both[0], both[1] is None
+    outputs = module.maybe(x)
+    return outputs[0], outputs[1] is None
 
 
-def _handed_on(module: Any, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Any]:
+def _passed_on(module: Any, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Any]:
     y, other = module.maybe(x)
     return (y if mask is None else y * mask), other
 
@@ -348,16 +351,17 @@ def _as_it_is_named(module: Any, x: Tensor) -> tuple[Tensor, bool]:
     "asks", [_by_itself, _in_a_helper, _of_a_part, _beside_another, _as_it_is_named]
 )
 def test_what_a_child_may_leave_out_is_not_asked(asks: Any) -> None:
-    """A stand-in is never None: the other branch of such a question would be followed."""
-    module = _Asking(asks)
+    """A traced value is never None: a test for None would take the wrong branch, so it is
+    refused."""
+    module = _AsksMaybe(asks)
     with pytest.raises(Refusal, match="cannot be followed") as refusal:
         trace_flow(module, invented_arguments(module), TraceDepth(calls=frozenset({"maybe"})))
     assert "returned by `maybe`, is None" in refusal.value.render()
 
 
 def _of_one_place(pair: Any) -> Tensor:
-    made: Tensor = pair[0] * 3 if pair[1] is None else pair[0]
-    return made
+    result: Tensor = pair[0] * 3 if pair[1] is None else pair[0]
+    return result
 
 
 def _of_a_name(pair: Any) -> Tensor:
@@ -368,13 +372,13 @@ def _of_a_name(pair: Any) -> Tensor:
 
 
 def _of_a_key(pair: Any) -> Tensor:
-    made: Tensor = pair["x"] * 3 if pair["other"] is None else pair["x"]
-    return made
+    result: Tensor = pair["x"] * 3 if pair["other"] is None else pair["x"]
+    return result
 
 
 def _of_the_whole(pair: Any) -> Tensor:
-    made: Tensor = pair[0] * 3 if pair is None else pair[0]
-    return made
+    result: Tensor = pair[0] * 3 if pair is None else pair[0]
+    return result
 
 
 class _Pair(nn.Module):
@@ -383,7 +387,7 @@ class _Pair(nn.Module):
         self.run = run
 
     def forward(self, pair: Any) -> Any:
-        """What the function does with the argument."""
+        """Apply the function to the argument."""
         return self.run(pair)
 
 
@@ -401,37 +405,43 @@ X = torch.ones(2)
 def test_what_an_argument_holds_may_be_asked_unless_it_is_none(
     asks: Any, none: Any, some: Any
 ) -> None:
-    """A pair with a None in it has another flow than one without, and none if that is asked."""
+    """A pair with a None has another data flow than one without; a test for that None is
+    refused."""
     module = _Pair(asks)
-    without, whole = (flow_arguments_of(module, (one,), {}) for one in (none, some))
-    assert without.key != whole.key
+    none_flow, full_flow = (flow_arguments_of(module, (argument,), {}) for argument in (none, some))
+    assert none_flow.key != full_flow.key
     with pytest.raises(Refusal, match="cannot be followed") as refusal:
-        trace_flow(module, without, TraceDepth())
+        trace_flow(module, none_flow, TraceDepth())
     assert "is None, as it is here" in refusal.value.render()
-    assert not [n for n in trace_flow(module, whole, TraceDepth()).nodes if "mul" in str(n.target)]
-    asked = _Pair(_of_the_whole)
-    assert trace_flow(asked, flow_arguments_of(asked, ((X, None),), {}), TraceDepth()) is not None
+    assert not [
+        n for n in trace_flow(module, full_flow, TraceDepth()).nodes if "mul" in str(n.target)
+    ]
+    pair_module = _Pair(_of_the_whole)
+    assert (
+        trace_flow(pair_module, flow_arguments_of(pair_module, ((X, None),), {}), TraceDepth())
+        is not None
+    )
 
 
 def test_what_a_child_may_leave_out_is_handed_on() -> None:
-    """Arguments are known, and a value that nobody asks about may be None."""
-    module = _Asking(_handed_on)
+    """A value that may be None is passed on if nothing tests it."""
+    module = _AsksMaybe(_passed_on)
     graph = trace_flow(module, invented_arguments(module), TraceDepth(calls=frozenset({"maybe"})))
     assert sum(node.op == "call_module" for node in graph.nodes) == 1
 
 
-class _Asking(nn.Module):
+class _AsksMaybe(nn.Module):
     def __init__(self, run: Any) -> None:
         super().__init__()
         self.maybe, self.run = Maybe(), run
 
     def forward(self, x: Tensor) -> Any:
-        """What the function does with the child."""
+        """Apply the function to the module and x."""
         return self.run(self, x)
 
 
 def test_in_python_and_from_a_library(tmp_path: Any) -> None:
-    """A pattern is declared by a call, or comes with its library under the library's name."""
+    """A pattern is declared by a call, or comes from a library with its prefix."""
     sch = create_schedule(Net())
     sch.pattern("bias_gelu(x, b) { gelu(x + b) }")
     sch["layers.*.mid.dense"].decompose("bias")

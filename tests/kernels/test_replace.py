@@ -1,4 +1,4 @@
-"""Tests of `replace`: a module of one's own trains as the model's did, or is refused in words."""
+"""The row `replace`: a user's module trains as the model's did, or is refused."""
 
 from __future__ import annotations
 
@@ -19,26 +19,30 @@ from schedlang.passes.reduce_model.shrink import plan_full_size
 from schedlang.schedule import create_schedule
 from tests import models
 from tests.engine import Threads
-from tests.proofs import planned, proven, refused, sgd
+from tests.proofs import assert_proven, make_plan, refusal_text, sgd
 
 BATCHES = [models.tokens(rows=8, seed=seed) for seed in range(2)]
 MLP = "transformer.h.*.mlp  replace(mine)\n"
 
 
 class Mine(nn.Module):
-    """GPT-2's MLP in other words; it takes over the projections."""
+    """GPT-2's MLP written differently; it keeps the projections."""
 
-    def __init__(self, old: Any) -> None:
+    def __init__(self, original: Any) -> None:
         super().__init__()
-        self.c_fc, self.c_proj, self.drop = old.c_fc, old.c_proj, nn.Dropout(old.dropout.p)
+        self.c_fc, self.c_proj, self.drop = (
+            original.c_fc,
+            original.c_proj,
+            nn.Dropout(original.dropout.p),
+        )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         hidden = F.gelu(self.c_fc(hidden_states), approximate="tanh")
         return self.drop(self.c_proj(hidden))
 
 
-class Plain(nn.Module):
-    """The same from bare matrices under names of their own."""
+class MatrixMlp(nn.Module):
+    """The same MLP from plain matrices with other names."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -52,8 +56,8 @@ class Plain(nn.Module):
         return F.gelu(hidden_states @ self.up + self.a, approximate="tanh") @ self.down + self.b
 
 
-class Wrong(Mine):
-    """Another activation."""
+class ReluMlp(Mine):
+    """An MLP with another activation."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.drop(self.c_proj(F.relu(self.c_fc(hidden_states))))
@@ -63,14 +67,14 @@ NAMES = {"up": "c_fc.weight", "a": "c_fc.bias", "down": "c_proj.weight", "b": "c
 
 
 def gpt2(make: Any, **options: Any) -> nn.Module:
-    """GPT-2 and what `mine` stands for."""
+    """Return GPT-2 and what `mine` means in its schedule."""
     model = models.gpt2(2, **options)
     model.replacements = {"mine": make}
     return model
 
 
-def plain(old: Any) -> Any:
-    return Plain(old.c_fc.weight.shape[0]), NAMES
+def matrix_mlp(original: Any) -> Any:
+    return MatrixMlp(original.c_fc.weight.shape[0]), NAMES
 
 
 TP = (
@@ -83,7 +87,7 @@ TP = (
     [
         (Mine, TP + "transformer.h.*.mlp checkpoint()\nzero(stage=3, over=dp)", "dp=2, tp=2"),
         (
-            plain,
+            matrix_mlp,
             "transformer.h pipeline_split(over=pp)\nzero(stage=2, over=dp)\n"
             'pipeline(order="1F1B", micro=2)',
             "dp=2, pp=2",
@@ -91,35 +95,35 @@ TP = (
     ],
 )
 def test_it_trains_as_the_model_did(threads: Threads, make: Any, rows: str, mesh: str) -> None:
-    """With parameters taken over or renamed, split, sliced, recomputed, cut: as the model."""
+    """With parameters kept or renamed, under sharding, recomputation and stages."""
     model = gpt2(make)
-    plan = planned(model, MLP + rows, mesh)
-    assert proven(threads, plan, BATCHES).equivalence == "algebraic"
+    plan = make_plan(model, MLP + rows, mesh)
+    assert assert_proven(threads, plan, BATCHES).equivalence == "algebraic"
     assert list(plan.model.parameters) == list(plan.model.base.parameters)
 
 
 def test_another_computation_is_found(threads: Threads) -> None:
-    """A replacement that computes something else fails the proof, and its row is to blame."""
+    """A replacement that computes something else fails the proof, which blames its row."""
     report = prove(
-        Case(planned(gpt2(Wrong), MLP), tuple(BATCHES), None, None, 0, "none"), pool=threads
+        Case(make_plan(gpt2(ReluMlp), MLP), tuple(BATCHES), None, None, 0, "none"), pool=threads
     )
     assert not report.ok
     assert any("replace" in line for line in report.blamed), report.blamed
 
 
 def test_values_are_the_models() -> None:
-    """State has the model's names and values, and a step changes both alike."""
-    model = gpt2(plain)
-    program = build(planned(model, MLP), BATCHES[0], optimizer=sgd)
+    """State has the model's names and values; the program has its own copy."""
+    model = gpt2(matrix_mlp)
+    program = build(make_plan(model, MLP), BATCHES[0], optimizer=sgd)
     state = program.state_dict()
     assert list(state) == list(model.state_dict())
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
-    torch.nn.init.zeros_(model.transformer.h[0].mlp.c_proj.weight)  # its own, not the program's
+    torch.nn.init.zeros_(model.transformer.h[0].mlp.c_proj.weight)  # of the model, not the program
     assert program.state_dict()["transformer.h.0.mlp.c_proj.weight"].norm() > 0
 
 
 def test_in_python() -> None:
-    """A class, a function or a module is given; the text names it, and rows below see it."""
+    """A class, function or module is given; the schedule's text names it, and later rows see it."""
     sch = create_schedule(models.gpt2(2))
     sch["transformer.h.0.mlp"].replace(Mine)
     sch["transformer.h.1.mlp"].replace(Mine(sch.plan().model.base.model.transformer.h[1].mlp))
@@ -132,12 +136,12 @@ def test_in_python() -> None:
         assert sch["transformer.h.*.mlp:Mine"].modules
 
 
-class Packed(nn.Module):
-    """An MLP of Llama whose gate and up projection are one."""
+class PackedMlp(nn.Module):
+    """An MLP of Llama with gate and up projection in one layer."""
 
-    def __init__(self, old: Any, down: nn.Module) -> None:
+    def __init__(self, original: Any, down: nn.Module) -> None:
         super().__init__()
-        width, hidden = old.down_proj.weight.shape
+        width, hidden = original.down_proj.weight.shape
         self.both = nn.Linear(width, 2 * hidden, bias=False)
         self.down_proj = down
 
@@ -146,49 +150,51 @@ class Packed(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
 
-def packing(down: Any) -> Any:
-    """A Llama that has it, with what `down` makes of its last projection, as a replacement."""
+def packed_llama(down: Any) -> Any:
+    """Return a Llama with that replacement; `down` makes its last projection from the old one."""
     model = models.llama(1)
     names = {"both.weight": ["gate_proj.weight", "up_proj.weight"]}
-    model.replacements = {"mine": lambda old: (Packed(old, down(old.down_proj)), names)}
+    model.replacements = {
+        "mine": lambda original: (PackedMlp(original, down(original.down_proj)), names)
+    }
     return model
 
 
 def test_several_names_are_joined(threads: Threads) -> None:
-    """A weight made of three keeps the gradients of the three."""
+    """A weight joined from several keeps the gradients of each."""
 
-    model = packing(lambda old: nn.Linear(*reversed(old.weight.shape), bias=False))
-    plan = planned(model, "model.layers.*.mlp  replace(mine)\nzero(stage=1, over=dp)", "dp=2")
-    assert proven(threads, plan, BATCHES).ok
-    said = refused(
+    model = packed_llama(lambda old: nn.Linear(*reversed(old.weight.shape), bias=False))
+    plan = make_plan(model, "model.layers.*.mlp  replace(mine)\nzero(stage=1, over=dp)", "dp=2")
+    assert assert_proven(threads, plan, BATCHES).ok
+    message = refusal_text(
         model,
         "model.layers.*.mlp  replace(mine)\nmodel.layers.*.mlp.gate_proj  shard(col, over=tp)",
         "tp=2",
         BATCHES[0],
     )
-    assert "gate_proj" in said
+    assert "gate_proj" in message
 
 
 def test_a_child_that_is_taken_over_keeps_its_values() -> None:
-    """Beside renamed parameters a child of the model's own has them still, in plan and model."""
+    """Beside renamed parameters, a child of the model keeps its values, in plan and model."""
 
-    model = packing(lambda old: old)
-    changed = planned(model, "model.layers.*.mlp  replace(mine)").model.model
-    assert not any(p.is_meta for made in (model, changed) for p in made.parameters())
+    model = packed_llama(lambda old: old)
+    changed = make_plan(model, "model.layers.*.mlp  replace(mine)").model.model
+    assert not any(p.is_meta for variant in (model, changed) for p in variant.parameters())
     x = torch.randn(2, model.config.hidden_size, dtype=model.dtype)
-    mlp = [made.get_submodule("model.layers.0.mlp") for made in (model, changed)]
+    mlp = [variant.get_submodule("model.layers.0.mlp") for variant in (model, changed)]
     torch.testing.assert_close(mlp[0](x), mlp[1](x))
 
 
 def test_a_reduced_model_knows_them_too() -> None:
-    """What `--shrink` makes of the class is planned with what the model file told of the whole."""
+    """A model that `--shrink` reduces has the replacements of the model file too."""
     tree = parse(Source("rows.sched", f'schedule 1\nstep "all" {{\n{MLP}}}\n'))
     full = plan_full_size(tree, Settings(), gpt2(Mine))
     assert full.plan_for(models.gpt2(1), {}).actions[0].sites == ("transformer.h.0.mlp",)
 
 
-class Less(nn.Module):
-    def __init__(self, old: Any) -> None:
+class MissingProjection(nn.Module):
+    def __init__(self, original: Any) -> None:
         super().__init__()
         self.c_fc = nn.Linear(16, 64)
 
@@ -196,12 +202,12 @@ class Less(nn.Module):
         return self.c_fc(x)
 
 
-class Needs(Mine):
+class NeedsScale(Mine):
     def forward(self, hidden_states: Tensor, scale: Tensor) -> Tensor:
         return hidden_states * scale
 
 
-def broken(old: Any) -> Any:
+def raise_error(original: Any) -> Any:
     raise ValueError("no such width")
 
 
@@ -212,24 +218,24 @@ def broken(old: Any) -> Any:
         (Mine, "replace(mine)", ("S408", "the model itself")),
         (Mine, f"{TP}{MLP}", ("S503", "move `replace` above this `shard`")),
         (Mine, f"{MLP}{MLP}", ("S501", "computed by a kernel twice")),
-        (Less, MLP, ("S881", "its forward takes no `hidden_states`", "take the same")),
-        (Needs, MLP, ("S881", "needs `scale`")),
-        (broken, MLP, ("S881", "ValueError: no such width")),
+        (MissingProjection, MLP, ("S881", "its forward takes no `hidden_states`", "take the same")),
+        (NeedsScale, MLP, ("S881", "needs `scale`")),
+        (raise_error, MLP, ("S881", "ValueError: no such width")),
         (
-            lambda old: Plain(16),
+            lambda old: MatrixMlp(16),
             MLP,
             ("S881", "has no parameter `c_fc.weight`", "return module, {"),
         ),
-        (lambda old: Plain(8), MLP, ("S881",)),
-        (lambda old: (Plain(8), NAMES), MLP, ("S881", "[16, 64]", "[8, 32]")),
-        (lambda old: (Plain(16), {**NAMES, "b": "c"}), MLP, ("S881", "its mapping names `c`")),
-        (lambda old: (Plain(16), {**NAMES, "b": "c_fc.bias"}), MLP, ("S881", "c_proj.bias")),
+        (lambda old: MatrixMlp(8), MLP, ("S881",)),
+        (lambda old: (MatrixMlp(8), NAMES), MLP, ("S881", "[16, 64]", "[8, 32]")),
+        (lambda old: (MatrixMlp(16), {**NAMES, "b": "c"}), MLP, ("S881", "its mapping names `c`")),
+        (lambda old: (MatrixMlp(16), {**NAMES, "b": "c_fc.bias"}), MLP, ("S881", "c_proj.bias")),
         (lambda old: old, MLP, ("S881", "that it should replace")),
         (lambda old: 3, MLP, ("S881", "returns int, not a module")),
     ],
 )
 def test_what_does_not_fit_is_refused(make: Any, rows: str, said: tuple[str, ...]) -> None:
-    """Names, shapes and arguments are compared before anything runs; the message has all of it."""
-    found = refused(gpt2(make), rows, "tp=2")
-    for words in said:
-        assert words in found, found
+    """Names, shapes and arguments are checked before anything runs; the message has all details."""
+    message = refusal_text(gpt2(make), rows, "tp=2")
+    for part in said:
+        assert part in message, message

@@ -1,4 +1,4 @@
-"""Expressions: their values, what they may read of a model, and what they refuse."""
+"""Expressions: their values, which attributes of a model they may read, and which are refused."""
 
 import pytest
 
@@ -7,17 +7,18 @@ from schedlang.diagnostics.source import NOWHERE
 from schedlang.ir.placement import P, R, S
 from schedlang.language.syntax import parse_expr
 from schedlang.language.value import UNKNOWN, Choice, Names, Symbol, SymbolicCall, evaluate
-from tests.toys import gpt
+from tests.toys import gpt_tree
 
 NAMES = Names(
     knobs={"micro": 16, "mode": Choice.of("full", "mode", ["none", "full"]), "tp": 4},
     axes={"tp": 4, "dp": 2},
     arguments={"seq": True, "at_": Symbol("hidden")},
-    model=gpt(),
+    model=gpt_tree(),
 )
 
 
-def value(text: str, names: Names = NAMES) -> object:
+def evaluate_text(text: str, names: Names = NAMES) -> object:
+    """The value of an expression, with the names of this file."""
     return evaluate(parse_expr(text, NOWHERE), names)
 
 
@@ -59,22 +60,22 @@ def value(text: str, names: Names = NAMES) -> object:
 )
 def test_values(text: str, result: object) -> None:
     """An expression has the value that it has in arithmetic."""
-    assert value(text) == result
+    assert evaluate_text(text) == result
 
 
 def test_an_axis_is_a_size_and_a_name() -> None:
     """An axis counts as its size in arithmetic and keeps its name as an argument."""
-    axis = value("tp")
+    axis = evaluate_text("tp")
     assert axis == 4 and axis.name == "tp"  # type: ignore[attr-defined]
-    assert type(value("tp * 2")) is int
+    assert type(evaluate_text("tp * 2")) is int
 
 
 def test_without_a_model() -> None:
     """What needs the model is unknown without it, unless the rest decides."""
     blind = Names(knobs={"tp": 2})
-    assert value("model.config.n_head % tp == 0", blind) is UNKNOWN
-    assert value("model.config.n_head == 1 and false", blind) is False
-    assert value("S(out, blocks=model.config.n)", blind) is UNKNOWN
+    assert evaluate_text("model.config.n_head % tp == 0", blind) is UNKNOWN
+    assert evaluate_text("model.config.n_head == 1 and false", blind) is False
+    assert evaluate_text("S(out, blocks=model.config.n)", blind) is UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -106,6 +107,6 @@ def test_without_a_model() -> None:
 def test_refusals(text: str, code: str, said: str) -> None:
     """A meaningless expression is refused with its reason; nothing of the model is ever run."""
     with pytest.raises(Refusal) as caught:
-        value(text)
+        evaluate_text(text)
     assert caught.value.diagnostic.code == code
     assert said in caught.value.render()

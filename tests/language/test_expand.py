@@ -1,4 +1,4 @@
-"""Execution of statements: which actions they give, and what is said when they cannot."""
+"""Expanding statements into the actions of a plan: knobs, meshes, definitions, steps, refusals."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +16,8 @@ from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.state import Settings, State
 from tests.samples import SAMPLES
-from tests.strategies import damaged, swapped
-from tests.verbs_for_tests import GPT2LMHeadModel, toys
+from tests.strategies import with_damage, with_swaps
+from tests.toy_primitives import GPT2LMHeadModel, only_toys
 
 FACTS = ModelFacts(GPT2LMHeadModel())
 GPT2 = """\
@@ -45,34 +45,38 @@ step "tensor parallel" {
 
 @pytest.fixture(autouse=True)
 def _toys() -> Iterator[None]:
-    with toys():
+    with only_toys():
         yield
 
 
-def run(text: str, model: bool = True, **settings: Any) -> State:
+def expand_text(text: str, model: bool = True, **settings: Any) -> State:
+    """Expand a schedule with the model's facts or without a model."""
     name = settings.pop("name", "gpt2.sched")
     return expand(parse(Source(name, text)), FACTS if model else None, Settings(**settings))
 
 
-def rows(state: State) -> list[tuple[str, int, str]]:
+def plan_rows(state: State) -> list[tuple[str, int, str]]:
+    """The rows of the plan: primitive with arguments, number of modules, step."""
     assert state.plan
     return [(str(a.primitive), len(a.sites), a.step) for a in state.plan.actions]
 
 
-def refused(text: str, model: bool = True, **settings: Any) -> Refusal:
+def refusal_of(text: str, model: bool = True, **settings: Any) -> Refusal:
+    """The refusal of a schedule."""
     with pytest.raises(Refusal) as caught:
-        run(text, model, **settings)
+        expand_text(text, model, **settings)
     return caught.value
 
 
-def body(text: str) -> str:
+def step_text(text: str) -> str:
+    """A schedule with a mesh and one step of these rows."""
     return f'schedule 1\nknob tp: int = 2 in [1, 2, 4]\nmesh(tp=tp)\nstep "a" {{\n{text}\n}}\n'
 
 
 def test_a_file_gives_its_actions_in_order() -> None:
-    """Each row is one action at all its sites, with its step, its arguments and its place."""
-    state = run(GPT2)
-    assert rows(state) == [
+    """Each row gives one action for all its modules, with its step, arguments and line."""
+    state = expand_text(GPT2)
+    assert plan_rows(state) == [
         ("pad(dim=vocab, multiple=8)", 1, "tensor parallel"),
         ("shard(style=col, over=tp, blocks=3)", 4, "tensor parallel"),
         ("shard(style=row, over=tp)", 4, "tensor parallel"),
@@ -86,14 +90,16 @@ def test_a_file_gives_its_actions_in_order() -> None:
 
 
 def test_settings() -> None:
-    """A knob or an axis can be set from outside; an axis takes the knob that sizes it along."""
-    assert run(GPT2, knobs={"tp": "4"}).axes == {"tp": 4}
-    by_mesh = run(GPT2, mesh={"tp": 4})
+    """Knobs and axes can be set from outside; setting an axis also sets the knob that sizes it."""
+    assert expand_text(GPT2, knobs={"tp": "4"}).axes == {"tp": 4}
+    by_mesh = expand_text(GPT2, mesh={"tp": 4})
     assert by_mesh.axes == {"tp": 4} and by_mesh.knobs["tp"].value == 4
-    assert "did you mean `tp`" in refused(GPT2, knobs={"ttp": 4}).render()
-    assert "no axis `pp`" in refused(GPT2, mesh={"pp": 2}).render()
-    assert "set to 2 and its axis to 4" in refused(GPT2, knobs={"tp": 2}, mesh={"tp": 4}).render()
-    assert refused(GPT2, mesh={"tp": 3}).diagnostic.code == "S103"
+    assert "did you mean `tp`" in refusal_of(GPT2, knobs={"ttp": 4}).render()
+    assert "no axis `pp`" in refusal_of(GPT2, mesh={"pp": 2}).render()
+    assert (
+        "set to 2 and its axis to 4" in refusal_of(GPT2, knobs={"tp": 2}, mesh={"tp": 4}).render()
+    )
+    assert refusal_of(GPT2, mesh={"tp": 3}).diagnostic.code == "S103"
 
 
 @pytest.mark.parametrize(
@@ -107,26 +113,26 @@ def test_settings() -> None:
     ],
 )
 def test_the_rest_of_the_ranks(mesh: str, world: int | None, sizes: dict[str, int]) -> None:
-    """`_` is what is left of the job's ranks, else of the machine's, else 2."""
-    assert run(f"schedule 1\n{mesh}\n", world=world).axes == sizes
+    """`_` takes what remains of the job's ranks, else of the machine's, else 2."""
+    assert expand_text(f"schedule 1\n{mesh}\n", world=world).axes == sizes
 
 
 def test_views_fold_axes() -> None:
-    """A view has the ranks of its axes."""
+    """A view has as many ranks as its axes together."""
     text = "schedule 1\nmesh(dp=2, tp=4)\nview cp = 8 of (dp, tp)\nrequire cp == 8\n"
-    assert run(text).axes == {"dp": 2, "tp": 4, "cp": 8}
-    assert "has 8 ranks, not 4" in refused(text.replace("= 8 of", "= 4 of")).render()
+    assert expand_text(text).axes == {"dp": 2, "tp": 4, "cp": 8}
+    assert "has 8 ranks, not 4" in refusal_of(text.replace("= 8 of", "= 4 of")).render()
 
 
 def test_when_takes_one_branch() -> None:
-    """The condition is decided before any action; without a model both branches are checked."""
-    text = body(
+    """The condition is evaluated before any action; without a model both branches are checked."""
+    text = step_text(
         "when tp > 1 { lm_head checkpoint() } else { lm_head pad(vocab, multiple=8) }\n"
         "when model.config.n_head == 5 { lm_head pad(vocab, multiple=8) }"
     )
-    assert rows(run(text)) == [("checkpoint()", 1, "a")]
-    assert run(text, model=False).plan is None
-    assert refused(body("when tp { }")).diagnostic.code == "S304"
+    assert plan_rows(expand_text(text)) == [("checkpoint()", 1, "a")]
+    assert expand_text(text, model=False).plan is None
+    assert refusal_of(step_text("when tp { }")).diagnostic.code == "S304"
 
 
 DEFS = """\
@@ -151,9 +157,9 @@ step "a" {
 
 
 def test_definitions_are_called_like_primitives() -> None:
-    """A def runs its rows at the caller's scope, with defaults and arguments of their types."""
-    state = run(DEFS)
-    assert rows(state) == [("shard(style=col, over=tp, output=R)", 2, "a")]
+    """A `def` runs its rows in the caller's scope, with defaults and typed arguments."""
+    state = expand_text(DEFS)
+    assert plan_rows(state) == [("shard(style=col, over=tp, output=R)", 2, "a")]
     assert state.plan and state.plan.actions[0].primitive.output is R  # type: ignore[attr-defined]
 
 
@@ -172,13 +178,13 @@ def test_definitions_are_called_like_primitives() -> None:
     ],
 )
 def test_definition_mistakes(old: str, new: str, code: str, said: str) -> None:
-    """Calls of definitions are checked like calls of primitives; there is no recursion."""
-    refusal = refused(DEFS.replace(old, new))
+    """Calls of definitions are checked like calls of primitives; recursion is refused."""
+    refusal = refusal_of(DEFS.replace(old, new))
     assert refusal.diagnostic.code == code and said in refusal.render()
 
 
 def test_libraries(tmp_path: Path) -> None:
-    """`use` brings in definitions by a path relative to the file, under a prefix."""
+    """`use` imports definitions under a prefix, by a path relative to the file."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "base.sched").write_text(
         "schedule 1\nknob deep: int = 1\ndef norm() {\n  ln_1  checkpoint()\n}\n"
@@ -188,11 +194,11 @@ def test_libraries(tmp_path: Path) -> None:
         "def half() {\n  at transformer.h[:2] { base.norm() }\n}\n"
     )
     main = 'schedule 1\nuse "lib/my.sched" as my\nstep "a" {\n  my.half()\n}\n'
-    state = run(main, name=str(tmp_path / "main.sched"))
-    assert rows(state) == [("checkpoint()", 2, "a")]
+    state = expand_text(main, name=str(tmp_path / "main.sched"))
+    assert plan_rows(state) == [("checkpoint()", 2, "a")]
 
-    def said(text: str) -> str:
-        return refused(text, name=str(tmp_path / "main.sched")).render()
+    def said(schedule: str) -> str:
+        return refusal_of(schedule, name=str(tmp_path / "main.sched")).render()
 
     assert "no such file" in said('schedule 1\nuse "nix.sched"\n')
     assert "there is no primitive `my.hal`" in said(main.replace("my.half()", "my.hal()"))
@@ -206,29 +212,29 @@ def test_libraries(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text, code, said",
     [
-        (body("lm_head  shrad(col, over=tp)"), "S301", "did you mean `shard`?"),
-        (body("lm_head  shard(col, over=tpp)"), "S204", "did you mean `over=tp`?"),
+        (step_text("lm_head  shrad(col, over=tp)"), "S301", "did you mean `shard`?"),
+        (step_text("lm_head  shard(col, over=tpp)"), "S204", "did you mean `over=tp`?"),
         (
-            body("lm_head shard(col, over=tp)").replace("mesh(tp=tp)", "mesh(dp=tp)"),
+            step_text("lm_head shard(col, over=tp)").replace("mesh(tp=tp)", "mesh(dp=tp)"),
             "S204",
             "the mesh has no axis `tp`",
         ),
         (
-            body("lm_head pad(vocab, multiple=n)").replace(
+            step_text("lm_head pad(vocab, multiple=n)").replace(
                 "knob tp", "knob n: bool = true\nknob tp"
             ),
             "S304",
             "`n` is true",
         ),
-        (body("lm_head  shard(rows, over=tp)"), "S303", "choose one of `col`, `row`, `vocab`"),
-        (body("lm_head  shard(col, block=3, over=tp)"), "S302", "did you mean `blocks`?"),
-        (body("lm_head  shard(vocab, over=tp)"), "S402", "cannot split 21 evenly 2 ways"),
-        (body("lm_hed  checkpoint()"), "S201", "did you mean `lm_head`?"),
-        (body('lm_head  pipeline(order="1F1B", micro=2)'), "S306", "takes no selector"),
-        (body('at transformer.h.* { pipeline(order="x", micro=2) }'), "S306", "has 4 modules"),
-        (body("lm_head  pad(vocab)"), "S305", "needs `multiple`"),
-        (body("verfy(forward)"), "S301", "did you mean `verify`?"),
-        (body("verify(forwards)"), "S303", "`forward`"),
+        (step_text("lm_head  shard(rows, over=tp)"), "S303", "choose one of `col`, `row`, `vocab`"),
+        (step_text("lm_head  shard(col, block=3, over=tp)"), "S302", "did you mean `blocks`?"),
+        (step_text("lm_head  shard(vocab, over=tp)"), "S402", "cannot split 21 evenly 2 ways"),
+        (step_text("lm_hed  checkpoint()"), "S201", "did you mean `lm_head`?"),
+        (step_text('lm_head  pipeline(order="1F1B", micro=2)'), "S306", "takes no selector"),
+        (step_text('at transformer.h.* { pipeline(order="x", micro=2) }'), "S306", "has 4 modules"),
+        (step_text("lm_head  pad(vocab)"), "S305", "needs `multiple`"),
+        (step_text("verfy(forward)"), "S301", "did you mean `verify`?"),
+        (step_text("verify(forwards)"), "S303", "`forward`"),
         ("schedule 1 for Llama\n", "S110", "the model is of class GPT2LMHeadModel"),
         ("schedule 1\nknob a: int = 1\nknob a: int = 2\n", "S101", "first declared here"),
         ("schedule 1\nmesh(a=2)\nmesh(b=2)\n", "S101", "the mesh is declared twice"),
@@ -245,17 +251,17 @@ def test_libraries(tmp_path: Path) -> None:
     ],
 )
 def test_refusals(text: str, code: str, said: str) -> None:
-    """Each mistake is refused with its code, its place and what would be right."""
-    refusal = refused(text)
+    """Each mistake is refused with its code, its place and a correct form."""
+    refusal = refusal_of(text)
     assert [d.code for d in refusal.diagnostics] == [code]
     assert said in refusal.render() and refusal.diagnostic.primary.span
 
 
 def test_requirement() -> None:
-    """A requirement that fails shows the value, the knobs, and values that satisfy it."""
+    """A failed `require` shows the value, the knobs, and knob values that would satisfy it."""
     text = GPT2.replace("n_head % tp == 0", "n_head % tp == 2")
     assert (
-        refused(text, knobs={"tp": 4}).render()
+        refusal_of(text, knobs={"tp": 4}).render()
         == """\
 error[S104]: `require` fails
  --> gpt2.sched:8:1
@@ -266,11 +272,11 @@ error[S104]: `require` fails
   = note: with tp = 4"""
     )
     text = GPT2.replace("n_head % tp == 0", "n_head // tp == 4")
-    assert "= help: `tp` may be `1`" in refused(text).render()
+    assert "= help: `tp` may be `1`" in refusal_of(text).render()
 
 
 def test_all_independent_mistakes() -> None:
-    """Every mistake is told once, and none that only follows from another."""
+    """Every mistake is reported once; mistakes that only follow from others are not."""
     text = """\
 schedule 1
 knob tp: int = 3 in [1, 2]
@@ -282,26 +288,26 @@ step "a" {
   transformer.wte  shard(vocab, over=tp)
 }
 """
-    assert [d.code for d in refused(text).diagnostics] == ["S103", "S303", "S301"]
-    text = body("lm_head shard(cl, over=tp)").replace("mesh(tp=tp)", "mesh(tp=0)")
-    assert [d.code for d in refused(text).diagnostics] == ["S111", "S303"]
-    text = body("lm_head shard(vocab, over=tp)\ntransformer shard(over=tp)\nlm_head pad(x)\n")
-    assert [d.code for d in refused(text).diagnostics] == ["S402", "S305"]
-    text = body("lm_head shard(col, over=tp)\ntransformer.wte shard(vocab, over=tp)")
-    assert [d.code for d in refused(text).diagnostics] == ["S402"]
+    assert [d.code for d in refusal_of(text).diagnostics] == ["S103", "S303", "S301"]
+    text = step_text("lm_head shard(cl, over=tp)").replace("mesh(tp=tp)", "mesh(tp=0)")
+    assert [d.code for d in refusal_of(text).diagnostics] == ["S111", "S303"]
+    text = step_text("lm_head shard(vocab, over=tp)\ntransformer shard(over=tp)\nlm_head pad(x)\n")
+    assert [d.code for d in refusal_of(text).diagnostics] == ["S402", "S305"]
+    text = step_text("lm_head shard(col, over=tp)\ntransformer.wte shard(vocab, over=tp)")
+    assert [d.code for d in refusal_of(text).diagnostics] == ["S402"]
 
 
 def test_a_refused_row_leaves_no_trace() -> None:
-    """A row that fails at one of its sites is not applied to the others."""
-    state = run(body("lm_head checkpoint()"))
+    """A row that is refused at one module is applied to none."""
+    state = expand_text(step_text("lm_head checkpoint()"))
     before = state.plan
     with pytest.raises(Refusal):
-        run(body("lm_head checkpoint()\ntransformer.*  shard(col, over=tp)"))
+        expand_text(step_text("lm_head checkpoint()\ntransformer.*  shard(col, over=tp)"))
     assert state.plan is before
 
 
 def test_a_step_must_allow_what_its_rows_give_up() -> None:
-    """Giving up more than rounding needs the step's word, and both places are shown."""
+    """A row that changes more than rounding needs the step's `relax`; both places are shown."""
     text = """\
 schedule 1
 step "kernels" {
@@ -309,7 +315,7 @@ step "kernels" {
 }
 """
     assert (
-        refused(text).render()
+        refusal_of(text).render()
         == """\
 error[S505]: this row changes numerics (`rng`): its step does not allow that
  --> gpt2.sched:3:12
@@ -321,20 +327,20 @@ error[S505]: this row changes numerics (`rng`): its step does not allow that
   |
   = help: allow it: `step "kernels" relax(rng) {`"""
     )
-    assert rows(run(text.replace('"kernels" {', '"kernels" relax(rng) {')))
+    assert plan_rows(expand_text(text.replace('"kernels" {', '"kernels" relax(rng) {')))
 
 
 def test_without_a_model() -> None:
-    """Syntax, names, domains and arguments are checked without a model; selectors are not."""
-    assert run(GPT2, model=False).plan is None
-    assert run(GPT2.replace("transformer.wte", "nix"), model=False).plan is None
-    assert refused(GPT2.replace("row", "rows"), model=False).diagnostic.code == "S303"
-    assert refused(GPT2.replace("over=tp", "over=pt"), model=False).diagnostic.code == "S204"
+    """Without a model, syntax, names, domains and arguments are checked, but not selectors."""
+    assert expand_text(GPT2, model=False).plan is None
+    assert expand_text(GPT2.replace("transformer.wte", "nix"), model=False).plan is None
+    assert refusal_of(GPT2.replace("row", "rows"), model=False).diagnostic.code == "S303"
+    assert refusal_of(GPT2.replace("over=tp", "over=pt"), model=False).diagnostic.code == "S204"
 
 
 def test_the_library_sample_is_whole() -> None:
-    """The library of the samples checks without a model."""
-    assert set(run(SAMPLES["megatron.sched"], model=False).defs) == {
+    """The sample library has all its definitions, and checks without a model."""
+    assert set(expand_text(SAMPLES["megatron.sched"], model=False).defs) == {
         "attention",
         "swiglu",
         "decoder_block",
@@ -345,11 +351,13 @@ QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(Heal
 
 
 @QUICK
-@given(st.sampled_from([GPT2, DEFS]).flatmap(lambda t: damaged(t) | swapped(t)), st.booleans())
+@given(
+    st.sampled_from([GPT2, DEFS]).flatmap(lambda t: with_damage(t) | with_swaps(t)), st.booleans()
+)
 def test_damage_is_refused_or_executed(text: str, model: bool) -> None:
-    """A damaged schedule is refused with messages that have places, or is another schedule."""
+    """A damaged schedule is refused with spans, or is a valid other schedule; nothing else."""
     try:
-        run(text, model)
+        expand_text(text, model)
     except Refusal as refusal:
         assert refusal.render().startswith("error[S")
         assert all(d.primary.span for d in refusal.diagnostics)
@@ -357,10 +365,12 @@ def test_damage_is_refused_or_executed(text: str, model: bool) -> None:
 
 @pytest.mark.deep
 @settings(QUICK, max_examples=3000)
-@given(st.sampled_from([GPT2, DEFS]).flatmap(lambda t: damaged(t) | swapped(t)), st.booleans())
+@given(
+    st.sampled_from([GPT2, DEFS]).flatmap(lambda t: with_damage(t) | with_swaps(t)), st.booleans()
+)
 def test_damage_at_length(text: str, model: bool) -> None:
-    """The same, on many more texts."""
+    """The same on many more damaged texts."""
     try:
-        run(text, model)
+        expand_text(text, model)
     except Refusal as refusal:
         assert all(d.primary.span for d in refusal.diagnostics)

@@ -1,4 +1,4 @@
-"""Features: what a row is asked for beyond what every row is, and that no pass knows a verb."""
+"""Features of primitives: what each demands of a class; no pass tests a primitive by its name."""
 
 import ast
 from dataclasses import replace
@@ -15,11 +15,11 @@ from schedlang.primitives.pipeline import pipeline
 from schedlang.primitives.verify import verify
 from tests.docs.test_house import ROOT
 
-ROOMS = ("passes", "schedlang/runtime", "schedlang/kernels", "schedlang/viz")
+FOLDERS = ("passes", "schedlang/runtime", "schedlang/kernels", "schedlang/viz")
 
 
 def test_a_row_has_what_its_features_ask_for() -> None:
-    """A class that lacks something that its feature asks for is refused when it is made."""
+    """A class without a method that its feature requires is refused when it is defined."""
     with isolated_registry(), pytest.raises(Refusal, match="no check\\s+and no rewrite"):
 
         class idle(Rewrite):  # noqa: N801
@@ -36,34 +36,34 @@ def test_a_row_has_what_its_features_ask_for() -> None:
 
 
 def test_the_base_is_what_every_verb_needs() -> None:
-    """What a row reads, writes, takes and gives up; what it refuses and makes of a plan."""
+    """`Primitive` has only what every primitive needs: its facets, check and transform."""
     public = {name for name in vars(Primitive) if not name.startswith("_")}
-    words = {"reads", "writes", "takes", "foremost", "gives_up"}
-    assert public == words | {"agree", "along", "changes", "check", "transform"}
+    data_attributes = {"reads", "writes", "takes", "foremost", "gives_up"}
+    assert public == data_attributes | {"agree", "along", "changes", "check", "transform"}
 
 
 def test_an_annotation_knows_its_row() -> None:
-    """Also where rows were added between others, as completing does."""
+    """An annotation's row is found even after other rows were inserted, as completion does."""
     plan = Plan.empty(ModelFacts(torch.nn.Linear(2, 2)))
     plan = plan.add(verify(steps=1), [""]).add(pipeline(order="GPipe", micro=2), [""])
     first, second = plan.actions
-    again = replace(plan, actions=(second, first)).add(verify(steps=3), [""])
-    assert [again.origin(check) for check in again.checks] == [first, again.actions[-1]]
-    assert again.order is not None and again.origin(again.order) == second
-    assert replace(again, actions=()).origin(again.order) is None
+    reordered = replace(plan, actions=(second, first)).add(verify(steps=3), [""])
+    assert [reordered.origin(check) for check in reordered.checks] == [first, reordered.actions[-1]]
+    assert reordered.order is not None and reordered.origin(reordered.order) == second
+    assert replace(reordered, actions=()).origin(reordered.order) is None
 
 
-def _knows(node: ast.AST) -> bool:
-    """Whether code compares a row's word, guesses at its arguments, or reads its facets."""
+def _names_a_verb(node: ast.AST) -> bool:
+    """Whether code compares a primitive's name, probes its attributes, or reads its facets."""
     match node:
-        case ast.Compare(left, _, others):
-            sides = [left, *others]
-            words = {
-                one.value for s in sides for one in ast.walk(s) if isinstance(one, ast.Constant)
+        case ast.Compare(left, _, operands):
+            sides = [left, *operands]
+            constants = {
+                part.value for s in sides for part in ast.walk(s) if isinstance(part, ast.Constant)
             }
-            word = any(isinstance(s, ast.Attribute) and s.attr in WORDS for s in sides)
-            facet = any(ast.unparse(s).endswith(("writes", "reads")) for s in sides)
-            return bool(word and words & set(registry()) or facet and words & FACETS)
+            is_name = any(isinstance(s, ast.Attribute) and s.attr in NAME_ATTRIBUTES for s in sides)
+            is_facet = any(ast.unparse(s).endswith(("writes", "reads")) for s in sides)
+            return bool(is_name and constants & set(registry()) or is_facet and constants & FACETS)
         case ast.Call(ast.Name("hasattr" | "getattr"), [row, ast.Constant(), *_]):
             return ast.unparse(row).endswith(("primitive", "row"))
         case ast.Attribute(row, "reads" | "writes"):
@@ -73,20 +73,21 @@ def _knows(node: ast.AST) -> bool:
     return False
 
 
-WORDS = ("name", "__name__", "text")
+NAME_ATTRIBUTES = ("name", "__name__", "text")
 
 
-def _found(text: str) -> list[str]:
+def _verb_checks(text: str) -> list[str]:
+    """The expressions of a text that test for a primitive."""
     load_all()
-    return [ast.unparse(node) for node in ast.walk(ast.parse(text)) if _knows(node)]
+    return [ast.unparse(node) for node in ast.walk(ast.parse(text)) if _names_a_verb(node)]
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("room", FOLDERS)
 def test_no_pass_knows_a_verb(room: str) -> None:
-    """They ask for features, facets and annotations of rows, and for no row by name."""
+    """Passes ask rows for features and annotations, never for a primitive by name."""
     files = sorted(path for path in (ROOT / room).rglob("*.py"))
-    found = {path.relative_to(ROOT): _found(path.read_text()) for path in files}
-    assert files and not {path: lines for path, lines in found.items() if lines}
+    checks = {path.relative_to(ROOT): _verb_checks(path.read_text()) for path in files}
+    assert files and not {path: lines for path, lines in checks.items() if lines}
 
 
 @pytest.mark.parametrize(
@@ -103,5 +104,5 @@ def test_no_pass_knows_a_verb(room: str) -> None:
     ],
 )
 def test_each_way_to_know_a_verb_is_seen(text: str) -> None:
-    """What passes once did."""
-    assert _found(text)
+    """The check finds each form that passes once used."""
+    assert _verb_checks(text)

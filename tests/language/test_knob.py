@@ -1,4 +1,4 @@
-"""Knobs: types, domains, settings."""
+"""Knobs: their types, domains and settings."""
 
 from typing import Any
 
@@ -12,7 +12,8 @@ from schedlang.language.syntax import parse
 from schedlang.language.value import Names
 
 
-def knob(text: str, **settings: Any) -> Knob:
+def parse_knob(text: str, **settings: Any) -> Knob:
+    """The knob of a declaration, with these settings."""
     node = parse(Source("gpt2.sched", f"schedule 1\n\n\nknob {text}\n")).items[0]
     assert isinstance(node, n.Knob)
     return make_knob(node, Names(), settings)
@@ -32,9 +33,9 @@ def knob(text: str, **settings: Any) -> Knob:
     ],
 )
 def test_values(text: str, settings: dict[str, Any], value: object) -> None:
-    """A knob has its setting, else its default, as a value of its type."""
-    found = knob(text, **settings).value
-    assert found == value and isinstance(found, bool) == isinstance(value, bool)
+    """A knob's value is its setting, else its default, converted to its type."""
+    result = parse_knob(text, **settings).value
+    assert result == value and isinstance(result, bool) == isinstance(value, bool)
 
 
 @pytest.mark.parametrize(
@@ -55,17 +56,17 @@ def test_values(text: str, settings: dict[str, Any], value: object) -> None:
     ],
 )
 def test_refusals(text: str, settings: dict[str, Any], code: str, said: str) -> None:
-    """A value of another type or outside the domain is refused with the values that would do."""
+    """A value of the wrong type or outside the domain is refused, with the allowed values."""
     with pytest.raises(Refusal) as caught:
-        knob(text, **settings)
+        parse_knob(text, **settings)
     assert caught.value.diagnostic.code == code
     assert said in caught.value.render()
 
 
 def test_the_message_of_a_wrong_setting() -> None:
-    """The message is the one of the language's description."""
+    """The whole message for a setting outside the domain."""
     with pytest.raises(Refusal) as caught:
-        knob("tp: int = 2 in [1, 2, 4]", tp=3)
+        parse_knob("tp: int = 2 in [1, 2, 4]", tp=3)
     assert (
         caught.value.render()
         == """\
@@ -80,16 +81,16 @@ error[S103]: `tp` cannot be 3
 
 
 def test_unknown_setting() -> None:
-    """A setting of a knob that is not there is refused, never ignored."""
-    tp = knob("tp: int = 2")
+    """A setting of an unknown knob is refused, never ignored."""
+    tp = parse_knob("tp: int = 2")
     refuse_unknown_settings({"tp": 1}, {"tp": tp}, NOWHERE)
     with pytest.raises(Refusal, match="did you mean `tp`"):
         refuse_unknown_settings({"tpp": 1}, {"tp": tp}, NOWHERE)
 
 
 def test_alternatives() -> None:
-    """The values that satisfy a requirement are found within the domain."""
-    tp = knob("tp: int = 3 in 1..6")
+    """`find_alternatives` finds the values of the domain that satisfy a requirement."""
+    tp = parse_knob("tp: int = 3 in 1..6")
     assert find_alternatives({"tp": tp}, lambda new: 12 % new["tp"] == 0) == [
         "`tp` may be `1`, `2`, `4`, `6`"
     ]

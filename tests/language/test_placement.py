@@ -1,4 +1,4 @@
-"""Layouts: shapes, how they print, and blocks that are split one by one."""
+"""Layouts: local shapes, how placements print, and dims that are split in blocks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def test_words() -> None:
 
 
 def test_blocks_are_split_one_by_one() -> None:
-    """Of q, k and v side by side each rank holds a piece of each, in order."""
+    """Of q, k and v in one weight, each rank has a piece of each, in order."""
     layout = Layout.whole((12,)).split("tp", 0, (8, 2, 2))
-    held = [layout.segments(MESH, {"dp": 0, "tp": place})[0] for place in range(2)]
-    assert held[0] == (Segment(0, 4), Segment(8, 1), Segment(10, 1))
-    assert held[1] == (Segment(4, 4), Segment(9, 1), Segment(11, 1))
+    segments = [layout.segments(MESH, {"dp": 0, "tp": index})[0] for index in range(2)]
+    assert segments[0] == (Segment(0, 4), Segment(8, 1), Segment(10, 1))
+    assert segments[1] == (Segment(4, 4), Segment(9, 1), Segment(11, 1))
     assert layout.local_shape(MESH) == (6,)
 
 
 def test_two_axes_split_one_dim() -> None:
-    """The first one named is the slowest; what is left whole is one run."""
+    """The first axis named is the slowest; an unsplit dim is one segment."""
     layout = Layout.whole((8, 3)).split("tp", 0).split("dp", 0)
     firsts = {
         (dp, tp): layout.segments(MESH, {"dp": dp, "tp": tp})[0][0].start
@@ -41,7 +41,7 @@ def test_two_axes_split_one_dim() -> None:
 
 
 def test_padding_comes_before_splitting() -> None:
-    """A padded dim is split by its padded size; the order cannot be turned."""
+    """A padded dim is split by its padded size; padding after splitting is not allowed."""
     layout = Layout.whole((5,)).pad(0, 8)
     assert layout.split("tp", 0).local_shape(MESH) == (4,) and layout.shape == (5,)
     with pytest.raises(AssertionError):

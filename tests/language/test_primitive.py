@@ -1,4 +1,4 @@
-"""Primitives: what makes one, how calls are bound to it, what `explain` says of it."""
+"""Primitive classes: what they must define, how arguments are bound, conflicts, and `explain`."""
 
 from collections.abc import Iterator
 from dataclasses import field
@@ -18,7 +18,7 @@ SPAN = Span(Source("x", "split(col, over=tp)"), 1, 1, 1, 20)
 AXES = {"tp": 2, "dp": 4}
 
 
-class Whole:
+class WithCheck:
     """The methods that every primitive needs."""
 
     def check(self, site: Any, plan: Any) -> None:
@@ -27,13 +27,14 @@ class Whole:
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
+    """Run each test with an empty registry."""
     with isolated_registry(keep=[]):
         yield
 
 
 @pytest.fixture
 def split() -> type[Primitive]:
-    class split(Whole, Primitive):
+    class split(WithCheck, Primitive):
         """Split the parameters of a module."""
 
         style: Literal["col", "row", "vocab"] | None = None
@@ -48,24 +49,27 @@ def split() -> type[Primitive]:
     return split
 
 
-def arg(value: object, name: str | None = None) -> Argument:
+def argument(value: object, name: str | None = None) -> Argument:
+    """An argument with a span."""
     return Argument(name, value, SPAN, SPAN)
 
 
-def bound(kind: type[Primitive], *args: object, **named: object) -> Any:
-    given = [arg(a) for a in args] + [arg(v, k) for k, v in named.items()]
-    return bind(kind, given, SPAN, AXES)
+def bind_args(kind: type[Primitive], *args: object, **keywords: object) -> Any:
+    """The row of a primitive with these arguments."""
+    arguments = [argument(a) for a in args] + [argument(v, k) for k, v in keywords.items()]
+    return bind(kind, arguments, SPAN, AXES)
 
 
-def refused(kind: type[Primitive], *args: object, **named: object) -> Refusal:
+def bind_refusal(kind: type[Primitive], *args: object, **keywords: object) -> Refusal:
+    """The refusal of a primitive with these arguments."""
     with pytest.raises(Refusal) as caught:
-        bound(kind, *args, **named)
+        bind_args(kind, *args, **keywords)
     return caught.value
 
 
 @pytest.fixture
 def many() -> type[Primitive]:
-    class many(Whole, Primitive):
+    class many(WithCheck, Primitive):
         """Takes several kinds of arguments."""
 
         what: Many[Literal["forward", "backward"]] = ()
@@ -82,17 +86,25 @@ def many() -> type[Primitive]:
 
 
 def test_fields_are_the_arguments(split: type[Primitive], many: type[Primitive]) -> None:
-    """Values become fields of the declared types, by position, by name, or freely named."""
-    one = bound(split, Symbol("col"), over=AxisSize.of("tp", 2), blocks=(4, 2), bias=R, out=S(-1))
-    assert (one.style, one.over, one.blocks) == ("col", "tp", (4, 2))
-    assert one.tensors == (("bias", R), ("out", S(-1)))
-    assert one == bound(split, "col", over="tp", blocks=(4, 2), bias=R, out=S(-1))
-    two = bound(many, "forward", "backward", over=AxisSize.of("dp", 4), rate=1, save=("a", "b"))
-    assert two.what == ("forward", "backward") and two.over == ("dp",) and two.rate == 1.0
-    assert bound(many, over=("dp", "tp")).over == ("dp", "tp")
-    assert bound(many, limit=Symbol("none")).limit is None
-    assert bound(many, limit=UNKNOWN).limit is UNKNOWN
-    assert isinstance(hash(one), int)
+    """Arguments become fields of their declared types: by position, by name, or by a free name."""
+    split_row = bind_args(
+        split, Symbol("col"), over=AxisSize.of("tp", 2), blocks=(4, 2), bias=R, out=S(-1)
+    )
+    assert (split_row.style, split_row.over, split_row.blocks) == ("col", "tp", (4, 2))
+    assert split_row.tensors == (("bias", R), ("out", S(-1)))
+    assert split_row == bind_args(split, "col", over="tp", blocks=(4, 2), bias=R, out=S(-1))
+    many_row = bind_args(
+        many, "forward", "backward", over=AxisSize.of("dp", 4), rate=1, save=("a", "b")
+    )
+    assert (
+        many_row.what == ("forward", "backward")
+        and many_row.over == ("dp",)
+        and many_row.rate == 1.0
+    )
+    assert bind_args(many, over=("dp", "tp")).over == ("dp", "tp")
+    assert bind_args(many, limit=Symbol("none")).limit is None
+    assert bind_args(many, limit=UNKNOWN).limit is UNKNOWN
+    assert isinstance(hash(split_row), int)
 
 
 @pytest.mark.parametrize(
@@ -115,42 +127,46 @@ def test_fields_are_the_arguments(split: type[Primitive], many: type[Primitive])
 def test_mistakes_in_arguments(
     split: type[Primitive], args: tuple[object, ...], named: Any, code: str, said: str
 ) -> None:
-    """Each kind of mistake has its code and says what would be right."""
+    """Each kind of wrong argument has its code, and the message says what is right."""
     if not code:
-        assert bound(split, *args, **named).tensors == (("bias", P("sum")),)
+        assert bind_args(split, *args, **named).tensors == (("bias", P("sum")),)
         return
-    refusal = refused(split, *args, **named)
+    refusal = bind_refusal(split, *args, **named)
     assert [d.code for d in refusal.diagnostics] == [code]
     assert said in refusal.render()
 
 
 def test_more_mistakes(many: type[Primitive]) -> None:
-    """Booleans are no numbers, lists are no values, several mistakes come together."""
-    assert "must be an integer" in refused(many, limit=True).render()
-    assert "`true` or `false`" in refused(many, on=1).render()
-    assert "a list of names" in refused(many, save=3).render()
-    assert "each value in `save` of `many` must be a name" in refused(many, save=("a", 3)).render()
-    assert "did you mean `dp`?" in refused(many, over=("tp", "dpp")).render()
-    both = refused(many, "sideways", to="tape", nothing=1)
-    assert sorted(d.code for d in both.diagnostics) == ["S302", "S303", "S303"]
+    """Booleans are not numbers, lists are not single values; several mistakes are reported
+    together."""
+    assert "must be an integer" in bind_refusal(many, limit=True).render()
+    assert "`true` or `false`" in bind_refusal(many, on=1).render()
+    assert "a list of names" in bind_refusal(many, save=3).render()
+    assert (
+        "each value in `save` of `many` must be a name"
+        in bind_refusal(many, save=("a", 3)).render()
+    )
+    assert "did you mean `dp`?" in bind_refusal(many, over=("tp", "dpp")).render()
+    refusal = bind_refusal(many, "sideways", to="tape", nothing=1)
+    assert sorted(d.code for d in refusal.diagnostics) == ["S302", "S303", "S303"]
     assert "no mesh is declared" in str(
-        pytest.raises(Refusal, bind, many, [arg("tp", "over")], SPAN, {}).value
+        pytest.raises(Refusal, bind, many, [argument("tp", "over")], SPAN, {}).value
     )
 
 
 def test_a_primitive_is_whole() -> None:
-    """A class without documentation, example or check is no primitive."""
+    """A class without a docstring, an example or a check cannot be a primitive."""
     with pytest.raises(Refusal) as caught:
 
         class nothing(Primitive):
             pass
 
-    lacking = "no docstring and no example and no check"
-    assert lacking in caught.value.diagnostic.title
+    missing = "no docstring and no example and no check"
+    assert missing in caught.value.diagnostic.title
     assert "nothing" not in registry()
     with pytest.raises(Refusal, match="facets that exist"):
 
-        class odd(Whole, Primitive):
+        class odd(WithCheck, Primitive):
             """Writes what does not exist."""
 
             example = "odd()"
@@ -158,12 +174,12 @@ def test_a_primitive_is_whole() -> None:
 
 
 def test_one_name_one_primitive(split: type[Primitive]) -> None:
-    """A second primitive of a name is refused, naming both modules."""
+    """A second primitive of the same name is refused; both modules are named."""
     body = {
         "__doc__": "Another.",
         "__module__": "elsewhere",
         "example": "split()",
-        "check": Whole.check,
+        "check": WithCheck.check,
     }
     with pytest.raises(Refusal, match=f"one in {split.__module__}, one in elsewhere"):
         type("split", (Primitive,), body)
@@ -171,19 +187,19 @@ def test_one_name_one_primitive(split: type[Primitive]) -> None:
 
 
 def test_refuse_leaves_the_place_to_the_caller() -> None:
-    """A primitive says what is wrong; the row's place is attached by whoever knows it."""
+    """`refuse` raises without a span; the caller that knows the row attaches it."""
     with pytest.raises(Refusal) as caught:
         refuse("S401", "no weight", "it is a Block", notes=["n"], helps=["h"])
     assert caught.value.at(SPAN).diagnostic.primary.span == SPAN
 
 
 def test_conflicts_follow_from_facets() -> None:
-    """Reads and writes alone decide how two verbs stand to each other."""
+    """Only reads and writes decide how two primitives relate."""
 
     def made(name: str, reads: set[str], writes: set[str]) -> type[Primitive]:
         body = {"__doc__": name, "__module__": name, "example": f"{name}()"}
         body |= {"reads": frozenset(reads), "writes": frozenset(writes)}  # type: ignore[dict-item]
-        return type(name, (Whole, Primitive), body)
+        return type(name, (WithCheck, Primitive), body)
 
     pad = made("pad", {"structure"}, {"shape"})
     shard = made("shard", {"structure", "shape"}, {"placement"})
@@ -195,10 +211,14 @@ def test_conflicts_follow_from_facets() -> None:
 
 
 def test_explain(split: type[Primitive]) -> None:
-    """The page of a primitive is made from its class."""
+    """The page of a primitive is generated from its class."""
     text = manual.explain(split)
     assert text.startswith("split(style=none, over=axis, blocks=1, name=S(dim) | R | P(sum), ...)")
-    for said in ("Split the parameters", "h  split(col, over=tp)", "reads     shape, structure"):
-        assert said in text
+    for fragment in (
+        "Split the parameters",
+        "h  split(col, over=tp)",
+        "reads     shape, structure",
+    ):
+        assert fragment in text
     assert "gives up  rounding" in text
     assert manual.to_json(split)["writes"] == ["placement"]

@@ -1,4 +1,4 @@
-"""The interactive object: what it records, what it undoes, and that text and Python agree."""
+"""The `Schedule` object: recording rows, undo, steps, knobs, and that Python and text are equal."""
 
 import json
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ from schedlang.ir.primitive import registry
 from schedlang.language.printer import fmt
 from schedlang.schedule import Schedule, create_schedule, load
 from tests.language.test_expand import GPT2
-from tests.verbs_for_tests import GPT2LMHeadModel, toys
+from tests.toy_primitives import GPT2LMHeadModel, only_toys
 
 MODEL = GPT2LMHeadModel()
 
 
 @pytest.fixture(autouse=True)
 def _toys() -> Iterator[None]:
-    with toys():
+    with only_toys():
         yield
 
 
@@ -33,8 +33,8 @@ def sch() -> Schedule:
     return create_schedule(MODEL)
 
 
-def built() -> Schedule:
-    """The program of the language's description, in Python."""
+def tensor_parallel() -> Schedule:
+    """The tensor-parallel GPT-2 sample, written in Python."""
     sch = create_schedule(MODEL)
     tp = sch.knob("tp", 2, choices=[1, 2, 4])
     sch.mesh(tp=tp, on="a100x8")
@@ -50,26 +50,27 @@ def built() -> Schedule:
     return sch
 
 
-def written(tmp_path: Path, text: str) -> Schedule:
+def load_text(tmp_path: Path, text: str) -> Schedule:
+    """The schedule loaded from a file with this text."""
     (tmp_path / "x.sched").write_text(text)
     return load(tmp_path / "x.sched", MODEL)
 
 
 def test_python_and_text_are_one_language(tmp_path: Path) -> None:
-    """A program in Python prints as the text of the same program, and both plan the same."""
-    sch = built()
+    """A program in Python prints as the text of the same program, and both plan equally."""
+    sch = tensor_parallel()
     assert sch.to_sched() == "".join(
         line.split("  #")[0].rstrip() + "\n"
         for line in GPT2.splitlines()
         if not line.startswith("#")
     ).replace("Model\n\n\n", "Model\n\n")
-    assert written(tmp_path, sch.to_sched()).plan() == sch.plan()
+    assert load_text(tmp_path, sch.to_sched()).plan() == sch.plan()
 
 
 def test_a_text_is_loaded_as_its_file_is(tmp_path: Path) -> None:
-    """A text of several lines is the schedule; one line is the path of a file, which is missing."""
+    """`load` takes a text of several lines or a path; a missing path is refused."""
     (tmp_path / "x.sched").write_text(GPT2)
-    loaded = [load(given, GPT2LMHeadModel()) for given in (GPT2, tmp_path / "x.sched")]
+    loaded = [load(source, GPT2LMHeadModel()) for source in (GPT2, tmp_path / "x.sched")]
     assert loaded[0].to_sched() == loaded[1].to_sched()
     for missing in ("no.sched", "a/" * 3000 + "x.sched"):
         with pytest.raises(Refusal, match="S000"):
@@ -79,11 +80,11 @@ def test_a_text_is_loaded_as_its_file_is(tmp_path: Path) -> None:
 def test_text_comes_back_as_it_was(tmp_path: Path) -> None:
     """A schedule made from text prints as its canonical form, comments included."""
     loose = GPT2.replace("attn.c_proj  shard(row, over=tp)", "attn.c_proj shard( row,over=tp )")
-    assert written(tmp_path, loose).to_sched() == fmt(Source("x", loose)) == GPT2
+    assert load_text(tmp_path, loose).to_sched() == fmt(Source("x", loose)) == GPT2
 
 
 def test_many_ways_to_say_it(tmp_path: Path, sch: Schedule) -> None:
-    """Everything that Python can record is written so that it plans the same."""
+    """Everything that Python can record prints as text with the same plan."""
     micro = sch.knob("micro", 4, range=(1, 8))
     mode = sch.knob("mode", "full", choices=["none", "full"])
     sch.mesh(dp="_", tp=2)
@@ -95,29 +96,29 @@ def test_many_ways_to_say_it(tmp_path: Path, sch: Schedule) -> None:
     with sch.step("a", relax=["rng"]):
         if mode == "full":
             sch["transformer.h[::2]"].checkpoint(save=["linear", "x.y"])
-        with sch.at("**:Linear", where="out_features > 8", except_="lm_head") as wide:
-            wide.shard("col", over="tp", output=S(-1), weight=S("out", blocks=(4, 4)), bias=R)
+        with sch.at("**:Linear", where="out_features > 8", except_="lm_head") as layers:
+            layers.shard("col", over="tp", output=S(-1), weight=S("out", blocks=(4, 4)), bias=R)
         sch["lm_head"].replace_kernel("sdpa", rng="philox")
         sch.pipeline(order="1F1B", micro=micro * 2)
     with sch.step("b"), sch.at("transformer.h.0") as h, h.at("attn", "mlp") as inner:
         inner["c_proj"].do(registry()["shard"](style="row", over="all", tensors=(("x", R),)))
-    again = written(tmp_path, sch.to_sched())
-    assert again.plan() == sch.plan()
+    reloaded = load_text(tmp_path, sch.to_sched())
+    assert reloaded.plan() == sch.plan()
     assert len(sch.plan().actions) == 5
-    assert again.to_sched() == sch.to_sched()
+    assert reloaded.to_sched() == sch.to_sched()
 
 
 def test_the_model_is_not_touched(sch: Schedule) -> None:
-    """Planning reads the model: its parameters and attributes stay as they are."""
+    """Planning leaves parameters and attributes of the model unchanged."""
     before = {name: value.clone() for name, value in MODEL.state_dict().items()}
     keys = set(vars(MODEL))
-    built()
+    tensor_parallel()
     assert set(vars(MODEL)) == keys
     assert all((MODEL.state_dict()[name] == value).all() for name, value in before.items())
 
 
 def test_a_refusal_changes_nothing(sch: Schedule) -> None:
-    """A refused call leaves plan and text as they were, and names the line of Python."""
+    """A refused call leaves plan and text unchanged, and names the line of Python."""
     sch.mesh(tp=2)
     sch["lm_head"].checkpoint()
     plan, text = sch.plan(), sch.to_sched()
@@ -157,7 +158,8 @@ def test_mistakes(sch: Schedule, call: Any, said: str) -> None:
 
 
 def test_a_step_is_all_or_nothing(sch: Schedule) -> None:
-    """If the block of a step raises, all of it is taken back; a caught refusal keeps the rest."""
+    """An exception in a step's block removes the whole step; a caught refusal keeps the other
+    rows."""
     sch.mesh(tp=2)
     plan = sch.plan()
     with pytest.raises(ZeroDivisionError), sch.step("a"):
@@ -172,8 +174,8 @@ def test_a_step_is_all_or_nothing(sch: Schedule) -> None:
 
 
 def test_undo() -> None:
-    """Undo drops the last row, or everything from the start of a step; what is left plans anew."""
-    sch = built()
+    """`undo` removes the last row, or everything from the start of a step."""
+    sch = tensor_parallel()
     with sch.step("memory"):
         sch["transformer.h.0"].checkpoint()
         sch["transformer.h.1"].checkpoint()
@@ -181,7 +183,7 @@ def test_undo() -> None:
     assert [a.sites for a in sch.plan().actions[-1:]] == [("transformer.h.0",)]
     sch.undo()
     assert "memory" not in sch.to_sched()
-    assert sch.plan() == built().plan()
+    assert sch.plan() == tensor_parallel().plan()
     sch.undo(to="tensor parallel")
     assert sch.plan().actions == () and "knob tp" in sch.to_sched()
     with sch.step("x"), pytest.raises(Refusal, match="inside an open step"):
@@ -189,8 +191,8 @@ def test_undo() -> None:
 
 
 def test_set_plans_again() -> None:
-    """Another setting of a knob plans everything again; a refused one changes nothing."""
-    sch = built()
+    """Setting a knob plans everything again; a refused setting changes nothing."""
+    sch = tensor_parallel()
     sch.set(tp=4)
     assert sch.plan().mesh.sizes == {"tp": 4} and dict(sch.plan().decisions) == {"tp": 4}
     plan = sch.plan()
@@ -200,7 +202,7 @@ def test_set_plans_again() -> None:
 
 
 def test_knobs_count_as_their_values(sch: Schedule) -> None:
-    """A knob is its value in Python, follows its settings, and is written as its name."""
+    """A knob behaves as its value in Python, follows settings, and prints as its name."""
     n = sch.knob("n", 2)
     assert n + 1 == 3 and list(range(n)) == [0, 1] and int(n) == 2 and f"{n}" == "2"
     sch["transformer.h[:n]"].checkpoint()
@@ -211,19 +213,19 @@ def test_knobs_count_as_their_values(sch: Schedule) -> None:
 
 
 def test_why(tmp_path: Path) -> None:
-    """`why` names the row, its place, its step and the selectors that led to it."""
-    sch = written(tmp_path, GPT2)
+    """`why` names the row, its place, its step and the selectors that led to the module."""
+    sch = load_text(tmp_path, GPT2)
     text = sch.why("transformer.h.3.mlp.c_fc.weight")
     assert text.splitlines()[0] == "transformer.h.3.mlp.c_fc.weight   float32[32, 8]"
     assert 'x.sched:15   shard(col, over=tp)   step "tensor parallel", selected by' in text
     assert "`transformer.h.*` then `mlp.c_fc`" in text
     assert "verify" not in text
-    assert "test_schedule.py" in built().why("transformer.wte")
+    assert "test_schedule.py" in tensor_parallel().why("transformer.wte")
 
 
 def test_diff() -> None:
-    """Two schedules are compared by their actions."""
-    old, new = built(), built()
+    """`diff` compares two schedules by their actions."""
+    old, new = tensor_parallel(), tensor_parallel()
     assert not old.diff(new) and str(old.diff(new)) == "no difference"
     new.undo()
     new.set(tp=4)
@@ -237,8 +239,8 @@ def test_diff() -> None:
 
 
 def test_record() -> None:
-    """The machine's record holds decisions and rows, and is JSON."""
-    record: Any = json.loads(json.dumps(built().to_json()))
+    """`to_json` has the decisions and the rows."""
+    record: Any = json.loads(json.dumps(tensor_parallel().to_json()))
     assert record["decisions"] == {"tp": 2}
     row = record["actions"][1]
     assert row["do"] == "shard" and row["args"] == {"style": "col", "over": "tp", "blocks": 3}
@@ -246,22 +248,22 @@ def test_record() -> None:
 
 
 def test_definitions_from_python(sch: Schedule, tmp_path: Path, monkeypatch: Any) -> None:
-    """A library's definitions are called like primitives."""
+    """Definitions of a library are called like primitives."""
     (tmp_path / "my.sched").write_text("schedule 1\ndef keep() {\n  attn  checkpoint()\n}\n")
     monkeypatch.chdir(tmp_path)
     sch.use("my.sched", as_="my")
     sch["transformer.h[:2]"].my.keep()
     assert sch.plan().actions[0].sites == ("transformer.h.0.attn", "transformer.h.1.attn")
-    assert written(tmp_path, sch.to_sched()).plan() == sch.plan()
+    assert load_text(tmp_path, sch.to_sched()).plan() == sch.plan()
 
 
 def test_verbs_are_offered_where_one_types(sch: Schedule) -> None:
-    """A completion lists every verb, of the schedule and of some of its modules."""
+    """`dir` lists every primitive, on the schedule and on a cursor."""
     assert set(registry()) <= set(dir(sch)) and set(registry()) <= set(dir(sch["transformer.h.*"]))
 
 
 def test_modules_of_a_cursor(sch: Schedule) -> None:
-    """A cursor shows what it selects."""
+    """A cursor lists the modules that it selects."""
     assert sch["transformer.h.0.mlp.*"].modules == (
         "transformer.h.0.mlp.c_fc",
         "transformer.h.0.mlp.c_proj",
@@ -289,36 +291,37 @@ SCOPE = st.tuples(
 STEP = st.tuples(st.sampled_from(["a", "b", "c d"]), st.lists(SCOPE | ROW, min_size=1, max_size=4))
 
 
-def attempt(scope: Any, row: Any) -> None:
-    """One row; a refused one must leave no trace, which the comparison at the end shows."""
-    path, (name, args, named) = row
+def add_row(scope: Any, row: Any) -> None:
+    """Add one row; a refused one must leave no trace, which the final comparison shows."""
+    path, (name, args, keywords) = row
     with suppress(Refusal):
-        getattr(scope[path] if path else scope, name)(*args, **named)
+        getattr(scope[path] if path else scope, name)(*args, **keywords)
 
 
-def perform(sch: Schedule, steps: Any) -> None:
+def add_steps(sch: Schedule, steps: Any) -> None:
+    """Add the steps with their scopes and rows."""
     for name, body in steps:
         with suppress(Refusal), sch.step(name, relax=["rng"] if name == "a" else []):
             for path, inner in body:
                 if isinstance(inner, tuple):
-                    attempt(sch, (path, inner))
+                    add_row(sch, (path, inner))
                     continue
                 with suppress(Refusal), sch.at(path) as scope:
                     for row in inner:
-                        attempt(scope, row)
+                        add_row(scope, row)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(STEP, min_size=1, max_size=3))
 def test_whatever_python_builds_text_says(tmp_path: Path, steps: Any) -> None:
-    """For any program: the text plans the same, prints itself, and undo of all is empty."""
+    """For any program the text plans equally and prints itself, also after each `undo`."""
     sch = create_schedule(MODEL)
     sch.knob("n", 2, range=(0, 4))
     sch.mesh(dp=2, tp=4)
-    perform(sch, steps)
-    again = written(tmp_path, sch.to_sched())
-    assert again.plan() == sch.plan()
-    assert again.to_sched() == sch.to_sched() == fmt(Source("x", sch.to_sched()))
+    add_steps(sch, steps)
+    reloaded = load_text(tmp_path, sch.to_sched())
+    assert reloaded.plan() == sch.plan()
+    assert reloaded.to_sched() == sch.to_sched() == fmt(Source("x", sch.to_sched()))
     for _ in range(len(sch.plan().actions)):
         sch.undo()
-        assert written(tmp_path, sch.to_sched()).plan() == sch.plan()
+        assert load_text(tmp_path, sch.to_sched()).plan() == sch.plan()

@@ -1,4 +1,4 @@
-"""Selectors: what a path names, in which order, and what is said when it names nothing."""
+"""Selectors: which modules a path names, in which order, and the message when it names none."""
 
 import pytest
 from hypothesis import given, settings
@@ -10,22 +10,27 @@ from schedlang.language import nodes as n
 from schedlang.language.selector import Selector
 from schedlang.language.syntax import parse
 from schedlang.language.value import Names
-from tests.toys import gpt
+from tests.toys import gpt_tree
 
-SELECTOR = Selector(gpt())
+SELECTOR = Selector(gpt_tree())
 
 
-def at(text: str) -> n.At:
+def parse_at(text: str) -> n.At:
+    """The `at` statement of a selector."""
     item = parse(Source("gpt2.sched", f"schedule 1\nat {text} {{}}\n")).items[0]
     assert isinstance(item, n.At)
     return item
 
 
 def select(text: str, *roots: str, **knobs: object) -> tuple[str, ...]:
-    return SELECTOR.select_scope(at(text), roots or ("",), Names(knobs=knobs, model=SELECTOR.tree))
+    """The modules that a selector names, from the roots of a scope."""
+    return SELECTOR.select_scope(
+        parse_at(text), roots or ("",), Names(knobs=knobs, model=SELECTOR.tree)
+    )
 
 
-def refused(text: str, *roots: str) -> str:
+def refusal_text(text: str, *roots: str) -> str:
+    """The message of a selector's refusal."""
     with pytest.raises(Refusal) as caught:
         select(text, *roots)
     return caught.value.render()
@@ -69,7 +74,7 @@ H = tuple(f"transformer.h.{i}" for i in range(4))
     ],
 )
 def test_what_a_path_names(text: str, found: tuple[str, ...]) -> None:
-    """A selector gives the modules it names in model order, each once."""
+    """A selector gives the modules that it names in model order, each once."""
     assert select(text, ckpt=2) == found
 
 
@@ -79,14 +84,14 @@ def test_relative_to_the_scope() -> None:
 
 
 def test_a_knob_may_empty_a_slice() -> None:
-    """[:ckpt] with ckpt = 0 is nothing to do; [5:3] is a mistake."""
+    """`[:ckpt]` with ckpt = 0 is legal and selects nothing; `[3:1]` is a mistake."""
     assert select("transformer.h[:ckpt]", ckpt=0) == ()
-    assert "S202" in refused("transformer.h[3:1]")
+    assert "S202" in refusal_text("transformer.h[3:1]")
 
 
 def test_no_match_names_the_segment() -> None:
-    """The message points at the segment, says where it looked, and guesses."""
-    path = at("mlp.c_fcc").paths[0]
+    """The message marks the segment, says where it was searched, and suggests a name."""
+    path = parse_at("mlp.c_fcc").paths[0]
     with pytest.raises(Refusal) as caught:
         SELECTOR.select(path, H, Names())
     assert (
@@ -104,9 +109,9 @@ error[S201]: selector matches no module
 
 
 def test_no_match_at_the_root() -> None:
-    """Where nothing is near, the children are listed."""
+    """Where no name is similar, the children are listed."""
     assert (
-        refused("model.layers.*")
+        refusal_text("model.layers.*")
         == """\
 error[S201]: selector matches no module
  --> gpt2.sched:2:4
@@ -119,17 +124,17 @@ error[S201]: selector matches no module
 
 
 def test_every_outer_match_counts() -> None:
-    """A name that only some of the modules have is an error, and `?` is offered."""
-    text = refused("transformer.h.*.mlp.gate")
+    """A name that only some of the modules have is refused, and `?` is offered."""
+    text = refusal_text("transformer.h.*.mlp.gate")
     assert "`transformer.h.0.mlp` has no child `gate`" in text
     assert "1 of them have one; end the path in `?`" in text
-    assert "has no child `nix`" in refused("transformer.h.*.{attn,nix}")
+    assert "has no child `nix`" in refusal_text("transformer.h.*.{attn,nix}")
 
 
 def test_index_out_of_range() -> None:
-    """The message counts the children."""
+    """The message says how many children there are."""
     assert (
-        refused("transformer.h[2, 7]")
+        refusal_text("transformer.h[2, 7]")
         == """\
 error[S202]: index 7 is out of range
  --> gpt2.sched:2:16
@@ -139,13 +144,15 @@ error[S202]: index 7 is out of range
   |
   = help: count from the end: the last is `-1`"""
     )
-    assert "index 7 is out of range" in refused("transformer.h.7")
+    assert "index 7 is out of range" in refusal_text("transformer.h.7")
 
 
 def test_no_module_of_the_type() -> None:
-    """The types that are there are listed, or the one that was meant."""
-    assert "the types there are `Attention`, `Block`, `Conv1D`" in refused("transformer.**:Dense")
-    assert "did you mean `:Conv1D`?" in refused("transformer.**:Conv1d")
+    """The message suggests a similar type, or lists the types."""
+    assert "the types there are `Attention`, `Block`, `Conv1D`" in refusal_text(
+        "transformer.**:Dense"
+    )
+    assert "did you mean `:Conv1D`?" in refusal_text("transformer.**:Conv1d")
 
 
 @pytest.mark.parametrize(
@@ -160,18 +167,18 @@ def test_no_module_of_the_type() -> None:
     ],
 )
 def test_scope_refusals(text: str, code: str, said: str) -> None:
-    """An `at` that keeps nothing, or asks for what no module has, is refused."""
-    message = refused(text)
+    """An `at` that selects nothing, or reads an unknown attribute, is refused."""
+    message = refusal_text(text)
     assert code in message and said in message
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(["*", "**", "h", "transformer", "mlp", "c_*"]), max_size=4))
 def test_order_and_uniqueness(segs: list[str]) -> None:
-    """Any path of globs gives modules of the tree in model order without repeats, or a refusal."""
+    """Any path of globs gives modules in model order without repeats, or is refused."""
     order = list(SELECTOR.descend(""))
     try:
-        found = select(".".join(segs) or "*")
+        selected = select(".".join(segs) or "*")
     except Refusal:
         return
-    assert [m for m in order if m in found] == list(found)
+    assert [m for m in order if m in selected] == list(selected)

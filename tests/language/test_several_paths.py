@@ -1,4 +1,4 @@
-"""Rows of several paths: read, formatted, and one selection in model order."""
+"""Rows with several paths, separated by commas: parsed, formatted, one selection in model order."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from torch import nn
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source
 from schedlang.language.printer import fmt
-from tests.language.test_primitives import Toy
-from tests.proofs import planned
+from tests.language.test_primitive_examples import Toy
+from tests.proofs import make_plan
 
 
-def _toy() -> nn.Module:
+def _build_toy() -> nn.Module:
     torch.manual_seed(0)
     return Toy()
 
 
 def test_one_spacing() -> None:
-    """A comma and a space between paths, two spaces before the primitive."""
+    """`fmt` puts a comma and a space between paths, and two spaces before the primitive."""
     head = 'schedule 1\n\nstep "a" {{\n  {}\n}}\n'
-    wanted = head.format("layers.*.norm, head  checkpoint(save=[linear])")
+    expected = head.format("layers.*.norm, head  checkpoint(save=[linear])")
     loose = head.format("layers.*.norm  ,head checkpoint( save=[linear] )")
-    assert fmt(Source("x.sched", loose)) == fmt(Source("x.sched", wanted)) == wanted
+    assert fmt(Source("x.sched", loose)) == fmt(Source("x.sched", expected)) == expected
 
 
 def test_one_selection() -> None:
-    """What two paths name twice is taken once, in the order of the model."""
-    plan = planned(_toy(), "layers[2, 0], layers[:2], embed  checkpoint()")
+    """A module that two paths name is selected once, in model order."""
+    plan = make_plan(_build_toy(), "layers[2, 0], layers[:2], embed  checkpoint()")
     (action,) = plan.actions
     assert action.sites == ("embed", "layers.0", "layers.1", "layers.2")
 
 
 def test_each_path_matches() -> None:
-    """One path that names nothing is refused, although the other names something."""
+    """A path that names nothing is refused, even if another path names something."""
     with pytest.raises(Refusal, match="S201"):
-        planned(_toy(), "layers.*, nothing  checkpoint()")
+        make_plan(_build_toy(), "layers.*, nothing  checkpoint()")
 
 
 def test_inside_a_scope() -> None:
-    """Paths start at the scope around the row, each of them."""
-    plan = planned(_toy(), "at layers[1, 2] { mlp.up, mlp.down  checkpoint() }")
+    """Each path is relative to the scope around the row."""
+    plan = make_plan(_build_toy(), "at layers[1, 2] { mlp.up, mlp.down  checkpoint() }")
     assert [site for action in plan.actions for site in action.sites] == [
         "layers.1.mlp.up",
         "layers.1.mlp.down",
@@ -52,6 +52,6 @@ def test_inside_a_scope() -> None:
 
 @pytest.mark.parametrize("row", ["layers, ", "layers, head", ", head  checkpoint()"])
 def test_what_is_no_row(row: str) -> None:
-    """A comma with nothing on one side, and paths without a primitive, are mistakes of form."""
+    """A missing path beside a comma, and paths without a primitive, are syntax errors."""
     with pytest.raises(Refusal, match="S00"):
-        planned(_toy(), row)
+        make_plan(_build_toy(), row)

@@ -1,4 +1,4 @@
-"""The parser: what it accepts, the places it keeps, and what it says about the rest."""
+"""The parser: accepted programs, spans of nodes, and the messages for syntax errors."""
 
 import sys
 from pathlib import Path
@@ -16,35 +16,37 @@ from schedlang.language.grammar import parser
 from schedlang.language.printer import to_text
 from schedlang.language.syntax import parse, parse_expr, parse_path, read
 from tests.samples import SAMPLES
-from tests.strategies import damaged
+from tests.strategies import with_damage
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
 GPT2 = SAMPLES["gpt2_tp.sched"]
 
 
-def refused(text: str) -> Refusal:
+def parse_refusal(text: str) -> Refusal:
+    """The refusal of a text."""
     with pytest.raises(Refusal) as caught:
         parse(Source("gpt2.sched", text))
     return caught.value
 
 
-def edited(old: str, new: str) -> str:
+def edit_refusal(old: str, new: str) -> str:
+    """The message for the GPT-2 sample with one text replaced."""
     assert old in GPT2
-    return refused(GPT2.replace(old, new, 1)).render()
+    return parse_refusal(GPT2.replace(old, new, 1)).render()
 
 
 def test_grammar_is_strict_lalr() -> None:
-    """The grammar has no conflict that would be settled in silence."""
+    """The grammar has no conflict that would be resolved silently."""
     parser(strict=True)
 
 
 def test_the_parser_that_is_kept_reads_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Made of the grammar, taken from where it is kept, made anew where that is damaged, and where
-    nothing can be kept: the tree is the same."""
-    kept = tmp_path / "grammar.lark"
+    """The parser gives the same tree when it is built, cached, rebuilt from a damaged cache, or not
+    cached."""
+    cache = tmp_path / "grammar.lark"
 
     def tree(path: Path, from_grammar: bool = True) -> Any:
         with monkeypatch.context() as patch:
@@ -53,27 +55,27 @@ def test_the_parser_that_is_kept_reads_alike(
                 patch.setattr("lark.lark.load_grammar", None)
             return grammar.parser.__wrapped__().parse(GPT2, start="start")
 
-    made = tree(kept)
-    assert tree(kept, from_grammar=False) == made
-    whole = kept.read_bytes()
-    for part in (whole[: len(whole) // 2], b"", b"\x80" * 100):
-        kept.write_bytes(part)
-        assert tree(kept) == tree(kept, from_grammar=False) == made
-    assert tree(tmp_path / "missing" / "grammar.lark") == made
+    expected = tree(cache)
+    assert tree(cache, from_grammar=False) == expected
+    content = cache.read_bytes()
+    for part in (content[: len(content) // 2], b"", b"\x80" * 100):
+        cache.write_bytes(part)
+        assert tree(cache) == tree(cache, from_grammar=False) == expected
+    assert tree(tmp_path / "missing" / "grammar.lark") == expected
 
 
 def test_where_the_parser_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the bytecode of its own file; nowhere if Python is to write no bytecode."""
+    """The parser is cached beside the bytecode; nowhere if Python writes no bytecode."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     monkeypatch.setattr(sys, "pycache_prefix", None)
-    kept = Path(str(grammar._cache_path()))
-    assert kept.parent == Path(grammar.__file__).parent / "__pycache__"
+    cache = Path(str(grammar._cache_path()))
+    assert cache.parent == Path(grammar.__file__).parent / "__pycache__"
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     assert grammar._cache_path() is False
 
 
 def test_nodes_know_their_place() -> None:
-    """A node's span is its own text; equality ignores it."""
+    """A node's span is its own text; equality ignores spans."""
     file = parse(Source("x", GPT2))
     step = file.items[-1]
     assert isinstance(step, n.Step) and step.span.line == 10
@@ -81,40 +83,40 @@ def test_nodes_know_their_place() -> None:
     assert isinstance(rule, n.Rule)
     line = GPT2.split("\n")[rule.call.span.line - 1]
     assert line[rule.call.span.col - 1 : rule.call.span.end_col - 1] == "pad(vocab, multiple=128)"
-    moved = parse(Source("y", "\n\n" + GPT2))
-    assert moved == file and moved.items[-1].span != step.span
+    shifted = parse(Source("y", "\n\n" + GPT2))
+    assert shifted == file and shifted.items[-1].span != step.span
 
 
 def test_a_mesh_lies_on_a_machine_or_on_a_file_of_one() -> None:
-    """A name as it is, a file in quotes; both are printed as they were read."""
+    """`on` takes a device name or a quoted file, and both print as they were read."""
     for written, on in (("a100x4", "a100x4"), ('"my machine.toml"', "my machine.toml")):
         text = f"schedule 1\n\nmesh(dp=2) on {written}\n"
         file = parse(Source("my.sched", text))
-        assert [one.on for one in file.items if isinstance(one, n.Mesh)] == [on]
+        assert [mesh.on for mesh in file.items if isinstance(mesh, n.Mesh)] == [on]
         assert to_text(file) == text
 
 
 def test_index_is_a_child() -> None:
-    """layers[3] and layers.3 are one selector."""
+    """`layers[3]` and `layers.3` are the same selector."""
     assert parse_path("a.layers[3].b", NOWHERE) == parse_path("a.layers.3.b", NOWHERE)
     assert parse_path("a.layers[-1]", NOWHERE) != parse_path("a.layers.1", NOWHERE)
 
 
 def test_keywords_are_only_reserved_where_they_matter() -> None:
-    """Modules called like a word of the language can be named after a dot or in backquotes."""
+    """Modules named like a keyword can be written after a dot or in backquotes."""
     assert parse_path("a.step.view", NOWHERE).segs[1].text == "step"
     parse(Source("x", 'schedule 1\nstep "s" {\n  `at`.in  checkpoint()\n}\n'))
 
 
 def test_interval_of_integers() -> None:
-    """4..64 is an interval, not two floats."""
+    """`4..64` is an interval, not two floats."""
     knob = parse(Source("x", "schedule 1\nknob m: int = 16 in 4..64\n")).items[0]
     assert isinstance(knob, n.Knob)
     assert knob.domain == n.Interval(n.Lit("4"), n.Lit("64"))
 
 
 def test_python_strings_blame_the_string() -> None:
-    """A mistake in a selector given as a string is shown inside the string."""
+    """A mistake in a selector given as a Python string is shown inside the string."""
     with pytest.raises(Refusal) as caught:
         parse_path("h.*..attn", NOWHERE)
     assert "1 | h.*..attn" in caught.value.render()
@@ -123,8 +125,10 @@ def test_python_strings_blame_the_string() -> None:
 
 
 def test_unclosed_parenthesis() -> None:
-    """The bracket is blamed, not the line after it."""
-    text = edited("    mlp.c_fc     shard(col, over=tp)", "    mlp.c_fc     shard(col, over=tp")
+    """The open bracket is marked, not the line after it."""
+    text = edit_refusal(
+        "    mlp.c_fc     shard(col, over=tp)", "    mlp.c_fc     shard(col, over=tp"
+    )
     assert (
         text
         == """\
@@ -142,7 +146,7 @@ error[S002]: this `(` is never closed
 
 @pytest.mark.parametrize("keep", [30, 120, 400, 500, 640, 720])
 def test_truncated_file(keep: int) -> None:
-    """A file that ends too early is refused wherever it was cut, and says that it ends."""
+    """A truncated file is refused wherever it was cut."""
     cut = GPT2[: len(GPT2) * keep // 760]
     try:
         parse(Source("x", cut))
@@ -153,14 +157,14 @@ def test_truncated_file(keep: int) -> None:
 
 
 def test_closed_brackets_are_not_blamed() -> None:
-    """Of two brackets the one that is open is blamed, though the parser still holds the other."""
-    text = refused("schedule 1\nmesh(dp * size(2)\nh.*  checkpoint()\n").render()
+    """Of two brackets the unclosed one is marked, though the parser's stack has the other."""
+    text = parse_refusal("schedule 1\nmesh(dp * size(2)\nh.*  checkpoint()\n").render()
     assert "this `(` is never closed\n --> gpt2.sched:2:5\n" in text
 
 
 def test_unclosed_block() -> None:
     """A missing brace shows where the block began and where the file ends."""
-    text = refused(GPT2.rstrip()[:-2]).render()
+    text = parse_refusal(GPT2.rstrip()[:-2]).render()
     assert (
         text
         == """\
@@ -178,25 +182,25 @@ error[S002]: this `{` is never closed
 
 
 def test_a_block_before_another_step() -> None:
-    """A declaration at the margin shows that the block before it was meant to end."""
+    """A `step` at the margin shows that the block above it was not closed."""
     step = 'step "{}" {{\n  a  checkpoint()\n'
-    text = refused("schedule 1\n" + step.format("a") + step.format("b") + "}\n").render()
+    text = parse_refusal("schedule 1\n" + step.format("a") + step.format("b") + "}\n").render()
     assert "this `{` is never closed\n --> gpt2.sched:2:10\n" in text
     assert '4 | step "b" {\n  | ---- expected `}` before this\n' in text
 
 
 def test_python_is_no_schedule() -> None:
-    """A model file, or a program, that is given for a schedule: what to type for each."""
-    with pytest.raises(Refusal) as told:
+    """A Python file given as a schedule: the message says which commands take one."""
+    with pytest.raises(Refusal) as caught:
         parse(Source("program.py", "import torch\n"))
-    said = " ".join(told.value.diagnostic.helps)
-    assert "schedlang init model.py" in said and "--against program.py" in said
+    helps = " ".join(caught.value.diagnostic.helps)
+    assert "schedlang init model.py" in helps and "--against program.py" in helps
 
 
 def test_colon_between_selector_and_primitive() -> None:
-    """The habit of other notations is named, with the text to write."""
+    """A colon after the selector is refused with the text to write."""
     assert (
-        edited("    mlp.c_fc     shard(", "    mlp.c_fc:    shard(")
+        edit_refusal("    mlp.c_fc     shard(", "    mlp.c_fc:    shard(")
         == """\
 error[S004]: a selector and its primitive are separated by a space
   --> gpt2.sched:16:5
@@ -209,9 +213,9 @@ error[S004]: a selector and its primitive are separated by a space
 
 
 def test_row_without_primitive() -> None:
-    """A row that is only a selector is told what it lacks and shown one that does not."""
+    """A row without a primitive is refused with an example of one."""
     assert (
-        edited("    mlp.c_fc     shard(col, over=tp)", "    mlp.c_fc")
+        edit_refusal("    mlp.c_fc     shard(col, over=tp)", "    mlp.c_fc")
         == """\
 error[S003]: expected `(`, `.` or `:`, found the end of the line
   --> gpt2.sched:16:13
@@ -257,8 +261,8 @@ error[S003]: expected `(`, `.` or `:`, found the end of the line
     ],
 )
 def test_what_is_said(text: str, code: str, said: str) -> None:
-    """Each kind of mistake has its code and its words."""
-    refusal = refused(text)
+    """Each kind of syntax error has its code and its message."""
+    refusal = parse_refusal(text)
     assert refusal.diagnostic.code.startswith(code)
     assert said in refusal.render()
 
@@ -274,20 +278,20 @@ def test_what_is_said(text: str, code: str, said: str) -> None:
     ],
 )
 def test_what_is_not_nested_is_not_too_deep(text: str) -> None:
-    """A comment may be a line of dashes, and long is not deep."""
+    """Long comments, strings and sums are not "too deep"."""
     parse(Source("x", f"schedule 1\n{text}\n"))
 
 
 def test_all_independent_mistakes() -> None:
-    """Mistakes of form are all reported, in the order of the text."""
-    refusal = refused("schedule 3\nknob in: int = 1\nh.*(1)\n")
+    """All syntax errors are reported, in the order of the text."""
+    refusal = parse_refusal("schedule 3\nknob in: int = 1\nh.*(1)\n")
     assert [d.code for d in refusal.diagnostics] == ["S006", "S007", "S004"]
 
 
 @QUICK
-@given(st.sampled_from(sorted(SAMPLES)).flatmap(lambda name: damaged(SAMPLES[name])))
+@given(st.sampled_from(sorted(SAMPLES)).flatmap(lambda name: with_damage(SAMPLES[name])))
 def test_damage_is_refused_or_read(text: str) -> None:
-    """A damaged schedule is refused with a message or is another schedule; never anything else."""
+    """A damaged schedule is refused with a message or is another schedule; nothing else."""
     try:
         parse(Source("x", text))
     except Refusal as refusal:
@@ -297,7 +301,7 @@ def test_damage_is_refused_or_read(text: str) -> None:
 @QUICK
 @given(st.text(max_size=80))
 def test_noise_is_refused(text: str) -> None:
-    """Any text gives a tree or a refusal that can be shown."""
+    """Any text gives a tree or a refusal that can be printed."""
     try:
         parse(Source("x", "schedule 1\n" + text))
     except Refusal as refusal:
@@ -305,11 +309,11 @@ def test_noise_is_refused(text: str) -> None:
 
 
 def test_files(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    """A file that is missing, a directory, or not UTF-8 is refused; a byte order mark is not."""
+    """A missing file, a directory and invalid UTF-8 are refused; a byte order mark is accepted."""
     (tmp_path / "latin").write_bytes(b"schedule 1\n# \xe9\n")
     (tmp_path / "bom").write_bytes(b"\xef\xbb\xbfschedule 1\r\n")
-    for name, said in [("none", "no such file"), ("", "is a directory"), ("latin", "line 2")]:
+    for name, message in [("none", "no such file"), ("", "is a directory"), ("latin", "line 2")]:
         with pytest.raises(Refusal) as caught:
             read(tmp_path / name)
-        assert said in caught.value.render()
+        assert message in caught.value.render()
     assert parse(read(tmp_path / "bom")).header.version == "1"

@@ -1,4 +1,4 @@
-"""Rows of `shard` that do not fit together: refused with a reason, no crash and no wrong value."""
+"""`shard` rows that do not fit together: refused with a reason; never a crash or a wrong value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from schedlang.runtime.launch.pool import Pool
-from tests.proofs import refused
+from tests.proofs import refusal_text
 from tests.properties.engine import Differs, cheap
 from tests.properties.models import Block, Config
 from tests.properties.schedules import Drawn, step
@@ -38,38 +38,39 @@ TIED = Config((Block(),), width=6, entry="words", vocab=12, tied=True)
     ],
 )
 def test_refused(config: Config, rows: str, said: str) -> None:
-    """What cannot be computed from the parts is refused when it is traced, with the row."""
-    words = refused(config.model(), rows, "tp=2", config.batch(4, 4, 0, True))
-    assert said in words and "rows.sched:" in words
+    """What cannot be computed from the shards is refused when traced, with the row."""
+    message = refusal_text(config.model(), rows, "tp=2", config.batch(4, 4, 0, True))
+    assert said in message and "rows.sched:" in message
 
 
 def test_two_axes_at_one_layer_with_a_bias() -> None:
-    """A bias that one axis splits cannot be added to a sum over another."""
+    """A bias sharded over one axis cannot be added to a sum over another axis."""
     rows = "blocks.0.down  shard(row, over=tp)\nblocks.0.down  shard(col, output=R, over=up)"
-    words = refused(MLP.model(), rows, "tp=2, up=3", MLP.batch(2, 4, 0, True))
-    assert "adds its bias" in words
+    message = refusal_text(MLP.model(), rows, "tp=2, up=3", MLP.batch(2, 4, 0, True))
+    assert "adds its bias" in message
 
 
-def _equal(pool: Pool, config: Config, *rows: str) -> None:
+def _check_equal(pool: Pool, config: Config, *rows: str) -> None:
+    """Check that a model with these rows computes what the original does."""
     drawn = Drawn(config, (("tp", 2),), (step("shard", rows, ["x"], ["tp"]),), 1, 4)
-    bad = tuple(row for row in cheap(drawn, pool) if not row.ok)
-    if bad:
-        raise Differs(bad, drawn)
+    failed = tuple(row for row in cheap(drawn, pool) if not row.ok)
+    if failed:
+        raise Differs(failed, drawn)
 
 
 def test_blocks_in_and_out(pool: Pool) -> None:
-    """Inputs that arrive in blocks meet a weight that is split in the same blocks."""
+    """A block-sharded input fits a weight that is sharded in the same blocks."""
     up = "blocks.0.up  shard(col, blocks=2, over=tp)"
-    _equal(pool, MLP, up, "blocks.0.down  shard(row, blocks=2, over=tp)")
+    _check_equal(pool, MLP, up, "blocks.0.down  shard(row, blocks=2, over=tp)")
 
 
 def test_dropout_on_split_logits(pool: Pool) -> None:
-    """Logits that are made whole for a function meet dropout and float64 as other tensors do."""
-    _equal(pool, WORDS, "blocks.0.down  shard(vocab, over=tp)")
+    """Sharded logits that a function needs in full go through dropout in float64 correctly."""
+    _check_equal(pool, WORDS, "blocks.0.down  shard(vocab, over=tp)")
 
 
-class Two(nn.Module):
-    """A second use of the hidden state, behind the logits."""
+class TwoOutputs(nn.Module):
+    """A model that uses the hidden state again after the logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,8 +85,8 @@ class Two(nn.Module):
 
 
 def test_a_split_tensor_behind_split_logits() -> None:
-    """Behind split logits calls are not followed: what is still split there is refused."""
+    """A tensor that is still sharded after sharded logits is refused."""
     rows = "up  shard(col, over=tp)\nhead  shard(vocab, over=tp)"
     batch = {"x": torch.ones(4, 4, dtype=torch.float64), "y": torch.arange(4)}
-    said = refused(Two(), rows, "tp=2", batch)
-    assert "`mean` uses a tensor sharded over `tp` after sharded logits" in said
+    message = refusal_text(TwoOutputs(), rows, "tp=2", batch)
+    assert "`mean` uses a tensor sharded over `tp` after sharded logits" in message

@@ -1,4 +1,4 @@
-"""Ranks as users start them: the server that they are forked from is a new interpreter."""
+"""Ranks start as for users: the server that forks them is a new interpreter."""
 
 import pytest
 
@@ -8,5 +8,5 @@ from tests import forks
 
 @pytest.fixture(autouse=True)
 def _as_users_start_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing but what the server imports by itself is there."""
+    """Let the server have only the modules that it imports by itself."""
     monkeypatch.setattr(Pool, "_executed", staticmethod(forks.EXECUTED))

@@ -1,9 +1,9 @@
-"""A run that agents of torchrun start on each node, and that tells what it saw of the data.
+"""A training run that torchrun agents start on each node, and that records its samples.
 
-    torchrun ... tests/launching/elastic_run.py FOLDER STEPS PAUSE [HOLDS AT STEPS]
+    torchrun ... tests/launching/elastic_run.py FOLDER STEPS PAUSE [STEPS TO HOLD AT]
 
-Each rank writes a line for each step into a file of its own: the step, the number of the round, the
-ranks of the job, and the samples that the loss has seen here.  At some steps it waits for a file.
+For each step each rank writes a line into its own file: the step, the number of the round, the
+number of ranks, and the samples of its loss.  At the steps to hold at it waits for a file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BUILD = {"dropout": "logical", "seed": 7}
 
 
 def samples() -> list[dict[str, Tensor]]:
-    """Rows, each with its number and the class that is right for it."""
+    """Return the rows, each with its number and its class."""
     draw = torch.Generator().manual_seed(1)
     return [
         {
@@ -55,7 +55,7 @@ def samples() -> list[dict[str, Tensor]]:
 
 
 class Seen:
-    """What this rank's loss saw since the last step, and the losses of all steps."""
+    """Records the samples of this rank's loss since the last step, and the losses of all steps."""
 
     def __init__(self, folder: Path | None, holds: list[int], pause: float) -> None:
         self.folder, self.holds, self.pause = folder, holds, pause
@@ -64,19 +64,19 @@ class Seen:
         self.round = 0
 
     def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """The cross entropy; which samples it was asked for is kept."""
+        """Return the cross entropy, and record the samples that it was asked for."""
         if not batch["number"].is_meta and output.requires_grad:
             self.numbers += batch["number"].tolist()
         return F.cross_entropy(output, batch["target"])
 
     def on_begin(self, trainer: Any) -> None:
-        """Forget what was asked for while the program was built; all ranks name the round alike."""
+        """Forget the samples used while the program was built; agree on a name for the round."""
         self.numbers.clear()
         with waits_for_ranks():  # waits for nobody but the other ranks
             self.round = world.broadcast_object(0, time.time_ns())
 
     def on_step(self, trainer: Any) -> None:
-        """Write a line, in one piece; then wait, if that is asked for."""
+        """Write one line, then wait if this step is held."""
         numbers, step = list(self.numbers), trainer.program.step
         self.numbers.clear()
         if self.folder is None:
@@ -99,10 +99,10 @@ class Seen:
                 file.write(f"{int(figures['step'])} {figures['loss'].hex()}\n")
 
 
-def trained(folder: Path | None, steps: int, holds: list[int], pause: float) -> Seen:
-    """A run of shuffled samples, to its end."""
+def train(folder: Path | None, steps: int, holds: list[int], pause: float) -> Seen:
+    """Train on shuffled samples to the end, and return the recorder."""
     torch.manual_seed(0)
-    seen = Seen(folder, holds, pause)
+    recorder = Seen(folder, holds, pause)
     schedlang.Trainer(
         schedule=SCHEDULE,
         model=Watcher().double(),
@@ -110,22 +110,22 @@ def trained(folder: Path | None, steps: int, holds: list[int], pause: float) -> 
         steps=steps,
         optimizer=lambda named: torch.optim.AdamW(named, lr=3e-3),
         scheduler=lambda it: torch.optim.lr_scheduler.CosineAnnealingLR(it, 50),
-        loss=seen.loss,
+        loss=recorder.loss,
         folder=None if folder is None else folder / "saved",
         save_every=0 if folder is None else 1,
         log_every=1,
-        callbacks=(seen,),
+        callbacks=(recorder,),
         elastic=True,
         build=BUILD,
     ).fit()
-    return seen
+    return recorder
 
 
 def main() -> None:
-    """The run, as torchrun starts it."""
+    """Run as torchrun starts it."""
     folder, steps, pause, *holds = sys.argv[1:]
     Path(folder, f"rank.{os.environ['GROUP_OF_NODE']}.{os.getpid()}").touch()
-    trained(Path(folder), int(steps), list(map(int, holds)), float(pause))
+    train(Path(folder), int(steps), list(map(int, holds)), float(pause))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""Tests of agreement: ranks that do not build the same refuse, name what differs, and do not hang.
+"""Agreement of ranks: different builds are refused with their difference, and no rank hangs.
 
-Each kind of disagreement is one that a job has: another seed, file, version, setting, batch.
+Each kind of disagreement occurs in jobs: another seed, file, version, setting, batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.comm.agreement import AgreementItem, checksum, describe_differences
 from schedlang.runtime.launch.pool import Pool
-from tests.launching.agents import runs
+from tests.launching.elastic_nodes import is_running
 
 WIDE = 8
 
@@ -38,13 +38,13 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDE, 2 * WIDE), nn.Linear(2 * WIDE, WIDE)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of both ways."""
-        out: torch.Tensor = x + self.down(F.gelu(self.up(x)))
-        return out
+        """Return the sum of both branches."""
+        output: torch.Tensor = x + self.down(F.gelu(self.up(x)))
+        return output
 
 
 class Net(nn.Module):
-    """Blocks, and a loss of its own."""
+    """Blocks, and their own loss."""
 
     def __init__(self, scale: float = 1.0) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Net(nn.Module):
         self.scale = scale
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Squares."""
+        """Return the mean of squares."""
         for block in self.blocks:
             x = block(x)
         return {"loss": F.mse_loss(x * self.scale, y)}
@@ -62,7 +62,7 @@ class Steep(Net):
     """Another forward with the same parameters."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Absolute values."""
+        """Return the mean of absolute values."""
         for block in self.blocks:
             x = block(x)
         return {"loss": F.l1_loss(x, y)}
@@ -73,13 +73,13 @@ def _batch(seed: int = 0, rows: int = 4) -> dict[str, torch.Tensor]:
     return {name: torch.randn(rows, WIDE, generator=draw) for name in "xy"}
 
 
-def _adamw(named: Any, lr: float = 1e-3, **more: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(named, lr=lr, **more)
+def _adamw(named: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named, lr=lr, **options)
 
 
-def _schedule(model: nn.Module, how: str = "zero 1") -> Any:
+def _schedule(model: nn.Module, layout: str = "zero 1") -> Any:
     sch = schedlang.create_schedule(model)
-    kind, _, number = how.partition(" ")
+    kind, _, number = layout.partition(" ")
     if kind == "zero":
         sch.mesh(dp=2)
         sch.zero(stage=int(number), over="dp")
@@ -94,8 +94,8 @@ def _schedule(model: nn.Module, how: str = "zero 1") -> Any:
     return sch
 
 
-def _trained(
-    how: str = "zero 1",
+def train_on_rank(
+    layout: str = "zero 1",
     seed: int = 0,
     made: Callable[[], nn.Module] = Net,
     steps: int = 1,
@@ -103,50 +103,50 @@ def _trained(
     first: Any = None,
     **options: Any,
 ) -> list[float]:
-    """What a script of the user's does on this rank."""
+    """Train on this rank as a user's script does, and return the losses."""
     torch.manual_seed(seed)
     options = {"optimizer": _adamw, "batch": first or _batch()} | options
-    program = _schedule(made(), how).build(**options)
+    program = _schedule(made(), layout).build(**options)
     return [float(program.train_step(batch(step))) for step in range(steps)]
 
 
-def _one(**options: Any) -> dict[str, Any]:
-    """Options of rank 1 alone."""
+def on_rank_one(**options: Any) -> dict[str, Any]:
+    """Return these options on rank 1, none elsewhere."""
     return options if dist.get_rank() == 1 else {}
 
 
-def _half() -> nn.Module:
+def half_on_rank_one() -> nn.Module:
     return Net().double()
 
 
-def _frozen() -> nn.Module:
+def frozen_on_rank_one() -> nn.Module:
     model = Net()
     model.blocks[0].up.bias.requires_grad_(False)
     return model
 
 
 def _other_loss(output: Any, batch: Any) -> torch.Tensor:
-    out: torch.Tensor = output["loss"] * 2
-    return out
+    doubled: torch.Tensor = output["loss"] * 2
+    return doubled
 
 
 def _loss(output: Any, batch: Any) -> torch.Tensor:
-    out: torch.Tensor = output["loss"]
-    return out
+    loss: torch.Tensor = output["loss"]
+    return loss
 
 
-def _grouped(named: Any) -> torch.optim.Optimizer:
-    (_, first), *rest = named
+def with_two_groups(named: Any) -> torch.optim.Optimizer:
+    (_, parameter), *others = named
     return torch.optim.AdamW(
-        [{"params": [first], "weight_decay": 0.5}, {"params": [p for _, p in rest]}], lr=1e-3
+        [{"params": [parameter], "weight_decay": 0.5}, {"params": [p for _, p in others]}], lr=1e-3
     )
 
 
-def _version() -> list[float]:
+def with_other_version() -> list[float]:
     if dist.get_rank() == 1:
         torch.__version__ = type(torch.__version__)("2.11.0")  # type: ignore[attr-defined]
     try:
-        return _trained()
+        return train_on_rank()
     finally:
         torch.__version__ = "2.13.0"  # type: ignore[attr-defined]
 
@@ -154,33 +154,51 @@ def _version() -> list[float]:
 # what rank 1 does otherwise -> what the refusal says of it
 KINDS: dict[str, tuple[Callable[[], Any], str]] = {
     "weights, sliced": (
-        lambda: _trained("zero 3", **_one(seed=1)),
+        lambda: train_on_rank("zero 3", **on_rank_one(seed=1)),
         "rank 1 has different initial weights",
     ),
     "weights, sharded": (
-        lambda: _trained("tp", **_one(seed=1)),
+        lambda: train_on_rank("tp", **on_rank_one(seed=1)),
         "rank 1 has different initial weights",
     ),
     "weights, staged": (
-        lambda: _trained("pp 2", **_one(seed=1)),
+        lambda: train_on_rank("pp 2", **on_rank_one(seed=1)),
         "rank 1 has different initial weights",
     ),
-    "stage": (lambda: _trained("zero 2" if dist.get_rank() else "zero 1"), "`row 1` is zero("),
-    "schedule": (lambda: _trained("tp" if dist.get_rank() else "zero 1"), "a different mesh"),
-    "microbatches": (lambda: _trained("pp 4" if dist.get_rank() else "pp 2"), "micro=4"),
-    "rate": (lambda: _trained(**_one(optimizer=lambda n: _adamw(n, lr=3e-4))), "0.0003 on rank 1"),
-    "optimizer": (lambda: _trained(**_one(optimizer=lambda n: torch.optim.SGD(n, lr=1e-3))), "SGD"),
-    "groups": (lambda: _trained(**_one(optimizer=_grouped)), "weight_decay 0.5 on rank 1"),
-    "no optimizer": (lambda: _trained(**_one(optimizer=None)), "`optimizer` is None on rank 1"),
-    "clip": (lambda: _trained(**_one(clip=1.0)), "different options of `build`"),
-    "dtype": (lambda: _trained(**_one(made=_half)), "float64 (16, 8) on rank 1"),
-    "frozen": (lambda: _trained(**_one(made=_frozen)), "frozen on rank 1"),
-    "constant": (lambda: _trained(**_one(made=lambda: Net(2.0))), "scale=2.0"),
-    "class": (lambda: _trained(**_one(made=Steep)), "`the model` is Steep("),
-    "loss": (lambda: _trained(loss=_other_loss if dist.get_rank() else _loss), "`loss` differs on"),
-    "version": (_version, "`torch` is 2.11.0 on rank 1, 2.1"),
+    "stage": (lambda: train_on_rank("zero 2" if dist.get_rank() else "zero 1"), "`row 1` is zero("),
+    "schedule": (lambda: train_on_rank("tp" if dist.get_rank() else "zero 1"), "a different mesh"),
+    "microbatches": (lambda: train_on_rank("pp 4" if dist.get_rank() else "pp 2"), "micro=4"),
+    "rate": (
+        lambda: train_on_rank(**on_rank_one(optimizer=lambda n: _adamw(n, lr=3e-4))),
+        "0.0003 on rank 1",
+    ),
+    "optimizer": (
+        lambda: train_on_rank(**on_rank_one(optimizer=lambda n: torch.optim.SGD(n, lr=1e-3))),
+        "SGD",
+    ),
+    "groups": (
+        lambda: train_on_rank(**on_rank_one(optimizer=with_two_groups)),
+        "weight_decay 0.5 on rank 1",
+    ),
+    "no optimizer": (
+        lambda: train_on_rank(**on_rank_one(optimizer=None)),
+        "`optimizer` is None on rank 1",
+    ),
+    "clip": (lambda: train_on_rank(**on_rank_one(clip=1.0)), "different options of `build`"),
+    "dtype": (
+        lambda: train_on_rank(**on_rank_one(made=half_on_rank_one)),
+        "float64 (16, 8) on rank 1",
+    ),
+    "frozen": (lambda: train_on_rank(**on_rank_one(made=frozen_on_rank_one)), "frozen on rank 1"),
+    "constant": (lambda: train_on_rank(**on_rank_one(made=lambda: Net(2.0))), "scale=2.0"),
+    "class": (lambda: train_on_rank(**on_rank_one(made=Steep)), "`the model` is Steep("),
+    "loss": (
+        lambda: train_on_rank(loss=_other_loss if dist.get_rank() else _loss),
+        "`loss` differs on",
+    ),
+    "version": (with_other_version, "`torch` is 2.11.0 on rank 1, 2.1"),
     "names of the batch": (
-        lambda: _trained(**_one(first=_batch() | {"z": torch.ones(4)})),
+        lambda: train_on_rank(**on_rank_one(first=_batch() | {"z": torch.ones(4)})),
         "a different batch to build",
     ),
 }
@@ -188,29 +206,31 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_differs_is_named(pool: Pool, kind: str) -> None:
-    """All ranks refuse alike before any group is made, and say what differs, and where."""
-    body, said = KINDS[kind]
+    """All ranks refuse equally before any group is created, and name the difference."""
+    body, message = KINDS[kind]
     with pytest.raises(Refusal) as info:
         pool.run(body, 2)
     assert info.value.diagnostic.code == "S650"
-    assert said in str(info.value), str(info.value)
+    assert message in str(info.value), str(info.value)
 
 
 @pytest.mark.parametrize("how", ["zero 3", "tp", "pp 2"])
 def test_ranks_that_agree_train(pool: Pool, how: str) -> None:
-    """The losses are those of a program that compared nothing."""
-    assert pool.run(_trained, 2, how) == pool.run(lambda: _trained(how, compare="nothing"), 2)
-    batches = pool.run(lambda: _trained(how, compare="batches", steps=2), 2)
+    """The losses are those of a program without comparisons."""
+    assert pool.run(train_on_rank, 2, how) == pool.run(
+        lambda: train_on_rank(how, compare="nothing"), 2
+    )
+    batches = pool.run(lambda: train_on_rank(how, compare="batches", steps=2), 2)
     assert batches[0] == batches[1] and len(batches[0]) == 2
 
 
 @pytest.mark.parametrize("comes", [0, 1])
 def test_a_rank_that_does_not_come(pool: Pool, comes: int) -> None:
-    """The one that waits refuses in time, whichever it is, and says who is missing."""
+    """The waiting rank refuses after its timeout, and names the missing one."""
 
     def body() -> None:
         if dist.get_rank() == comes:
-            _trained(wait=1.0)
+            train_on_rank(wait=1.0)
         else:
             time.sleep(3000)
 
@@ -219,27 +239,27 @@ def test_a_rank_that_does_not_come(pool: Pool, comes: int) -> None:
         pool.run(body, 2)
     assert info.value.diagnostic.code == "S651"
     assert f"rank {1 - comes} has not called `build` within 1 s" in str(info.value)
-    assert time.monotonic() - start < 300  # nobody waits for it
+    assert time.monotonic() - start < 300  # no rank waits for the other to end
 
 
 def test_a_rank_that_cannot_build(pool: Pool) -> None:
-    """The others are told why, and do not wait for it."""
+    """The other ranks get the reason, and do not wait for it."""
 
     def broken(named: Any) -> torch.optim.Optimizer:
         raise ValueError("no such device")
 
     def body() -> str:
         try:
-            _trained(**_one(optimizer=broken))
+            train_on_rank(**on_rank_one(optimizer=broken))
         except Refusal as refusal:
             return str(refusal)
         except ValueError:
             return "its own"
         return "built"
 
-    told, own = pool.run(body, 2)
-    assert own == "its own"
-    assert "rank 1 cannot build its part" in told and "ValueError: no such device" in told
+    message, own_error = pool.run(body, 2)
+    assert own_error == "its own"
+    assert "rank 1 cannot build its part" in message and "ValueError: no such device" in message
 
 
 BATCHES: dict[str, tuple[Callable[[int], Any], str]] = {
@@ -263,19 +283,19 @@ BATCHES: dict[str, tuple[Callable[[int], Any], str]] = {
 @pytest.mark.parametrize("compare", ["batches", "build"])
 @pytest.mark.parametrize("kind", BATCHES)
 def test_batches_are_compared(pool: Pool, kind: str, compare: str) -> None:
-    """All ranks refuse the step alike, before any computes; the first one without being asked."""
-    batch, said = BATCHES[kind]
-    train = partial(_trained, batch=batch, compare=compare, steps=2)
+    """All ranks refuse the step equally, before any computes; the first step always."""
+    batch, message = BATCHES[kind]
+    train = partial(train_on_rank, batch=batch, compare=compare, steps=2)
     if (kind, compare) == ("later", "build"):
         assert len(pool.run(train, 2)[0]) == 2
         return
     with pytest.raises(Refusal) as info:
         pool.run(train, 2)
-    assert info.value.diagnostic.code == "S652" and said in str(info.value), str(info.value)
+    assert info.value.diagnostic.code == "S652" and message in str(info.value), str(info.value)
 
 
 def test_the_first_evaluation_is_compared(pool: Pool) -> None:
-    """As the first step is; what comes after it is not."""
+    """Like the first step; later evaluations are not."""
 
     def body(apart: int) -> int:
         torch.manual_seed(0)
@@ -290,7 +310,7 @@ def test_the_first_evaluation_is_compared(pool: Pool) -> None:
 
 
 def test_rows_of_ones_own_may_differ(pool: Pool) -> None:
-    """With `local=True` only ranks that share rows need the same."""
+    """With `local=True` only ranks that share rows need the same batch."""
 
     def body(over: str) -> float:
         torch.manual_seed(0)
@@ -303,7 +323,7 @@ def test_rows_of_ones_own_may_differ(pool: Pool) -> None:
 
 
 def test_a_rate_that_is_changed_on_one_rank(pool: Pool) -> None:
-    """A scheduler that ran on one rank alone is noticed with the batch."""
+    """A scheduler that ran on one rank only is detected with the batch."""
 
     def body() -> None:
         torch.manual_seed(0)
@@ -317,7 +337,7 @@ def test_a_rate_that_is_changed_on_one_rank(pool: Pool) -> None:
 
 
 def test_groups_wait_as_long_as_the_world(pool: Pool) -> None:
-    """A group of some ranks has the time-out of the world's, not torch's own."""
+    """A group of some ranks has the world's timeout, not torch's default."""
 
     def body() -> tuple[float, float]:
         from schedlang.runtime.comm import world as comm
@@ -333,7 +353,7 @@ def test_groups_wait_as_long_as_the_world(pool: Pool) -> None:
 
 
 def test_most_ranks_are_right() -> None:
-    """The odd ranks are named; of as many on both sides, those without the lowest."""
+    """The minority is named; with equal sides, the side without the lowest rank."""
     item = AgreementItem("optimizer", {})
     rates = {0: {"lr": "1"}, 1: {"lr": "2"}, 2: {"lr": "1"}, 3: {"lr": "1"}}
     assert describe_differences(item, rates) == (
@@ -345,7 +365,7 @@ def test_most_ranks_are_right() -> None:
 
 
 def test_parts_that_some_hold() -> None:
-    """What a rank does not hold says nothing against those that do."""
+    """Parts that a rank does not have are not compared with those of others."""
     item = AgreementItem("optimizer", {}, partial=True)
     assert describe_differences(item, {0: {"a": "1"}, 1: {"b": "1"}})[1] == []
     assert len(describe_differences(item, {0: {"a": "1"}, 1: {"b": "1", "a": "2"}})[1]) == 1
@@ -353,23 +373,23 @@ def test_parts_that_some_hold() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
 def test_a_checksum_sees_every_change(dtype: torch.dtype) -> None:
-    """Of one value, of two that change places, of the shape; not of where the tensor lies."""
-    plain = torch.arange(3 * 5000).reshape(3, 5000).remainder(97).to(dtype)
-    known = checksum(plain)
-    assert checksum(plain.clone()) == known == checksum(torch.cat([plain, plain])[3:])
-    assert checksum(plain.t().contiguous().t()) == known
-    swapped = plain.clone()
-    swapped[0, 1], swapped[2, 4000] = plain[2, 4000] + 1, plain[0, 1]
-    others = [swapped, plain.view(5000, 3), plain.flip(0), plain.roll(1, 1)]
-    for place in (0, 7777, plain.numel() - 1):
-        one = plain.clone()
-        one.view(-1)[place] += 1
-        others.append(one)
-    assert len({known, *map(checksum, others)}) == 1 + len(others)
+    """It depends on each value, their order and the shape, not on the memory layout."""
+    original = torch.arange(3 * 5000).reshape(3, 5000).remainder(97).to(dtype)
+    expected = checksum(original)
+    assert checksum(original.clone()) == expected == checksum(torch.cat([original, original])[3:])
+    assert checksum(original.t().contiguous().t()) == expected
+    swapped = original.clone()
+    swapped[0, 1], swapped[2, 4000] = original[2, 4000] + 1, original[0, 1]
+    different = [swapped, original.view(5000, 3), original.flip(0), original.roll(1, 1)]
+    for index in (0, 7777, original.numel() - 1):
+        changed = original.clone()
+        changed.view(-1)[index] += 1
+        different.append(changed)
+    assert len({expected, *map(checksum, different)}) == 1 + len(different)
 
 
 def test_a_checksum_of_nothing() -> None:
-    """What has no bits to read is compared with nothing; the empty and the single one are."""
+    """Tensors without readable bits are not compared; empty and single-element ones are."""
     assert checksum(torch.empty(3, device="meta")) == ""
     assert checksum(torch.zeros(())) != checksum(torch.ones(()))
     assert checksum(torch.ones(0)) != checksum(torch.ones(0, 2))
@@ -393,7 +413,7 @@ time.sleep(300)
 @pytest.mark.deep
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 def test_a_killed_torchrun_leaves_no_rank(tmp_path: Path) -> None:
-    """Ranks that have come to `build` end with the agent that started them."""
+    """Ranks that wait in `build` end with the agent that started them."""
     (tmp_path / "train.py").write_text(AGENT)
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     agent = subprocess.Popen([*start, str(tmp_path / "train.py"), str(tmp_path)])
@@ -407,16 +427,16 @@ def test_a_killed_torchrun_leaves_no_rank(tmp_path: Path) -> None:
         agent.kill()
         agent.wait()
     end = time.monotonic() + 5
-    while any(map(runs, pids)) and time.monotonic() < end:
+    while any(map(is_running, pids)) and time.monotonic() < end:
         time.sleep(0.05)
-    left = [pid for pid in pids if runs(pid)]
-    for pid in left:
+    alive = [pid for pid in pids if is_running(pid)]
+    for pid in alive:
         os.kill(pid, signal.SIGKILL)
-    assert not left
+    assert not alive
 
 
 def test_classes_of_one_name_are_told_apart() -> None:
-    """A class that a decorator makes of another keeps its name: both are compared, in one order."""
+    """A decorator's subclass keeps the name of its base: both are compared, in one order."""
     from schedlang.passes.lower.fingerprint import _code_items
 
     def made(base: type[nn.Module], times: float) -> type[nn.Module]:
@@ -430,7 +450,7 @@ def test_classes_of_one_name_are_told_apart() -> None:
         Timed.__qualname__ = base.__qualname__
         return Timed
 
-    alone, both = dict(_code_items(Net())), dict(_code_items(made(Net, 2.0)()))
-    assert alone.keys() == both.keys()
+    single, double = dict(_code_items(Net())), dict(_code_items(made(Net, 2.0)()))
+    assert single.keys() == double.keys()
     name = Net.__qualname__
-    assert alone[name] in both[name] and both[name].count("forward ") == 2
+    assert single[name] in double[name] and double[name].count("forward ") == 2

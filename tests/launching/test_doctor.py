@@ -1,4 +1,4 @@
-"""Tests of `doctor`: it names the rank, the module and the row of what hangs, or is slow."""
+"""`schedlang doctor`: it names the rank, module and schedule row of a hang or a slow rank."""
 
 from __future__ import annotations
 
@@ -105,68 +105,70 @@ step "both" {
 """
 
 
-def _job(folder: Path, how: str, steps: int) -> subprocess.CompletedProcess[str]:
-    """Four ranks under torchrun that write records."""
+def run_job(folder: Path, fault: str, steps: int) -> subprocess.CompletedProcess[str]:
+    """Run four ranks under torchrun that write records."""
     (folder / "train.py").write_text(MODEL)
     (folder / "net.sched").write_text(SCHEDULE)
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    more = {"PYTHONPATH": str(ROOT), "SCHEDLANG_RECORD": str(folder / "record")}
-    words = [*start, "train.py", how, str(steps)]
-    return forks.run(*words, cwd=folder, timeout=600, env={**os.environ, **more})
+    variables = {"PYTHONPATH": str(ROOT), "SCHEDLANG_RECORD": str(folder / "record")}
+    arguments = [*start, "train.py", fault, str(steps)]
+    return forks.run(*arguments, cwd=folder, timeout=600, env={**os.environ, **variables})
 
 
-def _doctor(folder: Path, *words: str) -> tuple[int, dict[str, Any], str]:
-    """Its exit code, facts, and text."""
-    facts = CliRunner().invoke(app, ["doctor", str(folder), "--json", *words])
-    told = CliRunner().invoke(app, ["doctor", str(folder), *words])
-    assert facts.exit_code == told.exit_code, told.output
-    return facts.exit_code, json.loads(facts.stdout), told.stdout
+def run_doctor(folder: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
+    """Return the exit code, the JSON and the text of `schedlang doctor`."""
+    json_result = CliRunner().invoke(app, ["doctor", str(folder), "--json", *arguments])
+    text_result = CliRunner().invoke(app, ["doctor", str(folder), *arguments])
+    assert json_result.exit_code == text_result.exit_code, text_result.output
+    return json_result.exit_code, json.loads(json_result.stdout), text_result.stdout
 
 
 def test_a_rank_that_never_comes_back(tmp_path: Path) -> None:
-    """After a hang: the rank that did not come, to which all-reduce, for which module, by which
-    row, and the line where it stands; others that wait are not blamed."""
-    done = _job(tmp_path, "away", 6)
-    assert done.returncode and "schedlang doctor" in done.stderr, done.stderr
-    code, facts, text = _doctor(tmp_path / "record", "--stuck-after", "3")
+    """After a hang: the absent rank, its all-reduce, module, row and current line; waiting ranks
+    are not blamed."""
+    process = run_job(tmp_path, "away", 6)
+    assert process.returncode and "schedlang doctor" in process.stderr, process.stderr
+    code, facts, text = run_doctor(tmp_path / "record", "--stuck-after", "3")
     assert code == 1 and facts["stuck"] and facts["causes"] == [1], text
-    (mine,) = [one for one in facts["pending"] if one["ranks"] == [0, 1]]
-    assert (mine["op"], mine["module"], mine["absent"]) == ("all-reduce", "1.down", [1])
-    assert mine["row"] == "net.sched:7  shard(row, over=tp)" and mine["waiting"] == [0]
+    (entry,) = [pending for pending in facts["pending"] if pending["ranks"] == [0, 1]]
+    assert (entry["op"], entry["module"], entry["absent"]) == ("all-reduce", "1.down", [1])
+    assert entry["row"] == "net.sched:7  shard(row, over=tp)" and entry["waiting"] == [0]
     assert "rank 1 has not reached all-reduce" in text and "in never_comes_back" in text
 
 
 def test_a_rank_that_skips(tmp_path: Path) -> None:
-    """One rank leaves a collective out: values go wrong first, and the job hangs later, elsewhere.
-    The first difference names both, with module and row."""
-    assert _job(tmp_path, "skip", 6).returncode
-    code, facts, text = _doctor(tmp_path / "record", "--stuck-after", "3")
+    """One rank skips a collective: values are wrong first, and the job hangs later at another one.
+
+    The first difference names both, with module and row.
+    """
+    assert run_job(tmp_path, "skip", 6).returncode
+    code, facts, text = run_doctor(tmp_path / "record", "--stuck-after", "3")
     assert code == 1 and facts["stuck"], text
-    (first,) = [one for one in facts["differs"] if one["ranks"] == [0, 1]]
-    assert [op["module"] for op in first["ops"]] == ["1.down", "2.down"]
-    assert {op["row"] for op in first["ops"]} == {"net.sched:7  shard(row, over=tp)"}
+    (difference,) = [candidate for candidate in facts["differs"] if candidate["ranks"] == [0, 1]]
+    assert [op["module"] for op in difference["ops"]] == ["1.down", "2.down"]
+    assert {op["row"] for op in difference["ops"]} == {"net.sched:7  shard(row, over=tp)"}
     assert "has skipped what only one of them does" in text
 
 
 def test_a_slow_rank(tmp_path: Path) -> None:
-    """In a job that gets on: whose own time is longer, in which module, and the rows at it; all
-    four have steps of equal length, for they wait.  What the groups carried is told."""
-    done = _job(tmp_path, "slow", 8)
-    assert done.returncode == 0, done.stderr
-    code, facts, text = _doctor(tmp_path / "record")
+    """In a running job: the rank with the longest own time, its module and rows; all four have
+    equal steps, since they wait. The rates of groups are reported."""
+    process = run_job(tmp_path, "slow", 8)
+    assert process.returncode == 0, process.stderr
+    code, facts, text = run_doctor(tmp_path / "record")
     assert code == 1 and facts["slow"] == [1] and not facts["stuck"], text
     assert facts["where"]["1"][0]["module"] == "1.up" and "slows" in facts["where"]["1"][0]["line"]
     assert "net.sched:6  shard(col, over=tp)" in facts["where"]["1"][0]["row"]
-    assert sorted(one["rank"] for one in facts["steps"]) == [0, 1, 2, 3]
-    assert {tuple(one["ranks"]) for one in facts["links"]} >= {(0, 1), (2, 3)}
-    assert all(one["rate"] > 0 for one in facts["links"])
+    assert sorted(entry["rank"] for entry in facts["steps"]) == [0, 1, 2, 3]
+    assert {tuple(entry["ranks"]) for entry in facts["links"]} >= {(0, 1), (2, 3)}
+    assert all(entry["rate"] > 0 for entry in facts["links"])
 
 
 # -- what is written changes nothing ---------------------------------------------------------------
 
 
-def _trained(order: str) -> list[Any]:
-    """Losses of three steps, and whether a record was written."""
+def train_on_rank(order: str) -> list[Any]:
+    """Return losses of three steps, whether a record was written, and its length."""
     from schedlang.runtime.launch import rank_record
 
     torch.manual_seed(0)
@@ -182,8 +184,8 @@ def _trained(order: str) -> list[Any]:
         optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
     )
     losses = [float(program.train_step(batch)) for _ in range(3)]
-    made = rank_record.current_record()
-    return [losses, made is not None, len(made.ops) if made else 0]
+    record = rank_record.current_record()
+    return [losses, record is not None, len(record.ops) if record else 0]
 
 
 ROWS = [
@@ -195,119 +197,133 @@ ROWS = [
 
 @pytest.mark.parametrize("rows", ROWS, ids=["zero3", "overlapped"])
 def test_a_record_changes_no_number(pool: Pool, tmp_path: Path, rows: str) -> None:
-    """Losses are the same to the last bit: messages, overlapped sums and torch's fully_shard, which
-    looks at the class of handles, go through the record."""
-    plain = pool.run(_trained, 4, rows, environ={"SCHEDLANG_RECORD": ""})
-    told = pool.run(_trained, 4, rows, environ={"SCHEDLANG_RECORD": str(tmp_path)})
-    assert [one[0] for one in plain] == [one[0] for one in told]
-    assert not any(one[1] for one in plain) and all(one[2] > 6 for one in told)
-    code, facts, text = _doctor(tmp_path)
+    """Losses are the same to the last bit; messages, overlapped sums and torch's fully_shard, which
+    checks the class of handles, are recorded."""
+    unrecorded = pool.run(train_on_rank, 4, rows, environ={"SCHEDLANG_RECORD": ""})
+    recorded = pool.run(train_on_rank, 4, rows, environ={"SCHEDLANG_RECORD": str(tmp_path)})
+    assert [result[0] for result in unrecorded] == [result[0] for result in recorded]
+    assert not any(result[1] for result in unrecorded) and all(result[2] > 6 for result in recorded)
+    code, facts, text = run_doctor(tmp_path)
     assert facts["over"] == [0, 1, 2, 3] and not facts["pending"], text
 
 
 # -- what is judged --------------------------------------------------------------------------------
 
 
-def _ledger(rank: int, ops: Sequence[Op], **more: Any) -> Ledger:
+def make_ledger(rank: int, ops: Sequence[Op], **changes: Any) -> Ledger:
     counts: dict[Any, int] = {}
-    for one in ops:
-        counts[one.channel] = max(counts.get(one.channel, 0), one.number)
+    for op in ops:
+        counts[op.channel] = max(counts.get(op.channel, 0), op.number)
     lanes = {"a": (0, 1), "b": (1, 2), "c": (0, 2), "w": (0, 1, 2)}
-    given = dict(host="h", device="cpu", began=0.0, written=100.0, over=False, error="", step=1)
-    made = {**given, "steps": (), "where": (), "stack": ("x.py:1 in f",), **more}
-    return Ledger(rank=rank, world=3, lanes=lanes, counts=counts, ops=tuple(ops), **made)
+    defaults = dict(host="h", device="cpu", began=0.0, written=100.0, over=False, error="", step=1)
+    fields = {**defaults, "steps": (), "where": (), "stack": ("x.py:1 in f",), **changes}
+    return Ledger(rank=rank, world=3, lanes=lanes, counts=counts, ops=tuple(ops), **fields)
 
 
-def _waiting(lane: str, number: int, **more: Any) -> Op:
-    return Op(lane, number, more.pop("op", "all-reduce"), waits=True, began=50.0, **more)
+def waiting_op(lane: str, number: int, **fields: Any) -> Op:
+    return Op(lane, number, fields.pop("op", "all-reduce"), waits=True, began=50.0, **fields)
 
 
-def _found(*ledgers: Ledger, now: float = 101.0) -> Diagnosis:
+def diagnosis_of(*ledgers: Ledger, now: float = 101.0) -> Diagnosis:
     return diagnose(Job({one.rank: one for one in ledgers}, 3, now))
 
 
 def test_a_chain_ends_at_its_cause() -> None:
     """Rank 0 waits for 1, 1 for 2: only 2 is the cause."""
-    found = _found(_ledger(0, [_waiting("a", 1)]), _ledger(1, [_waiting("b", 1)]), _ledger(2, []))
-    assert found.is_stuck and found.causes == (2,)
+    diagnosis = diagnosis_of(
+        make_ledger(0, [waiting_op("a", 1)]),
+        make_ledger(1, [waiting_op("b", 1)]),
+        make_ledger(2, []),
+    )
+    assert diagnosis.is_stuck and diagnosis.causes == (2,)
 
 
 def test_a_circle_has_no_cause() -> None:
-    """Three groups of two, taken in an order that closes a circle."""
-    ops = [_waiting("a", 1), _waiting("b", 1), _waiting("c", 1)]
-    found = _found(*(_ledger(rank, [op]) for rank, op in enumerate(ops)))
-    assert found.is_stuck and found.causes == () and len(found.missing) == 3
-    assert [one.absent for one in found.missing] == [(1,), (2,), (0,)]
+    """Three groups of two, used in a circular order."""
+    ops = [waiting_op("a", 1), waiting_op("b", 1), waiting_op("c", 1)]
+    diagnosis = diagnosis_of(*(make_ledger(rank, [op]) for rank, op in enumerate(ops)))
+    assert diagnosis.is_stuck and diagnosis.causes == () and len(diagnosis.missing) == 3
+    assert [missing.absent for missing in diagnosis.missing] == [(1,), (2,), (0,)]
 
 
 def test_messages_are_counted_by_pairs() -> None:
-    """A receive waits for the second message of a channel; the sender has sent one, and others
+    """A receive waits for the second message of a channel; the sender sent one there, and others
     elsewhere."""
     sent = [
         Op("w", 1, "send", ends=(0, 1), ended=1.0),
         *(Op("w", k, "send", ends=(0, 2), ended=1.0) for k in (1, 2)),
     ]
-    found = _found(
-        _ledger(0, sent), _ledger(1, [_waiting("w", 2, op="receive", ends=(0, 1))]), _ledger(2, [])
+    diagnosis = diagnosis_of(
+        make_ledger(0, sent),
+        make_ledger(1, [waiting_op("w", 2, op="receive", ends=(0, 1))]),
+        make_ledger(2, []),
     )
-    assert found.causes == (0,) and found.missing[0].absent == (0,)
+    assert diagnosis.causes == (0,) and diagnosis.missing[0].absent == (0,)
 
 
 def test_what_all_came_to_is_the_network() -> None:
-    """Nobody is blamed."""
-    found = _found(*(_ledger(rank, [_waiting("w", 4)]) for rank in range(3)))
-    assert found.is_stuck and found.causes == () and found.missing[0].absent == ()
+    """No rank is blamed."""
+    diagnosis = diagnosis_of(*(make_ledger(rank, [waiting_op("w", 4)]) for rank in range(3)))
+    assert diagnosis.is_stuck and diagnosis.causes == () and diagnosis.missing[0].absent == ()
 
 
 def test_silence_and_endings() -> None:
-    """A process that was killed gives no sign; one that raised tells its error; one that never
-    began has no file."""
-    over = _ledger(1, [], over=True, error="ValueError: x")
-    found = _found(_ledger(0, []), over, now=130.0)
-    assert dict(found.silent) == {0: 30.0} and found.unrecorded == (2,) and not found.is_healthy
+    """A killed process writes nothing more; one that raised records its error; one that never began
+    has no file."""
+    failed = make_ledger(1, [], over=True, error="ValueError: x")
+    diagnosis = diagnosis_of(make_ledger(0, []), failed, now=130.0)
+    assert (
+        dict(diagnosis.silent) == {0: 30.0}
+        and diagnosis.unrecorded == (2,)
+        and not diagnosis.is_healthy
+    )
 
 
 def test_the_last_to_come_tells_of_the_link() -> None:
-    """Of a sum of 1 MiB over two ranks each sends half of it twice; whoever came first waited."""
+    """In a sum of 1 MiB over two ranks each sends half of it twice; the earlier rank waited."""
     ops = [Op("a", 1, "all-reduce", size=1 << 20, began=b, ended=3.0) for b in (1.0, 2.0)]
-    found = _found(*(_ledger(rank, [op]) for rank, op in enumerate(ops)))
-    (link,) = found.links
+    diagnosis = diagnosis_of(*(make_ledger(rank, [op]) for rank, op in enumerate(ops)))
+    (link,) = diagnosis.links
     assert link.ranks == (0, 1) and link.rate == pytest.approx(1 << 20)
 
 
 # -- what is read ----------------------------------------------------------------------------------
 
 
-def _flown(folder: str) -> bool:
-    """Rank 0 begins a sum that rank 1 has not come to; both dump torch's own recorder then."""
-    rank, one = dist.get_rank(), torch.ones(4)
-    dist.all_reduce(one)
-    work = dist.all_reduce(one, async_op=True) if rank == 0 else None
-    told: Any = torch._C._distributed_c10d
-    dumped = told._dump_fr_trace(True, True, False)
-    known = len(pickle.loads(dumped)["entries"])
+def dump_recorder(folder: str) -> bool:
+    """Rank 0 begins a sum that rank 1 has not reached; both dump torch's flight recorder."""
+    rank, tensor = dist.get_rank(), torch.ones(4)
+    dist.all_reduce(tensor)
+    work = dist.all_reduce(tensor, async_op=True) if rank == 0 else None
+    recorder: Any = torch._C._distributed_c10d
+    dumped = recorder._dump_fr_trace(True, True, False)
+    entries = len(pickle.loads(dumped)["entries"])
     Path(folder, f"nccl_trace_rank_{rank}").write_bytes(dumped)
     if rank == 1:
-        dist.all_reduce(one)
+        dist.all_reduce(tensor)
     if work is not None:
         work.wait()
-    return known > 0
+    return entries > 0
 
 
 def test_dumps_of_torchs_flight_recorder(tmp_path: Path) -> None:
-    """What torch writes is read: who has not come, to which operation, called at which line."""
-    with Pool() as fresh:  # the recorder of a process keeps what earlier jobs did in it
-        known = fresh.run(_flown, 2, str(tmp_path), environ={"TORCH_FR_BUFFER_SIZE": "64"})
-    if not all(known):
+    """The dumps show the absent rank, the operation, and the line of its call."""
+    with Pool() as fresh:  # the recorder of a process keeps entries of earlier jobs
+        recorded = fresh.run(
+            dump_recorder, 2, str(tmp_path), environ={"TORCH_FR_BUFFER_SIZE": "64"}
+        )
+    if not all(recorded):
         pytest.skip("this torch records nothing of gloo")
-    code, facts, text = _doctor(tmp_path, "--stuck-after", "0.1")
-    (one,) = [one for one in facts["pending"] if one["absent"]]  # what ends now may be there, too
-    assert (one["op"], one["absent"], one["waiting"]) == ("all-reduce", [1], [0]), text
-    assert "test_doctor.py" in one["module"] and facts["causes"] == [1]
+    code, facts, text = run_doctor(tmp_path, "--stuck-after", "0.1")
+    (pending,) = [
+        pending for pending in facts["pending"] if pending["absent"]
+    ]  # others may end just now
+    assert (pending["op"], pending["absent"], pending["waiting"]) == ("all-reduce", [1], [0]), text
+    assert "test_doctor.py" in pending["module"] and facts["causes"] == [1]
 
 
-def _nccl(rank: int, state: str) -> Mapping[str, Any]:
-    """A dump as NCCL's: a message, pending or done, and its group's ranks."""
+def nccl_dump(rank: int, state: str) -> Mapping[str, Any]:
+    """Return a dump as NCCL's: a message, pending or done, and its group's ranks."""
     entry = {
         "process_group": ("3", "pipe"),
         "collective_seq_id": 0,
@@ -324,21 +340,21 @@ def _nccl(rank: int, state: str) -> Mapping[str, Any]:
 
 
 def test_messages_in_a_dump(tmp_path: Path) -> None:
-    """Places in a group are told as ranks of the job; a peer without the other end has not come."""
+    """Positions in a group become ranks of the job; a peer without the other end is absent."""
     for rank, state in ((4, ""), (6, "started")):
-        (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps(_nccl(rank, state)))
-    _, facts, text = _doctor(tmp_path)
-    (one,) = facts["pending"]
-    assert (one["ends"], one["absent"], one["bytes"]) == ([4, 6], [4], 12), text
+        (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps(nccl_dump(rank, state)))
+    _, facts, text = run_doctor(tmp_path)
+    (pending,) = facts["pending"]
+    assert (pending["ends"], pending["absent"], pending["bytes"]) == ([4, 6], [4], 12), text
 
 
-class _Evil:
+class EvilObject:
     def __reduce__(self) -> Any:
         return print, ("run",)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    """No folder, nothing in it, a damaged record, one of another version; a dump runs no code."""
+    """No folder, an empty one, a damaged record, one of another version; a dump runs no code."""
     runner = CliRunner()
 
     def said(folder: Path) -> str:
@@ -348,7 +364,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         return " ".join(result.stderr.split())
 
     assert "is no folder" in said(tmp_path / "none") and "neither" in said(tmp_path)
-    (tmp_path / "trace_0").write_bytes(pickle.dumps({"entries": [_Evil()]}))
+    (tmp_path / "trace_0").write_bytes(pickle.dumps({"entries": [EvilObject()]}))
     assert "it asks for" in said(tmp_path)
     (tmp_path / "rank0.json").write_text('{"version": 1, "rank"')
     assert "cannot be read" in said(tmp_path)
@@ -357,12 +373,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_torch_is_not_imported() -> None:
-    """Neither its help nor its look at a folder needs torch."""
+    """Neither `--help` nor reading a folder imports torch."""
     code = (
         "import sys; sys.argv = ['schedlang', 'doctor', *sys.argv[1:]]\n"
         "from schedlang.cli import main\n"
         "try:\n    main()\nexcept SystemExit:\n    assert 'torch' not in sys.modules"
     )
-    for words in (["--help"], [str(ROOT / "nothing")]):
-        done = forks.anew("-c", code, *words)
-        assert done.returncode == 0, done.stderr
+    for arguments in (["--help"], [str(ROOT / "nothing")]):
+        process = forks.run_interpreter("-c", code, *arguments)
+        assert process.returncode == 0, process.stderr

@@ -1,4 +1,4 @@
-"""Tests of hang: what waits is told from what works, also where it hardly gets a processor."""
+"""Hang detection: waiting is told from working, also when a process hardly gets a processor."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from schedlang.runtime.launch.rank_job import (
     queued_seconds,
 )
 
-DUMPS = "import faulthandler, signal; faulthandler.register(signal.SIGUSR1)"
-STARVED = (
+DUMP_ON_SIGNAL = "import faulthandler, signal; faulthandler.register(signal.SIGUSR1)"
+BUSY_LOOP = (
     "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); os.nice(NICE)\n"
     "print(flush=True)\nwhile True: pass"
 )
@@ -31,26 +31,26 @@ Start = Callable[[str], RankProcess]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Processes in place of ranks, each once it has printed a line."""
-    made: list[subprocess.Popen[bytes]] = []
+    """Start processes in place of ranks; each is ready once it has printed a line."""
+    processes: list[subprocess.Popen[bytes]] = []
 
     def _start(code: str) -> RankProcess:
-        log = tmp_path / f"{len(made)}.log"
-        command = [sys.executable, "-c", f"{DUMPS}\n{code}"]
+        log = tmp_path / f"{len(processes)}.log"
+        command = [sys.executable, "-c", f"{DUMP_ON_SIGNAL}\n{code}"]
         with log.open("wb") as errors:
-            one = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors)
-        made.append(one)
-        assert one.stdout is not None and one.stdout.readline()
-        return RankProcess(len(made) - 1, socket.socket(), log, one.pid)
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors)
+        processes.append(process)
+        assert process.stdout is not None and process.stdout.readline()
+        return RankProcess(len(processes) - 1, socket.socket(), log, process.pid)
 
     yield _start
-    for one in made:
-        one.kill()
-        one.communicate()
+    for process in processes:
+        process.kill()
+        process.communicate()
 
 
-def _watched(rank: RankProcess, ready: Callable[[], bool]) -> None:
-    """Look at it until then, or until a hang is told; a minute ends what does neither."""
+def watch_until(rank: RankProcess, ready: Callable[[], bool]) -> None:
+    """Watch a rank until `ready()`, or until a hang is detected; fail after a minute."""
     job, end = RankJob(1, None), time.monotonic() + 60
     while not ready() and time.monotonic() < end:
         check_progress(job, [rank], hang_after=1.0)
@@ -58,31 +58,31 @@ def _watched(rank: RankProcess, ready: Callable[[], bool]) -> None:
 
 
 def test_what_sleeps_is_a_hang(start: Start) -> None:
-    """The error says where it stands."""
+    """The error names the line where it sleeps."""
     rank = start("def stuck():\n  import time; time.sleep(60)\nprint(flush=True)\nstuck()")
     with pytest.raises(Hang, match="no rank made progress for 1 s") as info:
-        _watched(rank, lambda: False)
+        watch_until(rank, lambda: False)
     assert "in stuck" in info.value.stacks[0]
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="queues are not counted here")
 def test_what_starves_is_no_hang(start: Start) -> None:
-    """A busy process that gets 1/70 of a processor wants it all the time.
+    """A busy process that gets 1/70 of a processor is not a hang.
 
-    Its queue tells of a wait once that is over: where others load the processor too, one may be
-    longer than the second that makes a hang here, and it is watched anew.
+    The kernel reports a wait in the run queue after it has ended. On a loaded machine a wait may be
+    longer than the second that counts as a hang here; then it is watched again.
     """
-    start(STARVED.replace("NICE", "0"))
-    rank = start(STARVED.replace("NICE", "19"))
+    start(BUSY_LOOP.replace("NICE", "0"))
+    rank = start(BUSY_LOOP.replace("NICE", "19"))
     for _ in range(20):
-        before, queued = cpu_seconds([rank.pid]), queued_seconds([rank.pid])
+        cpu_before, queued = cpu_seconds([rank.pid]), queued_seconds([rank.pid])
         with suppress(Hang):
-            _watched(rank, lambda queued=queued: queued_seconds([rank.pid]) > queued + 2)
+            watch_until(rank, lambda queued=queued: queued_seconds([rank.pid]) > queued + 2)
             break
     else:
         pytest.fail("it was taken for a hang each time")
     assert queued_seconds([rank.pid]) > queued + 2
-    assert cpu_seconds([rank.pid]) - before < 1
+    assert cpu_seconds([rank.pid]) - cpu_before < 1
 
 
 def test_a_machine_that_stood_still_tells_nothing(start: Start) -> None:
@@ -91,7 +91,7 @@ def test_a_machine_that_stood_still_tells_nothing(start: Start) -> None:
     job = RankJob(1, None)
     job.last_progress, job.looked = job.last_progress - 100, job.looked - 100
     check_progress(job, [rank], hang_after=5.0)
-    job.last_progress -= 100  # it ran, and heard nothing
+    job.last_progress -= 100  # it ran, and received nothing
     job.last_check = 0.0
     with pytest.raises(Hang):
         check_progress(job, [rank], hang_after=5.0)

@@ -1,4 +1,4 @@
-"""Ranks that end at any moment, in any way: the job ends at once, with that rank's own error."""
+"""Ranks that end at any moment, in any way: the job ends at once, with that rank's error."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.launch.forkserver import BASE_MODULES, PROGRAM_MODULES
 from schedlang.runtime.launch.pool import Pool, RankDied
-from tests.launching.agents import runs
+from tests.launching.elastic_nodes import is_running
 
-WAYS = {
+ENDINGS = {
     "SIGKILL": "killed by SIGKILL",
     "SIGSEGV": "killed by SIGSEGV",
     "abort": "killed by SIGABRT",
@@ -34,7 +34,7 @@ WAYS = {
 }
 MOMENTS = ("import", "loss", "optimizer", "forward", "backward", "update", "save", "after")
 LAYOUTS = {"dp": 2, "tp": 2, "pp": 2, "dp pp": 4}
-REFUSED = {("loss", "raise")}  # not the end of a rank
+REFUSED = {("loss", "raise")}  # a refusal, not the end of a rank
 
 
 class Net(nn.Module):
@@ -47,14 +47,14 @@ class Net(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """What each adds; `y` is for the loss."""
+        """Return the sum of both blocks; only the loss reads `y`."""
         for block in self.blocks:
             x = x + block(x)
         return x
 
 
-def _end(way: str, note: str) -> None:
-    """Note when, and end."""
+def end_process(way: str, note: str) -> None:
+    """Write the time, and end this process."""
     Path(note).write_text(f"{time.monotonic()} {os.getpid()}")
     if way == "SIGKILL":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -82,35 +82,39 @@ def _schedule(model: nn.Module, layout: str) -> Any:
     return sch
 
 
-def _job(layout: str, moment: str, way: str, rank: int, folder: str) -> int:
-    """Build, train, save; the rank ends on its way."""
-    own, note = dist.get_rank() == rank, f"{folder}/note"
-    now: list[str] = []
+def run_job(layout: str, moment: str, way: str, rank: int, folder: str) -> int:
+    """Build, train, save; the rank ends at the given moment."""
+    is_victim, note = dist.get_rank() == rank, f"{folder}/note"
+    reached: list[str] = []
 
     def here(name: str) -> None:
-        if own and name == moment and (name == "loss" or "built" in now or name == "optimizer"):
-            _end(way, note)
+        if (
+            is_victim
+            and name == moment
+            and (name == "loss" or "built" in reached or name == "optimizer")
+        ):
+            end_process(way, note)
 
     def loss(out: torch.Tensor, batch: Any) -> torch.Tensor:
-        if own and moment == "loss":
-            _end(way, note)
+        if is_victim and moment == "loss":
+            end_process(way, note)
         value = F.mse_loss(out, batch["y"])
-        if value.requires_grad and "built" in now:
+        if value.requires_grad and "built" in reached:
             here("forward")
         return value
 
     def optimizer(named: Any) -> torch.optim.Optimizer:
         here("optimizer")
-        made = torch.optim.AdamW(named, lr=1e-3)
-        made.register_step_pre_hook(lambda *_: here("update"))
-        return made
+        stepper = torch.optim.AdamW(named, lr=1e-3)
+        stepper.register_step_pre_hook(lambda *_: here("update"))
+        return stepper
 
-    if own and moment == "import":
-        _end(way, note)
+    if is_victim and moment == "import":
+        end_process(way, note)
     torch.manual_seed(0)
     batch = {name: torch.randn(4, 4) for name in "xy"}
     program = _schedule(Net(), layout).build(batch=batch, loss=loss, optimizer=optimizer)
-    now.append("built")
+    reached.append("built")
 
     def hooked(_module: nn.Module, _given: Any, out: Any) -> None:
         if isinstance(out, torch.Tensor) and out.requires_grad:
@@ -118,40 +122,40 @@ def _job(layout: str, moment: str, way: str, rank: int, folder: str) -> int:
 
     for module in program.assembly.module.modules():
         module.register_forward_hook(hooked)
-    if own and moment == "forward":
+    if is_victim and moment == "forward":
         program.assembly.module.register_forward_pre_hook(lambda *_: here("forward"))
         for block in program.assembly.module.modules():
             block.register_forward_pre_hook(lambda *_: here("forward"))
     for _ in range(2):
         program.train_step(batch)
-    if own and moment == "save":
-        if way in ("SIGKILL", "exit"):  # in the middle of it
-            threading.Timer(random.random() * 0.03, _end, (way, note)).start()
+    if is_victim and moment == "save":
+        if way in ("SIGKILL", "exit"):  # during the save
+            threading.Timer(random.random() * 0.03, end_process, (way, note)).start()
         else:
-            _end(way, note)
+            end_process(way, note)
     for number in range(20):
         program.save(f"{folder}/saved{number}")
-    if own and moment == "after":
-        _end(way, note)
+    if is_victim and moment == "after":
+        end_process(way, note)
     return program.step
 
 
-def _killed(pool: Pool, layout: str, moment: str, way: str, rank: int, folder: Path) -> float:
-    """Run such a job; checks what it says and what it leaves; the seconds that its end took."""
+def kill_and_time(pool: Pool, layout: str, moment: str, way: str, rank: int, folder: Path) -> float:
+    """Run such a job, check its message and what it leaves: return the seconds until its end."""
     with pytest.raises(RankDied) as info:
-        pool.run(_job, LAYOUTS[layout], layout, moment, way, rank, str(folder))
+        pool.run(run_job, LAYOUTS[layout], layout, moment, way, rank, str(folder))
     ended = time.monotonic()
-    at, pid = (folder / "note").read_text().split()
-    assert WAYS[way] in info.value.error, info.value.error
+    end_time, pid = (folder / "note").read_text().split()
+    assert ENDINGS[way] in info.value.error, info.value.error
     assert info.value.rank == rank
-    assert not runs(int(pid))
+    assert not is_running(int(pid))
     assert not pool._ranks
-    return ended - float(at)
+    return ended - float(end_time)
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    """Ranks of these tests alone."""
+    """Yield ranks of these tests only."""
     with Pool(preload=(*BASE_MODULES, *PROGRAM_MODULES)) as pool:
         pool.run(int, 2)
         yield pool
@@ -159,35 +163,36 @@ def pool() -> Iterator[Pool]:
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_rank_that_ends(pool: Pool, moment: str, tmp_path: Path) -> None:
-    """Whenever it is; ways, ranks and layouts take turns."""
-    place = MOMENTS.index(moment)
-    way, layout = list(WAYS)[place % len(WAYS)], list(LAYOUTS)[place % 3]
-    assert _killed(pool, layout, moment, way, place % 2, tmp_path) < 30
+    """At each moment; endings, ranks and layouts take turns."""
+    index = MOMENTS.index(moment)
+    ending, layout = list(ENDINGS)[index % len(ENDINGS)], list(LAYOUTS)[index % 3]
+    assert kill_and_time(pool, layout, moment, ending, index % 2, tmp_path) < 30
 
 
 @pytest.mark.deep
 def test_a_hundred_kills(pool: Pool, tmp_path: Path) -> None:
-    """All moments, ways and layouts, on different ranks: within seconds, and nobody is left."""
-    took: dict[str, list[float]] = {}
-    cases = itertools.product(MOMENTS, WAYS, LAYOUTS)  # what `loss` raises at build is refused
-    for number, (moment, way, layout) in enumerate(cases):
-        if layout == "dp pp" and number % 3 or (moment, way) in REFUSED:
+    """All moments, endings and layouts, on different ranks: the job ends in seconds, and no process
+    is left."""
+    seconds_of: dict[str, list[float]] = {}
+    cases = itertools.product(MOMENTS, ENDINGS, LAYOUTS)  # what `loss` raises at build is refused
+    for number, (moment, ending, layout) in enumerate(cases):
+        if layout == "dp pp" and number % 3 or (moment, ending) in REFUSED:
             continue
         rank = (number // len(LAYOUTS)) % LAYOUTS[layout]
         folder = tmp_path / str(number)
         folder.mkdir()
-        seconds = _killed(pool, layout, moment, way, rank, folder)
-        took.setdefault(moment, []).append(seconds)
-        print(f"{moment}, {way}, rank {rank} of {layout}: {seconds:.2f} s", flush=True)
-    count = sum(map(len, took.values()))
-    worst = {moment: f"{max(seconds):.2f}" for moment, seconds in took.items()}
+        seconds = kill_and_time(pool, layout, moment, ending, rank, folder)
+        seconds_of.setdefault(moment, []).append(seconds)
+        print(f"{moment}, {ending}, rank {rank} of {layout}: {seconds:.2f} s", flush=True)
+    count = sum(map(len, seconds_of.values()))
+    worst = {moment: f"{max(seconds):.2f}" for moment, seconds in seconds_of.items()}
     print(f"{count} kills, 0 hangs; slowest end by moment, in seconds: {worst}")
     assert count >= 100
-    assert max(itertools.chain(*took.values())) < 30
+    assert max(itertools.chain(*seconds_of.values())) < 30
 
 
 def test_the_others_are_told(pool: Pool, tmp_path: Path) -> None:
-    """A rank that refuses alone is the one whose refusal is raised, not those that wait for it."""
+    """The refusal of one rank is raised, not the errors of those that wait for it."""
 
     def body() -> None:
 

@@ -1,4 +1,4 @@
-"""Tests of launch: jobs on local ranks, their failures, and what is left of them."""
+"""Jobs on local ranks (`Pool`): results, failures, and what remains of them."""
 
 import os
 import pickle
@@ -20,46 +20,46 @@ from torch.distributed import distributed_c10d as c10d
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.launch.pool import Hang, Pool, RankDied, modules_of, report_progress
 from tests import forks
-from tests.launching.agents import runs
+from tests.launching.elastic_nodes import is_running
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def pool():
-    """One pool for all tests: each of them also shows that it survives the one before."""
+    """One pool for all tests: each also shows that the pool survives the one before."""
     with Pool() as pool:
         yield pool
 
 
-def _gone(pids: list[int]) -> bool:
-    """Whether all these processes end within a minute."""
+def have_ended(pids: list[int]) -> bool:
+    """Tell whether all these processes end within a minute."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
-        if not any(runs(pid) for pid in pids):
+        if not any(is_running(pid) for pid in pids):
             return True
         time.sleep(0.05)
     return False
 
 
-def _sum_of_ranks() -> float:
+def sum_ranks() -> float:
     x = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(x)
     return x.item()
 
 
 def test_worlds_of_different_sizes_share_ranks(pool: Pool) -> None:
-    """The same processes serve worlds of 2, 3, 1 and 3, and results come by rank."""
+    """The same processes run jobs of 2, 3, 1 and 3 ranks, with results in rank order."""
     pids = {}
     for world in (2, 3, 1, 3):
-        assert pool.run(_sum_of_ranks, world) == [world * (world - 1) / 2] * world
+        assert pool.run(sum_ranks, world) == [world * (world - 1) / 2] * world
         pids[world] = pool.run(os.getpid, world)
     assert pids[3][:2] == pids[2] and pids[3][:1] == pids[1]
     assert len({*pids[3], os.getpid()}) == 4
 
 
 def test_closures_and_local_classes_travel(pool: Pool) -> None:
-    """A model of a class defined in a function, captured by a closure, comes back changed."""
+    """A model of a local class, captured by a closure, is returned changed."""
 
     class Local(torch.nn.Module):
         def __init__(self) -> None:
@@ -73,28 +73,29 @@ def test_closures_and_local_classes_travel(pool: Pool) -> None:
             model.weight.mul_(by + dist.get_rank())
         return model
 
-    first, second = pool.run(grown, 2, 3.0)
-    assert first.weight.tolist() == [3, 3] and second.weight.tolist() == [4, 4]
+    model0, model1 = pool.run(grown, 2, 3.0)
+    assert model0.weight.tolist() == [3, 3] and model1.weight.tolist() == [4, 4]
     assert model.weight.tolist() == [1, 1]
 
 
 def test_progress_is_told(pool: Pool) -> None:
-    """Messages arrive with their rank, in order; outside a rank `progress` does nothing."""
-    seen: list[tuple[int, object]] = []
+    """Messages arrive with their rank, in order; outside of a rank `report_progress` does
+    nothing."""
+    messages: list[tuple[int, object]] = []
 
     def work() -> None:
         report_progress("one")
         report_progress({"two": 2})
 
-    pool.run(work, 2, on_progress=lambda rank, what: seen.append((rank, what)))
-    assert [what for rank, what in seen if rank == 1] == ["one", {"two": 2}]
-    assert {rank for rank, _ in seen} == {0, 1}
+    pool.run(work, 2, on_progress=lambda rank, message: messages.append((rank, message)))
+    assert [message for rank, message in messages if rank == 1] == ["one", {"two": 2}]
+    assert {rank for rank, _ in messages} == {0, 1}
     report_progress("nobody")
 
 
 def test_this_process_works_while_the_ranks_do(pool: Pool, tmp_path: Path) -> None:
-    """Ranks wait for what is done here meanwhile, which is heard before anything of theirs."""
-    told: list[object] = []
+    """Ranks wait for `meanwhile`, which runs before any of their messages is handled."""
+    events: list[object] = []
     sign = str(tmp_path / "sign")
 
     def work() -> None:
@@ -103,15 +104,15 @@ def test_this_process_works_while_the_ranks_do(pool: Pool, tmp_path: Path) -> No
             time.sleep(0.01)
 
     def meanwhile() -> None:
-        told.append("here")
+        events.append("here")
         Path(sign).touch()
 
-    pool.run(work, 2, on_progress=lambda rank, what: told.append(what), meanwhile=meanwhile)
-    assert told == ["here", "begun", "begun"]
+    pool.run(work, 2, on_progress=lambda rank, message: events.append(message), meanwhile=meanwhile)
+    assert events == ["here", "begun", "begun"]
 
 
 def test_what_is_done_with_progress_is_no_hang(pool: Pool, tmp_path: Path) -> None:
-    """The ranks are not asked how long that takes, which with their own wait would be a hang."""
+    """Time spent in `on_progress` does not count as waiting of the ranks."""
     heard = tmp_path / "heard"
 
     def work() -> None:
@@ -128,7 +129,7 @@ def test_what_is_done_with_progress_is_no_hang(pool: Pool, tmp_path: Path) -> No
 
 
 def test_an_error_meanwhile_ends_the_ranks(pool: Pool) -> None:
-    """It comes before one of theirs, does not wait for them, and the next job is served."""
+    """It precedes the errors of ranks, does not wait for them, and the next job works."""
 
     def work() -> None:
         if dist.get_rank():
@@ -143,31 +144,32 @@ def test_an_error_meanwhile_ends_the_ranks(pool: Pool) -> None:
     with pytest.raises(ValueError, match="not like this"):
         pool.run(work, 2, meanwhile=meanwhile)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert pool.run(_sum_of_ranks, 2) == [1, 1]
+    assert pool.run(sum_ranks, 2) == [1, 1]
 
 
 def test_nothing_of_a_job_is_left_in_its_folder(pool: Pool) -> None:
-    """Arguments and results are files, as large as they are, until they are read."""
+    """Arguments and results are files, of any size, until they are read."""
     large = torch.arange(1 << 20)
-    before = {path.name for path in pool._scratch.iterdir()}
+    earlier = {path.name for path in pool._scratch.iterdir()}
     assert all(map(large.equal, pool.run(lambda: large, 2)))
-    left = {path.name for path in pool._scratch.iterdir() if path.suffix != ".store"}
-    assert left <= before | {"rank0.log", "rank1.log"}
+    remaining = {path.name for path in pool._scratch.iterdir() if path.suffix != ".store"}
+    assert remaining <= earlier | {"rank0.log", "rank1.log"}
 
 
-def _store_of_the_job() -> str:
+def job_store() -> str:
     store: Any = c10d._get_default_store()
     return store.underlying_store.path
 
 
 def test_a_rank_that_leaves_finds_the_folder_of_its_store(pool: Pool) -> None:
-    """The store opens its file once more as the rank leaves, after its result is here.
+    """After its result has arrived, a leaving rank opens the store's file once more.
 
-    It tries for as long as a collective may take if the folder has gone: the next job would wait.
+    If the folder were gone it would try as long as a collective may take, and the next job would
+    wait.
     """
-    store = Path(pool.run(_store_of_the_job, 2)[0])
+    store = Path(pool.run(job_store, 2)[0])
     assert store.parent.is_dir() and store.parent == pool._scratch
-    pool.run(_sum_of_ranks, 2)  # both have left the job before
+    pool.run(sum_ranks, 2)  # both have left the former job
     end = time.monotonic() + 10  # threads of gloo may hold the store for a moment
     while store.exists() and time.monotonic() < end:
         time.sleep(0.01)
@@ -175,7 +177,7 @@ def test_a_rank_that_leaves_finds_the_folder_of_its_store(pool: Pool) -> None:
 
 
 def test_an_exception_ends_the_job_with_its_own_traceback(pool: Pool) -> None:
-    """The rank that raised is named, though the others see a broken connection or wait."""
+    """The rank that raised is named, although others see a broken connection or wait."""
 
     def work() -> None:
         if dist.get_rank() == 1:
@@ -187,11 +189,11 @@ def test_an_exception_ends_the_job_with_its_own_traceback(pool: Pool) -> None:
     assert info.value.rank == 1 and "KeyError: 'spoiled'" in info.value.error
     assert isinstance(info.value.cause, KeyError) and "onnection" not in str(info.value)
     assert __file__ in info.value.error and 'raise KeyError("spoiled")' in info.value.error
-    assert pool.run(_sum_of_ranks, 2) == [1, 1]
+    assert pool.run(sum_ranks, 2) == [1, 1]
 
 
 def test_a_refusal_is_raised_as_such(pool: Pool) -> None:
-    """What all ranks refuse is refused, not reported as a death."""
+    """A refusal on all ranks is raised, not reported as a death."""
 
     def work() -> None:
         raise Refusal.of("S999", "not like this")
@@ -210,7 +212,7 @@ def test_a_refusal_is_raised_as_such(pool: Pool) -> None:
     ids=["exit", "segfault", "sys.exit"],
 )
 def test_a_death_is_told_as_it_was(pool: Pool, end, words: str) -> None:
-    """A rank that ends without a word is named with its code or signal, within the limit."""
+    """A rank that ends without a message is named with its exit code or signal, in time."""
 
     def work() -> None:
         dist.all_reduce(torch.ones(1))
@@ -231,18 +233,18 @@ def test_a_death_between_two_jobs_hurts_neither(pool: Pool) -> None:
         return os.getpid()
 
     pids = pool.run(late, 2)
-    assert _gone(pids)
-    assert pool.run(_sum_of_ranks, 2) == [1, 1]
+    assert have_ended(pids)
+    assert pool.run(sum_ranks, 2) == [1, 1]
 
 
 def test_a_result_that_cannot_travel_is_an_error(pool: Pool) -> None:
-    """The rank says that its result cannot be pickled."""
+    """The rank reports that its result cannot be pickled."""
     with pytest.raises(RankDied, match="pickle"):
         pool.run(lambda: (i for i in range(3)), 1)
 
 
 def test_a_mismatched_collective_is_a_hang(pool: Pool) -> None:
-    """Ranks that wait for each other are found, with the line where each stands, and are gone."""
+    """Ranks that wait for each other are detected, each with its current line, and are ended."""
 
     def stuck() -> None:
         report_progress(os.getpid())
@@ -255,14 +257,14 @@ def test_a_mismatched_collective_is_a_hang(pool: Pool) -> None:
     with pytest.raises(Hang, match="no rank made progress") as info:
         pool.run(stuck, 2, hang_after=2, on_progress=lambda rank, pid: pids.append(pid))
     assert "all_reduce" in info.value.stacks[0] and "recv" in info.value.stacks[1]
-    assert len(pids) == 2 and _gone(pids)
+    assert len(pids) == 2 and have_ended(pids)
 
 
 def test_work_is_no_hang(pool: Pool) -> None:
-    """Spending CPU time longer than the limit without a word, in a rank or its child, counts."""
+    """CPU time of a rank or its child counts as progress, also without any message."""
 
     def work(code: str) -> str:
-        if dist.get_rank() == 0:  # the other rank waits
+        if dist.get_rank() == 0:  # the other rank only waits
             subprocess.run([sys.executable, "-c", code], check=True)
         dist.barrier()
         if dist.get_rank() == 1:
@@ -275,7 +277,7 @@ def test_work_is_no_hang(pool: Pool) -> None:
 
 
 def test_an_import_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the server takes to import before it forks is no time in which ranks wait."""
+    """Imports of the server before it forks do not count as waiting of ranks."""
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(3.5)\n")
     monkeypatch.setitem(sys.modules, "slow_to_import", types.ModuleType("slow_to_import"))
     with Pool(files={"slow_to_import": tmp_path / "slow.py"}) as pool:
@@ -283,7 +285,7 @@ def test_an_import_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_endless_loop_ends_by_the_timeout(pool: Pool) -> None:
-    """What computes for ever is stopped by the limit given."""
+    """An endless computation is ended by the given limit."""
 
     def work() -> None:
         while True:
@@ -294,15 +296,15 @@ def test_an_endless_loop_ends_by_the_timeout(pool: Pool) -> None:
 
 
 def test_files_get_the_names_they_have_here(pool: Pool, tmp_path: Path) -> None:
-    """A module loaded from a file under a made-up name can be sent by name."""
+    """A class of a module loaded from a file under another name can be sent."""
     path = tmp_path / "model.py"
     path.write_text("class Thing:\n    value = 3\n")
     from schedlang.runtime.launch.forkserver import load_files
 
     load_files({"made_up_model": str(path)})
     pool.files["made_up_model"] = str(path)
-    thing = sys.modules["made_up_model"].Thing
-    assert pool.run(lambda x: x.value, 1, thing) == [3]
+    loaded_class = sys.modules["made_up_model"].Thing
+    assert pool.run(lambda x: x.value, 1, loaded_class) == [3]
 
 
 SCRIPT = """
@@ -330,7 +332,7 @@ print("fine")
 
 @pytest.mark.parametrize("kind", ["ends", "interrupted", "killed"])
 def test_nothing_is_left_behind(kind: str, tmp_path: Path) -> None:
-    """However a script ends, its ranks, server and files go too; `__main__` is not rerun."""
+    """However a script ends, its ranks, server and files are removed; `__main__` is not rerun."""
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(SCRIPT))
     scratch = tmp_path / "scratch"
@@ -346,24 +348,24 @@ def test_nothing_is_left_behind(kind: str, tmp_path: Path) -> None:
     )
     assert script.stdout is not None
     lines = [script.stdout.readline().split() for _ in range(3)]
-    pids = [int(word) for line in lines[1:] for word in line[1:]]
+    pids = [int(pid) for line in lines[1:] for pid in line[1:]]
     if kind != "ends":
         script.send_signal(signal.SIGINT if kind == "interrupted" else signal.SIGKILL)
-    rest = script.stdout.read()  # ends when the last process that could write has ended
+    output = script.stdout.read()  # ends when the last process that could write has ended
     script.wait(600)
-    assert lines[0] == ["once"] and "once" not in rest
-    assert (script.returncode == 0 and "fine" in rest) == (kind == "ends")
-    assert len(set(pids)) == 3 and _gone(pids)
+    assert lines[0] == ["once"] and "once" not in output
+    assert (script.returncode == 0 and "fine" in output) == (kind == "ends")
+    assert len(set(pids)) == 3 and have_ended(pids)
     assert not list(scratch.iterdir())
 
 
 def test_a_dead_server_is_replaced() -> None:
-    """If the server is killed its ranks go with it, the job says so, and the next one works."""
+    """If the server is killed its ranks end too, the job reports it, and the next one works."""
     with Pool() as pool:
         pids = pool.run(os.getpid, 2)
         pool._server.kill()
-        assert _gone(pids)
-        assert pool.run(_sum_of_ranks, 2) == [1, 1]
+        assert have_ended(pids)
+        assert pool.run(sum_ranks, 2) == [1, 1]
 
         def kill_it() -> None:
             os.kill(os.getppid(), signal.SIGKILL)
@@ -371,13 +373,15 @@ def test_a_dead_server_is_replaced() -> None:
 
         with pytest.raises(RankDied, match="fork server"):
             pool.run(kill_it, 2)
-        assert pool.run(_sum_of_ranks, 2) == [1, 1]
+        assert pool.run(sum_ranks, 2) == [1, 1]
 
 
-def _with_threads() -> dict[str, str]:
-    """An environment in which libraries start as many threads as they like."""
-    kept = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
-    return {**kept, "PYTHONPATH": str(ROOT)}
+def environ_unbounded() -> dict[str, str]:
+    """Return an environment in which libraries start as many threads as they like."""
+    variables = {
+        name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")
+    }
+    return {**variables, "PYTHONPATH": str(ROOT)}
 
 
 FORKS = """
@@ -412,18 +416,21 @@ if __name__ == "__main__":
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a server is an interpreter always")
 @pytest.mark.parametrize("kind", ["alone", "threads"])
 def test_a_server_forked_from_a_command(tmp_path: Path, kind: str) -> None:
-    """It has what the command imported; beside another thread it is an interpreter of its own, and
-    so is the one after it.  Both learn of files later, are told of their end, and are reaped."""
+    """The server has the command's imports; beside another thread it is a new interpreter, and so
+    is the next one.
+
+    Both load files later, are told of their end, and are reaped.
+    """
     (tmp_path / "late.py").write_text("import os\nPID = os.getpid()\n")
     (tmp_path / "script.py").write_text(FORKS)
-    done = forks.anew(
-        tmp_path / "script.py", kind, tmp_path / "late.py", env=_with_threads(), timeout=600
+    process = forks.run_interpreter(
+        tmp_path / "script.py", kind, tmp_path / "late.py", env=environ_unbounded(), timeout=600
     )
-    first, second, last = done.stdout.splitlines() or ("", "", done.stderr)
-    assert first == ("of the parent" if kind == "alone" else "None"), done.stderr
-    assert second.startswith("None ["), done.stderr
-    assert _gone([int(pid) for pid in second[6:-1].split(",")])
-    assert last == "closed 0", done.stderr
+    first_line, second_line, last_line = process.stdout.splitlines() or ("", "", process.stderr)
+    assert first_line == ("of the parent" if kind == "alone" else "None"), process.stderr
+    assert second_line.startswith("None ["), process.stderr
+    assert have_ended([int(pid) for pid in second_line[6:-1].split(",")])
+    assert last_line == "closed 0", process.stderr
 
 
 VERIFIES = """
@@ -443,14 +450,16 @@ main()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a server is an interpreter always")
 def test_the_server_of_verify_is_forked(tmp_path: Path) -> None:
-    """What the command imports before starts no thread, also where nobody bounds their number."""
+    """The command's imports start no thread, also where nothing limits their number."""
     (tmp_path / "script.py").write_text(VERIFIES)
     schedule = Path(__file__).parents[2] / "examples/custom/2d.sched"
-    done = forks.anew(tmp_path / "script.py", schedule, env=_with_threads(), timeout=600)
-    assert done.stdout == "ForkedServer\n", (done.stdout, done.stderr)
+    process = forks.run_interpreter(
+        tmp_path / "script.py", schedule, env=environ_unbounded(), timeout=600
+    )
+    assert process.stdout == "ForkedServer\n", (process.stdout, process.stderr)
 
 
-HERE = """
+FORKS_AGAIN = """
 import os, sys, threading, time
 from schedlang.runtime.launch.forkserver import load_files
 from schedlang.runtime.launch.pool import Pool
@@ -476,19 +485,21 @@ if __name__ == "__main__":
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a server is an interpreter always")
 @pytest.mark.parametrize("kind", ["alone", "threads"])
 def test_a_server_forked_again_has_the_files_of_its_parent(tmp_path: Path, kind: str) -> None:
-    """What the command has imported since is imported once; beside a thread that its import left,
+    """A file that the command has imported since is imported once; if that import left a thread,
     the first server stays and imports it itself."""
     (tmp_path / "late.py").write_text("import os\nPID = os.getpid()\n")
-    (tmp_path / "script.py").write_text(HERE)
-    done = forks.anew(
-        tmp_path / "script.py", kind, tmp_path / "late.py", env=_with_threads(), timeout=600
+    (tmp_path / "script.py").write_text(FORKS_AGAIN)
+    process = forks.run_interpreter(
+        tmp_path / "script.py", kind, tmp_path / "late.py", env=environ_unbounded(), timeout=600
     )
-    alone = kind == "alone"
-    assert done.stdout.splitlines() == [f"{alone} {not alone} True", "False"], done.stderr
+    is_alone = kind == "alone"
+    assert process.stdout.splitlines() == [f"{is_alone} {not is_alone} True", "False"], (
+        process.stderr
+    )
 
 
 def test_what_the_first_job_names_is_imported_once(tmp_path: Path) -> None:
-    """A module that the pickled job refers to is imported by the server, before the ranks."""
+    """The server imports a module that the pickled job names, before it forks the ranks."""
     (tmp_path / "slow_to_import.py").write_text(
         "import os\nPID = os.getpid()\ndef pid(): return PID\n"
     )
@@ -517,8 +528,8 @@ result = pool.run(task, 1)
 
 @pytest.mark.parametrize("load", ["model file", "preloaded"])
 def test_a_file_that_starts_ranks_is_not_loaded_by_them(tmp_path: Path, load: str) -> None:
-    """A file that starts ranks when it is imported is refused with what to write instead; no
-    process starts another without end."""
+    """A file that starts ranks on import is refused, with what to write instead; processes do not
+    start each other endlessly."""
     from schedlang.ir.modelfile import load_model_file
 
     file = tmp_path / "model.py"
@@ -528,12 +539,12 @@ def test_a_file_that_starts_ranks_is_not_loaded_by_them(tmp_path: Path, load: st
             load_model_file(str(file))
         else:
             with Pool(files={"started_by_ranks": file}) as pool:
-                pool.run(_loaded, 1)
+                pool.run(model_loaded, 1)
     assert refused.value.diagnostics[0].code == "S905"
     assert '__name__ == "__main__"' in refused.value.diagnostics[0].helps[0]
 
 
-def _loaded() -> int:
+def model_loaded() -> int:
     import started_by_ranks  # type: ignore[import-not-found]
 
     return int(started_by_ranks.result)

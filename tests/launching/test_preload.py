@@ -1,4 +1,4 @@
-"""What ranks need of torch and of us is imported once, before they are forked."""
+"""Modules that ranks need are imported once, before ranks are forked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from schedlang.runtime.launch.pool import Pool
 
 
 def test_a_job_that_builds_programs_wants_what_they_need() -> None:
-    """Whoever names a pass gets all of it, other jobs what they name; and all of it exists."""
+    """A job that names a pass preloads all of its modules, others only those that they name; all
+    exist."""
     assert modules_to_import(("torch", build.__module__)) == (
         "torch",
         build.__module__,
@@ -29,16 +30,16 @@ def test_a_job_that_builds_programs_wants_what_they_need() -> None:
     assert all(importlib.util.find_spec(name) is not None for name in PROGRAM_MODULES)
 
 
-def _at_birth(_: Any) -> tuple[set[str], int]:
-    """On a rank that has run nothing: its modules, and how many threads the server has."""
+def state_at_start(_: Any) -> tuple[set[str], int]:
+    """On a new rank: return its modules, and the number of the server's threads."""
     tasks = Path(f"/proc/{os.getppid()}/task")
     return set(sys.modules), len(list(tasks.iterdir())) if tasks.exists() else 1
 
 
 @pytest.mark.deep
 def test_ranks_are_born_with_it_and_the_server_has_one_thread() -> None:
-    """A fresh rank imports none of it by itself, and none of it has started a thread."""
+    """A new rank has all modules imported, and none of them started a thread."""
     with Pool() as pool:
-        modules, threads = pool.run(_at_birth, 1, build)[0]
+        modules, threads = pool.run(state_at_start, 1, build)[0]
     assert set(PROGRAM_MODULES) <= modules and "torch.distributed.fsdp" in modules
     assert threads == 1

@@ -1,4 +1,4 @@
-"""Tests on a simulated accelerator: what is kept elsewhere, and drawn again, is as on the CPU."""
+"""Offloading, recomputation and compression on a simulated device: as on the CPU, without races."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ from schedlang.runtime.pipeline.evicted_activations import offload, reload
 from schedlang.runtime.pipeline.recomputed_forward import RecomputeInputs
 from schedlang.runtime.propagation.trace import LabelRule
 from schedlang.runtime.storage import copies
-from tests.accelerator.parked import parked
+from tests.accelerator.evicted_stage import run_forward
 
 accelerators = pytest.importorskip("schedlang.testing.accelerator")
-WIDTH, WORDS = 16, 12
+WIDTH, VOCAB_SIZE = 16, 12
 
 
 @pytest.fixture
 def acc() -> Iterator[Any]:
-    """A simulated accelerator; it must have seen no race."""
+    """Provide a simulated accelerator; assert afterwards that it saw no race."""
     if reason := accelerators.unavailable():
         pytest.skip(reason)
-    with accelerators.simulated() as one:
-        yield one
-        one.check()
+    with accelerators.simulated() as device:
+        yield device
+        device.check()
 
 
 class Block(nn.Module):
-    """Computes something in between, and drops some of it."""
+    """A residual MLP with dropout."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -67,14 +67,14 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A few blocks between an embedding and a head, with a loss of its own."""
+    """A few blocks between an embedding and a head, which returns its loss."""
 
     def __init__(self, rate: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.embed = nn.Embedding(VOCAB_SIZE, WIDTH)
         self.layers = nn.ModuleList(Block(rate) for _ in range(3))
-        self.head = nn.Linear(WIDTH, WORDS)
+        self.head = nn.Linear(WIDTH, VOCAB_SIZE)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -85,15 +85,15 @@ class Model(nn.Module):
 
 def _batch(seed: int, device: Any) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    ids, labels = (torch.randint(0, WORDS, (4, 6), generator=generator) for _ in range(2))
+    ids, labels = (torch.randint(0, VOCAB_SIZE, (4, 6), generator=generator) for _ in range(2))
     labels[0, 4:] = -100
     return {"ids": ids.to(device), "labels": labels.to(device)}
 
 
-def _trained(device: Any, rows: Callable[[Any], Any], rate: float = 0.0) -> dict[str, Tensor]:
-    """The parameters after three steps of two microbatches."""
+def _train(device: Any, add_rows: Callable[[Any], Any], rate: float = 0.0) -> dict[str, Tensor]:
+    """Return the parameters after three steps."""
     sch = schedlang.create_schedule(Model(rate).to(device))
-    rows(sch)
+    add_rows(sch)
     with offload_all_sizes():
         program = sch.build(
             optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
@@ -105,12 +105,12 @@ def _trained(device: Any, rows: Callable[[Any], Any], rate: float = 0.0) -> dict
     return program.state_dict()
 
 
-def _near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name].cpu(), value, rtol=1e-4, atol=1e-5, msg=name)
+def _assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name].cpu(), value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-KEPT = {
+OFFLOADED = {
     "plainly": lambda s: None,
     "parameters": lambda s: s["layers.*"].offload("parameters", to="cpu"),
     "gradients": lambda s: s["layers.*"].offload("gradients", to="cpu"),
@@ -120,27 +120,27 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("kind", OFFLOADED)
 def test_kept_elsewhere(acc: Any, kind: str) -> None:
-    """What is offloaded is copied without a race, and training is as on the CPU."""
-    _near(_trained("sim", KEPT[kind]), _trained("cpu", KEPT[kind]))
+    """Offloading has no race, and trains as on the CPU."""
+    _assert_close(_train("sim", OFFLOADED[kind]), _train("cpu", OFFLOADED[kind]))
 
 
 def test_one_way_and_back(acc: Any) -> None:
-    """A copy to the host and back is there when it is used, however its device is called."""
+    """A copy to the host and back has arrived when it is used, with or without a device index."""
     x = torch.randn(64, 64, device="sim")
-    wanted = x.cpu()
+    expected = x.cpu()
     host = copies.to_host(x)
     del x
     assert host.is_pinned()
-    there, event = copies.to_device(host, torch.device("sim"))
-    assert torch.equal(copies.wait_copy(there, event).cpu(), wanted)
+    on_device, event = copies.to_device(host, torch.device("sim"))
+    assert torch.equal(copies.wait_copy(on_device, event).cpu(), expected)
     copies.wait_all()
-    assert torch.equal(host, wanted)
+    assert torch.equal(host, expected)
 
 
 def test_gradients_of_many_microbatches_wait_for_none(acc: Any) -> None:
-    """Small gradients lie twice on the host until the end: no microbatch waits for another."""
+    """Small gradients have two buffers on the host: no microbatch waits for another."""
     from schedlang.runtime.storage.offloaded_gradients import (
         gradient_of,
         offload_gradients,
@@ -152,10 +152,10 @@ def test_gradients_of_many_microbatches_wait_for_none(acc: Any) -> None:
     plain.load_state_dict(layers.state_dict())
     offload_gradients(layers.parameters())
     x = torch.randn(4, 8)
-    there = x.to("sim")
+    on_device = x.to("sim")
     with acc.no_synchronisation():
         for _ in range(4):
-            layers(there).sum().backward()
+            layers(on_device).sum().backward()
     wait_for_offloaded(layers.parameters())
     (4 * plain(x).sum()).backward()
     for grad, p in zip(map(gradient_of, layers.parameters()), plain.parameters()):
@@ -164,7 +164,7 @@ def test_gradients_of_many_microbatches_wait_for_none(acc: Any) -> None:
 
 
 def test_written_behind(acc: Any) -> None:
-    """What is written from the host into a tensor of the device comes after all that reads it."""
+    """A write from the host into a device tensor comes after all earlier reads."""
     x, new = torch.randn(32, device="sim"), torch.randn(32).pin_memory()
     twice = x * 2
     before = x.cpu()
@@ -173,7 +173,7 @@ def test_written_behind(acc: Any) -> None:
 
 
 def test_gradients_wait_for_none(acc: Any) -> None:
-    """A second microbatch of gradients that leave has the host wait for nothing."""
+    """With offloaded gradients the host does not wait in a second microbatch."""
     from schedlang.runtime.storage.offloaded_gradients import (
         gradient_of,
         offload_gradients,
@@ -188,25 +188,25 @@ def test_gradients_wait_for_none(acc: Any) -> None:
         for _ in range(2):
             layers[1](layers[0](x)).sum().backward()
     wait_for_offloaded(parameters)
-    found = [gradient_of(p) for p in parameters]
+    grads = [gradient_of(p) for p in parameters]
     plain = [nn.Linear(8, 8).to("sim") for _ in range(2)]
-    for one, other in zip(plain, layers):
-        one.load_state_dict(other.state_dict())
+    for copied, original in zip(plain, layers):
+        copied.load_state_dict(original.state_dict())
     (2 * plain[1](plain[0](x)).sum()).backward()
-    for grad, p in zip(found, (p for one in plain for p in one.parameters())):
+    for grad, p in zip(grads, (p for copied in plain for p in copied.parameters())):
         assert grad is not None and grad.device.type == "cpu" and p.grad is not None
         torch.testing.assert_close(grad, p.grad.cpu())
 
 
 def test_draws_of_the_device(acc: Any) -> None:
-    """The generator of the device stands where it stood, for a second run and after a look."""
+    """The device's generator is restored for a second run, and after another use."""
     device = with_index(torch.device("sim"))
-    drawn = RestoredGenerators(default_generators([device]))
+    generators = RestoredGenerators(default_generators([device]))
     first = torch.rand(8, device=device).cpu()
-    with drawn:
+    with generators:
         assert torch.equal(torch.rand(8, device=device).cpu(), first)
     following = torch.rand(8, device=device).cpu()
-    with drawn:
+    with generators:
         torch.rand(8, device=device)
         with generators_restored():
             torch.manual_seed(7)
@@ -215,17 +215,17 @@ def test_draws_of_the_device(acc: Any) -> None:
 
 
 def test_numbers_are_read_at_once(acc: Any) -> None:
-    """Numbers on the device take one wait, numbers of the host none."""
-    there = [torch.tensor(float(k), device="sim") for k in range(4)]
+    """Numbers on the device take one wait, numbers on the host none."""
+    scalars = [torch.tensor(float(k), device="sim") for k in range(4)]
     acc.reset()
-    assert plain_numbers([*there, 7.0]) == [0.0, 1.0, 2.0, 3.0, 7.0]
+    assert plain_numbers([*scalars, 7.0]) == [0.0, 1.0, 2.0, 3.0, 7.0]
     assert len(acc.synchronisations()) == 1
     with acc.no_synchronisation():
         assert plain_numbers([1, 2.5]) == [1.0, 2.5]
 
 
 def test_own_device(acc: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """LOCAL_RANK chooses a device and makes it current; a choice that was made stays."""
+    """LOCAL_RANK chooses a device and makes it current; an earlier choice stays."""
     monkeypatch.setenv("LOCAL_RANK", "3")
     before = torch.accelerator.current_device_index()
     try:
@@ -237,37 +237,37 @@ def test_own_device(acc: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.accelerator.set_device_index(before)
 
 
-def _twice(module: nn.Module, kept: Callable[[nn.Module], Any]) -> tuple[Tensor, Tensor]:
-    """The gradients of a module that drops, plainly and with what is run again in between."""
+def _grads_twice(module: nn.Module, recompute: Callable[[nn.Module], Any]) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a module with dropout, plain and with recomputation."""
     import copy
 
-    x, found = torch.randn(6, WIDTH, device="sim"), []
-    for change in (lambda one: None, kept):
-        one = copy.deepcopy(module)
-        change(one)
+    x, grads = torch.randn(6, WIDTH, device="sim"), []
+    for wrap in (lambda copied: None, recompute):
+        copied = copy.deepcopy(module)
+        wrap(copied)
         torch.manual_seed(3)
         leaf = x.clone().requires_grad_()
-        one(one(leaf)).square().sum().backward()
+        copied(copied(leaf)).square().sum().backward()
         assert leaf.grad is not None
-        found.append(leaf.grad.cpu())
-    return found[0], found[1]
+        grads.append(leaf.grad.cpu())
+    return grads[0], grads[1]
 
 
-AGAIN = {
+RECOMPUTED = {
     "checkpoint": lambda one: checkpoint(one),
     "in a budget": lambda one: limit_saved_bytes([one], 0),
 }
 
 
-@pytest.mark.parametrize("kind", AGAIN)
+@pytest.mark.parametrize("kind", RECOMPUTED)
 def test_the_same_masks_again(acc: Any, kind: str) -> None:
-    """What is run again in backward drops what it dropped before."""
-    plain, again = _twice(Block(0.5).to("sim"), AGAIN[kind])
-    assert torch.equal(plain, again)
+    """Recomputation has the same dropout masks."""
+    expected, actual = _grads_twice(Block(0.5).to("sim"), RECOMPUTED[kind])
+    assert torch.equal(expected, actual)
 
 
-class Own(nn.Module):
-    """Draws from a generator of its own, and from the device's."""
+class DrawsNoise(nn.Module):
+    """Draws from its own generator and from the device's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,20 +279,24 @@ class Own(nn.Module):
 
 
 def test_a_stage_again(acc: Any) -> None:
-    """A stage that is run again draws alike, on its device and from generators of its own, and
-    leaves both where the first run left them."""
-    model, x = Own().to("sim"), torch.ones(4, 4, device="sim")
-    kept = RecomputeInputs.capture({}, model, x.device)
+    """A recomputed stage draws the same, from the device's generator and its own, and leaves both
+    as the first run did."""
+    model, x = DrawsNoise().to("sim"), torch.ones(4, 4, device="sim")
+    saved = RecomputeInputs.capture({}, model, x.device)
     first = model(x).cpu()
-    wanted = [one.get_state() for one in (model.generator, torch.sim.default_generators[0])]
-    with kept.rng_states:
+    states = [
+        generator.get_state() for generator in (model.generator, torch.sim.default_generators[0])
+    ]
+    with saved.rng_states:
         assert torch.equal(model(x).cpu(), first)
-    after = [one.get_state() for one in (model.generator, torch.sim.default_generators[0])]
-    assert all(map(torch.equal, wanted, after))
+    states_after = [
+        generator.get_state() for generator in (model.generator, torch.sim.default_generators[0])
+    ]
+    assert all(map(torch.equal, states, states_after))
 
 
 def test_what_draws_is_seen(acc: Any) -> None:
-    """A module that draws on its device is known as one that draws."""
+    """A module that draws on its device is recognized."""
     x = torch.randn(2, WIDTH, device="sim")
     assert draws_random(Block(0.5).to("sim"), ((x,), {})) and not draws_random(
         Block(0.0).to("sim"), ((x,), {})
@@ -300,53 +304,53 @@ def test_what_draws_is_seen(acc: Any) -> None:
 
 
 def test_a_scale_waits_for_nobody(acc: Any) -> None:
-    """Gradients are unscaled, and what is found is told on, while the host goes on."""
+    """Gradients are unscaled, and overflow is shared, without a wait of the host."""
     layer = nn.Linear(4, 4).to("sim")
     scale = LossScale(8.0, growth=2)
-    for value, wanted in ((1.0, False), (float("inf"), True)):
+    for value, overflow in ((1.0, False), (float("inf"), True)):
         for p in layer.parameters():
             p.grad = torch.full_like(p, value)
-        like = torch.zeros(3, dtype=torch.float64, device="sim")
+        template = torch.zeros(3, dtype=torch.float64, device="sim")
         with acc.no_synchronisation():
             scale.unscale(dict(layer.named_parameters()))
-            told = scale.overflow_flag(like)
-        scale.set_overflow(told)
-        assert scale.overflow is wanted and scale.update() is not wanted
-    scale.unscale(dict(layer.named_parameters()))  # of a world of one, where nobody is told
+            flag = scale.overflow_flag(template)
+        scale.set_overflow(flag)
+        assert scale.overflow is overflow and scale.update() is not overflow
+    scale.unscale(dict(layer.named_parameters()))  # in a world of one rank nothing is shared
     assert not scale.update() and scale.overflow
 
 
 def test_a_norm_of_both_memories(acc: Any) -> None:
-    """Gradients of the host are bounded with those of the device: the host waits for one number."""
-    given = [torch.randn(3, 4, generator=torch.Generator().manual_seed(k)) for k in range(6)]
+    """Gradients on host and device are clipped together: the host waits once."""
+    grads = [torch.randn(3, 4, generator=torch.Generator().manual_seed(k)) for k in range(6)]
     parameters = {str(k): nn.Parameter(torch.zeros(3, 4)) for k in range(6)}
-    held = {}
-    for k, (name, wanted) in enumerate(zip(parameters, given)):
-        parameters[name].grad = wanted.clone()
-        held[name] = nn.Parameter(torch.zeros(3, 4, device="sim" if k % 2 else "cpu"))
-        held[name].grad = wanted.to(held[name].device)
+    mixed = {}
+    for k, (name, grad) in enumerate(zip(parameters, grads)):
+        parameters[name].grad = grad.clone()
+        mixed[name] = nn.Parameter(torch.zeros(3, 4, device="sim" if k % 2 else "cpu"))
+        mixed[name].grad = grad.to(mixed[name].device)
     norm = nn.utils.clip_grad_norm_(parameters.values(), 0.5)
     acc.reset()
-    found = norm_on_one_rank(held, 0.5)
+    actual = norm_on_one_rank(mixed, 0.5)
     assert len(acc.synchronisations()) == 1
-    torch.testing.assert_close(found.cpu(), norm)
-    for name, p in held.items():
+    torch.testing.assert_close(actual.cpu(), norm)
+    for name, p in mixed.items():
         torch.testing.assert_close(p.grad.cpu(), parameters[name].grad)  # type: ignore[union-attr]
 
 
 def test_labels_are_counted_at_once(acc: Any) -> None:
-    """What all parts of a batch weigh takes one wait, however many parts there are."""
+    """Weights of all microbatches take one wait."""
     rule = LabelRule("labels", (), -100)
-    weigh = LabelWeight(rule)
+    label_weight = LabelWeight(rule)
     parts = [_batch(seed, "sim") for seed in range(5)]
     acc.reset()
-    found = plain_numbers([weigh.counted(part) for part in parts])
+    weights = plain_numbers([label_weight.counted(part) for part in parts])
     assert len(acc.synchronisations()) == 1
-    assert found == [22.0] * 5 == [weigh(part) for part in parts]
+    assert weights == [22.0] * 5 == [label_weight(part) for part in parts]
 
 
-def _sent(capacity: float | None) -> tuple[list[str], Tensor]:
-    """Of two ranks that hold two experts each: waits of a rank's dispatch, and what came home."""
+def _dispatch_waits(capacity: float | None) -> tuple[list[str], Tensor]:
+    """Return a rank's waits in the dispatch, and its error; two ranks have two experts each."""
     import torch.distributed as dist
 
     rank = dist.get_rank()
@@ -362,63 +366,63 @@ def _sent(capacity: float | None) -> tuple[list[str], Tensor]:
         return step.dispatch(RoutedRows(rows, experts, counts.chunks[0]))
 
     take()
-    here = accelerators.current()
-    here.reset()
+    simulation = accelerators.current()
+    simulation.reset()
     if capacity is not None:
         capacity_mask(experts[:, None], 4, capacity)
-    way = take()
-    y = way.return_results(way.rows * (1 + way.experts)[:, None])
-    waits = [str(one) for one in here.synchronisations()]
+    routed = take()
+    y = routed.return_results(routed.rows * (1 + routed.experts)[:, None])
+    waits = [str(wait) for wait in simulation.synchronisations()]
     return waits, (y - rows * (1 + experts)[:, None]).abs().max().cpu()
 
 
 @pytest.mark.parametrize("capacity", [None, 1.0])
 def test_a_dispatch_waits_once(acc: Any, capacity: float | None) -> None:
-    """Rows on their way to experts make the host wait once, for how many go where."""
-    for waits, gap in accelerators.spawn(_sent, capacity, ranks=2):
+    """Sending tokens to experts makes the host wait once, for their counts."""
+    for waits, gap in accelerators.spawn(_dispatch_waits, capacity, ranks=2):
         assert len(waits) == 1, waits
         assert float(gap) == 0.0
 
 
 def test_parked_on_the_host(acc: Any) -> None:
-    """What a stage has saved goes to the host and back on a stream of its own: the host waits for
-    nothing, and the backward for what comes back."""
+    """What a stage saved goes to the host and back on its own stream: the host does not wait,
+    backward does."""
     model, x = Block(0.0).to("sim"), torch.randn(64, WIDTH, device="sim")
     model(x).square().sum().backward()
-    wanted = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+    expected = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
-    loss, bag, step, op = parked(model, x)
+    loss, bag, step, op = run_forward(model, x)
     assert bag.bytes
     with acc.no_synchronisation():
         offload(step, op)
         assert not bag.bytes
-        torch.randn(256, 256, device="sim")  # takes what has become free
+        torch.randn(256, 256, device="sim")  # takes the freed memory
         reload(step, op)
         bag.restore()
         loss.backward()
-    for p, grad in zip(model.parameters(), wanted, strict=True):
+    for p, grad in zip(model.parameters(), expected, strict=True):
         assert p.grad is not None
         torch.testing.assert_close(p.grad.cpu(), grad)
 
 
 def test_coded(acc: Any) -> None:
-    """Of what is kept in few bits values are looked at in the first call, and never again; it is
-    kept as on the CPU."""
+    """Compressed tensors are checked on the host in the first call only; values are as on the
+    CPU."""
     model, x = Block(0.0), torch.randn(64, WIDTH)
-    same, tally, theirs = Block(0.0).to("sim"), QuantizationCounts(), QuantizationCounts()
-    same.load_state_dict(model.state_dict())
-    quantize_saved(model, "block", Quantization(8, 16), theirs)
-    quantize_saved(same, "block", Quantization(8, 16), tally)
+    on_device, counts, cpu_counts = Block(0.0).to("sim"), QuantizationCounts(), QuantizationCounts()
+    on_device.load_state_dict(model.state_dict())
+    quantize_saved(model, "block", Quantization(8, 16), cpu_counts)
+    quantize_saved(on_device, "block", Quantization(8, 16), counts)
     for step in range(3):
-        there = x.to("sim")
+        inputs = x.to("sim")
         acc.reset()
-        found = _gradients(same, there)
-        waits = [one.place for one in acc.synchronisations()]
+        actual = _gradients(on_device, inputs)
+        waits = [wait.place for wait in acc.synchronisations()]
         # the inputs of the norm and of both layers, and the mean that is too small
-        assert tally.tensors == 3 * (step + 1) and len(waits) <= (0 if step else 5), waits
-        for mine, wanted in zip(found, _gradients(model, x), strict=True):
-            torch.testing.assert_close(mine.cpu(), wanted)
-    assert tally == theirs
+        assert counts.tensors == 3 * (step + 1) and len(waits) <= (0 if step else 5), waits
+        for grad, expected in zip(actual, _gradients(model, x), strict=True):
+            torch.testing.assert_close(grad.cpu(), expected)
+    assert counts == cpu_counts
 
 
 def _gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -427,8 +431,8 @@ def _gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-class Cast(nn.Module):
-    """Computes in 16 bits by a square weight, whose cast copy autograd saves."""
+class CastProduct(nn.Module):
+    """Computes in bfloat16 with a square weight, whose cast copy autograd saves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -439,19 +443,19 @@ class Cast(nn.Module):
 
 
 def test_casts_of_weights_are_known_again(acc: Any) -> None:
-    """A cast of a weight is told from an activation of its shape in the first call."""
-    model, tally = Cast().to("sim"), QuantizationCounts()
-    quantize_saved(model, "it", Quantization(8, 16), tally)
+    """A cast of a weight is distinguished from an activation of its shape in the first call."""
+    model, counts = CastProduct().to("sim"), QuantizationCounts()
+    quantize_saved(model, "it", Quantization(8, 16), counts)
     for step in range(3):
         x = torch.randn(WIDTH, WIDTH, device="sim", requires_grad=True)
         acc.reset()
         model(x)
-        waits = [one.place for one in acc.synchronisations()]
-        assert tally.tensors == step + 1 and bool(waits) == (step == 0), waits
+        waits = [wait.place for wait in acc.synchronisations()]
+        assert counts.tensors == step + 1 and bool(waits) == (step == 0), waits
 
 
-class Scores(nn.Module):
-    """What was masked is given."""
+class LogSoftmax(nn.Module):
+    """Returns log-softmax of scores, some of them masked."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.log_softmax(-1)
@@ -459,18 +463,18 @@ class Scores(nn.Module):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_scores_that_are_masked_later(acc: Any, first: bool) -> None:
-    """Where the first call had no mask (or had one), later masked scores come back as they were,
-    and the gradient is as near as without a mask."""
-    module = Scores()
+    """If the first call had no mask (or had one), later masked scores are restored, and the
+    gradient is as accurate as without a mask."""
+    module = LogSoftmax()
     quantize_saved(module, "it", Quantization(8, 16))
     scores = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     mask = torch.rand(8, 64, generator=torch.Generator().manual_seed(1)) < 0.2
-    weigh = torch.randn(8, 64, generator=torch.Generator().manual_seed(2)).masked_fill(mask, 0)
+    weights = torch.randn(8, 64, generator=torch.Generator().manual_seed(2)).masked_fill(mask, 0)
     for masked in (first, True, False):
         x = scores.masked_fill(mask & masked, -torch.inf).to("sim").requires_grad_()
-        (module(x).masked_fill(mask.to("sim"), 0.0) * weigh.to("sim")).sum().backward()
+        (module(x).masked_fill(mask.to("sim"), 0.0) * weights.to("sim")).sum().backward()
         exact = scores.masked_fill(mask & masked, -torch.inf).requires_grad_()
-        (exact.log_softmax(-1).masked_fill(mask, 0.0) * weigh).sum().backward()
+        (exact.log_softmax(-1).masked_fill(mask, 0.0) * weights).sum().backward()
         assert x.grad is not None and exact.grad is not None
-        far = (x.grad.cpu() - exact.grad).norm() / exact.grad.norm()
-        assert float(far) < 0.01
+        error = (x.grad.cpu() - exact.grad).norm() / exact.grad.norm()
+        assert float(error) < 0.01

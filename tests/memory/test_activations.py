@@ -1,4 +1,4 @@
-"""Bytes that are kept for a backward: estimated without data, they are those of a real step."""
+"""Saved bytes: the estimate without data equals those of a real step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.lower.build import build
 from schedlang.passes.simulate.simulated_ranks import estimate_memory
 from tests import models
-from tests.counting import Counter
-from tests.proofs import planned
+from tests.proofs import make_plan
+from tests.storage_counter import StorageCounter
 
 
 def gpt2() -> torch.nn.Module:
-    """Five layers whose attention is written out, so that no kernel keeps what meta does not."""
+    """Return five layers with eager attention: a fused kernel saves tensors that meta does not."""
     return models.hf(
         "GPT2LMHeadModel",
         n_embd=16,
@@ -43,35 +43,39 @@ ROWS = [
 
 
 @cache
-def plain() -> tuple[int, int]:
-    """What is told of the model as it is."""
-    return told(planned(gpt2(), ""), models.tokens(mask=False))
+def plain_estimate() -> tuple[int, int]:
+    """Return the estimate for the model without rows."""
+    return estimate_bytes(make_plan(gpt2(), ""), models.tokens(mask=False))
 
 
-def told(plan: Plan, batch: Any) -> tuple[int, int]:
-    """Bytes of activations after the forward, and of all but the state at most, as estimated."""
-    (one,) = estimate_memory(plan, batch, None, prepare(plan, batch))
-    (forward,) = [moment for moment in one.moments if moment.what == "0F0"]
-    first = CLASSES.index("activations")
-    return forward.end[first], one.passing
+def estimate_bytes(plan: Plan, batch: Any) -> tuple[int, int]:
+    """Return the estimated bytes of activations after the forward, and the peak without state."""
+    (rank_memory,) = estimate_memory(plan, batch, None, prepare(plan, batch))
+    (forward,) = [moment for moment in rank_memory.moments if moment.what == "0F0"]
+    index = CLASSES.index("activations")
+    return forward.end[index], rank_memory.passing
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_what_is_kept_is_what_was_estimated(row: str) -> None:
-    """Between forward and backward a real program holds, byte for byte, what the estimate says,
-    beside the batch, of which a step has its own; and a row that keeps less is seen to."""
+    """A program holds, to the byte, what the estimate says, between forward and backward; rows that
+    recompute hold less."""
     batch = models.tokens(mask=False)
-    plan = planned(gpt2(), f"transformer.h.*  {row}" if row else "")
+    plan = make_plan(gpt2(), f"transformer.h.*  {row}" if row else "")
     program = build(plan, batch)
     program.module.train()
     state = [*program.module.parameters(), *program.module.buffers(), *batch.values()]
-    known = {tensor.untyped_storage()._cdata for tensor in state}
-    with Counter() as counter:
-        loss = program.module(**batch).loss  # what else it gives is the caller's to hold
+    state_keys = {tensor.untyped_storage()._cdata for tensor in state}
+    with StorageCounter() as counter:
+        loss = program.module(**batch).loss  # its other outputs are the caller's
         assert counter.now
-        left = (seen() for key, seen in counter.alive.items() if key not in known)
-        kept = sum(storage.nbytes() for storage in left)
-    found, most = told(plan, batch)
-    assert loss.requires_grad and found == kept + sum(each.nbytes for each in batch.values())
+        saved_storages = (
+            storage_ref() for key, storage_ref in counter.alive.items() if key not in state_keys
+        )
+        saved_bytes = sum(storage.nbytes() for storage in saved_storages)
+    estimated, peak = estimate_bytes(plan, batch)
+    assert loss.requires_grad and estimated == saved_bytes + sum(
+        batch_tensor.nbytes for batch_tensor in batch.values()
+    )
     if row:
-        assert found < most < plain()[1] and found < plain()[0] * 0.75
+        assert estimated < peak < plain_estimate()[1] and estimated < plain_estimate()[0] * 0.75

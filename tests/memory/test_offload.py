@@ -1,4 +1,4 @@
-"""Offloaded activations: on the host between forward and backward, the same gradients after."""
+"""Offloaded activations: equal gradients, bytes on the host, prefetching, small tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZE = 32
 
 
 class Block(nn.Module):
-    """Views of one storage, an expanded and a transposed tensor, dropout, and a buffer."""
+    """Views of one storage, expanded and transposed tensors, dropout, and a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class Stack(nn.Module):
         return x
 
 
-def build(dtype=torch.float64):
+def build_stack(dtype=torch.float64):
     torch.manual_seed(0)
     return Stack().to(dtype)
 
@@ -65,7 +65,7 @@ def inputs(dtype=torch.float64):
     return x, torch.tensor([[1.5]], dtype=dtype, requires_grad=True)
 
 
-def forward(model, dtype=torch.float64):
+def run_forward(model, dtype=torch.float64):
     model.zero_grad()
     x, scale = inputs(dtype)
     torch.manual_seed(2)
@@ -73,7 +73,7 @@ def forward(model, dtype=torch.float64):
 
 
 def gradients(model, dtype=torch.float64):
-    out, leaves = forward(model, dtype)
+    out, leaves = run_forward(model, dtype)
     out.square().sum().backward()
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -81,77 +81,77 @@ def gradients(model, dtype=torch.float64):
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_same_gradients_bit_by_bit(dtype, prefetch):
-    """Output and every gradient equal the untouched module's; names and state stay."""
-    model = build(dtype)
+    """Output and gradients equal the original's; names and state stay."""
+    model = build_stack(dtype)
     expected, state = gradients(model, dtype), list(model.state_dict())
     store = ActivationStore(prefetch=prefetch, smallest=0)
     for block in model.blocks:
         offload_activations(block, store)
-    found = gradients(model, dtype)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    actual = gradients(model, dtype)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert store.moved > 0 and list(model.state_dict()) == state
 
 
 def test_what_is_small_moves_in_a_proof():
-    """Stores leave small storages where they are, but not those of a proof."""
-    model, moved = build(torch.float64), []
+    """Small storages stay on the device, except in a proof."""
+    model, moved = build_stack(torch.float64), []
     for context in (contextlib.nullcontext(), offload_all_sizes(), contextlib.nullcontext()):
         with context:
             store = ActivationStore()
-        twin = copy.deepcopy(model)
-        for block in twin.blocks:
+        copied = copy.deepcopy(model)
+        for block in copied.blocks:
             offload_activations(block, store)
-        gradients(twin, torch.float64)
+        gradients(copied, torch.float64)
         moved.append(store.moved)
     assert moved[0] == moved[2] == 0 < moved[1]
 
 
-def saved_storages(model):
-    """Bytes of distinct storages that autograd keeps, parameters and buffers left out."""
-    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
-    kept = {}
+def saved_bytes(model):
+    """Return the bytes of distinct storages that autograd saves, without parameters and buffers."""
+    weights = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    sizes = {}
 
     def pack(t):
         storage = t.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in weights:
+            sizes[storage.data_ptr()] = storage.nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out, _ = forward(model)
+        out, _ = run_forward(model)
     del out
-    return sum(kept.values())
+    return sum(sizes.values())
 
 
 def test_residence():
-    """After forward all saved bytes lie on the host, after backward none anywhere."""
-    model = build()
-    wanted = saved_storages(model)
+    """After forward all saved bytes are on the host, after backward none."""
+    model = build_stack()
+    expected = saved_bytes(model)
     ledger = TierBytes()
     store = ActivationStore(smallest=0, ledger=ledger)
     for block in model.blocks:
         offload_activations(block, store)
-    out, leaves = forward(model)
+    out, leaves = run_forward(model)
     gc.collect()
-    alive = sum(t.untyped_storage().nbytes() for t in (out, *leaves[:2]))
-    assert ledger.bytes("cpu") == wanted  # each storage once, weights never
-    assert ledger.bytes("device") <= alive
+    live_bytes = sum(t.untyped_storage().nbytes() for t in (out, *leaves[:2]))
+    assert ledger.bytes("cpu") == expected  # each storage once, no weights
+    assert ledger.bytes("device") <= live_bytes
     out.sum().backward()
     del out, leaves
     gc.collect()
     assert ledger.bytes("cpu") == 0 and ledger.bytes("device") == 0
-    assert ledger.peak["cpu"] == wanted
+    assert ledger.peak["cpu"] == expected
 
 
 @pytest.mark.parametrize("run", ["nothing", "halves"])
 def test_what_is_small_holds_no_graph(run):
-    """Results that an operator saves itself and that stay: a graph that no backward walked, or one
-    in halves, which leaves the way to the inputs alone, goes with its results."""
-    model, ledger = build(), TierBytes()
+    """Small results that an operator saves itself do not keep a graph alive, without a backward or
+    with a split one."""
+    model, ledger = build_stack(), TierBytes()
     store = ActivationStore(smallest=4096, ledger=ledger)  # of softmax 2 KiB stay
     for block in model.blocks:
         offload_activations(block, store)
-    out, leaves = forward(model)
+    out, leaves = run_forward(model)
     if run == "halves":
         half = SplitBackward([out], [torch.ones_like(out)], leaves[:2])
         half.backward_inputs()
@@ -164,26 +164,26 @@ def test_what_is_small_holds_no_graph(run):
 
 
 def test_prefetch_reloads_ahead():
-    """Backward holds one block's tensors at a time without prefetch, two with, three with two."""
+    """Backward holds one block's tensors without prefetch, two with 1, three with 2."""
     peaks = []
     for prefetch in (0, 1, 2):
-        model, ledger = build(), TierBytes()
+        model, ledger = build_stack(), TierBytes()
         store = ActivationStore(prefetch=prefetch, smallest=0, ledger=ledger)
         for block in model.blocks:
             offload_activations(block, store)
-        out, _ = forward(model)
+        out, _ = run_forward(model)
         gc.collect()
-        whole = ledger.bytes("cpu")
+        total = ledger.bytes("cpu")
         ledger.peak["device"] = 0
         out.sum().backward()
-        peaks.append(ledger.peak["device"] / whole)
+        peaks.append(ledger.peak["device"] / total)
     assert peaks[0] < peaks[1] < peaks[2]
     assert 0.6 < peaks[1] < 0.75 and peaks[2] > 0.95
 
 
 def test_small_tensors_stay():
     """Nothing below the limit moves."""
-    model = build()
+    model = build_stack()
     store = ActivationStore(smallest=1 << 30, ledger=TierBytes())
     for block in model.blocks:
         offload_activations(block, store)
@@ -193,41 +193,41 @@ def test_small_tensors_stay():
 
 @pytest.mark.parametrize("order", [("checkpoint", "offload"), ("offload", "checkpoint")])
 def test_offloads_the_inputs_of_a_checkpoint(order):
-    """With both, in either order, the host holds the blocks' inputs and nothing else is kept."""
-    model = build()
+    """With a checkpoint, in either order, the host holds the blocks' inputs only."""
+    model = build_stack()
     expected = gradients(model)
     ledger = TierBytes()
     store = ActivationStore(smallest=1024, ledger=ledger)
     for block in model.blocks:
         for kind in order:
             checkpoint(block) if kind == "checkpoint" else offload_activations(block, store)
-    found = gradients(model)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    out, leaves = forward(model)
+    actual = gradients(model)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    out, leaves = run_forward(model)
     gc.collect()
     assert ledger.bytes("cpu") == 3 * leaves[0].untyped_storage().nbytes()
 
 
 def test_interleaved_microbatches():
-    """Two microbatches in flight, backward in either order, give what they give apart."""
-    model = build()
+    """Two microbatches in flight, with backwards in either order, give the original's gradients."""
+    model = build_stack()
     plain = copy.deepcopy(model)
     store = ActivationStore(smallest=0)
     for block in model.blocks:
         offload_activations(block, store)
     for order in ([0, 1], [1, 0]):
-        found = []
-        for each in (plain, model):
-            each.zero_grad()
-            outs = [forward(each)[0], forward(each)[0]]
-            for place in order:
-                (outs[place] * (place + 1.0)).sum().backward()
-            found.append([p.grad for p in each.parameters()])
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results = []
+        for variant in (plain, model):
+            variant.zero_grad()
+            outs = [run_forward(variant)[0], run_forward(variant)[0]]
+            for index in order:
+                (outs[index] * (index + 1.0)).sum().backward()
+            results.append([p.grad for p in variant.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_retained_graph_and_changed_tensors():
-    """A second backward sees the same; a storage changed between two saves is copied twice."""
+    """A second backward is equal; a storage written between two saves is copied twice."""
 
     class Twice(nn.Module):
         def forward(self, x, buffer):
@@ -245,39 +245,39 @@ def test_retained_graph_and_changed_tensors():
 
 
 def test_under_float64():
-    """Under the ambient float64 mode, as verification runs it, gradients stay the same."""
-    model = build()
+    """Under the float64 mode of verification gradients stay the same."""
+    model = build_stack()
     with enter_modes(Float64):
         expected = gradients(model)
         for block in model.blocks:
             offload_activations(block, ActivationStore(smallest=0))
-        found = gradients(model)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        actual = gradients(model)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_no_gradient_no_copy():
     """Under no_grad nothing is moved."""
-    model, store = build(), ActivationStore(smallest=0)
+    model, store = build_stack(), ActivationStore(smallest=0)
     for block in model.blocks:
         offload_activations(block, store)
     with torch.no_grad():
-        forward(model)
+        run_forward(model)
     assert store.moved == 0
 
 
 class Gates(nn.Module):
-    """Parts of one tensor that are written one by one, as in torch's own recurrent cells."""
+    """Parts of one tensor that are written one by one, as in torch's recurrent cells."""
 
     def __init__(self, parts: int = 3) -> None:
         super().__init__()
         self.parts, self.up = parts, nn.Linear(8, 8 * parts)
 
     def forward(self, x):
-        """The product of all parts."""
-        made = torch.ones_like(x)
+        """Return the product of all parts."""
+        product = torch.ones_like(x)
         for part in self.up(x).unsafe_chunk(self.parts, -1):
-            made = made * part.sigmoid_()
-        return made
+            product = product * part.sigmoid_()
+        return product
 
 
 @pytest.mark.parametrize(
@@ -290,15 +290,17 @@ class Gates(nn.Module):
     ],
 )
 def test_parts_that_count_their_own_writes(make):
-    """What was saved of one part is not taken for what another part was before it was written."""
+    """Saved parts of one tensor are not confused after in-place writes."""
     torch.manual_seed(0)
     plain = make().double()
-    moved = copy.deepcopy(plain)
+    offloaded = copy.deepcopy(plain)
     x = torch.randn(4, 5, 8, dtype=torch.float64)
     with offload_all_sizes():
-        offload_activations(moved, ActivationStore())
-    for model in (plain, moved):
+        offload_activations(offloaded, ActivationStore())
+    for model in (plain, offloaded):
         out = model(x)
         (out if isinstance(out, torch.Tensor) else out[0]).square().sum().backward()
-    for (name, one), other in zip(plain.named_parameters(), moved.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad), name
+    for (name, parameter), other in zip(
+        plain.named_parameters(), offloaded.parameters(), strict=True
+    ):
+        assert torch.equal(parameter.grad, other.grad), name

@@ -1,4 +1,4 @@
-"""Kept, recomputed or moved to the host: the quickest choice there is, and it changes no bit."""
+"""checkpoint(plan=pofo), keep, recompute or offload: the fastest choice, equal gradients."""
 
 from __future__ import annotations
 
@@ -23,152 +23,154 @@ from schedlang.runtime.offload import offloaded_activations
 from schedlang.runtime.storage.tiers import TierCounter
 from tests import models
 from tests.engine import Threads
-from tests.proofs import planned, proven, refused
+from tests.proofs import assert_proven, make_plan, refusal_text
 
 BATCHES = [models.tokens(seed=seed) for seed in (1, 2, 3)]
 ROW = "transformer.h.*  checkpoint(plan=pofo, memory={}, bandwidth={})\n"
 
 
-def chain(n: int, seed: int) -> list[ModuleCost]:
-    """Unequal modules, in small whole numbers; some bytes cannot be moved."""
-    draw = random.Random(100 * n + seed)
-    made = []
+def random_chain(n: int, seed: int) -> list[ModuleCost]:
+    """Return different modules, in small integers; some bytes cannot be offloaded."""
+    rng = random.Random(100 * n + seed)
+    costs = []
     for _ in range(n):
-        entered = draw.randint(0, 4)
-        saved = entered + draw.randint(1, 9)
-        made.append(
+        input_bytes = rng.randint(0, 4)
+        saved = input_bytes + rng.randint(1, 9)
+        costs.append(
             ModuleCost(
                 1.0,
                 saved,
-                entered,
-                forward=float(draw.randint(1, 9)),
-                small=draw.randint(0, 2) if saved > 3 else 0,
+                input_bytes,
+                forward=float(rng.randint(1, 9)),
+                small=rng.randint(0, 2) if saved > 3 else 0,
             )
         )
-    return made
+    return costs
 
 
-def bytes_of(costs: Sequence[ModuleCost], ways: Sequence[Treatment]) -> int:
-    """The most bytes at a time: what is held, what is on its way, and the module that runs."""
-    held = flight = most = 0
-    for cost, way in zip(costs, ways):
-        most = max(most, held + flight + cost.saved + (way == "recompute") * cost.input)
-        held += {"keep": cost.saved, "recompute": cost.input, "offload": cost.small}[way]
-        flight = cost.saved - cost.small if way == "offload" else flight
-    return most
+def peak_bytes(costs: Sequence[ModuleCost], treatments: Sequence[Treatment]) -> int:
+    """Return the peak bytes: held tensors, copies in flight, and the running module."""
+    held_bytes = in_flight = peak = 0
+    for cost, treatment in zip(costs, treatments):
+        peak = max(
+            peak, held_bytes + in_flight + cost.saved + (treatment == "recompute") * cost.input
+        )
+        held_bytes += {"keep": cost.saved, "recompute": cost.input, "offload": cost.small}[
+            treatment
+        ]
+        in_flight = cost.saved - cost.small if treatment == "offload" else in_flight
+    return peak
 
 
-def time_of(costs: Sequence[ModuleCost], ways: Sequence[Treatment], ratio: float) -> float:
-    """Two clocks, of the device and of the copies, run through a forward and a backward."""
-    clock = copied = 0.0  # when the device, and when the copies out, are done
-    moved = [k for k, way in enumerate(ways) if way == "offload"]
-    size = {k: (costs[k].saved - costs[k].small) * ratio for k in moved}
+def extra_time(costs: Sequence[ModuleCost], treatments: Sequence[Treatment], ratio: float) -> float:
+    """Return the extra time, by clocks of device and copies through forward and backward."""
+    clock = copied = 0.0  # when the device and the copies out are done
+    offloaded = [k for k, treatment in enumerate(treatments) if treatment == "offload"]
+    size = {k: (costs[k].saved - costs[k].small) * ratio for k in offloaded}
     for k, cost in enumerate(costs):
         clock += cost.forward
         if k in size:  # the copy before is waited for, then this one begins
             clock = max(clock, copied)
             copied = clock + size[k]
     clock = max(clock, copied)
-    there: dict[int, float] = {}  # when what was moved is back
+    returned: dict[int, float] = {}  # when offloaded tensors are back
     for k in reversed(range(len(costs))):
         if k in size:
-            clock = max(clock, there.get(k, clock + size[k]))
-            before = [other for other in moved if other < k]
+            clock = max(clock, returned.get(k, clock + size[k]))
+            before = [other for other in offloaded if other < k]
             if before:
-                there[before[-1]] = clock + size[before[-1]]
-        clock += costs[k].forward * (3 if ways[k] == "recompute" else 2)
+                returned[before[-1]] = clock + size[before[-1]]
+        clock += costs[k].forward * (3 if treatments[k] == "recompute" else 2)
     return clock - 3 * sum(cost.forward for cost in costs)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7])
 def test_no_choice_is_quicker(n: int) -> None:
-    """For every limit the plan fits and takes the least time, among all choices for each module,
-    by clocks that are run through each choice; below the least bytes there is none."""
+    """For every limit the plan fits and is the fastest of all choices, by simulated clocks; below
+    the least bytes there is none."""
     for seed in range({5: 3, 6: 2, 7: 1}.get(n, 6)):
-        costs, ratio = chain(n, seed), (0.25, 1.0, 2.0)[seed % 3]
-        known = [
-            (bytes_of(costs, ways), time_of(costs, ways, ratio))
-            for ways in itertools.product(TREATMENTS, repeat=n)
+        costs, ratio = random_chain(n, seed), (0.25, 1.0, 2.0)[seed % 3]
+        possible = [
+            (peak_bytes(costs, treatments), extra_time(costs, treatments, ratio))
+            for treatments in itertools.product(TREATMENTS, repeat=n)
         ]
-        smallest = min(size for size, _ in known)
+        smallest = min(size for size, _ in possible)
         assert min_memory(costs) == smallest and pofo(costs, smallest - 1, ratio) is None
         for memory in range(smallest, sum(cost.saved for cost in costs) + 2):
-            found = pofo(costs, memory, ratio)
-            assert found is not None and bytes_of(costs, found.treatments) <= memory
-            assert found.time == time_of(costs, found.treatments, ratio)
-            assert found.time == min(time for size, time in known if size <= memory)
+            plan = pofo(costs, memory, ratio)
+            assert plan is not None and peak_bytes(costs, plan.treatments) <= memory
+            assert plan.time == extra_time(costs, plan.treatments, ratio)
+            assert plan.time == min(time for size, time in possible if size <= memory)
 
 
 def test_all_three_ways_are_worth_it() -> None:
-    """There are chains and limits at which the best plan keeps, recomputes and moves, and beats
-    second runs alone and copies alone."""
-    costs, best = chain(7, 0), 0
+    """For some chain and limit the best plan uses all three, and beats recomputation or offloading
+    alone."""
+    costs, best = random_chain(7, 0), 0
     for memory in range(min_memory(costs), sum(cost.saved for cost in costs)):
-        found, runs, copies = (
+        plan, runs, copies = (
             pofo(costs, memory, 1.0, among)
             for among in (TREATMENTS, ("keep", TREATMENTS[1]), ("keep", TREATMENTS[2]))
         )
-        assert found is not None
-        others = [one.time for one in (runs, copies) if one is not None]
-        assert all(found.time <= time for time in others)
-        best += set(found.treatments) == set(TREATMENTS) and all(
-            found.time < time for time in others
-        )
+        assert plan is not None
+        times = [single.time for single in (runs, copies) if single is not None]
+        assert all(plan.time <= time for time in times)
+        best += set(plan.treatments) == set(TREATMENTS) and all(plan.time < time for time in times)
     assert best
 
 
 def test_fewer_points_still_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where partial plans are told apart in steps, the plan fits, is found wherever there is one,
-    and is no slower than second runs alone or copies alone."""
+    """With fewer partial plans a plan is still found, fits, and is no slower than recomputation or
+    offloading alone."""
     monkeypatch.setattr(plans, "MAX_PLANS", 12)
-    costs = chain(12, 1)
+    costs = random_chain(12, 1)
     for memory in range(min_memory(costs), sum(cost.saved for cost in costs) + 1, 3):
-        found = pofo(costs, memory, 1.0)
-        assert found is not None and bytes_of(costs, found.treatments) <= memory
-        for way in TREATMENTS[1:]:
-            alone = pofo(costs, memory, 1.0, ("keep", way))
-            assert alone is None or found.time <= alone.time
+        plan = pofo(costs, memory, 1.0)
+        assert plan is not None and peak_bytes(costs, plan.treatments) <= memory
+        for treatment in TREATMENTS[1:]:
+            single = pofo(costs, memory, 1.0, ("keep", treatment))
+            assert single is None or plan.time <= single.time
 
 
-def chosen(memory: str, bandwidth: str, rows: str = "", mesh: str = "dp=1") -> tuple:
-    """A plan, and what is done with each module of each stage."""
+def choose_plan(memory: str, bandwidth: str, rows: str = "", mesh: str = "dp=1") -> tuple:
+    """Return a plan, and the treatment of each module of each stage."""
     model = models.gpt2(5, dropout=0.1)
-    plan = planned(model, ROW.format(memory, bandwidth) + rows, mesh)
-    ((_, found),) = prepare(plan, BATCHES[0]).chains.items()
-    return plan, [one.treatments for _, one in found]
+    plan = make_plan(model, ROW.format(memory, bandwidth) + rows, mesh)
+    ((_, stages),) = prepare(plan, BATCHES[0]).chains.items()
+    return plan, [mixed.treatments for _, mixed in stages]
 
 
 def test_quick_copies_move_and_slow_ones_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same memory the row moves where copies are quick, repeats where they are slow;
-    what no store would move is not counted as moved."""
-    assert set(chosen("800KiB", "200TiB")[1][0]) == {"keep", "recompute"}  # all is too small
+    """With the same memory fast copies offload and slow ones recompute; tensors too small to move
+    do not count as moved."""
+    assert set(choose_plan("800KiB", "200TiB")[1][0]) == {"keep", "recompute"}  # all is too small
     monkeypatch.setattr(offloaded_activations, "MIN_BYTES", 1)
-    assert set(chosen("800KiB", "200TiB")[1][0]) == {"keep", "offload"}
-    assert set(chosen("800KiB", "1GiB")[1][0]) == {"keep", "recompute"}
+    assert set(choose_plan("800KiB", "200TiB")[1][0]) == {"keep", "offload"}
+    assert set(choose_plan("800KiB", "1GiB")[1][0]) == {"keep", "recompute"}
 
 
 @pytest.mark.deep
 def test_a_mixed_plan_trains_as_the_original(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Modules kept, repeated and on the host in one model, sharded over ranks, with dropout."""
+    """All three treatments in one model, with ZeRO and dropout."""
     monkeypatch.setattr(offloaded_activations, "MIN_BYTES", 1)
-    plan, (ways,) = chosen("476KiB", "33TiB", "zero(stage=1, over=dp)", "dp=2")
-    assert set(ways) == set(TREATMENTS)
-    proven(threads, plan, BATCHES)
+    plan, (treatments,) = choose_plan("476KiB", "33TiB", "zero(stage=1, over=dp)", "dp=2")
+    assert set(treatments) == set(TREATMENTS)
+    assert_proven(threads, plan, BATCHES)
 
 
 class Stack(nn.Module):
-    """Modules each of which saves its input, and as much again."""
+    """Modules that save their input, and as much again."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        made = (
+        layers = (
             nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 8))
             for _ in range(count)
         )
-        self.layers = nn.ModuleList(made)
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -176,47 +178,51 @@ class Stack(nn.Module):
         return x
 
 
-def held(ways: Sequence[Treatment]) -> tuple[dict[str, int], list[torch.Tensor]]:
-    """Bytes by tier between forward and backward, but for parameters and output; gradients."""
-    model = Stack(len(ways))
-    names = tuple(f"layers.{k}" for k in range(len(ways)))
-    row = checkpoint(plan="pofo", memory=Bytes(1), bandwidth=Bytes(1))
+def run_treatments(treatments: Sequence[Treatment]) -> tuple[dict[str, int], list[torch.Tensor]]:
+    """Return bytes by tier between forward and backward, without parameters and output; and
+    gradients."""
+    model = Stack(len(treatments))
+    names = tuple(f"layers.{k}" for k in range(len(treatments)))
+    primitive = checkpoint(plan="pofo", memory=Bytes(1), bandwidth=Bytes(1))
     build = SimpleNamespace(
-        at=model.get_submodule, chains={names: ((names, plans.MixedPlan(tuple(ways), 0.0, 0.0)),)}
+        at=model.get_submodule,
+        chains={names: ((names, plans.MixedPlan(tuple(treatments), 0.0, 0.0)),)},
     )
-    row.lower(tuple(SimpleNamespace(fqn=name) for name in names), build)
+    primitive.lower(tuple(SimpleNamespace(fqn=name) for name in names), build)
     with TierCounter() as residence:
         out = model(torch.ones(16, 8))
         gc.collect()
-        now = residence.ledger.alive_bytes()
-    beside = [out, *model.parameters()]
-    now["device"] -= sum(one.untyped_storage().nbytes() for one in beside)
+        sizes = residence.ledger.alive_bytes()
+    excluded = [out, *model.parameters()]
+    sizes["device"] -= sum(tensor.untyped_storage().nbytes() for tensor in excluded)
     out.square().sum().backward()
-    return now, [one.grad for one in model.parameters() if one.grad is not None]
+    return sizes, [tensor.grad for tensor in model.parameters() if tensor.grad is not None]
 
 
 def test_what_is_held_is_what_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kept module holds what it saves, a recomputed one its input, a moved one nothing on the
-    device and all on the host; no gradient differs in a bit."""
+    """A kept module holds what it saves, a recomputed one its input, an offloaded one nothing on
+    the device; gradients are bitwise equal."""
     monkeypatch.setattr(offloaded_activations, "MIN_BYTES", 1)
-    row = 16 * 8 * 4  # bytes of an input, and of what is saved besides
-    _, wanted = held(["keep"] * 4)
-    for ways in (TREATMENTS, ("offload", "recompute", "offload", "keep"), ("offload",) * 4):
-        now, found = held(ways)
-        assert now["device"] == 2 * row * ways.count("keep") + row * ways.count("recompute")
-        assert now["cpu"] == 2 * row * ways.count("offload")
-        if len(ways) == 4:
-            assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+    input_bytes = 16 * 8 * 4  # bytes of an input, and of what is saved besides
+    _, expected = run_treatments(["keep"] * 4)
+    for treatments in (TREATMENTS, ("offload", "recompute", "offload", "keep"), ("offload",) * 4):
+        sizes, grads = run_treatments(treatments)
+        assert sizes["device"] == 2 * input_bytes * treatments.count(
+            "keep"
+        ) + input_bytes * treatments.count("recompute")
+        assert sizes["cpu"] == 2 * input_bytes * treatments.count("offload")
+        if len(treatments) == 4:
+            assert len(grads) == len(expected) and all(map(torch.equal, grads, expected))
 
 
 def test_too_little_memory_is_refused() -> None:
-    """S841 says how much the least plan needs, and that much is enough."""
+    """S841 gives the least memory, and that is enough."""
     with pytest.raises(Refusal, match="S841") as caught:
-        chosen("20KiB", "25GiB")
-    need = int(caught.value.render().split("each microbatch needs ")[1].split()[0])
-    chosen(f"{need}B", "25GiB")
+        choose_plan("20KiB", "25GiB")
+    needed = int(caught.value.render().split("each microbatch needs ")[1].split()[0])
+    choose_plan(f"{needed}B", "25GiB")
     with pytest.raises(Refusal, match="S841"):
-        chosen(f"{need - 1}B", "25GiB")
+        choose_plan(f"{needed - 1}B", "25GiB")
 
 
 @pytest.mark.parametrize(
@@ -235,14 +241,14 @@ def test_too_little_memory_is_refused() -> None:
     ],
 )
 def test_what_means_nothing_is_refused(row: str, code: str, words: str) -> None:
-    """Each refusal says what is wrong and what would be legal."""
-    told = refused(models.gpt2(), f"transformer.h.*  {row}")
-    assert code in told and words in told and "help:" in told
+    """Each refusal says what is wrong and what is legal."""
+    message = refusal_text(models.gpt2(), f"transformer.h.*  {row}")
+    assert code in message and words in message and "help:" in message
 
 
 def test_no_more_than_two_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a moved module has run, the copies of the one before it are waited for, and no other:
-    that is what the count of bytes takes for granted."""
+    """When an offloaded module has run, only the copies of the one before are waited for, as the
+    count of bytes assumes."""
     monkeypatch.setattr(offloaded_activations, "MIN_BYTES", 1)
     marks: list[SimpleNamespace] = []
     waited: list[tuple[int, int]] = []
@@ -253,5 +259,5 @@ def test_no_more_than_two_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> N
         return marks[-1]
 
     monkeypatch.setattr(offloaded_activations.copies, "record_copies", mark)
-    held(("offload", "keep", "offload", "recompute", "offload"))
+    run_treatments(("offload", "keep", "offload", "recompute", "offload"))
     assert len(marks) == 3 and waited == [(0, 2), (1, 3)]

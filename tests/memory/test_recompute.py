@@ -1,4 +1,5 @@
-"""Recomputed modules: the same gradients bit by bit, from less memory, all else kept."""
+"""Checkpointed modules: equal gradients, saved operators, less memory, unchanged hooks and
+state."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ from schedlang.runtime.forward import layers_of
 from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.scope import named_sites
 from tests import models
-from tests.proofs import planned, proven
+from tests.proofs import assert_proven, make_plan
 from tests.ranks import run_ranks
 
 SAVES = [(), ("linear",), ("attention",), ("linear", "attention"), OPERATOR_CLASSES]
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward part, with dropout, keyword arguments and an odd output."""
+    """Attention and an MLP, with dropout, keyword arguments and a dict as output."""
 
     def __init__(self, size=8, rate=0.3):
         super().__init__()
@@ -44,7 +45,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Two blocks: what a schedule checkpoints, and what lies around it."""
+    """Two blocks to checkpoint, and code around them."""
 
     def __init__(self):
         super().__init__()
@@ -90,15 +91,15 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_same_gradients_bit_by_bit(dtype, save):
-    """Output and every gradient equal the untouched module's, dropout included; names stay."""
+    """Output and gradients equal the original's, with dropout; names stay."""
     torch.manual_seed(0)
     model = Stack().to(dtype)
     names, state = [n for n, _ in model.named_modules()], list(model.state_dict())
     expected = gradients(model, dtype)
     for block in model.blocks:
         checkpoint(block, save)
-    found = gradients(model, dtype)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    actual = gradients(model, dtype)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert [n for n, _ in model.named_modules()] == names and list(model.state_dict()) == state
 
 
@@ -111,31 +112,31 @@ def test_recomputes_what_is_not_saved():
         for block in model.blocks:
             if save is not None:
                 checkpoint(block, save)
-        with Products() as seen:
+        with Products() as counter:
             gradients(model)
-        counts[save] = (seen.products, seen.attention)
-    plain, whole = counts[None], counts[()]
-    assert (whole[0] - plain[0], whole[1] - plain[1]) == (2 * 4, 2)
+        counts[save] = (counter.products, counter.attention)
+    plain, recomputed = counts[None], counts[()]
+    assert (recomputed[0] - plain[0], recomputed[1] - plain[1]) == (2 * 4, 2)
     assert counts[("linear",)] == (plain[0], plain[1] + 2)
-    assert counts[("attention",)] == (whole[0], plain[1])
+    assert counts[("attention",)] == (recomputed[0], plain[1])
     assert counts[("linear", "attention")] == plain
 
 
 def test_keeps_less():
-    """Between forward and backward only the inputs of the block are held."""
+    """Between forward and backward only the blocks' inputs are held."""
 
     def held(model):
-        kept = {}
+        sizes = {}
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
         def pack(t):
             if t.untyped_storage().data_ptr() not in weights:
-                kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+                sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             out = model(*batch())
-        return sum(kept.values()), out
+        return sum(sizes.values()), out
 
     model = Stack().double()
     before, _ = held(model)
@@ -146,15 +147,17 @@ def test_keeps_less():
 
 
 def test_own_hooks_run_once():
-    """Hooks of the module itself see one call; those of its submodules see the recomputation."""
+    """The module's own hooks run once; those of submodules run again."""
     model = Stack().double()
-    seen = []
-    model.blocks[0].register_forward_hook(lambda *_: seen.append("own"))
-    model.blocks[0].register_forward_pre_hook(lambda *_: seen.append("pre"))
-    model.blocks[0].norm.register_forward_hook(lambda *_: seen.append("inner"))
+    hook_calls = []
+    model.blocks[0].register_forward_hook(lambda *_: hook_calls.append("own"))
+    model.blocks[0].register_forward_pre_hook(lambda *_: hook_calls.append("pre"))
+    model.blocks[0].norm.register_forward_hook(lambda *_: hook_calls.append("inner"))
     checkpoint(model.blocks[0])
     gradients(model)
-    assert seen.count("own") == seen.count("pre") == 1 and seen.count("inner") == 2
+    assert (
+        hook_calls.count("own") == hook_calls.count("pre") == 1 and hook_calls.count("inner") == 2
+    )
 
 
 def test_ambient_modes_hold_in_recomputation():
@@ -187,7 +190,7 @@ def test_ambient_modes_hold_in_recomputation():
 
 
 def test_state_among_the_arguments():
-    """A cache that the forward fills and a list that it appends to change once, not twice."""
+    """A cache and a list that the forward changes are changed once, not twice."""
 
     class Cache:
         def __init__(self):
@@ -206,21 +209,21 @@ def test_state_among_the_arguments():
 
     torch.manual_seed(0)
     plain = Attend().double()
-    ours = copy.deepcopy(plain)
-    checkpoint(ours)
-    found = []
-    for module in (plain, ours):
+    recomputed = copy.deepcopy(plain)
+    checkpoint(recomputed)
+    grads = []
+    for module in (plain, recomputed):
         cache, losses = Cache(), []
         x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
         out = module(module(x, cache, losses), cache, losses)
         (out.sum() + sum(losses)).backward()
         assert len(losses) == 2 and cache.keys.shape == (6, 4)
-        found.append(module.key.weight.grad)
-    assert torch.equal(*found)
+        grads.append(module.key.weight.grad)
+    assert torch.equal(*grads)
 
 
 def test_transformers_with_its_cache():
-    """Llama as transformers builds it, its cache on, gives the same gradients."""
+    """Llama of transformers, with its cache on, has the same gradients."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=16,
@@ -236,20 +239,20 @@ def test_transformers_with_its_cache():
     torch.manual_seed(0)
     plain = transformers.LlamaForCausalLM(config).train()
     assert config.use_cache
-    ours = copy.deepcopy(plain)
-    for layer in ours.model.layers:
+    recomputed = copy.deepcopy(plain)
+    for layer in recomputed.model.layers:
         checkpoint(layer)
     ids = torch.arange(12).view(2, 6)
-    for model in (plain, ours):
+    for model in (plain, recomputed):
         out = model(input_ids=ids, labels=ids)
-        assert any(isinstance(one, transformers.Cache) for one in out.values())
+        assert any(isinstance(value, transformers.Cache) for value in out.values())
         out.loss.backward()
-    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+    for a, b in zip(plain.parameters(), recomputed.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
 
 
 def test_no_gradient_no_checkpoint():
-    """Under no_grad the module runs as ever, and evaluation equals training without dropout."""
+    """Under no_grad the module runs as before."""
     torch.manual_seed(0)
     model = Stack().double().eval()
     x, mask = batch()
@@ -261,7 +264,7 @@ def test_no_gradient_no_checkpoint():
 
 
 def test_retained_graph_and_split_backward():
-    """Whole checkpoints can be run backward twice, as a split backward does."""
+    """A checkpoint can run backward twice, as a split backward does."""
     torch.manual_seed(0)
     model = Stack().double()
     expected = gradients(model)
@@ -278,7 +281,7 @@ def test_retained_graph_and_split_backward():
 
 
 def test_a_copy_recomputes_itself():
-    """A deep copy of a checkpointed module uses its own parameters."""
+    """A deep copy uses its own parameters."""
     torch.manual_seed(0)
     block = Block(rate=0.0).double()
     checkpoint(block)
@@ -294,7 +297,7 @@ def test_a_copy_recomputes_itself():
 
 
 def test_names_changed_buffers():
-    """A module that changes its buffers in forward is refused when it runs."""
+    """A module that changes buffers in forward is refused when it runs."""
     real = nn.BatchNorm1d(3)
     checkpoint(real)
     with pytest.raises(Refusal, match="changes its buffers"):
@@ -302,8 +305,8 @@ def test_names_changed_buffers():
     real.eval()(torch.randn(4, 3))
 
 
-class Growing(nn.Module):
-    """Draws from a generator of its child, if that has one; puts in a child with buffers, if told
+class ChangesChild(nn.Module):
+    """Draws from its child's generator, if any; replaces the child by one with buffers, if told
     to."""
 
     def __init__(self):
@@ -317,24 +320,24 @@ class Growing(nn.Module):
 
 
 def test_what_a_module_holds_may_change_between_calls_and_within_one():
-    """A generator that a child is given later is put back, also one of another child; a child that
-    came with buffers is seen."""
-    model, x = Growing(), torch.ones(3, 4, requires_grad=True)
+    """A generator added later is restored, also one of a new child; a new child with buffers is
+    noticed."""
+    model, x = ChangesChild(), torch.ones(3, 4, requires_grad=True)
     checkpoint(model)
     model(x).sum().backward()
     for child in (model.child, nn.Linear(4, 4)):
         child.draws = torch.Generator().manual_seed(3)
         model.child, x.grad = child, None
         model(x).sum().backward()
-        drawn = torch.rand(x.shape, generator=torch.Generator().manual_seed(3))
-        torch.testing.assert_close(x.grad, drawn @ child.weight)
+        mask = torch.rand(x.shape, generator=torch.Generator().manual_seed(3))
+        torch.testing.assert_close(x.grad, mask @ child.weight)
     model.grows = True
     with pytest.raises(Refusal, match="changes its buffers"):
         model(x)
 
 
 def test_changed_buffers_are_told_by_the_modules_path():
-    """Its class says little, and sharded storage (FSDP2) puts one of its own in its place."""
+    """The path says more than the class, which FSDP2 replaces by its own."""
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     named_sites(model)
     checkpoint(model[1])
@@ -348,18 +351,18 @@ def test_changed_buffers_are_told_by_the_modules_path():
 
 
 def test_kernels_that_draw_are_recomputed():
-    """Attention with dropout is not kept: skipped, it would shift every later draw."""
+    """Attention with dropout is not saved: skipping it would shift all later random numbers."""
     operator = torch.ops.aten._scaled_dot_product_flash_attention.default
-    kept = frozenset([operator._schema.name])
+    saved_names = frozenset([operator._schema.name])
     q = torch.empty(1, 1, 2, 2)
     for dropout, saved in [(0.0, True), (0.1, False)]:
-        assert is_saved_call(kept, operator, (q, q, q, dropout), {}) == saved
-    assert not is_saved_call(kept, operator, (q, q, q), {"dropout_p": 0.1})
-    assert is_saved_call(kept, operator, (q, q, q), {})
+        assert is_saved_call(saved_names, operator, (q, q, q, dropout), {}) == saved
+    assert not is_saved_call(saved_names, operator, (q, q, q), {"dropout_p": 0.1})
+    assert is_saved_call(saved_names, operator, (q, q, q), {})
 
 
-class Once(nn.Module):
-    """Makes something of constants in its first run alone, and some room in its second alone."""
+class RunsDiffer(nn.Module):
+    """Computes a table in its first run only, and allocates memory in its second only."""
 
     def __init__(self):
         super().__init__()
@@ -375,7 +378,7 @@ class Once(nn.Module):
 
 
 class Cell(nn.Module):
-    """Adds to a product in place, as cells of recurrent networks do."""
+    """Adds to a product in place, as recurrent cells do."""
 
     def __init__(self):
         super().__init__()
@@ -386,7 +389,8 @@ class Cell(nn.Module):
 
 
 class Scores(nn.Module):
-    """Scales a product of four dims in place: `matmul` ends with a view that counts by itself."""
+    """Scales a product of four dims in place: `matmul` ends with a view with its own version
+    counter."""
 
     def __init__(self):
         super().__init__()
@@ -398,48 +402,49 @@ class Scores(nn.Module):
         return (x @ keys.mT).mul_(0.5).softmax(-1) @ self.values(x)
 
 
-@pytest.mark.parametrize("make", [Once, Cell, Scores, lambda: nn.LSTM(4, 4, num_layers=2)])
+@pytest.mark.parametrize("make", [RunsDiffer, Cell, Scores, lambda: nn.LSTM(4, 4, num_layers=2)])
 def test_what_one_run_alone_makes_or_writes_into(make):
-    """A second run may make more or less than the first, and results may be written into: the
-    gradients are those of the untouched module, bit by bit."""
+    """A second run may compute more or less than the first, and write into results: gradients are
+    bitwise equal."""
     torch.manual_seed(0)
     plain, x = make().double(), torch.randn(4, 4, dtype=torch.float64)
-    ours = copy.deepcopy(plain)
-    checkpoint(ours, ("linear",))
-    for module in (plain, ours):
+    recomputed = copy.deepcopy(plain)
+    checkpoint(recomputed, ("linear",))
+    for module in (plain, recomputed):
         out = module(x)
         (out[0] if isinstance(out, tuple) else out).square().sum().backward()
-    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+    for a, b in zip(plain.parameters(), recomputed.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
 
 
 @pytest.fixture
 def packaged():
-    """An attention as a package registers it: forward and backward are operators of its own."""
-    ran = []
+    """Provide an attention as a package registers it: forward and backward are its own
+    operators."""
+    calls = []
     with torch.library._scoped_library("spelt_attn", "FRAGMENT") as library:
         library.define("forward(Tensor q, Tensor k, Tensor v, float dropout_p=0.0) -> Tensor")
         library.define("backward(Tensor g, Tensor q, Tensor k, Tensor v) -> Tensor[]")
 
         def forward(q, k, v, dropout_p=0.0):
-            ran.append("forward")
+            calls.append("forward")
             mixed = torch.softmax(q @ k.mT, -1) @ v
             return F.dropout(mixed, dropout_p) if dropout_p else mixed
 
         def backward(g, q, k, v):
-            ran.append("backward")
+            calls.append("backward")
             with torch.enable_grad():
-                given = [t.detach().requires_grad_() for t in (q, k, v)]
-                mixed = torch.softmax(given[0] @ given[1].mT, -1) @ given[2]
-            return list(torch.autograd.grad(mixed, given, g))
+                inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+                mixed = torch.softmax(inputs[0] @ inputs[1].mT, -1) @ inputs[2]
+            return list(torch.autograd.grad(mixed, inputs, g))
 
         library.impl("forward", forward, "CPU")
         library.impl("backward", backward, "CPU")
-        yield torch.ops.spelt_attn, ran
+        yield torch.ops.spelt_attn, calls
 
 
-class Packaged(nn.Module):
-    """Calls the package's operators from an autograd function, as flash_attn does."""
+class PackageAttention(nn.Module):
+    """Calls the package's operators in an autograd function, as flash_attn does."""
 
     def __init__(self, operators, rate):
         super().__init__()
@@ -465,11 +470,10 @@ class Packaged(nn.Module):
     "save, rate, runs", [((), 0.0, 2), (("attention",), 0.0, 1), (("attention",), 0.5, 2)]
 )
 def test_the_attention_of_a_package_is_kept(packaged, save, rate, runs):
-    """It runs once where it is saved, and again where it draws, though it does not say so; the
-    gradients are those of the untouched module, bit by bit."""
-    operators, ran = packaged
+    """It runs once if it is saved, and again if it has dropout, with bitwise equal gradients."""
+    operators, calls = packaged
     torch.manual_seed(0)
-    model, x = Packaged(operators, rate).double(), torch.randn(2, 3, 4, dtype=torch.float64)
+    model, x = PackageAttention(operators, rate).double(), torch.randn(2, 3, 4, dtype=torch.float64)
 
     def step():
         model.zero_grad()
@@ -479,12 +483,12 @@ def test_the_attention_of_a_package_is_kept(packaged, save, rate, runs):
 
     expected = step()
     checkpoint(model, save)
-    ran.clear()
+    calls.clear()
     assert all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True))
-    assert ran.count("forward") == runs and ran.count("backward") == 1
+    assert calls.count("forward") == runs and calls.count("backward") == 1
 
 
-def _ranks(rank, save):
+def _run_rank(rank, save):
     import torch.distributed as dist
 
     from schedlang.runtime.comm.collectives import (
@@ -503,9 +507,9 @@ def _ranks(rank, save):
             self.weight = nn.Parameter(torch.full((4, 4), 0.1 + rank, dtype=torch.float64))
 
         def forward(self, x):
-            whole = reduce(x.sin() @ self.weight, group).tanh()
-            wide = gather(whole * self.weight[0], -1, group, consumers_differ=True)
-            return wide.exp().sum() + (all_reduce(whole.detach(), group) * whole).sum()
+            full = reduce(x.sin() @ self.weight, group).tanh()
+            gathered = gather(full * self.weight[0], -1, group, consumers_differ=True)
+            return gathered.exp().sum() + (all_reduce(full.detach(), group) * full).sum()
 
     def gradient(module):
         x = torch.linspace(0, 1, 8, dtype=torch.float64).view(2, 4).requires_grad_()
@@ -517,19 +521,19 @@ def _ranks(rank, save):
     def sent(*_):
         counts[-1] += 1
 
-    found = []
-    for each in (None, (), save):
+    grads = []
+    for option in (None, (), save):
         module = Parallel()
-        if each is not None:
-            checkpoint(module, each)
+        if option is not None:
+            checkpoint(module, option)
         counts.append(0)
         with listen_to_collectives(sent):
-            found.append(gradient(module))
-    real = _count_real(partial(gradient, module))
-    return counts, [torch.equal(found[0], each) for each in found[1:]], real
+            grads.append(gradient(module))
+    issued = _count_collectives(partial(gradient, module))
+    return counts, [torch.equal(grads[0], option) for option in grads[1:]], issued
 
 
-def _count_real(run):
+def _count_collectives(run):
     class Count(TorchDispatchMode):
         number = 0
 
@@ -544,13 +548,13 @@ def _count_real(run):
 
 @pytest.mark.parametrize("save", [("collective",), ("collective", "linear")])
 def test_collectives_are_kept(save):
-    """With `collective` none is issued in recomputation, and gradients are the same bit by bit."""
-    for _counts, same, real in run_ranks(2, _ranks, save):
-        assert same == [True, True]
-        assert real == 4  # reduce, gather, all_reduce in forward, the gather's backward
+    """With `collective` none runs in recomputation, and gradients are bitwise equal."""
+    for _counts, equal, issued in run_ranks(2, _run_rank, save):
+        assert equal == [True, True]
+        assert issued == 4  # reduce, gather, all_reduce in forward, the gather's backward
 
 
-def _written_ranks(rank):
+def _written_rank(rank):
     import torch.distributed as dist
 
     from schedlang.runtime.comm.collectives import Group, reduce
@@ -563,75 +567,76 @@ def _written_ranks(rank):
             self.weight = nn.Parameter(torch.full((4, 4), 0.1 + rank, dtype=torch.float64))
 
         def forward(self, x):
-            whole = reduce(x @ self.weight, group)
-            whole += x
-            return reduce(whole.sin() @ self.weight, group).cos().sum()
+            full = reduce(x @ self.weight, group)
+            full += x
+            return reduce(full.sin() @ self.weight, group).cos().sum()
 
-    found = []
+    grads = []
     for save in (None, ("collective",)):
         module, x = Adding(), torch.linspace(0, 1, 8, dtype=torch.float64).view(2, 4)
         if save:
             checkpoint(module, save)
         module(x.requires_grad_()).backward()
-        found.append(torch.cat([x.grad.flatten(), module.weight.grad.flatten()]))
-    return torch.equal(*found)
+        grads.append(torch.cat([x.grad.flatten(), module.weight.grad.flatten()]))
+    return torch.equal(*grads)
 
 
 def test_a_sum_that_is_written_into_is_sent_again():
-    """A sum over ranks that is kept, and then added to in place, is no reason to fail."""
-    assert run_ranks(2, _written_ranks) == [True, True]
+    """A saved sum over ranks that is written in place afterwards works."""
+    assert run_ranks(2, _written_rank) == [True, True]
 
 
 def test_streamed_parameters_come_inside_of_what_is_kept(threads):
-    """Parameters that come from the host in the second run are none of the calls that are kept."""
+    """Copies of streamed parameters in the second run are not taken for saved calls."""
     rows = "transformer.h.0  checkpoint(save=[linear, attention])\noffload(parameters)\n"
-    proven(threads, planned(models.gpt2(), rows), [models.tokens(seed=s) for s in (1, 2, 3)])
+    assert_proven(
+        threads, make_plan(models.gpt2(), rows), [models.tokens(seed=s) for s in (1, 2, 3)]
+    )
 
 
 def test_layers_are_one_each():
-    """Checkpointing twice replaces the layer: the module is not recomputed twice."""
+    """Checkpointing twice replaces the layer: the module is recomputed once."""
     block = Block()
     checkpoint(block)
     checkpoint(block, ("linear",))
-    layer = layers_of(block).kinds["checkpoint"]
-    assert isinstance(layer, Checkpoint) and layer.save == ("linear",)
+    checkpoint_layer = layers_of(block).kinds["checkpoint"]
+    assert isinstance(checkpoint_layer, Checkpoint) and checkpoint_layer.save == ("linear",)
     assert list(layers_of(block).kinds) == ["checkpoint"]
     assert "forward" not in block.state_dict()
 
 
-class OnADevice(nn.Module):
-    """Makes a tensor wherever new tensors are made, and tells where."""
+class RecordsDevice(nn.Module):
+    """Creates a tensor on the default device, and records that device."""
 
-    def __init__(self, seen):
+    def __init__(self, record):
         super().__init__()
-        self.seen = seen
+        self.seen = record
 
     def forward(self, x):
-        self.seen(torch.zeros(1).device.type)  # no attribute, which a second run would begin with
+        self.seen(torch.zeros(1).device.type)  # no attribute: a second run would restore it
         return x.tanh()
 
 
 def test_new_tensors_lie_where_they_lay_in_the_first_run():
-    """What a block of `with torch.device(...)` makes is made there in the recomputation too, which
-    comes after the block."""
-    seen = []
-    model = OnADevice(seen.append)
+    """Recomputation after a block of `with torch.device(...)` uses that device too."""
+    devices = []
+    model = RecordsDevice(devices.append)
     checkpoint(model)
     with torch.device("meta"):
         out = model(torch.ones(3, device="cpu", requires_grad=True))
     out.sum().backward()
-    assert seen == ["meta", "meta"]
+    assert devices == ["meta", "meta"]
 
 
 @pytest.mark.parametrize("around", [True, False])
 def test_autocast_is_that_of_the_first_run(around):
-    """Backward inside or outside of the block: products run again in the dtype of the first run."""
+    """With backward inside or outside the block, recomputation has the first run's autocast."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
-    ours = copy.deepcopy(plain)
-    checkpoint(ours)
-    found = []
-    for model in (plain, ours):
+    recomputed = copy.deepcopy(plain)
+    checkpoint(recomputed)
+    results = []
+    for model in (plain, recomputed):
         x = torch.arange(8.0).reshape(2, 4).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(x).float().square().sum()
@@ -640,22 +645,22 @@ def test_autocast_is_that_of_the_first_run(around):
         if not around:
             with torch.autocast("cpu", torch.float16):
                 loss.backward()
-        found.append([x.grad, *(p.grad for p in model.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append([x.grad, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_a_query_that_is_its_key_is_so_again():
-    """What is one tensor in the first run is one in the second: an attention asks, and takes
-    another way where it is not."""
+    """Arguments that are one tensor in the first run are one in the second: attention tests
+    that."""
     torch.manual_seed(0)
     plain = nn.MultiheadAttention(8, 2, batch_first=True).double()
-    again = copy.deepcopy(plain)
-    checkpoint(again)
+    recomputed = copy.deepcopy(plain)
+    checkpoint(recomputed)
     grads = []
-    for attend in (plain, again):
+    for attend in (plain, recomputed):
         x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(2, 3, 8).requires_grad_()
         attend(x, x, x, need_weights=False)[0].square().sum().backward()
         grads.append(x.grad)
     assert torch.equal(*grads)
-    for one, other in zip(plain.parameters(), again.parameters()):
-        assert torch.equal(one.grad, other.grad)
+    for parameter, other in zip(plain.parameters(), recomputed.parameters()):
+        assert torch.equal(parameter.grad, other.grad)

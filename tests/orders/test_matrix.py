@@ -1,4 +1,4 @@
-"""Orders on models: a part of the matrix is run anew, and the page records what came of it."""
+"""Orders on small models: one diagonal of the matrix is run, and the page has the results."""
 
 from __future__ import annotations
 
@@ -6,46 +6,57 @@ import pytest
 
 from schedlang.pipeline.schedules import ORDERS
 from tests.engine import Threads
-from tests.matrix import DIFFERS, PAGE, cell, diagonal, original, recorded, rewritten, run
+from tests.order_matrix import (
+    DIFFERS,
+    PAGE,
+    diagonal_pairs,
+    recorded_cells,
+    rewrite_page,
+    run_cell,
+    run_orders,
+    train_original,
+)
 from tests.proofs import assert_near
-from tests.small_models import SMALL
+from tests.small_models import SMALL_MODELS
 
-PAIRS = list(diagonal())
+PAIRS = list(diagonal_pairs())
 
 
 @pytest.mark.parametrize(
     ("known", "model"), PAIRS, ids=[f"{known.name} on {model.name}" for known, model in PAIRS]
 )
 def test_the_diagonal(known: object, model: object, threads: Threads) -> None:
-    """Each order with a model, each model with an order: equal to the original, or as recorded."""
-    found = cell(known, model, threads)  # type: ignore[arg-type]
+    """Each order with one model, each model with an order: as recorded on the page."""
+    result = run_cell(known, model, threads)  # type: ignore[arg-type]
     key = known.name, model.name  # type: ignore[attr-defined]
-    marks = recorded(PAGE.read_text())
+    marks = recorded_cells(PAGE.read_text())
     if key in marks:
-        assert found == marks[key], f"{key}: `python -m tests.matrix` writes it again"
+        assert result == marks[key], f"{key}: `python -m tests.order_matrix` writes it again"
     else:
-        assert found.mark != DIFFERS, f"{key}: {found}"
+        assert result.mark != DIFFERS, f"{key}: {result}"
 
 
 def test_no_cell_is_wrong() -> None:
-    """No order that runs computes something else; the page is read back as it was written."""
+    """No recorded cell differs; the page can be read and written back unchanged."""
     page = PAGE.read_text()
-    assert not [key for key, one in recorded(page).items() if one.mark == DIFFERS]
-    assert rewritten(page, recorded(page)) == page
+    assert not [
+        key for key, cell_result in recorded_cells(page).items() if cell_result.mark == DIFFERS
+    ]
+    assert rewrite_page(page, recorded_cells(page)) == page
 
 
 def test_a_difference_is_seen() -> None:
-    """A gradient that is off by a part in a million is not passed as equal."""
-    wanted = original("MLP", 4)
-    name = next(name for name in wanted if name.startswith("grad 1 "))
+    """A relative error of 1e-6 in a gradient is detected."""
+    expected = train_original("MLP", 4)
+    name = next(name for name in expected if name.startswith("grad 1 "))
     with pytest.raises(AssertionError, match="grad 1"):
-        assert_near(wanted | {name: wanted[name] * (1 + 1e-6)}, wanted)
+        assert_near(expected | {name: expected[name] * (1 + 1e-6)}, expected)
 
 
 @pytest.mark.deep
 def test_the_page_is_current() -> None:
-    """All orders of the registry on all models: the table is what comes of them today."""
+    """The table on the page is that of all orders on all models now."""
     page = PAGE.read_text()
-    marks = recorded(page)
-    assert set(marks) == {(known.name, model.name) for known in ORDERS for model in SMALL}
-    assert page == rewritten(page, run(ORDERS))
+    marks = recorded_cells(page)
+    assert set(marks) == {(order.name, model.name) for order in ORDERS for model in SMALL_MODELS}
+    assert page == rewrite_page(page, run_orders(ORDERS))

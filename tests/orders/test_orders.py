@@ -1,4 +1,4 @@
-"""The orders: equal to torch's own operation by operation, and to their closed forms."""
+"""Pipeline orders: equal to torch's operation by operation, and to their closed forms."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ COSTS = [(1, 1, 1), (3, 4, 2), (5, 2, 1), (2, 3, 4), (7, 1, 5), (2, 5, 3)]
 
 @pytest.mark.parametrize("known", [o for o in ORDERS if o.name != "Search"], ids=lambda o: o.name)
 def test_closed_forms(known: Order) -> None:
-    """Every legal size ends, with transfers; bubble and peak are exactly those that are stated."""
-    tried = stated = 0
+    """Every legal size can run with transfers; bubble and peak equal the closed forms exactly."""
+    checked = stated = 0
     for ranks, micro, chunks in itertools.product((1, 2, 3, 4, 7), (1, 2, 3, 4, 9, 16), (1, 2, 3)):
         try:
             size = checked_size(known, ranks, micro, chunks)
         except OrderError:
             continue
-        tried += 1
+        checked += 1
         t = known.make(size)
         check_timeline(with_transfers(t))
         if known.peak:
@@ -66,7 +66,7 @@ def test_closed_forms(known: Order) -> None:
                 assert (
                     simulate_timeline(t, Cost(f, i, w)).rank_span - micro * (f + i + w) == idle
                 ), size
-    assert tried > 2
+    assert checked > 2
     assert stated > 5 or not known.bubble or known.replicas > 1
 
 
@@ -85,7 +85,7 @@ def test_closed_forms(known: Order) -> None:
 )
 @pytest.mark.parametrize("p", [2, 4, 5])
 def test_held_by_each_rank(name: str, chunks: int, held: Any, p: int) -> None:
-    """Each rank holds what its place in the pipeline says, and no more."""
+    """The peak of activations on each rank is its closed form."""
     assert peak_activations(make_order(name, p, 20, chunks)).tolist() == [
         held(p, r) for r in range(p)
     ]
@@ -102,10 +102,12 @@ def _torch_rows(name: str, ranks: int, micro: int, chunks: int) -> list[list[str
     schedule.number_of_rounds = max(1, micro // ranks)
     schedule.microbatches_per_round = micro // schedule.number_of_rounds
     if name == "ScheduleGPipe":
-        made = schedule._get_pipeline_order()
+        operations = schedule._get_pipeline_order()
     else:
-        made = {r: schedule._calculate_single_rank_operations(r) for r in range(ranks)}
-    flat = [[part for a in made[r] if a for part in a.sub_actions or (a,)] for r in range(ranks)]
+        operations = {r: schedule._calculate_single_rank_operations(r) for r in range(ranks)}
+    flat = [
+        [part for a in operations[r] if a for part in a.sub_actions or (a,)] for r in range(ranks)
+    ]
     return [
         [
             f"{a.stage_index}{a.computation_type.value}{a.microbatch_index}"
@@ -139,19 +141,21 @@ def _torch_rows(name: str, ranks: int, micro: int, chunks: int) -> list[list[str
     ("ranks", "micro"), [(1, 2), (2, 4), (4, 8), (4, 10), (3, 5), (4, 2), (3, 9), (5, 12), (8, 16)]
 )
 def test_as_torch(name: str, theirs: str, chunks: int, ranks: int, micro: int) -> None:
-    """torch's class names give torch's order, operation by operation on every rank."""
+    """torch's class names give torch's orders, operation by operation."""
     if "Interleaved" in theirs and micro % max(1, micro // ranks):
         pytest.skip("torch refuses these sizes")
     if theirs == "ScheduleDualPipeV" and micro < 2 * ranks:
         pytest.skip("torch refuses these sizes")
     t = make_order(name, ranks, micro, chunks)
-    ours = [
+    schedlang_rows = [
         [f"{op.stage}{op.kind.name}{op.microbatch}" for op in t.rows(rank)] for rank in range(ranks)
     ]
-    rows = _torch_rows(theirs, ranks, micro, chunks)
+    torch_rows = _torch_rows(theirs, ranks, micro, chunks)
     if name == "Schedule1F1B":
-        rows = [[text.replace("I", "B") for text in row if "W" not in text] for row in rows]
-    assert ours == rows
+        torch_rows = [
+            [text.replace("I", "B") for text in row if "W" not in text] for row in torch_rows
+        ]
+    assert schedlang_rows == torch_rows
 
 
 @pytest.mark.parametrize(
@@ -165,66 +169,69 @@ def test_as_torch(name: str, theirs: str, chunks: int, ranks: int, micro: int) -
     ],
 )
 def test_refused(args: tuple[str, int, int, int], message: str) -> None:
-    """Sizes that an order does not have are refused with sizes that it has."""
+    """Illegal sizes are refused with legal ones."""
     with pytest.raises(OrderError, match=message):
         make_order(*args)
 
 
 def test_what_is_proposed_is_legal() -> None:
-    """Whoever does what refusals propose is accepted, after one proposal for each mistake."""
-    refused = set()
+    """Sizes that refusals propose are accepted, after one proposal for each mistake."""
+    refused_orders = set()
     limits = (None, Fraction(1, 2), Fraction(2), Fraction(7, 2))
     sizes = itertools.product(ORDERS, (1, 2, 3, 4, 6), (1, 2, 3, 8), (1, 2, 3, 4), limits)
-    for known, *asked in sizes:
-        error = _refusal(known, *asked)
+    for order, *size_args in sizes:
+        error = _refusal(order, *size_args)
         if error is None:
             continue
-        refused.add(known.name)
-        for better in _proposed(error, asked):
-            again = _refusal(known, *better)
-            assert again is None or again.reason != error.reason, (error, again)
-            for best in _proposed(again, better) if again else ():
-                assert _refusal(known, *best) is None, (again, best)
-    assert len(refused) > 10
+        refused_orders.add(order.name)
+        for proposal in _proposed(error, size_args):
+            second_error = _refusal(order, *proposal)
+            assert second_error is None or second_error.reason != error.reason, (
+                error,
+                second_error,
+            )
+            for second_proposal in _proposed(second_error, proposal) if second_error else ():
+                assert _refusal(order, *second_proposal) is None, (second_error, second_proposal)
+    assert len(refused_orders) > 10
 
 
-def _refusal(known: Order, ranks: int, micro: int, chunks: int, memory: Any) -> OrderError | None:
+def _refusal(order: Order, ranks: int, micro: int, chunks: int, memory: Any) -> OrderError | None:
     try:
-        checked_size(known, int(ranks), int(micro), int(chunks), memory=memory)
+        checked_size(order, int(ranks), int(micro), int(chunks), memory=memory)
     except OrderError as error:
         return error
     return None
 
 
-def _proposed(error: OrderError, asked: list[Any]) -> list[list[Any]]:
-    """What the refusal would have instead, a list for each of its numbers."""
+def _proposed(error: OrderError, size_args: list[Any]) -> list[list[Any]]:
+    """The sizes that a refusal proposes, one list for each number."""
     names = ("ranks", "micro", "chunks", "memory")
-    legal = re.sub(r"(\d+) ranks", r"ranks=\1", error.legal.split(", or order=")[0])
-    found = re.findall(r"(ranks|micro|chunks|memory)=([\d.]+)", legal)
-    assert found, error
-    if " with " in legal:  # all of them together
+    legal_text = re.sub(r"(\d+) ranks", r"ranks=\1", error.legal.split(", or order=")[0])
+    proposals = re.findall(r"(ranks|micro|chunks|memory)=([\d.]+)", legal_text)
+    assert proposals, error
+    if " with " in legal_text:  # all of them together
         return [
             [
-                Fraction(dict(found)[name]) if name in dict(found) else old
-                for name, old in zip(names, asked)
+                Fraction(dict(proposals)[name]) if name in dict(proposals) else value
+                for name, value in zip(names, size_args)
             ]
         ]
     return [
-        [Fraction(x) if name == word else old for name, old in zip(names, asked)]
-        for word, x in found
+        [Fraction(x) if name == changed else value for name, value in zip(names, size_args)]
+        for changed, x in proposals
     ]
 
 
 def test_names() -> None:
-    """No two orders share a name, and papers' names are found in any case."""
-    names = [name.lower() for known in ORDERS for name in (known.name, *known.aliases)]
+    """No two orders share a name; names of papers are found in upper or lower case."""
+    names = [name.lower() for order in ORDERS for name in (order.name, *order.aliases)]
     assert len(set(names)) == len(names)
     for name in ("zbv", "ZB-v", "gis-h", "breadth-first", "interleaved-zb", "DAPPLE-pb", "v-min"):
         assert find_order(name)
 
 
 def test_a_million_operations() -> None:
-    """Orders, times and transfers of a million operations fit into columns, none lost."""
+    """Orders, times and transfers of a million operations are complete."""
     t = make_order("interleaved1f1b", 64, 1024, 8)
     assert len(t) == 2 * 64 * 8 * 1024
     times = simulate_timeline(t)

@@ -1,4 +1,4 @@
-"""Lengths of slices, against all ways to cut a short sequence."""
+"""Lengths of slices, against all cuts of a short sequence."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from schedlang.pipeline.schedules import OrderError
 from tests.slice_lengths import Time, equal_lengths, terapipe_lengths
 
-# an overhead, a linear part and attention; attention alone; a device that short slices leave idle;
-# length alone; a dear first slice, which leaves the others a choice
+# overhead, linear part and attention; attention only; a device that short slices do not fill;
+# length only; an expensive first slice, which leaves several optimal cuts
 TIMES: list[Time] = [
     lambda length, context: 5 + 3 * length + length * (context + Fraction(length, 2)),
     lambda length, context: length * (2 * context + length),
@@ -22,42 +22,44 @@ TIMES: list[Time] = [
 ]
 
 
-def _cuts(length: int, slices: int | None = None) -> Iterator[tuple[int, ...]]:
+def _all_cuts(length: int, slices: int | None = None) -> Iterator[tuple[int, ...]]:
     for count in range(1, length + 1) if slices is None else (slices,):
         for inner in combinations(range(1, length), count - 1):
             yield tuple(b - a for a, b in pairwise((0, *inner, length)))
 
 
-def _each(lengths: tuple[int, ...], time: Time) -> list[Fraction | float]:
+def _slice_times(lengths: tuple[int, ...], time: Time) -> list[Fraction | float]:
     return [time(n, end - n) for n, end in zip(lengths, accumulate(lengths))]
 
 
-def _pipeline(lengths: tuple[int, ...], ranks: int, time: Time) -> Fraction | float:
-    each = _each(lengths, time)
-    return sum(each) + (ranks - 1) * max(each)
+def _pipeline_time(lengths: tuple[int, ...], ranks: int, time: Time) -> Fraction | float:
+    times = _slice_times(lengths, time)
+    return sum(times) + (ranks - 1) * max(times)
 
 
 @pytest.mark.parametrize("time", TIMES)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 9])
 def test_terapipe(time: Time, ranks: int) -> None:
-    """No way to cut the sequence makes a shorter pipeline."""
+    """No other cut of the sequence has a shorter pipeline."""
     for length in (1, 2, 7, 12):
-        found = terapipe_lengths(length, ranks, time)
-        assert sum(found) == length and min(found) > 0
-        least = min(_pipeline(cut, ranks, time) for cut in _cuts(length))
-        assert _pipeline(found, ranks, time) == least
+        lengths = terapipe_lengths(length, ranks, time)
+        assert sum(lengths) == length and min(lengths) > 0
+        least_time = min(_pipeline_time(cut, ranks, time) for cut in _all_cuts(length))
+        assert _pipeline_time(lengths, ranks, time) == least_time
 
 
 @pytest.mark.parametrize("time", TIMES)
 @pytest.mark.parametrize("slices", [1, 2, 3, 5])
 def test_equal(time: Time, slices: int) -> None:
-    """No way to cut has a smaller largest slice, and of those none a larger least one."""
+    """No other cut has a smaller largest slice, or with the same largest a larger smallest one."""
     for length in (5, 8, 12):
-        found = _each(equal_lengths(length, slices, time), time)
-        each = [_each(cut, time) for cut in _cuts(length, slices)]
-        largest = min(max(one) for one in each)
-        assert max(found) == largest and len(found) == slices
-        assert min(found) == max(min(one) for one in each if max(one) == largest)
+        times = _slice_times(equal_lengths(length, slices, time), time)
+        times_by_cut = [_slice_times(cut, time) for cut in _all_cuts(length, slices)]
+        largest = min(max(times_of_cut) for times_of_cut in times_by_cut)
+        assert max(times) == largest and len(times) == slices
+        assert min(times) == max(
+            min(times_of_cut) for times_of_cut in times_by_cut if max(times_of_cut) == largest
+        )
 
 
 def test_steps() -> None:

@@ -1,4 +1,4 @@
-"""Orders of two directions: Chimera, GEMS and DualPipe, and what their papers say of them."""
+"""Bidirectional orders (Chimera, GEMS, DualPipe), against the claims of their papers."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ from schedlang.pipeline.timeline.table import Kind, Op, Timeline
 COSTS = [(1, 1, 1), (2, 1, 1), (3, 2, 1), (2, 2, 1), (7, 5, 3), (3, 1, 1), (8, 1, 1), (1, 2, 1)]
 
 
-def _idle(t: Timeline, cost: Cost) -> tuple[Any, Any]:
+def _idle_times(t: Timeline, cost: Cost) -> tuple[Any, Any]:
     """Idle time of a rank within the makespan, and within the longest span of a rank."""
     times = simulate_timeline(t, cost)
-    work = t.microbatches * (cost.f + cost.i + cost.w)
-    return times.makespan - work, times.rank_span - work
+    busy = t.microbatches * (cost.f + cost.i + cost.w)
+    return times.makespan - busy, times.rank_span - busy
 
 
 @pytest.mark.parametrize("name", ["Chimera", "GEMS", "DualPipe"])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
 def test_two_directions(name: str, ranks: int) -> None:
-    """Stages lie in opposite directions, and each microbatch passes all stages of one of them."""
-    tried = 0
+    """Replicas have opposite placements, and each microbatch passes all stages of one replica."""
+    checked = 0
     for micro in (2, 3, 4, 6, 8, 10, 16, 18, 20):
         try:
             t = make_order(name, ranks, micro)
         except OrderError:
             continue
-        tried += 1
+        checked += 1
         check_timeline(with_transfers(t))
         assert t.replica_ranks.tolist() == [list(range(ranks)), list(reversed(range(ranks)))]
         assert set(zip(t.microbatch.tolist(), t.replica.tolist())) == {
             (m, m % 2) for m in range(micro)
         }
-        done = Counter(zip(t.kind.tolist(), t.stage.tolist(), t.microbatch.tolist()))
-        whole = {k for k in done if k[0] in (Kind.F, Kind.B, Kind.I)}
-        assert len(whole) == 2 * ranks * micro and set(done.values()) == {1}
+        counts = Counter(zip(t.kind.tolist(), t.stage.tolist(), t.microbatch.tolist()))
+        unsplit = {k for k in counts if k[0] in (Kind.F, Kind.B, Kind.I)}
+        assert len(unsplit) == 2 * ranks * micro and set(counts.values()) == {1}
         loads = Counter(zip(t.rank.tolist(), t.replica.tolist()))
         assert name == "DualPipe" or micro % 2 or len(set(loads.values())) == 1
-    assert tried >= 2 or (ranks % 2 and name != "GEMS")
+    assert checked >= 2 or (ranks % 2 and name != "GEMS")
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 6, 8, 16])
 def test_chimera_rates(ranks: int) -> None:
     """The bubble rates of the paper's Table 2, at F = B and at B = 2F, and its activations."""
     for micro in (ranks, 2 * ranks, 5 * ranks):
-        equal = simulate_timeline(make_order("chimera", ranks, micro), Cost(2, 1, 1))
-        assert equal.bubble == Fraction(ranks - 2, 2 * micro + ranks - 2)
-    one = make_order("chimera", ranks, ranks)
-    double = simulate_timeline(one, Cost(1, 1, 1))
-    assert double.bubble == Fraction(ranks - 2) / (Fraction(3, 2) * ranks + ranks - 2)
-    held = peak_activations(one)
-    assert (held.min(), held.max()) == (ranks // 2 + 1, ranks)
+        equal_costs = simulate_timeline(make_order("chimera", ranks, micro), Cost(2, 1, 1))
+        assert equal_costs.bubble == Fraction(ranks - 2, 2 * micro + ranks - 2)
+    timeline = make_order("chimera", ranks, ranks)
+    double_costs = simulate_timeline(timeline, Cost(1, 1, 1))
+    assert double_costs.bubble == Fraction(ranks - 2) / (Fraction(3, 2) * ranks + ranks - 2)
+    peaks = peak_activations(timeline)
+    assert (peaks.min(), peaks.max()) == (ranks // 2 + 1, ranks)
 
 
 @pytest.mark.parametrize("name", ["Chimera", "GEMS"])
@@ -75,9 +75,9 @@ def test_closed_forms_of_directions(name: str, costs: tuple[int, int, int]) -> N
             except OrderError:
                 continue
             t = find_order(name).make(size)
-            makespan, span = _idle(t, cost)
-            assert makespan == find_order(name).bubble(size)
-            assert span == makespan or (name == "GEMS" and micro % 2 == 0)
+            makespan_idle, rank_idle = _idle_times(t, cost)
+            assert makespan_idle == find_order(name).bubble(size)
+            assert rank_idle == makespan_idle or (name == "GEMS" and micro % 2 == 0)
             assert peak_activations(t).max() == find_order(name).peak(size)
             tried += 1
     assert tried > 30
@@ -97,7 +97,7 @@ def test_dualpipe_closed_form(ranks: int, more: int) -> None:
     t = make_order("dualpipe", ranks, 2 * ranks + more)
     for costs in COSTS[:-1]:
         size = checked_size(find_order("dualpipe"), ranks, 2 * ranks + more, cost=Cost(*costs))
-        assert _idle(t, size.cost) == (find_order("dualpipe").bubble(size),) * 2
+        assert _idle_times(t, size.cost) == (find_order("dualpipe").bubble(size),) * 2
     assert peak_activations(t).max() == find_order("dualpipe").peak(size) == ranks + 1
 
 
@@ -107,13 +107,13 @@ def test_dualpipe_as_published(ranks: int, costs: tuple[int, int, int]) -> None:
     """With F&B as one cell, (p/2 - 1)(F&B + B - 3W): Table 2 of the DeepSeek-V3 report."""
     f, i, w = costs
     for micro in (2 * ranks, 4 * ranks):
-        idle = _cells(make_order("dualpipe", ranks, micro), f, i, w)
+        idle = _idle_by_rank(make_order("dualpipe", ranks, micro), f, i, w)
         assert max(idle) == (ranks // 2 - 1) * ((f + i + w) + (i + w) - 3 * w)
 
 
-def _cells(t: Timeline, f: int, i: int, w: int) -> list[int]:
-    """Idle time of every rank where a forward and the backward after it are one operation."""
-    took = {Kind.F: f, Kind.B: i + w, Kind.I: i, Kind.W: w}
+def _idle_by_rank(t: Timeline, f: int, i: int, w: int) -> list[int]:
+    """The idle time of every rank if a forward and the next backward are one operation."""
+    duration = {Kind.F: f, Kind.B: i + w, Kind.I: i, Kind.W: w}
     rows = []
     for rank in range(t.ranks):
         cells: list[list[Op]] = []
@@ -122,33 +122,35 @@ def _cells(t: Timeline, f: int, i: int, w: int) -> list[int]:
             cells[-1].append(op) if joins else cells.append([op])
         rows.append(cells)
     end: dict[tuple[str, int, int], int] = {}
-    free, at = [0] * t.ranks, [0] * t.ranks
+    free_at, next_cell = [0] * t.ranks, [0] * t.ranks
     for _ in range(len(t) * t.ranks):
         for rank, cells in enumerate(rows):
-            if at[rank] == len(cells):
+            if next_cell[rank] == len(cells):
                 continue
-            cell = cells[at[rank]]
-            needs = [need for op in cell for need in _needs(op, t.stages)]
-            if all(need in end for need in needs):
-                free[rank] = max([free[rank], *(end[need] for need in needs)])
-                free[rank] += sum(took[op.kind] for op in cell)
-                end |= {(_role(op), op.stage, op.microbatch): free[rank] for op in cell}
-                at[rank] += 1
-    assert all(at[rank] == len(cells) for rank, cells in enumerate(rows))
-    return [end - sum(took[op.kind] for op in t.rows(rank)) for rank, end in enumerate(free)]
+            cell = cells[next_cell[rank]]
+            dependencies = [dependency for op in cell for dependency in _dependencies(op, t.stages)]
+            if all(dependency in end for dependency in dependencies):
+                free_at[rank] = max(
+                    [free_at[rank], *(end[dependency] for dependency in dependencies)]
+                )
+                free_at[rank] += sum(duration[op.kind] for op in cell)
+                end |= {(_kind_name(op), op.stage, op.microbatch): free_at[rank] for op in cell}
+                next_cell[rank] += 1
+    assert all(next_cell[rank] == len(cells) for rank, cells in enumerate(rows))
+    return [end - sum(duration[op.kind] for op in t.rows(rank)) for rank, end in enumerate(free_at)]
 
 
-def _role(op: Op) -> str:
+def _kind_name(op: Op) -> str:
     return "B" if op.kind is Kind.I else op.kind.name
 
 
-def _needs(op: Op, stages: int) -> list[tuple[str, int, int]]:
+def _dependencies(op: Op, stages: int) -> list[tuple[str, int, int]]:
     if op.kind is Kind.F:
         return [("F", op.stage - 1, op.microbatch)] if op.stage else []
     if op.kind is Kind.W:
         return [("B", op.stage, op.microbatch)]
-    back = [("B", op.stage + 1, op.microbatch)] if op.stage + 1 < stages else []
-    return [("F", op.stage, op.microbatch), *back]
+    later_stage = [("B", op.stage + 1, op.microbatch)] if op.stage + 1 < stages else []
+    return [("F", op.stage, op.microbatch), *later_stage]
 
 
 @pytest.mark.parametrize("name", ["Chimera", "GEMS", "DualPipe"])
@@ -161,12 +163,12 @@ def test_proposed_sizes_of_directions(name: str) -> None:
                 make_order(name, ranks, micro)
             except OrderError as error:
                 refused += 1
-                for words in error.legal.split(" or "):
-                    legal = {"ranks": ranks, "micro": micro}
-                    for word in words.split(" with "):
-                        if word.endswith(" ranks"):
-                            legal["ranks"] = int(word.removesuffix(" ranks"))
+                for proposal in error.legal.split(" or "):
+                    size = {"ranks": ranks, "micro": micro}
+                    for part in proposal.split(" with "):
+                        if part.endswith(" ranks"):
+                            size["ranks"] = int(part.removesuffix(" ranks"))
                         else:
-                            legal["micro"] = int(word.removeprefix("micro="))
-                    make_order(name, legal["ranks"], legal["micro"])
+                            size["micro"] = int(part.removeprefix("micro="))
+                    make_order(name, size["ranks"], size["micro"])
     assert refused > 20

@@ -1,4 +1,4 @@
-"""The search of orders: optimal where that can be known, and never past the limit."""
+"""Search of orders: optimal where the optimum is known, and never over the memory limit."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from schedlang.pipeline.timeline.memory import peak_activations
 from schedlang.pipeline.timeline.proof import check_timeline, with_transfers
 from schedlang.pipeline.timeline.simulation import simulate_timeline
 from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline_from_rows
-from tests.pipeline_optimum import Problem, faster
+from tests.pipeline_optimum import Problem, has_faster
 
 COSTS = [(1, 1, 1), (2, 3, 1), (3, 2, 2)]
-SMALL = [(2, 4, 1), (2, 6, 2), (3, 4, 1), (3, 4, 2), (3, 4, 3), (3, 8, 2), (4, 4, 2)]
+SMALL_SIZES = [(2, 4, 1), (2, 6, 2), (3, 4, 1), (3, 4, 2), (3, 4, 3), (3, 8, 2), (4, 4, 2)]
 
 
 def _makespan(ranks: int, micro: int, memory: float | None, cost: Cost, chunks: int = 1) -> int:
@@ -32,22 +32,22 @@ def _makespan(ranks: int, micro: int, memory: float | None, cost: Cost, chunks: 
     return int(simulate_timeline(t, cost).makespan)
 
 
-def _unparked(ranks: int, micro: int, memory: int, cost: Cost) -> int:
-    """The makespan where nothing is parked on other ranks, which the oracle knows nothing of."""
-    known = tuple(one for one in ORDERS if one.name not in ("Search", "BPipe"))
-    t = search_order(Size(ranks, micro, memory=Fraction(memory), cost=cost), known)
+def _makespan_unparked(ranks: int, micro: int, memory: int, cost: Cost) -> int:
+    """The makespan without parked activations, which the oracle does not model."""
+    orders = tuple(order for order in ORDERS if order.name not in ("Search", "BPipe"))
+    t = search_order(Size(ranks, micro, memory=Fraction(memory), cost=cost), orders)
     check_timeline(with_transfers(t))
     assert peak_activations(t, cost).max() <= memory and (t.kind <= Kind.W).all()
     return int(simulate_timeline(t, cost).makespan)
 
 
 @pytest.mark.parametrize("costs", COSTS)
-@pytest.mark.parametrize(("ranks", "micro", "memory"), SMALL)
+@pytest.mark.parametrize(("ranks", "micro", "memory"), SMALL_SIZES)
 def test_optimal(ranks: int, micro: int, memory: int, costs: tuple[int, int, int]) -> None:
-    """No order at all is faster, by branch and bound over all of them, which finds one as fast."""
-    found = _unparked(ranks, micro, memory, Cost(*costs))
+    """Branch and bound over all orders finds none that is faster."""
+    makespan = _makespan_unparked(ranks, micro, memory, Cost(*costs))
     problem = Problem(ranks, micro, costs, memory)
-    assert not faster(problem, found) and faster(problem, found + 1)
+    assert not has_faster(problem, makespan) and has_faster(problem, makespan + 1)
 
 
 @pytest.mark.deep
@@ -55,31 +55,31 @@ def test_optimal(ranks: int, micro: int, memory: int, costs: tuple[int, int, int
 @pytest.mark.parametrize(("ranks", "micro", "memory"), [(4, 4, 3), (4, 6, 3), (4, 8, 3)])
 def test_near_optimal(ranks: int, micro: int, memory: int, costs: tuple[int, int, int]) -> None:
     """Within 5 % of the optimum where the memory binds hardest."""
-    found = _unparked(ranks, micro, memory, Cost(*costs))
+    makespan = _makespan_unparked(ranks, micro, memory, Cost(*costs))
     problem = Problem(ranks, micro, costs, memory)
-    assert not faster(problem, -(-found * 95 // 100)) and faster(problem, found + 1)
+    assert not has_faster(problem, -(-makespan * 95 // 100)) and has_faster(problem, makespan + 1)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("costs", COSTS)
 def test_reaches_the_bound(ranks: int, costs: tuple[int, int, int]) -> None:
-    """With the memory of 1F1B at equal F, I and W no rank waits but for its first forward."""
+    """With enough memory the makespan is near its lower bound, and equal to it at unit costs."""
     f, i, w = costs
-    found = _makespan(ranks, 3 * ranks, 2 * ranks, Cost(*costs))
-    least = (ranks - 1) * f + 3 * ranks * (f + i + w)
-    assert least <= found <= least * 1.06
+    makespan = _makespan(ranks, 3 * ranks, 2 * ranks, Cost(*costs))
+    bound = (ranks - 1) * f + 3 * ranks * (f + i + w)
+    assert bound <= makespan <= bound * 1.06
     if costs == (1, 1, 1):
-        assert found == least == _makespan(ranks, 3 * ranks, ranks, Cost())
+        assert makespan == bound == _makespan(ranks, 3 * ranks, ranks, Cost())
 
 
 def _short_1f1b(ranks: int, micro: int, memory: int) -> Timeline:
-    """1F1B whose warm-ups are as long as the memory allows."""
+    """1F1B with warm-ups as long as the memory allows."""
     rows = []
     for rank in range(ranks):
-        first = min(ranks - 1 - rank, memory - 1, micro)
-        row = [Op(Kind.F, rank, m) for m in range(first)]
+        warmup = min(ranks - 1 - rank, memory - 1, micro)
+        row = [Op(Kind.F, rank, m) for m in range(warmup)]
         for m in range(micro):
-            row += [Op(Kind.F, rank, first + m)] if first + m < micro else []
+            row += [Op(Kind.F, rank, warmup + m)] if warmup + m < micro else []
             row.append(Op(Kind.B, rank, m))
         rows.append(row)
     return timeline_from_rows(rows)
@@ -87,29 +87,29 @@ def _short_1f1b(ranks: int, micro: int, memory: int) -> Timeline:
 
 @pytest.mark.parametrize("cost", [Cost(), Cost(5, 3, 4, 1), Cost(Fraction(3, 2), 1, 2, 0, 0)])
 def test_never_worse_than_1f1b(cost: Cost) -> None:
-    """Under any limit it is at least as fast as 1F1B under that limit, and as known orders."""
+    """Under any limit the search is at least as fast as 1F1B and other orders under it."""
     for ranks, micro in ((2, 3), (4, 6)):
         for memory in range(1, ranks + 1):
             t = make_order("search", ranks, micro, memory=memory, cost=cost)
             time = simulate_timeline(t, cost).makespan
             assert time <= simulate_timeline(_short_1f1b(ranks, micro, memory), cost).makespan
-            for known in ORDERS:
-                if known.replicas == 1 and not known.relaxed and known.chunks == (1,):
-                    other = known.make(Size(ranks, micro)) if known.name != "Varuna" else t
-                    fits = peak_activations(other, cost).max() <= memory
-                    assert not fits or time <= simulate_timeline(other, cost).makespan
+            for order in ORDERS:
+                if order.replicas == 1 and not order.relaxed and order.chunks == (1,):
+                    timeline = order.make(Size(ranks, micro)) if order.name != "Varuna" else t
+                    fits = peak_activations(timeline, cost).max() <= memory
+                    assert not fits or time <= simulate_timeline(timeline, cost).makespan
 
 
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_several_chunks(chunks: int) -> None:
-    """Several stages per rank, in a loop or a zig-zag, cost less time under the same memory."""
+    """Several stages on each rank are not slower under the same memory."""
     for memory in (1, 2):
-        one = _makespan(2, 4, memory, Cost(6, 6, 6))
-        assert _makespan(2, 4, memory, Cost(6, 6, 6), chunks) <= one
+        one_chunk = _makespan(2, 4, memory, Cost(6, 6, 6))
+        assert _makespan(2, 4, memory, Cost(6, 6, 6), chunks) <= one_chunk
 
 
 def test_rank_span() -> None:
-    """Without a barrier it shortens the longest span of a rank, to nothing but work."""
+    """Without a barrier the search shortens the longest span of a rank to its work."""
     t = make_order("search", 4, 12, memory=8, barrier=False)
     assert simulate_timeline(t).rank_span == simulate_timeline(t).busy.max()
     assert (
@@ -121,7 +121,7 @@ def test_rank_span() -> None:
 @pytest.mark.parametrize("memory", [0.25, 0.99])
 @pytest.mark.parametrize(("ranks", "chunks"), [(2, 1), (4, 1), (2, 2)])
 def test_too_little_memory(memory: float, ranks: int, chunks: int) -> None:
-    """Nothing fits: refused with the smallest memory that works, which does."""
+    """Too little memory is refused with the smallest legal one."""
     with pytest.raises(OrderError) as caught:
         make_order("search", ranks, 4, chunks, memory=memory)
     assert caught.value.legal == "memory=1"
@@ -131,12 +131,14 @@ def test_too_little_memory(memory: float, ranks: int, chunks: int) -> None:
 def test_deterministic() -> None:
     """The same sizes give the same order."""
     size = Size(3, 6, memory=Fraction(2), cost=Cost(5, 3, 4))
-    known = tuple(one for one in ORDERS if one.name != "Search")
-    assert search_order(size, known) == search_order(size, known) == find_order("Search").make(size)
+    orders = tuple(order for order in ORDERS if order.name != "Search")
+    assert (
+        search_order(size, orders) == search_order(size, orders) == find_order("Search").make(size)
+    )
 
 
 def test_uneven_stages() -> None:
-    """Stages of different weight are searched with their own costs and activations."""
+    """Uneven stages are searched with their own costs and activations."""
     cost = Cost(4, 4, 4, 1, 1, shares=[1, 2, 3, 2])
     t = make_order("search", 4, 6, memory=4, cost=cost)
     check_timeline(with_transfers(t))
@@ -149,7 +151,7 @@ def test_uneven_stages() -> None:
 
 @pytest.mark.parametrize(("ranks", "micro"), [(2, 4), (4, 8), (8, 16)])
 def test_filled(ranks: int, micro: int) -> None:
-    """1F1B whose weight gradients fill its gaps under its own memory is as fast as ZB-H1."""
+    """1F1B with weight gradients in its gaps, under its own memory, is as fast as ZB-H1."""
     chain = next(c for c in stage_chains(Size(ranks, micro)) if len(c.times) == 3)
     for whole_gaps in (True, False):
         t = fill_gaps(chain, make_order("1F1B", ranks, micro), ranks, whole_gaps=whole_gaps)
@@ -164,9 +166,9 @@ def test_filled(ranks: int, micro: int) -> None:
 
 @pytest.mark.parametrize("memory", [1, 2, 3, 5])
 def test_warmups_fit(memory: int) -> None:
-    """Warm-ups stop where the memory ends, and use all of it that they can."""
-    made = list(warmup_timelines(Size(4, 8, memory=Fraction(memory))))
-    assert [peak_activations(t).max() for t in made] == [min(memory, 4), memory]
+    """Warm-ups use all the memory that they may, and no more."""
+    warmups = list(warmup_timelines(Size(4, 8, memory=Fraction(memory))))
+    assert [peak_activations(t).max() for t in warmups] == [min(memory, 4), memory]
 
 
 @pytest.mark.parametrize("times", [(2, 5, 3), (5, 2, 3), (4, 1, 5)])
@@ -175,10 +177,10 @@ def test_repetends_of_uneven_operations(times: tuple[int, int, int]) -> None:
     rows = tuple((time,) * 3 for time in times)
     chain = StageChain(3, (0, 1, 2), rows, ((1,) * 3, (0,) * 3, (-1,) * 3))
     for period in (10, 11, 13):
-        for one in find_repetends(chain, period, None, 16):
+        for repetend in find_repetends(chain, period, None, 16):
             for rank in range(3):
                 busy = [
-                    (one.start(kind, rank, 0) + k) % period
+                    (repetend.start(kind, rank, 0) + k) % period
                     for kind in range(3)
                     for k in range(times[kind])
                 ]
@@ -189,15 +191,15 @@ def test_repetends_of_uneven_operations(times: tuple[int, int, int]) -> None:
 def test_repetends_repeat(period: int) -> None:
     """No two operations of a rank overlap modulo the period, and each waits for its inputs."""
     chain = StageChain(3, (0, 1, 2), ((1,) * 3,) * 3, ((1,) * 3, (0,) * 3, (-1,) * 3), 1)
-    found = find_repetends(chain, period, None, 16)
-    assert len(found) > 3
-    for one in found:
+    repetends = find_repetends(chain, period, None, 16)
+    assert len(repetends) > 3
+    for repetend in repetends:
         for rank in range(3):
-            phases = [one.start(kind, rank, 0) % period for kind in range(3)]
+            phases = [repetend.start(kind, rank, 0) % period for kind in range(3)]
             assert len(set(phases)) == 3
         for stage in range(2):
-            assert one.start(0, stage + 1, 0) >= one.start(0, stage, 0) + 2
-            assert one.start(1, stage, 0) >= one.start(1, stage + 1, 0) + 2
-        assert one.start(1, 2, 0) > one.start(0, 2, 0)
-        assert all(one.start(2, s, 0) > one.start(1, s, 0) for s in range(3))
+            assert repetend.start(0, stage + 1, 0) >= repetend.start(0, stage, 0) + 2
+            assert repetend.start(1, stage, 0) >= repetend.start(1, stage + 1, 0) + 2
+        assert repetend.start(1, 2, 0) > repetend.start(0, 2, 0)
+        assert all(repetend.start(2, s, 0) > repetend.start(1, s, 0) for s in range(3))
     assert not find_repetends(chain, 2, None, 16)

@@ -1,4 +1,4 @@
-"""Tables of orders: read and written as torch does, and refused where they are broken."""
+"""Tables of orders: read and written as by torch, and refused if they are invalid."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from schedlang.pipeline.schedules import ORDERS, OrderError, make_order, read_ta
 from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline_from_rows
 
 
-def _runtime(t: Timeline) -> Any:
-    """torch's runtime for tables, without stages, as far as it reads and writes them."""
+def _torch_runtime(t: Timeline) -> Any:
+    """torch's runtime without stages, enough to read and write tables."""
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-    made = object.__new__(_PipelineScheduleRuntime)
-    made._stages, made._num_stages, made._n_microbatches = [], t.stages, t.microbatches
-    made.pp_group_size, made._defer_pp_recv, made.pipeline_order = t.ranks, False, {}
-    return made
+    runtime = object.__new__(_PipelineScheduleRuntime)
+    runtime._stages, runtime._num_stages, runtime._n_microbatches = [], t.stages, t.microbatches
+    runtime.pp_group_size, runtime._defer_pp_recv, runtime.pipeline_order = t.ranks, False, {}
+    return runtime
 
 
 @pytest.mark.parametrize(
     ("name", "chunks"), [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2), ("Hanayo", 4)]
 )
 def test_torch_reads_and_writes_our_tables(name: str, chunks: int, tmp_path: Path) -> None:
-    """torch loads a table of ours, and what it dumps, with or without messages, is the order."""
+    """torch loads our tables; tables that torch writes, with or without messages, are the order."""
     t = make_order(name, 4, 8, chunks)
-    ours, theirs = tmp_path / "ours.csv", tmp_path / "theirs.csv"
-    ours.write_text(write_table(t))
-    runtime = _runtime(t)
-    runtime._load_csv(str(ours))
-    for form in ("compute_only", "compute_comms"):
-        runtime._dump_csv(str(theirs), format=form)
-        text = theirs.read_bytes().decode()
+    schedlang_file, torch_file = tmp_path / "ours.csv", tmp_path / "theirs.csv"
+    schedlang_file.write_text(write_table(t))
+    runtime = _torch_runtime(t)
+    runtime._load_csv(str(schedlang_file))
+    for dump_format in ("compute_only", "compute_comms"):
+        runtime._dump_csv(str(torch_file), format=dump_format)
+        text = torch_file.read_bytes().decode()
         assert read_table(text) == t and read_table(text, 4, 8) == t
-        assert ("SEND_F" in text) == (form == "compute_comms")
+        assert ("SEND_F" in text) == (dump_format == "compute_comms")
 
 
 @pytest.mark.parametrize("name", ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
@@ -44,18 +44,18 @@ def test_torch_tables_with_split_backwards(name: str, tmp_path: Path) -> None:
     operation."""
     from torch.distributed.pipelining import schedules
 
-    made = object.__new__(getattr(schedules, name))
-    made.pp_group_size, made._n_microbatches, made._num_stages = 4, 8, 8
-    made.n_local_stages, made.num_stages = 2, 8
-    made.number_of_rounds, made.microbatches_per_round = 2, 4
-    made.pipeline_order = {r: made._calculate_single_rank_operations(r) for r in range(4)}
-    if hasattr(made, "_add_bubbles_to_actions"):
-        made.pipeline_order = made._add_bubbles_to_actions(4)
-    made._dump_csv = schedules.PipelineScheduleMulti._dump_csv.__get__(made)
+    schedule = object.__new__(getattr(schedules, name))
+    schedule.pp_group_size, schedule._n_microbatches, schedule._num_stages = 4, 8, 8
+    schedule.n_local_stages, schedule.num_stages = 2, 8
+    schedule.number_of_rounds, schedule.microbatches_per_round = 2, 4
+    schedule.pipeline_order = {r: schedule._calculate_single_rank_operations(r) for r in range(4)}
+    if hasattr(schedule, "_add_bubbles_to_actions"):
+        schedule.pipeline_order = schedule._add_bubbles_to_actions(4)
+    schedule._dump_csv = schedules.PipelineScheduleMulti._dump_csv.__get__(schedule)
     path = tmp_path / "torch.csv"
-    made._dump_csv(str(path))
+    schedule._dump_csv(str(path))
     t = read_table(path.read_text())
-    for rank, actions in made.pipeline_order.items():
+    for rank, actions in schedule.pipeline_order.items():
         expected = [str(action) for action in actions if action is not None]
         assert [f"{o.stage}{o.kind.name}{o.microbatch}" for o in t.rows(rank)] == expected
     assert (t.kind == Kind.W).sum() > 0
@@ -113,13 +113,13 @@ def test_versions_survive() -> None:
     ],
 )
 def test_broken_tables(text: str, message: str) -> None:
-    """Each is refused with line and column, or with what is missing."""
+    """Invalid tables are refused with line and column, or with what is missing."""
     with pytest.raises(OrderError, match=message):
         read_table(text)
 
 
 def test_wrong_sizes() -> None:
-    """A table for other ranks or microbatches is refused with its own; blank lines may follow."""
+    """A table for other sizes is refused with its own sizes; trailing blank lines are legal."""
     text = write_table(make_order("1F1B", 2, 4))
     assert read_table(text + "\n \n", 2, 4) == make_order("1F1B", 2, 4)
     with pytest.raises(OrderError, match="ranks=2"):

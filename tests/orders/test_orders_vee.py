@@ -1,4 +1,4 @@
-"""Orders in a V that are written out: what is left under a barrier, and cells that overlap."""
+"""V-shaped orders (ZB-V, DualPipeV): idle time under a barrier, and overlapped cells."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from schedlang.pipeline.timeline.simulation import simulate_timeline
 from schedlang.pipeline.timeline.table import Kind, Op, Timeline
 
 Cell = tuple[Op, ...]
-Place = tuple[bool, int, int]  # a backward or not, stage, microbatch
+OpKey = tuple[bool, int, int]  # backward or not, stage, microbatch
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8, 16])
 def test_zb_v_waits_for_the_barrier(p: int) -> None:
-    """At equal times no rank of ZB-V idles; under a barrier (p-1) (F+I-W) / 2 is left."""
+    """At equal times no rank of ZB-V idles; a barrier adds (p-1) (F+I-W) / 2."""
     m = 2 * p + 1
     times = simulate_timeline(make_order("ZB-V", p, m), Cost())
     assert times.rank_span == 3 * m
@@ -29,61 +29,61 @@ def test_zb_v_waits_for_the_barrier(p: int) -> None:
 @pytest.mark.parametrize("name", ["ZB-V", "DualPipeV"])
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8])
 def test_few_microbatches(name: str, p: int) -> None:
-    """Fewer microbatches than torch takes run too, on every rank the same number held."""
+    """Fewer microbatches than torch allows run too; all ranks have the same peak."""
     for m in range(1, 2 * p + 2):
         t = make_order(name, p, m)
         check_timeline(with_transfers(t))
-        most = Fraction(2 * p + 1, 2) if name == "DualPipeV" else p
-        assert max(peak_activations(t)) == min(m, most)
+        limit = Fraction(2 * p + 1, 2) if name == "DualPipeV" else p
+        assert max(peak_activations(t)) == min(m, limit)
         if m >= 2 * p > 2:
-            assert set(peak_activations(t)) == {most}
+            assert set(peak_activations(t)) == {limit}
 
 
-def cells(t: Timeline, rank: int) -> list[Cell]:
-    """A rank's operations, F and the B after it as one, except where DualPipeV keeps them apart."""
-    found: list[Cell] = []
-    apart = rank == t.ranks - 1
+def overlapped_cells(t: Timeline, rank: int) -> list[Cell]:
+    """A rank's operations; F and the next B are one cell, except where DualPipeV separates them."""
+    result: list[Cell] = []
+    keep_apart = rank == t.ranks - 1
     for op in t.rows(rank):
-        if op.kind == Kind.B and found and found[-1][-1].kind == Kind.F:
-            if not apart:
-                found[-1] = (*found[-1], op)
+        if op.kind == Kind.B and result and result[-1][-1].kind == Kind.F:
+            if not keep_apart:
+                result[-1] = (*result[-1], op)
                 continue
-            apart = False
-        found.append((op,))
-    return found
+            keep_apart = False
+        result.append((op,))
+    return result
 
 
-def needs(op: Op, stages: int) -> list[Place]:
+def dependencies(op: Op, stages: int) -> list[OpKey]:
     """What must have ended before an operation."""
     if op.kind == Kind.F:
         return [(False, op.stage - 1, op.microbatch)] if op.stage else []
-    own = [(op.kind == Kind.W, op.stage, op.microbatch)]
+    same_stage = [(op.kind == Kind.W, op.stage, op.microbatch)]
     last = op.kind == Kind.W or op.stage == stages - 1
-    return own if last else [*own, (True, op.stage + 1, op.microbatch)]
+    return same_stage if last else [*same_stage, (True, op.stage + 1, op.microbatch)]
 
 
-def idle(t: Timeline, cost: dict[Kind, int], both: int) -> int:
-    """The longest idle time of a rank, where the two halves of a cell begin and end together."""
-    rows = [cells(t, rank) for rank in range(t.ranks)]
-    ends: dict[Place, int] = {}
-    free, idles, at = [0] * t.ranks, [0] * t.ranks, [0] * t.ranks
-    while any(at[r] < len(rows[r]) for r in range(t.ranks)):
+def longest_idle(t: Timeline, cost: dict[Kind, int], cell_cost: int) -> int:
+    """The longest idle time of a rank if both operations of a cell run together."""
+    rows = [overlapped_cells(t, rank) for rank in range(t.ranks)]
+    ends: dict[OpKey, int] = {}
+    free_at, idles, next_cell = [0] * t.ranks, [0] * t.ranks, [0] * t.ranks
+    while any(next_cell[r] < len(rows[r]) for r in range(t.ranks)):
         for r in range(t.ranks):
-            if at[r] == len(rows[r]):
+            if next_cell[r] == len(rows[r]):
                 continue
-            cell = rows[r][at[r]]
-            wanted = [place for op in cell for place in needs(op, t.stages)]
-            if not all(place in ends for place in wanted):
+            cell = rows[r][next_cell[r]]
+            dependency_keys = [key for op in cell for key in dependencies(op, t.stages)]
+            if not all(key in ends for key in dependency_keys):
                 continue
-            start = max([free[r], *(ends[place] for place in wanted)])
-            idles[r] += start - free[r] if at[r] else 0
-            free[r] = start + (both if len(cell) == 2 else cost[cell[0].kind])
+            start = max([free_at[r], *(ends[key] for key in dependency_keys)])
+            idles[r] += start - free_at[r] if next_cell[r] else 0
+            free_at[r] = start + (cell_cost if len(cell) == 2 else cost[cell[0].kind])
             ends |= {
-                (op.kind != Kind.F, op.stage, op.microbatch): free[r]
+                (op.kind != Kind.F, op.stage, op.microbatch): free_at[r]
                 for op in cell
                 if op.kind != Kind.W
             }
-            at[r] += 1
+            next_cell[r] += 1
     return max(idles)
 
 
@@ -92,5 +92,7 @@ def idle(t: Timeline, cost: dict[Kind, int], both: int) -> int:
 def test_dualpipe_v_as_published(p: int, f: int, w: int) -> None:
     """With F = I, cells run as one take (PP/2 - 1) (F&B + B - 3W) of idle time, PP = 2p stages."""
     cost = {Kind.F: f, Kind.I: f, Kind.W: w, Kind.B: f + w}
-    both = 2 * f + w
-    assert idle(make_order("DualPipeV", p, 3 * p), cost, both) == (p - 1) * (both + f + w - 3 * w)
+    cell_cost = 2 * f + w
+    assert longest_idle(make_order("DualPipeV", p, 3 * p), cost, cell_cost) == (p - 1) * (
+        cell_cost + f + w - 3 * w
+    )

@@ -1,4 +1,4 @@
-"""Zero bubble: the paper's own table from its own times, and what the heuristic promises."""
+"""Zero bubble: the paper's Table 5 from its own times, and guarantees of the heuristic."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ COSTS = [
 def test_table_5(row: dict[str, Any]) -> None:
     """All bubbles of the paper's Table 5 follow from its times, to the four digits printed."""
     cost, p, m = Cost(row["f"], row["i"], row["w"], row["comm"]), row["p"], row["m"]
-    found = {}
+    bubbles = {}
     for name in row["bubble"]:
         chunks = (row["layers"] + 2) // p if name == "1F1B-I" else None
         span = simulate_timeline(make_order(name, p, m, chunks, cost=cost), cost).rank_span
         if name == "1F1B-I":
             span = paper_span(span, checked_size(find_order(name), p, m, chunks, cost=cost))
-        found[name] = round(1 - m * (row["f"] + row["i"] + row["w"]) / span, 4)
-    assert found == row["bubble"]
+        bubbles[name] = round(1 - m * (row["f"] + row["i"] + row["w"]) / span, 4)
+    assert bubbles == row["bubble"]
 
 
 @pytest.mark.parametrize("cost", COSTS)
@@ -61,7 +61,7 @@ def test_1p_holds_what_1f1b_holds(p: int, cost: Cost) -> None:
 @pytest.mark.parametrize("cost", COSTS)
 @pytest.mark.parametrize("kept", [1, PAPER_KEPT_SHARE, Fraction(1, 10), 0])
 def test_memory_is_kept(cost: Cost, kept: Fraction) -> None:
-    """No rank holds more than it may, as the simulator counts it."""
+    """No rank exceeds its memory limit in the simulator."""
     cost = replace(cost, kept=kept)
     for p, m in ((1, 3), (2, 5), (4, 4), (4, 11), (6, 13)):
         for memory in (1, 2, Fraction(5, 2), p, 2 * p):
@@ -94,7 +94,7 @@ def test_2p_as_the_paper_counts(cost: Cost) -> None:
     ],
 )
 def test_every_choice_pays(knob: str, value: bool, cost: Cost, p: int, m: int, limit: int) -> None:
-    """Each of the heuristic's choices gives the shortest order somewhere, and that is taken."""
+    """Each choice of the heuristic is the best for some sizes, and is then taken."""
     size = checked_size(find_order("ZB-2p"), p, m, cost=cost, memory=limit)
     spans: dict[bool, list[Any]] = {True: [], False: []}
     for choice in itertools.product((True, False), repeat=3):
@@ -110,28 +110,28 @@ def test_every_choice_pays(knob: str, value: bool, cost: Cost, p: int, m: int, l
 
 @pytest.mark.parametrize("cost", [*COSTS, Cost(4, 3, 2, 1, shares=(Fraction(1, 2), 1, 1, 1.5))])
 def test_a_draft_knows_its_time(cost: Cost) -> None:
-    """Of all eight orders the heuristic knows the span to which the simulator comes."""
+    """The heuristic's span of each of its eight orders equals the simulator's."""
     size = checked_size(find_order("ZB-2p"), 4, 11, cost=cost)
     for knobs in itertools.product((True, False), repeat=3):
-        made = build_draft(size, Fraction(6), Knobs(*knobs))
-        assert made.span == simulate_timeline(made.timeline(), cost).rank_span, knobs
+        draft = build_draft(size, Fraction(6), Knobs(*knobs))
+        assert draft.span == simulate_timeline(draft.timeline(), cost).rank_span, knobs
 
 
 @pytest.mark.parametrize(
     "row", [r for r in TABLE if r["p"] < 32], ids=lambda r: f"{r['p']}-{r['m']}"
 )
 def test_memory_that_is_enough(row: dict[str, Any]) -> None:
-    """((p-1) (I + 2 comm) + p F) / F microbatches are all but enough (§5.4), 3 less are not."""
+    """((p-1) (I + 2 comm) + p F) / F microbatches are nearly enough (§5.4), 3 less are not."""
     p, m = row["p"], row["m"]
     f, i, w, comm = (Fraction(str(row[name])) for name in ("f", "i", "w", "comm"))
     cost = Cost(f, i, w, comm, PAPER_KEPT_SHARE)
     enough = ((p - 1) * (i + 2 * comm) + p * f) / f
-    less, there, all_of_it = (
+    too_little, sufficient, unlimited = (
         simulate_timeline(make_order("ZB-2p", p, m, cost=cost, memory=limit), cost).span_bubble
         for limit in (enough - 3, enough, m)
     )
-    assert all_of_it <= there < all_of_it + Fraction(1, 100)
-    assert less > there + Fraction(8, 1000)
+    assert unlimited <= sufficient < unlimited + Fraction(1, 100)
+    assert too_little > sufficient + Fraction(8, 1000)
 
 
 @pytest.mark.parametrize("p", [2, 3, 5, 8])
@@ -152,14 +152,14 @@ def test_gis_within_its_bounds(p: int, v: int) -> None:
     """GIS and GIS-H idle no longer, and hold no more, than PipeOffload's Table 1 says."""
     for f, i, w in ((1, 1, 1), (2, 2, 1), (3, 4, 2)):
         cost, m = Cost(Fraction(f, v), Fraction(i, v), Fraction(w, v)), 4 * p
-        for name, extra, most in (
+        for name, extra, limit in (
             ("GIS", 0, p),
             ("GIS-H", Fraction((v - 1) * p, 2) * (f + i - w), Fraction((v + 1) * p + v - 1, 2 * v)),
         ):
             t = make_order(name, p, m, v)
             idle = simulate_timeline(t, Cost(f, i, w)).rank_span - m * (f + i + w)
             assert idle * v <= (p - 1) * (f + i) + extra, (name, cost)
-            assert max(peak_activations(t)) <= most
+            assert max(peak_activations(t)) <= limit
 
 
 def test_gis_h_takes_the_memory_it_gets() -> None:

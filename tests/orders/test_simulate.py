@@ -1,4 +1,4 @@
-"""`schedlang simulate`: what it answers, and what it refuses."""
+"""The command `schedlang simulate`: its answers and its refusals."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from schedlang.verbs.costs import parse_costs
 PUBLISHED = "F=18.522,I=18.086,W=9.337,comm=0.601"  # Zero Bubble, Table 9, 1.5B, p = 8, m = 24
 
 
-def run(*words: object) -> Result:
-    return CliRunner().invoke(app, ["simulate", *map(str, words)])
+def run_simulate(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["simulate", *map(str, arguments)])
 
 
-def answer(*words: object) -> Any:
-    found = run(*words, "--json")
-    assert found.exit_code == 0, found.output
-    return json.loads(found.stdout)
+def simulate_json(*arguments: object) -> Any:
+    result = run_simulate(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
 
 
 def test_as_published() -> None:
     """1F1B and its interleaved form have the bubbles of Zero Bubble's Table 5, row one."""
-    given = ("--stages", 8, "--micro", 24, "--cost", PUBLISHED)
-    value = answer("--order", "1f1b", *given)
+    arguments = ("--stages", 8, "--micro", 24, "--cost", PUBLISHED)
+    value = simulate_json("--order", "1f1b", *arguments)
     assert round(value["bubble"], 4) == 0.2431
     assert value["peak"] == [8, 7, 6, 5, 4, 3, 2, 1]
     assert value["communication"]["messages"] == 2 * 7 * 24
     assert value["communication"]["time"][0] == pytest.approx(24 * 0.601)
-    value = answer("--order", "1F1B-I", *given, "--chunks", 3)
+    value = simulate_json("--order", "1F1B-I", *arguments, "--chunks", 3)
     assert round(value["paper"]["bubble"], 4) == 0.1055
 
 
 def test_as_the_timeline() -> None:
-    """Both bubbles and both spans are the timeline's own; chunks take their part of the costs."""
-    value = answer(
+    """Bubbles and spans equal the simulator's; chunks take their share of the costs."""
+    value = simulate_json(
         "--order",
         "Interleaved",
         "--ranks",
@@ -68,24 +68,27 @@ def test_as_the_timeline() -> None:
 
 
 def test_pictures(tmp_path: Path) -> None:
-    """It draws and traces what it timed: a block and an event for each operation."""
-    words = ("--order", "GPipe", "--ranks", 3, "--micro", 5)
-    found = run(*words, "--svg", tmp_path / "t.svg", "--trace", tmp_path / "t.json")
-    assert found.exit_code == 0 and "rank 2: F0 F1" in found.stdout
+    """The picture and the trace have one block and one event for each operation."""
+    arguments = ("--order", "GPipe", "--ranks", 3, "--micro", 5)
+    result = run_simulate(*arguments, "--svg", tmp_path / "t.svg", "--trace", tmp_path / "t.json")
+    assert result.exit_code == 0 and "rank 2: F0 F1" in result.stdout
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == 30
     assert (tmp_path / "t.svg").read_text().count('class="b"') == 30
 
 
 def test_memory() -> None:
-    """A limit that the order does not obey is said, not swallowed."""
-    words = ("--order", "1F1B", "--stages", 4, "--micro", 8, "--memory")
-    assert answer(*words, 3)["fits"] is False and "over the limit of 3" in run(*words, 3).stdout
-    assert answer(*words, 4)["fits"] is True
+    """An order that exceeds the memory limit is reported."""
+    arguments = ("--order", "1F1B", "--stages", 4, "--micro", 8, "--memory")
+    assert (
+        simulate_json(*arguments, 3)["fits"] is False
+        and "over the limit of 3" in run_simulate(*arguments, 3).stdout
+    )
+    assert simulate_json(*arguments, 4)["fits"] is True
 
 
 def test_costs() -> None:
-    """Costs are read as they are written; what is left out follows from what is there."""
+    """Costs are parsed; missing ones follow from the others."""
     assert parse_costs(None) == Cost()
     assert parse_costs("f=2, w=1") == Cost(2, 2, 1)
     assert parse_costs("B=3,comm=0.5") == Cost(1, Fraction(3, 2), Fraction(3, 2), 0.5)
@@ -114,9 +117,9 @@ def test_costs() -> None:
     ],
 )
 def test_refuses(words: tuple[object, ...], said: str) -> None:
-    """Unknown words, sizes that an order does not have, costs that are no times: a remedy each."""
-    found = run(*words)
-    assert found.exit_code == 2 and said in found.output, found.output
+    """Unknown names, illegal sizes and invalid costs are refused, each with a help."""
+    result = run_simulate(*words)
+    assert result.exit_code == 2 and said in result.output, result.output
 
 
 def test_without_torch() -> None:
@@ -130,23 +133,34 @@ def test_without_torch() -> None:
 
 
 def test_table(tmp_path: Path) -> None:
-    """A table of an order is timed as the order itself; a broken one is refused with its place."""
+    """A table is timed as the order itself; an invalid one is refused with its position."""
     from schedlang.pipeline.schedules import write_table
 
     (tmp_path / "a.csv").write_text(write_table(make_order("1F1B", 3, 5)))
     cost = ("--cost", "F=2,B=3,comm=1")
-    table = answer("--order", tmp_path / "a.csv", *cost)
-    named = answer("--order", "1F1B", "--stages", 3, "--micro", 5, *cost)
-    same = ("rank_span", "makespan", "bubble", "peak", "communication", "stages", "micro", "chunks")
-    assert {key: table[key] for key in same} == {key: named[key] for key in same}
+    table = simulate_json("--order", tmp_path / "a.csv", *cost)
+    by_name = simulate_json("--order", "1F1B", "--stages", 3, "--micro", 5, *cost)
+    compared_keys = (
+        "rank_span",
+        "makespan",
+        "bubble",
+        "peak",
+        "communication",
+        "stages",
+        "micro",
+        "chunks",
+    )
+    assert {key: table[key] for key in compared_keys} == {
+        key: by_name[key] for key in compared_keys
+    }
     (tmp_path / "b.csv").write_text(write_table(make_order("1F1B", 3, 5)).replace("0B4", "0X4"))
-    for words, said in (
+    for arguments, expected in (
         (("--order", tmp_path / "b.csv"), "line 1"),
         (("--order", tmp_path / "c.csv"), "cannot read the table"),
         (("--order", tmp_path / "a.csv", "--chunks", 1), "the table already sets"),
     ):
-        found = run(*words)
-        assert found.exit_code == 2 and said in found.output, found.output
+        result = run_simulate(*arguments)
+        assert result.exit_code == 2 and expected in result.output, result.output
 
 
 MODEL = """
@@ -179,11 +193,11 @@ pipeline(order="GPipe", micro=4)
 
 
 def test_estimated(tmp_path: Path) -> None:
-    """Without costs those of a schedule's stages are counted: operations, bytes sent and kept."""
+    """Without `--cost` costs are estimated from a schedule's stages: operations and bytes."""
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "a.sched").write_text(SCHEDULE)
-    words = (tmp_path / "a.sched", "--tflops", 1e-9, "--bandwidth", 1e-6)
-    value = answer(*words)
+    arguments = (tmp_path / "a.sched", "--tflops", 1e-9, "--bandwidth", 1e-6)
+    value = simulate_json(*arguments)
     rows, layer = 4, 2 * 6 * 6  # operations of a row of a layer
     stages = [3 * layer * rows, (1 + 10) * layer * rows]
     assert value["cost"]["shares"] == stages  # at 1000 operations a second, in milliseconds
@@ -192,11 +206,11 @@ def test_estimated(tmp_path: Path) -> None:
     sent = rows * 6 * 4  # bytes, at 1000 a second
     assert value["cost"]["between"] == [[0, 1, pytest.approx(sent)]]
     assert value["communication"]["time"] == pytest.approx([4 * sent, 4 * sent])
-    assert "FLOP" in value["estimated"][0] and "estimated:" in run(*words).stdout
-    given = answer(tmp_path / "a.sched", "--cost", "F=1,B=2")
-    assert given["estimated"] == [] and given["makespan"] == 15
+    assert "FLOP" in value["estimated"][0] and "estimated:" in run_simulate(*arguments).stdout
+    with_costs = simulate_json(tmp_path / "a.sched", "--cost", "F=1,B=2")
+    assert with_costs["estimated"] == [] and with_costs["makespan"] == 15
     (tmp_path / "model.py").write_text(MODEL.replace("def batch", "def other"))
-    value = answer(tmp_path / "a.sched")
+    value = simulate_json(tmp_path / "a.sched")
     assert "no batch" in value["estimated"][0] and value["makespan"] == 15
-    assert "already sets" in run(tmp_path / "a.sched", "--micro", 4).output
-    assert "must be finite and above 0" in run(tmp_path / "a.sched", "--tflops", 0).output
+    assert "already sets" in run_simulate(tmp_path / "a.sched", "--micro", 4).output
+    assert "must be finite and above 0" in run_simulate(tmp_path / "a.sched", "--tflops", 0).output

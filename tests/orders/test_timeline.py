@@ -1,4 +1,4 @@
-"""The timeline: its columns, its proofs, its times, its transfers and its pictures."""
+"""Timelines: columns, checks, times, transfers and pictures."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def rows_of(t: Timeline) -> list[list[Op]]:
 def test_rows_round_trip() -> None:
     """Rows to columns and back are the identity, and equal rows make equal timelines."""
     rows = [[Op(F, 0, 0), Op(I, 0, 0, slice=2), Op(W, 0, 0)], [Op(F, 1, 0, version=3)]]
-    made = timeline_from_rows(rows)
-    assert rows_of(made) == rows
-    assert made == timeline_from_rows(rows) and hash(made) == hash(timeline_from_rows(rows))
-    assert made != timeline_from_rows([rows[0], [Op(F, 1, 0)]])
-    assert made.edges == chain_edges(2) == ((0, 1),)
+    timeline = timeline_from_rows(rows)
+    assert rows_of(timeline) == rows
+    assert timeline == timeline_from_rows(rows) and hash(timeline) == hash(timeline_from_rows(rows))
+    assert timeline != timeline_from_rows([rows[0], [Op(F, 1, 0)]])
+    assert timeline.edges == chain_edges(2) == ((0, 1),)
 
 
 def test_columns_cannot_be_written() -> None:
     """A timeline is a value: its columns are read-only, also where the caller keeps the arrays."""
-    mine = np.zeros(1, np.int32)
-    t = replace(timeline_from_rows([[Op(F, 0, 0)]]), microbatch=mine)
-    mine[0] = 5
+    microbatches = np.zeros(1, np.int32)
+    t = replace(timeline_from_rows([[Op(F, 0, 0)]]), microbatch=microbatches)
+    microbatches[0] = 5
     assert t.microbatch[0] == 0
     with pytest.raises(ValueError, match="read-only"):
         t.kind[0] = 1
@@ -67,13 +67,13 @@ def test_columns_cannot_be_written() -> None:
     ],
 )
 def test_check_refuses(rows: list[list[Op]], message: str) -> None:
-    """Each way in which operations can be missing, double or misplaced is named."""
+    """Missing, duplicate and misplaced operations are refused by name."""
     with pytest.raises(TimelineError, match=message):
         check_timeline(timeline_from_rows(rows))
 
 
 def test_check_finds_deadlock() -> None:
-    """Two ranks that wait for each other are found, and told what they wait for."""
+    """A deadlock of two ranks is found, with what they wait for."""
     rows = [
         [Op(F, 0, 0), Op(B, 0, 0), Op(F, 0, 1), Op(B, 0, 1)],
         [Op(F, 1, 0), Op(F, 1, 1), Op(B, 1, 0), Op(B, 1, 1)],
@@ -83,65 +83,65 @@ def test_check_finds_deadlock() -> None:
 
 
 def test_transfers_match_in_order() -> None:
-    """Transfers that were added are accepted; two receives swapped, or one missing, are not."""
-    good = with_transfers(make_order("1f1b", 3, 4))
-    check_timeline(good)
-    rows = rows_of(good)
+    """Added transfers are accepted; swapped or missing receives are refused."""
+    valid = with_transfers(make_order("1f1b", 3, 4))
+    check_timeline(valid)
+    rows = rows_of(valid)
     receives = [k for k, op in enumerate(rows[1]) if op.kind is Kind.RECV_F]
     a, b = receives[:2]
     rows[1][a], rows[1][b] = rows[1][b], rows[1][a]
     with pytest.raises(TimelineError, match="do not match"):
-        check_timeline(timeline_from_rows(rows, good.edges))
+        check_timeline(timeline_from_rows(rows, valid.edges))
     del rows[1][a]
     with pytest.raises(TimelineError, match="do not match"):
-        check_timeline(timeline_from_rows(rows, good.edges))
+        check_timeline(timeline_from_rows(rows, valid.edges))
 
 
 @st.composite
-def orders(draw: st.DrawFn) -> Timeline:
-    """Any timeline that ends, over any graph: operations in a random possible order."""
+def timelines(draw: st.DrawFn) -> Timeline:
+    """Strategy: any timeline that can run, over any graph, in a random order."""
     ranks, stages, micro = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 4))
     extra = draw(st.sets(st.tuples(st.integers(0, stages - 1), st.integers(0, stages - 1))))
     edges = {*chain_edges(stages), *((s, t) for s, t in extra if s < t)}
-    place = [draw(st.integers(0, ranks - 1)) for _ in range(stages)]
+    rank_of_stage = [draw(st.integers(0, ranks - 1)) for _ in range(stages)]
     rows: list[list[Op]] = [[] for _ in range(ranks)]
     ready = {(F, s, m) for s in range(stages) for m in range(micro) if s == 0}
-    done: set[tuple[Kind, int, int]] = set()
+    finished: set[tuple[Kind, int, int]] = set()
     while ready:
         kind, s, m = draw(st.sampled_from(sorted(ready)))
         ready.discard((kind, s, m))
-        done.add((kind, s, m))
-        rows[place[s]].append(Op(kind, s, m))
+        finished.add((kind, s, m))
+        rows[rank_of_stage[s]].append(Op(kind, s, m))
         for t in range(stages):
-            if all((F, x, m) in done for x, y in edges if y == t):
-                ready |= {(F, t, m)} - done
-            if (F, t, m) in done and all((B, y, m) in done for x, y in edges if x == t):
-                ready |= {(B, t, m)} - done
+            if all((F, x, m) in finished for x, y in edges if y == t):
+                ready |= {(F, t, m)} - finished
+            if (F, t, m) in finished and all((B, y, m) in finished for x, y in edges if x == t):
+                ready |= {(B, t, m)} - finished
     return timeline_from_rows(rows, edges)
 
 
-@given(orders(), st.integers(0, 3))
+@given(timelines(), st.integers(0, 3))
 @settings(max_examples=60, deadline=None)
 def test_any_possible_order(t: Timeline, lookahead: int) -> None:
-    """Any order that can happen passes; its receives come in sending order, before their use."""
+    """Any possible order passes; receives are in sending order and before their use."""
     full = with_transfers(t, lookahead)
     check_timeline(full)
     assert full.compute() == t
     for rank in range(full.ranks):
-        seen: set[tuple[Kind, int, int, int]] = set()
+        passed: set[tuple[Kind, int, int, int]] = set()
         for op in full.rows(rank):
             sources = [x for x, y in t.edges if y == op.stage and t.stage_rank[x] != rank]
             if op.kind is F:
-                assert all((Kind.RECV_F, op.stage, op.microbatch, x) in seen for x in sources)
+                assert all((Kind.RECV_F, op.stage, op.microbatch, x) in passed for x in sources)
             if op.kind is Kind.SEND_F:
-                assert (F, op.stage, op.microbatch, -1) in seen
-            seen.add((op.kind, op.stage, op.microbatch, op.peer))
+                assert (F, op.stage, op.microbatch, -1) in passed
+            passed.add((op.kind, op.stage, op.microbatch, op.peer))
 
 
-@given(orders())
+@given(timelines())
 @settings(max_examples=60, deadline=None)
 def test_times(t: Timeline) -> None:
-    """No rank does two things at once, all work is done, and transfers only make it later."""
+    """No two operations of a rank overlap, all work is done, and transfers only add time."""
     times = simulate_timeline(t)
     for rank in range(t.ranks):
         part = slice(int(t.starts[rank]), int(t.starts[rank + 1]))
@@ -162,17 +162,21 @@ def test_costs_per_operation() -> None:
 def test_peak_live() -> None:
     """An activation lives from its forward to its weight gradient, not to its input gradient."""
     late = [Op(F, 0, 0), Op(I, 0, 0), Op(F, 0, 1), Op(W, 0, 0), Op(I, 0, 1), Op(W, 0, 1)]
-    whole = [Op(F, 1, 0), Op(B, 1, 0), Op(F, 1, 1), Op(B, 1, 1)]
-    assert peak_live(timeline_from_rows([late, whole])).tolist() == [2, 1]
+    unsplit = [Op(F, 1, 0), Op(B, 1, 0), Op(F, 1, 1), Op(B, 1, 1)]
+    assert peak_live(timeline_from_rows([late, unsplit])).tolist() == [2, 1]
 
 
 def test_text() -> None:
     """One line per rank; the stage is named where a rank has several; long lines are shortened."""
     assert make_order("1f1b", 2, 2).text() == "rank 0: F0 F1 B0 B1\nrank 1: F0 B0 F1 B1"
     assert make_order("interleaved1f1b", 2, 2, 2).text().startswith("rank 0: 0F0 0F1 2F0 2F1 2B0 ")
-    short = make_order("gpipe", 1, 50).text(40)
-    assert short.startswith("rank 0: F0 F1 ") and " .. " in short and short.endswith(" B48 B49")
-    assert len(short) <= len("rank 0: ") + 40
+    shortened = make_order("gpipe", 1, 50).text(40)
+    assert (
+        shortened.startswith("rank 0: F0 F1 ")
+        and " .. " in shortened
+        and shortened.endswith(" B48 B49")
+    )
+    assert len(shortened) <= len("rank 0: ") + 40
 
 
 @pytest.mark.parametrize("known", ORDERS, ids=lambda o: o.name)

@@ -1,4 +1,4 @@
-"""Times and memory of timelines under a `Cost`: exact, by chunk, slice and edge, on two streams."""
+"""Times and memory of timelines under a `Cost`: exact, by chunk, slice and edge, two streams."""
 
 from __future__ import annotations
 
@@ -22,40 +22,44 @@ F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
 HALF = Fraction(1, 2)
 
 
-def naive(t: Timeline, cost: Cost) -> dict[Op, tuple[Fraction, Fraction]]:
-    """Start and end of every F, B, I and W, by going over all rows until nothing changes."""
+def naive_times(t: Timeline, cost: Cost) -> dict[Op, tuple[Fraction, Fraction]]:
+    """Start and end of every F, B, I and W, by iterating over all rows until nothing changes."""
     share = Fraction(t.ranks, t.stages * t.slices)
-    took = {F: cost.f, B: cost.i + cost.w, I: cost.i, W: cost.w}
+    duration = {F: cost.f, B: cost.i + cost.w, I: cost.i, W: cost.w}
     rows = [list(t.rows(rank)) for rank in range(t.ranks)]
     rank_of = {op: rank for rank, ops in enumerate(rows) for op in ops}
     names = {(op.kind if op.kind is not I else B, *op[1:5]): op for op in rank_of}
-    found: dict[Op, tuple[Fraction, Fraction]] = {}
+    times_by_op: dict[Op, tuple[Fraction, Fraction]] = {}
 
     def inputs(op: Op) -> list[Op]:
-        one, back = op[1:5], op.kind is not F
-        wanted = [(F, *one)] if op.kind in (B, I) else [(B, *one)] if op.kind is W else []
+        place, is_backward = op[1:5], op.kind is not F
+        keys = [(F, *place)] if op.kind in (B, I) else [(B, *place)] if op.kind is W else []
         for a, b in t.edges if op.kind is not W else ():
-            if (a if back else b) == op.stage:
-                wanted.append((B if back else F, b if back else a, *one[1:]))
-        step = 0 if op.kind is W else 1 if back else -1
-        wanted.append((B if back else F, *one[:3], op.slice + step))
-        return [names[w] for w in wanted if w in names and names[w] != op]
+            if (a if is_backward else b) == op.stage:
+                keys.append((B if is_backward else F, b if is_backward else a, *place[1:]))
+        step = 0 if op.kind is W else 1 if is_backward else -1
+        keys.append((B if is_backward else F, *place[:3], op.slice + step))
+        return [names[w] for w in keys if w in names and names[w] != op]
 
     changed = True
     while changed:
         changed = False
         for ops in rows:
-            now = Fraction(0)
+            free_at = Fraction(0)
             for op in ops:
-                before = inputs(op)
-                if any(x not in found for x in before):
+                predecessors = inputs(op)
+                if any(x not in times_by_op for x in predecessors):
                     break
-                lags = [cost.comm / t.slices if rank_of[x] != rank_of[op] else 0 for x in before]
-                start = max([now, *(found[x][1] + lag for x, lag in zip(before, lags))])
-                now = start + took[op.kind] * share
-                changed |= found.get(op) != (start, now)
-                found[op] = (start, now)
-    return found
+                lags = [
+                    cost.comm / t.slices if rank_of[x] != rank_of[op] else 0 for x in predecessors
+                ]
+                start = max(
+                    [free_at, *(times_by_op[x][1] + lag for x, lag in zip(predecessors, lags))]
+                )
+                free_at = start + duration[op.kind] * share
+                changed |= times_by_op.get(op) != (start, free_at)
+                times_by_op[op] = (start, free_at)
+    return times_by_op
 
 
 def ends_of(times: Timing) -> list[Fraction]:
@@ -69,17 +73,17 @@ COSTS = st.fractions(0, 5, max_denominator=7)
 @given(timelines(), COSTS, COSTS, COSTS, COSTS)
 @settings(max_examples=60, deadline=None)
 def test_exact(t: Timeline, f: Fraction, i: Fraction, w: Fraction, comm: Fraction) -> None:
-    """Fractions stay exact, and each operation runs when a naive simulation has it run."""
+    """Fractions stay exact, and times equal a naive simulation."""
     cost = Cost(f, i, w, comm)
-    times, found = simulate_timeline(t, cost), naive(t, cost)
+    times, expected = simulate_timeline(t, cost), naive_times(t, cost)
     ops = [op for rank in range(t.ranks) for op in t.rows(rank)]
-    assert ends_of(times) == [found[op][1] for op in ops]
-    assert times.makespan == max(end for _, end in found.values())
+    assert ends_of(times) == [expected[op][1] for op in ops]
+    assert times.makespan == max(end for _, end in expected.values())
     spans = []
     for rank in range(t.ranks):
-        mine = [found[op] for op in t.rows(rank)]
-        spans += [mine[-1][1] - mine[0][0]] if mine else []
-        assert times.busy[rank] == sum(end - start for start, end in mine)
+        rank_times = [expected[op] for op in t.rows(rank)]
+        spans += [rank_times[-1][1] - rank_times[0][0]] if rank_times else []
+        assert times.busy[rank] == sum(end - start for start, end in rank_times)
     assert times.rank_span == max(spans)
     floats = simulate_timeline(t, Cost(float(f), float(i), float(w), float(comm)))
     assert floats.makespan == pytest.approx(float(times.makespan))
@@ -88,20 +92,20 @@ def test_exact(t: Timeline, f: Fraction, i: Fraction, w: Fraction, comm: Fractio
 @given(timelines(), st.integers(0, 3))
 @settings(max_examples=40, deadline=None)
 def test_rounds_are_steps(t: Timeline, comm: int) -> None:
-    """Many ranks are timed round by round, few row by row: with the same result."""
+    """Simulation by rounds (many ranks) and by rows (few ranks) gives the same result."""
     cost = Cost(2, 3, 1, comm)
     steps = simulate_timeline(t, cost)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("schedlang.pipeline.timeline.simulation.MIN_RANKS_FOR_ROUNDS", 0)
         patch.setattr("schedlang.pipeline.timeline.simulation.MIN_ROWS_PER_ROUND", 0)
         rounds = simulate_timeline(t, cost)
-        patch.setattr(Simulator, "_steps", None)  # were it called, it would fail
+        patch.setattr(Simulator, "_steps", None)  # a call would fail
         assert simulate_timeline(t, cost).makespan == rounds.makespan
     assert np.array_equal(steps.begins, rounds.begins) and np.array_equal(steps.ends, rounds.ends)
 
 
 def test_slow_rounds_are_given_up() -> None:
-    """Where only a few of many ranks can run, rounds hand over to steps, and nothing is lost."""
+    """If few of many ranks can run, the simulation falls back from rounds to steps."""
     count, ranks = 40, 33
     rows = [[Op(k, s, m) for m in range(count) for k in (F, B)] for s in range(ranks)]
     times = simulate_timeline(timeline_from_rows(rows), Cost())
@@ -117,7 +121,7 @@ def test_large_numbers() -> None:
 
 
 def test_shares() -> None:
-    """Stages, slices and edges may cost differently; chunks and slices take their part."""
+    """Stages, slices and edges may have different costs; chunks and slices take their share."""
     t = timeline_from_rows([[Op(F, 0, 0), Op(F, 2, 0)], [Op(F, 1, 0)]])
     cost = Cost(f=3, shares=(1, 2, 3), between={(0, 1): 5}, comm=1)
     assert ends_of(simulate_timeline(t, cost)) == [
@@ -139,9 +143,11 @@ def test_shares() -> None:
 
 
 def test_copies_run_beside() -> None:
-    """What is copied does not occupy its rank, one copy after the other, and B waits for it."""
-    out, home = Kind.OFFLOAD, Kind.RELOAD
-    rows = [[Op(F, 0, 0), Op(out, 0, 0), Op(F, 0, 1), Op(home, 0, 0), Op(B, 0, 1), Op(B, 0, 0)]]
+    """Copies run one after the other beside their rank's operations, and B waits for them."""
+    offload, reload = Kind.OFFLOAD, Kind.RELOAD
+    rows = [
+        [Op(F, 0, 0), Op(offload, 0, 0), Op(F, 0, 1), Op(reload, 0, 0), Op(B, 0, 1), Op(B, 0, 0)]
+    ]
     times = simulate_timeline(timeline_from_rows(rows), Cost(2, 1, 0, offload=3, reload=4))
     # copies: 2 to 5, 5 to 9; the rank is free from 2 to 4 for F1, to 5 for B1
     assert ends_of(times) == [2, 5, 4, 9, 5, 10]
@@ -149,7 +155,7 @@ def test_copies_run_beside() -> None:
 
 
 def test_barrier_and_step() -> None:
-    """A barrier starts on all ranks when the last one comes to it; a step takes its rank's time."""
+    """A barrier starts when the last rank reaches it; a step takes time on its rank."""
     rows = [
         [Op(F, 0, 0), Op(Kind.BARRIER, 0, 0), Op(Kind.STEP, 0, 0, version=1)],
         [Op(F, 1, 0), Op(F, 1, 1), Op(Kind.BARRIER, 1, 0), Op(Kind.STEP, 1, 0, version=1)],
@@ -168,7 +174,7 @@ def test_unshard_is_waited_for() -> None:
 
 
 def test_messages() -> None:
-    """Messages are counted where they are sent, those of parked activations too."""
+    """Messages are counted at their sender, also those of parked activations."""
     times = simulate_timeline(make_order("1F1B", 3, 4), Cost(comm=HALF))
     assert times.sent.tolist() == [4, 8, 4] and times.messages == 16
     assert times.sending.tolist() == [2, 4, 2]
@@ -190,8 +196,8 @@ def test_peak_in_microbatches() -> None:
 
 
 def test_peak_of_what_lies_elsewhere() -> None:
-    """Parked activations count at their partner, offloaded ones nowhere, recomputed ones late."""
-    first = [
+    """Parked activations count on the partner, offloaded ones nowhere, recomputed ones late."""
+    parked = [
         Op(F, 0, 0),
         Op(Kind.EVICT, 0, 0, peer=1),
         Op(F, 0, 1),
@@ -199,12 +205,12 @@ def test_peak_of_what_lies_elsewhere() -> None:
         Op(Kind.LOAD, 0, 0, peer=1),
         Op(B, 0, 0),
     ]
-    t = timeline_from_rows([first, []])
+    t = timeline_from_rows([parked, []])
     assert peak_live(t).tolist() == [1, 1] and peak_live(with_transfers(t)).tolist() == [1, 1]
     host = {Kind.EVICT: Kind.OFFLOAD, Kind.LOAD: Kind.RELOAD}
-    moved = [op._replace(kind=host.get(op.kind, op.kind), peer=-1) for op in first]
-    assert peak_activations(timeline_from_rows([moved])).tolist() == [1]
-    again = [
+    offloaded = [op._replace(kind=host.get(op.kind, op.kind), peer=-1) for op in parked]
+    assert peak_activations(timeline_from_rows([offloaded])).tolist() == [1]
+    recomputed = [
         Op(F, 0, 0),
         Op(F, 0, 1),
         Op(Kind.RECOMPUTE, 0, 0),
@@ -212,10 +218,10 @@ def test_peak_of_what_lies_elsewhere() -> None:
         Op(Kind.RECOMPUTE, 0, 1),
         Op(B, 0, 1),
     ]
-    assert peak_activations(timeline_from_rows([again]), Cost(inputs=Fraction(1, 10))).tolist() == [
-        Fraction(11, 10)
-    ]
-    assert ends_of(simulate_timeline(timeline_from_rows([again]), Cost(2, 1, 0)))[-1] == 10
+    assert peak_activations(
+        timeline_from_rows([recomputed]), Cost(inputs=Fraction(1, 10))
+    ).tolist() == [Fraction(11, 10)]
+    assert ends_of(simulate_timeline(timeline_from_rows([recomputed]), Cost(2, 1, 0)))[-1] == 10
 
 
 @pytest.mark.parametrize(
@@ -280,7 +286,7 @@ def test_peak_of_what_lies_elsewhere() -> None:
     ],
 )
 def test_check_refuses(rows: list[list[Op]], options: dict[str, int], message: str) -> None:
-    """Each thing that can be wrong is named with its operation, its rank and what it waits for."""
+    """Invalid timelines are refused with the operation, its rank and what it waits for."""
     with pytest.raises(TimelineError, match=message):
         check_timeline(timeline_from_rows(rows), **options)  # type: ignore[arg-type]
 
@@ -308,7 +314,7 @@ def test_rendezvous() -> None:
 
 
 def test_messages_in_time() -> None:
-    """A send stands behind what makes its tensors, a receive before what uses them."""
+    """A send must follow what computes its tensors, a receive precede what uses them."""
     rows = [
         [Op(F, 0, 0), Op(Kind.SEND_F, 0, 0, peer=1)],
         [Op(Kind.RECV_F, 1, 0, peer=0), Op(F, 1, 0)],
@@ -321,7 +327,7 @@ def test_messages_in_time() -> None:
 
 
 def test_versions_kept() -> None:
-    """A limit on the versions of the weights is one on the copies that a stage keeps."""
+    """A limit on versions of weights limits the copies that a stage keeps."""
     t = make_order("PipeDream", 3, 6)
     check_timeline(t, versions=3)
     with pytest.raises(TimelineError, match="keeps 3 versions of its weights .* limit is 2"):
@@ -341,12 +347,12 @@ def test_versions_kept() -> None:
     ],
 )
 def test_messages_block_nobody(given: tuple[Any, ...], lookahead: int) -> None:
-    """With a queue for each direction every order ends, however early receives are posted."""
+    """With one queue for each direction every order completes, with any early receives."""
     check_queues(with_transfers(make_order(*given), lookahead))
 
 
 def test_one_queue_for_both_directions() -> None:
-    """A receive that is posted early holds up the send that the other rank waits for: refused."""
+    """With one queue for both directions an early receive blocks a send: refused."""
     early = with_transfers(make_order("1F1B", 2, 4), 1)
     check_timeline(early)
     check_queues(early)
@@ -355,6 +361,6 @@ def test_one_queue_for_both_directions() -> None:
 
 
 def test_parked_messages_have_queues_of_their_own() -> None:
-    """What is evicted and given back does not stand before what stages send."""
+    """Messages of parked activations do not block those of stages."""
     parked = with_evictions(make_order("1F1B", 4, 8), {0: 1})
     check_queues(with_transfers(parked))

@@ -1,4 +1,4 @@
-"""The page of timelines: it needs nothing else, and its script times as the program does."""
+"""The HTML page of timelines: self-contained, and its script computes the program's times."""
 
 from __future__ import annotations
 
@@ -46,122 +46,130 @@ page.book(require("fs").readFileSync(0, "utf8")).then((book) => {
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    """The page of all orders, which takes a while to make."""
+    """The page of all orders (slow to create)."""
     return timeline_page(cost=COST)
 
 
-def data(page: str) -> str:
-    """What the page carries, as it stands in it."""
-    found = re.search(r'id="data">([^<]*)<', page)
-    assert found is not None
-    return found[1]
+def embedded_data(page: str) -> str:
+    """The encoded data of a page."""
+    match = re.search(r'id="data">([^<]*)<', page)
+    assert match is not None
+    return match[1]
 
 
-def book(page: str) -> dict[str, Any]:
-    return json.loads(zlib.decompress(base64.b64decode(data(page))))  # type: ignore[no-any-return]
+def read_book(page: str) -> dict[str, Any]:
+    return json.loads(zlib.decompress(base64.b64decode(embedded_data(page))))  # type: ignore[no-any-return]
 
 
 def test_the_page_is_whole_and_alone(page: str) -> None:
-    """It is small, refers to nothing outside, knows dark and light, has all named orders."""
+    """The page is small and self-contained, has dark and light colours, and all orders."""
     assert len(page.encode()) < 300_000 and "prefers-color-scheme:dark" in page
-    alone = page.replace("http://www.w3.org/2000/svg", "")
+    without_namespace = page.replace("http://www.w3.org/2000/svg", "")
     assert not re.search(
-        r"https?:|\bsrc=|\bhref=|url\((?!#)|@import|import\(|fetch\(|XMLHttp", alone
+        r"https?:|\bsrc=|\bhref=|url\((?!#)|@import|import\(|fetch\(|XMLHttp", without_namespace
     )
-    entries = book(page)["entries"]
+    entries = read_book(page)["entries"]
     assert {entry["order"] for entry in entries} == {
-        known.name for known in ORDERS if not known.searched
+        order.name for order in ORDERS if not order.searched
     }
     assert page.count("<script") == page.count("</script>") == 2
 
 
 def test_every_size_that_an_order_has_is_offered(page: str) -> None:
-    """What can be chosen is what the registry makes, to the last row."""
+    """The page offers all sizes of all orders, with complete timelines."""
     entries = {
         (e["order"], e["ranks"], e["micro"], e["variant"]): e["timeline"]
-        for e in book(page)["entries"]
+        for e in read_book(page)["entries"]
     }
-    for known in ORDERS:
-        for chunks, slices, name in order_variants(known):
+    for order in ORDERS:
+        for chunks, slices, name in order_variants(order):
             for ranks, micro in ((p, m) for p in RANKS for m in MICRO):
-                found = entries.pop((known.name, ranks, micro, name), None)
+                timeline = entries.pop((order.name, ranks, micro, name), None)
                 try:
-                    t = make_order(known.name, ranks, micro, chunks, slices=slices, cost=COST)
+                    t = make_order(order.name, ranks, micro, chunks, slices=slices, cost=COST)
                 except OrderError:
-                    assert found is None
+                    assert timeline is None
                     continue
-                assert found is not None and sum(found["rows"]) == len(t.compute())
+                assert timeline is not None and sum(timeline["rows"]) == len(t.compute())
     assert not entries
 
 
 def test_it_opens_with_what_was_asked_for() -> None:
-    """A timeline of other sizes is among the entries, and the one that is shown first."""
-    shown = InitialTimeline("1F1B", make_order("1F1B", 3, 7))
-    found = book(timeline_page(shown))
-    assert found["first"] == {"order": "1F1B", "ranks": 3, "micro": 7, "variant": ""}
-    mine = [e for e in found["entries"] if all(e[k] == v for k, v in found["first"].items())]
-    assert len(mine) == 1 and mine[0]["timeline"]["rows"] == [14, 14, 14]
+    """An initial timeline of other sizes is among the entries and is shown first."""
+    initial = InitialTimeline("1F1B", make_order("1F1B", 3, 7))
+    book_read = read_book(timeline_page(initial))
+    assert book_read["first"] == {"order": "1F1B", "ranks": 3, "micro": 7, "variant": ""}
+    matching = [
+        e for e in book_read["entries"] if all(e[k] == v for k, v in book_read["first"].items())
+    ]
+    assert len(matching) == 1 and matching[0]["timeline"]["rows"] == [14, 14, 14]
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_the_script_times_as_the_program(page: str, tmp_path: Path) -> None:
-    """Starts, ends, makespan, spans and bubbles of every entry are those of `timing`."""
-    ask = tmp_path / "ask.js"
-    ask.write_text(ASK)
+    """Times, spans and bubbles of the script equal the simulator's for every entry."""
+    script = tmp_path / "ask.js"
+    script.write_text(ASK)
     cost = json.dumps({"f": 3, "i": 4, "w": 2, "comm": 0.5})
-    done = subprocess.run(
-        ["node", str(ask), str(SCRIPT), cost], input=data(page), capture_output=True, text=True
+    result = subprocess.run(
+        ["node", str(script), str(SCRIPT), cost],
+        input=embedded_data(page),
+        capture_output=True,
+        text=True,
     )
-    assert done.returncode == 0, done.stderr
-    entries = book(page)["entries"]
-    answers = json.loads(done.stdout)
+    assert result.returncode == 0, result.stderr
+    entries = read_book(page)["entries"]
+    answers = json.loads(result.stdout)
     assert len(answers) == len(entries) > 10
-    made = {
-        (known.name, ranks, micro, name): (known.name, ranks, micro, chunks, slices)
-        for known in ORDERS
-        for chunks, slices, name in order_variants(known)
+    arguments = {
+        (order.name, ranks, micro, name): (order.name, ranks, micro, chunks, slices)
+        for order in ORDERS
+        for chunks, slices, name in order_variants(order)
         for ranks in RANKS
         for micro in MICRO
     }
-    for entry, found in zip(entries, answers):
-        key = made[entry["order"], entry["ranks"], entry["micro"], entry["variant"]]
+    for entry, script_times in zip(entries, answers):
+        key = arguments[entry["order"], entry["ranks"], entry["micro"], entry["variant"]]
         t = make_order(*key[:4], slices=key[4], cost=COST).compute()
         times = simulate_timeline(t, COST)
-        assert np.allclose(found["start"], times.start, atol=1e-9), key
-        assert np.allclose(found["end"], times.end, atol=1e-9), key
+        assert np.allclose(script_times["start"], times.start, atol=1e-9), key
+        assert np.allclose(script_times["end"], times.end, atol=1e-9), key
         names = {
             "makespan": "makespan",
             "bubble": "bubble",
             "span": "rank_span",
             "spanBubble": "span_bubble",
         }
-        for mine, theirs in names.items():
-            assert abs(found[mine] - getattr(times, theirs)) < 1e-9, (key, mine)
+        for script_name, timing_name in names.items():
+            assert abs(script_times[script_name] - getattr(times, timing_name)) < 1e-9, (
+                key,
+                script_name,
+            )
         assert np.allclose(entry["timeline"]["peak"], peak_activations(t).astype(float)), key
 
 
 def test_the_verb_writes_the_page(tmp_path: Path) -> None:
-    """`simulate --html` opens with the order, the sizes and the costs that it was given."""
-    out = tmp_path / "out.html"
-    words = ["simulate", "--order", "interleaved1f1b", "--ranks", "2", "--micro", "6"]
-    words += ["--chunks", "2", "--cost", "F=1,B=2,comm=0.25", "--html", str(out)]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
-    found = book(out.read_text())
-    wanted = {"order": "Interleaved1F1B", "ranks": 2, "micro": 6, "variant": "2 stages a rank"}
-    assert found["first"] == wanted and found["cost"]["comm"] == 0.25
+    """`simulate --html` shows the given order, sizes and costs first."""
+    output_file = tmp_path / "out.html"
+    arguments = ["simulate", "--order", "interleaved1f1b", "--ranks", "2", "--micro", "6"]
+    arguments += ["--chunks", "2", "--cost", "F=1,B=2,comm=0.25", "--html", str(output_file)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    book_read = read_book(output_file.read_text())
+    expected = {"order": "Interleaved1F1B", "ranks": 2, "micro": 6, "variant": "2 stages a rank"}
+    assert book_read["first"] == expected and book_read["cost"]["comm"] == 0.25
 
 
 def test_estimated_costs_have_a_unit_that_can_be_read() -> None:
-    """Times far below a millisecond are told in one that fits; lanes are places of the axis; every
-    order is there at the sizes of the schedule."""
-    shown = InitialTimeline("1F1B", make_order("1F1B", 2, 2), "pp", "ms")
-    page = timeline_page(shown, Cost(0.00014, 0.00014, 0.00028, 0.0006))
-    found = book(page)
-    assert (found["unit"], found["who"]) == ("ns", "pp=")
-    assert found["cost"] == {"f": 140.0, "i": 140.0, "w": 280.0, "comm": 600.0}
+    """Times far below a millisecond get a fitting unit; lanes are named by the axis; all orders are
+    offered at the sizes of the schedule."""
+    initial = InitialTimeline("1F1B", make_order("1F1B", 2, 2), "pp", "ms")
+    page = timeline_page(initial, Cost(0.00014, 0.00014, 0.00028, 0.0006))
+    book_read = read_book(page)
+    assert (book_read["unit"], book_read["who"]) == ("ns", "pp=")
+    assert book_read["cost"] == {"f": 140.0, "i": 140.0, "w": 280.0, "comm": 600.0}
     assert "F (ns)" in page and "transfer (ns)" in page
-    assert len({e["order"] for e in found["entries"] if e["micro"] == e["ranks"] == 2}) > 10
+    assert len({e["order"] for e in book_read["entries"] if e["micro"] == e["ranks"] == 2}) > 10
     assert readable_cost(Cost(2, 3, 4), "ms") == (Cost(2, 3, 4), "ms")
     assert readable_cost(Cost(2000, 3000, 4000, between={(0, 1): 500}), "ms")[0].between == {
         (0, 1): 0.5

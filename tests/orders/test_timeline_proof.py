@@ -1,4 +1,4 @@
-"""The proof of a timeline against a naive simulator: what it accepts runs, what it refuses not."""
+"""The check of timelines against a naive simulator: it accepts exactly what can run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from schedlang.pipeline.timeline.proof import check_timeline, with_transfers
 from schedlang.pipeline.timeline.table import Kind, Op, Timeline, TimelineError, timeline_from_rows
-from tests.timelines import B, F, I, Shape, W, scheduled, shapes
+from tests.timelines import B, F, I, Shape, W, random_order, shapes
 
 Rows = list[list[Op]]
 SENDS = (Kind.SEND_F, Kind.SEND_B, Kind.EVICT, Kind.GIVE)
@@ -25,9 +25,9 @@ def rows_of(t: Timeline) -> Rows:
 
 @dataclass
 class Channels:
-    """Messages between ranks: the first that is sent is the first that is received.
+    """Messages between ranks: first sent, first received.
 
-    What is evicted and what is given back go through channels of their own.
+    Evicted activations and their return have channels of their own.
     """
 
     sent: dict[object, deque[object]] = field(default_factory=lambda: defaultdict(deque))
@@ -35,116 +35,127 @@ class Channels:
     arrived: set[object] = field(default_factory=set)
 
     def meet(self, channel: object, key: object, sending: bool) -> bool:
-        """Put in a message or a receive; False where the two that meet do not match."""
-        mine, others = (self.sent, self.posted) if sending else (self.posted, self.sent)
-        if not others[channel]:
-            mine[channel].append(key)
+        """Add a message or a receive; return False if it does not match its counterpart."""
+        own_queue, other_queue = (self.sent, self.posted) if sending else (self.posted, self.sent)
+        if not other_queue[channel]:
+            own_queue[channel].append(key)
             return True
         self.arrived.add(key)
-        return others[channel].popleft() == key
+        return other_queue[channel].popleft() == key
 
 
-def runs(rows: Rows, shape: Shape) -> bool:
-    """Whether ranks that run these rows come to an end and have done just what `shape` asks."""
-    needs = shape.needs()
-    homes = {op: shape.homes[op.replica][op.stage] for op in needs}
-    plain = [op for ops in rows for op in ops if op.kind not in SENDS + RECEIVES or op in needs]
-    if Counter(plain) != Counter(needs.keys()):
+def rows_run(rows: Rows, shape: Shape) -> bool:
+    """Whether ranks can run these rows to the end, with exactly the operations of `shape`."""
+    dependencies = shape.needs()
+    homes = {op: shape.homes[op.replica][op.stage] for op in dependencies}
+    computations = [
+        op for ops in rows for op in ops if op.kind not in SENDS + RECEIVES or op in dependencies
+    ]
+    if Counter(computations) != Counter(dependencies.keys()):
         return False
-    if any(homes[op] != rank for rank, ops in enumerate(rows) for op in ops if op in needs):
+    if any(homes[op] != rank for rank, ops in enumerate(rows) for op in ops if op in dependencies):
         return False
-    channels, done, at = Channels(), set[tuple[int, Op]](), [0] * len(rows)
-    moved = True
-    while moved:
-        moved = False
+    channels, finished, next_row = Channels(), set[tuple[int, Op]](), [0] * len(rows)
+    progressed = True
+    while progressed:
+        progressed = False
         for rank, ops in enumerate(rows):
-            while at[rank] < len(ops):
-                op = ops[at[rank]]
-                ready = op not in needs or needed(op, rank, needs, homes, channels, done)
+            while next_row[rank] < len(ops):
+                op = ops[next_row[rank]]
+                ready = op not in dependencies or inputs_ready(
+                    op, rank, dependencies, homes, channels, finished
+                )
                 if ready:
-                    ready = op.kind not in SENDS + RECEIVES or mail(op, rank, shape, channels, done)
+                    ready = op.kind not in SENDS + RECEIVES or exchange(
+                        op, rank, shape, channels, finished
+                    )
                 if ready is None:
                     return False
                 if not ready:
                     break
-                done.add((rank, op))
-                at[rank] += 1
-                moved = True
-    over = not any(channels.sent.values()) and not any(channels.posted.values())
-    return over and all(here == len(ops) for here, ops in zip(at, rows))
+                finished.add((rank, op))
+                next_row[rank] += 1
+                progressed = True
+    channels_empty = not any(channels.sent.values()) and not any(channels.posted.values())
+    return channels_empty and all(row_number == len(ops) for row_number, ops in zip(next_row, rows))
 
 
-def needed(
+def inputs_ready(
     op: Op,
     rank: int,
-    needs: dict[Op, set[Op]],
+    dependencies: dict[Op, set[Op]],
     homes: dict[Op, int],
     channels: Channels,
-    done: set[tuple[int, Op]],
+    finished: set[tuple[int, Op]],
 ) -> bool | None:
-    """Whether all that an operation needs is there; None where it never will be."""
-    for before in needs[op]:
-        if homes[before] == rank and (rank, before) not in done:
+    """Whether all dependencies of an operation are ready; None if they never will be."""
+    for dependency in dependencies[op]:
+        if homes[dependency] == rank and (rank, dependency) not in finished:
             return None  # a rank runs its rows in order
-        if homes[before] != rank and (letter(before, op.stage), rank) not in channels.arrived:
+        if (
+            homes[dependency] != rank
+            and (result_key(dependency, op.stage), rank) not in channels.arrived
+        ):
             return False
-        loaded = (("give", *place(op)), rank) in channels.arrived
-        if before.kind is Kind.LOAD and op.kind in (B, I) and not loaded:
+        loaded = (("give", *op_key(op)), rank) in channels.arrived
+        if dependency.kind is Kind.LOAD and op.kind in (B, I) and not loaded:
             return False
     return True
 
 
-def mail(
-    op: Op, rank: int, shape: Shape, channels: Channels, done: set[tuple[int, Op]]
+def exchange(
+    op: Op, rank: int, shape: Shape, channels: Channels, finished: set[tuple[int, Op]]
 ) -> bool | None:
-    """Send, post or take; None where that never can be."""
-    other = partner(op, shape)
-    if other is None or other == rank:
+    """Send or receive; None if that is never possible."""
+    peer = other_rank(op, shape)
+    if peer is None or peer == rank:
         return None
-    key, sending = name(op), op.kind in SENDS
-    target = other if sending else rank
-    if op.kind in (Kind.SEND_F, Kind.SEND_B) and not any((rank, x) in done for x in makers(op)):
+    key, sending = message_key(op), op.kind in SENDS
+    target = peer if sending else rank
+    if op.kind in (Kind.SEND_F, Kind.SEND_B) and not any(
+        (rank, x) in finished for x in producers(op)
+    ):
         return None
-    if op.kind is Kind.GIVE and (("evict", *place(op)), rank) not in channels.arrived:
+    if op.kind is Kind.GIVE and (("evict", *op_key(op)), rank) not in channels.arrived:
         return None
-    channel = (rank, other) if sending else (other, rank), key[0] in ("evict", "give") and key[0]
+    channel = (rank, peer) if sending else (peer, rank), key[0] in ("evict", "give") and key[0]
     if op.kind is Kind.HOLD and not channels.sent[channel]:
-        return False  # it waits; the others are only posted
+        return False  # it waits; other receives are only posted
     return channels.meet(channel, (key, target), sending) or None
 
 
-def place(op: Op) -> tuple[int, int, int, int]:
+def op_key(op: Op) -> tuple[int, int, int, int]:
     return op.stage, op.microbatch, op.replica, op.slice
 
 
-def letter(made: Op, to: int) -> tuple[object, ...]:
-    return made.kind is not F, made.stage, to, *place(made)[1:]
+def result_key(producer: Op, target_stage: int) -> tuple[object, ...]:
+    return producer.kind is not F, producer.stage, target_stage, *op_key(producer)[1:]
 
 
-def makers(op: Op) -> list[Op]:
+def producers(op: Op) -> list[Op]:
     kinds = (F,) if op.kind is Kind.SEND_F else (B, I)
     return [Op(kind, op.stage, op.microbatch, op.replica, op.slice) for kind in kinds]
 
 
-def name(op: Op) -> tuple[object, ...]:
-    """What a message is called, at both its ends."""
+def message_key(op: Op) -> tuple[object, ...]:
+    """The key of a message, equal at both of its ends."""
     if op.kind in (Kind.EVICT, Kind.HOLD):
-        return ("evict", *place(op))
+        return ("evict", *op_key(op))
     if op.kind in (Kind.GIVE, Kind.LOAD):
-        return ("give", *place(op))
+        return ("give", *op_key(op))
     ends = (op.stage, op.peer) if op.kind in SENDS else (op.peer, op.stage)
-    return op.kind in (Kind.SEND_B, Kind.RECV_B), *ends, *place(op)[1:]
+    return op.kind in (Kind.SEND_B, Kind.RECV_B), *ends, *op_key(op)[1:]
 
 
-def partner(op: Op, shape: Shape) -> int | None:
+def other_rank(op: Op, shape: Shape) -> int | None:
     """The rank at the other end."""
     if op.kind in (Kind.EVICT, Kind.GIVE, Kind.HOLD, Kind.LOAD):
         return op.peer if 0 <= op.peer < shape.ranks else None
-    there = op.replica < len(shape.homes) and 0 <= op.peer < len(shape.homes[0])
-    return shape.homes[op.replica][op.peer] if there else None
+    exists = op.replica < len(shape.homes) and 0 <= op.peer < len(shape.homes[0])
+    return shape.homes[op.replica][op.peer] if exists else None
 
 
-def accepts(rows: Rows, shape: Shape) -> bool:
+def is_accepted(rows: Rows, shape: Shape) -> bool:
     try:
         check_timeline(timeline_from_rows(rows, shape.edges))
     except TimelineError:
@@ -155,17 +166,17 @@ def accepts(rows: Rows, shape: Shape) -> bool:
 @given(shapes(aside=BOUNDS), st.integers(0, 2**16), st.integers(0, 3))
 @settings(max_examples=80, deadline=None)
 def test_valid_timelines_pass(shape: Shape, seed: int, lookahead: int) -> None:
-    """Any possible order passes, with its transfers too, and the naive simulator runs it."""
-    t = scheduled(shape, seed)
+    """Any possible order passes, also with transfers, and the naive simulator runs it."""
+    t = random_order(shape, seed)
     check_timeline(t)
     full = with_transfers(t, lookahead)
     check_timeline(full)
     assert full.compute() == t
-    assert runs(rows_of(full), shape)
+    assert rows_run(rows_of(full), shape)
 
 
-def corrupted(rows: Rows, chance: random.Random) -> Rows:
-    """One thing changed: swapped, dropped, doubled, moved, renamed."""
+def corrupt(rows: Rows, chance: random.Random) -> Rows:
+    """Rows with one change: swapped, dropped, doubled, moved or renamed operations."""
     rows = [list(ops) for ops in rows]
     rank = chance.choice([r for r, ops in enumerate(rows) if ops])
     ops = rows[rank]
@@ -195,12 +206,12 @@ def corrupted(rows: Rows, chance: random.Random) -> Rows:
     return rows
 
 
-# whether to recompute is a choice: without its RECOMPUTE a timeline is another one, and valid
+# no RECOMPUTE here: a timeline without it is valid, too
 @given(shapes(ranks=3, stages=4, micro=3, aside=BOUNDS[1:]), st.integers(0, 2**16))
 @settings(max_examples=150, deadline=None)
 def test_corruptions_are_refused(shape: Shape, seed: int) -> None:
     """A timeline with one change is accepted exactly if the naive simulator still runs it."""
     chance = random.Random(seed)
-    rows = corrupted(rows_of(with_transfers(scheduled(shape, seed))), chance)
-    assume(any(op.kind in (B, I) for ops in rows for op in ops))  # else it is an evaluation
-    assert accepts(rows, shape) == runs(rows, shape)
+    rows = corrupt(rows_of(with_transfers(random_order(shape, seed))), chance)
+    assume(any(op.kind in (B, I) for ops in rows for op in ops))  # otherwise it is an evaluation
+    assert is_accepted(rows, shape) == rows_run(rows, shape)

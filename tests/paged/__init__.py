@@ -1,1 +1,1 @@
-"""Model files that schedules of the book are verified with, where no example has such a model."""
+"""Model files for schedules in the documentation, where no example has a suitable model."""

@@ -1,4 +1,4 @@
-"""ALBERT: one group of layers, called twelve times."""
+"""Model file: ALBERT, one group of layers called twelve times."""
 
 import torch
 from transformers import AlbertConfig, AlbertForMaskedLM

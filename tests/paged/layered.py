@@ -1,4 +1,4 @@
-"""A list of layers with norms, and a head: what schedules that name no model are about."""
+"""Model file: a list of layers with norms and a head, for schedules that name no model."""
 
 import torch
 from torch import Tensor, nn
@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 
 class Layer(nn.Module):
-    """A norm, two projections and a shortcut."""
+    """A norm, two projections and a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class Layer(nn.Module):
 
 
 class Layered(nn.Module):
-    """Words to words."""
+    """A language model: token ids in, a loss out."""
 
     def __init__(self, width: int = 16, words: int = 24) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def model() -> Layered:
 
 
 def batch(seed: int) -> dict[str, Tensor]:
-    """Rows for eight microbatches, or one more."""
+    """Return rows for eight microbatches, or one row more."""
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(24, (8 + seed % 2, 6), generator=generator)
     return {"words": words, "labels": (words * 5 + 1) % 24}

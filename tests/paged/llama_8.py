@@ -1,4 +1,4 @@
-"""Llama with eight layers, and rows for eight microbatches."""
+"""Model file: Llama with eight layers, and rows for eight microbatches."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,4 +1,4 @@
-"""Blocks of attention and of an MLP whose projections are `up` and `down`."""
+"""Model file: blocks of attention and of an MLP with the projections `up` and `down`."""
 
 import torch
 from torch import Tensor, nn
@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 
 class MLP(nn.Module):
-    """Up and down."""
+    """An MLP with the projections `up` and `down`."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Each token looks at all; then the MLP."""
+    """Attention without a mask, then the MLP."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Twelve blocks, and a mean of squares."""
+    """Twelve blocks and a mean squared error."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""For the page of long sequences: a model of two sequences, frames of patches."""
+"""Model file for the page on long sequences: a model of two sequences, frames of patches."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from tests.spacetime import batch as batch
 
 
 def model() -> nn.Module:
-    """Two blocks, attended to along patches, then along frames."""
+    """Return two blocks, with attention along patches, then along frames."""
     return Video()

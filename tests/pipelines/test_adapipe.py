@@ -1,4 +1,4 @@
-"""Stages that each repeat what their memory makes them, cut in balance: against every way."""
+"""AdaPipe: balanced cuts with recomputation per stage, against all other cuts."""
 
 from __future__ import annotations
 
@@ -13,39 +13,38 @@ from schedlang.passes.partition.stage_assignment import ChainUnit, balanced_stag
 from schedlang.remat.operators import RunCosts
 from tests import models
 from tests.engine import Threads
-from tests.memory.test_chosen import drawn, ways
-from tests.proofs import planned, proven, refused
+from tests.memory.test_saved_operators import all_choices, random_module
+from tests.proofs import assert_proven, make_plan, refusal_text
 
 BATCHES = [models.tokens(seed=seed) for seed in (1, 2, 3)]
 ROW = "transformer.h.*  checkpoint(plan=adapipe, memory={})\n"
 CUT = 'transformer.h  pipeline_split(over=pp)\npipeline(order="1F1B", micro={})'
 
 
-def best_of(chain: list, memory: int) -> float:
-    """The least work again of modules on a stage, by trying all."""
+def least_repeat(chain: list, memory: int) -> float:
+    """The least recomputation of a stage's modules within its memory, by trying all choices."""
     best = math.inf
-    for chosen in itertools.product(*map(ways, chain)):
+    for choices in itertools.product(*map(all_choices, chain)):
         before, fits = 0, True
-        for held, during, _ in chosen:
-            fits = fits and before + held + during <= memory
-            before += held
+        for kept, during, _ in choices:
+            fits = fits and before + kept + during <= memory
+            before += kept
         if fits:
-            best = min(best, sum(again for _, _, again in chosen))
+            best = min(best, sum(repeat for _, _, repeat in choices))
     return best
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_cut_with_any_choices_is_lighter(seed: int) -> None:
-    """The heaviest stage of the cut is as light as that of the best of all cuts with the best of
-    all choices on each stage; a stage whose memory holds nothing weighs without end."""
-    chain = [drawn(1 + (seed + k) % 2, 7 * seed + k) for k in range(5)]
+    """No other cut with any choices of recomputation has a lighter heaviest stage."""
+    chain = [random_module(1 + (seed + k) % 2, 7 * seed + k) for k in range(5)]
     works = [2.0 + k % 3 for k in range(5)]
-    whole = sum(cost.saved for cost in chain)
-    memory = [whole // (3 - stage) // 2 + 6 for stage in range(3)]
+    all_saved = sum(cost.saved for cost in chain)
+    memory = [all_saved // (3 - stage) // 2 + 6 for stage in range(3)]
     repeated = RunCosts(chain, memory)
 
-    def weight(stage: int, low: int, high: int) -> float:
-        return 3 * sum(works[low:high]) + repeated.of(stage, low, high)
+    def weight(stage: int, start: int, end: int) -> float:
+        return 3 * sum(works[start:end]) + repeated.of(stage, start, end)
 
     def heaviest(starts: tuple[int, ...]) -> float:
         ends = [0, *starts, 5]
@@ -55,38 +54,40 @@ def test_no_cut_with_any_choices_is_lighter(seed: int) -> None:
     for starts in itertools.combinations(range(1, 5), 2):
         ends = [0, *starts, 5]
         times = [
-            3 * sum(works[a:b]) + best_of(chain[a:b], memory[stage])
+            3 * sum(works[a:b]) + least_repeat(chain[a:b], memory[stage])
             for stage, (a, b) in enumerate(itertools.pairwise(ends))
         ]
         assert heaviest(starts) == max(times)
         best = min(best, max(times))
-    found = balanced_stages([ChainUnit(f"h.{k}", 1) for k in range(5)], 3, weight)
+    stage_of = balanced_stages([ChainUnit(f"h.{k}", 1) for k in range(5)], 3, weight)
     assert best < math.inf
-    assert heaviest(tuple(found.index(stage) for stage in (1, 2))) == best
+    assert heaviest(tuple(stage_of.index(stage) for stage in (1, 2))) == best
 
 
-def stages(memory: str, mesh: str = "pp=4", micro: int = 8, layers: int = 8) -> tuple:
-    """Layers, and the work again, of each stage."""
-    plan = planned(models.gpt2(layers), ROW.format(memory) + CUT.format(micro), mesh)
-    made = prepare(plan, BATCHES[0])
-    ((_, found),) = made.chains.items()
-    return [len(names) for names, _ in found], [sum(c.again for c in one) for _, one in found]
+def stage_sizes(memory: str, mesh: str = "pp=4", micro: int = 8, layers: int = 8) -> tuple:
+    """The number of layers and the recomputed work of each stage."""
+    plan = make_plan(models.gpt2(layers), ROW.format(memory) + CUT.format(micro), mesh)
+    prepared = prepare(plan, BATCHES[0])
+    ((_, stages_found),) = prepared.chains.items()
+    return [len(names) for names, _ in stages_found], [
+        sum(c.again for c in costs) for _, costs in stages_found
+    ]
 
 
 def test_early_stages_repeat_more_and_have_fewer_layers() -> None:
-    """With the memory of all ranks equal, the first stage of 1F1B, which keeps most microbatches,
-    repeats more for each layer, and where it must repeat it has no more layers than the last."""
-    layers, again = stages("1MiB")
-    assert sum(layers) == 8 and again[0] / layers[0] > again[-1] / layers[-1]
+    """With equal memory, early stages of 1F1B, which keep more microbatches, recompute more for
+    each layer and have no more layers."""
+    layers, repeats = stage_sizes("1MiB")
+    assert sum(layers) == 8 and repeats[0] / layers[0] > repeats[-1] / layers[-1]
     assert layers[0] <= layers[-2]
-    roomy, none = stages("1GiB")
+    roomy, none = stage_sizes("1GiB")
     assert sum(roomy) == 8 and none == [0, 0, 0, 0]
 
 
 def test_too_little_memory_is_refused() -> None:
-    """S841, as of every plan."""
+    """Too little memory is refused (S841)."""
     with pytest.raises(Refusal, match="S841"):
-        prepare(planned(models.gpt2(), ROW.format("20KiB") + CUT.format(3), "pp=2"), BATCHES[0])
+        prepare(make_plan(models.gpt2(), ROW.format("20KiB") + CUT.format(3), "pp=2"), BATCHES[0])
 
 
 @pytest.mark.parametrize(
@@ -97,17 +98,17 @@ def test_too_little_memory_is_refused() -> None:
     ],
 )
 def test_two_rows_that_say_where_stages_begin(cut: str) -> None:
-    """S845 where a cut is named, or balanced by something else."""
-    told = refused(models.gpt2(), ROW.format("1GiB") + cut, "pp=2")
-    assert "S845" in told and "two rows choose where stages start" in told
-    assert "checkpoint(plan=adapipe" in told and "help:" in told
+    """A second row that chooses where stages start is refused (S845)."""
+    message = refusal_text(models.gpt2(), ROW.format("1GiB") + cut, "pp=2")
+    assert "S845" in message and "two rows choose where stages start" in message
+    assert "checkpoint(plan=adapipe" in message and "help:" in message
 
 
 @pytest.mark.deep
 def test_stages_with_memory_of_their_own_train_as_the_original(threads: Threads) -> None:
-    """A pipeline whose stages each repeat something else trains as the original, with dropout."""
+    """Stages that recompute differently train as the original, with dropout."""
     rows = ROW.format("500KiB") + CUT.format(3)
-    plan = planned(models.gpt2(5, dropout=0.1), rows, "pp=2")
-    ((_, found),) = prepare(plan, BATCHES[0]).chains.items()
-    assert len({sum(c.again for c in one) for _, one in found}) == 2
-    proven(threads, plan, BATCHES)
+    plan = make_plan(models.gpt2(5, dropout=0.1), rows, "pp=2")
+    ((_, stages_found),) = prepare(plan, BATCHES[0]).chains.items()
+    assert len({sum(c.again for c in costs) for _, costs in stages_found}) == 2
+    assert_proven(threads, plan, BATCHES)

@@ -1,4 +1,4 @@
-"""Activations that lie elsewhere, or are made again: equal gradients, memory really freed."""
+"""Parked, offloaded and recomputed activations: equal gradients, memory really freed."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from schedlang.pipeline.timeline.table import Kind, Op, Timeline, timeline_from_
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.pipeline.executor import ScheduledOp
 from tests import models
-from tests.drawn_orders import drawn
 from tests.engine import Threads
-from tests.executing import assert_same, cut_model, gradients, pipeline
-from tests.models import split, weight
+from tests.models import batch_weight, split_batch
+from tests.pipeline_runs import assert_same, cut_model, gradients, make_pipeline
+from tests.random_orders import random_timeline
 from tests.ranks import run_ranks
 
 PAIRS = {"evict": (Kind.EVICT, Kind.LOAD), "offload": (Kind.OFFLOAD, Kind.RELOAD)}
 
 
-def parked(plan: Timeline, how: str, rank: int = -1) -> Timeline:
-    """The same order; what a forward of some rank saved leaves right after it, and comes back."""
+def with_parking(plan: Timeline, method: str, rank: int = -1) -> Timeline:
+    """The same order, with activations moved away after each forward and back before its use."""
     rows = []
-    for at in range(plan.ranks):
+    for number in range(plan.ranks):
         row: list[Op] = []
-        for op in plan.rows(at):
-            mine = rank in (-1, at)
-            back = op.kind in (Kind.B, Kind.I) and mine
-            if back and how == "again":
+        for op in plan.rows(number):
+            applies = rank in (-1, number)
+            is_backward = op.kind in (Kind.B, Kind.I) and applies
+            if is_backward and method == "again":
                 row.append(op._replace(kind=Kind.RECOMPUTE))
-            elif back:
-                peer = plan.ranks - 1 - at if how == "evict" else -1
-                row.append(op._replace(kind=PAIRS[how][1], peer=peer))
+            elif is_backward:
+                peer = plan.ranks - 1 - number if method == "evict" else -1
+                row.append(op._replace(kind=PAIRS[method][1], peer=peer))
             row.append(op)
-            if op.kind is Kind.F and mine and how != "again":
-                peer = plan.ranks - 1 - at if how == "evict" else -1
-                row.append(op._replace(kind=PAIRS[how][0], peer=peer))
+            if op.kind is Kind.F and applies and method != "again":
+                peer = plan.ranks - 1 - number if method == "evict" else -1
+                row.append(op._replace(kind=PAIRS[method][0], peer=peer))
         rows.append(row)
     return timeline_from_rows(rows, plan.edges)
 
@@ -56,28 +56,28 @@ def _groups() -> list[Any]:
 
 def _train(make: Any, batch: Any, plan: Timeline, shift: bool) -> Any:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    model, parts, groups = make(), split(batch, plan.microbatches), _groups()
+    model, parts, groups = make(), split_batch(batch, plan.microbatches), _groups()
     with Float64():
-        pipe = pipeline(model, batch, plan, rank, parks=groups)
-        total = sum(weight(p, shift) for p in parts)
-        results = pipe.run(parts, [weight(p, shift) / total for p in parts])
+        pipe = make_pipeline(model, batch, plan, rank, parks=groups)
+        total = sum(batch_weight(p, shift) for p in parts)
+        results = pipe.run(parts, [batch_weight(p, shift) / total for p in parts])
     return results, gradients(model)
 
 
 @pytest.mark.parametrize("how", ["evict", "offload", "again"])
 @pytest.mark.parametrize("make", [models.Skipping, models.gpt2])
 def test_equal(threads: Threads, make: Any, how: str) -> None:
-    """Parked on a partner, in host memory, or run again: the gradients of the whole model."""
+    """Gradients equal the full model's with activations on a partner, on the host or recomputed."""
     skipping = make is models.Skipping
     batch = models.points() if skipping else models.tokens()
     edges = cut_model(make(), batch, 4).edges
-    plan = drawn(random.Random(how), ((0, 1, 1, 0), (1, 0, 0, 1)), 4, edges)
-    answers = threads.run(_train, plan.ranks, make, batch, parked(plan, how), not skipping)
+    plan = random_timeline(random.Random(how), ((0, 1, 1, 0), (1, 0, 0, 1)), 4, edges)
+    answers = threads.run(_train, plan.ranks, make, batch, with_parking(plan, how), not skipping)
     assert_same(make, batch, answers, not skipping)
 
 
-class Made(TorchDispatchMode):
-    """Counts the bytes of storages that operations within it have made and that still live."""
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of living storages that operations inside it have created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,51 +85,53 @@ class Made(TorchDispatchMode):
         self._bytes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 self._held[storage._cdata] = StorageWeakRef(storage)
                 self._bytes[storage._cdata] = storage.nbytes()
-        return out
+        return result
 
     def alive(self) -> int:
         gc.collect()
-        return sum(self._bytes[key] for key, one in self._held.items() if not one.expired())
+        return sum(
+            self._bytes[key] for key, reference in self._held.items() if not reference.expired()
+        )
 
 
-def _live(rank: int, plan: Timeline) -> int:
-    """Bytes that forwards of this rank have made and that live when its first backward begins."""
-    batch, made, seen = models.points(8000), Made(), []
-    pipe = pipeline(models.Skipping(), batch, plan, rank, parks=_groups())
+def _live_bytes(rank: int, plan: Timeline) -> int:
+    """Bytes from this rank's forwards that are alive when its first backward begins."""
+    batch, counter, live_bytes = models.points(8000), LiveBytes(), []
+    pipe = make_pipeline(models.Skipping(), batch, plan, rank, parks=_groups())
 
     def on_op(event: ScheduledOp) -> None:
-        if event.op.kind in (Kind.B, Kind.LOAD, Kind.RELOAD, Kind.RECOMPUTE) and not seen:
-            seen.append(made.alive())
+        if event.op.kind in (Kind.B, Kind.LOAD, Kind.RELOAD, Kind.RECOMPUTE) and not live_bytes:
+            live_bytes.append(counter.alive())
 
-    pipe.run(split(batch, 4), around=lambda op: made, on_op=on_op)
+    pipe.run(split_batch(batch, 4), around=lambda op: counter, on_op=on_op)
     assert pipe.parking is None or not pipe.parking.out._sent
-    assert made.alive() < 0.1 * seen[0] + 1e5
-    return seen[0]
+    assert counter.alive() < 0.1 * live_bytes[0] + 1e5
+    return live_bytes[0]
 
 
 @pytest.mark.parametrize("how", ["evict", "offload", "again"])
 def test_memory_is_freed(how: str) -> None:
-    """Before the backwards rank 1 holds what one microbatch needs, not what all four do."""
+    """Before the backwards rank 1 holds the activations of one microbatch, not of all four."""
     plan = make_order("gpipe", 2, 4).with_edges(
         cut_model(models.Skipping(), models.points(), 2).edges
     )
-    plain = run_ranks(2, _live, plan)
-    freed = run_ranks(2, _live, parked(plan, how, rank=1))
-    assert freed[1] < 0.45 * plain[1], (freed, plain)
-    assert abs(freed[0] - plain[0]) < 0.1 * plain[0], (freed, plain)
+    unparked = run_ranks(2, _live_bytes, plan)
+    parked_bytes = run_ranks(2, _live_bytes, with_parking(plan, how, rank=1))
+    assert parked_bytes[1] < 0.45 * unparked[1], (parked_bytes, unparked)
+    assert abs(parked_bytes[0] - unparked[0]) < 0.1 * unparked[0], (parked_bytes, unparked)
 
 
 def test_not_with_slices() -> None:
-    """Rows that would run a slice twice, or take away keys that others read, are refused."""
+    """Recomputing or offloading slices is refused: other slices read their keys."""
     plan, batch = make_order("gpipe", 1, 2), models.points()
     slices = SimpleNamespace(slicing=SimpleNamespace(count=1))
-    for how in ("again", "offload"):
+    for method in ("again", "offload"):
         with pytest.raises(Refusal, match=r"can be neither offloaded nor\s+recomputed"):
-            pipeline(models.Skipping(), batch, parked(plan, how), 0, slices=slices)
-    pipeline(models.Skipping(), batch, plan, 0, slices=slices)
+            make_pipeline(models.Skipping(), batch, with_parking(plan, method), 0, slices=slices)
+    make_pipeline(models.Skipping(), batch, plan, 0, slices=slices)

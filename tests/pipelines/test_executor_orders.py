@@ -1,4 +1,4 @@
-"""The executor runs any order: placements, replicas, idle ranks, microbatches in any order."""
+"""The executor runs random orders: any placement, replicas, idle ranks, any microbatch order."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from schedlang.pipeline.schedules import make_order
 from schedlang.pipeline.timeline.table import Timeline, timeline_from_rows
 from tests import models
-from tests.drawn_orders import drawn
 from tests.engine import Threads
-from tests.executing import assert_same, cut_model, train
+from tests.pipeline_runs import assert_same, cut_model, train_rank
 from tests.properties.profiles import examples
+from tests.random_orders import random_timeline
 
 V = ((0, 1, 1, 0),)
 TWO_WAYS = ((0, 1, 2), (2, 1, 0))
@@ -35,11 +35,11 @@ PLACES = {
 
 def _train(make: Any, batch: Any, plan: Timeline, shift: bool, options: Any) -> Any:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return train(rank, make, batch, plan, shift, **options)
+    return train_rank(rank, make, batch, plan, shift, **options)
 
 
-def equal(threads: Threads, plan: Timeline, count: int, **options: Any) -> None:
-    """A drawn order of the skipping model gives the losses and gradients of the whole model."""
+def assert_equal(threads: Threads, plan: Timeline, count: int, **options: Any) -> None:
+    """Assert that an order of the skipping model gives the full model's losses and gradients."""
     batch = models.points()
     answers = threads.run(_train, plan.ranks, models.Skipping, batch, plan, False, options)
     assert_same(models.Skipping, batch, answers, count=count)
@@ -52,34 +52,34 @@ def edges_of(stages: int) -> Any:
 
 @pytest.mark.parametrize("name", PLACES)
 def test_places(threads: Threads, name: str) -> None:
-    """Wherever stages live, in whatever order that can run, gradients are the model's."""
+    """Any placement of stages, in a random order, gives the model's gradients."""
     homes = PLACES[name]
-    plan = drawn(random.Random(name), homes, 4, edges_of(len(homes[0])), split=1.0)
-    equal(threads, plan, 4)
+    plan = random_timeline(random.Random(name), homes, 4, edges_of(len(homes[0])), split=1.0)
+    assert_equal(threads, plan, 4)
 
 
 def test_backwards_in_another_order(threads: Threads) -> None:
-    """Microbatches that go forward in one order and back in another are not confused."""
+    """Microbatches may have another order in backward than in forward."""
     plan = make_order("gpipe", 3, 4)
     turned = {0: 2, 1: 0, 2: 3, 3: 1}
     rows = [
         [op._replace(microbatch=turned[op.microbatch]) for op in plan.rows(r)] for r in range(3)
     ]
-    equal(threads, timeline_from_rows(rows, edges_of(3)), 4)
+    assert_equal(threads, timeline_from_rows(rows, edges_of(3)), 4)
 
 
 @st.composite
-def homes(draw: Any) -> Any:
-    """Where stages live: any rank for any stage, of one replica or two; a rank may be idle."""
+def stage_ranks(draw: Any) -> Any:
+    """Strategy: ranks of all stages, of one replica or two; some ranks may be idle."""
     stages, ranks = draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    one = st.tuples(*[st.integers(0, ranks - 1)] * stages)
-    return draw(st.lists(one, min_size=1, max_size=2))
+    replica = st.tuples(*[st.integers(0, ranks - 1)] * stages)
+    return draw(st.lists(replica, min_size=1, max_size=2))
 
 
 @examples(12)
-@given(homes(), st.integers(1, 5), st.integers(0, 9999), st.integers(0, 3))
+@given(stage_ranks(), st.integers(1, 5), st.integers(0, 9999), st.integers(0, 3))
 def test_random(threads: Threads, places: Any, micro: int, seed: int, lookahead: int) -> None:
-    """Any order that can run, wherever stages live, gives the gradients of the whole model."""
+    """Any order that can run, with any placement, gives the full model's gradients."""
     count = max(micro, len(places))
-    plan = drawn(random.Random(seed), places, count, edges_of(len(places[0])))
-    equal(threads, plan, count, lookahead=lookahead)
+    plan = random_timeline(random.Random(seed), places, count, edges_of(len(places[0])))
+    assert_equal(threads, plan, count, lookahead=lookahead)

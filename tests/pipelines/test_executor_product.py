@@ -1,4 +1,4 @@
-"""Orders of any placement through the whole product: built, trained, sharded, counted, proven."""
+"""Orders of any placement end to end: built, trained, sharded, counted, proven."""
 
 from __future__ import annotations
 
@@ -13,30 +13,39 @@ from schedlang.ir import annotations
 from schedlang.ir.plan import Plan
 from schedlang.pipeline.schedules import ORDERS
 from tests import models, small_models
-from tests.drawn_orders import Homes, drawn
 from tests.engine import Threads
-from tests.proofs import adamw, assert_near, planned, sequential, static_holds, trained
-from tests.proofs import proven as proves
+from tests.proofs import (
+    adamw,
+    assert_near,
+    make_plan,
+    static_holds,
+    train_on_ranks,
+    train_sequential,
+)
+from tests.proofs import assert_proven as proves
+from tests.random_orders import Homes, random_timeline
 
 TWO_WAYS = ((0, 1), (1, 0))
 V = ((0, 1, 1, 0),)
 BATCHES = (models.tokens(9), models.tokens(10, seed=2))
 
 
-def plan_of(patch: pytest.MonkeyPatch, homes: Homes, more: str = "", mesh: str = "pp=2") -> Plan:
-    """GPT-2 under a drawn order with these places, and further rows."""
+def random_plan(
+    patch: pytest.MonkeyPatch, homes: Homes, extra: str = "", mesh: str = "pp=2"
+) -> Plan:
+    """The plan of GPT-2 under a random order with these placements, and further rows."""
     stages = len(homes[0])
     edges = [(s, s + 1) for s in range(stages - 1)]
     patch.setattr(
         annotations,
         "_timeline",
-        lambda order, _: drawn(random.Random(3), homes, order.micro, edges),
+        lambda order, _: random_timeline(random.Random(3), homes, order.micro, edges),
     )
     chunks = stages // (max(homes[0]) + 1)
     rows = (
-        f'transformer.h pipeline_split(over=pp)\n{more}\npipeline(order="Interleaved1F1B", micro=4'
+        f'transformer.h pipeline_split(over=pp)\n{extra}\npipeline(order="Interleaved1F1B", micro=4'
     )
-    return planned(models.gpt2(), f"{rows}, chunks={chunks})", mesh)
+    return make_plan(models.gpt2(), f"{rows}, chunks={chunks})", mesh)
 
 
 @pytest.mark.parametrize(
@@ -51,15 +60,15 @@ def plan_of(patch: pytest.MonkeyPatch, homes: Homes, more: str = "", mesh: str =
 def test_trained(
     threads: Threads, monkeypatch: pytest.MonkeyPatch, homes: Homes, more: str, mesh: str
 ) -> None:
-    """Losses, norms, clipped gradients, parameters and moments are those of the plain loop."""
-    plan = plan_of(monkeypatch, homes, more, mesh)
-    seen = trained(threads, plan, BATCHES, adamw, clip=0.5)
-    assert_near(seen, sequential(plan.model.model, BATCHES, adamw, clip=0.5))
+    """Losses, norms, clipped gradients, parameters and moments equal the plain loop's."""
+    plan = random_plan(monkeypatch, homes, more, mesh)
+    observed = train_on_ranks(threads, plan, BATCHES, adamw, clip=0.5)
+    assert_near(observed, train_sequential(plan.model.model, BATCHES, adamw, clip=0.5))
 
 
 def test_proven(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """`verify` holds with replicas: outputs of training and evaluation, copies, saved state."""
-    proves(threads, plan_of(monkeypatch, TWO_WAYS), BATCHES)  # type: ignore[arg-type]
+    proves(threads, random_plan(monkeypatch, TWO_WAYS), BATCHES)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -68,23 +77,23 @@ def test_proven(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_static(monkeypatch: pytest.MonkeyPatch, homes: Homes, more: str, mesh: str) -> None:
     """The static proofs hold: sums over all copies of a stage, messages of each replica matched."""
-    static_holds(plan_of(monkeypatch, homes, more, mesh), models.tokens(8))
+    static_holds(random_plan(monkeypatch, homes, more, mesh), models.tokens(8))
 
 
-ALIKE = [o.name for o in ORDERS if not o.relaxed and o.name not in ("Seq1F1B", "TeraPipe")]
+REGISTERED = [o.name for o in ORDERS if not o.relaxed and o.name not in ("Seq1F1B", "TeraPipe")]
 
 
-def _ordered(threads: Threads, name: str, ranks: int, micro: int) -> None:
+def _check_order(threads: Threads, name: str, ranks: int, micro: int) -> None:
     rows = f'transformer.h pipeline_split(over=pp)\npipeline(order="{name}", micro={micro})'
-    plan = planned(models.gpt2(8 if ranks == 4 else 4), rows, f"pp={ranks}")
-    seen = trained(threads, plan, BATCHES, adamw, clip=0.5)
-    assert_near(seen, sequential(plan.model.model, BATCHES, adamw, clip=0.5))
+    plan = make_plan(models.gpt2(8 if ranks == 4 else 4), rows, f"pp={ranks}")
+    observed = train_on_ranks(threads, plan, BATCHES, adamw, clip=0.5)
+    assert_near(observed, train_sequential(plan.model.model, BATCHES, adamw, clip=0.5))
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("BPipe", 4), ("Varuna", 2)])
 def test_aside(threads: Threads, name: str, ranks: int) -> None:
-    """Orders that park activations on partners, or make them again, train as the plain loop."""
-    _ordered(threads, name, ranks, 4)
+    """Orders that park or recompute activations train as the plain loop."""
+    _check_order(threads, name, ranks, 4)
 
 
 class _Past(nn.BatchNorm1d):
@@ -93,20 +102,20 @@ class _Past(nn.BatchNorm1d):
 
 
 def test_a_norm_that_saves_its_statistics_runs_again(threads: Threads) -> None:
-    """Statistics of the past, which its backward reads, are as they were when that comes."""
+    """A recomputed batch norm reads the running statistics of its first forward."""
     torch.manual_seed(0)
     model = small_models.Chain(4)
-    for at in (1, 3):
-        model.layers[at] = nn.Sequential(nn.Linear(6, 6), _Past(6)).double()
+    for index in (1, 3):
+        model.layers[index] = nn.Sequential(nn.Linear(6, 6), _Past(6)).double()
     rows = 'layers pipeline_split(over=pp)\npipeline(order="Varuna", micro=2)'
     batches = (small_models.points(1), small_models.points(2))
-    seen = trained(threads, planned(model, rows, "pp=2"), batches, adamw, clip=0.5)
-    assert_near(seen, sequential(model, batches, adamw, clip=0.5))
+    observed = train_on_ranks(threads, make_plan(model, rows, "pp=2"), batches, adamw, clip=0.5)
+    assert_near(observed, train_sequential(model, batches, adamw, clip=0.5))
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("name", REGISTERED)
 def test_every_order(threads: Threads, name: str, ranks: int) -> None:
     """Every registered order without slices or stale weights trains as the plain loop."""
-    _ordered(threads, name, ranks, 2 * ranks)
+    _check_order(threads, name, ranks, 2 * ranks)

@@ -1,4 +1,4 @@
-"""The probe: models that cannot be cut along their sequences are refused before they train."""
+"""The probe of slices: models that cannot run on slices of their sequences are refused."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from schedlang.runtime.sequence_pipelining import probe
 from schedlang.runtime.sequence_pipelining.trial import small_copy
 from tests import models
 from tests.causal import Causal
-from tests.proofs import planned
-from tests.slicing import found
+from tests.proofs import make_plan
+from tests.slice_probes import probe_slices
 
 REFUSED = {
     "bert": (models.bert, "it is not causal: in `bert.encoder.layer.0.attention.self`"),
@@ -31,24 +31,26 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_cut_is_named(name: str) -> None:
-    """The refusal names the first module that sees later tokens, or forgets earlier ones."""
-    make, wanted = REFUSED[name]
+    """The refusal names the first module that reads later tokens or ignores earlier ones."""
+    make, expected = REFUSED[name]
     with pytest.raises(Refusal) as error:
-        found(make(), models.tokens(3, 9, mask=name == "bert"), 3)
-    said = error.value.render()
-    assert "S655" in said and wanted in said and "slices=1" in said
+        probe_slices(make(), models.tokens(3, 9, mask=name == "bert"), 3)
+    message = error.value.render()
+    assert "S655" in message and expected in message and "slices=1" in message
 
 
 def test_ways_that_are_found() -> None:
-    """Caches of transformers with their labels given; own attention with a row more at the head."""
-    batch, plain = models.tokens(3, 9), models.tokens(3, 9, mask=False)
-    ways = {
-        "llama": found(models.llama(3), batch, 4),
-        "own": found(Causal(layers=3), plain, 2),
-        "labels": found(Causal(shift=False), plain, 2),
+    """How the probe slices Llama (its cache) and users' models (attention calls, labels)."""
+    batch, unpadded = models.tokens(3, 9), models.tokens(3, 9, mask=False)
+    slicings = {
+        "llama": probe_slices(models.llama(3), batch, 4),
+        "own": probe_slices(Causal(layers=3), unpadded, 2),
+        "labels": probe_slices(Causal(shift=False), unpadded, 2),
     }
-    seen = {k: (w.count, w.carrier, w.shift, w.head, len(w.places)) for k, w in ways.items()}
-    assert seen == {
+    properties = {
+        k: (w.count, w.carrier, w.shift, w.head, len(w.places)) for k, w in slicings.items()
+    }
+    assert properties == {
         "llama": (4, "cache", "given", "", 0),
         "own": (2, "calls", "head", "head", 1),
         "labels": (2, "calls", "none", "", 1),
@@ -56,7 +58,7 @@ def test_ways_that_are_found() -> None:
 
 
 def test_a_loss_of_the_users_own() -> None:
-    """A loss beside the model that cuts logits and labels by one is followed across slices."""
+    """A loss function that shifts logits and labels is followed across slices."""
 
     class Logits(Causal):
         def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -65,24 +67,24 @@ def test_a_loss_of_the_users_own() -> None:
     def loss(output: Tensor, batch: Any) -> Tensor:
         return F.cross_entropy(output[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
-    way = found(Logits(), models.tokens(3, 9, mask=False), 3, loss)
-    assert (way.carrier, way.shift, way.head) == ("calls", "head", "head")
+    slicing = probe_slices(Logits(), models.tokens(3, 9, mask=False), 3, loss)
+    assert (slicing.carrier, slicing.shift, slicing.head) == ("calls", "head", "head")
 
 
 def test_a_wrong_way_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its places of positions a model differs, in the loss or in a gradient."""
-    plain = probe.list_candidates
+    """A slicing without positions is not accepted."""
+    list_all = probe.list_candidates
     monkeypatch.setattr(
         probe,
         "list_candidates",
-        lambda trial: (replace(way, places=frozenset()) for way in plain(trial)),
+        lambda trial: (replace(way, places=frozenset()) for way in list_all(trial)),
     )
     with pytest.raises(Refusal, match="`blocks.0.norm` computes a slice differently"):
-        found(Causal(), models.tokens(3, 9, mask=False), 3)
+        probe_slices(Causal(), models.tokens(3, 9, mask=False), 3)
 
 
 def test_the_stand_in_is_small_and_drawn() -> None:
-    """Two blocks of alike ones stay, all kinds stay, ties stay; values are not the model's."""
+    """The small copy keeps two equal blocks, all kinds and ties; its values are new."""
     model = models.gpt2(8)
     small = small_copy(model).model
     assert len(small.transformer.h) == 2 and len(model.transformer.h) == 8
@@ -100,6 +102,6 @@ def test_the_row_is_shown() -> None:
     rows = '  pipeline(order="Seq1F1B", micro=2, slices=3)'
     batch = models.tokens(4, 9)
     with pytest.raises(Refusal) as error:
-        prepare(planned(models.bert(), rows), batch)
-    said = error.value.render()
-    assert "rows.sched:4:3" in said and "not causal" in said
+        prepare(make_plan(models.bert(), rows), batch)
+    message = error.value.render()
+    assert "rows.sched:4:3" in message and "not causal" in message

@@ -1,4 +1,4 @@
-"""Stages by replay: what is recorded, what is refused, and what one stage does alone."""
+"""Stages by replay: what recording sees and refuses, and what each stage executes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from schedlang.runtime.tracing.units import CallSwitch, is_in_trunk, units_of
 from tests import models
 
 
-def graph_of(model: nn.Module, batch: Any, **given: Any) -> Any:
-    return record_forward(model, units_of(model, batch), batch, **given)
+def graph_of(model: nn.Module, batch: Any, **options: Any) -> Any:
+    return record_forward(model, units_of(model, batch), batch, **options)
 
 
 def test_units() -> None:
-    """Trunk elements, and each outermost module with parameters around them, in call order."""
+    """Units: trunk elements, and each outermost module with parameters, in call order."""
     model, batch = models.gpt2(2), models.tokens(2)
     names = units_of(model, batch)
     assert names == (
@@ -41,27 +41,27 @@ def test_units() -> None:
 
 
 def test_units_at_inner_modules() -> None:
-    """A cut point inside a block opens the block: its parameterised children become units."""
+    """A cut inside a block makes its children with parameters units."""
     model, batch = models.llama(2), models.tokens(2)
     names = units_of(model, batch, ["model.layers.1.mlp"])
     assert names[1] == "model.layers.0"
     assert "model.layers.1" not in names and "model.layers.1.mlp" in names
-    made = split_graph(
+    stage_split = split_graph(
         record_forward(model, names, batch),
         [int(k >= names.index("model.layers.1.mlp")) for k in range(len(names))],
     )
     # the residual stream and the normed input of the MLP both cross
-    sent = {made.graph.units[u] for u, _ in made.routes[(0, 1)]}
-    assert "model.layers.1.post_attention_layernorm" in sent and len(sent) > 1
+    sent_units = {stage_split.graph.units[u] for u, _ in stage_split.routes[(0, 1)]}
+    assert "model.layers.1.post_attention_layernorm" in sent_units and len(sent_units) > 1
 
 
 def test_record_touches_nothing() -> None:
-    """Recording leaves parameters, buffers, hooks, gradients and the model's own calls as found."""
+    """Recording changes no parameter, buffer, hook, gradient or call of the model."""
     model, batch = models.gpt2(2, dropout=0.5), models.tokens(2)
     state = torch.get_rng_state()
-    before = {n: (id(p), p._version) for n, p in model.named_parameters()}
+    initial = {n: (id(p), p._version) for n, p in model.named_parameters()}
     meta, real = graph_of(model, batch), graph_of(model, batch, meta=False)
-    assert before == {n: (id(p), p._version) for n, p in model.named_parameters()}
+    assert initial == {n: (id(p), p._version) for n, p in model.named_parameters()}
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in model.parameters())
     assert all("_compiled_call_impl" not in vars(m) for m in model.modules())
@@ -92,20 +92,20 @@ def test_what_crosses() -> None:
     assert leaves[("blocks.1", 1)].dtype == "bool" and not leaves[("blocks.1", 1)].differentiable
     assert leaves[("blocks.0", 0)].mutated and not leaves[("embed", 0)].mutated
     assert graph.glue_parameters == ("gain",)
-    made = split_graph(graph, [0, 0, 0, 1, 1, 1, 2])
-    assert made.shared == {"gain": (0, 1, 2)}
+    stage_split = split_graph(graph, [0, 0, 0, 1, 1, 1, 2])
+    assert stage_split.shared == {"gain": (0, 1, 2)}
     assert split_graph(graph_of(models.gpt2(2), models.tokens(2)), [0, 0, 0, 1, 1, 1]).shared == {
         "transformer.wte.weight": (0, 1)
     }
 
 
-class Odd(nn.Module):
-    """Blocks called in a way that forbids some cuts."""
+class OddCalls(nn.Module):
+    """Blocks that are called in ways that forbid some cuts."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, calls: str) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
-        self.how = how
+        self.how = calls
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         order = {"loop": (0, 1, 1, 2), "reversed": (0, 2, 1), "skipped": (0, 1)}
@@ -129,54 +129,54 @@ class Odd(nn.Module):
 def test_calls_refused(how: str, message: str) -> None:
     """A unit that is called twice, not at all, or against the order given is refused by name."""
     with pytest.raises(Refusal, match=message) as caught:
-        record_forward(Odd(how), ["layers.0", "layers.1", "layers.2"], {"x": torch.ones(2, 3)})
+        record_forward(OddCalls(how), ["layers.0", "layers.1", "layers.2"], {"x": torch.ones(2, 3)})
     assert caught.value.diagnostic.code == "S601"
 
 
 def test_loop_is_no_trunk() -> None:
     """The choice of units refuses a trunk that is called in a loop."""
     with pytest.raises(Refusal, match="called 2 times in one forward"):
-        units_of(Odd("loop"), {"x": torch.ones(2, 3)})
+        units_of(OddCalls("loop"), {"x": torch.ones(2, 3)})
 
 
 def test_value_that_decides() -> None:
     """A value read by Python is refused without data; with data its source is sent to all."""
     batch = {"x": torch.ones(2, 3)}
     with pytest.raises(Refusal, match="reads the value of a tensor between modules") as caught:
-        graph_of(Odd("value"), batch)
+        graph_of(OddCalls("value"), batch)
     assert caught.value.diagnostic.code == "S611"
     names = ["layers.0", "layers.1", "layers.2"]
-    graph = record_forward(Odd("value"), names, batch, meta=False)
+    graph = record_forward(OddCalls("value"), names, batch, meta=False)
     assert graph.final.tokens == {(0, 0), (1, 0), (2, 0)}
 
 
 def test_a_value_that_the_loss_reads() -> None:
-    """Behind all units it is the loss that is named, and what it may keep instead."""
+    """If the loss reads a value, the refusal names the loss and offers `detach()`."""
     names, batch = ["layers.0", "layers.1", "layers.2"], {"x": torch.ones(2, 3)}
     with pytest.raises(Refusal, match="the loss, or the end of the forward, reads the") as caught:
         record_forward(
-            Odd("batch"), names, batch, loss=lambda output, given: output * float(output.sum())
+            OddCalls("batch"), names, batch, loss=lambda output, given: output * float(output.sum())
         )
     assert "loss.detach()" in caught.value.render()
 
 
 def test_values_of_the_batch() -> None:
-    """Code between units may ask for values of the batch: they are known without weights too."""
+    """Code between units may read values of the batch, which are known without weights."""
     batch = {"x": torch.ones(4, 3), "rows": torch.tensor([True, False, True, True])}
-    graph = graph_of(Odd("batch"), batch)
+    graph = graph_of(OddCalls("batch"), batch)
     assert graph.final.tokens == {(2, 0)}
 
 
 class Choosing(nn.Module):
-    """Looks at its values, and at how many are positive, before it computes."""
+    """A computation that depends on the values of its input."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mix = nn.Linear(3, 3)
 
-    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         rows = torch.nonzero(x[:, 0] > 0)[:, 0]
-        extra = other if x.sum() > 0 else torch.zeros_like(other)
+        extra = residual if x.sum() > 0 else torch.zeros_like(residual)
         return self.mix(x).index_add(0, rows, x[rows]) + extra
 
 
@@ -188,46 +188,46 @@ class Chosen(nn.Module):
         self.layers = nn.ModuleList(Choosing() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        first = x = self.layers[0](x, x)
+        first_output = x = self.layers[0](x, x)
         for layer in self.layers[1:]:
-            x = layer(x, first)
+            x = layer(x, first_output)
         return x.square().mean()
 
 
 def test_values_inside_units() -> None:
-    """A unit may look at values: it then reads all its arguments, and its stub has a shape."""
+    """A unit that reads values depends on all its arguments; its stub still has a shape."""
     model, batch = Chosen().double(), {"x": torch.rand(4, 3, dtype=torch.float64)}
     graph = graph_of(model, batch)
     assert graph.reads[2].tokens == {(0, 0), (1, 0)}
     model(**batch).backward()
-    wanted = {n: p.grad for n, p in model.named_parameters()}
+    expected = {n: p.grad for n, p in model.named_parameters()}
     model.zero_grad()
-    made = split_graph(graph, [0, 1, 2])
+    stage_split = split_graph(graph, [0, 1, 2])
     plan = timeline_from_rows(
         [[Op(k, s, 0) for k, r in ((Kind.F, (0, 1, 2)), (Kind.B, (2, 1, 0))) for s in r]]
     )
-    switch, stub = CallSwitch(model, graph.units), Stub(meta_model(model, {}), made)
-    stages = {s: Stage(model, made, s, switch=switch, stub=stub) for s in range(3)}
+    switch, stub = CallSwitch(model, graph.units), Stub(meta_model(model, {}), stage_split)
+    stages = {s: Stage(model, stage_split, s, switch=switch, stub=stub) for s in range(3)}
     Pipeline(stages, plan).run([batch])
     for name, parameter in model.named_parameters():
-        assert torch.allclose(parameter.grad, wanted[name], rtol=1e-14, atol=0), name
+        assert torch.allclose(parameter.grad, expected[name], rtol=1e-14, atol=0), name
 
 
 class Leaving(nn.Linear):
-    """Leaves a value aside, in a list that it shares with others."""
+    """Appends a value to a shared list."""
 
     def __init__(self, aside: list[Tensor]) -> None:
         super().__init__(3, 3)
         self.aside = aside
 
     def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        self.aside.append(out.square().mean())
-        return out
+        output = super().forward(x)
+        self.aside.append(output.square().mean())
+        return output
 
 
 class Routed(nn.Module):
-    """Every layer leaves a value aside for the loss, as routers of experts do."""
+    """Every layer appends a value for the loss, as routers of experts do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,24 +248,24 @@ def test_side_channels_refused() -> None:
     with pytest.raises(Refusal, match="reads a value inside `layers.1`") as caught:
         split_graph(graph, [0, 0, 1])
     assert caught.value.diagnostic.code == "S610"
-    split_graph(graph, [0, 1, 1])  # both readers of what stands aside are with the loss
+    split_graph(graph, [0, 1, 1])  # the layers whose values the loss reads are in its stage
 
 
 def test_stage_calls_only_its_own() -> None:
     """A stage calls no module of another stage, and nothing at all after its last unit."""
     model, batch = models.gpt2(4), models.tokens(2)
     graph = graph_of(model, batch)
-    made = split_graph(graph, [0, 0, 0, 1, 1, 2, 2, 2])
-    stub = Stub(meta_model(model, {}), made)
+    stage_split = split_graph(graph, [0, 0, 0, 1, 1, 2, 2, 2])
+    stub = Stub(meta_model(model, {}), stage_split)
     calls: list[str] = []
     for name, module in model.named_modules():
         module.register_forward_hook(lambda m, a, o, name=name: calls.append(name))
-    stage = Stage(model, made, 1, stub=stub)
-    done = stage.forward(batch, {(2, 0): torch.zeros(2, 8, 16, dtype=torch.float64)})
+    stage = Stage(model, stage_split, 1, stub=stub)
+    result = stage.forward(batch, {(2, 0): torch.zeros(2, 8, 16, dtype=torch.float64)})
     inner = {".".join(name.split(".")[:3]) for name in calls if name.startswith("transformer.h.")}
     assert inner == {"transformer.h.1", "transformer.h.2"}
     assert not {"transformer.wte", "transformer.ln_f", "lm_head"} & set(calls)
-    assert set(done.values) == {(4, 0)} and done.output is None
+    assert set(result.values) == {(4, 0)} and result.output is None
 
 
 def test_switch_leaves_no_trace() -> None:
@@ -280,7 +280,7 @@ def test_switch_leaves_no_trace() -> None:
 
 
 def test_enter_may_be_written_into() -> None:
-    """What a stage receives may be modified in place, and the gradient is that of the original."""
+    """A received input may be modified in place; its gradient is that of the original."""
     leaf = torch.tensor([1.0, 2.0], requires_grad=True)
     x = as_graph_input(leaf)
     x.mul_(3.0)
@@ -289,7 +289,7 @@ def test_enter_may_be_written_into() -> None:
 
 
 class Chain(nn.Module):
-    """Linear maps, one weight used twice, a weight under a function, and a loose term."""
+    """Linear maps: one weight used twice, a weight inside a function, a separate term."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,49 +304,49 @@ class Chain(nn.Module):
 
 
 def test_split_equals_whole() -> None:
-    """Both halves give the gradients of one backward; single-use weights wait for the second."""
+    """Both halves of a split backward give its gradients; weights used once wait for the second."""
     model, x = Chain(), torch.rand(4, 3, dtype=torch.float64)
-    whole = x.clone().requires_grad_()
-    out, extra = model(whole)
-    torch.autograd.backward([out, extra], [torch.ones_like(out), torch.tensor(2.0).double()])
-    wanted = {n: p.grad for n, p in model.named_parameters()}
+    full_input = x.clone().requires_grad_()
+    output, extra = model(full_input)
+    torch.autograd.backward([output, extra], [torch.ones_like(output), torch.tensor(2.0).double()])
+    expected = {n: p.grad for n, p in model.named_parameters()}
     model.zero_grad()
     leaf = x.clone().requires_grad_()
-    out, extra = model(leaf)
-    ones = [torch.ones_like(out), torch.tensor(2.0).double()]
-    half = SplitBackward([out, extra], ones, [leaf])
+    output, extra = model(leaf)
+    ones = [torch.ones_like(output), torch.tensor(2.0).double()]
+    half = SplitBackward([output, extra], ones, [leaf])
     (grad,) = half.backward_inputs()
-    assert torch.equal(grad, whole.grad)
+    assert torch.equal(grad, full_input.grad)
     ready = {n for n, p in model.named_parameters() if p.grad is not None}
     assert ready == {"b"}
     half.backward_weights()
     for name, parameter in model.named_parameters():
-        assert torch.allclose(parameter.grad, wanted[name], rtol=1e-14, atol=0), name
+        assert torch.allclose(parameter.grad, expected[name], rtol=1e-14, atol=0), name
 
 
 def test_split_does_no_product_twice() -> None:
-    """The halves together multiply matrices as often as one backward does."""
+    """Both halves of a split backward together take the FLOPs of one backward."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     leaf = torch.rand(5, 8, requires_grad=True)
 
-    def flops(run: Any) -> list[int]:
-        out = model(leaf)
+    def flops(backward_parts: Any) -> list[int]:
+        output = model(leaf)
         counts = []
-        for part in run(out, torch.ones_like(out)):
+        for part in backward_parts(output, torch.ones_like(output)):
             with FlopCounterMode(display=False) as counter:
                 part()
             counts.append(counter.get_total_flops())
         return counts
 
-    def apart(out: Tensor, grad: Tensor) -> Any:
-        half = SplitBackward([out], [grad], [leaf])
+    def apart(output: Tensor, grad: Tensor) -> Any:
+        half = SplitBackward([output], [grad], [leaf])
         return half.backward_inputs, half.backward_weights
 
-    (whole,) = flops(lambda out, grad: (lambda: torch.autograd.backward(out, grad),))
-    first, second = flops(apart)
-    assert first == second == whole // 2
+    (full_flops,) = flops(lambda out, grad: (lambda: torch.autograd.backward(out, grad),))
+    inputs_flops, weights_flops = flops(apart)
+    assert inputs_flops == weights_flops == full_flops // 2
 
 
 UNITS = [
@@ -357,7 +357,7 @@ UNITS = [
 
 
 def test_cuts() -> None:
-    """Even, by name, by index: what precedes the trunk is first, what follows it is last."""
+    """Cuts are even or by name; units before the trunk are first, those after it are last."""
     assert cuts.even_stages(UNITS, 2) == (0, 0, 0, 0, 1, 1, 1)
     assert cuts.even_stages(UNITS, 5) == (0, 0, 1, 2, 3, 4, 4)
     assert cuts.stages_starting_at(UNITS, ["h.1", "h.4"]) == (0, 0, 1, 1, 1, 2, 2)
@@ -366,11 +366,11 @@ def test_cuts() -> None:
 
 
 def test_balanced_is_best() -> None:
-    """No other cut into runs has a smaller largest stage."""
+    """No other cut has a smaller largest stage."""
     from itertools import combinations
 
     for stages in range(1, 6):
-        found = cuts.balanced_stages(UNITS, stages)
+        balanced = cuts.balanced_stages(UNITS, stages)
 
         def largest(stage_of: tuple[int, ...]) -> int:
             sums: dict[int, int] = {}
@@ -379,9 +379,9 @@ def test_balanced_is_best() -> None:
             return max(sums.values())
 
         starts = combinations(["h.1", "h.2", "h.3", "h.4"], stages - 1)
-        every = (cuts.stages_starting_at(UNITS, names) for names in starts)
-        assert largest(found) == min(largest(other) for other in every)
-        assert sorted(set(found)) == list(range(stages))
+        all_cuts = (cuts.stages_starting_at(UNITS, names) for names in starts)
+        assert largest(balanced) == min(largest(candidate) for candidate in all_cuts)
+        assert sorted(set(balanced)) == list(range(stages))
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ def test_cuts_refused(call: Any, message: str) -> None:
 
 
 class Convolved(nn.Module):
-    """Convolutions with biases: what autocast gives the second one is in fewer bits already."""
+    """Convolutions with biases, of which autocast gives the second a bf16 input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -416,7 +416,7 @@ class Convolved(nn.Module):
 
 
 def test_stages_find_shapes_under_the_casts_that_they_run_under() -> None:
-    """A unit of another stage is run for its shape as autocast would run it: its bias is cast."""
+    """The shape and dtype of a unit on another stage are found under autocast."""
     model = Convolved()
     x = torch.randn(2, 3, 4, 4)
     graph = record_forward(model, [f"blocks.{k}" for k in range(3)], {"x": x})

@@ -1,4 +1,4 @@
-"""Models of many kinds, unmodified, in stages: loss and every gradient are those of the whole."""
+"""Unmodified models of many kinds in stages: loss and all gradients equal the full model's."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from schedlang.ir.modelfile import load_model_file
 from tests import models, survey
-from tests.alone import compared, cut_evenly
 from tests.docs.test_examples import ROOT
+from tests.single_process import compare_stages, cut_evenly
 
 Batch = dict[str, Any]
 T5 = functools.partial(models.t5, 3, d_kv=8)
@@ -22,7 +22,7 @@ GROUP = "albert.encoder.albert_layer_groups.0"
 
 
 def whisper() -> nn.Module:
-    """Sound in, words out: the encoder begins with convolutions."""
+    """Whisper: its encoder begins with convolutions."""
     return models.hf(
         "WhisperForConditionalGeneration",
         **models.HALVES,
@@ -38,7 +38,7 @@ def whisper() -> nn.Module:
 
 
 def vit() -> nn.Module:
-    """Pictures in patches, a class token, a head that slices."""
+    """ViT: patches, a class token, a head that slices."""
     return models.hf(
         "ViTForImageClassification",
         hidden_size=16,
@@ -52,7 +52,7 @@ def vit() -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    """Experts chosen by a router, whose scores nobody but the layer reads."""
+    """Mixtral, with router scores that only the layer reads."""
     model = models.hf(
         "MixtralForCausalLM",
         vocab_size=models.VOCAB,
@@ -69,13 +69,13 @@ def mixtral() -> nn.Module:
 
 
 class Named(nn.Module):
-    """Words to words; each layer finds its expert by a name that is made of a tensor's value."""
+    """A language model whose layers find their expert by a name from a tensor's value."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.head = nn.Embedding(models.VOCAB, 8), nn.Linear(8, models.VOCAB)
-        self.layers = nn.ModuleList(Chosen() for _ in range(3))
+        self.layers = nn.ModuleList(ChosenExpert() for _ in range(3))
         self.double()
 
     def forward(self, input_ids: Tensor, labels: Tensor, **_: Any) -> dict[str, Tensor]:
@@ -85,7 +85,7 @@ class Named(nn.Module):
         return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
 
 
-class Chosen(nn.Module):
+class ChosenExpert(nn.Module):
     """One of two experts."""
 
     def __init__(self) -> None:
@@ -93,13 +93,13 @@ class Chosen(nn.Module):
         self.experts = nn.ModuleDict({f"expert_{k}": nn.Linear(8, 8) for k in range(2)})
 
     def forward(self, x: Tensor) -> Tensor:
-        first = x.detach().isfinite().all().logical_not().long()
-        chosen: Tensor = self.experts[f"expert_{first}"](x)
-        return x + chosen.tanh()
+        index = x.detach().isfinite().all().logical_not().long()
+        expert_output: Tensor = self.experts[f"expert_{index}"](x)
+        return x + expert_output.tanh()
 
 
 def albert() -> nn.Module:
-    """One group of layers, called four times."""
+    """ALBERT: one group of layers, called four times."""
     return models.hf(
         "AlbertForMaskedLM",
         vocab_size=models.VOCAB,
@@ -113,7 +113,7 @@ def albert() -> nn.Module:
 
 
 def unet() -> nn.Module:
-    """The example: three lists, called in another order than declared."""
+    """The U-Net example: three lists, called in another order than declared."""
     torch.manual_seed(0)
     return _example().model().double()
 
@@ -122,49 +122,49 @@ def _example() -> Any:
     return load_model_file(str(ROOT / "examples/unet/model.py"), None)
 
 
-def words() -> Batch:
+def token_batch() -> Batch:
     """Token ids, some rows padded."""
     return models.tokens(4)
 
 
-def pairs() -> Batch:
-    """Sources, and targets of another length."""
+def translation_batch() -> Batch:
+    """Token ids, and labels of another length."""
     batch = models.tokens(4)
     return {**batch, "labels": batch["labels"][:, :5].contiguous()}
 
 
-def sound() -> Batch:
-    """Features in float64, and words."""
+def sound_batch() -> Batch:
+    """Audio features in float64, and labels."""
     g = torch.Generator().manual_seed(1)
     features = torch.randn(3, 4, 20, generator=g, dtype=torch.float64)
     return {"input_features": features, "labels": torch.randint(3, 60, (3, 6), generator=g)}
 
 
-def pictures() -> Batch:
+def picture_batch() -> Batch:
     """Pictures in float64, and classes."""
     g = torch.Generator().manual_seed(1)
     pixels = torch.randn(3, 3, 8, 8, generator=g, dtype=torch.float64)
     return {"pixel_values": pixels, "labels": torch.randint(5, (3,), generator=g)}
 
 
-def squares() -> Batch:
-    """A batch of the example, in float64."""
+def unet_batch() -> Batch:
+    """A batch of the U-Net example, in float64."""
     return {name: value.double() for name, value in _example().batch(0).items()}
 
 
 Case = tuple[Callable[[], nn.Module], Callable[[], Batch], int, tuple[str, ...]]
 CASES: dict[str, Case] = {
-    "gpt2": (models.gpt2, words, 3, ("transformer.h",)),
-    "llama": (models.llama, words, 4, ("model.layers",)),
-    "bert": (models.bert, words, 3, ("bert.encoder.layer",)),
-    "t5": (T5, pairs, 4, ("encoder.block", "decoder.block")),
-    "bart": (models.bart, pairs, 4, ("model.decoder.layers", "model.encoder.layers")),
-    "whisper": (whisper, sound, 4, ("model.encoder.layers", "model.decoder.layers")),
-    "vit": (vit, pictures, 4, ("vit.layers",)),
-    "mixtral": (mixtral, words, 3, ("model.layers",)),
-    "named experts": (Named, words, 3, ("layers",)),
-    "unet": (unet, squares, 5, ("down", "middle", "up")),
-    "albert": (albert, words, 3, (GROUP,)),
+    "gpt2": (models.gpt2, token_batch, 3, ("transformer.h",)),
+    "llama": (models.llama, token_batch, 4, ("model.layers",)),
+    "bert": (models.bert, token_batch, 3, ("bert.encoder.layer",)),
+    "t5": (T5, translation_batch, 4, ("encoder.block", "decoder.block")),
+    "bart": (models.bart, translation_batch, 4, ("model.decoder.layers", "model.encoder.layers")),
+    "whisper": (whisper, sound_batch, 4, ("model.encoder.layers", "model.decoder.layers")),
+    "vit": (vit, picture_batch, 4, ("vit.layers",)),
+    "mixtral": (mixtral, token_batch, 3, ("model.layers",)),
+    "named experts": (Named, token_batch, 3, ("layers",)),
+    "unet": (unet, unet_batch, 5, ("down", "middle", "up")),
+    "albert": (albert, token_batch, 3, (GROUP,)),
 }
 
 
@@ -174,36 +174,38 @@ def test_stages_equal_the_whole(name: str) -> None:
     make, draw, stages, trunks = CASES[name]
     model, batch = make(), draw()
     unrolled = {GROUP: 4} if name == "albert" else {}
-    made = cut_evenly(model, batch, stages, trunks, unrolled)
-    assert made.stages == stages and len(made.edges) >= stages - 1
-    found = compared(model, made, batch)
-    assert found.ok, found
+    stage_split = cut_evenly(model, batch, stages, trunks, unrolled)
+    assert stage_split.stages == stages and len(stage_split.edges) >= stages - 1
+    comparison = compare_stages(model, stage_split, batch)
+    assert comparison.ok, comparison
 
 
 def test_router_losses_cross_the_cut() -> None:
-    """Scores that hooks gather for the loss are sent to it, and their gradients come back."""
-    model, batch = mixtral(), words()
+    """Router scores that hooks collect for the loss are sent to its stage, with gradients."""
+    model, batch = mixtral(), token_batch()
     model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
-    made = cut_evenly(model, batch, 3, ["model.layers"])
-    told = [source for tokens in made.routes.values() for source, k in tokens if k < 0]
-    assert len(told) >= 2, made.routes
-    found = compared(model, made, batch)
-    assert found.ok, found
+    stage_split = cut_evenly(model, batch, 3, ["model.layers"])
+    hook_values = [
+        source for tokens in stage_split.routes.values() for source, k in tokens if k < 0
+    ]
+    assert len(hook_values) >= 2, stage_split.routes
+    comparison = compare_stages(model, stage_split, batch)
+    assert comparison.ok, comparison
 
 
 def test_an_encoder_and_a_decoder_send_where_it_is_read() -> None:
-    """The encoder's last state goes to every decoder stage, and straight from where it is made."""
-    made = cut_evenly(T5(), pairs(), 6, ["encoder.block", "decoder.block"])
-    senders = {edge[0] for edge in made.edges if edge[1] == 5}
+    """The encoder's last state is sent directly from its stage to every decoder stage."""
+    stage_split = cut_evenly(T5(), translation_batch(), 6, ["encoder.block", "decoder.block"])
+    senders = {edge[0] for edge in stage_split.edges if edge[1] == 5}
     assert {2, 4} <= senders  # the encoder's last stage, and the decoder's stage before
-    assert not {(0, 3), (1, 3), (0, 5)} & set(made.edges)
+    assert not {(0, 3), (1, 3), (0, 5)} & set(stage_split.edges)
 
 
 def test_skips_go_straight() -> None:
-    """What a level down made is sent to the level up that joins it, and to no stage between."""
-    made = cut_evenly(unet(), squares(), 8, ["down", "middle", "up"])
-    assert {(0, 7), (1, 6), (2, 5)} <= set(made.edges)
-    assert not {(0, 3), (0, 4), (0, 5), (0, 6), (1, 4), (1, 5)} & set(made.edges)
+    """U-Net skips are sent directly to the stage that reads them."""
+    stage_split = cut_evenly(unet(), unet_batch(), 8, ["down", "middle", "up"])
+    assert {(0, 7), (1, 6), (2, 5)} <= set(stage_split.edges)
+    assert not {(0, 3), (0, 4), (0, 5), (0, 6), (1, 4), (1, 5)} & set(stage_split.edges)
 
 
 @pytest.mark.deep
@@ -211,14 +213,14 @@ def test_skips_go_straight() -> None:
 def test_every_causal_language_model_of_the_library(kind: str) -> None:
     """Split into three stages by its largest module list: equal, or refused with a reason."""
     try:
-        model, batch = survey.ready(kind)
-    except survey.NotTiny as why:
-        pytest.skip(str(why))
+        model, batch = survey.tiny_model(kind)
+    except survey.NotTiny as error:
+        pytest.skip(str(error))
     if kind in survey.REFUSED:
         from schedlang.diagnostics.diagnostic import Refusal
 
         with pytest.raises(Refusal, match=survey.REFUSED[kind]):
-            survey.survey(model, batch)
+            survey.compare_tiny(model, batch)
         return
-    found = survey.survey(model, batch)
-    assert found.ok, found
+    comparison = survey.compare_tiny(model, batch)
+    assert comparison.ok, comparison

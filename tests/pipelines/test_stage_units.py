@@ -1,4 +1,4 @@
-"""Units: which calls a cut may fall between, and what every later forward must keep to."""
+"""Units of pipelines: calls between which a model may be cut, and checks of later forwards."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from schedlang.runtime.tracing.module_calls import record_calls
 from schedlang.runtime.tracing.recording import record_forward
 from schedlang.runtime.tracing.stage_graph import split_graph, unit_labels
 from schedlang.runtime.tracing.units import CallSwitch, is_in_trunk, units_of
-from tests.alone import compared, cut_evenly, in_stages
+from tests.single_process import compare_stages, cut_evenly, run_stages
 
 WIDTH = 4
 
 
-class Way(nn.Module):
-    """Two lists and a module beside them, called in the order that `way` spells."""
+class Calls(nn.Module):
+    """Two lists and a further module, called in the order of the text `way`."""
 
-    def __init__(self, way: str = "b0 b1 m a0 m a1", branch: bool = False) -> None:
+    def __init__(self, calls: str = "b0 b1 m a0 m a1", branch: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.a = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.b = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.m, self.idle = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.way, self.branch = way, branch
+        self.way, self.branch = calls, branch
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
-        for word in self.way.split():
-            if self.branch and len(x) == 2 and word == "a0":
-                continue  # another way for batches of two rows
-            x = torch.tanh(getattr(self, word[0])[int(word[1])](x) if word[1:] else self.m(x))
+        for call in self.way.split():
+            if self.branch and len(x) == 2 and call == "a0":
+                continue  # batches of two rows skip this unit
+            x = torch.tanh(getattr(self, call[0])[int(call[1])](x) if call[1:] else self.m(x))
         return x.square().mean()
 
 
@@ -49,7 +49,7 @@ BATCH = {"x": torch.rand(3, WIDTH, dtype=torch.float64, generator=torch.Generato
 
 def test_units_stand_in_the_order_of_calls() -> None:
     """Neither the order of lists in the model nor the order of the row matters."""
-    model = Way("b0 b1 a0 a1")
+    model = Calls("b0 b1 a0 a1")
     for trunks in (["a", "b"], ["b", "a"]):
         names = units_of(model, BATCH, trunks=trunks)
         assert names == ("b.0", "b.1", "a.0", "a.1")
@@ -58,53 +58,56 @@ def test_units_stand_in_the_order_of_calls() -> None:
 
 
 def test_a_module_stands_beside_lists() -> None:
-    """A module that is no list is one element of the trunk."""
-    model = Way("b0 b1 m a0 a1")
+    """A module that is no list is one unit of the trunk."""
+    model = Calls("b0 b1 m a0 a1")
     names = units_of(model, BATCH, trunks=["a", "b", "m"])
     assert names == ("b.0", "b.1", "m", "a.0", "a.1")
     assert is_in_trunk(model, names, ["a", "b", "m"]) == (True,) * 5
 
 
 def test_what_is_not_called_is_left_out() -> None:
-    """Elements that a batch does not reach are no units; the rest is cut and equals the whole."""
-    model = Way("b0 b1 a1")
+    """Elements that are not called are no units; the others are cut and equal the full model."""
+    model = Calls("b0 b1 a1")
     assert units_of(model, BATCH, trunks=["a", "b"]) == ("b.0", "b.1", "a.1")
-    assert compared(model, cut_evenly(model, BATCH, 3, ["a", "b"]), BATCH).ok
+    assert compare_stages(model, cut_evenly(model, BATCH, 3, ["a", "b"]), BATCH).ok
 
 
 def test_calls_in_different_gaps_are_units() -> None:
-    """A module outside the trunk, called once in each of two gaps, lives where it is called."""
-    model = Way("b0 b1 m a0 m a1")
-    made = cut_evenly(model, BATCH, 4, ["a", "b"])
-    assert made.graph.labels == ("b.0", "b.1", "m#0", "a.0", "m#1", "a.1")
-    assert made.graph.glue_parameters == () and made.shared == {
+    """A module called once in each of two gaps of the trunk is a unit in each."""
+    model = Calls("b0 b1 m a0 m a1")
+    stage_split = cut_evenly(model, BATCH, 4, ["a", "b"])
+    assert stage_split.graph.labels == ("b.0", "b.1", "m#0", "a.0", "m#1", "a.1")
+    assert stage_split.graph.glue_parameters == () and stage_split.shared == {
         "m.bias": (1, 2),
         "m.weight": (1, 2),
     }
-    assert compared(model, made, BATCH).ok
+    assert compare_stages(model, stage_split, BATCH).ok
 
 
 def test_calls_in_one_gap_are_glue() -> None:
     """A module outside the trunk that is called in a loop belongs to the code between units."""
-    model = Way("b0 b1 m m m a0 a1")
-    made = cut_evenly(model, BATCH, 2, ["a", "b"])
-    assert "m" not in made.graph.units and made.graph.glue_parameters == ("m.bias", "m.weight")
-    assert compared(model, made, BATCH).ok
+    model = Calls("b0 b1 m m m a0 a1")
+    stage_split = cut_evenly(model, BATCH, 2, ["a", "b"])
+    assert "m" not in stage_split.graph.units and stage_split.graph.glue_parameters == (
+        "m.bias",
+        "m.weight",
+    )
+    assert compare_stages(model, stage_split, BATCH).ok
 
 
 def test_a_loop_in_the_trunk_is_refused_with_its_place() -> None:
-    """S601 says how often, the line of the loop in the model's own file, and what would help."""
+    """S601 gives the number of calls, the line of the loop, and a help."""
     with pytest.raises(Refusal) as caught:
-        units_of(Way("b0 b0 b0 b1"), BATCH, trunks=["b"])
-    (told,) = caught.value.diagnostics
-    assert told.code == "S601" and "`b.0` is called 3 times" in told.title
-    assert "in a loop at test_stage_units.py:" in told.notes[0]
-    assert "`for word in self.way.split():`" in told.notes[0]
-    assert "`b.0  unroll(3)`" in told.helps[1]
+        units_of(Calls("b0 b0 b0 b1"), BATCH, trunks=["b"])
+    (diagnostic,) = caught.value.diagnostics
+    assert diagnostic.code == "S601" and "`b.0` is called 3 times" in diagnostic.title
+    assert "in a loop at test_stage_units.py:" in diagnostic.notes[0]
+    assert "`for word in self.way.split():`" in diagnostic.notes[0]
+    assert "`b.0  unroll(3)`" in diagnostic.helps[1]
 
 
 def test_the_place_is_where_both_calls_part() -> None:
-    """Of nested loops the one that makes the second call is told, not that inside of it."""
+    """Of nested loops the message names the one that causes the second call."""
 
     class Nested(nn.Module):
         def __init__(self) -> None:
@@ -127,23 +130,23 @@ def test_the_place_is_where_both_calls_part() -> None:
 
 
 def test_unrolled_calls_are_units() -> None:
-    """Each call is a unit; stages share the parameters, and gradients are those of the whole."""
-    model = Way("b0 b0 a0 b0 b1")
-    made = cut_evenly(model, BATCH, 4, ["b"], {"b.0": 3})
-    assert made.graph.labels == ("b.0#0", "b.0#1", "a.0", "b.0#2", "b.1")
-    assert made.shared["b.0.weight"] == (0, 1, 2)
-    assert compared(model, made, BATCH).ok
+    """With `unroll` each call is a unit; stages share parameters, and gradients are right."""
+    model = Calls("b0 b0 a0 b0 b1")
+    stage_split = cut_evenly(model, BATCH, 4, ["b"], {"b.0": 3})
+    assert stage_split.graph.labels == ("b.0#0", "b.0#1", "a.0", "b.0#2", "b.1")
+    assert stage_split.shared["b.0.weight"] == (0, 1, 2)
+    assert compare_stages(model, stage_split, BATCH).ok
 
 
 @pytest.mark.parametrize("times", [1, 2, 4])
 def test_another_number_of_calls_is_refused(times: int) -> None:
-    """What `unroll` says must be so."""
+    """A wrong number in `unroll` is refused."""
     with pytest.raises(Refusal, match="called 3 times in one forward, not"):
-        units_of(Way("b0 b0 b0 b1"), BATCH, trunks=["b"], unrolled={"b.0": times})
+        units_of(Calls("b0 b0 b0 b1"), BATCH, trunks=["b"], unrolled={"b.0": times})
 
 
 def test_a_start_may_be_a_container() -> None:
-    """A stage that starts at a module whose inside is in units starts at the first of them."""
+    """A stage may start at a container: it then starts at the container's first unit."""
     units = [cuts.ChainUnit(name, 1) for name in ("h.0", "h.1.a", "h.1.b", "h.2#0", "h.2#1")]
     assert cuts.stages_starting_at(units, ["h.1", "h.2"]) == (0, 1, 1, 2, 2)
     assert unit_labels(("x", "y", "x")) == ("x#0", "y", "x#1")
@@ -151,25 +154,25 @@ def test_a_start_may_be_a_container() -> None:
 
 def _stage(model: nn.Module, index: int) -> Stage:
     names = units_of(model, BATCH, trunks=["b", "a"])
-    made = split_graph(record_forward(model, names, BATCH), [0, 1, 1, 2][: len(names)])
-    stub = Stub(meta_model(model, {}), made)
-    return Stage(model, made, index, switch=CallSwitch(model, names), stub=stub)
+    stage_split = split_graph(record_forward(model, names, BATCH), [0, 1, 1, 2][: len(names)])
+    stub = Stub(meta_model(model, {}), stage_split)
+    return Stage(model, stage_split, index, switch=CallSwitch(model, names), stub=stub)
 
 
 @pytest.mark.parametrize(("index", "rows"), [(1, 2), (2, 2)])
 def test_another_way_through_the_model_is_refused(index: int, rows: int) -> None:
-    """A batch for which a recorded unit is not called never gets a made-up value."""
-    stage = _stage(Way("b0 b1 a0 a1", branch=True), index)
-    got = torch.zeros(rows, WIDTH, dtype=torch.float64)
-    received = {token: got for tokens in stage.incoming.values() for token in tokens}
+    """A batch for which a recorded unit is not called is refused (S614)."""
+    stage = _stage(Calls("b0 b1 a0 a1", branch=True), index)
+    zeros = torch.zeros(rows, WIDTH, dtype=torch.float64)
+    received = {token: zeros for tokens in stage.incoming.values() for token in tokens}
     with pytest.raises(Refusal, match=r"`a\.0` is not called") as caught:
-        stage.forward({"x": got}, received)
+        stage.forward({"x": zeros}, received)
     assert caught.value.diagnostic.code == "S614"
 
 
 def test_a_further_call_is_refused() -> None:
-    """A unit that is called once more than it was recorded is no silent second turn."""
-    model = Way("b0 b1 a0 a1")
+    """A unit that is called more often than recorded is refused."""
+    model = Calls("b0 b1 a0 a1")
     stage = _stage(model, 1)
     model.way = "b0 b1 b1 a0 a1"
     received = {(0, 0): torch.zeros(3, WIDTH, dtype=torch.float64)}
@@ -185,24 +188,24 @@ class Joining(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        first = h = self.layers[0](x)
+        first_output = h = self.layers[0](x)
         for layer in self.layers[1:]:
             h = layer(h)
-        return (h + first if len(x) > 3 else h).square().mean()
+        return (h + first_output if len(x) > 3 else h).square().mean()
 
 
 def test_a_value_that_was_never_sent_is_no_number() -> None:
-    """Code between units that reads what the record did not read ends in no plausible loss."""
+    """Code between units that reads an unrecorded value gives a NaN loss."""
     model = Joining().double()
-    made = cut_evenly(model, BATCH, 3, ["layers"])
-    assert made.edges == ((0, 1), (1, 2)) and compared(model, made, BATCH).ok
-    more = {"x": torch.rand(5, WIDTH, dtype=torch.float64)}
-    (result,) = in_stages(model, made, [more])
+    stage_split = cut_evenly(model, BATCH, 3, ["layers"])
+    assert stage_split.edges == ((0, 1), (1, 2)) and compare_stages(model, stage_split, BATCH).ok
+    large_batch = {"x": torch.rand(5, WIDTH, dtype=torch.float64)}
+    (result,) = run_stages(model, stage_split, [large_batch])
     assert result.loss.isnan()
 
 
 class Asking(nn.Module):
-    """Asks for values of numbers that it spells out itself."""
+    """Reads values of tensors that it creates from constants."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,27 +222,27 @@ class Asking(nn.Module):
 
 
 def test_spelt_numbers_are_known_without_data() -> None:
-    """Lists as indices and tensors of plain numbers keep their values on the meta device."""
+    """Constant tensors and lists as indices keep their values on the meta device."""
     model: Any = Asking().double()
-    for first in (0, 7):
-        batch = {**BATCH, "ids": torch.tensor([[first, 1, 2], [3, 4, 5], [3, 4, 5]])}
-        made = cut_evenly(model, batch, 2, ["layers"])
-        assert compared(model, made, batch).ok
+    for token in (0, 7):
+        batch = {**BATCH, "ids": torch.tensor([[token, 1, 2], [3, 4, 5], [3, 4, 5]])}
+        stage_split = cut_evenly(model, batch, 2, ["layers"])
+        assert compare_stages(model, stage_split, batch).ok
 
 
 def test_calls_that_were_seen_are_not_asked_for_again() -> None:
-    """Where every module is called once their order is known; a second call hides it."""
+    """If counts show that each module is called once, calls need not be recorded again."""
     from schedlang.runtime.tracing.module_calls import calls_from_counts
 
-    model = Way("b0 b1")
-    seen = calls_from_counts(model, {"b": 1, "b.0": 1, "b.1": 1})
-    assert seen is not None and seen.order == ("b", "b.0", "b.1")
-    assert units_of(model, BATCH, trunks=["b"], calls=seen) == units_of(model, BATCH, trunks=["b"])
+    model = Calls("b0 b1")
+    calls = calls_from_counts(model, {"b": 1, "b.0": 1, "b.1": 1})
+    assert calls is not None and calls.order == ("b", "b.0", "b.1")
+    assert units_of(model, BATCH, trunks=["b"], calls=calls) == units_of(model, BATCH, trunks=["b"])
     assert calls_from_counts(model, {"b.0": 2}) is None and calls_from_counts(model, {}) is None
 
 
 GROUP = Group(("tp",), (0, 1), 0)
-MOVED: list[Callable[[Tensor], Tensor]] = [
+COLLECTIVES: list[Callable[[Tensor], Tensor]] = [
     lambda x: collectives.gather(x, 1, GROUP, consumers_differ=True),
     lambda x: collectives.reduce(x, GROUP),
     lambda x: collectives.scatter_sum(x, 1, GROUP),
@@ -249,9 +252,11 @@ MOVED: list[Callable[[Tensor], Tensor]] = [
 ]
 
 
-@pytest.mark.parametrize("move", MOVED, ids=["gather", "reduce", "scatter", "split", "all", "dims"])
+@pytest.mark.parametrize(
+    "move", COLLECTIVES, ids=["gather", "reduce", "scatter", "split", "all", "dims"]
+)
 def test_what_a_unit_gets_through_a_collective_alone_is_read(move: Any) -> None:
-    """A collective of a dry run is made of what it is given: its unit needs the value."""
+    """A unit that reads its input only through a collective is recorded as its reader."""
 
     class Moved(nn.Module):
         def __init__(self) -> None:

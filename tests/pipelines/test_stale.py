@@ -1,4 +1,4 @@
-"""Stale weights: programs equal a sequential replay of the same versions, and of no other."""
+"""Stale weights: programs equal a sequential replay of exactly the same weight versions."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.pipeline.weight_versions import WeightVersions
 from tests import models
 from tests.engine.threads import Threads
-from tests.proofs import adamw, assert_near, planned, sgd, trained
+from tests.proofs import adamw, assert_near, make_plan, sgd, train_on_ranks
 from tests.properties.profiles import examples
 
 GATE = 1e-12
 
 
 class Chain(nn.Module):
-    """Layers of which autograd saves the weight itself (the norm's gain) and views of it."""
+    """Layers for which autograd saves weights (the norm's gain) and views of them."""
 
     def __init__(self, layers: int = 4, width: int = 5) -> None:
         super().__init__()
@@ -54,12 +54,12 @@ class Chain(nn.Module):
         return (x - y).square().mean()
 
 
-def series(rows: int, seed: int) -> dict[str, Tensor]:
+def random_batch(rows: int, seed: int) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(seed)
     return {k: torch.randn(rows, 5, generator=g, dtype=torch.float64) for k in ("x", "y")}
 
 
-def stale(
+def stale_plan(
     model: nn.Module,
     order: str,
     mesh: str,
@@ -71,29 +71,29 @@ def stale(
     trunk = {"GPT2LMHeadModel": "transformer.h", "LlamaForCausalLM": "model.layers"}
     cut = trunk.get(type(model).__name__, "layers")
     body = f"{rows}\n{cut}  pipeline_split(over=pp)\n{zero}\npipeline(order={order})"
-    return planned(model, body, mesh, relax)
+    return make_plan(model, body, mesh, relax)
 
 
-def replayed(
-    plan: Plan, batches: Sequence[Any], optimizer: Any, made: Prepared | None = None
+def replay(
+    plan: Plan, batches: Sequence[Any], optimizer: Any, prepared: Prepared | None = None
 ) -> dict[str, Tensor]:
-    """What the replay leaves, under the names that `trained` gives."""
+    """Observations of a sequential replay, under the names of `train_on_ranks`."""
     case = Case(plan, tuple(batches))
-    case = prepare_case(case) if made is None else replace(case, prepared=made)
-    subject = make_original_subject(case, Condition("", optimizer, tuple(batches)))
-    assert isinstance(subject, SequentialStale)
-    seen: dict[str, Tensor] = {}
+    case = prepare_case(case) if prepared is None else replace(case, prepared=prepared)
+    replayer = make_original_subject(case, Condition("", optimizer, tuple(batches)))
+    assert isinstance(replayer, SequentialStale)
+    observed: dict[str, Tensor] = {}
     with enter_modes(Float64()):
         for step, batch in enumerate(batches):
-            seen[f"loss {step}"] = subject.train_step(batch).clone()
-            seen[f"norm {step}"] = torch.as_tensor(subject.grad_norm)
-            grads = {n: g for n, g in subject.gradients().items() if g is not None}
-            seen |= {f"grad {step} {name}": grad.clone() for name, grad in grads.items()}
-    seen |= {f"state {name}": value.clone() for name, value in subject.state_dict().items()}
-    for name, slots in subject.optimizer_state().items():
+            observed[f"loss {step}"] = replayer.train_step(batch).clone()
+            observed[f"norm {step}"] = torch.as_tensor(replayer.grad_norm)
+            grads = {n: g for n, g in replayer.gradients().items() if g is not None}
+            observed |= {f"grad {step} {name}": grad.clone() for name, grad in grads.items()}
+    observed |= {f"state {name}": value.clone() for name, value in replayer.state_dict().items()}
+    for name, slots in replayer.optimizer_state().items():
         for slot, value in slots.items():
-            seen[f"optimizer {slot} {name}"] = torch.as_tensor(value).clone()
-    return seen
+            observed[f"optimizer {slot} {name}"] = torch.as_tensor(value).clone()
+    return observed
 
 
 class Pair(Chain):
@@ -115,10 +115,10 @@ ORDERS = {
 @pytest.mark.parametrize("name", ORDERS)
 def test_equal_to_the_replay(name: str, stages: int, optimizer: Any, threads: Threads) -> None:
     """Three steps of SGD with momentum and of AdamW: losses, gradients, weights, moments."""
-    plan = stale(Chain(), ORDERS[name], f"pp={stages}")
-    batches = [series(17, seed) for seed in range(3)]  # uneven microbatches
-    seen = trained(threads, plan, batches, optimizer)
-    assert_near(seen, replayed(plan, batches, optimizer), GATE)
+    plan = stale_plan(Chain(), ORDERS[name], f"pp={stages}")
+    batches = [random_batch(17, seed) for seed in range(3)]  # uneven microbatches
+    observed = train_on_ranks(threads, plan, batches, optimizer)
+    assert_near(observed, replay(plan, batches, optimizer), GATE)
 
 
 @pytest.mark.parametrize(
@@ -131,27 +131,31 @@ def test_equal_to_the_replay(name: str, stages: int, optimizer: Any, threads: Th
     ],
 )
 def test_with_rows_that_change_backwards(order: str, rows: str, threads: Threads) -> None:
-    """A recomputed forward meets the weights of the first; halves of a backward meet the same."""
-    plan = stale(Chain(), order, "pp=2", rows)
-    batches = [series(12, seed) for seed in range(2)]
-    assert_near(trained(threads, plan, batches), replayed(plan, batches, sgd), GATE)
+    """Recomputed forwards, split backwards and offloads read the weights of their forward."""
+    plan = stale_plan(Chain(), order, "pp=2", rows)
+    batches = [random_batch(12, seed) for seed in range(2)]
+    assert_near(train_on_ranks(threads, plan, batches), replay(plan, batches, sgd), GATE)
 
 
 def test_staleness_is_real() -> None:
-    """The orders differ from each other by far more than rounding, and so do sizes of updates."""
-    batches = [series(16, 0), series(16, 1)]
+    """Orders and sizes of updates differ by far more than rounding."""
+    batches = [random_batch(16, 0), random_batch(16, 1)]
     texts = [*ORDERS.values(), '"PipeDream", micro=8, every=2', '"PipeMare", micro=8, every=4']
-    losses = [float(replayed(stale(Chain(), t, "pp=4"), batches, sgd)["loss 1"]) for t in texts]
-    apart = [abs(a - b) for k, a in enumerate(losses) for b in losses[:k]]
-    assert min(apart) > 1e-6
+    losses = [float(replay(stale_plan(Chain(), t, "pp=4"), batches, sgd)["loss 1"]) for t in texts]
+    differences = [abs(a - b) for k, a in enumerate(losses) for b in losses[:k]]
+    assert min(differences) > 1e-6
 
 
-def linear(weights: Sequence[Tensor], x: Tensor, y: Tensor) -> Any:
+def loss_and_gradients(weights: Sequence[Tensor], x: Tensor, y: Tensor) -> Any:
     """Loss and gradients of |x A B - y|^2 / n at A and B of the forward, and B of the backward."""
-    a, b, back = weights
+    a, b, b_backward = weights
     residual = x @ a @ b - y
-    d = 2 * residual / residual.numel()
-    return float(residual.square().mean()), x.T @ (d @ back.T), (x @ a).T @ d
+    output_grad = 2 * residual / residual.numel()
+    return (
+        float(residual.square().mean()),
+        x.T @ (output_grad @ b_backward.T),
+        (x @ a).T @ output_grad,
+    )
 
 
 class Product(nn.Module):
@@ -178,9 +182,9 @@ class Product(nn.Module):
     ],
 )
 def test_equal_to_gradients_by_hand(order: str, first: Any, second: Any, threads: Threads) -> None:
-    """Plain SGD with the papers' rules written out in matrices, without autograd or a table."""
-    plan, batch = stale(Product(), order, "pp=2"), series(8, 3)
-    made = trained(
+    """SGD with the papers' rules, computed by hand in matrices without autograd."""
+    plan, batch = stale_plan(Product(), order, "pp=2"), random_batch(8, 3)
+    observed = train_on_ranks(
         threads, plan, [batch], lambda named: torch.optim.SGD([p for _, p in named], lr=0.5)
     )
     a = [Product().layers[0].weight.detach().T.clone()]
@@ -189,22 +193,24 @@ def test_equal_to_gradients_by_hand(order: str, first: Any, second: Any, threads
     if first is not None:
         for k, (x, y) in enumerate(parts):  # delays of F and B on each stage
             fa, fb, bb = max(0, k - first[0]), k - second[0], k - second[1]
-            _, ga, gb = linear((a[fa], b[fb], b[bb]), x, y)
+            _, ga, gb = loss_and_gradients((a[fa], b[fb], b[bb]), x, y)
             a.append(a[-1] - 0.5 * ga)
             b.append(b[-1] - 0.5 * gb)
     else:
         for t, pair in enumerate((parts[:2], parts[2:])):
-            at = max(0, t - 1)
-            both = [linear((a[at], b[at], b[at]), x, y)[1:] for x, y in pair]
-            a.append(a[-1] - 0.5 * (both[0][0] + both[1][0]) / 2)
-            b.append(b[-1] - 0.5 * (both[0][1] + both[1][1]) / 2)
-    for name, want in (("layers.0.weight", a[-1].T), ("layers.1.weight", b[-1].T)):
-        assert float((made[f"state {name}"] - want).norm()) < GATE * float(want.norm())
+            version = max(0, t - 1)
+            gradient_pairs = [
+                loss_and_gradients((a[version], b[version], b[version]), x, y)[1:] for x, y in pair
+            ]
+            a.append(a[-1] - 0.5 * (gradient_pairs[0][0] + gradient_pairs[1][0]) / 2)
+            b.append(b[-1] - 0.5 * (gradient_pairs[0][1] + gradient_pairs[1][1]) / 2)
+    for name, expected in (("layers.0.weight", a[-1].T), ("layers.1.weight", b[-1].T)):
+        assert float((observed[f"state {name}"] - expected).norm()) < GATE * float(expected.norm())
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> Timeline:
-    """1F1B over two stages with an update after any microbatch, and any version kept for each."""
+def version_tables(draw: st.DrawFn) -> Timeline:
+    """Strategy: 1F1B over two stages, with updates after any microbatch and any versions."""
     micro = 4
     ends = draw(st.sets(st.integers(0, micro - 2))) | {micro - 1}
     rows = []
@@ -224,30 +230,30 @@ def tables(draw: st.DrawFn) -> Timeline:
 
 
 @examples(5)
-@given(tables())
+@given(version_tables())
 def test_any_table_of_versions(threads: Threads, table: Timeline) -> None:
     """Whatever versions rows read, the program equals the replay of the same table."""
-    plan = stale(Pair(), '"PipeDream", micro=4', "pp=2")
-    batches = [series(9, seed) for seed in range(2)]
+    plan = stale_plan(Pair(), '"PipeDream", micro=4', "pp=2")
+    batches = [random_batch(9, seed) for seed in range(2)]
     case = prepare_case(Case(plan, tuple(batches)))
     assert case.prepared is not None
-    made = replace(case.prepared, staged=replace(case.prepared.staged, timeline=table))
+    prepared = replace(case.prepared, staged=replace(case.prepared.staged, timeline=table))
     if update_versions(table).max() == 1:
-        return  # the plain loop, which other tests compare
-    seen = trained(threads, plan, batches, prepared=made)
-    assert_near(seen, replayed(plan, batches, sgd, made), GATE)
+        return  # not stale: other tests compare this
+    observed = train_on_ranks(threads, plan, batches, prepared=prepared)
+    assert_near(observed, replay(plan, batches, sgd, prepared), GATE)
 
 
 # -- real models, the whole proof ---------------------------------------------------------------
 
 CASES = {
-    "gpt2": lambda: stale(
+    "gpt2": lambda: stale_plan(
         models.gpt2(2, 0.1, tied=False),
         '"PipeDream", micro=2',
         "dp=2, pp=2",
         zero="zero(stage=0, over=dp)",
     ),
-    "llama, not kept": lambda: stale(
+    "llama, not kept": lambda: stale_plan(
         models.llama(2),
         '"PipeMare", micro=3, every=1',
         "pp=2, tp=2",
@@ -263,7 +269,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_proof_holds(name: str, threads: Threads) -> None:
-    """With replicas, shards, dropout, recomputation, uneven labels; and where nothing is stale."""
+    """The proof holds with replicas, shards and dropout, also in the limit without staleness."""
     batches = tuple(models.tokens(rows=6, seed=seed) for seed in (5, 2))
     report = prove(Case(CASES[name](), batches, dtype="none"), pool=threads)  # type: ignore[arg-type]
     assert report.ok, str(report)
@@ -275,8 +281,8 @@ def test_the_proof_holds(name: str, threads: Threads) -> None:
 
 def test_on_processes_and_in_the_working_dtype(pool: Pool) -> None:
     """The proof on ranks of their own, with a model in float32 beside float64."""
-    plan = stale(Chain().float(), '"PipeDream", micro=4', "pp=2")
-    batches = tuple({k: v.float() for k, v in series(8, s).items()} for s in (1, 2))
+    plan = stale_plan(Chain().float(), '"PipeDream", micro=4', "pp=2")
+    batches = tuple({k: v.float() for k, v in random_batch(8, s).items()} for s in (1, 2))
     report = prove(Case(plan, batches), pool=pool)
     assert report.ok, str(report)
     assert any("working dtype" in row.kind for row in report.rows)
@@ -285,72 +291,76 @@ def test_on_processes_and_in_the_working_dtype(pool: Pool) -> None:
 # -- what is kept, and for how long -------------------------------------------------------------
 
 
-def most_kept(plan: Plan, batch: Any) -> tuple[int, int]:
-    """On this rank: the most versions held at a time, and those held after the step."""
-    made = build(plan, batch, optimizer=sgd)
-    versions, seen = made._versions, []
+def count_versions(plan: Plan, batch: Any) -> tuple[int, int]:
+    """On this rank: the largest number of versions in a step, and the number after it."""
+    built = build(plan, batch, optimizer=sgd)
+    versions, counts = built._versions, []
     assert isinstance(versions, WeightVersions)
-    plain = versions.prepare
+    original = versions.prepare
 
     def before(op: Any) -> None:
-        plain(op)
-        seen.append(versions.stored_count)
+        original(op)
+        counts.append(versions.stored_count)
 
     vars(versions)["prepare"] = before
-    made.train_step(batch)
-    return max(seen), versions.stored_count
+    built.train_step(batch)
+    return max(counts), versions.stored_count
 
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_as_many_copies_as_the_timeline_says(name: str, threads: Threads) -> None:
-    """A rank never holds more versions than `weight_copies`, reaches them, and ends with one."""
-    plan = stale(Chain(), ORDERS[name], "pp=4")
+    """A rank holds at most exactly `weight_copies` versions, and one after the step."""
+    plan = stale_plan(Chain(), ORDERS[name], "pp=4")
     assert plan.order is not None
-    want = weight_copies(plan.order.timeline(4)).tolist()
-    assert threads.run(most_kept, 4, plan, series(16, 0)) == [(most, 1) for most in want]
+    expected = weight_copies(plan.order.timeline(4)).tolist()
+    assert threads.run(count_versions, 4, plan, random_batch(16, 0)) == [
+        (count, 1) for count in expected
+    ]
 
 
 def test_an_update_without_labels_changes_nothing(threads: Threads) -> None:
-    """Its microbatches weigh nothing: no moment decays, and the versions go on from the same."""
-    plan = stale(models.gpt2(2, tied=False), '"PipeDream", micro=4', "pp=2")
+    """An update whose microbatches have no labels changes no weight and no moment."""
+    plan = stale_plan(models.gpt2(2, tied=False), '"PipeDream", micro=4', "pp=2")
     batch = models.tokens(rows=8, seed=5)
     batch["labels"][2:4] = -100
-    seen = trained(threads, plan, [batch, batch], adamw)
-    assert_near(seen, replayed(plan, [batch, batch], adamw), GATE)
-    assert float(seen["optimizer step lm_head.weight"]) == 6
+    observed = train_on_ranks(threads, plan, [batch, batch], adamw)
+    assert_near(observed, replay(plan, [batch, batch], adamw), GATE)
+    assert float(observed["optimizer step lm_head.weight"]) == 6
 
 
-def by_rank(plan: Plan, batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """On this rank: steps on its own rows alone, and the state that they leave."""
+def train_own_rows(plan: Plan, batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """On this rank: train on its own rows, and return the state."""
     with enter_modes(Float64()):
-        made = build(plan, batches[0], optimizer=sgd)
-        mine = made.assembly.ranks.mesh.index(made.assembly.ranks.rank, ("dp",))
+        built = build(plan, batches[0], optimizer=sgd)
+        index = built.assembly.ranks.mesh.index(built.assembly.ranks.rank, ("dp",))
         for batch in batches:
-            made.train_step({k: v.chunk(2)[mine] for k, v in batch.items()}, local=True)
-    return {name: value.clone() for name, value in made.state_dict().items()}
+            built.train_step({k: v.chunk(2)[index] for k, v in batch.items()}, local=True)
+    return {name: value.clone() for name, value in built.state_dict().items()}
 
 
 def test_each_rank_brings_its_rows(threads: Threads) -> None:
-    """With `local=True` replicas tell each other what the parts of every update weigh."""
-    plan = stale(
+    """With `local=True` replicas exchange the weights of each update's parts."""
+    plan = stale_plan(
         models.gpt2(2, tied=False),
         '"PipeDream", micro=3, every=1',
         "dp=2, pp=2",
         zero="zero(stage=0, over=dp)",
     )
     batches = [models.tokens(rows=8, seed=seed) for seed in (5, 2)]
-    want = replayed(plan, batches, sgd)
-    for seen in threads.run(by_rank, 4, plan, batches):
-        for name, value in seen.items():
-            assert float((value - want[f"state {name}"]).norm()) < 1e-9 * float(value.norm()), name
+    expected = replay(plan, batches, sgd)
+    for observed in threads.run(train_own_rows, 4, plan, batches):
+        for name, value in observed.items():
+            assert float((value - expected[f"state {name}"]).norm()) < 1e-9 * float(value.norm()), (
+                name
+            )
 
 
 def test_the_static_proof_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums, messages and weights of each update are in order; weights of the whole step are not."""
-    plan = stale(Chain(), '"PipeDream", micro=8', "dp=2, pp=2", zero="zero(stage=0, over=dp)")
-    assert not static(plan, series(16, 0)).problems
-    plain = program.sum_update_weights
+    """Static proofs hold; weights of the full step instead of each update are found (S716)."""
+    plan = stale_plan(Chain(), '"PipeDream", micro=8', "dp=2, pp=2", zero="zero(stage=0, over=dp)")
+    assert not static(plan, random_batch(16, 0)).problems
+    original = program.sum_update_weights
     monkeypatch.setattr(
-        program, "sum_update_weights", lambda *args: {k: 16.0 for k in plain(*args)}
+        program, "sum_update_weights", lambda *args: {k: 16.0 for k in original(*args)}
     )
-    assert [one.code for one in static(plan, series(16, 0)).problems] == ["S716"]
+    assert [problem.code for problem in static(plan, random_batch(16, 0)).problems] == ["S716"]

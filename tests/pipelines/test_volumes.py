@@ -1,4 +1,4 @@
-"""Convolutions over volumes in a pipeline that is balanced by time (LAMP, Zhu et al. 2020)."""
+"""3-D convolutions in a pipeline that is balanced by time (LAMP, Zhu et al. 2020)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from schedlang.ir.memory import find_heaviest
 from schedlang.passes.simulate.account import account
 from tests.engine.threads import Threads
-from tests.proofs import planned, proven
+from tests.proofs import assert_proven, make_plan
 
 ROWS = 'down, up  pipeline_split(over=pp, balance=time)\npipeline(order="GPipe", micro=2)'
 
@@ -29,7 +29,7 @@ class Level(nn.Module):
 
 
 class Volumes(nn.Module):
-    """A U-Net of three dims: what each level down made is joined on the way up."""
+    """A 3-D U-Net with skip connections."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Volumes(nn.Module):
         self.leave = nn.Conv3d(width, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x[rows, 1, depth, height, width] -> the mean square of what is made of it"""
+        """x[rows, 1, depth, height, width] -> the mean square of the output"""
         h, skips = self.enter(x), []
         for level in self.down:
             h = level(h)
@@ -60,17 +60,17 @@ def batch(seed: int = 0, side: int = 8) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.deep)])
 def test_a_net_of_volumes_is_proven(stages: int, threads: Threads) -> None:
-    """Outputs, gradients and three steps; skips go straight to where they are joined."""
-    plan = planned(Volumes(), ROWS, f"pp={stages}")
-    proven(threads, plan, [batch(), batch(1)])
+    """The proof holds for a pipeline with skip connections."""
+    plan = make_plan(Volumes(), ROWS, f"pp={stages}")
+    assert_proven(threads, plan, [batch(), batch(1)])
 
 
 def test_a_whole_volume_fits_where_one_rank_is_too_small() -> None:
-    """The fullest of four ranks holds less than two thirds of what one rank alone holds."""
+    """The peak on four ranks is less than two thirds of that on one rank."""
 
     def peak(mesh: str) -> int:
-        made = account(planned(Volumes(), ROWS, mesh), batch(side=32), memory=True)
-        assert made.memory
-        return find_heaviest(made.memory).peak
+        costs = account(make_plan(Volumes(), ROWS, mesh), batch(side=32), memory=True)
+        assert costs.memory
+        return find_heaviest(costs.memory).peak
 
     assert peak("pp=4") < peak("pp=1") * 2 / 3

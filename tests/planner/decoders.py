@@ -1,4 +1,4 @@
-"""Decoders as chains of a planner in closed form: no model is made, no step is played."""
+"""Cost chains of decoders for the planner, in closed form: no model is built or simulated."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ HALF = 2  # bytes of a number in 16 bits
 class Decoder:
     """Sizes of a decoder.
 
-    inner    width between the two products of a feed-forward, or of one expert
+    inner    hidden width of a feed-forward, or of one expert
     kv       heads of keys and values; None: as many as heads
     gated    SwiGLU's three products and norms without a mean (Llama), else GELU's two with dropout
-    flash    attention whose scores never reach memory; else they are written and read
-    experts  of a layer, of which `top` see a token; 0: a plain feed-forward
-    tied     the head multiplies with the embedding's table
+    flash    fused attention, whose scores never reach memory; else they are written and read
+    experts  in a layer, of which each token uses `top`; 0: a plain feed-forward
+    tied     the head uses the embedding's weight
     """
 
     layers: int
@@ -46,7 +46,7 @@ class Decoder:
 
     @property
     def narrow(self) -> int:
-        """Width of the keys, and of the values."""
+        """The width of the keys, and of the values."""
         return self.width // self.heads * (self.kv or self.heads)
 
 
@@ -55,7 +55,7 @@ def decoder(
     width: int,
     heads: int,
     inner: int,
-    words: int,
+    vocab: int,
     length: int,
     kv: int | None = None,
     gated: bool = False,
@@ -64,167 +64,203 @@ def decoder(
     top: int = 2,
     tied: bool = False,
 ) -> Callable[[Placement], Chain]:
-    """Make the profiles of a decoder: its chain under any placement, the same one each time."""
-    one = Decoder(layers, width, heads, inner, words, length, kv, gated, flash, experts, top, tied)
+    """Return the profiles of a decoder: a cached function from a placement to its chain."""
+    sizes = Decoder(
+        layers, width, heads, inner, vocab, length, kv, gated, flash, experts, top, tied
+    )
 
     @cache
-    def profiles(at: Placement) -> Chain:
+    def profiles(placement: Placement) -> Chain:
         runs = (
-            UnitRun(_embedding(one, at), 1),
-            UnitRun(_layer(one, at), layers),
-            UnitRun(_head(one, at), 1),
+            UnitRun(_embedding(sizes, placement), 1),
+            UnitRun(_layer(sizes, placement), layers),
+            UnitRun(_head(sizes, placement), 1),
         )
-        return Chain(at, runs, ((0, 2),) if tied else ())
+        return Chain(placement, runs, ((0, 2),) if tied else ())
 
     return profiles
 
 
-def _product(rows: float, ins: float, outs: float, count: float = 1) -> OperatorCost:
-    moved = HALF * (rows * ins + ins * outs + rows * outs)
-    return OperatorCost("product", 2 * rows * ins * outs, moved, count)
+def _product(
+    rows: float, in_features: float, out_features: float, count: float = 1
+) -> OperatorCost:
+    moved_bytes = HALF * (rows * in_features + in_features * out_features + rows * out_features)
+    return OperatorCost("product", 2 * rows * in_features * out_features, moved_bytes, count)
 
 
-def _back(rows: float, ins: float, outs: float, count: float = 1) -> OperatorCost:
-    """Both gradients of a product: each another product of the same three sizes."""
-    one = _product(rows, ins, outs)
-    return OperatorCost("product", one.flops, one.moved, 2 * count)
+def _grads(rows: float, ins: float, outs: float, count: float = 1) -> OperatorCost:
+    """Return the cost of both gradients of a product: each a product of the same sizes."""
+    product = _product(rows, ins, outs)
+    return OperatorCost("product", product.flops, product.moved, 2 * count)
 
 
-def _pass(numbers: float, count: float = 1, cause: str = "") -> OperatorCost:
-    """One pass that reads and writes so many numbers in 16 bits."""
+def _elementwise(numbers: float, count: float = 1, cause: str = "") -> OperatorCost:
+    """Return the cost of an elementwise pass that moves so many 16-bit numbers."""
     return OperatorCost("other", 0.0, HALF * numbers, count, cause)
 
 
-def _embedding(one: Decoder, at: Placement) -> Unit:
-    tokens = at.rows * one.length / at.cp / at.slices
-    wide, split = tokens * one.width, at.tp if at.sequence else 1
-    op = "reduce_scatter" if at.sequence else "all_reduce"
-    sent = (CollectiveCost(op, "tp", HALF * wide),) if at.tp > 1 else ()
-    back = (CollectiveCost("all_gather", "tp", HALF * wide),) if at.tp > 1 and at.sequence else ()
+def _embedding(sizes: Decoder, placement: Placement) -> Unit:
+    tokens = placement.rows * sizes.length / placement.cp / placement.slices
+    activations, split = tokens * sizes.width, placement.tp if placement.sequence else 1
+    op = "reduce_scatter" if placement.sequence else "all_reduce"
+    sent = (CollectiveCost(op, "tp", HALF * activations),) if placement.tp > 1 else ()
+    backward = (
+        (CollectiveCost("all_gather", "tp", HALF * activations),)
+        if placement.tp > 1 and placement.sequence
+        else ()
+    )
     return Unit(
         "embedding",
-        one.words * one.width // at.tp,
-        Work((_pass(2 * wide),), sent),
-        Work((_pass(2 * wide),), back),
+        sizes.words * sizes.width // placement.tp,
+        Work((_elementwise(2 * activations),), sent),
+        Work((_elementwise(2 * activations),), backward),
         kept=8 * tokens,
         input=8 * tokens,
-        peak=HALF * wide,
-        output=HALF * wide / split,
+        peak=HALF * activations,
+        output=HALF * activations / split,
     )
 
 
-def _head(one: Decoder, at: Placement) -> Unit:
-    """The last norm, logits and a cross entropy in 32 bits over split logits."""
-    tokens = at.rows * one.length / at.cp / at.slices
-    wide, words, split = tokens * one.width, one.words / at.tp, at.tp if at.sequence else 1
-    loss = OperatorCost("other", 0.0, 4 * tokens * words, 3, "loss")
-    rows = tuple(CollectiveCost("all_reduce", "tp", 4 * tokens, 3) for _ in "m" if at.tp > 1)
-    gather = (CollectiveCost("all_gather", "tp", HALF * wide),) if at.tp > 1 and at.sequence else ()
-    op = "reduce_scatter" if at.sequence else "all_reduce"
-    summed = (CollectiveCost(op, "tp", HALF * wide),) if at.tp > 1 else ()
+def _head(sizes: Decoder, placement: Placement) -> Unit:
+    """Return the unit of the last norm, the logits and a 32-bit cross entropy over split logits."""
+    tokens = placement.rows * sizes.length / placement.cp / placement.slices
+    activations, vocab, split = (
+        tokens * sizes.width,
+        sizes.words / placement.tp,
+        placement.tp if placement.sequence else 1,
+    )
+    loss = OperatorCost("other", 0.0, 4 * tokens * vocab, 3, "loss")
+    rows = tuple(CollectiveCost("all_reduce", "tp", 4 * tokens, 3) for _ in "m" if placement.tp > 1)
+    gather = (
+        (CollectiveCost("all_gather", "tp", HALF * activations),)
+        if placement.tp > 1 and placement.sequence
+        else ()
+    )
+    op = "reduce_scatter" if placement.sequence else "all_reduce"
+    summed = (CollectiveCost(op, "tp", HALF * activations),) if placement.tp > 1 else ()
     return Unit(
         "head",
-        one.words * one.width // at.tp + one.width,
-        Work((_pass(4 * wide / split), _product(tokens, one.width, words), loss), gather + rows),
-        Work((_pass(6 * wide / split), _back(tokens, one.width, words), loss), summed + gather),
-        kept=HALF * 2 * wide / split + 6 * tokens * words,
-        input=HALF * wide / split,
-        peak=8 * tokens * words,
+        sizes.words * sizes.width // placement.tp + sizes.width,
+        Work(
+            (_elementwise(4 * activations / split), _product(tokens, sizes.width, vocab), loss),
+            gather + rows,
+        ),
+        Work(
+            (_elementwise(6 * activations / split), _grads(tokens, sizes.width, vocab), loss),
+            summed + gather,
+        ),
+        kept=HALF * 2 * activations / split + 6 * tokens * vocab,
+        input=HALF * activations / split,
+        peak=8 * tokens * vocab,
         output=0.0,
     )
 
 
-def _layer(one: Decoder, at: Placement) -> Unit:
-    tokens, split = at.rows * one.length / at.cp / at.slices, at.tp if at.sequence else 1
-    wide = tokens * one.width
-    attention, attended = _attention(one, at, tokens)
-    fed, feed = _feed(one, at, tokens)
-    # two norms, and two sums with what goes around what they begin
-    norms = (_pass(2 * wide / split, 2, "norm"), _pass(2 * wide / split, 2))
-    weights = one.width * (2 * one.width + 2 * one.narrow) // at.tp + 2 * one.width
-    spread, numbers = fed
+def _layer(sizes: Decoder, placement: Placement) -> Unit:
+    tokens, split = (
+        placement.rows * sizes.length / placement.cp / placement.slices,
+        placement.tp if placement.sequence else 1,
+    )
+    activations = tokens * sizes.width
+    attention, score_bytes = _attention(sizes, placement, tokens)
+    numels, feed = _feed_forward(sizes, placement, tokens)
+    # two norms, and two residual sums
+    norms = (
+        _elementwise(2 * activations / split, 2, "norm"),
+        _elementwise(2 * activations / split, 2),
+    )
+    weights = sizes.width * (2 * sizes.width + 2 * sizes.narrow) // placement.tp + 2 * sizes.width
+    expert_numel, other_numel = numels
     return Unit(
         "layer",
-        weights + numbers + spread,
-        Work(norms + attention[0] + feed[0], _sent(one, at, tokens, False)),
-        Work(norms + norms + attention[1] + feed[1], _sent(one, at, tokens, True)),
-        kept=_kept(one, at, tokens),
-        input=HALF * wide / split,
-        peak=HALF * (3 * wide + 2 * tokens * one.inner / at.tp) + attended,
-        output=HALF * wide / split,
-        expert_numel=spread,
+        weights + other_numel + expert_numel,
+        Work(norms + attention[0] + feed[0], _collectives(sizes, placement, tokens, False)),
+        Work(norms + norms + attention[1] + feed[1], _collectives(sizes, placement, tokens, True)),
+        kept=_saved_bytes(sizes, placement, tokens),
+        input=HALF * activations / split,
+        peak=HALF * (3 * activations + 2 * tokens * sizes.inner / placement.tp) + score_bytes,
+        output=HALF * activations / split,
+        expert_numel=expert_numel,
     )
 
 
-Works = tuple[tuple[OperatorCost, ...], tuple[OperatorCost, ...]]  # forward, backward
+WorkPair = tuple[tuple[OperatorCost, ...], tuple[OperatorCost, ...]]  # forward, backward
 
 
-def _attention(one: Decoder, at: Placement, tokens: float) -> tuple[Works, float]:
-    """Work of attention, and the bytes of its scores while they are worked on."""
-    width, tp = one.width, at.tp
-    sizes = ((tokens, width, (width + 2 * one.narrow) / tp), (tokens, width / tp, width))
-    products = tuple(_product(*size) for size in sizes), tuple(_back(*size) for size in sizes)
-    keys = one.length * (at.slices + 1) / (2 * at.slices)  # that a token meets, in the mean
+def _attention(model: Decoder, placement: Placement, tokens: float) -> tuple[WorkPair, float]:
+    """Return the work of attention, and the bytes of its scores while they are in use."""
+    width, tp = model.width, placement.tp
+    sizes = ((tokens, width, (width + 2 * model.narrow) / tp), (tokens, width / tp, width))
+    products = tuple(_product(*size) for size in sizes), tuple(_grads(*size) for size in sizes)
+    keys = (
+        model.length * (placement.slices + 1) / (2 * placement.slices)
+    )  # that a token attends to, in the mean
     flops = 4 * tokens * keys * width / tp
-    moved = HALF * tokens * (2 * width + 2 * one.narrow) / tp
-    if one.flash:
-        ahead = OperatorCost("attention", flops, moved)
-        back = OperatorCost("attention", 2.5 * flops, 2 * moved)
-        return ((*products[0], ahead), (*products[1], back)), 0.0
-    scores = tokens * keys * one.heads / tp
-    ahead = OperatorCost("product", flops / 2, moved / 2 + HALF * scores, 2, "scores")
-    back = OperatorCost("product", flops / 2, moved / 2 + HALF * scores, 4, "scores")
-    passes = _pass(2 * scores, 3, "scores")  # scaled and masked, normalised, dropped
-    return ((*products[0], ahead, passes), (*products[1], back, passes)), 4 * scores
+    moved_bytes = HALF * tokens * (2 * width + 2 * model.narrow) / tp
+    if model.flash:
+        forward = OperatorCost("attention", flops, moved_bytes)
+        backward = OperatorCost("attention", 2.5 * flops, 2 * moved_bytes)
+        return ((*products[0], forward), (*products[1], backward)), 0.0
+    scores = tokens * keys * model.heads / tp
+    forward = OperatorCost("product", flops / 2, moved_bytes / 2 + HALF * scores, 2, "scores")
+    backward = OperatorCost("product", flops / 2, moved_bytes / 2 + HALF * scores, 4, "scores")
+    passes = _elementwise(2 * scores, 3, "scores")  # scaled and masked, normalised, dropped
+    return ((*products[0], forward, passes), (*products[1], backward, passes)), 4 * scores
 
 
-def _feed(one: Decoder, at: Placement, tokens: float) -> tuple[tuple[int, int], Works]:
-    """Numbers that `ep` has split, others, and the work of a feed-forward."""
-    into, inner = (2 if one.gated else 1), one.inner / at.tp
-    each = (into + 1) * one.width * one.inner // at.tp
-    often = one.top if one.experts else 1
-    rows = tokens * often
-    ahead = (
-        _product(rows, one.width, inner, into),
-        _product(rows, inner, one.width),
-        _pass(rows * inner * (into + 1), 1, "inner"),
+def _feed_forward(
+    sizes: Decoder, placement: Placement, tokens: float
+) -> tuple[tuple[int, int], WorkPair]:
+    """Return the elements that `ep` splits, the others, and the work of a feed-forward."""
+    into, inner = (2 if sizes.gated else 1), sizes.inner / placement.tp
+    expert_numel = (into + 1) * sizes.width * sizes.inner // placement.tp
+    uses = sizes.top if sizes.experts else 1
+    rows = tokens * uses
+    forward = (
+        _product(rows, sizes.width, inner, into),
+        _product(rows, inner, sizes.width),
+        _elementwise(rows * inner * (into + 1), 1, "inner"),
     )
-    back = (
-        _back(rows, one.width, inner, into),
-        _back(rows, inner, one.width),
-        _pass(rows * inner * (2 * into + 1), 1, "inner"),
+    backward = (
+        _grads(rows, sizes.width, inner, into),
+        _grads(rows, inner, sizes.width),
+        _elementwise(rows * inner * (2 * into + 1), 1, "inner"),
     )
-    if not one.experts:
-        return (0, each), (ahead, back)
-    router = (tokens, one.width, one.experts)
-    works = (*ahead, _product(*router)), (*back, _back(*router))
-    return (each * one.experts // at.ep, one.width * one.experts), works
+    if not sizes.experts:
+        return (0, expert_numel), (forward, backward)
+    router = (tokens, sizes.width, sizes.experts)
+    works = (*forward, _product(*router)), (*backward, _grads(*router))
+    return (expert_numel * sizes.experts // placement.ep, sizes.width * sizes.experts), works
 
 
-def _sent(one: Decoder, at: Placement, tokens: float, backward: bool) -> tuple[CollectiveCost, ...]:
-    """Messages of a layer: Megatron's two sums, or gathers and scatters; a ring; experts."""
-    wide, found = HALF * tokens * one.width, list[CollectiveCost]()
-    if at.tp > 1 and at.sequence:
-        found = [CollectiveCost("all_gather", "tp", wide, 4 if backward else 2)]  # inputs once more
-        found += [CollectiveCost("reduce_scatter", "tp", wide, 2)]
-    elif at.tp > 1:
-        found = [CollectiveCost("all_reduce", "tp", wide, 2)]
-    if at.cp > 1:
-        ring = HALF * tokens * 2 * one.narrow / at.tp * (2 if backward else 1)
-        found += [CollectiveCost("send", "cp", ring, at.cp - 1)]
-    if one.experts and at.ep > 1:
-        found += [CollectiveCost("all_to_all", "ep", wide * one.top, 2)]
-    return tuple(found)
+def _collectives(
+    sizes: Decoder, placement: Placement, tokens: float, backward: bool
+) -> tuple[CollectiveCost, ...]:
+    """Return the collectives of a layer: tensor, context and expert parallelism."""
+    activation_bytes, collectives = HALF * tokens * sizes.width, list[CollectiveCost]()
+    if placement.tp > 1 and placement.sequence:
+        collectives = [
+            CollectiveCost("all_gather", "tp", activation_bytes, 4 if backward else 2)
+        ]  # inputs once more
+        collectives += [CollectiveCost("reduce_scatter", "tp", activation_bytes, 2)]
+    elif placement.tp > 1:
+        collectives = [CollectiveCost("all_reduce", "tp", activation_bytes, 2)]
+    if placement.cp > 1:
+        ring = HALF * tokens * 2 * sizes.narrow / placement.tp * (2 if backward else 1)
+        collectives += [CollectiveCost("send", "cp", ring, placement.cp - 1)]
+    if sizes.experts and placement.ep > 1:
+        collectives += [CollectiveCost("all_to_all", "ep", activation_bytes * sizes.top, 2)]
+    return tuple(collectives)
 
 
-def _kept(one: Decoder, at: Placement, tokens: float) -> float:
-    """Bytes of a layer's activations (Korthikanti et al. 2022, table 2; SwiGLU counted alike)."""
-    tp, width = at.tp, one.width
-    split = tp if at.sequence else 1
-    often = one.top if one.experts else 1
-    scores = 5 * tokens * one.length * one.heads / tp * (not one.flash)
-    if one.gated:  # inputs of two norms and of the products after them; q, k, v and their sum
-        inside = HALF * (2 * width + 2 * one.narrow + 3 * one.inner * often)
-        return tokens * (4 * HALF * width / split + inside / tp) + scores
-    inside = HALF * (2 * width + 2 * one.narrow + 2 * one.inner * often)
-    return tokens * (10 * width / split + inside / tp) + scores
+def _saved_bytes(sizes: Decoder, placement: Placement, tokens: float) -> float:
+    """Return the saved bytes of a layer (Korthikanti et al. 2022, table 2; SwiGLU likewise)."""
+    tp, width = placement.tp, sizes.width
+    split = tp if placement.sequence else 1
+    uses = sizes.top if sizes.experts else 1
+    scores = 5 * tokens * sizes.length * sizes.heads / tp * (not sizes.flash)
+    if sizes.gated:  # inputs of norms and products; q, k, v and the attention's output
+        split_bytes = HALF * (2 * width + 2 * sizes.narrow + 3 * sizes.inner * uses)
+        return tokens * (4 * HALF * width / split + split_bytes / tp) + scores
+    split_bytes = HALF * (2 * width + 2 * sizes.narrow + 2 * sizes.inner * uses)
+    return tokens * (10 * width / split + split_bytes / tp) + scores

@@ -1,4 +1,4 @@
-"""Models of transformers without values, large enough that layers tell, as sources of chains."""
+"""Models of transformers on the meta device, and the planner's profiles of their costs."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ OF_LLAMA: Mapping[str, Any] = {
 }
 
 
-def llama(layers: int = 8, **more: Any) -> nn.Module:
-    """A Llama."""
-    return LlamaForCausalLM(LlamaConfig(**OF_LLAMA, num_hidden_layers=layers, **more))
+def llama(layers: int = 8, **config: Any) -> nn.Module:
+    """Return a Llama."""
+    return LlamaForCausalLM(LlamaConfig(**OF_LLAMA, num_hidden_layers=layers, **config))
 
 
 def gpt2(layers: int = 8) -> nn.Module:
-    """A GPT-2, whose head is tied to its embedding."""
+    """Return a GPT-2, whose head is tied to its embedding."""
     config = GPT2Config(
         vocab_size=WORDS,
         n_embd=WIDTH,
@@ -54,7 +54,7 @@ def gpt2(layers: int = 8) -> nn.Module:
 
 
 def mixtral(layers: int = 4) -> nn.Module:
-    """A Mixtral of four experts."""
+    """Return a Mixtral of four experts."""
     config = MixtralConfig(
         **OF_LLAMA, num_hidden_layers=layers, num_local_experts=4, num_experts_per_tok=2
     )
@@ -63,9 +63,9 @@ def mixtral(layers: int = 4) -> nn.Module:
 
 @cache
 def profiles(make: Callable[[], nn.Module], dtype: str = "", length: int = LENGTH) -> Profiles:
-    """The chains of a model; one source for all tests that ask for the same."""
+    """Return the cached profiles of a model, shared by all tests that use the same one."""
     load_all()
     with torch.device("meta"):
-        facts = ModelFacts(make())
+        model_facts = ModelFacts(make())
     ids = torch.randint(1, WORDS, (1, length), generator=torch.Generator().manual_seed(0))
-    return Profiles(facts, {"input_ids": ids, "labels": ids}, dtype=dtype)
+    return Profiles(model_facts, {"input_ids": ids, "labels": ids}, dtype=dtype)

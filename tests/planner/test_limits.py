@@ -1,4 +1,4 @@
-"""Limits of a search: read as they are written, kept, and what they cost."""
+"""Limits of a search: parsing, refusals, effect on the best plan, and explanations."""
 
 from __future__ import annotations
 
@@ -60,23 +60,23 @@ def test_limits_are_read():
     ],
 )
 def test_what_is_no_limit_is_refused(given, code, says):
-    """A mistaken option is refused with its code and what would be legal."""
+    """A wrong option is refused with its code and the valid values."""
     with pytest.raises(Refusal) as caught:
         parse_limits(**given)
-    told = caught.value.diagnostics[0]
-    assert told.code == code
-    assert says in " ".join([told.title, *told.notes, *told.helps])
+    diagnostic = caught.value.diagnostics[0]
+    assert diagnostic.code == code
+    assert says in " ".join([diagnostic.title, *diagnostic.notes, *diagnostic.helps])
 
 
-def expanded(*lines: str) -> Limits:
+def limits_of(*lines: str) -> Limits:
     text = "\n".join(["schedule 1", "", "knob t: int = 4", "", *lines, ""])
     assert fmt(Source("x.sched", text)) == text
     return expand(parse(Source("x.sched", text)), None).limits
 
 
 def test_a_schedule_binds_a_search():
-    """Statements of a schedule are the limits that options are, and print as written."""
-    limits = expanded(
+    """`search` statements of a schedule equal the limits of options, and print as written."""
+    limits = limits_of(
         "search pin tp = [t, 2]",
         'search forbid order = [GPipe, "1f1b"]',
         "search at least dp = t // 2",
@@ -86,8 +86,8 @@ def test_a_schedule_binds_a_search():
 
 
 def test_axes_that_are_named_lie_so_among_the_others():
-    """A pin of some axes admits all orders in which they do; several bind together."""
-    limits = expanded('search pin axes = "pp-dp"', 'search pin axes = "tp-cp"')
+    """A pin of some axes admits all orders that keep their sequence; several pins combine."""
+    limits = limits_of('search pin axes = "pp-dp"', 'search pin axes = "tp-cp"')
     assert limits == parse_limits(["axes=pp-dp", "axes=tp-cp"])
     admitted = {
         order for order in map("-".join, permutations(AXES)) if limits.admits("axes", order)
@@ -112,12 +112,14 @@ def test_axes_that_are_named_lie_so_among_the_others():
     ],
 )
 def test_a_limit_that_is_none_is_refused_at_its_place(line, code, says):
-    """A mistaken limit is refused on its line."""
+    """A wrong limit is refused on its line."""
     with pytest.raises(Refusal) as caught:
-        expanded(*line.split("\n"))
-    found = caught.value.diagnostics[0]
-    assert found.code == code and says in " ".join([found.title, *found.notes, *found.helps])
-    assert found.primary.span.line == 5 + line.count("\n")
+        limits_of(*line.split("\n"))
+    diagnostic = caught.value.diagnostics[0]
+    assert diagnostic.code == code and says in " ".join(
+        [diagnostic.title, *diagnostic.notes, *diagnostic.helps]
+    )
+    assert diagnostic.primary.span.line == 5 + line.count("\n")
 
 
 @pytest.mark.parametrize(
@@ -134,15 +136,15 @@ def test_a_limit_that_is_none_is_refused_at_its_place(line, code, says):
     ids=Limits.text,
 )
 def test_limits_bind(limits):
-    """The best under limits keeps them and is not better than the free one."""
-    *_, found = search(PROFILES, replace(JOB, length=1024), limits)
-    assert found.best is not None and satisfies_limits(limits, found.best.setting)
+    """The best setting under limits satisfies them, and is not better than the unlimited one."""
+    *_, limited = search(PROFILES, replace(JOB, length=1024), limits)
+    assert limited.best is not None and satisfies_limits(limits, limited.best.setting)
     *_, free = search(PROFILES, JOB)
-    assert free.best.least <= found.best.least
+    assert free.best.least <= limited.best.least
 
 
 def test_why_prices_what_is_asked_about():
-    """A question is answered by a price and a reason, or why there is none."""
+    """A `--why` question is answered by a price and a reason, or by why there is none."""
     *_, best = search(PROFILES, JOB)
     slow = explain_rejection(PROFILES, JOB, parse_question("tp=8"), best)
     assert slow.kind == "tp = 8" and setting_values(slow.filled.setting)["tp"] == 8
@@ -159,7 +161,7 @@ def test_why_prices_what_is_asked_about():
 
 
 def test_reasons_compare_parts():
-    """The cause told is the part of a step that grew most."""
+    """The reported cause is the part of a step that grew most."""
     best = Price(10.0, (1.0,), {"computing": 8.0, "tp": 2.0})
     assert describe_slowdown(best, Price(11.2, (1.0,), {"computing": 8.4, "tp": 2.8})) == (
         "12.0% slower: tp sends 0.8 s more"
@@ -171,25 +173,27 @@ def test_reasons_compare_parts():
 
 
 def test_rejected_are_of_other_kinds_and_not_better():
-    """What was rejected differs as it says, and is slower or too large."""
-    *_, found = search(PROFILES, JOB)
-    mine = setting_values(found.best.setting)
-    assert len(found.rejected) >= 3
-    for one in found.rejected:
-        name, value = one.kind.split(" = ")
-        assert str(setting_values(one.filled.setting)[name]).lower() == value.lower()
-        assert str(mine[name]).lower() != value.lower()
-        assert one.filled.priced is None or one.filled.least >= found.best.least
+    """Rejected settings differ as they say, and are slower or too large."""
+    *_, result = search(PROFILES, JOB)
+    best_values = setting_values(result.best.setting)
+    assert len(result.rejected) >= 3
+    for rejected in result.rejected:
+        name, value = rejected.kind.split(" = ")
+        assert str(setting_values(rejected.filled.setting)[name]).lower() == value.lower()
+        assert str(best_values[name]).lower() != value.lower()
+        assert rejected.filled.priced is None or rejected.filled.least >= result.best.least
 
 
 def test_an_order_without_a_price_is_refused():
-    """A pinned order that has no price is refused before the search begins."""
+    """A pinned order without a price is refused before the search begins."""
     with pytest.raises(Refusal) as caught:
         search(PROFILES, JOB, parse_question("order=Chimera"))
-    found = caught.value.diagnostics[0]
-    assert found.code == "S109" and "does not price `Chimera`" in found.title
-    every = {one.name: parse_question(f"order={one.name}") for one in ORDERS if not one.searched}
-    for name, limits in every.items():
+    diagnostic = caught.value.diagnostics[0]
+    assert diagnostic.code == "S109" and "does not price `Chimera`" in diagnostic.title
+    questions = {
+        order.name: parse_question(f"order={order.name}") for order in ORDERS if not order.searched
+    }
+    for name, limits in questions.items():
         try:
             *_, last = search(PROFILES, JOB, limits, moves=0)
             assert last.best is None or last.best.setting.order == name
@@ -198,15 +202,15 @@ def test_an_order_without_a_price_is_refused():
 
 
 def test_placements_that_the_model_refuses_are_told():
-    """Placements without a chain are counted, and the first refusal of each code is kept."""
+    """Placements without a chain are counted; the first refusal of each code is kept."""
 
-    def some(at: Placement) -> Chain | Refusal | None:
-        if at.tp > 1:
-            return Refusal.of("S401", f"heads are no multiple of {at.tp}")
-        return PROFILES(at) if at.rows < 8 else None
+    def some(placement: Placement) -> Chain | Refusal | None:
+        if placement.tp > 1:
+            return Refusal.of("S401", f"heads are no multiple of {placement.tp}")
+        return PROFILES(placement) if placement.rows < 8 else None
 
-    *_, found = search(some, JOB)
-    assert found.best is not None and found.best.setting.placement.tp == 1
-    ((at, refusal),) = found.refused
-    assert at == Placement(1, 2) and refusal.diagnostics[0].title.endswith("of 2")
-    assert found.counts.refused > 6
+    *_, result = search(some, JOB)
+    assert result.best is not None and result.best.setting.placement.tp == 1
+    ((placement, refusal),) = result.refused
+    assert placement == Placement(1, 2) and refusal.diagnostics[0].title.endswith("of 2")
+    assert result.counts.refused > 6

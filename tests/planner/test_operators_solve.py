@@ -1,4 +1,4 @@
-"""Equality of the solver of layouts with trying every choice, on drawn graphs of few operators."""
+"""The layout solver against brute force, on random graphs of a few operators."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from hypothesis import strategies as st
 from schedlang.passes.planner.operators import solver as solver
 from schedlang.passes.planner.operators.solver import Problem, solve
 
-MOST = 8  # operators
+MAX_OPERATORS = 8  # operators
 
 
-def tried(problem: Problem, limit: float = math.inf) -> tuple[float, float] | None:
-    """Return the least seconds, and bytes of that choice, of all choices that fit."""
-    spaces = [range(len(one)) for one in problem.seconds]
+def brute_force(problem: Problem, limit: float = math.inf) -> tuple[float, float] | None:
+    """Return the least seconds and that choice's bytes, over all choices within the limit."""
+    spaces = [range(len(item)) for item in problem.seconds]
     costs = (problem.cost(choice) for choice in itertools.product(*spaces))
-    fits = [one for one in costs if one[1] <= limit and math.isfinite(one[0])]
+    fits = [item for item in costs if item[1] <= limit and math.isfinite(item[0])]
     return min(fits, default=None)
 
 
-def drawn(seed: int, variables: int, density: float, forbidden: float) -> Problem:
-    """A graph of some operators with costs that few whole numbers make, so that ties are common."""
+def random_problem(seed: int, variables: int, density: float, forbidden: float) -> Problem:
+    """Return a random problem whose costs are small integers, so that ties are common."""
     random = np.random.default_rng(seed)
     sizes = random.integers(1, 4, variables)
 
     def costs(*shape: int) -> np.ndarray:
-        made = random.integers(0, 12, shape).astype(float)
-        made[random.random(shape) < forbidden] = np.inf
-        return made
+        values = random.integers(0, 12, shape).astype(float)
+        values[random.random(shape) < forbidden] = np.inf
+        return values
 
     pairs = [p for p in itertools.combinations(range(variables), 2) if random.random() < density]
     return Problem(
@@ -42,9 +42,9 @@ def drawn(seed: int, variables: int, density: float, forbidden: float) -> Proble
 
 
 graphs = st.builds(
-    drawn,
+    random_problem,
     st.integers(0, 2**32 - 1),
-    st.integers(1, MOST),
+    st.integers(1, MAX_OPERATORS),
     st.sampled_from([0.2, 0.5, 1.0]),
     st.sampled_from([0.0, 0.1, 0.4]),
 )
@@ -53,35 +53,35 @@ graphs = st.builds(
 @given(graphs)
 @settings(max_examples=60, deadline=None)
 def test_equals_every_choice(problem: Problem) -> None:
-    """The least of all choices, or none where all are forbidden."""
-    best, found = tried(problem), solve(problem)
-    assert (found is None) == (best is None)
-    if found is not None and best is not None:
-        assert found.seconds == best[0] and found.proven
-        assert problem.cost(found.choice) == (found.seconds, found.bytes)
+    """The solution is the least of all choices, or None where all are forbidden."""
+    best, solution = brute_force(problem), solve(problem)
+    assert (solution is None) == (best is None)
+    if solution is not None and best is not None:
+        assert solution.seconds == best[0] and solution.proven
+        assert problem.cost(solution.choice) == (solution.seconds, solution.bytes)
 
 
 @given(graphs, st.floats(0, 1))
 @settings(max_examples=60, deadline=None)
 def test_equals_every_choice_under_a_limit(problem: Problem, share: float) -> None:
-    """The least of all choices that fit, or none where none does."""
-    sizes = [one.min() for one in problem.bytes], [one.max() for one in problem.bytes]
-    low, high = (float(sum(one)) for one in sizes)
-    limit = low + share * (high - low)
-    best, found = tried(problem, limit), solve(problem, limit)
-    assert (found is None) == (best is None)
-    if found is not None and best is not None:
-        assert found.seconds == best[0] and found.proven and found.bytes <= limit
+    """The solution is the least of all choices that fit, or None where none fits."""
+    sizes = [item.min() for item in problem.bytes], [item.max() for item in problem.bytes]
+    smallest, largest = (float(sum(item)) for item in sizes)
+    limit = smallest + share * (largest - smallest)
+    best, solution = brute_force(problem, limit), solve(problem, limit)
+    assert (solution is None) == (best is None)
+    if solution is not None and best is not None:
+        assert solution.seconds == best[0] and solution.proven and solution.bytes <= limit
 
 
 @given(graphs)
 @settings(max_examples=30, deadline=None)
 def test_fixes_a_variable_where_a_table_would_be_too_large(problem: Problem) -> None:
-    """The least is found through small tables, too."""
-    best, large = tried(problem), solver.MAX_CELLS
+    """The optimum is found with very small tables, too."""
+    best, old_limit = brute_force(problem), solver.MAX_CELLS
     try:
         solver.MAX_CELLS = 9
-        found = solve(problem)
+        solution = solve(problem)
     finally:
-        solver.MAX_CELLS = large
-    assert (found.seconds if found else None) == (best[0] if best else None)
+        solver.MAX_CELLS = old_limit
+    assert (solution.seconds if solution else None) == (best[0] if best else None)

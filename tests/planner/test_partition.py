@@ -1,4 +1,4 @@
-"""Stages cut by one programme equal brute force under every objective."""
+"""Pipeline partition by dynamic programming: equal to brute force under every objective."""
 
 from __future__ import annotations
 
@@ -42,87 +42,99 @@ def partition_units(
     kept: Sequence[float] = (),
     memory: float = math.inf,
 ) -> tuple[int, ...] | None:
-    """The number of units of each stage of a chain, where each stage has one device and one way;
-    `kept` are the bytes of activations of each unit."""
+    """Return the number of units per stage of a chain, with one device and one option per stage;
+    `kept` are the activation bytes of each unit."""
     forward, backward = ([0.0, *accumulate(side)] for side in zip(*times, strict=True))
     saved = [0.0, *accumulate(kept or [0.0] * len(times))]
 
-    def menu(first: int, last: int, devices: range, after: int) -> Iterator[StageOption]:
-        sides = (side[last] - side[first] for side in (forward, backward))
-        yield StageOption(*sides, kept=saved[last] - saved[first])
+    def menu(begin: int, end: int, devices: range, after: int) -> Iterator[StageOption]:
+        sides = (side[end] - side[begin] for side in (forward, backward))
+        yield StageOption(*sides, kept=saved[end] - saved[begin])
 
     problem = PartitionProblem(
         len(times), menu, micro, devices=stages, stages=stages, memory=memory
     )
-    found = find_partition(problem, objective)
-    return found.units if found else None
+    partition = find_partition(problem, objective)
+    return partition.units if partition else None
 
 
-def parts(total: int, count: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as a sum of so many, each of one at least."""
+def compositions(total: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield all ways to write `total` as an ordered sum of `count` positive integers."""
     for bars in combinations(range(1, total), count - 1):
         yield tuple(b - a for a, b in zip((0, *bars), (*bars, total), strict=True))
 
 
-def value(
+def least_value(
     problem: PartitionProblem,
     objective: Objective,
     units: tuple[int, ...],
     devices: tuple[int, ...],
 ) -> float:
-    """The least value of these stages, over all ways of each."""
-    ends, at = [0], [0]
+    """Return the least value of given stages over all of their options."""
+    ends, device_ends = [0], [0]
     for size, count in zip(units, devices, strict=True):
         ends.append(ends[-1] + size)
-        at.append(at[-1] + count)
+        device_ends.append(device_ends[-1] + count)
     stages = len(units)
     menus = [
-        list(problem.fitting_options(ends[s], ends[s + 1], range(at[s], at[s + 1]), stages - 1 - s))
+        list(
+            problem.fitting_options(
+                ends[s], ends[s + 1], range(device_ends[s], device_ends[s + 1]), stages - 1 - s
+            )
+        )
         for s in range(stages)
     ]
     best = math.inf
     for ways in product(*menus):
-        known = objective.empty
+        state = objective.empty
         for stage in reversed(range(stages)):
             if stage + 1 < stages:
-                send = problem.send(ends[stage + 1], at[stage + 1])
-                known = objective.link(known, send, problem.micro)
-            known = objective.stage(known, ways[stage], problem.micro, stages - 1 - stage)
-        best = min(best, objective.total(known, problem.micro))
+                send = problem.send(ends[stage + 1], device_ends[stage + 1])
+                state = objective.link(state, send, problem.micro)
+            state = objective.stage(state, ways[stage], problem.micro, stages - 1 - stage)
+        best = min(best, objective.total(state, problem.micro))
     return best
 
 
-def forced(problem: PartitionProblem, objective: Objective) -> float:
-    """The least value of all stages, one after the other."""
-    most = min(problem.units, problem.devices)
-    counts = (problem.stages,) if problem.stages else range(1, most + 1)
+def brute_force(problem: PartitionProblem, objective: Objective) -> float:
+    """Return the least value over all partitions, by enumeration."""
+    max_stages = min(problem.units, problem.devices)
+    counts = (problem.stages,) if problem.stages else range(1, max_stages + 1)
     return min(
-        value(problem, objective, units, devices)
+        least_value(problem, objective, units, devices)
         for count in counts
-        for units in parts(problem.units, count)
-        for devices in parts(problem.devices, count)
+        for units in compositions(problem.units, count)
+        for devices in compositions(problem.devices, count)
         if set(devices) <= set(problem.sizes)
     )
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> PartitionProblem:
-    """Chains whose stages may take several devices, and may be computed again."""
+    """Random chains whose stages may take several devices and may be recomputed."""
     times = draw(TIMES)
     count = len(times)
     devices = draw(st.integers(1, 4))
-    held, kept = (draw(st.lists(st.integers(0, 4), min_size=count, max_size=count)) for _ in "hk")
-    handed = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    state_sizes, act_sizes = (
+        draw(st.lists(st.integers(0, 4), min_size=count, max_size=count)) for _ in "hk"
+    )
+    sent_sizes = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
     memory = draw(st.sampled_from([math.inf, 40, 20, 10]))
     menus = draw(st.booleans())
 
-    def menu(first: int, last: int, some: range, after: int) -> Iterator[StageOption]:
-        ahead, back = (sum(side[first:last]) for side in zip(*times, strict=True))
-        state, acts, size = sum(held[first:last]), sum(kept[first:last]), len(some)
+    def menu(begin: int, end: int, device_range: range, after: int) -> Iterator[StageOption]:
+        forward, backward = (sum(side[begin:end]) for side in zip(*times, strict=True))
+        state, acts, size = (
+            sum(state_sizes[begin:end]),
+            sum(act_sizes[begin:end]),
+            len(device_range),
+        )
         sync = state * (size - 1) / size
-        yield StageOption(ahead / size, back / size, sync, state, acts / size)
+        yield StageOption(forward / size, backward / size, sync, state, acts / size)
         if menus:
-            yield StageOption(ahead / size, (ahead + back) / size, sync, state, kept[first] / size)
+            yield StageOption(
+                forward / size, (forward + backward) / size, sync, state, act_sizes[begin] / size
+            )
 
     sizes = draw(st.sampled_from([(1,), (1, 2), (1, 2, 3, 4)]))
     return PartitionProblem(
@@ -131,7 +143,7 @@ def problems(draw: st.DrawFn) -> PartitionProblem:
         draw(st.integers(1, 6)),
         devices,
         sizes,
-        send=lambda unit, device: handed[unit - 1],
+        send=lambda unit, device: sent_sizes[unit - 1],
         memory=memory,
     )
 
@@ -142,19 +154,21 @@ def problems(draw: st.DrawFn) -> PartitionProblem:
 def test_least_value_is_that_of_brute_force(
     objective: Objective, problem: PartitionProblem
 ) -> None:
-    """Every objective, with several devices, choices, links and memory: equal to enumeration."""
+    """Each objective equals enumeration, with devices, options, links and memory."""
     try:
-        best = forced(problem, objective)
+        best = brute_force(problem, objective)
     except ValueError:
-        best = math.inf  # the devices cannot be dealt to the units
-    found = find_partition(problem, objective)
+        best = math.inf  # the devices cannot be assigned to the units
+    partition = find_partition(problem, objective)
     if not math.isfinite(best):
-        assert found is None
+        assert partition is None
         return
-    assert found is not None
-    assert found.value == pytest.approx(best)
-    assert sum(found.units) == problem.units and sum(found.devices) == problem.devices
-    assert value(problem, objective, found.units, found.devices) == pytest.approx(best)
+    assert partition is not None
+    assert partition.value == pytest.approx(best)
+    assert sum(partition.units) == problem.units and sum(partition.devices) == problem.devices
+    assert least_value(problem, objective, partition.units, partition.devices) == pytest.approx(
+        best
+    )
 
 
 @given(problem=problems())
@@ -162,8 +176,8 @@ def test_least_value_is_that_of_brute_force(
 def test_ceilings_on_the_slowest_stage_find_what_one_pass_finds(problem: PartitionProblem) -> None:
     """Alpa's enumeration of the slowest stage equals the programme on sum and maximum."""
     links = PartitionProblem(**{**vars(problem), "send": lambda unit, device: 0.0})
-    one, other = find_partition(links, SUM), find_by_ceilings(links)
-    assert (one and pytest.approx(one.value)) == (other and other.value)
+    one_pass, by_ceilings = find_partition(links, SUM), find_by_ceilings(links)
+    assert (one_pass and pytest.approx(one_pass.value)) == (by_ceilings and by_ceilings.value)
 
 
 @given(times=TIMES, stages=st.integers(1, 4), micro=st.integers(1, 5))
@@ -171,104 +185,113 @@ def test_ceilings_on_the_slowest_stage_find_what_one_pass_finds(problem: Partiti
 def test_a_pivot_is_below_the_timeline_and_at_it_for_even_stages(
     times: list[tuple[int, int]], stages: int, micro: int
 ) -> None:
-    """A pivot is a way through 1F1B: never longer than what is played."""
+    """A pivot is a path through 1F1B: never longer than the simulated step."""
     stages = min(stages, len(times))
     units = partition_units(times, stages, micro)
     assert units is not None
-    took = _played("1F1B", times, units, micro)
-    assert _of(PIVOT, times, units, micro) <= _of(ROUNDS, times, units, micro) <= took + 1e-9
+    makespan = _simulated_time("1F1B", times, units, micro)
+    assert (
+        _objective_value(PIVOT, times, units, micro)
+        <= _objective_value(ROUNDS, times, units, micro)
+        <= makespan + 1e-9
+    )
     even = [(1, 2)] * stages
-    assert _of(PIVOT, even, (1,) * stages, micro) == _played("1F1B", even, (1,) * stages, micro)
+    assert _objective_value(PIVOT, even, (1,) * stages, micro) == _simulated_time(
+        "1F1B", even, (1,) * stages, micro
+    )
 
 
-def _of(
+def _objective_value(
     objective: Objective, times: list[tuple[int, int]], units: tuple[int, ...], micro: int
 ) -> float:
-    known, at = objective.empty, len(times)
+    state, end = objective.empty, len(times)
     for after, size in enumerate(reversed(units)):
-        some = times[at - size : at]
-        known = objective.stage(
-            known, StageOption(*map(sum, zip(*some, strict=True))), micro, after
+        stage_times = times[end - size : end]
+        state = objective.stage(
+            state, StageOption(*map(sum, zip(*stage_times, strict=True))), micro, after
         )
-        at -= size
-    return objective.total(known, micro)
+        end -= size
+    return objective.total(state, micro)
 
 
-def _played(
+def _simulated_time(
     name: str, times: list[tuple[int, int]], units: tuple[int, ...], micro: int, chunks: int = 1
 ) -> float:
     line = make_order(name, len(units) // chunks, micro, chunks)
-    at, rows = 0, []
+    begin, rows = 0, []
     for size in units:
-        rows.append([sum(s) for s in zip(*times[at : at + size], strict=True)])
-        at += size
+        rows.append([sum(s) for s in zip(*times[begin : begin + size], strict=True)])
+        begin += size
     share = {Kind.F: (1, 0), Kind.B: (0, 1), Kind.I: (0, 0.5), Kind.W: (0, 0.5)}
-    took = [
+    durations = [
         float(sum(a * b for a, b in zip(share[Kind(k)], rows[s], strict=True)))
         for k, s in zip(line.kind.tolist(), line.stage.tolist(), strict=True)
     ]
-    return float(simulate_timeline(line, np.array(took)).makespan)
+    return float(simulate_timeline(line, np.array(durations)).makespan)
 
 
 def test_phases_by_hand() -> None:
-    """Even stages take (m + p - 1) (f + b); a slow first stage begins with all its forwards."""
-    assert _value(PHASES, [(1.0, 2.0)] * 4, 8) == (8 + 4 - 1) * 3.0
+    """Even stages take (m + p - 1) (f + b); a slow first stage starts with all its forwards."""
+    assert _stages_value(PHASES, [(1.0, 2.0)] * 4, 8) == (8 + 4 - 1) * 3.0
     # begin 5 + 2 * 5, end 1 + 2 * 1 beside 1 + 1 + 1, steady 6
-    assert _value(PHASES, [(5.0, 1.0), (1.0, 1.0), (1.0, 1.0)], 4) == 15 + 3 + 3 * 6
+    assert _stages_value(PHASES, [(5.0, 1.0), (1.0, 1.0), (1.0, 1.0)], 4) == 15 + 3 + 3 * 6
 
 
-def _value(objective: Objective, stages: list[tuple[float, float]], micro: int) -> float:
-    known = objective.empty
+def _stages_value(objective: Objective, stages: list[tuple[float, float]], micro: int) -> float:
+    state = objective.empty
     for after, (forward, backward) in enumerate(reversed(stages)):
-        known = objective.stage(known, StageOption(forward, backward), micro, after)
-    return objective.total(known, micro)
+        state = objective.stage(state, StageOption(forward, backward), micro, after)
+    return objective.total(state, micro)
 
 
-def _table(costs: dict[tuple[int, int, int], float]) -> Menu:
-    """A menu of first unit, last unit and number of devices; all else is dear."""
+def _menu_of(costs: dict[tuple[int, int, int], float]) -> Menu:
+    """Return a menu with given costs by (first unit, end, devices); all others are expensive."""
 
-    def menu(first: int, last: int, some: range, after: int) -> list[StageOption]:
-        return [StageOption(costs.get((first, last, len(some)), 100.0), 0.0)]
+    def menu(begin: int, end: int, device_range: range, after: int) -> list[StageOption]:
+        return [StageOption(costs.get((begin, end, len(device_range)), 100.0), 0.0)]
 
     return menu
 
 
 def test_ends_that_are_neither_shortest_nor_slowest_are_kept() -> None:
-    """Of three ends, the one in between is best: less in sum than one, less slow than another."""
+    """The middle of three options is best: smaller sum than one, smaller maximum than another."""
     costs = {(0, 1, 1): 6.5, (1, 2, 1): 0.5, (2, 4, 2): 7.5, (1, 3, 2): 2.5, (3, 4, 1): 6.5}
     costs |= {(1, 2, 2): 5.0, (2, 4, 1): 5.0}
-    found = find_partition(PartitionProblem(4, _table(costs), 5, 4, (1, 2), 3), SUM)
-    assert found is not None and found.value == 15.5 + 4 * 6.5
-    assert found.units == (1, 2, 1) and found.devices == (1, 2, 1)
+    partition = find_partition(PartitionProblem(4, _menu_of(costs), 5, 4, (1, 2), 3), SUM)
+    assert partition is not None and partition.value == 15.5 + 4 * 6.5
+    assert partition.units == (1, 2, 1) and partition.devices == (1, 2, 1)
 
 
 def test_ceilings_go_on_after_the_first_that_can_be_kept() -> None:
-    """One stage on two devices takes longer than each of two, and less than both."""
-    menu = _table({(0, 1, 1): 5.0, (1, 2, 1): 5.0, (0, 2, 2): 8.0})
+    """One stage on two devices takes longer than either of two stages, and less than their sum."""
+    menu = _menu_of({(0, 1, 1): 5.0, (1, 2, 1): 5.0, (0, 2, 2): 8.0})
     for micro, best in ((1, 8.0), (2, 15.0)):
-        found = find_by_ceilings(PartitionProblem(2, menu, micro, 2, (1, 2)))
-        assert found is not None and found.value == best
+        partition = find_by_ceilings(PartitionProblem(2, menu, micro, 2, (1, 2)))
+        assert partition is not None and partition.value == best
 
 
 def test_first_stages_keep_more_microbatches_and_get_fewer_units() -> None:
-    """Memory of a stage counts the microbatches in flight at its place."""
+    """Memory of a stage counts the microbatches in flight there."""
     times = [(1.0, 2.0)] * 8
     even = partition_units(times, 4, 8, SLOWEST, kept=[1.0] * 8, memory=8)
     assert even == (2, 2, 2, 2)
     uneven = partition_units(times, 4, 8, SLOWEST, kept=[1.0] * 8, memory=6)
     assert uneven is not None and uneven[0] == 1
-    assert all(u * (4 - at) <= 6 for at, u in enumerate(uneven))
+    assert all(u * (4 - stage) <= 6 for stage, u in enumerate(uneven))
     assert partition_units(times, 4, 8, SLOWEST, kept=[1.0] * 8, memory=3) is None
 
 
 def test_a_result_tells_units_devices_and_ways() -> None:
-    """A cut tells units, devices and the ways of its stages."""
+    """A partition has units, devices and options of its stages."""
 
-    def menu(first: int, last: int, some: range, after: int) -> Iterator[StageOption]:
-        yield StageOption(float(last - first) / len(some), 0.0, name=(first, last))
+    def menu(begin: int, end: int, device_range: range, after: int) -> Iterator[StageOption]:
+        yield StageOption(float(end - begin) / len(device_range), 0.0, name=(begin, end))
 
-    found = find_partition(PartitionProblem(6, menu, devices=3, sizes=(1, 2)), SLOWEST)
-    assert isinstance(found, StagePartition)
-    assert found.value == 2.0
-    assert sorted(zip(found.devices, found.units, strict=True)) in ([(1, 2)] * 3, [(1, 2), (2, 4)])
-    assert found.options[0].name == (0, found.units[0])
+    partition = find_partition(PartitionProblem(6, menu, devices=3, sizes=(1, 2)), SLOWEST)
+    assert isinstance(partition, StagePartition)
+    assert partition.value == 2.0
+    assert sorted(zip(partition.devices, partition.units, strict=True)) in (
+        [(1, 2)] * 3,
+        [(1, 2), (2, 4)],
+    )
+    assert partition.options[0].name == (0, partition.units[0])

@@ -1,4 +1,4 @@
-"""Planners that are rules give what their papers printed, and what their guides say."""
+"""Rule-based planners: they give the layouts that their papers and guides state."""
 
 from __future__ import annotations
 
@@ -30,43 +30,43 @@ TABLE_1 = (
 
 @pytest.mark.parametrize("row", TABLE_1, ids=lambda row: f"{row[0]}B")
 def test_ptd_p_gives_the_published_layouts(row: tuple[float, int, int, int, int, int, int]) -> None:
-    """Tensor and pipeline parallelism of all ten rows of their Table 1."""
+    """Tensor and pipeline sizes of all ten rows of their Table 1."""
     billions, heads, layers, tp, pp, ranks, rows = row
     state = 18 * billions * 1e9  # 16-bit weights, 32-bit gradients, master copy, two moments
     case = JobFacts(ranks, 8, 80e9, lambda setting: math.inf, state, layers, heads, rows)
-    found = RULE_PLANNERS["ptd-p"].plan(case)
-    assert found is not None
-    assert (found[0].placement.tp, found[0].pp) == (tp, pp)
+    recommended = RULE_PLANNERS["ptd-p"].plan(case)
+    assert recommended is not None
+    assert (recommended[0].placement.tp, recommended[0].pp) == (tp, pp)
 
 
 def test_ptd_p_takes_the_rows_that_its_formula_likes_best() -> None:
-    """Rows of a microbatch are the least of the formula over all divisors."""
+    """The microbatch size minimises the formula over all divisors."""
 
     def times(rows: int) -> tuple[float, float]:
-        return 1.0 + rows, 2.0 * (1.0 + rows)  # a start of a kernel, and more for each row
+        return 1.0 + rows, 2.0 * (1.0 + rows)  # kernel start, plus time per row
 
-    chosen = []
+    rows_chosen = []
     for rows, room in ((64, 100), (256, 100), (16, 100), (64, 2)):
         case = JobFacts(16, 2, 100.0, lambda s: 0.0, 500.0, 8, 2, rows, times=times)
         tight = replace(case, needs=lambda s, room=room: 100.0 * (s.placement.rows > room))
-        found = RULE_PLANNERS["ptd-p"].plan(replace(tight, memory=99.0))
-        assert found is not None
-        setting = found[0]
-        chosen.append(setting.placement.rows)
+        recommended = RULE_PLANNERS["ptd-p"].plan(replace(tight, memory=99.0))
+        assert recommended is not None
+        setting = recommended[0]
+        rows_chosen.append(setting.placement.rows)
         assert (setting.placement.tp, setting.pp) == (2, 8)
-        own = rows // setting.dp
+        replica_rows = rows // setting.dp
 
-        def took(b: int, own: int = own, pp: int = setting.pp) -> float:
-            return (own / b + pp - 1) * sum(times(b))
+        def took(b: int, replica_rows: int = replica_rows, pp: int = setting.pp) -> float:
+            return (replica_rows / b + pp - 1) * sum(times(b))
 
-        legal = [b for b in range(1, own + 1) if own % b == 0 and b <= room]
-        assert took(setting.placement.rows) == min(map(took, legal))
-    assert chosen == [4, 8, 2, 2]
+        divisors = [b for b in range(1, replica_rows + 1) if replica_rows % b == 0 and b <= room]
+        assert took(setting.placement.rows) == min(map(took, divisors))
+    assert rows_chosen == [4, 8, 2, 2]
 
 
-# of Hagemann et al. (2023), by tensor and pipeline parallelism: seconds of a step with a row in a
-# microbatch, nothing computed again, FlashAttention 2 and their norm; None: out of memory
-RAN = {
+# Hagemann et al. (2023), by tensor and pipeline size: seconds of a step with microbatch size 1,
+# no recomputation, FlashAttention 2 and their norm; None: out of memory
+MEASURED_STEPS = {
     (40, 40, 2048, 64): {(1, 1): 26.54, (1, 2): 31.06, (2, 1): 31.29, (2, 2): 34.84},
     (40, 40, 512, 128): {
         (1, 1): None,
@@ -101,7 +101,7 @@ RAN = {
 }
 
 
-@pytest.mark.parametrize(("job", "ran"), RAN.items(), ids=str)
+@pytest.mark.parametrize(("job", "ran"), MEASURED_STEPS.items(), ids=str)
 def test_layouts_recommend_what_ran_best_or_within_six_percent(
     job: tuple[int, int, int, int], ran: dict[tuple[int, int], float | None]
 ) -> None:
@@ -109,26 +109,39 @@ def test_layouts_recommend_what_ran_best_or_within_six_percent(
     layers, heads, rows, ranks = job
 
     def needs(setting: Setting) -> float:
-        took = ran.get((setting.placement.tp, setting.pp))
-        return 0.0 if took is not None else math.inf
+        seconds = ran.get((setting.placement.tp, setting.pp))
+        return 0.0 if seconds is not None else math.inf
 
-    found = RULE_PLANNERS["layouts"].plan(JobFacts(ranks, 8, 80e9, needs, 0, layers, heads, rows))
-    assert found is not None and found[0].placement.rows == 1 and not any(found[0].again)
-    took = ran[found[0].placement.tp, found[0].pp]
+    recommended = RULE_PLANNERS["layouts"].plan(
+        JobFacts(ranks, 8, 80e9, needs, 0, layers, heads, rows)
+    )
+    assert (
+        recommended is not None
+        and recommended[0].placement.rows == 1
+        and not any(recommended[0].again)
+    )
+    seconds_run = ran[recommended[0].placement.tp, recommended[0].pp]
     best = min(seconds for seconds in ran.values() if seconds is not None)
-    assert took is not None and took <= 1.06 * best
+    assert seconds_run is not None and seconds_run <= 1.06 * best
 
 
-def decoder(ranks: int, billions: float, fast: bool = False, largest: float = 1.0) -> JobFacts:
-    """A model of 32 layers on devices of 80 GiB, 8 in a node."""
+def decoder_facts(
+    ranks: int, billions: float, fast: bool = False, largest: float = 1.0
+) -> JobFacts:
+    """Return the facts of a model of 32 layers on 80 GiB devices, 8 per node."""
     state = 16 * billions * 1e9
 
     def needs(setting: Setting) -> float:
         parts = setting.placement.tp * setting.pp
-        held = (16, 16 - 12 * (1 - 1 / setting.dp), 16 - 14 * (1 - 1 / setting.dp), 16 / setting.dp)
+        bytes_per_zero = (
+            16,
+            16 - 12 * (1 - 1 / setting.dp),
+            16 - 14 * (1 - 1 / setting.dp),
+            16 / setting.dp,
+        )
         if setting.pp > 1 and largest > 80 and setting.placement.tp * 80 < largest:
             return math.inf
-        return billions * 1e9 / parts * held[setting.zero]
+        return billions * 1e9 / parts * bytes_per_zero[setting.zero]
 
     return JobFacts(ranks, 8, 80 * GIB, needs, state, 32, 32, 1024, largest * GIB, fast)
 
@@ -136,27 +149,27 @@ def decoder(ranks: int, billions: float, fast: bool = False, largest: float = 1.
 @pytest.mark.parametrize(
     ("guide", "case", "when", "axes"),
     [
-        ("pytorch", decoder(16, 1), "fits on one device", (16, 1, 1, 0)),
-        ("pytorch", decoder(16, 13), "has a row", (16, 1, 1, 3)),
-        ("pytorch", decoder(16, 100), "limits", None),
-        ("pytorch", decoder(2048, 100), "limits", (64, 32, 1, 0)),
-        ("huggingface", decoder(8, 1), "case 1", (8, 1, 1, 0)),
-        ("huggingface", decoder(8, 13), "case 2", (2, 4, 1, 0)),
-        ("huggingface", decoder(8, 8, largest=100), "case 3", (4, 1, 2, 0)),
-        ("huggingface", decoder(64, 13, fast=True), "fast links", (64, 1, 1, 1)),
-        ("huggingface", decoder(64, 40), "slow links", (16, 4, 1, 1)),
+        ("pytorch", decoder_facts(16, 1), "fits on one device", (16, 1, 1, 0)),
+        ("pytorch", decoder_facts(16, 13), "has a row", (16, 1, 1, 3)),
+        ("pytorch", decoder_facts(16, 100), "limits", None),
+        ("pytorch", decoder_facts(2048, 100), "limits", (64, 32, 1, 0)),
+        ("huggingface", decoder_facts(8, 1), "case 1", (8, 1, 1, 0)),
+        ("huggingface", decoder_facts(8, 13), "case 2", (2, 4, 1, 0)),
+        ("huggingface", decoder_facts(8, 8, largest=100), "case 3", (4, 1, 2, 0)),
+        ("huggingface", decoder_facts(64, 13, fast=True), "fast links", (64, 1, 1, 1)),
+        ("huggingface", decoder_facts(64, 40), "slow links", (16, 4, 1, 1)),
     ],
 )
 def test_guides_say_what_to_do(
     guide: str, case: JobFacts, when: str, axes: tuple[int, int, int, int] | None
 ) -> None:
-    """Each line of both guides' tables, for a model that it is meant for."""
-    found = RULE_PLANNERS[guide].plan(case)
+    """Each line of both guides' tables, for a model that it applies to."""
+    recommended = RULE_PLANNERS[guide].plan(case)
     if axes is None:
-        assert found is None
+        assert recommended is None
         return
-    assert found is not None
-    setting, rule = found
+    assert recommended is not None
+    setting, rule = recommended
     assert when in rule.when
     assert (setting.dp, setting.pp, setting.placement.tp, setting.zero) == axes
     assert setting.ranks == case.ranks

@@ -1,4 +1,4 @@
-"""The search of a planner against every way priced, and what must hold whatever a machine has."""
+"""The planner's search against pricing all settings, and properties for any machine."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from tests.planner.decoders import decoder
 A100 = CLUSTERS["a100"]
 Profiles = Callable[[Placement], Chain]
 FEW = settings(max_examples=8, deadline=None)
-OTHERS = tuple(one for one in ORDERS if one not in ("1F1B", "GPipe"))
+OTHER_ORDERS = tuple(one for one in ORDERS if one not in ("1F1B", "GPipe"))
 
 
 @st.composite
-def jobs(draw: st.DrawFn, some: bool = False) -> tuple[Profiles, Job]:
-    """Small decoders on small clusters whose memory may be short, and links slow; `some` orders of
-    pipelines, where all of them would take a test long."""
+def random_jobs(draw: st.DrawFn, some: bool = False) -> tuple[Profiles, Job]:
+    """Random small decoders on small clusters, with little memory or slow links; with `some`, a few
+    pipeline orders only, since all would take long."""
     experts = draw(st.sampled_from([0, 0, 4]))
     profiles = decoder(
         draw(st.integers(2, 6)),
@@ -66,116 +66,131 @@ def jobs(draw: st.DrawFn, some: bool = False) -> tuple[Profiles, Job]:
     rows = ranks * draw(st.sampled_from([1, 2, 3]))
     job = Job(ranks, rows, cluster, Recipe(), 2048, experts, draw(st.booleans()))
     if some:
-        orders = ("1F1B", "GPipe", *draw(st.sampled_from(list(combinations(OTHERS, 2)))))
+        orders = ("1F1B", "GPipe", *draw(st.sampled_from(list(combinations(OTHER_ORDERS, 2)))))
         job = replace(job, orders=orders, can_offload=draw(st.booleans()))
     return profiles, job
 
 
-def every(
+def all_settings(
     profiles: Profiles, job: Job, limits: Limits = NO_LIMITS
 ) -> list[tuple[ChainTimes, Setting]]:
-    """All ways, with the times of their chains."""
-    found = []
+    """Return all settings, with the times of their chains."""
+    settings_found = []
     for group in iter_placements(job, limits):
         for rows in microbatch_rows(job, group, limits):
             chain = profiles(replace(group, rows=rows))
-            some = list_candidates(job, chain, limits)
-            if some is not None:
+            candidates = list_candidates(job, chain, limits)
+            if candidates is not None:
                 clock, (_, laid) = (
                     ChainTimes(chain, job),
-                    some.in_all_axis_orders(np.arange(len(some))),
+                    candidates.in_all_axis_orders(np.arange(len(candidates))),
                 )
-                found += [(clock, laid.setting(at)) for at in range(len(laid))]
-    return found
+                settings_found += [(clock, laid.setting(k)) for k in range(len(laid))]
+    return settings_found
 
 
 def test_chains_of_other_runs_are_bounded_each_by_itself() -> None:
-    """Units that are alike in many rows may differ in few: then a chain has more runs."""
+    """Bounds of several chains at once equal the bounds of each chain."""
     job = Job(4, 8, A100, Recipe(), 2048)
-    one = decoder(4, 256, 8, 512, 512, 2048)(Placement(1))
-    runs = (part for run in one.runs for part in [replace(run, count=1)] * run.count)
-    chains = one, replace(one, runs=tuple(runs))
-    apart = [(list_candidates(job, chain, NO_LIMITS), ChainTimes(chain, job)) for chain in chains]
-    some, clocks = zip(*apart)
+    base_chain = decoder(4, 256, 8, 512, 512, 2048)(Placement(1))
+    runs = (part for run in base_chain.runs for part in [replace(run, count=1)] * run.count)
+    chains = base_chain, replace(base_chain, runs=tuple(runs))
+    separate = [
+        (list_candidates(job, chain, NO_LIMITS), ChainTimes(chain, job)) for chain in chains
+    ]
+    candidate_sets, clocks = zip(*separate)
     for laid in (True, False):
-        each = [step_bounds(some, [clock], laid)[0] for some, clock in apart]
-        whole = step_bounds(concatenate_candidates(some), clocks, laid)[0]
-        assert np.allclose(whole, np.concatenate(each))
+        separate_bounds = [
+            step_bounds(candidate_sets, [clock], laid)[0] for candidate_sets, clock in separate
+        ]
+        joint_bounds = step_bounds(concatenate_candidates(candidate_sets), clocks, laid)[0]
+        assert np.allclose(joint_bounds, np.concatenate(separate_bounds))
 
 
-def in_all_orders(ways: list[tuple[ChainTimes, Setting]]) -> list[tuple[ChainTimes, Setting]]:
-    """Ways with their axes in every order, whatever shares a node."""
-    once = {replace(way, axes=AXES): clock for clock, way in ways}
-    return [(c, replace(way, axes=one)) for way, c in once.items() for one in permutations(AXES)]
+def with_all_axes(
+    timed_settings: list[tuple[ChainTimes, Setting]],
+) -> list[tuple[ChainTimes, Setting]]:
+    """Return the settings with their axes in every order."""
+    clocks = {replace(setting, axes=AXES): clock for clock, setting in timed_settings}
+    return [
+        (c, replace(setting, axes=axes))
+        for setting, c in clocks.items()
+        for axes in permutations(AXES)
+    ]
 
 
-def last(profiles: Profiles, job: Job, limits: Limits = NO_LIMITS) -> SearchResult:
-    *_, found = search(profiles, job, limits, moves=0)
-    assert found.done
-    return found
+def search_result(profiles: Profiles, job: Job, limits: Limits = NO_LIMITS) -> SearchResult:
+    *_, result = search(profiles, job, limits, moves=0)
+    assert result.done
+    return result
 
 
-def seconds(found: SearchResult) -> float:
-    return found.best.least if found.best else np.inf
+def best_seconds(result: SearchResult) -> float:
+    return result.best.least if result.best else np.inf
 
 
 @FEW
-@given(jobs(some=True))
+@given(random_jobs(some=True))
 def test_what_is_found_is_the_best_of_all_ways(case):
-    """What best-first search finds is the least of all ways filled in and priced, each better."""
+    """Best-first search finds the least of all evaluated settings; each result improves."""
     profiles, job = case
     filler = Evaluator(job)
-    all_ = [filler.evaluate(clock, way) for clock, way in every(profiles, job)]
-    fit = [one.least for one in all_ if one.priced is not None]
-    for one in all_:
-        assert one.priced is None or one.needs == one.priced.peak
-    found = list(search(profiles, job, moves=0))
-    assert seconds(found[-1]) == pytest.approx(min(fit, default=np.inf))
-    assert found[-1].counts.all <= len(all_) and found[-1].counts.pruned >= 0
-    assert found[-1].best is not None or found[-1].rejected[0].reason.startswith("needs")
-    assert [seconds(one) for one in found[:-1]] == sorted({seconds(one) for one in found[:-1]})[
-        ::-1
-    ]
-    assert all(one.floor <= seconds(found[-1]) for one in found)
+    evaluated = [filler.evaluate(clock, setting) for clock, setting in all_settings(profiles, job)]
+    fit = [item.least for item in evaluated if item.priced is not None]
+    for item in evaluated:
+        assert item.priced is None or item.needs == item.priced.peak
+    results = list(search(profiles, job, moves=0))
+    assert best_seconds(results[-1]) == pytest.approx(min(fit, default=np.inf))
+    assert results[-1].counts.all <= len(evaluated) and results[-1].counts.pruned >= 0
+    assert results[-1].best is not None or results[-1].rejected[0].reason.startswith("needs")
+    assert [best_seconds(item) for item in results[:-1]] == sorted(
+        {best_seconds(item) for item in results[:-1]}
+    )[::-1]
+    assert all(item.floor <= best_seconds(results[-1]) for item in results)
     *_, moved = search(profiles, job, moves=20)
-    assert seconds(moved) <= seconds(found[-1])
+    assert best_seconds(moved) <= best_seconds(results[-1])
     if moved.best is not None:
         best = moved.best
-        again = price(_chain(profiles, best), best.setting, job.cluster, job.recipe)
-        assert again.seconds == best.least and again.peak <= job.cluster.memory
+        repriced = price(_chain(profiles, best), best.setting, job.cluster, job.recipe)
+        assert repriced.seconds == best.least and repriced.peak <= job.cluster.memory
 
 
 @settings(max_examples=3, deadline=None)
-@given(jobs(some=True), st.sampled_from([("pp-dp",), ("tp-dp", "dp-tp-pp"), ("cp-pp-dp-tp",), ()]))
+@given(
+    random_jobs(some=True),
+    st.sampled_from([("pp-dp",), ("tp-dp", "dp-tp-pp"), ("cp-pp-dp-tp",), ()]),
+)
 def test_axes_are_found_in_the_best_of_all_orders(case, pinned):
-    """Orders that are left out cost the same as one that is not; what is pinned is kept."""
+    """Skipped axis orders cost the same as a searched one; pins are kept."""
     profiles, job = case
     limits = Limits({"pp": tuple(range(2, 9)), "offload": ("none",), "zero": (0, 1)})
     limits = limits.with_limit("pin", "axes", pinned) if pinned else limits
-    filler, some = Evaluator(job, limits), every(profiles, job, limits)
+    filler, candidates = Evaluator(job, limits), all_settings(profiles, job, limits)
     tried = (
-        filler.evaluate(clock, way) for clock, way in in_all_orders(some) if admitted(limits, way)
+        filler.evaluate(clock, setting)
+        for clock, setting in with_all_axes(candidates)
+        if admits_axes(limits, setting)
     )
-    found = last(profiles, job, limits)
-    fit = [one.least for one in tried if one.priced is not None]
-    assert seconds(found) == pytest.approx(min(fit, default=np.inf), rel=1e-12)
-    assert found.best is None or satisfies_limits(limits, found.best.setting)
+    result = search_result(profiles, job, limits)
+    fit = [evaluated.least for evaluated in tried if evaluated.priced is not None]
+    assert best_seconds(result) == pytest.approx(min(fit, default=np.inf), rel=1e-12)
+    assert result.best is None or satisfies_limits(limits, result.best.setting)
 
 
-def admitted(limits: Limits, way: Setting) -> bool:
-    return limits.admits("axes", "-".join(way.axes))
+def admits_axes(limits: Limits, setting: Setting) -> bool:
+    return limits.admits("axes", "-".join(setting.axes))
 
 
 def test_other_axes_are_worth_their_place():
-    """Replicas that send much are laid side by side where a pipeline sends little."""
+    """Replicas that send much are placed in a node where a pipeline sends little."""
     profiles = decoder(8, 4096, 32, 16384, 512, 512)
     job = Job(16, 16, replace(A100, library=""), length=512, orders=("1F1B",), can_offload=False)
     limits = Limits({"pp": (2,), "tp": (1,), "cp": (1,)})
-    found = last(profiles, job, limits)
-    usual = last(profiles, job, limits.with_limit("pin", "axes", ("dp-pp",)))
-    assert found.best is not None and found.best.setting.axes.index("pp") == 0
-    assert seconds(usual) / seconds(found) > 1.02
-    assert "axes" in {one.kind.split(" ")[0] for one in found.rejected}
+    result = search_result(profiles, job, limits)
+    fixed_axes = search_result(profiles, job, limits.with_limit("pin", "axes", ("dp-pp",)))
+    assert result.best is not None and result.best.setting.axes.index("pp") == 0
+    assert best_seconds(fixed_axes) / best_seconds(result) > 1.02
+    assert "axes" in {rejected.kind.split(" ")[0] for rejected in result.rejected}
 
 
 def _chain(profiles: Profiles, filled: EvaluatedSetting) -> Chain:
@@ -187,174 +202,194 @@ def _chain(profiles: Profiles, filled: EvaluatedSetting) -> Chain:
     [(1e9, 0.75, "none"), (1e12, 1.2, "activations"), (1e12, 0.75, "both")],
 )
 def test_what_leaves_for_the_host_is_found(host, memory, best):
-    """Where copies are quick and memory is short, that is the best of all ways; else it is not."""
+    """Offloading is chosen where copies are quick and memory is short, and only there."""
     profiles = decoder(4, 1024, 8, 4096, 512, 2048)
     cluster = replace(A100, host=host, memory=int(memory * 2**30), library="")
     job = Job(2, 16, cluster, length=2048, orders=("1F1B", "GPipe"))
     limits = Limits(pinned={"tp": (1,), "zero": (0, 1)})
     filler = Evaluator(job, limits)
-    all_ = [filler.evaluate(clock, way) for clock, way in every(profiles, job, limits)]
-    found = last(profiles, job, limits)
-    assert found.best is not None
-    assert found.best.least == min(one.least for one in all_ if one.priced is not None)
-    assert found.best.setting.placement.offload == best
-    stays = last(profiles, job, Limits(pinned={"offload": ("none",)}).combined_with(limits))
-    assert (seconds(stays) > seconds(found)) == (best != "none")
+    evaluated = [
+        filler.evaluate(clock, setting) for clock, setting in all_settings(profiles, job, limits)
+    ]
+    result = search_result(profiles, job, limits)
+    assert result.best is not None
+    assert result.best.least == min(item.least for item in evaluated if item.priced is not None)
+    assert result.best.setting.placement.offload == best
+    stays = search_result(
+        profiles, job, Limits(pinned={"offload": ("none",)}).combined_with(limits)
+    )
+    assert (best_seconds(stays) > best_seconds(result)) == (best != "none")
 
 
 @pytest.mark.parametrize("layers", [6, 14])
 def test_slices_are_found_where_a_pipeline_has_few_rows(layers):
-    """They fill it, and are the best of all ways; none of a model that is not cut."""
+    """Slices fill the pipeline and are the best setting; models that cannot be sliced have none."""
     profiles = decoder(layers, 4096, 32, 16384, 512, 8192)
     job = Job(4, 2, replace(A100, library=""), length=8192, can_slice=True, can_offload=False)
     limits = Limits(pinned={"pp": (4,)})
     filler = Evaluator(job, limits)
-    all_ = [filler.evaluate(clock, way) for clock, way in every(profiles, job, limits)]
-    found = last(profiles, job, limits)
-    assert found.best is not None and found.best.setting.placement.slices > 1
-    assert found.best.least == min(one.least for one in all_ if one.priced is not None)
-    assert seconds(last(profiles, replace(job, can_slice=False), limits)) > seconds(found)
+    evaluated = [
+        filler.evaluate(clock, setting) for clock, setting in all_settings(profiles, job, limits)
+    ]
+    result = search_result(profiles, job, limits)
+    assert result.best is not None and result.best.setting.placement.slices > 1
+    assert result.best.least == min(item.least for item in evaluated if item.priced is not None)
+    assert best_seconds(
+        search_result(profiles, replace(job, can_slice=False), limits)
+    ) > best_seconds(result)
     slow = Limits(pinned={"slices": (16,)}).combined_with(limits)
-    assert {way.placement.slices for _, way in every(profiles, job, slow)} == {16}
-    assert not every(profiles, replace(job, can_slice=False), slow)
+    assert {setting.placement.slices for _, setting in all_settings(profiles, job, slow)} == {16}
+    assert not all_settings(profiles, replace(job, can_slice=False), slow)
 
 
 @FEW
-@given(jobs(), st.randoms(use_true_random=False))
+@given(random_jobs(), st.randoms(use_true_random=False))
 def test_no_bound_is_above_a_price(case, random):
-    """Bounds of seconds and bytes hold for any cuts and any units computed again."""
+    """Lower bounds of seconds and bytes hold for any cuts and any recomputed units."""
     profiles, job = case
     for group in iter_placements(job, Limits()):
         chain = profiles(replace(group, rows=random.choice(microbatch_rows(job, group, Limits()))))
-        some = list_candidates(job, chain, Limits())
-        if some is None:
+        candidates = list_candidates(job, chain, Limits())
+        if candidates is None:
             continue
-        clock, at = ChainTimes(chain, job), random.randrange(len(some))
-        low, least = step_bounds(some, [clock])[0][at], bytes_floor(some, job)[at]
-        way = some.setting(at)
-        stages = way.pp * way.chunks
+        clock, k = ChainTimes(chain, job), random.randrange(len(candidates))
+        lower_bound, min_bytes = (
+            step_bounds(candidates, [clock])[0][k],
+            bytes_floor(candidates, job)[k],
+        )
+        setting = candidates.setting(k)
+        stages = setting.pp * setting.chunks
         ends = sorted(random.sample(range(1, chain.length), stages - 1))
         cuts = tuple(b - a for a, b in zip([0, *ends], [*ends, chain.length]))
-        again = tuple(random.randint(0, cut) for cut in cuts)
-        one = replace(way, cuts=cuts, again=again)
-        priced = price(chain, one, job.cluster, job.recipe)
-        span = priced.seconds - priced.parts["gradients"] - priced.parts["optimizer"]
-        assert max(low, pipeline_floor(clock, one)) <= span * (1 + 1e-9), one
-        beside, after = (sums[at] for sums in replica_floor(some, job))
-        assert max(low, beside) + after <= priced.seconds * (1 + 1e-9), one
-        low = step_bounds(some, [clock], laid=False)[0][at]
-        beside, after = (sums[at] for sums in replica_floor(some, job, laid=False))
-        one = replace(one, axes=random.choice(list(permutations(AXES))))
-        priced = price(chain, one, job.cluster, job.recipe)
-        assert max(low, beside) + after <= priced.seconds * (1 + 1e-9), one
-        assert least <= priced.peak * (1 + 1e-9), one
+        recomputed = tuple(random.randint(0, cut) for cut in cuts)
+        varied = replace(setting, cuts=cuts, again=recomputed)
+        priced = price(chain, varied, job.cluster, job.recipe)
+        pipeline_time = priced.seconds - priced.parts["gradients"] - priced.parts["optimizer"]
+        assert max(lower_bound, pipeline_floor(clock, varied)) <= pipeline_time * (1 + 1e-9), varied
+        overlapped, afterwards = (sums[k] for sums in replica_floor(candidates, job))
+        assert max(lower_bound, overlapped) + afterwards <= priced.seconds * (1 + 1e-9), varied
+        lower_bound = step_bounds(candidates, [clock], laid=False)[0][k]
+        overlapped, afterwards = (sums[k] for sums in replica_floor(candidates, job, laid=False))
+        varied = replace(varied, axes=random.choice(list(permutations(AXES))))
+        priced = price(chain, varied, job.cluster, job.recipe)
+        assert max(lower_bound, overlapped) + afterwards <= priced.seconds * (1 + 1e-9), varied
+        assert min_bytes <= priced.peak * (1 + 1e-9), varied
 
 
 @settings(max_examples=12, deadline=None)
-@given(jobs(), st.randoms(use_true_random=False), st.floats(-0.1, 1.1))
+@given(random_jobs(), st.randoms(use_true_random=False), st.floats(-0.1, 1.1))
 def test_the_fewest_units_are_computed_again(case, random, share):
-    """Of all numbers of units computed again on each stage, those of the quickest that fits; of
-    what leaves for the host the fewest or all, and then moved, are a tenth above it at most."""
+    """The numbers of recomputed units per stage are those of the quickest fit; with offloading the
+    heuristic is at most a tenth slower."""
     profiles, job = case
-    some = [(c, w) for c, w in every(profiles, job) if w.chunks == 1 and w.pp < 4]
-    clock, way = random.choice(some)
+    candidates = [(c, w) for c, w in all_settings(profiles, job) if w.chunks == 1 and w.pp < 4]
+    clock, setting = random.choice(candidates)
     roomy = Evaluator(replace(job, cluster=replace(job.cluster, memory=2**60)))
-    cut = replace(roomy.evaluate(clock, way).setting, again=())
+    cut = replace(roomy.evaluate(clock, setting).setting, again=())
     prices = [
-        price(clock.chain, replace(cut, again=again), job.cluster, job.recipe)
-        for again in product(*(range(units + 1) for units in cut.cuts))
+        price(clock.chain, replace(cut, again=recomputed), job.cluster, job.recipe)
+        for recomputed in product(*(range(units + 1) for units in cut.cuts))
     ]
-    peaks = sorted(one.peak for one in prices)
+    peaks = sorted(priced.peak for priced in prices)
     memory = int(peaks[0] + share * (prices[0].peak - peaks[0]))
     filler = Evaluator(replace(job, cluster=replace(job.cluster, memory=memory)))
-    filled = filler.evaluate(clock, way)
-    fits = [one.seconds for one in prices if one.peak <= memory]
+    filled = filler.evaluate(clock, setting)
+    fits = [priced.seconds for priced in prices if priced.peak <= memory]
     assert (filled.priced is None) == (not fits)
-    if fits and way.placement.offloads_activations:
+    if fits and setting.placement.offloads_activations:
         assert filler.move_units(clock, filled, 30).least <= 1.1 * min(fits)
     elif fits:
         assert filled.least == pytest.approx(min(fits))
 
 
 @FEW
-@given(jobs(), st.sampled_from(["Interleaved1F1B", "ZB-V", "V-Half"]), st.floats(0.0, 1.0))
+@given(random_jobs(), st.sampled_from(["Interleaved1F1B", "ZB-V", "V-Half"]), st.floats(0.0, 1.0))
 def test_of_several_stages_on_a_rank_no_choice_is_better(case, order, share):
-    """With units moved, no numbers computed again on two stages of each rank make it quicker."""
+    """With units moved, no other numbers of recomputed units on two stages per rank are quicker."""
     profiles, job = case
     chain, job = profiles(Placement()), replace(job, ranks=2)
     if chain.length < 4:
         return
     clock = ChainTimes(chain, job)
-    way = Setting(chain.placement, 1, 2, job.rows, order, 2, 0)
+    setting = Setting(chain.placement, 1, 2, job.rows, order, 2, 0)
     roomy = replace(job, cluster=replace(job.cluster, memory=2**60))
-    cut = Evaluator(roomy).evaluate(clock, way).setting
+    cut = Evaluator(roomy).evaluate(clock, setting).setting
     prices = [
-        price(chain, replace(cut, again=again), job.cluster, job.recipe)
-        for again in product(*(range(units + 1) for units in cut.cuts))
+        price(chain, replace(cut, again=recomputed), job.cluster, job.recipe)
+        for recomputed in product(*(range(units + 1) for units in cut.cuts))
     ]
-    peaks = sorted(one.peak for one in prices)
+    peaks = sorted(priced.peak for priced in prices)
     memory = int(peaks[0] + share * (prices[0].peak - peaks[0])) + 1
     filler = Evaluator(replace(job, cluster=replace(job.cluster, memory=memory)))
-    filled = filler.evaluate(clock, way)
+    filled = filler.evaluate(clock, setting)
     if filled.priced is not None:
-        fits = min(one.seconds for one in prices if one.peak <= memory)
+        fits = min(priced.seconds for priced in prices if priced.peak <= memory)
         assert filler.move_units(clock, filled, 60).least <= fits * (1 + 1e-6)
 
 
 @FEW
-@given(jobs(), st.randoms(use_true_random=False))
+@given(random_jobs(), st.randoms(use_true_random=False))
 def test_stages_of_the_programme_are_never_slower(case, random):
-    """Where they are taken they fit, and are the price's own."""
+    """Stages by dynamic programming fit, are never slower, and have the exact price."""
     profiles, job = case
     filler = Evaluator(job)
-    clock, way = random.choice([(c, w) for c, w in every(profiles, job) if w.chunks == 1])
-    before = filler.evaluate(clock, way)
+    clock, setting = random.choice(
+        [(c, w) for c, w in all_settings(profiles, job) if w.chunks == 1]
+    )
+    before = filler.evaluate(clock, setting)
     if before.priced is not None:
         after = filler.split_by_programme(clock, before)
         assert after.least <= before.least and after.needs <= job.cluster.memory
-        again = price(clock.chain, after.setting, job.cluster, job.recipe)
-        assert again.seconds == after.least
+        repriced = price(clock.chain, after.setting, job.cluster, job.recipe)
+        assert repriced.seconds == after.least
 
 
 def test_stages_of_the_programme_give_a_full_rank_fewer_units():
-    """A first stage that computes much again makes way, further than moves alone come."""
+    """A first stage with much recomputation gets fewer units, beyond what single moves reach."""
     profiles = decoder(40, 5120, 40, 13824, 128000, 2048, gated=True)
-    way = Setting(Placement(1, 2), dp=4, pp=8, micro=32)
+    setting = Setting(Placement(1, 2), dp=4, pp=8, micro=32)
     job = Job(64, 128, replace(A100, memory=int(9.5 * 2**30)), length=2048)
-    clock, filler = ChainTimes(profiles(way.placement), job), Evaluator(job)
-    even = filler.evaluate(clock, way)
+    clock, filler = ChainTimes(profiles(setting.placement), job), Evaluator(job)
+    even = filler.evaluate(clock, setting)
     cut = filler.split_by_programme(clock, even)
     assert cut.least < 0.95 * even.least
-    both = (filler.move_units(clock, one, 60).least for one in (cut, even))
-    assert next(both) < 0.98 * next(both)
+    moved_times = (filler.move_units(clock, start, 60).least for start in (cut, even))
+    assert next(moved_times) < 0.98 * next(moved_times)
 
 
 @FEW
-@given(jobs(some=True), st.sampled_from(["memory", "network", "link", "host"]), st.floats(1.0, 4.0))
+@given(
+    random_jobs(some=True),
+    st.sampled_from(["memory", "network", "link", "host"]),
+    st.floats(1.0, 4.0),
+)
 def test_more_memory_or_bandwidth_is_never_slower(case, what, times):
-    """A cluster that has more of one thing never makes the plan slower."""
+    """A cluster with more memory or bandwidth never makes the plan slower."""
     profiles, job = case
-    more = replace(
+    larger = replace(
         job.cluster, **{what: type(job.cluster.memory)(getattr(job.cluster, what) * times)}
     )
-    before, after = last(profiles, job), last(profiles, replace(job, cluster=more))
-    assert seconds(after) <= seconds(before) * (1 + 1e-9)
+    before, after = (
+        search_result(profiles, job),
+        search_result(profiles, replace(job, cluster=larger)),
+    )
+    assert best_seconds(after) <= best_seconds(before) * (1 + 1e-9)
 
 
 @dataclass(frozen=True)
-class Slowed(Cluster):
-    """A cluster on which everything takes so many times as long as on another one."""
+class SlowedCluster(Cluster):
+    """A cluster on which everything takes `times` as long as on another one."""
 
     base: Cluster = A100
     times: float = 1.0
 
-    def operator_seconds(self, kind: Kind, flops: float, moved: float) -> float:
+    def operator_seconds(self, kind: Kind, flops: float, moved_bytes: float) -> float:
         """Seconds of one operator."""
-        return self.times * self.base.operator_seconds(kind, flops, moved)
+        return self.times * self.base.operator_seconds(kind, flops, moved_bytes)
 
-    def collective_seconds(self, op: str, size: float, ranks: int, apart: int) -> float:
+    def collective_seconds(self, op: str, size: float, ranks: int, stride: int) -> float:
         """Seconds of one collective."""
-        return self.times * collective_seconds(self.base, op, size, ranks, apart)
+        return self.times * collective_seconds(self.base, op, size, ranks, stride)
 
     def copy_seconds(self, size: float) -> float:
         """Seconds of a copy to the host, or back."""
@@ -362,29 +397,31 @@ class Slowed(Cluster):
 
 
 @FEW
-@given(jobs(some=True), st.floats(0.1, 10.0))
+@given(random_jobs(some=True), st.floats(0.1, 10.0))
 def test_scaled_times_leave_the_choice(case, times):
-    """Where everything takes c times as long, so does the best."""
+    """Scaling all times by c scales the best plan by c."""
     profiles, job = case
-    own = {one.name: getattr(job.cluster, one.name) for one in fields(Cluster)}
-    before = last(profiles, job)
-    after = last(profiles, replace(job, cluster=Slowed(**own, base=job.cluster, times=times)))
-    assert seconds(after) == pytest.approx(seconds(before) * times)
+    values = {field_.name: getattr(job.cluster, field_.name) for field_ in fields(Cluster)}
+    before = search_result(profiles, job)
+    after = search_result(
+        profiles, replace(job, cluster=SlowedCluster(**values, base=job.cluster, times=times))
+    )
+    assert best_seconds(after) == pytest.approx(best_seconds(before) * times)
 
 
 @FEW
 @given(
-    jobs(some=True),
+    random_jobs(some=True),
     st.sampled_from([("tp", 2), ("pp", 2), ("zero", 0), ("rows", 1), ("order", "GPipe")]),
 )
 def test_what_is_pinned_is_kept_and_never_better(case, pin):
-    """A pinned search keeps its pin, and never beats the free one."""
+    """A pinned search satisfies its pin, and never beats the free search."""
     profiles, job = case
-    free, name = last(profiles, job), pin[0]
+    free, name = search_result(profiles, job), pin[0]
     limits = Limits(pinned={name: (pin[1],)})
-    pinned = last(profiles, job, limits)
-    assert seconds(pinned) >= seconds(free) * (1 - 1e-12)
+    pinned = search_result(profiles, job, limits)
+    assert best_seconds(pinned) >= best_seconds(free) * (1 - 1e-12)
     assert pinned.best is None or satisfies_limits(limits, pinned.best.setting)
     if free.best is not None:
-        told = explain_rejection(profiles, job, limits, free)
-        assert told.reason
+        explanation = explain_rejection(profiles, job, limits, free)
+        assert explanation.reason

@@ -1,4 +1,4 @@
-"""Run many drawn legal schedules; print what they choose and how they end:
+"""Run many random legal schedules; print their choices and outcomes:
 `python -m tests.properties --help`."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.launch.pool import Pool
 from tests.engine import Threads
 from tests.properties import engine, schedules
-from tests.properties.choices import counted
+from tests.properties.choices import count_choices
 from tests.properties.schedules import Drawn
 
 PRELOAD = (
@@ -30,13 +30,15 @@ PRELOAD = (
 
 
 def main(count: int, seed: int, form: str, uses: bool = False) -> None:
-    """Draw, run, count; every failure is printed with what reproduces it."""
-    known: set[str] = set()
+    """Draw and run schedules and count outcomes; print failures with code to reproduce them."""
+    known_errors: set[str] = set()
 
     def seen(outcome: str) -> bool:
-        short = re.sub("[0-9]", "", outcome[:60] + outcome[-160:])  # a traceback ends in its error
-        known.add(short) if (new := short not in known) else None
-        return not new
+        shortened = re.sub(
+            "[0-9]", "", outcome[:60] + outcome[-160:]
+        )  # a traceback ends in its error
+        known_errors.add(shortened) if (is_new := shortened not in known_errors) else None
+        return not is_new
 
     counts: collections.Counter[str] = collections.Counter()
     drawn_rows: collections.Counter[str] = collections.Counter()
@@ -57,18 +59,18 @@ def main(count: int, seed: int, form: str, uses: bool = False) -> None:
         def one(drawn: Drawn) -> None:
             outcome = attempt(drawn, pool, form)
             counts[outcome.split(":")[0]] += 1
-            drawn_rows.update(counted(drawn.text))
+            drawn_rows.update(count_choices(drawn.text))
             if not outcome.startswith(("equal", "refused as")) and not seen(outcome):
                 print(f"---- {outcome}\n{drawn!r}\n{drawn.text}", flush=True)
 
         one()
     spent = time.perf_counter() - start
-    print("\n".join(f"{often:6} {what}" for what, often in sorted(drawn_rows.items())))
+    print("\n".join(f"{count_:6} {choice}" for choice, count_ in sorted(drawn_rows.items())))
     print(dict(counts), f"{spent:.0f} s, {1000 * spent / max(1, counts.total()):.0f} ms each")
 
 
 def attempt(drawn: Drawn, pool: Any, form: str) -> str:
-    """`equal`, or what happened instead."""
+    """Run one drawn schedule; returns `equal` or what happened instead."""
     try:
         engine.check(drawn, pool, getattr(engine, form))
     except Refusal as refusal:

@@ -1,4 +1,4 @@
-"""The blocks that drawn models are made of: one module for each thing that has broken a system."""
+"""Blocks of random test models: one module for each feature that has broken a training system."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch.nn import functional as F
 
 
 class Scaled(nn.Module):
-    """RMSNorm as transformers write it."""
+    """RMSNorm as in transformers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(width)), 1e-6
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.float32)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        hidden = x.to(torch.float32)
+        hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * hidden.to(x.dtype)
 
 
 def norm_of(kind: str, width: int) -> nn.Module:
-    """A norm over the last dim."""
+    """Return a norm over the last dim."""
     return Scaled(width) if kind == "rms" else nn.LayerNorm(width)
 
 
 class Chain(nn.Module):
-    """One linear layer and a function."""
+    """One linear layer and tanh."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class MLP(nn.Module):
         return h if self.pre else self.norm(h)
 
 
-# how a pair of layers may be used otherwise than once each, by position, in a row of their own
+# unusual ways to use a pair of layers
 USES = {
     "norm": "its norm is called again, on what comes out",
     "again": "all of it is called twice",
@@ -73,36 +73,36 @@ USES = {
 
 
 @dataclass
-class Given:
-    """What an inner module gives."""
+class InnerOutput:
+    """The output of an inner module, as an object."""
 
     wide: Tensor
     scale: float = 1.0
 
 
-class Pair(NamedTuple):
-    """The same as a named tuple."""
+class InnerPair(NamedTuple):
+    """The output of an inner module, as a named tuple."""
 
     wide: Tensor
     scale: float = 1.0
 
 
 class Inner(nn.Module):
-    """A layer and a function, given back in a container; called with keyword arguments."""
+    """A layer and a function with keyword arguments, whose output is in a container."""
 
     def __init__(self, up: nn.Module, kind: str) -> None:
         super().__init__()
         self.up, self.kind = up, kind
 
     def forward(self, *, x: Tensor, mask: Tensor | None = None) -> Any:
-        wide = F.gelu(self.up(x))
+        hidden = F.gelu(self.up(x))
         if self.kind == "dict":
-            return {"wide": wide, "scale": 1.0}
-        return Given(wide) if self.kind == "object" else (Pair(wide), x)
+            return {"wide": hidden, "scale": 1.0}
+        return InnerOutput(hidden) if self.kind == "object" else (InnerPair(hidden), x)
 
 
 class Used(MLP):
-    """The residual pair of layers, used in one of the ways of `USES`."""
+    """The residual pair of layers, used in one of the ways listed in `USES`."""
 
     def __init__(self, width: int, hidden: int, norm: str, dropout: float, use: str) -> None:
         super().__init__(width, hidden, norm, dropout, pre=True)
@@ -123,48 +123,54 @@ class Used(MLP):
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         match self.use:
             case "norm":
-                out = super().forward(x, mask)
-                return out + self.norm(out)
+                output = super().forward(x, mask)
+                return output + self.norm(output)
             case "again":
                 return super().forward(super().forward(x, mask), mask)
             case "functional":
-                own = F.linear(torch.sin(F.linear(x, self.up.weight)), self.down.weight)
-                return super().forward(x, mask) + own
+                functional_output = F.linear(
+                    torch.sin(F.linear(x, self.up.weight)), self.down.weight
+                )
+                return super().forward(x, mask) + functional_output
             case "gain":
                 return super().forward(x * self.norm.weight, mask)
             case "named":
                 h = self.down(input=self.drop(F.gelu(self.up(input=self.norm(x)))))
                 return x + self.drop(input=h)
             case "dict" | "object" | "named tuple":
-                given = self.inner(x=self.norm(x), mask=mask)
-                given = given[0]._asdict() if isinstance(given, tuple) else given
-                given = given if isinstance(given, dict) else vars(given)
-                return x + self.down(self.drop(given["wide"])) * given["scale"]
+                inner_output = self.inner(x=self.norm(x), mask=mask)
+                inner_output = (
+                    inner_output[0]._asdict() if isinstance(inner_output, tuple) else inner_output
+                )
+                inner_output = (
+                    inner_output if isinstance(inner_output, dict) else vars(inner_output)
+                )
+                return x + self.down(self.drop(inner_output["wide"])) * inner_output["scale"]
             case "folded":
                 return super().forward(x.flatten(0, 1), mask).view(x.shape)
             case "seldom":
                 return super().forward(x, mask) if x.shape[1] > 5 else torch.tanh(x)
             case "buffers":
-                turned = (torch.complex(x, x) * self.wave).real / self.places
-                return super().forward(turned, mask) + self.wave.imag * self.places
+                rotated_input = (torch.complex(x, x) * self.wave).real / self.places
+                return super().forward(rotated_input, mask) + self.wave.imag * self.places
         return super().forward(x, mask)
 
 
-def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys [rows, heads, tokens, size], halves of heads turned by angles of tokens."""
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Apply rotary positions to queries and keys of shape [rows, heads, tokens, size]."""
     cos, sin = cos[:, None], sin[:, None]
-    made = []
+    results = []
     for x in (q, k):
         a, b = x.chunk(2, -1)
-        made.append(x * cos + torch.cat((-b, a), -1) * sin)
-    return made[0], made[1]
+        results.append(x * cos + torch.cat((-b, a), -1) * sin)
+    return results[0], results[1]
 
 
 class Attention(nn.Module):
-    """Grouped queries; causal, in a window, with padding; q, k and v apart or in one weight.
+    """Grouped-query attention: causal, windowed, padded; q, k and v separate or fused.
 
-    `flag`: whether it is causal is said to torch, and there is no other mask.  `turn`: queries and
-    keys are turned by their places.
+    `flag`: the mask is only torch's `is_causal` flag.  `turn`: queries and keys get rotary
+    positions.
     """
 
     def __init__(
@@ -208,19 +214,19 @@ class Attention(nn.Module):
         if self.turn:
             angle = torch.arange(length)[None, :, None] / (1.0 + torch.arange(self.size // 2))
             angle = torch.cat((angle, angle), -1).to(h.dtype)
-            q, k = rotated(q, k, angle.cos(), angle.sin())
+            q, k = rotate(q, k, angle.cos(), angle.sin())
         k = k.repeat_interleave(self.heads // self.groups, 1)
         v = v.repeat_interleave(self.heads // self.groups, 1)
-        seen = None if self.flag else self._seen(length, mask)
-        if seen is None:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        visible = None if self.flag else self._seen(length, mask)
+        if visible is None:
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         elif self.plain:
             scores = (q @ k.transpose(-1, -2)) * self.size**-0.5
-            out = self.drop(scores.masked_fill(~seen, float("-inf")).softmax(-1)) @ v
+            attended = self.drop(scores.masked_fill(~visible, float("-inf")).softmax(-1)) @ v
         else:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-        out = out.transpose(1, 2).reshape(rows, length, self.heads * self.size)
-        h = x + self.drop(self.o(out))
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+        attended = attended.transpose(1, 2).reshape(rows, length, self.heads * self.size)
+        h = x + self.drop(self.o(attended))
         return h if self.pre else self.norm(h)
 
     def _projected(self, h: Tensor) -> Any:
@@ -230,22 +236,22 @@ class Attention(nn.Module):
         return self.qkv(h).split(widths, -1)
 
     def _seen(self, length: int, mask: Tensor | None) -> Tensor:
-        """Which keys a query sees, [1 or rows, 1, length, length]; itself always."""
-        place = torch.arange(length)
-        gap = place[:, None] - place[None, :]
-        seen = torch.ones(length, length, dtype=torch.bool)
+        """Return which keys a query sees, [1 or rows, 1, length, length]; always itself."""
+        positions = torch.arange(length)
+        gap = positions[:, None] - positions[None, :]
+        visible = torch.ones(length, length, dtype=torch.bool)
         if self.causal:
-            seen = seen & (gap >= 0)
+            visible = visible & (gap >= 0)
         if self.window:
-            seen = seen & (gap.abs() < self.window)
-        seen = seen[None, None]
+            visible = visible & (gap.abs() < self.window)
+        visible = visible[None, None]
         if mask is not None:
-            seen = seen & (mask != 0)[:, None, None, :]
-        return seen | (gap == 0)
+            visible = visible & (mask != 0)[:, None, None, :]
+        return visible | (gap == 0)
 
 
 class Experts(nn.Module):
-    """A router and experts that see every token, weighed by the best two."""
+    """A router and experts that compute all tokens, weighted by the best two."""
 
     def __init__(self, width: int, hidden: int, count: int) -> None:
         super().__init__()
@@ -256,15 +262,15 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         h = self.norm(x)
         chances = self.router(h).softmax(-1)
-        best, which = chances.topk(min(2, len(self.experts)), -1)
-        share = torch.zeros_like(chances).scatter(-1, which, best / best.sum(-1, keepdim=True))
-        for place, expert in enumerate(self.experts):
-            x = x + share[..., place : place + 1] * expert(h)
+        best, selected = chances.topk(min(2, len(self.experts)), -1)
+        share = torch.zeros_like(chances).scatter(-1, selected, best / best.sum(-1, keepdim=True))
+        for index, expert in enumerate(self.experts):
+            x = x + share[..., index : index + 1] * expert(h)
         return x
 
 
 class Routed(nn.Module):
-    """A router and experts in one module, each of which sees the tokens that choose it."""
+    """A router and stacked experts in one module; each computes the tokens that select it."""
 
     def __init__(self, width: int, hidden: int, count: int) -> None:
         super().__init__()
@@ -274,13 +280,13 @@ class Routed(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         flat = self.norm(x).flatten(0, -2)
-        best, which = self.router(flat).softmax(-1).topk(2, -1)
-        out: Tensor = self.experts(flat, which, best / best.sum(-1, keepdim=True))
-        return x + out.view(x.shape)
+        best, selected = self.router(flat).softmax(-1).topk(2, -1)
+        expert_output: Tensor = self.experts(flat, selected, best / best.sum(-1, keepdim=True))
+        return x + expert_output.view(x.shape)
 
 
 class Fused(nn.Module):
-    """Experts whose parameters are stacked."""
+    """Experts with stacked parameters."""
 
     def __init__(self, width: int, hidden: int, count: int) -> None:
         super().__init__()
@@ -290,12 +296,12 @@ class Fused(nn.Module):
         self.down = nn.Parameter(torch.randn(count, hidden, width))
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
+        result = torch.zeros_like(x)
         for expert in range(self.count):
             token, slot = torch.where(index == expert)
             h = torch.tanh(x[token] @ self.up[expert] + self.bias[expert])
-            out = out.index_add(0, token, h @ self.down[expert] * weights[token, slot, None])
-        return out
+            result = result.index_add(0, token, h @ self.down[expert] * weights[token, slot, None])
+        return result
 
 
 class Expert(nn.Module):
@@ -311,7 +317,7 @@ class Expert(nn.Module):
 
 
 class Convolved(nn.Module):
-    """A convolution along the sequence and a norm over batch ("batch"), past ("past") or sample."""
+    """A convolution along the sequence, and a norm: batch, running statistics ("past") or group."""
 
     def __init__(self, width: int, norm: str) -> None:
         super().__init__()
@@ -324,7 +330,7 @@ class Convolved(nn.Module):
 
 
 class Past(nn.BatchNorm1d):
-    """Batch norm with the statistics of the past, in training, too."""
+    """Batch norm that uses running statistics in training, too."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
@@ -342,7 +348,7 @@ class Twice(nn.Module):
 
 
 class Counting(nn.Module):
-    """Writes a buffer in forward: takes over its weight's size, or averages over its calls."""
+    """Writes a buffer in forward: the size of its weight, or an average over its calls."""
 
     def __init__(self, width: int, average: bool) -> None:
         super().__init__()
@@ -351,13 +357,13 @@ class Counting(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         if self.training:
-            now = self.gain.detach().abs()
-            self.size.copy_(0.9 * self.size + 0.1 * now if self.average else now)
+            size = self.gain.detach().abs()
+            self.size.copy_(0.9 * self.size + 0.1 * size if self.average else size)
         return x * self.gain
 
 
-class Moved(nn.Module):
-    """Adds a weight to what it is given, in place, and gives nothing back."""
+class AddInPlace(nn.Module):
+    """Adds a weight to its input in place, and returns nothing."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -368,25 +374,25 @@ class Moved(nn.Module):
 
 
 class Writing(nn.Module):
-    """Writes in place: into an argument, into an output of a layer, into a view of it."""
+    """Writes in place into an argument, an output of a layer, and a view of it."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.norm, self.moved = nn.LayerNorm(width), Moved(width)
+        self.norm, self.moved = nn.LayerNorm(width), AddInPlace(width)
         self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         h = self.up(self.norm(x))
         h.tanh_()
-        out = self.down(h)
-        self.moved(out)
-        out += x
-        out[:, 1:] += 0.5 * x[:, :-1]
-        return out
+        result = self.down(h)
+        self.moved(result)
+        result += x
+        result[:, 1:] += 0.5 * x[:, :-1]
+        return result
 
 
-class _Squared(torch.autograd.Function):
-    """Squared ReLU with a backward of its own."""
+class _SquaredReLU(torch.autograd.Function):
+    """Squared ReLU with a custom backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -400,11 +406,11 @@ class _Squared(torch.autograd.Function):
 
 
 class Custom(nn.Module):
-    """A pair of layers around a function with a backward of its own."""
+    """A pair of layers around a function with a custom backward."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        return x + self.down(_Squared.apply(self.up(x)))
+        return x + self.down(_SquaredReLU.apply(self.up(x)))

@@ -1,4 +1,4 @@
-"""What the arguments of verbs leave to choose, and which of it a schedule chooses."""
+"""All choices that arguments of verbs offer, and the choices of a given schedule."""
 
 from __future__ import annotations
 
@@ -17,66 +17,70 @@ from schedlang.language.syntax import parse
 Row = n.Rule | n.Do  # with a path, and about the model
 
 
-def choices() -> set[str]:
-    """Of each verb its name; of each argument every word that it knows (`offload to=disk`), or that
-    it is given at all (`zero prefetch`)."""
+def all_choices() -> set[str]:
+    """Return all choices: names of verbs; of each argument its literal values (`offload to=disk`),
+    or that it is set at all (`zero prefetch`)."""
     load_all()
-    return {text for name, verb in registry().items() for text in (name, *_of(verb))}
+    return {text for name, verb in registry().items() for text in (name, *_verb_choices(verb))}
 
 
-def _of(verb: type[Primitive]) -> Iterator[str]:
+def _verb_choices(verb: type[Primitive]) -> Iterator[str]:
     for name, kind in signature_of(verb).types.items():
-        words = list(_words(kind))
-        yield from (f"{verb.__name__} {name}={word}" for word in words)
-        if not words or _numbers(kind):
+        values = list(_literal_values(kind))
+        yield from (f"{verb.__name__} {name}={value}" for value in values)
+        if not values or _allows_number(kind):
             yield f"{verb.__name__} {name}"
 
 
-def _words(kind: Any) -> Iterator[str]:
-    """The words that an argument of this type may be."""
-    for one in get_args(kind):
+def _literal_values(kind: Any) -> Iterator[str]:
+    """Yield the literal values that an argument of this type allows."""
+    for argument_type in get_args(kind):
         if get_origin(kind) is Literal:
-            yield str(one)
+            yield str(argument_type)
         else:
-            yield from _words(one)
+            yield from _literal_values(argument_type)
 
 
-def _numbers(kind: Any) -> bool:
-    """Whether a number may stand where a word may."""
-    return kind in (int, float) or any(_numbers(one) for one in get_args(kind))
+def _allows_number(kind: Any) -> bool:
+    """Return whether an argument of this type allows a number."""
+    return kind in (int, float) or any(
+        _allows_number(argument_type) for argument_type in get_args(kind)
+    )
 
 
-def counted(text: str) -> Counter[str]:
-    """How often a schedule chooses what; an argument that is left out chooses its default."""
+def count_choices(text: str) -> Counter[str]:
+    """Count the choices of a schedule; an omitted argument chooses its default."""
     load_all()
-    rows = [one for one in walk(parse(Source("drawn.sched", text))) if isinstance(one, Row)]
-    return Counter(choice for row in rows for choice in _chosen(row.call))
+    rows = [node for node in walk(parse(Source("drawn.sched", text))) if isinstance(node, Row)]
+    return Counter(choice for row in rows for choice in _call_choices(row.call))
 
 
-def _chosen(call: n.Call) -> set[str]:
+def _call_choices(call: n.Call) -> set[str]:
     verb = registry()[call.name.text]
-    places = iter(signature_of(verb).positional)
-    given: dict[str, list[str]] = {}
+    positional = iter(signature_of(verb).positional)
+    arguments: dict[str, list[str]] = {}
     for argument in call.args:
         if isinstance(argument, n.Keyword):
             name, value = argument.name, argument.value
         else:
-            name, value = signature_of(verb).many or next(places), argument
+            name, value = signature_of(verb).many or next(positional), argument
         free = name not in signature_of(verb).types  # shard(weight=S(0))
-        given.setdefault(str(signature_of(verb).rest) if free else name, []).extend(_texts(value))
-    return {verb.__name__, *_named(verb, given)}
+        arguments.setdefault(str(signature_of(verb).rest) if free else name, []).extend(
+            _names_in(value)
+        )
+    return {verb.__name__, *_argument_choices(verb, arguments)}
 
 
-def _texts(value: n.Expr) -> list[str]:
-    """The names in an argument: of an option, or of several."""
+def _names_in(value: n.Expr) -> list[str]:
+    """Return the names in an argument."""
     return [node.text for node in walk(value) if isinstance(node, n.Name)]
 
 
-def _named(verb: type[Primitive], given: dict[str, list[str]]) -> Iterator[str]:
+def _argument_choices(verb: type[Primitive], arguments: dict[str, list[str]]) -> Iterator[str]:
     defaults = {f.name: f.default for f in fields(verb) if f.default is not MISSING}
     for name, kind in signature_of(verb).types.items():
-        words = set(_words(kind))
-        said = given.get(name, [str(defaults.get(name))])
-        yield from (f"{verb.__name__} {name}={word}" for word in said if word in words)
-        if name in given and not words.intersection(said):
+        values = set(_literal_values(kind))
+        names = arguments.get(name, [str(defaults.get(name))])
+        yield from (f"{verb.__name__} {name}={name_}" for name_ in names if name_ in values)
+        if name in arguments and not values.intersection(names):
             yield f"{verb.__name__} {name}"

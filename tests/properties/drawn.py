@@ -1,4 +1,4 @@
-"""A drawn model and schedule as a value, and the registry of generators, one for each primitive."""
+"""A random ("drawn") model and schedule as a value, and the generators of rows per primitive."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tests.properties.models import Config, Short
 
-# verbs in the order in which their rows may stand
+# verbs in the order of their rows in a schedule
 PHASES = (
     *("tie", "untie", "freeze", "adapt"),
     *("replace", "replace_kernel", "decompose", "fuse", "cast", "pad", "shard", "grid", "complete"),
@@ -15,7 +15,7 @@ PHASES = (
     *("checkpoint", "offload", "compress activations", "unroll"),
     *("pipeline_split", "split_backward", "zero", "compress", "overlap", "pipeline", "verify"),
 )
-# what the step of a verb must allow
+# what the step of a verb must relax
 RELAX = {
     "freeze": "updates",
     "adapt": "model",
@@ -30,7 +30,7 @@ Axes = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, order=True)
 class Step:
-    """Some rows that belong together.  Two steps with a claim in common exclude each other."""
+    """Rows that belong together.  Steps with a common claim exclude each other."""
 
     verb: str
     rows: tuple[str, ...]
@@ -42,15 +42,15 @@ class Step:
 
 
 def step(verb: str, rows: Sequence[str], claims: Sequence[str], axes: Sequence[str] = ()) -> Step:
-    """A step in few words."""
+    """Return a Step."""
     return Step(verb, tuple(rows), frozenset(claims), frozenset(axes))
 
 
 @dataclass(frozen=True, repr=False)
 class Drawn(Short):
-    """A model and a schedule for it.
+    """A random model and a schedule for it.
 
-    `rows` and `length` are of the first batch; the second, equal-sized, has one row more.
+    `rows` and `length` describe the first batch; the second batch has one row more.
     """
 
     config: Config
@@ -59,23 +59,23 @@ class Drawn(Short):
     spare: int = 0  # rows above one for each part
     length: int = 3
     illegal: str = ""  # a row that must be refused
-    used: bool = False  # whether rows may split one of two uses of something
+    used: bool = False  # whether rows may shard one of two uses of a parameter
 
     @property
     def micro(self) -> int:
-        """Microbatches of a step."""
-        said = [s.rows[0] for s in self.steps if s.verb == "pipeline"]
-        return int(said[0].split("micro=")[1].split(",")[0].rstrip(")")) if said else 1
+        """The number of microbatches."""
+        rows_ = [s.rows[0] for s in self.steps if s.verb == "pipeline"]
+        return int(rows_[0].split("micro=")[1].split(",")[0].rstrip(")")) if rows_ else 1
 
     @property
     def little(self) -> bool:
-        """Whether it runs with sizes that a toy model reaches; every second one does."""
+        """Whether it runs with lowered size limits; every second one does."""
         return self.config.seed % 2 == 0
 
     @property
     def parts(self) -> int:
-        """Into how many parts a batch is split."""
-        verbs = ("zero", "compress")  # the second brings a row of the first with it
+        """The number of parts into which a batch is split."""
+        verbs = ("zero", "compress")  # `compress` includes a `zero` row
         used = {axis for s in self.completed if s.verb in verbs for axis in s.axes}
         count = self.micro
         for axis, size in self.axes:
@@ -84,35 +84,39 @@ class Drawn(Short):
 
     @property
     def refused(self) -> str:
-        """The code of the refusal that this must end in, or "": statistics over the batch need
+        """The code with which this must be refused, or "": statistics over the batch need
         one part, averages over forwards one microbatch."""
         kinds = [(b.kind, b.norm == "batch", b.average) for b in self.config.blocks]
-        whole = any(kind == "conv" and batch for kind, batch, _ in kinds) and self.parts > 1
-        once = any(kind == "counting" and average for kind, _, average in kinds) and self.micro > 1
-        return "S703" if whole else "S708" if once else ""
+        needs_one_part = (
+            any(kind == "conv" and batch for kind, batch, _ in kinds) and self.parts > 1
+        )
+        needs_one_microbatch = (
+            any(kind == "counting" and average for kind, _, average in kinds) and self.micro > 1
+        )
+        return "S703" if needs_one_part else "S708" if needs_one_microbatch else ""
 
     @property
     def may(self) -> frozenset[str]:
-        """Codes of refusals that this may end in, where a row may split one of two uses."""
+        """Codes with which this may be refused, where a row may shard one of two uses."""
         codes = ("S405", "S427", "S506", "S601", "S659", "S664")
         return frozenset(codes) if self.used else frozenset()
 
     @property
     def rows(self) -> int:
-        """Rows of the first batch: enough for every part, mostly not divisible by their number."""
+        """Rows of the first batch: one per part and some more, mostly not a multiple."""
         return self.parts + self.spare
 
     @property
     def completed(self) -> tuple[Step, ...]:
-        """The steps, and a row for each axis that they leave idle."""
+        """The steps, and a `zero` row for each unused axis."""
         used = {axis for s in self.steps for axis in s.axes}
         idle = [axis for axis, size in self.axes if size > 1 and axis not in used]
-        more = [step("zero", [f"zero(stage=0, over={a})"], [f"zero {a}"], [a]) for a in idle]
-        return tuple(sorted((*self.steps, *more), key=lambda s: PHASES.index(s.verb)))
+        zero_steps = [step("zero", [f"zero(stage=0, over={a})"], [f"zero {a}"], [a]) for a in idle]
+        return tuple(sorted((*self.steps, *zero_steps), key=lambda s: PHASES.index(s.verb)))
 
     @property
     def text(self) -> str:
-        """The schedule file."""
+        """The text of the schedule."""
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.axes)
         rows = [row for s in self.completed for row in s.rows]
         if self.illegal:
@@ -125,10 +129,10 @@ class Drawn(Short):
     @property
     def world(self) -> int:
         """The number of ranks."""
-        out = 1
+        product = 1
         for _, size in self.axes:
-            out *= size
-        return out
+            product *= size
+        return product
 
 
 Generator = Callable[[Config, dict[str, int], int], list[Step]]
@@ -136,11 +140,11 @@ GENERATORS: dict[str, Generator] = {}
 
 
 def generator(make: Generator) -> Generator:
-    """Register the steps of the primitive of this name."""
+    """Register a generator of steps for the primitive of its name."""
     GENERATORS[make.__name__.rstrip("_")] = make
     return make
 
 
-def block_path(place: int) -> str:
-    """The path of a block."""
-    return f"blocks.{place}"
+def block_path(index: int) -> str:
+    """Return the path of a block."""
+    return f"blocks.{index}"

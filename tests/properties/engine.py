@@ -1,4 +1,4 @@
-"""One drawn schedule run on ranks and compared with its original: the cheap form and the whole."""
+"""Run a drawn schedule on ranks and compare it with the original: `cheap` or `whole` proof."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from schedlang.passes.verify.requirements import inexact_rules
 from schedlang.report import Row
 from schedlang.runtime.modes import enter_modes
 from schedlang.schedule import Schedule
-from tests.proofs import Seen, sgd, trained
-from tests.properties.little import little
+from tests.proofs import Observed, sgd, train_on_ranks
 from tests.properties.models import Batch
 from tests.properties.schedules import Drawn
+from tests.properties.small_limits import small_limits
 
 SEED = 5  # of dropout
 
 
 class Engine(Protocol):
-    """What runs ranks: local processes, or threads."""
+    """Runs ranks as local processes or threads."""
 
     def run(self, fn: Callable[..., Any], world: int, *args: Any, **options: Any) -> list[Any]:
-        """The results of `fn(*args)` by rank."""
+        """Return the results of `fn(*args)` by rank."""
 
 
 @dataclass
 class Differs(Exception):  # noqa: N818
-    """Comparisons that do not hold; of what, on which engine and in which form."""
+    """Raised with failed comparisons; records the drawn schedule, engine and proof."""
 
     rows: tuple[Row, ...]
     drawn: Drawn
@@ -63,24 +63,24 @@ class Differs(Exception):  # noqa: N818
 
 
 def schedule_of(drawn: Drawn) -> Schedule:
-    """The schedule of a model that was just built."""
+    """Return the schedule for a newly built model."""
     file = parse(Source("drawn.sched", drawn.text))
     return Schedule(drawn.config.model(), file, Settings())
 
 
 def plan_of(drawn: Drawn) -> Plan:
-    """Its plan."""
+    """Return the plan of a drawn schedule."""
     return schedule_of(drawn).plan()
 
 
 def case_of(drawn: Drawn, steps: int = 2) -> Case:
-    """The case: a ragged batch, an equal-sized one of other shape, and a third."""
+    """Return the proof case: a ragged batch, a full one of another shape, and so on."""
     batches = tuple(batches_of(drawn, steps))
     return Case(plan_of(drawn), batches, drawn.config.loss, seed=drawn.config.seed, dtype="none")
 
 
 def cheap(drawn: Drawn, engine: Engine) -> Sequence[Row]:
-    """Forward, backward and one step of SGD on one batch, every comparison of `prove` but saving.
+    """Prove one step of SGD on one batch, with all comparisons of `prove` except saving.
 
     Raises Refusal as `prove` does.
     """
@@ -90,35 +90,37 @@ def cheap(drawn: Drawn, engine: Engine) -> Sequence[Row]:
     modes, _ = proof_modes(case)
     with enter_modes(*modes):
         norm = Sequential(copy_original(case), loss=case.loss).gradient_norm(case.batches[0])
-    told = standard_conditions(case.batches, norm)[:1]
-    expected, _ = run_original(case, told)
-    actual = engine.run(observe_on_rank, case.plan.mesh.world, case, told)[0]
+    conditions = standard_conditions(case.batches, norm)[:1]
+    expected, _ = run_original(case, conditions)
+    actual = engine.run(observe_on_rank, case.plan.mesh.world, case, conditions)[0]
     return compare(expected, actual, exact=not case.plan.gives_up)
 
 
 def whole(drawn: Drawn, engine: Any) -> Sequence[Row]:
-    """The whole proof: two optimizers, three steps on batches of unlike shapes, saved state.
+    """Run the full proof: two optimizers, three steps on different shapes, saved state.
 
-    `verify(exact)` is refused (S709) exactly where a row gives up equal bits; the rest is proven.
+    `verify(exact)` must be refused (S709) if a row gives up bitwise equality; then it is left out.
     """
-    exact = [one for one in drawn.steps if one.rows == ("verify(exact)",)]
+    exact = [exact_step for exact_step in drawn.steps if exact_step.rows == ("verify(exact)",)]
     if exact and inexact_rules(plan_of(drawn)):
         with pytest.raises(Refusal, match="S709"):
             prove(case_of(drawn, 3), pool=engine)
-        drawn = replace(drawn, steps=tuple(one for one in drawn.steps if one not in exact))
+        drawn = replace(
+            drawn, steps=tuple(exact_step for exact_step in drawn.steps if exact_step not in exact)
+        )
     return prove(case_of(drawn, 3), pool=engine).rows
 
 
 def check(drawn: Drawn, engine: Any, form: Callable[..., Sequence[Row]] = cheap) -> None:
     """Raise Differs if a comparison fails."""
-    with little(drawn.little):
-        bad = tuple(row for row in form(drawn, engine) if not row.ok)
-    if bad:
-        raise Differs(bad, drawn, engine, form)
+    with small_limits(drawn.little):
+        failed = tuple(row for row in form(drawn, engine) if not row.ok)
+    if failed:
+        raise Differs(failed, drawn, engine, form)
 
 
-def holds(drawn: Drawn, engine: Any, form: Callable[..., Sequence[Row]] = cheap) -> None:
-    """The drawn schedule is equal to its original, or refused where it has to be, or may be."""
+def assert_holds(drawn: Drawn, engine: Any, form: Callable[..., Sequence[Row]] = cheap) -> None:
+    """Assert that a drawn schedule equals its original, or is refused where it must or may be."""
     try:
         check(drawn, engine, form)
     except Refusal as refusal:
@@ -129,7 +131,7 @@ def holds(drawn: Drawn, engine: Any, form: Callable[..., Sequence[Row]] = cheap)
 
 
 def batches_of(drawn: Drawn, count: int = 1, rows: int | None = None) -> list[Batch]:
-    """A ragged batch, an equal-sized one of other shape, and so on in turn."""
+    """Return batches: ragged, full with another length, and so on in turn."""
     rows = drawn.rows if rows is None else rows
     return [
         drawn.config.batch(rows + k, drawn.length * (1 + k % 2), k, ragged=k % 2 == 0)
@@ -137,16 +139,18 @@ def batches_of(drawn: Drawn, count: int = 1, rows: int | None = None) -> list[Ba
     ]
 
 
-def seen(
+def run_training(
     drawn: Drawn,
     engine: Any,
     batches: Sequence[Batch] | None = None,
     optimizer: Any = sgd,
     loss: Any = None,
     **options: Any,
-) -> Seen:
-    """What the program of a drawn schedule leaves after a step for each batch."""
-    given = batches_of(drawn) if batches is None else batches
+) -> Observed:
+    """Train a drawn schedule one step per batch; returns what it leaves (`Seen`)."""
+    batches_ = batches_of(drawn) if batches is None else batches
     loss = loss or drawn.config.loss
-    with little(drawn.little):
-        return trained(engine, plan_of(drawn), given, optimizer, loss=loss, seed=SEED, **options)
+    with small_limits(drawn.little):
+        return train_on_ranks(
+            engine, plan_of(drawn), batches_, optimizer, loss=loss, seed=SEED, **options
+        )

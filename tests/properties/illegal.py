@@ -1,4 +1,4 @@
-"""Rows that no schedule may hold, one kind for each thing that can be wrong with a row."""
+"""Illegal rows for drawn schedules, one for each kind of mistake."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from tests.properties.schedules import Drawn, legal, step
 
 
-def wrong(drawn: Drawn) -> dict[str, str]:
-    """For each mistake that the drawn schedule leaves room for: the row that makes it."""
+def mistake_rows(drawn: Drawn) -> dict[str, str]:
+    """Return the illegal row for each mistake that is possible in the drawn schedule."""
     sizes, last = dict(drawn.axes), len(drawn.config.blocks)
-    found = {
+    rows = {
         "no such module": f"blocks.{last}  checkpoint()",
         "no such argument": "blocks.0  checkpoint(speed=3)",
         "no such verb": "blocks.0  accelerate()",
@@ -28,27 +28,27 @@ def wrong(drawn: Drawn) -> dict[str, str]:
     n = next((size for axis, size in drawn.axes if size > 1), 1)
     axis = next((axis for axis, size in drawn.axes if size > 1), "")
     if drawn.config.width % n:
-        found["does not divide"] = f"norm  shard(weight=S(0), over={axis})"
+        rows["does not divide"] = f"norm  shard(weight=S(0), over={axis})"
     for s in drawn.steps:
         if s.verb == "zero":
-            found["an axis twice"] = s.rows[0]
+            rows["an axis twice"] = s.rows[0]
         if s.verb == "pipeline":
-            found["an order twice"] = s.rows[0]
+            rows["an order twice"] = s.rows[0]
         if s.verb == "checkpoint":
-            found["a checkpoint twice"] = s.rows[0]
+            rows["a checkpoint twice"] = s.rows[0]
         if s.verb in ("checkpoint", "offload") and s.rows[0].startswith("blocks"):
-            found["too late"] = f"{s.rows[0].split()[0]}  fuse()"
-    return {name: row for name, row in found.items() if row}
+            rows["too late"] = f"{s.rows[0].split()[0]}  fuse()"
+    return {name: row for name, row in rows.items() if row}
 
 
 @st.composite
 def illegal(draw: st.DrawFn) -> Drawn:
-    """A legal schedule with one wrong row at its end, or one that is only seen with the batch."""
+    """Draw a legal schedule with one illegal row, which may only show when the batch is split."""
     drawn = draw(legal())
-    mistakes = wrong(drawn)
+    mistakes = mistake_rows(drawn)
     row = mistakes[draw(st.sampled_from(sorted(mistakes)))]
     if "micro=500" in row:  # seen when the batch is split
-        more = step("pipeline", [row], ["order"])
-        kept = tuple(s for s in drawn.steps if s.verb != "pipeline")
-        return replace(drawn, steps=(*kept, more), spare=drawn.spare - 490)
+        pipeline_step = step("pipeline", [row], ["order"])
+        other_steps = tuple(s for s in drawn.steps if s.verb != "pipeline")
+        return replace(drawn, steps=(*other_steps, pipeline_step), spare=drawn.spare - 490)
     return replace(drawn, illegal=row)

@@ -1,4 +1,4 @@
-"""Drawn models: a configuration as a value, the module and batches that it stands for."""
+"""Random test models: a configuration as a value, and its module and batches."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from torch.nn import functional as F
 
 from schedlang.passes.verify.original import randomise
 from tests.properties import blocks as kinds
-from tests.properties.replaced import REPLACEMENTS
+from tests.properties.replacements import REPLACEMENTS
 
 Batch = dict[str, Any]
 
 
 class Short:
-    """A dataclass whose repr, which is Python, leaves out what is as by default."""
+    """A dataclass whose repr is Python code without default values."""
 
     def __repr__(self) -> str:
-        given = ((f.name, getattr(self, f.name), f.default) for f in fields(self))  # type: ignore[arg-type]
-        said = ", ".join(f"{name}={value!r}" for name, value, plain in given if value != plain)
-        return f"{type(self).__name__}({said})"
+        values = ((f.name, getattr(self, f.name), f.default) for f in fields(self))  # type: ignore[arg-type]
+        arguments = ", ".join(
+            f"{name}={value!r}" for name, value, default in values if value != default
+        )
+        return f"{type(self).__name__}({arguments})"
 
 
 @dataclass(frozen=True, repr=False)
 class Block(Short):
-    """One block; fields that its kind does not have are not read."""
+    """The configuration of one block; fields that its kind does not use are ignored."""
 
     kind: str = "chain"
     hidden: int = 6
@@ -48,7 +50,7 @@ class Block(Short):
 
     @property
     def paired(self) -> bool:
-        """Whether it is a norm and a pair of layers, by these names."""
+        """Whether the block has a norm and a pair of layers with the usual names."""
         inside = ("dict", "object", "named tuple")
         return self.kind == "mlp" or (self.kind == "used" and self.use not in inside)
 
@@ -59,11 +61,11 @@ class Block(Short):
 
     @property
     def turns(self) -> bool:
-        """Whether an attention turns its queries and keys."""
+        """Whether an attention applies rotary positions."""
         return self.kind == "attention" and self.size % 2 == 0 and not self.flag
 
     def made(self, width: int, dropout: float) -> nn.Module:
-        """The module."""
+        """Build the module."""
         match self.kind:
             case "chain":
                 return kinds.Chain(width)
@@ -106,7 +108,7 @@ class Block(Short):
 
 @dataclass(frozen=True, repr=False)
 class Config(Short):
-    """A whole model; it is built the same from the same values.
+    """The configuration of a model; equal values build equal models.
 
     `entry` is "floats" or "words" (an embedding, and a head over the vocabulary); `returns` the
     "loss", a "dict" or an "object" (of a class of its own) with it, or a "tuple" without it, for
@@ -129,28 +131,28 @@ class Config(Short):
     use: str = ""
 
     def model(self) -> nn.Module:
-        """The module, in float64, with no unit gain and no zero bias."""
+        """Build the module in float64, with random norm weights and biases."""
         torch.manual_seed(self.seed)
-        made = randomise(Drawn(self).double(), self.seed)
-        for name, parameter in made.named_parameters():
+        module = randomise(Drawn(self).double(), self.seed)
+        for name, parameter in module.named_parameters():
             frozen = self.frozen and name.startswith(f"{self.frozen}.")
             parameter.requires_grad_(not frozen)
-        return made
+        return module
 
     @property
     def loss(self) -> Cotangent | None:
-        """The loss function, where the model returns none."""
+        """The loss function, if the model returns no loss."""
         return Cotangent(self.entry, self.seed) if self.returns == "tuple" else None
 
     def batch(self, rows: int, length: int, seed: int, ragged: bool) -> Batch:
-        """Inputs of some rows: padded to unequal lengths with labels unevenly ignored, or equal."""
+        """Return a batch: ragged with unevenly ignored labels, or full."""
         g = torch.Generator().manual_seed(1000 * self.seed + seed)
-        words = self.entry == "words"
+        is_text = self.entry == "words"
         lengths = torch.randint(1, length + 1, (rows, 1), generator=g)
         lengths[0] = length
         real = torch.arange(length) < lengths if ragged else torch.ones(rows, length).bool()
         batch: Batch = {}
-        if words:
+        if is_text:
             batch["ids"] = torch.randint(0, self.vocab, (rows, length), generator=g)
             labels = batch["ids"].roll(-1, 1)
             labels[~real] = -100
@@ -182,7 +184,7 @@ USES = {
 
 @dataclass
 class Output:
-    """What a model gives, in a class of its own."""
+    """The output of a model as an object."""
 
     loss: Tensor
     out: Tensor
@@ -191,18 +193,18 @@ class Output:
 
 @dataclass(frozen=True)
 class Cotangent:
-    """A loss for models that return none: unlike weights for the features, and their squares."""
+    """A loss for models that return none: weighted features plus their squares."""
 
     entry: str
     seed: int
 
     def __call__(self, output: Any, batch: Batch) -> Tensor:
-        out, _, *decay = output
+        features, _, *decay = output
         if self.entry == "words":
-            return F.cross_entropy(out.flatten(0, 1), batch["labels"].flatten()) + sum(decay)
-        places = torch.arange(out[0].numel(), dtype=torch.float64)
-        weights = torch.sin(7.1 * places + self.seed).view(out.shape[1:])
-        return (out * weights).flatten(1).sum(1).mean() + (out**2).mean() + sum(decay)
+            return F.cross_entropy(features.flatten(0, 1), batch["labels"].flatten()) + sum(decay)
+        places = torch.arange(features[0].numel(), dtype=torch.float64)
+        weights = torch.sin(7.1 * places + self.seed).view(features.shape[1:])
+        return (features * weights).flatten(1).sum(1).mean() + (features**2).mean() + sum(decay)
 
 
 class Drawn(nn.Module):
@@ -213,17 +215,17 @@ class Drawn(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.returns, self.skip, self.use = config.returns, config.skip, config.use
-        width, words = config.width, config.entry == "words"
-        out = config.vocab if words else 1
-        self.embed = nn.Embedding(config.vocab, width) if words else nn.Linear(width, width)
+        width, is_text = config.width, config.entry == "words"
+        outputs = config.vocab if is_text else 1
+        self.embed = nn.Embedding(config.vocab, width) if is_text else nn.Linear(width, width)
         self.blocks = nn.ModuleList(b.made(width, config.dropout) for b in config.blocks)
         if self.use == "same":
             self.blocks = nn.ModuleList([self.blocks[0]] * len(self.blocks))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, out, bias=not config.tied)
+        self.head = nn.Linear(width, outputs, bias=not config.tied)
         if config.tied:
             self.head.weight = self.embed.weight
-        self.classes = out
+        self.classes = outputs
 
     def forward(
         self,
@@ -237,42 +239,44 @@ class Drawn(nn.Module):
     ) -> Any:
         h = self.embed(ids if x is None else x)
         if self.use == "embed":
-            more = F.linear(torch.sin(h), self.embed.weight) if ids is None else None
-            h = h + (F.embedding(ids.roll(1, 1), self.embed.weight) if ids is not None else more)
+            embedded = F.linear(torch.sin(h), self.embed.weight) if ids is None else None
+            h = h + (
+                F.embedding(ids.roll(1, 1), self.embed.weight) if ids is not None else embedded
+            )
         if self.use == "norm":
             h = self.norm(h)
         if side is not None:
             h = h * side["scale"][0] + side["shift"]
-        kept: Tensor | None = None
-        for place, block in enumerate(self.blocks):
-            if kept is not None and self.skip is not None and place == self.skip[1]:
-                h = h + 0.5 * kept
+        skipped: Tensor | None = None
+        for index, block in enumerate(self.blocks):
+            if skipped is not None and self.skip is not None and index == self.skip[1]:
+                h = h + 0.5 * skipped
             h = block(h, mask)
-            if self.skip is not None and place == self.skip[0]:
-                kept = h
+            if self.skip is not None and index == self.skip[0]:
+                skipped = h
         decay = self._decay() if self.use == "decay" else 0.0
         if self.use == "block":
             h = self.blocks[0](h, mask)
         if self.use == "function":
-            out = F.linear(self.norm(h), self.embed.weight)[..., : self.classes]
+            outputs = F.linear(self.norm(h), self.embed.weight)[..., : self.classes]
         else:
-            out = self.head(self.norm(h))
+            outputs = self.head(self.norm(h))
         if self.use == "head":
-            out = out + torch.tanh(self.head(h))
+            outputs = outputs + torch.tanh(self.head(h))
         if self.returns == "tuple":
-            return (out, h, decay) if self.use == "decay" else (out, h)
+            return (outputs, h, decay) if self.use == "decay" else (outputs, h)
         if labels is not None:
-            loss = F.cross_entropy(out.flatten(0, 1), labels.flatten())
+            loss = F.cross_entropy(outputs.flatten(0, 1), labels.flatten())
         else:
             assert y is not None
-            loss = ((out[..., 0] - y) ** 2).mean()
+            loss = ((outputs[..., 0] - y) ** 2).mean()
         loss = loss + decay
         if self.returns == "object":
-            return Output(loss, out, (h,))
-        return loss if self.returns == "loss" else {"loss": loss, "out": out, "parts": (h,)}
+            return Output(loss, outputs, (h,))
+        return loss if self.returns == "loss" else {"loss": loss, "out": outputs, "parts": (h,)}
 
     def _decay(self) -> Any:
-        """The squares of vectors of the first block and the last norm."""
+        """Return the sum of squares of all vectors of the first block and the last norm."""
         parameters = (*self.blocks[0].parameters(), *self.norm.parameters())
         return sum(p.square().sum() for p in parameters if p.dim() == 1)
 
@@ -280,26 +284,26 @@ class Drawn(nn.Module):
 KINDS = (
     *("chain", "mlp", "attention", "experts", "routed", "conv", "twice", "counting", "custom"),
     "writing",
-    *("mlp", "attention"),  # most rows are about these
+    *("mlp", "attention"),  # drawn more often, as most rows apply to them
 )
 
 
-# what a context can be split around: attentions that torch computes, and what mixes no tokens
-APART = ("mlp", "chain", "custom", "attention", "attention")
+# kinds that allow context parallelism: torch attention, and blocks that mix no tokens
+CONTEXT_KINDS = ("mlp", "chain", "custom", "attention", "attention")
 
 
 @st.composite
-def _block(draw: st.DrawFn, tp: int, context: bool, used: bool) -> Block:
-    names = (*(APART if context else KINDS), *("used",) * (4 * used))
+def _block_strategy(draw: st.DrawFn, tp: int, context: bool, used: bool) -> Block:
+    names = (*(CONTEXT_KINDS if context else KINDS), *("used",) * (4 * used))
     kind = draw(st.sampled_from(names))
-    of = lambda *values: draw(st.sampled_from(values))  # noqa: E731
-    hidden = of(2 * tp, tp, 3 * tp, 5, 7)
+    choose = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    hidden = choose(2 * tp, tp, 3 * tp, 5, 7)
     if kind == "mlp":
-        return Block(kind, hidden, norm=of("layer", "rms"), pre=of(True, False))
+        return Block(kind, hidden, norm=choose("layer", "rms"), pre=choose(True, False))
     if kind == "used":
-        return Block(kind, hidden, norm=of("layer", "rms"), use=of(*kinds.USES))
+        return Block(kind, hidden, norm=choose("layer", "rms"), use=choose(*kinds.USES))
     if kind == "attention":
-        heads, share = of(
+        heads, share = choose(
             (tp, 1),
             (2 * tp, 2),
             (2 * tp, 1),
@@ -314,55 +318,61 @@ def _block(draw: st.DrawFn, tp: int, context: bool, used: bool) -> Block:
             kind,
             heads=heads,
             groups=heads // share,
-            size=of(2, 1, 3),
-            norm=of("layer", "rms"),
-            pre=of(True, False),
-            fused=of(False, True),
-            causal=of(False, True),
-            window=of(0, 2),
-            plain=of(False, True),
-            flag=context or of(True, False),
+            size=choose(2, 1, 3),
+            norm=choose("layer", "rms"),
+            pre=choose(True, False),
+            fused=choose(False, True),
+            causal=choose(False, True),
+            window=choose(0, 2),
+            plain=choose(False, True),
+            flag=context or choose(True, False),
         )
     if kind == "experts":
-        return Block(kind, hidden, count=of(2, 3))
+        return Block(kind, hidden, count=choose(2, 3))
     if kind == "routed":
-        return Block(kind, hidden, count=of(4, 6, 3))
+        return Block(kind, hidden, count=choose(4, 6, 3))
     if kind == "conv":
-        return Block(kind, norm=of("group", "past", "batch"))
+        return Block(kind, norm=choose("group", "past", "batch"))
     if kind == "counting":
-        return Block(kind, average=of(False, True))
+        return Block(kind, average=choose(False, True))
     return Block(kind, hidden)
 
 
 @st.composite
 def configs(
-    draw: st.DrawFn, tp: int, least: int = 1, *, context: bool = False, used: bool = False
+    draw: st.DrawFn, tp: int, min_blocks: int = 1, *, context: bool = False, used: bool = False
 ) -> Config:
-    """Models with sizes that `tp` mostly divides, of at least so many blocks, at times all alike;
-    `context`: most have attentions around which the sequence can be split; `used`: most use
-    something twice, or otherwise than by its module and position (`USES`)."""
-    of = lambda *values: draw(st.sampled_from(values))  # noqa: E731
-    blocks = tuple(draw(st.lists(_block(tp, context, used), min_size=least, max_size=least + 2)))
-    use = of("", "", "", *USES) if used else ""
+    """Draw a configuration whose sizes `tp` mostly divides, with at least `min_blocks` blocks,
+    sometimes equal ones; `context`: most have attentions that allow context parallelism; `used`:
+    most use something twice or in an unusual way (`USES`)."""
+    choose = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    blocks = tuple(
+        draw(
+            st.lists(
+                _block_strategy(tp, context, used), min_size=min_blocks, max_size=min_blocks + 2
+            )
+        )
+    )
+    use = choose("", "", "", *USES) if used else ""
     if use == "same" or draw(st.integers(0, 2)) == 0:
         blocks = blocks[:1] * len(blocks)
-    entry = of("floats", "words")
+    entry = choose("floats", "words")
     skip = None
     if len(blocks) > 1 and draw(st.booleans()):
         start = draw(st.integers(0, len(blocks) - 2))
         skip = (start, draw(st.integers(start + 1, len(blocks) - 1)))
     tied = entry == "words" and draw(st.booleans())
-    frozen = of("", "blocks.0", "norm", "embed" if not tied else "")
+    frozen = choose("", "blocks.0", "norm", "embed" if not tied else "")
     return Config(
         blocks,
-        of(2 * tp, 3 * tp, 5, 7),
+        choose(2 * tp, 3 * tp, 5, 7),
         entry,
-        of(11, 4 * tp, 9),
+        choose(11, 4 * tp, 9),
         tied,
-        of("loss", "dict", "tuple", "object"),
+        choose("loss", "dict", "tuple", "object"),
         skip,
         frozen,
-        of(0.0, 0.25),
+        choose(0.0, 0.25),
         draw(st.booleans()),
         draw(st.booleans()),
         draw(st.integers(0, 9)),

@@ -1,4 +1,4 @@
-"""Drawn schedules: meshes of unequal axes, and small steps from a generator for each primitive."""
+"""Random legal schedules: meshes, and steps of rows from a generator for each primitive."""
 
 from __future__ import annotations
 
@@ -35,34 +35,41 @@ __all__ = [
 ]
 
 
-TIED = {"mlp": '"up.weight", "up.bias"', "chain": '"lin.weight"', "custom": '"up.weight"'}
+TIED_WEIGHTS = {"mlp": '"up.weight", "up.bias"', "chain": '"lin.weight"', "custom": '"up.weight"'}
 
 
 @generator
 def tie(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """Blocks that are alike, next to each other or not; both then lie as one does."""
-    found = []
-    for place, block in enumerate(config.blocks):
-        for other in range(place + 1, len(config.blocks)):
-            at, to = _at(place), _at(other)
-            alike = config.blocks[other] == block and config.use != "same"
-            if alike and not config.frozen.startswith("blocks"):
+    """Tie equal blocks, adjacent or not; both are then stored in the same way."""
+    steps = []
+    for index, block in enumerate(config.blocks):
+        for other in range(index + 1, len(config.blocks)):
+            path, other_path = _at(index), _at(other)
+            equal = config.blocks[other] == block and config.use != "same"
+            if equal and not config.frozen.startswith("blocks"):
                 claims = [
                     "tie",
                     *(
-                        f"{verb} {one}"
+                        f"{verb} {module_path}"
                         for verb in ("shard", "late", "kernel", "parameters")
-                        for one in (at, to, f"{at}.experts.*", f"{to}.experts.*")
+                        for module_path in (
+                            path,
+                            other_path,
+                            f"{path}.experts.*",
+                            f"{other_path}.experts.*",
+                        )
                     ),
                 ]
-                for names in ("", TIED.get(block.kind, "")):
-                    found.append(step("tie", [f"{at}, {to}  tie({names})"], [*claims, "freeze"]))
-    return found
+                for names in ("", TIED_WEIGHTS.get(block.kind, "")):
+                    steps.append(
+                        step("tie", [f"{path}, {other_path}  tie({names})"], [*claims, "freeze"])
+                    )
+    return steps
 
 
 @generator
 def untie(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """The head, where it shares the embedding's weight."""
+    """Untie the head, if it shares the embedding's weight."""
     return [
         step("untie", ["head  untie(weight)"], ["untie", "shard embed", "shard head", "freeze"])
         for _ in range(config.tied)
@@ -71,28 +78,28 @@ def untie(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
 
 @generator
 def freeze(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """A block, or all but the head; not what the model has frozen itself."""
-    found = []
-    late = [f"late {_at(place)}" for place in range(len(config.blocks))]
-    for place, wait in enumerate(late):  # no gradient of its weights waits
-        if config.frozen != ("blocks.0" if config.use == "same" else _at(place)):
+    """Freeze a block, or all but the head; not what the model has frozen itself."""
+    steps = []
+    late = [f"late {_at(index)}" for index in range(len(config.blocks))]
+    for index, wait in enumerate(late):  # its weights have no delayed gradient
+        if config.frozen != ("blocks.0" if config.use == "same" else _at(index)):
             for names in ("", '"*bias", "norm.*"'):
-                row = f"{_at(place)}  freeze({names if config.blocks[place].kind == 'mlp' else ''})"
-                found += [step("freeze", [row], ["freeze", wait])]
-    return [*found, step("freeze", ['freeze(keep="head.*")'], ["freeze", *late])]
+                row = f"{_at(index)}  freeze({names if config.blocks[index].kind == 'mlp' else ''})"
+                steps += [step("freeze", [row], ["freeze", wait])]
+    return [*steps, step("freeze", ['freeze(keep="head.*")'], ["freeze", *late])]
 
 
 @generator
 def adapt(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """Adapters at the projections of a block; the head is trained as before, or nothing else is."""
-    found = []
-    late = [f"late {_at(place)}" for place in range(len(config.blocks))]
-    for place, block in enumerate(config.blocks):
+    """Add adapters to the projections of a block; the head is trained too, or nothing else is."""
+    steps = []
+    late = [f"late {_at(index)}" for index in range(len(config.blocks))]
+    for index, block in enumerate(config.blocks):
         if block.kind == "mlp" and not config.frozen:
-            at = _at(place)
+            path = _at(index)
             verbs = ("replace", "kernel", "decompose", "parameters", "terms")
-            claims = [f"{verb} {at}" for verb in verbs]
-            for words in (
+            claims = [f"{verb} {path}" for verb in verbs]
+            for arguments in (
                 'lora, rank=2, keep="head.*"',
                 "lora, rank=1, alpha=3, dropout=0.25",
                 "dora, rank=2, seed=3",
@@ -100,14 +107,14 @@ def adapt(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
                 "lora, rank=1, base=int4",
                 "dora, rank=2, base=nf4",
             ):
-                row = f"{at}.up, {at}.down  adapt({words})"
-                found.append(step("adapt", [row], [*claims, "tie", "freeze", *late]))
-    return found
+                row = f"{path}.up, {path}.down  adapt({arguments})"
+                steps.append(step("adapt", [row], [*claims, "tie", "freeze", *late]))
+    return steps
 
 
 @generator
 def pad(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """Padding that nothing needs; what a split needs comes with the split."""
+    """Pad the vocabulary without need; padding that a shard needs comes with its step."""
     if config.entry != "words":
         return []
     return [
@@ -118,12 +125,12 @@ def pad(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
 
 @generator
 def checkpoint(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """At blocks, and inside of them; not where buffers are written."""
-    found = []
-    for place, block in enumerate(config.blocks):
+    """Checkpoint blocks or modules inside them, except those that write buffers."""
+    steps = []
+    for index, block in enumerate(config.blocks):
         if block.kind == "counting" or (block.kind == "conv" and block.norm == "batch"):
             continue
-        at = _at(place)
+        path = _at(index)
         inner = {
             "mlp": "up",
             "used": block.up,
@@ -133,59 +140,76 @@ def checkpoint(config: Config, sizes: dict[str, int], length: int) -> list[Step]
             "custom": "down",
         }.get(block.kind)
         rows = [
-            f"{at}  checkpoint()",
-            f"{at}  checkpoint(save=[linear])",
-            f"{at}  checkpoint(save=[linear, attention, collective])",
+            f"{path}  checkpoint()",
+            f"{path}  checkpoint(save=[linear])",
+            f"{path}  checkpoint(save=[linear, attention, collective])",
         ]
-        rows += [f"{at}.{inner}  checkpoint()"] if inner else []
-        found += [step("checkpoint", [row], [f"checkpoint {at}"]) for row in rows]
-    return found + _regions(config, sizes)
+        rows += [f"{path}.{inner}  checkpoint()"] if inner else []
+        steps += [step("checkpoint", [row], [f"checkpoint {path}"]) for row in rows]
+    return steps + _region_checkpoints(config, sizes)
 
 
-def _regions(config: Config, sizes: dict[str, int]) -> list[Step]:
-    """All blocks in groups, every second of them, or as a plan has it; no cut falls in a group."""
+def _region_checkpoints(config: Config, sizes: dict[str, int]) -> list[Step]:
+    """Checkpoint all blocks in groups, every second, or by a plan; no stage cut splits a group."""
     count = len(config.blocks)
     fits = not any(b.kind == "counting" or b.norm == "batch" for b in config.blocks)
     if count < 2 or not fits:
         return []
-    claims = [f"{verb} {_at(place)}" for verb in ("checkpoint", "unroll") for place in range(count)]
-    ways = ["every=2", "plan=rotor, memory=1MiB", "plan=pareto, memory=1MiB"]
+    claims = [f"{verb} {_at(index)}" for verb in ("checkpoint", "unroll") for index in range(count)]
+    options = ["every=2", "plan=rotor, memory=1MiB", "plan=pareto, memory=1MiB"]
     if sizes.get("pp", 1) == 1:
-        ways += ["plan=adapipe, memory=1MiB"]  # with stages it is the only one that says where
-        ways += ["group=2", "group=sqrt", "group=2, every=2, save=[linear]"]
-    found = [step("checkpoint", [f"blocks.*  checkpoint({way})"], claims) for way in ways]
-    alone = [f"{verb} {_at(place)}" for verb in ("offload", "parameters") for place in range(count)]
+        options += ["plan=adapipe, memory=1MiB"]  # with stages the cut may split a group
+        options += ["group=2", "group=sqrt", "group=2, every=2, save=[linear]"]
+    steps = [step("checkpoint", [f"blocks.*  checkpoint({option})"], claims) for option in options]
+    extra_claims = [
+        f"{verb} {_at(index)}" for verb in ("offload", "parameters") for index in range(count)
+    ]
     rows = [
         "blocks.*  checkpoint(plan=dtr, memory=1MiB)",
         "blocks.*  checkpoint(plan=pofo, memory=1MiB, bandwidth=9TiB, tflops=9)",
     ]
-    return [*found, *(step("checkpoint", [row], [*claims, *alone]) for row in rows)]
+    return [*steps, *(step("checkpoint", [row], [*claims, *extra_claims]) for row in rows)]
 
 
 @generator
 def offload(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """At blocks, with and without looking ahead; parameters also all, gradients and state all.
+    """Offload activations of blocks, parameters of blocks or all, gradients and optimizer state.
 
-    State that a peer holds is not that of streamed parameters, nor beside files; activations that
-    it holds are of whole sequences, and of orders that park nothing by themselves.
+    State on a peer excludes streamed parameters and files; activations on a peer need full
+    sequences and orders that evict nothing themselves.
     """
-    found, every = [], [f"parameters {_at(place)}" for place in range(len(config.blocks))]
-    for place, own in enumerate(every):
-        at = _at(place)
-        for more in (", to=cpu", ", prefetch=0", ", to=disk, prefetch=2"):
-            found.append(step("offload", [f"{at}  offload(activations{more})"], [f"offload {at}"]))
-        for more in (", to=peer, over=pp", ", to=peer, over=pp, prefetch=0")[: 2 * ("pp" in sizes)]:
-            row = f"{at}  offload(activations{more})"
-            found.append(step("offload", [row], [f"offload {at}", f"lent {at}"], ["pp"]))
-        for more in ("", ", to=disk"):
-            found.append(step("offload", [f"{at}  offload(parameters{more})"], [own]))
+    steps, all_claims = [], [f"parameters {_at(index)}" for index in range(len(config.blocks))]
+    for index, claim in enumerate(all_claims):
+        path = _at(index)
+        for options in (", to=cpu", ", prefetch=0", ", to=disk, prefetch=2"):
+            steps.append(
+                step("offload", [f"{path}  offload(activations{options})"], [f"offload {path}"])
+            )
+        for options in (", to=peer, over=pp", ", to=peer, over=pp, prefetch=0")[
+            : 2 * ("pp" in sizes)
+        ]:
+            row = f"{path}  offload(activations{options})"
+            steps.append(step("offload", [row], [f"offload {path}", f"lent {path}"], ["pp"]))
+        for options in ("", ", to=disk"):
+            steps.append(step("offload", [f"{path}  offload(parameters{options})"], [claim]))
     return [
-        *found,
-        step("offload", ["offload(parameters)"], every),
-        *(step("offload", [f"offload(gradients{to})"], ["leaving"]) for to in ("", ", to=disk")),
-        *(step("offload", [f"offload(optimizer{to})"], ["optimizer"]) for to in ("", ", to=disk")),
+        *steps,
+        step("offload", ["offload(parameters)"], all_claims),
         *(
-            step("offload", ["offload(optimizer, to=peer, over=pp)"], ["optimizer", *every], ["pp"])
+            step("offload", [f"offload(gradients{target})"], ["leaving"])
+            for target in ("", ", to=disk")
+        ),
+        *(
+            step("offload", [f"offload(optimizer{target})"], ["optimizer"])
+            for target in ("", ", to=disk")
+        ),
+        *(
+            step(
+                "offload",
+                ["offload(optimizer, to=peer, over=pp)"],
+                ["optimizer", *all_claims],
+                ["pp"],
+            )
             for _ in range("pp" in sizes)
         ),
     ]
@@ -193,62 +217,62 @@ def offload(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
 
 @generator
 def fuse(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """At blocks without functions of their own, and of these what patterns say; in float64 a
-    region of inductor runs eagerly, and a chain of rows by torch."""
-    found = []
-    for place, block in enumerate(config.blocks):
-        at, claim = _at(place), [f"kernel {_at(place)}"]
+    """Fuse blocks without custom functions, or patterns in them; in float64 an inductor region
+    runs eagerly and a rowwise chain runs as torch operators."""
+    steps = []
+    for index, block in enumerate(config.blocks):
+        path, claim = _at(index), [f"kernel {_at(index)}"]
         if block.kind in ("mlp", "chain", "twice", "writing"):
-            for how in ("", "backend=inductor", "rounding=eager"):
-                found.append(step("fuse", [f"{at}  fuse({how})"], claim))
+            for options in ("", "backend=inductor", "rounding=eager"):
+                steps.append(step("fuse", [f"{path}  fuse({options})"], claim))
         if block.kind == "mlp":
-            rows = [f"{at}.up  decompose(bias)", f'{at}  fuse("p(x, b) {{ gelu(x + b) }}")']
-            found.append(step("fuse", rows, [*claim, f"replace {at}", f"decompose {at}"]))
-            for how in ("", ", backend=rowwise"):
-                rows = [f'{at}  fuse("p(x, y) {{ x + dropout(y) }}"{how})']
-                found.append(step("fuse", rows, [*claim, f"replace {at}"]))
-            rows = [f"{at}.norm  fuse(backend=rowwise)"]
-            found.append(step("fuse", rows, [*claim, f"replace {at}"]))
-    return found
+            rows = [f"{path}.up  decompose(bias)", f'{path}  fuse("p(x, b) {{ gelu(x + b) }}")']
+            steps.append(step("fuse", rows, [*claim, f"replace {path}", f"decompose {path}"]))
+            for options in ("", ", backend=rowwise"):
+                rows = [f'{path}  fuse("p(x, y) {{ x + dropout(y) }}"{options})']
+                steps.append(step("fuse", rows, [*claim, f"replace {path}"]))
+            rows = [f"{path}.norm  fuse(backend=rowwise)"]
+            steps.append(step("fuse", rows, [*claim, f"replace {path}"]))
+    return steps
 
 
 @generator
 def decompose(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """At linear layers with a bias, whatever is done to them; a chain that is replaced has none."""
-    found = []
-    for place, block in enumerate(config.blocks):
-        at = _at(place)
+    """Decompose linear layers with a bias, unless the chain is replaced."""
+    steps = []
+    for index, block in enumerate(config.blocks):
+        path = _at(index)
         if block.paired:
-            found.append(step("decompose", [f"{at}.up  decompose(bias)"], [f"decompose {at}"]))
+            steps.append(step("decompose", [f"{path}.up  decompose(bias)"], [f"decompose {path}"]))
         if block.kind == "chain":
-            claims = [f"decompose {at}", f"replace {at}"]
-            found.append(step("decompose", [f"{at}.lin  decompose(bias)"], claims))
-    return found
+            claims = [f"decompose {path}", f"replace {path}"]
+            steps.append(step("decompose", [f"{path}.lin  decompose(bias)"], claims))
+    return steps
 
 
 @generator
 def replace_(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """Pairs of layers that keep their names, single layers that get others and stay whole."""
+    """Replace pairs of layers (same parameter names) or single layers (new names, not sharded)."""
     names = {"mlp": "other_mlp", "chain": "other_chain"}
     return [
         step(
             "replace",
-            [f"{_at(place)}  replace({names[block.kind]})"],
-            [f"replace {_at(place)}", *([f"shard {_at(place)}"] if block.kind == "chain" else [])],
+            [f"{_at(index)}  replace({names[block.kind]})"],
+            [f"replace {_at(index)}", *([f"shard {_at(index)}"] if block.kind == "chain" else [])],
         )
-        for place, block in enumerate(config.blocks)
+        for index, block in enumerate(config.blocks)
         if block.kind in names
     ]
 
 
 @generator
 def replace_kernel(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """At norms, at sums with norms, at experts in one module, at attentions that torch computes or
-    that turn their queries, at a head whose loss the model computes."""
-    found = [
-        step("replace_kernel", rows, [f"kernel {_at(place)}"])
-        for place, block in enumerate(config.blocks)
-        for rows in _kernels(_at(place), block, config.width, "cp" in sizes)
+    """Replace kernels of norms, sums with norms, stacked experts, torch or rotary attention,
+    and heads whose loss the model computes."""
+    steps = [
+        step("replace_kernel", rows, [f"kernel {_at(index)}"])
+        for index, block in enumerate(config.blocks)
+        for rows in _kernel_rows(_at(index), block, config.width, "cp" in sizes)
     ]
     if config.entry == "words" and config.returns != "tuple":
         for kernel, claim in (
@@ -256,68 +280,70 @@ def replace_kernel(config: Config, sizes: dict[str, int], length: int) -> list[S
             ("linear_cross_entropy, chunk=64B", "head whole"),
             ("cross_entropy", "shard head"),
         ):
-            found.append(
+            steps.append(
                 step("replace_kernel", [f"head  replace_kernel({kernel})"], ["kernel head", claim])
             )
-    return found
+    return steps
 
 
-def _kernels(at: str, block: Block, width: int, context: bool) -> list[list[str]]:
-    """The rows of each step of one block."""
-    found = []
-    # of two numbers a layer norm keeps the sign: its gradients are roundings, and no probe tells
-    tells = width > 2 or block.norm == "rms"
-    if (block.paired or block.kind == "attention") and tells:
-        found.append([f"{at}.norm  replace_kernel({block.norm}_norm)"])
+def _kernel_rows(path: str, block: Block, width: int, context: bool) -> list[list[str]]:
+    """Return the rows of each possible step for one block."""
+    row_groups = []
+    # a layer norm of two numbers keeps only the sign: its gradients are rounding errors
+    detectable = width > 2 or block.norm == "rms"
+    if (block.paired or block.kind == "attention") and detectable:
+        row_groups.append([f"{path}.norm  replace_kernel({block.norm}_norm)"])
     sums = block.kind == "mlp" or (block.kind == "attention" and block.flag)
-    if not block.pre and sums and tells:
-        found.append([f"{at}  replace_kernel(add_norm)"])
+    if not block.pre and sums and detectable:
+        row_groups.append([f"{path}  replace_kernel(add_norm)"])
     if block.kind == "routed":
-        found.append([f"{at}.experts  replace_kernel(grouped)"])
-    flex = f"{at}  replace_kernel(flex_attention)"
+        row_groups.append([f"{path}.experts  replace_kernel(grouped)"])
+    flex = f"{path}  replace_kernel(flex_attention)"
     attends = block.kind == "attention" and (block.flag or not block.plain) and not context
     if attends:
-        found.append([flex])
+        row_groups.append([flex])
     if block.turns:
-        turn = f"{at}  replace_kernel(rope)"
-        found += [[turn], [turn, flex], [flex, turn]][: 3 if attends else 1]
-    return found
+        rope = f"{path}  replace_kernel(rope)"
+        row_groups += [[rope], [rope, flex], [flex, rope]][: 3 if attends else 1]
+    return row_groups
 
 
 @generator
 def cast(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """In the limit, where nothing is rounded: the model or a block, with and without its norm.
+    """Cast the model or a block, with and without its norm; in float64 nothing is rounded.
 
     Gradients of a scaled loss are not compressed.
     """
-    found = [
+    steps = [
         step("cast", [row], ["cast", *(["compress"] if "fp16" in row else [])])
         for row in ("cast(bf16)", "cast(fp16, scale=1024, growth=1)", "cast(bf16, params=true)")
     ]
-    for place, block in enumerate(config.blocks):
-        at, claims = _at(place), [f"replace {_at(place)}", "cast"]
-        found.append(step("cast", [f"{at}  cast(fp16, params=true)"], [*claims, "compress"]))
+    for index, block in enumerate(config.blocks):
+        path, claims = _at(index), [f"replace {_at(index)}", "cast"]
+        steps.append(step("cast", [f"{path}  cast(fp16, params=true)"], [*claims, "compress"]))
         if block.kind in ("mlp", "attention"):
-            rows = ["cast(bf16, params=true)", f"{at}.norm  cast(fp32)"]
-            found.append(step("cast", rows, claims))
-    return found
+            rows = ["cast(bf16, params=true)", f"{path}.norm  cast(fp32)"]
+            steps.append(step("cast", rows, claims))
+    return steps
 
 
 @generator
 def unroll(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """What a block calls twice, so that stages may meet inside it; and blocks called once."""
-    found = []
-    for place, block in enumerate(config.blocks):
-        at = _at(place)
-        row = f"{at}.lin  unroll(2)" if block.kind == "twice" else f"{at}  unroll(1)"
-        # a region that is recomputed or fused as one cannot be cut
-        found.append(step("unroll", [row], [f"unroll {at}", f"checkpoint {at}", f"kernel {at}"]))
-    return found
+    """Unroll a module that is called twice, so that stages can be cut inside; and single calls."""
+    steps = []
+    for index, block in enumerate(config.blocks):
+        path = _at(index)
+        row = f"{path}.lin  unroll(2)" if block.kind == "twice" else f"{path}  unroll(1)"
+        # a recomputed or fused region cannot be cut
+        steps.append(
+            step("unroll", [row], [f"unroll {path}", f"checkpoint {path}", f"kernel {path}"])
+        )
+    return steps
 
 
 @generator
 def pipeline_split(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """The list of blocks, or blocks at which stages start."""
+    """Split the list of blocks into stages, or at given blocks."""
     stages, count = sizes.get("pp", 0), len(config.blocks)
     if not stages or count < stages:
         return []
@@ -330,74 +356,77 @@ def pipeline_split(config: Config, sizes: dict[str, int], length: int) -> list[S
     if stages > 1:
         last = ", ".join(str(k) for k in range(count - stages + 1, count))
         rows.append(f"blocks[{last}]  pipeline_split(over=pp)")
-    # a block that is unrolled would be cut by its calls
-    once = [f"unroll {_at(place)}" for place in range(count)]
-    found = [
-        step("pipeline_split", [row], ["cut", *(once if "[" in row else ())], ["pp"])
+    # an unrolled block would be cut at its calls
+    unroll_claims = [f"unroll {_at(index)}" for index in range(count)]
+    steps = [
+        step("pipeline_split", [row], ["cut", *(unroll_claims if "[" in row else ())], ["pp"])
         for row in rows
     ]
-    if not config.tied:  # no row may tie weights beside it
+    if not config.tied:  # excludes rows that tie weights
         row = "blocks  pipeline_split(over=pp, tied=refuse)"
-        found.append(step("pipeline_split", [row], ["cut", "tie"], ["pp"]))
-    return found
+        steps.append(step("pipeline_split", [row], ["cut", "tie"], ["pp"]))
+    return steps
 
 
 @generator
 def pipeline(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """Every order that gives up rounding alone, where there are blocks enough for its stages."""
-    found = []
-    ranks, lent = sizes.get("pp", 1), [f"lent {_at(place)}" for place in range(len(config.blocks))]
-    for known in ORDERS:
-        fits = default_chunks(known.name) * ranks <= len(config.blocks)
-        if known.relaxed or known.sliced or not fits:
+    """Every order that is exact except rounding, if there are enough blocks for its stages."""
+    steps = []
+    ranks, peer_claims = (
+        sizes.get("pp", 1),
+        [f"lent {_at(index)}" for index in range(len(config.blocks))],
+    )
+    for order in ORDERS:
+        fits = default_chunks(order.name) * ranks <= len(config.blocks)
+        if order.relaxed or order.sliced or not fits:
             continue
         for micro in (1, 2, 3, 4):
-            if ranks == 1 or known.problem(Size(ranks, micro, default_chunks(known.name))) is None:
-                row = f'pipeline(order="{known.name}", micro={micro})'
-                claims = lent if _parks(known.name, ranks, micro) else []
-                found.append(step("pipeline", [row], ["order", *claims]))
-    return found
+            if ranks == 1 or order.problem(Size(ranks, micro, default_chunks(order.name))) is None:
+                row = f'pipeline(order="{order.name}", micro={micro})'
+                claims = peer_claims if _evicts(order.name, ranks, micro) else []
+                steps.append(step("pipeline", [row], ["order", *claims]))
+    return steps
 
 
 @cache
-def _parks(name: str, ranks: int, micro: int) -> bool:
-    """Whether an order says by itself what its forwards keep."""
+def _evicts(name: str, ranks: int, micro: int) -> bool:
+    """Return whether an order itself evicts, offloads or recomputes activations."""
     kinds = make_order(name, ranks, micro).kind.tolist() if ranks > 1 else ()
     return any(kind in kinds for kind in (Kind.EVICT, Kind.OFFLOAD, Kind.RECOMPUTE))
 
 
 @generator
 def split_backward(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """Some blocks, whose weight gradients wait."""
+    """Delay the weight gradients of a block."""
     return [
-        step("split_backward", [f"{_at(place)}  split_backward()"], [f"late {_at(place)}"])
-        for place in range(len(config.blocks))
+        step("split_backward", [f"{_at(index)}  split_backward()"], [f"late {_at(index)}"])
+        for index in range(len(config.blocks))
     ]
 
 
 @generator
 def overlap(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """Transfers, where there are stages; gradients anywhere."""
-    found = [step("overlap", ["overlap(gradients)"], ["overlap"])]
+    """Overlap transfers if there are stages; gradients always."""
+    steps = [step("overlap", ["overlap(gradients)"], ["overlap"])]
     if sizes.get("pp", 1) > 1:
         rows = ["overlap(transfers, ahead=0)", "overlap(transfers, gradients, ahead=3)"]
-        found += [step("overlap", [row], ["overlap"], ["pp"]) for row in rows]
-    return found
+        steps += [step("overlap", [row], ["overlap"], ["pp"]) for row in rows]
+    return steps
 
 
-GATHERS = ("3, prefetch=1", "3, reshard=false", "3, prefetch=2, reshard=false")
+STAGE3_OPTIONS = ("3, prefetch=1", "3, reshard=false", "3, prefetch=2, reshard=false")
 
 
-def _uneven(ranks: int) -> tuple[str, str]:
-    """Stages whose ranks get unlike numbers of rows."""
+def _uneven_stages(ranks: int) -> tuple[str, str]:
+    """Return ZeRO options with unequal numbers of rows per rank."""
     return f"1, rows={[2, *[1] * (ranks - 1)]}", f"3, rows={[*[1] * (ranks - 1), 2]}"
 
 
 @generator
 def zero(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """Every stage over each data axis, and over both folded."""
+    """Every ZeRO stage over each data axis, and over both together."""
     data = [axis for axis in ("dp", "ep") if axis in sizes]
-    found = [
+    steps = [
         step(
             "zero",
             [f"zero(stage={stage}, over={axis})"],
@@ -405,19 +434,20 @@ def zero(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
             [axis],
         )
         for axis in data
-        for stage in (0, "0, bucket=1KiB", 1, 2, 3, *GATHERS, *_uneven(sizes[axis]))
+        for stage in (0, "0, bucket=1KiB", 1, 2, 3, *STAGE3_OPTIONS, *_uneven_stages(sizes[axis]))
     ]
     if len(data) == 2:
-        both, claims = ", ".join(data), ["zero dp", "zero ep", "sliced"]
-        found += [
-            step("zero", [f"zero(stage={stage}, over=({both}))"], claims, data) for stage in (3, 1)
+        both_axes, claims = ", ".join(data), ["zero dp", "zero ep", "sliced"]
+        steps += [
+            step("zero", [f"zero(stage={stage}, over=({both_axes}))"], claims, data)
+            for stage in (3, 1)
         ]
-    return found
+    return steps
 
 
 @generator
 def compress(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """Each data axis, in the limit: a rank so high that nothing is left out."""
+    """Compress gradients of each data axis with a rank so high that nothing is lost."""
     return [
         step(
             "compress",
@@ -433,24 +463,24 @@ def compress(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     ]
 
 
-def fewer_bits(config: Config) -> list[Step]:
-    """What blocks save, where nothing else decides of it.  Of no use where a property compares
-    layouts with each other: what is left out depends on how the batch is cut."""
-    found = []
-    for place in range(len(config.blocks)):
-        at = _at(place)
-        claims = [f"{verb} {at}" for verb in ("checkpoint", "kernel", "replace")]
-        claims += [f"{verb} {at}" for verb in ("decompose", "unroll", "parameters")]
+def activation_compression(config: Config) -> list[Step]:
+    """Compress saved activations of blocks.  Not for properties that compare layouts: the error
+    depends on how the batch is split."""
+    steps = []
+    for index in range(len(config.blocks)):
+        path = _at(index)
+        claims = [f"{verb} {path}" for verb in ("checkpoint", "kernel", "replace")]
+        claims += [f"{verb} {path}" for verb in ("decompose", "unroll", "parameters")]
         codes = ("int8", "int4", "int2", "adaptive", "adaptive, bits=3")
-        rows = [f"{at}  compress(activations, {code}, block=8)" for code in codes]
-        again = [f"{at}  checkpoint()", f"{at}  compress(activations, int4, block=8)"]
-        found += [step("compress activations", [row], claims) for row in rows]
-        found.append(step("compress activations", again, claims))
-    return found
+        rows = [f"{path}  compress(activations, {code}, block=8)" for code in codes]
+        with_checkpoint = [f"{path}  checkpoint()", f"{path}  compress(activations, int4, block=8)"]
+        steps += [step("compress activations", [row], claims) for row in rows]
+        steps.append(step("compress activations", with_checkpoint, claims))
+    return steps
 
 
-def coarse_sums(config: Config, sizes: dict[str, int]) -> list[Step]:
-    """Codes of gradients that leave something out, over each data axis."""
+def gradient_compression(config: Config, sizes: dict[str, int]) -> list[Step]:
+    """Lossy compression of gradients over each data axis."""
     codes = (
         "int8, block=8",
         "onebit, block=8",
@@ -473,7 +503,7 @@ def coarse_sums(config: Config, sizes: dict[str, int]) -> list[Step]:
 
 @generator
 def verify(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """Markers, which change nothing."""
+    """Add `verify` rows, which change nothing."""
     rows = [
         "verify(forward)",
         "verify(forward, backward)",
@@ -514,29 +544,29 @@ MESHES: tuple[Axes, ...] = (
 )
 
 
-# few meshes, sizes or blocks offer such a row
-SELDOM = ("context_parallel", "expert_parallel", "complete", "tie", "grid")
+# possible for few meshes, sizes or blocks only
+RARE_VERBS = ("context_parallel", "expert_parallel", "complete", "tie", "grid")
 UNEVEN = ("pad", "replicate")
 
 
-def allowed(chosen: Sequence[Step], config: Config, axes: Axes) -> tuple[Step, ...]:
-    """Those that stand together: of two that exclude each other the first."""
-    kept: list[Step] = []
-    for one in chosen:
-        if not any(one.claims & other.claims for other in kept):
-            kept.append(one)
+def allowed(candidates: Sequence[Step], config: Config, axes: Axes) -> tuple[Step, ...]:
+    """Return compatible steps: of two that exclude each other, the first."""
+    accepted: list[Step] = []
+    for candidate in candidates:
+        if not any(candidate.claims & other.claims for other in accepted):
+            accepted.append(candidate)
     sizes = dict(axes)
-    if sizes.get("pp", 1) > 1 and not any(s.verb == "pipeline_split" for s in kept):
-        kept.append(pipeline_split(config, sizes, 0)[0])
-    return tuple(kept)
+    if sizes.get("pp", 1) > 1 and not any(s.verb == "pipeline_split" for s in accepted):
+        accepted.append(pipeline_split(config, sizes, 0)[0])
+    return tuple(accepted)
 
 
 @st.composite
 def legal(
     draw: st.DrawFn, meshes: Sequence[Axes] = MESHES, most: int = 8, *, used: bool = False
 ) -> Drawn:
-    """A model, a mesh and rows that are legal for it; `used`: of a model that uses something twice,
-    with rows that split one of the uses, which may be refused (`Drawn.may`)."""
+    """Draw a model, a mesh and legal rows; `used`: the model uses something twice, rows may shard
+    one of the uses, which may be refused (`Drawn.may`)."""
     axes = draw(st.sampled_from(list(meshes)))
     sizes = dict(axes)
     widest = max(sizes.get("tp", 1), sizes.get("up", 1))
@@ -544,24 +574,31 @@ def legal(
     length = draw(st.sampled_from([3, 4, 5]))
     offers = {verb: make(config, sizes, length) for verb, make in GENERATORS.items()}
     verbs = [verb for verb, steps in offers.items() if steps]
-    one = st.sampled_from(verbs).flatmap(lambda verb: st.sampled_from(offers[verb]))
-    chosen = draw(st.lists(one, max_size=most))
-    for axis in ("tp", "up"):  # mostly used as what they are
-        mine = [s for s in offers["shard"] if axis in s.axes]
-        if sizes.get(axis, 1) > 1 and mine and draw(st.integers(0, 4)) < 4:
-            chosen.insert(0, draw(st.sampled_from(mine)))
-    wide = [s for s in offers["checkpoint"] if s.rows[0].startswith("blocks.*")]
-    lines = splits.along(config, sizes, length) if used else []
-    odd = [[s for s in offers["shard"] if f"uneven={how}" in s.rows[0]] for how in UNEVEN]
-    for few in (*(offers[verb] for verb in SELDOM), wide, *odd, lines):
-        if few and draw(st.booleans()):
-            chosen.insert(0, draw(st.sampled_from(few)))
-    steps = allowed(chosen, config, axes)
+    any_step = st.sampled_from(verbs).flatmap(lambda verb: st.sampled_from(offers[verb]))
+    drawn_steps = draw(st.lists(any_step, max_size=most))
+    for axis in ("tp", "up"):  # mostly use these axes for tensor parallelism
+        axis_steps = [s for s in offers["shard"] if axis in s.axes]
+        if sizes.get(axis, 1) > 1 and axis_steps and draw(st.integers(0, 4)) < 4:
+            drawn_steps.insert(0, draw(st.sampled_from(axis_steps)))
+    all_blocks = [s for s in offers["checkpoint"] if s.rows[0].startswith("blocks.*")]
+    sequence_steps = splits.sequence_slices(config, sizes, length) if used else []
+    uneven_steps = [
+        [s for s in offers["shard"] if f"uneven={mode}" in s.rows[0]] for mode in UNEVEN
+    ]
+    for steps_ in (
+        *(offers[verb] for verb in RARE_VERBS),
+        all_blocks,
+        *uneven_steps,
+        sequence_steps,
+    ):
+        if steps_ and draw(st.booleans()):
+            drawn_steps.insert(0, draw(st.sampled_from(steps_)))
+    steps = allowed(drawn_steps, config, axes)
     spare = draw(st.sampled_from([0, 1, 2]))
     return Drawn(config, axes, steps, spare, length, used=used)
 
 
-def without(drawn: Drawn, gone: Step) -> Drawn:
-    """The same without one step."""
-    left = tuple(s for s in drawn.steps if s != gone)
-    return replace(drawn, steps=allowed(left, drawn.config, drawn.axes))
+def without(drawn: Drawn, removed: Step) -> Drawn:
+    """Return the drawn schedule without one step."""
+    remaining = tuple(s for s in drawn.steps if s != removed)
+    return replace(drawn, steps=allowed(remaining, drawn.config, drawn.axes))

@@ -1,4 +1,4 @@
-"""Properties 5, 6, 7 and 14: what a text means, what may be swapped, taken back or is refused."""
+"""Properties 5, 6, 7, 14 of random schedules: row order, printing, undo, illegal rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.properties.schedules import Drawn
 
 
 def test_every_primitive_is_drawn() -> None:
-    """Each primitive of the registry has a generator, and each generator a primitive."""
+    """Every registered primitive has a generator, and every generator a primitive."""
     load_all()
     phases = {phase.split()[0] for phase in schedules.PHASES}
     assert set(schedules.GENERATORS) == set(registry()) == phases
@@ -35,7 +35,7 @@ def test_every_primitive_is_drawn() -> None:
 @examples(40)
 @given(schedules.legal())
 def test_what_is_drawn_is_planned(drawn: Drawn) -> None:
-    """Every drawn schedule has a plan, with an action for each of its rows."""
+    """Every drawn schedule can be planned, with one action for each row."""
     rows = [row for s in drawn.completed for row in s.rows]
     assert len(engine.plan_of(drawn).actions) == len(rows)
 
@@ -43,45 +43,48 @@ def test_what_is_drawn_is_planned(drawn: Drawn) -> None:
 # -- 5 ---------------------------------------------------------------------------------------------
 
 
-def _swapped(drawn: Drawn, place: int) -> tuple[Any, Any]:
-    """The plans of a drawn schedule and of the same with two neighbouring rows swapped."""
+def _swapped_plans(drawn: Drawn, index: int) -> tuple[Any, Any]:
+    """Return the plans of a drawn schedule and of the same with two adjacent rows swapped."""
     rows = [row for s in drawn.completed for row in s.rows]
-    other = [*rows[:place], rows[place + 1], rows[place], *rows[place + 2 :]]
+    swapped_rows = [*rows[:index], rows[index + 1], rows[index], *rows[index + 2 :]]
     head = drawn.text.split("{\n")[0]
     model = drawn.config.model()
-    texts = [f"{head}{{\n" + "\n".join(f"  {r}" for r in some) + "\n}\n" for some in (rows, other)]
-    first = Schedule(model, parse(Source("a.sched", texts[0]))).plan()
+    texts = [
+        f"{head}{{\n" + "\n".join(f"  {r}" for r in order) + "\n}\n"
+        for order in (rows, swapped_rows)
+    ]
+    plan = Schedule(model, parse(Source("a.sched", texts[0]))).plan()
     try:
-        return first, Schedule(model, parse(Source("b.sched", texts[1]))).plan()
+        return plan, Schedule(model, parse(Source("b.sched", texts[1]))).plan()
     except Refusal as refusal:
-        return first, refusal
+        return plan, refusal
 
 
-def _facts(plan: Any) -> Any:
-    """All that a plan says but the order of its rows."""
-    named = {n: (lay.shape, lay.padded, lay.splits) for n, lay in plan.layouts.items()}
-    what = sorted((a.name, a.sites, str(a.primitive)) for a in plan.actions)
+def _plan_facts(plan: Any) -> Any:
+    """Return the content of a plan without the order of its rows."""
+    layouts = {n: (lay.shape, lay.padded, lay.splits) for n, lay in plan.layouts.items()}
+    actions = sorted((a.name, a.sites, str(a.primitive)) for a in plan.actions)
     edges = {name: set(map(str, many)) for name, many in plan.boundaries.items()}
-    return named, what, edges, set(plan.cuts), set(plan.replicas), plan.order
+    return layouts, actions, edges, set(plan.cuts), set(plan.replicas), plan.order
 
 
 @examples(40)
 @given(schedules.legal(), st.data())
 def test_5_commuting_rows_commute(drawn: Drawn, data: st.DataObject) -> None:
-    """Two rows whose primitives commute give the same plan in either order; two that stand in an
-    order or meet give the same plan or are refused at their place, never another plan."""
+    """Adjacent rows of commuting primitives give the same plan in either order; other rows give
+    the same plan or are refused at their place, never another plan."""
     count = sum(len(s.rows) for s in drawn.completed)
     if count < 2:
         return
-    place = data.draw(st.integers(0, count - 2))
-    first, other = _swapped(drawn, place)
-    one, two = (type(first.actions[k].primitive) for k in (place, place + 1))
-    if isinstance(other, Refusal):
-        both = {relation_of(one, two), relation_of(two, one)}
-        assert both != {"commute"}, other.render()
-        assert other.diagnostic.primary.span is not None
+    index = data.draw(st.integers(0, count - 2))
+    plan, swapped = _swapped_plans(drawn, index)
+    first_type, second_type = (type(plan.actions[k].primitive) for k in (index, index + 1))
+    if isinstance(swapped, Refusal):
+        relations = {relation_of(first_type, second_type), relation_of(second_type, first_type)}
+        assert relations != {"commute"}, swapped.render()
+        assert swapped.diagnostic.primary.span is not None
     else:
-        assert _facts(first) == _facts(other)
+        assert _plan_facts(plan) == _plan_facts(swapped)
 
 
 @examples(6)
@@ -89,7 +92,7 @@ def test_5_commuting_rows_commute(drawn: Drawn, data: st.DataObject) -> None:
 def test_5_any_order_that_is_not_refused_is_the_same_program(
     threads: Threads, drawn: Drawn, random: Any
 ) -> None:
-    """Rows in any order that is legal build the same program, to the last bit."""
+    """Rows in any legal order build a program with bitwise equal results."""
     text = drawn.text.split("\n")
     start = text.index(next(line for line in text if line.startswith('step "all"'))) + 1
     rows = text[start:-2]
@@ -101,10 +104,10 @@ def test_5_any_order_that_is_not_refused_is_the_same_program(
     except Refusal:
         return
     batches, loss = engine.batches_of(drawn), drawn.config.loss
-    from tests.proofs import sgd, trained
+    from tests.proofs import sgd, train_on_ranks
 
-    found = trained(threads, plan, batches, sgd, loss=loss, seed=engine.SEED)
-    assert_same(found, engine.seen(drawn, threads))
+    result = train_on_ranks(threads, plan, batches, sgd, loss=loss, seed=engine.SEED)
+    assert_same(result, engine.run_training(drawn, threads))
 
 
 # -- 6 and 7 ---------------------------------------------------------------------------------------
@@ -113,40 +116,42 @@ def test_5_any_order_that_is_not_refused_is_the_same_program(
 @examples(40)
 @given(schedules.legal())
 def test_6_print_and_parse(drawn: Drawn) -> None:
-    """Printing a parsed schedule gives a text that parses to the same, and prints the same."""
+    """A printed schedule parses to the same tree and prints the same text."""
     file = parse(Source("a.sched", drawn.text))
     text = printer.to_text(file)
-    again = parse(Source("b.sched", text))
-    assert again == file and printer.to_text(again) == text
+    reparsed = parse(Source("b.sched", text))
+    assert reparsed == file and printer.to_text(reparsed) == text
 
 
 @examples(20)
 @given(schedules.legal(), st.data())
 def test_7_undo(drawn: Drawn, data: st.DataObject) -> None:
-    """Rows that were applied and taken back leave the plan, the text and the model as they were."""
+    """Undoing applied rows restores the plan, the text and the model."""
     sch = engine.schedule_of(drawn)
     model = sch.plan().model.model
     state = {name: value.clone() for name, value in model.state_dict().items()}
     plan, text = sch.plan(), sch.to_sched()
     sizes = dict(drawn.axes)
-    more = [s for m in schedules.GENERATORS.values() for s in m(drawn.config, sizes, drawn.length)]
-    taken = [s for s in more if not any(s.claims & o.claims for o in drawn.completed)]
-    for extra in data.draw(st.lists(st.sampled_from(taken), max_size=3)) if taken else []:
-        if _added(sch, extra):
+    offers = [
+        s for m in schedules.GENERATORS.values() for s in m(drawn.config, sizes, drawn.length)
+    ]
+    compatible = [s for s in offers if not any(s.claims & o.claims for o in drawn.completed)]
+    for extra in data.draw(st.lists(st.sampled_from(compatible), max_size=3)) if compatible else []:
+        if _try_add(sch, extra):
             sch.undo()
     assert sch.plan() == plan and sch.to_sched() == text
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
-def _added(sch: Schedule, extra: schedules.Step) -> bool:
-    """Add a step of one row, in Python; False if it is refused."""
+def _try_add(sch: Schedule, extra: schedules.Step) -> bool:
+    """Add a step of one row in Python; returns False if it is refused."""
     with_rows = 'schedule 1\n\nstep "more" {\n  ' + extra.rows[0] + "\n}\n"
     (node,) = parse(Source("more.sched", with_rows)).items
-    before = sch.to_sched()
+    old_text = sch.to_sched()
     try:
-        sch._declare(node)  # a step as a file would bring it
+        sch._declare(node)  # a step as from a file
     except Refusal:
-        assert sch.to_sched() == before
+        assert sch.to_sched() == old_text
         return False
     return True
 
@@ -173,18 +178,18 @@ COLLECTIVES = (
 )
 
 
-def _refusal_here(drawn: Drawn) -> tuple[str, bool, list[str]]:
-    """On this rank: how building is refused, whether at a place, and collectives until then."""
+def _refusal_on_rank(drawn: Drawn) -> tuple[str, bool, list[str]]:
+    """Build on this rank; returns the refusal, if it has a place, and earlier collectives."""
     from schedlang.passes.lower.build import build
 
     called: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         for name in (name for name in COLLECTIVES if hasattr(torch.distributed, name)):
-            plain = getattr(torch.distributed, name)
+            collective = getattr(torch.distributed, name)
             patch.setattr(
                 torch.distributed,
                 name,
-                lambda *a, _n=name, _f=plain, **k: (called.append(_n), _f(*a, **k))[1],
+                lambda *a, _n=name, _f=collective, **k: (called.append(_n), _f(*a, **k))[1],
             )
         try:
             build(engine.plan_of(drawn), engine.batches_of(drawn)[0], loss=drawn.config.loss)
@@ -197,18 +202,18 @@ def _refusal_here(drawn: Drawn) -> tuple[str, bool, list[str]]:
 @examples(16)
 @given(illegal())
 def test_14_illegal_rows_are_refused_alike(pool: Pool, drawn: Drawn) -> None:
-    """An illegal row is refused with the same words by every rank, before any collective; where
-    the row alone is wrong, at its place."""
-    found = pool.run(_refusal_here, drawn.world, drawn)
-    said, placed, _ = found[0]
-    assert said, f"not refused: {drawn.illegal}"
-    assert all(one == found[0] for one in found)
-    assert placed or not drawn.illegal, said
-    assert all(not called for _, _, called in found)
+    """An illegal row is refused with the same message on every rank, before any collective, and at
+    its place."""
+    results = pool.run(_refusal_on_rank, drawn.world, drawn)
+    message, placed, _ = results[0]
+    assert message, f"not refused: {drawn.illegal}"
+    assert all(result == results[0] for result in results)
+    assert placed or not drawn.illegal, message
+    assert all(not called for _, _, called in results)
 
 
 def test_14_would_notice() -> None:
-    """A schedule without a wrong row is not refused."""
+    """The check itself: a legal schedule is not refused, an illegal one is."""
     fine = Drawn(schedules.Config(), (("tp", 1),))
-    assert _refusal_here(fine)[0] == ""
-    assert _refusal_here(replace(fine, illegal="blocks.9  checkpoint()"))[1]
+    assert _refusal_on_rank(fine)[0] == ""
+    assert _refusal_on_rank(replace(fine, illegal="blocks.9  checkpoint()"))[1]

@@ -1,4 +1,4 @@
-"""The shrinker: a bug that only two rows together show is reduced to these rows, and told."""
+"""The shrinker of random schedules: a bug that needs two rows is reduced to these rows."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.engine import Threads
 from tests.properties import engine
 from tests.properties.models import Block, Config
 from tests.properties.schedules import Drawn, step
-from tests.properties.shrink import differs, shrink, shrinking, told
+from tests.properties.shrink import fails_by_difference, reproducer, shrink, shrinking
 from tests.zoo.bug import Patch
 from tests.zoo.pool import Mutated
 
 
-def wrong_together(patch: Patch) -> None:
-    """A module that is both recomputed and offloaded has other weights."""
+def bug_of_two_rows(patch: Patch) -> None:
+    """Inject a bug: a module that is both checkpointed and offloaded gets other weights."""
     checkpoint, move = recompute.checkpoint, offloaded_activations.offload_activations
 
     def marked(module: Any, save: Any) -> None:
@@ -73,39 +73,39 @@ LARGE = Drawn(
 
 @pytest.mark.deep
 def test_two_rows_are_left(threads: Threads) -> None:
-    """Of seven steps, three blocks and four ranks: the two rows, one block, one rank, one row of
-    the batch; what is told parses, and evaluates to the same."""
-    fails = differs(Mutated(threads, wrong_together))
+    """Seven steps, three blocks and four ranks shrink to two rows, one block, one rank, one row of
+    the batch; the report can be parsed and evaluated."""
+    fails = fails_by_difference(Mutated(threads, bug_of_two_rows))
     assert fails(LARGE)
-    least = shrink(LARGE, fails)
-    assert [one.rows for one in least.steps] == [
+    smallest = shrink(LARGE, fails)
+    assert [left_step.rows for left_step in smallest.steps] == [
         ("blocks.0  checkpoint(save=[linear])",),
         ("blocks.0  offload(activations, to=cpu)",),
     ]
-    assert len(least.config.blocks) == least.world == least.rows == least.length == 1
-    said = told(least)
-    text, python = said[said.index("schedule 1") :].rsplit("\n", 1)
+    assert len(smallest.config.blocks) == smallest.world == smallest.rows == smallest.length == 1
+    report = reproducer(smallest)
+    text, python = report[report.index("schedule 1") :].rsplit("\n", 1)
     parse(Source("least.sched", text))
     names = {"Drawn": Drawn, "Config": Config, "Block": Block}
     from tests.properties.schedules import Step
 
-    assert eval(python, {**names, "Step": Step}) == least
+    assert eval(python, {**names, "Step": Step}) == smallest
 
 
 def test_a_failing_property_tells_the_least(
     threads: Threads, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A property that fails prints the least schedule and still fails."""
+    """A failing property prints the smallest schedule and still fails."""
 
     rows = LARGE.steps[1:2] + (step("offload", ["blocks.0  offload(activations)"], ["x"]),)
     small = Drawn(LARGE.config, (("tp", 1),), (*rows, LARGE.steps[2]))
 
     @shrinking
     def fails() -> None:
-        engine.holds(small, Mutated(threads, wrong_together))
+        engine.assert_holds(small, Mutated(threads, bug_of_two_rows))
 
     with pytest.raises(engine.Differs):
         fails()
-    said = capsys.readouterr().out
-    assert "  blocks.0  checkpoint()\n  blocks.0  offload" in said
-    assert "mesh(" in said and "save" not in said
+    output = capsys.readouterr().out
+    assert "  blocks.0  checkpoint()\n  blocks.0  offload" in output
+    assert "mesh(" in output and "save" not in output

@@ -1,4 +1,4 @@
-"""Random user models under random schedules: right by two judges, or refused with a code."""
+"""Random user models under random schedules: equal by two comparisons, or refused with a code."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ SEED = 1
 
 @pytest.mark.parametrize("number", range(12))
 def test_a_user_model_is_right_or_refused(threads: Threads, number: int) -> None:
-    """As `verify` compares, with draws, and as a plain loop trains, with none."""
-    found = outcome(Drawn(number, SEED), threads)
-    assert found.kind in (PASSED, REFUSED), (found.why, found.text)
-    assert found.kind == PASSED or found.why.split()[0] in CODES
+    """Equal as by `verify` with dropout, and to a plain loop without dropout."""
+    judged_outcome = outcome(Drawn(number, SEED), threads)
+    assert judged_outcome.kind in (PASSED, REFUSED), (judged_outcome.why, judged_outcome.text)
+    assert judged_outcome.kind == PASSED or judged_outcome.why.split()[0] in CODES
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("tens", range(12))
 def test_many_user_models_are_right_or_refused(threads: Threads, tens: int) -> None:
-    """The same of 120, of which most are no refusal."""
-    found = [outcome(Drawn(100 + 10 * tens + k, SEED), threads) for k in range(10)]
-    wrong = [one for one in found if one.kind not in (PASSED, REFUSED)]
-    assert not wrong, [(one.model, one.why, one.text) for one in wrong]
-    assert sum(one.kind == PASSED for one in found) >= 4
+    """The same for 120 models, most of which are not refused."""
+    outcomes = [outcome(Drawn(100 + 10 * tens + k, SEED), threads) for k in range(10)]
+    failures = [outcome_ for outcome_ in outcomes if outcome_.kind not in (PASSED, REFUSED)]
+    assert not failures, [(outcome_.model, outcome_.why, outcome_.text) for outcome_ in failures]
+    assert sum(outcome_.kind == PASSED for outcome_ in outcomes) >= 4
 
 
 @pytest.mark.parametrize(
@@ -40,13 +40,13 @@ def test_many_user_models_are_right_or_refused(threads: Threads, tens: int) -> N
     ],
 )
 def test_what_users_models_have_found(threads: Threads, seed: int, number: int) -> None:
-    """Numbers that ended wrongly once."""
-    found = outcome(Drawn(number, seed), threads)
-    assert found.kind == PASSED, (found.why, found.text)
+    """Models that once failed are equal."""
+    judged_outcome = outcome(Drawn(number, seed), threads)
+    assert judged_outcome.kind == PASSED, (judged_outcome.why, judged_outcome.text)
 
 
 def test_the_plain_loop_sees_a_wrong_sum(threads: Threads) -> None:
-    """Gradients that are summed twice over ranks differ from those of the loop."""
+    """Gradients summed twice over ranks differ from those of the plain loop."""
     text = 'schedule 1\n\nmesh(dp=2)\n\nstep "drawn" {\n  zero(stage=0, over=dp)\n}\n'
     drawn = Drawn(9, SEED)
     assert plain_outcome(drawn, text, threads)[0] == PASSED
@@ -55,7 +55,7 @@ def test_the_plain_loop_sees_a_wrong_sum(threads: Threads) -> None:
 
 
 def test_every_kind_of_block_is_drawn() -> None:
-    """Within a hundred models; the same number is the same model and schedule every time."""
+    """A hundred models contain every kind of block; the same number gives the same model."""
     models = [Drawn(number, SEED).subject().model() for number in range(100)]
     names = {type(block).__name__.lower() for model in models for block in model.layers()}
     assert names == set(KINDS)

@@ -1,7 +1,7 @@
-"""The blocks of random user models: modules as outsiders write them, one for each way of writing.
+"""Blocks of random user models: modules in the styles of user code, one for each style.
 
-Each takes tokens [rows, length, width] and the mask of those that count [rows, length] (or None);
-`KINDS` makes them from a width, a rate of all that is drawn, and a generator of choices.
+Each takes tokens [rows, length, width] and a mask [rows, length] or None; `KINDS` builds them from
+a width, the rate of dropout and noise, and a random generator.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Mask = Tensor | None
 
 
 class Heads(nn.Module):
-    """Attention over grouped heads, turned or not, written with einsum, bmm or torch's own."""
+    """Grouped-query attention with or without rotary positions: by einsum, bmm or torch's own."""
 
     def __init__(self, width: int, rate: float, rng: Random) -> None:
         super().__init__()
@@ -41,8 +41,8 @@ class Heads(nn.Module):
     def _turned(self, x: Tensor) -> Tensor:
         angles = torch.arange(x.shape[-2], device=x.device)[:, None] * self.waves
         cos, sin = angles.cos().repeat(1, 2).to(x.dtype), angles.sin().repeat(1, 2).to(x.dtype)
-        one, two = x.chunk(2, -1)
-        return x * cos + torch.cat([-two, one], -1) * sin
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat([-second, first], -1) * sin
 
     def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
         h = self.norm(x)
@@ -75,7 +75,7 @@ class Heads(nn.Module):
 
 
 class Packed(nn.Module):
-    """torch's own attention: MultiheadAttention, or a whole encoder layer."""
+    """torch's MultiheadAttention, or a full encoder layer."""
 
     def __init__(self, width: int, rate: float, rng: Random) -> None:
         super().__init__()
@@ -94,15 +94,15 @@ class Packed(nn.Module):
             self.weights = rng.random() < 0.5
 
     def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
-        gone = None if mask is None else ~mask
+        padding = None if mask is None else ~mask
         if self.whole:
-            return self.layer(x, src_key_padding_mask=gone)
-        y, _ = self.layer(x, x, x, key_padding_mask=gone, need_weights=self.weights)
+            return self.layer(x, src_key_padding_mask=padding)
+        y, _ = self.layer(x, x, x, key_padding_mask=padding, need_weights=self.weights)
         return x + y
 
 
 class Gated(nn.Module):
-    """A gated pair of layers: fused and chunked, or three layers; a layer scale, drops."""
+    """A gated MLP, fused or separate, with layer scale and dropout."""
 
     def __init__(self, width: int, rate: float, rng: Random) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Gated(nn.Module):
 
 
 class Stack(nn.Module):
-    """A Sequential with drops between, and a residual with a learned number."""
+    """A Sequential with dropout, and a residual with a learned factor."""
 
     def __init__(self, width: int, rate: float, rng: Random) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Stack(nn.Module):
 
 
 class Parametrized(nn.Module):
-    """Weights that are functions of others: weight norm, a mask, their own symmetric part."""
+    """Computed weights: weight norm, a mask, a symmetric sum."""
 
     def __init__(self, width: int, rate: float, rng: Random) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Parametrized(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A recurrence over the tokens, of torch's layers or cell by cell."""
+    """A recurrent layer over tokens, or a loop over a cell."""
 
     def __init__(self, width: int, rate: float, rng: Random) -> None:
         super().__init__()
@@ -175,8 +175,8 @@ class Recurrent(nn.Module):
         if self.kind == "cell":
             self.rnn: nn.Module = nn.GRUCell(width, width)
         else:
-            made = nn.GRU if self.kind == "gru" else nn.LSTM
-            self.rnn = made(width, width, batch_first=True)
+            rnn_class = nn.GRU if self.kind == "gru" else nn.LSTM
+            self.rnn = rnn_class(width, width, batch_first=True)
 
     def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
         if self.kind != "cell":
@@ -189,7 +189,7 @@ class Recurrent(nn.Module):
 
 
 class Convolved(nn.Module):
-    """A convolution along the tokens, a norm over channels or groups, a gate (Conformer)."""
+    """Convolutions along tokens, a norm over channels or groups, a gate (Conformer)."""
 
     def __init__(self, width: int, rate: float, rng: Random) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class Statistics(nn.Module):
 
 
 class Counting(nn.Module):
-    """Buffers that the forward writes: how often it ran, and a slow copy of a weight."""
+    """Buffers that forward writes: a count of calls, and a scaled copy of a weight."""
 
     def __init__(self, width: int, rate: float, rng: Random) -> None:
         super().__init__()
@@ -255,7 +255,9 @@ class Hooked(nn.Module):
         if "before" in hooks:
             self.one.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
         if "after" in hooks:
-            self.two.register_forward_hook(lambda module, args, out: out + 0.1 * out.tanh())
+            self.two.register_forward_hook(
+                lambda module, args, output: output + 0.1 * output.tanh()
+            )
         if "backward" in hooks:
             self.two.register_full_backward_hook(lambda m, grads, outs: (grads[0] * 0.7,))
         if "module" in hooks:
@@ -270,7 +272,7 @@ class Hooked(nn.Module):
 
 
 class _Clipped(torch.autograd.Function):
-    """Clamps; a gradient passes where it would lead back, and one for the bound."""
+    """Clamp with a custom backward, also for the bound."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bound: Tensor) -> Tensor:
@@ -281,12 +283,12 @@ class _Clipped(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, bound = ctx.saved_tensors
         inside = x.abs() <= bound
-        given = (grads[0] * inside) if ctx.needs_input_grad[0] else None
-        return given, (grads[0] * x.sign() * ~inside).sum().view_as(bound)
+        input_grad = (grads[0] * inside) if ctx.needs_input_grad[0] else None
+        return input_grad, (grads[0] * x.sign() * ~inside).sum().view_as(bound)
 
 
 class Own(nn.Module):
-    """An autograd function of its own, a straight-through codebook, a stopped branch."""
+    """A custom autograd function, a straight-through codebook, a detached branch."""
 
     def __init__(self, width: int, rate: float, rng: Random) -> None:
         super().__init__()
@@ -299,13 +301,13 @@ class Own(nn.Module):
         h = _Clipped.apply(self.lin(x), self.bound)
         if self.coded:
             with torch.no_grad():
-                near = torch.cdist(h, self.codes.weight[None]).argmin(-1)
-            h = h + (self.codes(near) - h).detach() + 0.1 * self.codes(near)
+                nearest = torch.cdist(h, self.codes.weight[None]).argmin(-1)
+            h = h + (self.codes(nearest) - h).detach() + 0.1 * self.codes(nearest)
         return x + h + self.side(h.detach() * 0.5)
 
 
 class Shared(nn.Module):
-    """One layer called twice, and its weight a third time; layers that nobody calls."""
+    """One layer called twice, its weight used a third time; an unused layer."""
 
     def __init__(self, width: int, rate: float, rng: Random) -> None:
         super().__init__()
@@ -321,7 +323,7 @@ class Shared(nn.Module):
 
 
 class Viewed(nn.Module):
-    """Windows by strides, writes in place, and masks filled in place."""
+    """Windows by strides, in-place operations and masks."""
 
     def __init__(self, width: int, rate: float, rng: Random) -> None:
         super().__init__()
@@ -333,10 +335,10 @@ class Viewed(nn.Module):
         padded = F.pad(x, (0, 0, 2, 0)).contiguous()
         if self.strided:
             strides = padded.stride()
-            wide = padded.as_strided((rows, length, 3, width), (*strides[:2], *strides[1:]))
+            windows = padded.as_strided((rows, length, 3, width), (*strides[:2], *strides[1:]))
         else:
-            wide = padded.unfold(1, 3, 1).transpose(2, 3)
-        h = self.mix(wide.reshape(rows, length, -1))
+            windows = padded.unfold(1, 3, 1).transpose(2, 3)
+        h = self.mix(windows.reshape(rows, length, -1))
         h[:, 0] *= 0.5
         h.mul_(self.taps)
         if mask is not None:
@@ -345,7 +347,7 @@ class Viewed(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A few functions weighed by a router; the router's own loss is left on the module."""
+    """Layers weighted by a router, whose auxiliary loss is stored on the module."""
 
     def __init__(self, width: int, rate: float, rng: Random) -> None:
         super().__init__()
@@ -358,13 +360,13 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
         logits = self.router(x)
         shares = logits.softmax(-1)
-        made = [expert(x) * w for expert, w in zip(self.experts.values(), self.weights)]
+        outputs = [expert(x) * w for expert, w in zip(self.experts.values(), self.weights)]
         self.aux = logits.square().flatten(1).mean(1).mean() * 0.1 if self.balanced else 0.0
-        return x + (torch.stack(made, -1) * shares[..., None, :]).sum(-1)
+        return x + (torch.stack(outputs, -1) * shares[..., None, :]).sum(-1)
 
 
 class Drawing(nn.Module):
-    """Draws of its own: noise, or whole branches that are left out (stochastic depth)."""
+    """Random operators: noise, alpha dropout, or stochastic depth."""
 
     def __init__(self, width: int, rate: float, rng: Random) -> None:
         super().__init__()
@@ -379,13 +381,13 @@ class Drawing(nn.Module):
             return x + y + self.rate * torch.randn_like(y)
         if self.kind == "alpha":
             return x + F.alpha_dropout(y, self.rate, training=True)
-        kept = torch.rand(len(x), 1, 1, device=x.device) >= self.rate
-        return x + y * kept.to(y.dtype) / (1 - self.rate)
+        mask_drawn = torch.rand(len(x), 1, 1, device=x.device) >= self.rate
+        return x + y * mask_drawn.to(y.dtype) / (1 - self.rate)
 
 
 @dataclass
-class Given:
-    """What a block gives, in a class of its own."""
+class BlockOutput:
+    """The output of a block as an object."""
 
     hidden: Tensor
     gate: Tensor
@@ -400,11 +402,11 @@ class _Inner(nn.Module):
         hidden, gate = self.up(x) * scale, self.gate(x).sigmoid()
         if self.kind == "dict":
             return {"hidden": hidden, "gate": gate}
-        return Given(hidden, gate)
+        return BlockOutput(hidden, gate)
 
 
 class Wrapped(nn.Module):
-    """A part that takes keywords and gives a dict or a dataclass."""
+    """An inner module with keyword arguments that returns a dict or a dataclass."""
 
     def __init__(self, width: int, rate: float, rng: Random) -> None:
         super().__init__()
@@ -412,14 +414,14 @@ class Wrapped(nn.Module):
         self.down, self.drop = nn.Linear(6, width), nn.Dropout(rate, inplace=rng.random() < 0.3)
 
     def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
-        given = self.inner(x=x, scale=0.7)
-        if isinstance(given, dict):
-            return x + self.drop(self.down(given["hidden"] * given["gate"]))
-        return x + self.drop(self.down(given.hidden * given.gate))
+        inner_output = self.inner(x=x, scale=0.7)
+        if isinstance(inner_output, dict):
+            return x + self.drop(self.down(inner_output["hidden"] * inner_output["gate"]))
+        return x + self.drop(self.down(inner_output.hidden * inner_output.gate))
 
 
 class Biased(nn.Module):
-    """Attention with a learned bias of relative positions (T5), all weights in one parameter."""
+    """Attention with a learned relative position bias (T5) and one parameter for all weights."""
 
     def __init__(self, width: int, rate: float, rng: Random) -> None:
         super().__init__()
@@ -441,7 +443,7 @@ class Biased(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a low-rank adapter, recomputed by the model itself."""
+    """A frozen layer with a low-rank adapter, checkpointed by the model itself."""
 
     def __init__(self, width: int, rate: float, rng: Random) -> None:
         super().__init__()
@@ -459,7 +461,7 @@ class Adapted(nn.Module):
 
 
 class Linearly(nn.Module):
-    """Linear attention by running sums; a norm of its own, an early way out, a bilinear gate."""
+    """Linear attention by cumulative sums; a custom norm, an early return, a bilinear gate."""
 
     def __init__(self, width: int, rate: float, rng: Random) -> None:
         super().__init__()
@@ -478,8 +480,8 @@ class Linearly(nn.Module):
         return x + 0.5 * torch.tanh(self.gate(x, y))
 
 
-Made = Callable[[int, float, Random], nn.Module]
-KINDS: dict[str, Made] = {
+BlockMaker = Callable[[int, float, Random], nn.Module]
+KINDS: dict[str, BlockMaker] = {
     made.__name__.lower(): made
     for made in (
         *(Heads, Packed, Gated, Stack, Parametrized, Recurrent, Convolved, Statistics, Counting),

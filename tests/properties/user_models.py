@@ -1,9 +1,9 @@
 """Random user models under random schedules: `python -m tests.properties.user_models N SEED`.
 
-Each number of a seed is one model and one schedule, the same every time.  It is judged twice: by
-the rules of `verify` (tests/drawn/judge.py), and by a plain torch loop of this file, which knows
-nothing of the library: losses, all gradients, norms, parameters and buffers after three steps, and
-outputs of the trained model.
+Each number of a seed is one fixed model and schedule.  It is judged twice: as by `verify`
+(tests/drawn/judge.py), and by a plain torch loop in this file, independent of the library, which
+compares losses, gradients, norms, parameters and buffers after three steps, and outputs of the
+trained model.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from schedlang.passes.verify.proof_case import prepare_case
 from schedlang.schedule import Schedule
 from tests.drawn import judge
 from tests.drawn.judge import BROKEN, FAILED, PASSED, Outcome
-from tests.drawn.least import least
 from tests.drawn.models import Subject
 from tests.drawn.rows import text as schedule_text
+from tests.drawn.shrink_text import shrink_text
 from tests.engine import Threads
 from tests.properties.user_blocks import KINDS
 
 Batch = dict[str, Any]
 Seen = dict[str, Tensor]
-WORDS = 11
+VOCABULARY = 11
 ROW = re.compile(r"\s+.*\w\(.*\)")
 MESHES = (
     *("", "dp=2", "tp=2", "pp=2", "cp=2", "dp=3", "pp=3", "tp=4", "pp=4"),
@@ -55,7 +55,7 @@ MESHES = (
 
 @dataclass
 class Output:
-    """What a model gives, in a class of its own."""
+    """The output of a model as an object."""
 
     loss: Tensor
     out: Tensor
@@ -63,7 +63,7 @@ class Output:
 
 
 class User(nn.Module):
-    """A model of random blocks; `rate` is that of all that is drawn in its forward."""
+    """A model of random blocks; `rate` is the rate of all dropout and noise."""
 
     def __init__(self, rng: Random, rate: float) -> None:
         super().__init__()
@@ -71,10 +71,10 @@ class User(nn.Module):
         self.words, self.masked = rng.random() < 0.6, rng.random() < 0.5
         self.returns = rng.choice(["loss", "dict", "object", "tuple", "out"])
         names = rng.choices(sorted(KINDS), k=rng.randint(1, 4))
-        alike = rng.random() < 0.4
-        names = names[:1] * rng.randint(2, 4) if alike else names
-        one = rng.random()
-        blocks = [KINDS[k](width, rate, Random(one) if alike else rng) for k in names]
+        equal = rng.random() < 0.4
+        names = names[:1] * rng.randint(2, 4) if equal else names
+        shared_seed = rng.random()
+        blocks = [KINDS[k](width, rate, Random(shared_seed) if equal else rng) for k in names]
         if rng.random() < 0.12:
             blocks.insert(rng.randint(1, len(blocks)), blocks[0])  # one module in two places
         self._enter(width, rng, rate)
@@ -92,7 +92,9 @@ class User(nn.Module):
 
     def _enter(self, width: int, rng: Random, rate: float) -> None:
         if self.words:
-            self.enter: nn.Module = nn.Embedding(WORDS, width, padding_idx=rng.choice([None, 0]))
+            self.enter: nn.Module = nn.Embedding(
+                VOCABULARY, width, padding_idx=rng.choice([None, 0])
+            )
         else:
             self.enter = nn.Linear(4, width, bias=rng.random() < 0.5)
         self.places = nn.Parameter(torch.randn(16, width) / 4) if rng.random() < 0.5 else None
@@ -100,7 +102,7 @@ class User(nn.Module):
 
     def _leave(self, width: int, rng: Random) -> None:
         self.norm = rng.choice([nn.LayerNorm(width), nn.RMSNorm(width), nn.Identity()])
-        self.head = nn.Linear(width, WORDS if self.words else 3, bias=rng.random() < 0.5)
+        self.head = nn.Linear(width, VOCABULARY if self.words else 3, bias=rng.random() < 0.5)
         self.tied = self.words and rng.random() < 0.4
         if self.tied:
             self.head.weight = self.enter.weight
@@ -110,12 +112,14 @@ class User(nn.Module):
         self.pooled = not self.words and rng.random() < 0.3
 
     def _freeze(self, block: nn.Module) -> None:
-        given = {"": [], "enter": [self.enter], "block": [block], "norm": [self.norm]}[self.frozen]
-        for module in given:
+        frozen_modules = {"": [], "enter": [self.enter], "block": [block], "norm": [self.norm]}[
+            self.frozen
+        ]
+        for module in frozen_modules:
             module.requires_grad_(False)
 
     def layers(self) -> list[nn.Module]:
-        """The blocks, in the order in which they are called."""
+        """Return the blocks in the order of their calls."""
         if self.form == "list":
             return list(self.blocks)
         return list(self.blocks.values() if self.form == "dict" else self.trunk.layers)
@@ -131,74 +135,82 @@ class User(nn.Module):
         h = self.enter(x if ids is None else ids)
         if self.places is not None:
             h = h + self.places[: h.shape[1]]
-        h = first = self.drop(h)
+        h = embedded = self.drop(h)
         for layer in self.layers():
             h = layer(h, mask)
         if self.skip:
-            h = torch.cat([h, first], -1).unflatten(-1, (2, -1)).mean(-2)
+            h = torch.cat([h, embedded], -1).unflatten(-1, (2, -1)).mean(-2)
         h = self.norm(h)
-        out = self.head(h.mean(1, keepdim=True) if self.pooled else h)
-        more = [h] if self.other is None else [h, self.other(h)]
+        scores = self.head(h.mean(1, keepdim=True) if self.pooled else h)
+        extra_outputs = [h] if self.other is None else [h, self.other(h)]
         if self.returns == "out":
-            return out
-        loss = row_loss(out, labels) if self.by_rows and self.words else loss_of(out, labels, y)
+            return scores
+        loss = (
+            row_loss(scores, labels)
+            if self.by_rows and self.words
+            else token_loss(scores, labels, y)
+        )
         each_row = self.by_rows or not self.words
         for layer in dict.fromkeys(self.layers()) if each_row else ():
             loss = loss + getattr(layer, "aux", 0.0)
         if self.other is not None and each_row:
-            loss = loss + 0.1 * more[1].square().flatten(1).mean(1).mean()
+            loss = loss + 0.1 * extra_outputs[1].square().flatten(1).mean(1).mean()
         if self.returns == "loss":
             return loss
         if self.returns == "object":
-            return Output(loss, out, more)
-        return (loss, out) if self.returns == "tuple" else {"loss": loss, "out": out, "more": more}
+            return Output(loss, scores, extra_outputs)
+        return (
+            (loss, scores)
+            if self.returns == "tuple"
+            else {"loss": loss, "out": scores, "more": extra_outputs}
+        )
 
 
-def loss_of(out: Tensor, labels: Tensor | None, y: Tensor | None) -> Tensor:
-    """The mean over the labels that count, or over rows."""
+def token_loss(scores: Tensor, labels: Tensor | None, y: Tensor | None) -> Tensor:
+    """Return the mean loss over counted labels, or over rows."""
     if labels is not None:
-        return F.cross_entropy(out.flatten(0, 1), labels.flatten())
+        return F.cross_entropy(scores.flatten(0, 1), labels.flatten())
     assert y is not None
-    return (out[..., 0] - y[:, : out.shape[1]]).square().mean()
+    return (scores[..., 0] - y[:, : scores.shape[1]]).square().mean()
 
 
-def row_loss(out: Tensor, labels: Tensor | None) -> Tensor:
-    """The mean over rows of the mean over each one's labels."""
+def row_loss(scores: Tensor, labels: Tensor | None) -> Tensor:
+    """Return the mean over rows of each row's mean over its labels."""
     assert labels is not None
-    each = F.cross_entropy(out.mT, labels, reduction="none")
-    return (each.sum(1) / (labels >= 0).sum(1)).mean()
+    losses = F.cross_entropy(scores.mT, labels, reduction="none")
+    return (losses.sum(1) / (labels >= 0).sum(1)).mean()
 
 
-def rows_of(batch: Any) -> float:
-    """The weight of a part whose loss is a mean over rows."""
+def count_rows(batch: Any) -> float:
+    """Return the number of rows: the weight of a part whose loss is a mean over rows."""
     return float(len(batch["ids"]))
 
 
 def outer_loss(output: Any, batch: Any) -> Tensor:
-    """The loss beside the model."""
-    return loss_of(output, batch.get("labels"), batch.get("y"))
+    """Return the loss of a model without loss."""
+    return token_loss(output, batch.get("labels"), batch.get("y"))
 
 
 def first_loss(output: Any, batch: Any) -> Tensor:
-    """The loss that a model puts first."""
-    found: Tensor = output[0]
-    return found
+    """Return the first output, the loss."""
+    loss: Tensor = output[0]
+    return loss
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """The number of a seed: its model at a rate of what it draws, its batches and schedule."""
+    """A number of a seed: its model with a dropout rate, its batches and its schedule."""
 
     number: int
     seed: int
 
     @property
     def name(self) -> str:
-        """As tests/drawn calls it."""
+        """The name for tests/drawn."""
         return f"user-{self.seed}-{self.number}"
 
     def model(self, rate: float) -> nn.Module:
-        """The module, in float32."""
+        """Build the module in float32."""
         torch.manual_seed(self.number)
         model = User(Random(f"model {self.name}"), rate)
         with torch.no_grad():
@@ -208,7 +220,7 @@ class Drawn:
         return model
 
     def batch(self, seed: int) -> Batch:
-        """Ragged rows, mostly; their number need not divide."""
+        """Return a mostly ragged batch; its number of rows need not be divisible."""
         model, rng = self._model, Random(f"batch {self.name} {seed}")
         g = torch.Generator().manual_seed(seed)
         rows, length = Random(self.name).choice([8, 8, 9, 7, 12]) + seed % 2, rng.choice([5, 6, 8])
@@ -219,7 +231,7 @@ class Drawn:
         real = torch.arange(length) < lengths
         batch: Batch = {"mask": real} if model.masked else {}
         if model.words:
-            batch["ids"] = torch.randint(0, WORDS, (rows, length), generator=g)
+            batch["ids"] = torch.randint(0, VOCABULARY, (rows, length), generator=g)
             batch["labels"] = batch["ids"].roll(-1, 1).masked_fill(~real, -100)
             batch["labels"][:, 0] = 1
         else:
@@ -229,33 +241,33 @@ class Drawn:
 
     @property
     def _model(self) -> Any:
-        return _plain(self)
+        return _model_without_dropout(self)
 
     def subject(self, rate: float = 0.2) -> Subject:
-        """As tests/drawn takes it."""
+        """Return the subject for tests/drawn."""
         returns = self._model.returns
         loss = {"out": outer_loss, "tuple": first_loss}.get(returns)
         rowwise = self._model.by_rows and self._model.words and returns != "out"
-        weight = rows_of if rowwise else None
+        weight = count_rows if rowwise else None
         return Subject(self.name, lambda: self.model(rate), self.batch, loss, weight)
 
     @property
     def text(self) -> str:
-        """The schedule."""
+        """The text of the schedule."""
         rng = Random(f"rows {self.name}")
         axes = tuple((a.split("=")[0], int(a[-1])) for a in rng.choice(MESHES).split())
         kinds = ("parts", "data", "stages", "memory", "memory")
-        more = ("kernels", "numbers") if rng.random() < 0.2 else ()
-        return schedule_text(self.name, rng, axes, (*kinds, *more))
+        extra_kinds = ("kernels", "numbers") if rng.random() < 0.2 else ()
+        return schedule_text(self.name, rng, axes, (*kinds, *extra_kinds))
 
 
 @cache
-def _plain(drawn: Drawn) -> Any:
+def _model_without_dropout(drawn: Drawn) -> Any:
     return drawn.model(0.0)
 
 
 def named_subject(name: str) -> Subject:
-    """The subject of a name."""
+    """Return the subject of a name."""
     _, seed, number = name.split("-")
     return Drawn(int(number), int(seed)).subject()
 
@@ -264,141 +276,143 @@ def named_subject(name: str) -> Subject:
 
 
 @dataclass(frozen=True)
-class Way:
-    """How a user trains: the optimizer with groups, a scheduler, a bound of the norm."""
+class TrainingRecipe:
+    """How a user trains: optimizer with parameter groups, scheduler, clipping."""
 
     kind: str
     clip: float | None
     scheduled: bool
 
-    def optimizer(self, named: Any) -> torch.optim.Optimizer:
-        """Two groups, by name."""
-        held = list(named)
-        plain = [p for name, p in held if name.endswith("bias")]
-        others = [p for name, p in held if not name.endswith("bias")]
-        groups: list[dict[str, Any]] = [{"params": others, "weight_decay": 0.1}]
-        if plain:
-            groups.append({"params": plain, "weight_decay": 0.0, "lr": 0.01})
+    def optimizer(self, named_parameters: Any) -> torch.optim.Optimizer:
+        """Return an optimizer with two groups by name."""
+        parameters = list(named_parameters)
+        biases = [p for name, p in parameters if name.endswith("bias")]
+        other_parameters = [p for name, p in parameters if not name.endswith("bias")]
+        groups: list[dict[str, Any]] = [{"params": other_parameters, "weight_decay": 0.1}]
+        if biases:
+            groups.append({"params": biases, "weight_decay": 0.0, "lr": 0.01})
         if self.kind == "sgd":
             return torch.optim.SGD(groups, lr=0.03, momentum=0.9)
         return torch.optim.AdamW(groups, lr=0.02, eps=1e-4)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Falling rates."""
+        """Return a scheduler with decreasing rates."""
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.7**step)
 
 
-def way_of(drawn: Drawn) -> Way:
-    """The way of a number."""
+def recipe_of(drawn: Drawn) -> TrainingRecipe:
+    """Return the training recipe of a number."""
     rng = Random(f"way {drawn.name}")
-    return Way(rng.choice(["sgd", "adamw"]), rng.choice([None, 0.5]), rng.random() < 0.5)
+    return TrainingRecipe(rng.choice(["sgd", "adamw"]), rng.choice([None, 0.5]), rng.random() < 0.5)
 
 
-def _wide(batch: Mapping[str, Any]) -> Batch:
+def _to_float64(batch: Mapping[str, Any]) -> Batch:
     return {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
 
 
-def _out(output: Any) -> Tensor | None:
-    """The scores of an output, in whatever form they come."""
+def _scores_of(output: Any) -> Tensor | None:
+    """Return the scores in an output of any form."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, tuple):
         return output[1]
-    found: Tensor | None = output["out"] if isinstance(output, dict) else output.out
-    return found
+    scores: Tensor | None = output["out"] if isinstance(output, dict) else output.out
+    return scores
 
 
-def plainly(one: Subject, way: Way, batches: Sequence[Batch]) -> Seen:
-    """A plain loop: what each step and the last state are."""
-    model = one.model().double().train()
-    optimizer = way.optimizer([(n, p) for n, p in model.named_parameters() if p.requires_grad])
-    scheduler = way.scheduler(optimizer) if way.scheduled else None
-    seen: Seen = {}
+def train_plainly(tested_model: Subject, recipe: TrainingRecipe, batches: Sequence[Batch]) -> Seen:
+    """Train in a plain loop; returns values of each step and the final state."""
+    model = tested_model.model().double().train()
+    optimizer = recipe.optimizer([(n, p) for n, p in model.named_parameters() if p.requires_grad])
+    scheduler = recipe.scheduler(optimizer) if recipe.scheduled else None
+    results: Seen = {}
     for step, batch in enumerate(batches):
         output = model(**batch)
-        if one.loss is not None:
-            loss = one.loss(output, batch)
+        if tested_model.loss is not None:
+            loss = tested_model.loss(output, batch)
         else:
-            loss = output if isinstance(output, Tensor) else _loss(output)
+            loss = output if isinstance(output, Tensor) else _loss_in(output)
         loss.backward()
-        seen[f"loss {step}"] = loss.detach().clone()
+        results[f"loss {step}"] = loss.detach().clone()
         for name, p in model.named_parameters():
             if p.requires_grad and p.grad is not None:
-                seen[f"grad {step} {name}"] = p.grad.clone()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), way.clip or float("inf"))
-        seen[f"norm {step}"] = norm.detach().clone()
+                results[f"grad {step} {name}"] = p.grad.clone()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), recipe.clip or float("inf"))
+        results[f"norm {step}"] = norm.detach().clone()
         optimizer.step()
         optimizer.zero_grad()
         if scheduler is not None:
             scheduler.step()
-    seen |= {f"state {name}": value.clone() for name, value in model.state_dict().items()}
+    results |= {f"state {name}": value.clone() for name, value in model.state_dict().items()}
     model.eval()
     with torch.no_grad():
-        out = _out(model(**batches[0]))
-    return seen | ({} if out is None else {"out ": out})
+        scores = _scores_of(model(**batches[0]))
+    return results | ({} if scores is None else {"out ": scores})
 
 
-def _loss(output: Any) -> Tensor:
-    found: Tensor = output["loss"] if isinstance(output, dict) else output.loss
-    return found
+def _loss_in(output: Any) -> Tensor:
+    loss: Tensor = output["loss"] if isinstance(output, dict) else output.loss
+    return loss
 
 
-def on_rank(
+def train_on_rank(
     plan: Plan,
     batches: Sequence[Batch],
-    way: Way,
+    recipe: TrainingRecipe,
     loss: tuple[Any, Any],
     prepared: Prepared | None,
 ) -> Seen:
-    """The same on one of the ranks, by the program; the loss with its weight, where there are."""
+    """Train the program on this rank; returns the same values as the plain loop."""
     program = build(
         plan,
         batches[0],
-        optimizer=way.optimizer,
-        clip=way.clip,
+        optimizer=recipe.optimizer,
+        clip=recipe.clip,
         loss=loss[0],
         weight=loss[1],
         prepared=prepared,
     )
-    scheduler = way.scheduler(program.optimizer) if way.scheduled else None
-    seen: Seen = {}
+    scheduler = recipe.scheduler(program.optimizer) if recipe.scheduled else None
+    results: Seen = {}
     for step, batch in enumerate(batches):
-        seen[f"loss {step}"] = program.train_step(batch).clone()
-        seen[f"norm {step}"] = torch.tensor(program.grad_norm, dtype=torch.float64)
+        results[f"loss {step}"] = program.train_step(batch).clone()
+        results[f"norm {step}"] = torch.tensor(program.grad_norm, dtype=torch.float64)
         for name, grad in program.gradients().items():  # as clipped
-            seen[f"grad {step} {name}"] = grad.clone()
+            results[f"grad {step} {name}"] = grad.clone()
         if scheduler is not None:
             scheduler.step()
-    seen |= {f"state {name}": value.clone() for name, value in program.state_dict().items()}
-    out = _out(program.eval_step(batches[0]))
-    return seen | ({} if out is None else {"out ": out.clone()})
+    results |= {f"state {name}": value.clone() for name, value in program.state_dict().items()}
+    scores = _scores_of(program.eval_step(batches[0]))
+    return results | ({} if scores is None else {"out ": scores.clone()})
 
 
-def unequal(expected: Seen, actual: Seen, clip: float | None) -> list[str]:
-    """The names that differ, each with its relative error; gradients are compared as clipped."""
-    bad = []
+def differences(expected: Seen, actual: Seen, clip: float | None) -> list[str]:
+    """List names that differ, with relative errors; gradients are compared as clipped."""
+    different = []
     for name, reference in expected.items():
         if name == "out " and name not in actual:
             continue  # exists on no rank in full
         if name not in actual:
-            bad.append(f"{name} missing")
+            different.append(f"{name} missing")
             continue
         value, reference = actual[name].double(), reference.double()
         if name.startswith("grad") and clip is not None:
             norm = float(expected[f"norm {name.split()[1]}"])
             reference = reference * min(1.0, clip / (norm + 1e-6))
         if value.shape != reference.shape:
-            bad.append(f"{name} {tuple(value.shape)} is not {tuple(reference.shape)}")
+            different.append(f"{name} {tuple(value.shape)} is not {tuple(reference.shape)}")
             continue
         error = float((value - reference).norm())
         if not error <= 1e-8 * float(reference.norm()) + 1e-11:
-            bad.append(f"{name} {error / (float(reference.norm()) + 1e-30):.1e}")
-    more = [n for n in actual if n not in expected and float(actual[n].double().norm()) > 1e-11]
-    return bad + [f"{name} is no name of the original's" for name in more]
+            different.append(f"{name} {error / (float(reference.norm()) + 1e-30):.1e}")
+    unexpected = [
+        n for n in actual if n not in expected and float(actual[n].double().norm()) > 1e-11
+    ]
+    return different + [f"{name} is no name of the original's" for name in unexpected]
 
 
-def mended(drawn: Drawn, text: str) -> tuple[str, list[Refusal]]:
-    """The text without the rows that are refused, and their refusals."""
+def legal_text(drawn: Drawn, text: str) -> tuple[str, list[Refusal]]:
+    """Remove rows until the text is not refused; returns it and the refusals."""
     rng, refusals = Random(f"mended {drawn.name}"), list[Refusal]()
     while True:
         try:
@@ -407,15 +421,15 @@ def mended(drawn: Drawn, text: str) -> tuple[str, list[Refusal]]:
             lines = text.split("\n")
             rows = [k for k, line in enumerate(lines) if ROW.match(line)]
             span = refusal.diagnostic.primary.span
-            place = span.line - 1 if span else -1
-            if refusal.diagnostic.code == "S205":  # an axis that no row is left for splits rows
+            bad_line = span.line - 1 if span else -1
+            if refusal.diagnostic.code == "S205":  # an unused axis gets a zero row
                 axis = refusal.diagnostic.title.split("`")[1]
-                at = [k for k in rows if " pipeline(" in lines[k]] or [len(lines) - 2]
-                lines.insert(at[0], f"  zero(stage=0, over={axis})")
+                row_lines = [k for k in rows if " pipeline(" in lines[k]] or [len(lines) - 2]
+                lines.insert(row_lines[0], f"  zero(stage=0, over={axis})")
             elif len(rows) < 2 or len(refusals) > 9:
                 return text, [*refusals, refusal]
             else:
-                lines.pop(place if place in rows else rng.choice(rows))
+                lines.pop(bad_line if bad_line in rows else rng.choice(rows))
                 refusals.append(refusal)
             text = "\n".join(lines)
         else:
@@ -423,43 +437,53 @@ def mended(drawn: Drawn, text: str) -> tuple[str, list[Refusal]]:
 
 
 def plain_outcome(drawn: Drawn, text: str, ranks: Any) -> tuple[str, str]:
-    """PASSED, FAILED with what differs, or what `judge` makes of an error; no draws."""
-    one, way = drawn.subject(0.0), way_of(drawn)
-    batches = [_wide(one.batch(step)) for step in range(3)]
+    """Compare with the plain loop without dropout; returns kind and reason."""
+    tested_model, recipe = drawn.subject(0.0), recipe_of(drawn)
+    batches = [_to_float64(tested_model.batch(step)) for step in range(3)]
     try:
-        model = one.model().double()
+        model = tested_model.model().double()
         plan = Schedule(model, parse(Source("user.sched", text)), Settings()).plan()
         if plan.gives_up - {"rounding"}:
             return PASSED, "relaxed"
-        case = check_parts(prepare_case(Case(plan, tuple(batches), one.loss, one.weight)))
+        case = check_parts(
+            prepare_case(Case(plan, tuple(batches), tested_model.loss, tested_model.weight))
+        )
         if case.by_parts:
             return PASSED, "relaxed"
-        args = (case.plan, batches, way, (one.loss, one.weight), case.prepared)
-        seen = ranks.run(on_rank, plan.mesh.world, *args, timeout=judge.LIMIT)
+        args = (case.plan, batches, recipe, (tested_model.loss, tested_model.weight), case.prepared)
+        results_by_rank = ranks.run(train_on_rank, plan.mesh.world, *args, timeout=judge.LIMIT)
     except Exception as error:
-        return judge._raised(error)
-    expected = plainly(one, way, copy.deepcopy(batches))
-    found = [unequal(expected, each, way.clip) for each in seen]
-    bad = [f"rank {rank}: {len(b)}: {b[:6]}" for rank, b in enumerate(found) if b]
-    return (FAILED, "; ".join(bad)) if bad else (PASSED, "")
+        return judge._error_outcome(error)
+    expected = train_plainly(tested_model, recipe, copy.deepcopy(batches))
+    differences_by_rank = [
+        differences(expected, rank_results, recipe.clip) for rank_results in results_by_rank
+    ]
+    messages = [
+        f"rank {rank}: {len(b)}: {b[:6]}" for rank, b in enumerate(differences_by_rank) if b
+    ]
+    return (FAILED, "; ".join(messages)) if messages else (PASSED, "")
 
 
 def outcome(drawn: Drawn, ranks: Any, form: str = "quick", text: str = "") -> Outcome:
-    """What both judges say; the worse of the two."""
+    """Judge twice and return the worse outcome."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        text = text or mended(drawn, drawn.text)[0]
-        kind, why = plain_outcome(drawn, text, ranks)
+        text = text or legal_text(drawn, drawn.text)[0]
+        kind, reason = plain_outcome(drawn, text, ranks)
         if kind in (FAILED, BROKEN):
-            return Outcome(drawn.number, drawn.seed, drawn.name, kind, f"plain: {why}", "", 0, text)
+            return Outcome(
+                drawn.number, drawn.seed, drawn.name, kind, f"plain: {reason}", "", 0, text
+            )
         if kind != PASSED or form == "plain":
-            return Outcome(drawn.number, drawn.seed, drawn.name, kind, why, "", 0, text)
-        found = judge.judged(drawn.number, drawn.seed, ranks, form, text, drawn.name)
-    return found
+            return Outcome(drawn.number, drawn.seed, drawn.name, kind, reason, "", 0, text)
+        judged_outcome = judge.judge_schedule(
+            drawn.number, drawn.seed, ranks, form, text, drawn.name
+        )
+    return judged_outcome
 
 
 def main() -> None:
-    """Hunt: the outcomes of many numbers, and the fewest rows of each fault."""
+    """Hunt for failures over many numbers, and print the smallest schedule of each."""
     parser = argparse.ArgumentParser(prog="tests.properties.user_models", description=__doc__)
     parser.add_argument("count", type=int, nargs="?", default=50)
     parser.add_argument("seed", type=int, nargs="?", default=0)
@@ -468,41 +492,47 @@ def main() -> None:
     parser.add_argument("--refusals", action="store_true", help="print them in full")
     parser.add_argument("--plain", action="store_true", help="by the plain loop alone")
     parser.add_argument("--least", action="store_true", help="shrink each fault")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     counts: Counter[str] = Counter()
-    form = "whole" if asked.whole else "plain" if asked.plain else "quick"
+    form = "whole" if options.whole else "plain" if options.plain else "quick"
     with Threads() as ranks:
-        for number in range(asked.first, asked.first + asked.count):
-            drawn = Drawn(number, asked.seed)
+        for number in range(options.first, options.first + options.count):
+            drawn = Drawn(number, options.seed)
             try:
-                text, refusals = mended(drawn, drawn.text)
-                found = outcome(drawn, ranks, form, text)
+                text, refusals = legal_text(drawn, drawn.text)
+                judged_outcome = outcome(drawn, ranks, form, text)
             except Exception as error:
-                why = "".join(traceback.format_exception(error))[-4000:]
-                found, refusals = Outcome(number, asked.seed, drawn.name, BROKEN, why), []
-            for refusal in refusals if asked.refusals else ():
+                reason = "".join(traceback.format_exception(error))[-4000:]
+                judged_outcome, refusals = (
+                    Outcome(number, options.seed, drawn.name, BROKEN, reason),
+                    [],
+                )
+            for refusal in refusals if options.refusals else ():
                 print(f"REFUSAL {refusal.render(100)}\n", flush=True)
-            counts[found.kind] += 1
+            counts[judged_outcome.kind] += 1
             kinds = ",".join(type(b).__name__ for b in drawn._model.layers())
-            last = found.why.strip().split("\n")[-1][:150]
-            print(f"{drawn.name} {kinds} {found.seconds} s {found.kind} {last}", flush=True)
-            if found.kind in (FAILED, BROKEN):
-                print(f"{found.text}\n{found.why}", flush=True)
-                if asked.least:
-                    print(_least(drawn, found, ranks, form), flush=True)
+            last = judged_outcome.why.strip().split("\n")[-1][:150]
+            print(
+                f"{drawn.name} {kinds} {judged_outcome.seconds} s {judged_outcome.kind} {last}",
+                flush=True,
+            )
+            if judged_outcome.kind in (FAILED, BROKEN):
+                print(f"{judged_outcome.text}\n{judged_outcome.why}", flush=True)
+                if options.least:
+                    print(_smallest_failure(drawn, judged_outcome, ranks, form), flush=True)
     print(dict(counts))
 
 
-def _least(drawn: Drawn, found: Outcome, ranks: Any, form: str) -> str:
+def _smallest_failure(drawn: Drawn, found: Outcome, ranks: Any, form: str) -> str:
     last = found.why.strip().split("\n")[-1][:30]
 
     def same(text: str) -> bool:
-        again = outcome(drawn, ranks, form, text)
-        return again.kind == found.kind and (
-            found.kind == FAILED or again.why.strip().split("\n")[-1][:30] == last
+        repeated = outcome(drawn, ranks, form, text)
+        return repeated.kind == found.kind and (
+            found.kind == FAILED or repeated.why.strip().split("\n")[-1][:30] == last
         )
 
-    return least(found.text, same)
+    return shrink_text(found.text, same)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Every code produced as its page shows it."""
+"""Tests of refusals: every error code is produced exactly as its documentation page shows it."""

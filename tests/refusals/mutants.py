@@ -1,4 +1,4 @@
-"""Mutants of valid schedules, and what becomes of them: a plan or a refusal, and nothing else."""
+"""Random mutants of valid schedules, and a check that each ends in a plan or a refusal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests import models
 
 ROOT = Path(__file__).parents[2]
 TOKEN = re.compile(r'"[^"\n]*"|`[^`\n]*`|[A-Za-z_]\w*|\d+(?:\.\d+)?|\s+|.', re.DOTALL)
-ODD = [
+ODD_TOKENS = [
     *("0", "-1", "1", "3", "99999999999", "9" * 40, "1e309", "0.5", "2GiB", "_", "true", '""'),
     *("*", "**", "[0]", "[::0]", "[-9]", "{a,b}", "(", ")", "{", "}", "[", "]", ",", ":", ".", "="),
     *("\n", "\t", "\x00", "\ufeff", "é", "漢", "'", "`", "#", "..", "?", "S(out)", "R", "P(sum)"),
@@ -36,39 +36,45 @@ NUMBERS = ["0", "1", "2", "3", "7", "16", "1000", "1000000", "999999999999999999
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What one text came to: the codes of its refusal, or none; seconds of this thread."""
+class Outcome:
+    """Result of one text: codes of its refusal, empty if planned, and seconds of this thread."""
 
     codes: tuple[str, ...]
     seconds: float
 
 
-def valid() -> list[tuple[str, str]]:
-    """Paths and texts of all schedules of the examples and tests, and of the pages of codes."""
+def valid_schedules() -> list[tuple[str, str]]:
+    """Return paths and texts of all schedules of examples, tests and pages of codes."""
     files = [path for folder in ("examples", "tests") for path in (ROOT / folder).rglob("*.sched")]
-    found = [(str(path), path.read_text()) for path in sorted(files)]
+    schedules = [(str(path), path.read_text()) for path in sorted(files)]
     for code in codes_with_examples():
-        one = example(code)
-        assert one is not None
-        found += [(name, text) for name, text in one.files.items() if name.endswith(".sched")]
-    return found
+        code_example = example(code)
+        assert code_example is not None
+        schedules += [
+            (name, text) for name, text in code_example.files.items() if name.endswith(".sched")
+        ]
+    return schedules
 
 
 def mutants(rng: random.Random, texts: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Endlessly many texts near valid ones, each under the path of the one that it comes from."""
-    words = sorted({token for _, text in texts for token in TOKEN.findall(text) if token.strip()})
+    """Yield an endless series of mutated schedules, each with the path of its original."""
+    vocabulary = sorted(
+        {token for _, text in texts for token in TOKEN.findall(text) if token.strip()}
+    )
     while True:
         path, text = rng.choice(texts)
-        changes = CHANGES if rng.random() < 0.4 else [ALIKE]  # what cannot be read ends at once
+        changes = (
+            CHANGES if rng.random() < 0.4 else [SAME_KIND_CHANGE]
+        )  # unparsable texts are refused early
         for _ in range(rng.choice((1, 1, 1, 2, 3, 6))):
-            text = rng.choice(changes)(rng, text, words)
+            text = rng.choice(changes)(rng, text, vocabulary)
         if rng.random() < 0.02:
-            text = _joined(text, rng.choice(texts)[1])
+            text = _append(text, rng.choice(texts)[1])
         yield path, text
 
 
 def noise(rng: random.Random) -> bytes:
-    """A random byte string; half of them of the characters that schedules are made of."""
+    """Return random bytes; in half of the calls only characters that schedules use."""
     count = rng.choice((0, 1, 3, 10, 40, 200, 1000))
     if rng.random() < 0.5:
         return rng.randbytes(count)
@@ -77,91 +83,91 @@ def noise(rng: random.Random) -> bytes:
     )
 
 
-def _tokens(change: Callable[[random.Random, list[str], Sequence[str]], None]) -> Any:
-    def changed(rng: random.Random, text: str, words: Sequence[str]) -> str:
+def _on_tokens(change: Callable[[random.Random, list[str], Sequence[str]], None]) -> Any:
+    def changed(rng: random.Random, text: str, vocabulary: Sequence[str]) -> str:
         tokens = TOKEN.findall(text)
         if tokens:
-            change(rng, tokens, words)
+            change(rng, tokens, vocabulary)
         return "".join(tokens)
 
     return changed
 
 
-def _lines(change: Callable[[random.Random, list[str], Sequence[str]], None]) -> Any:
-    def changed(rng: random.Random, text: str, words: Sequence[str]) -> str:
+def _on_lines(change: Callable[[random.Random, list[str], Sequence[str]], None]) -> Any:
+    def changed(rng: random.Random, text: str, vocabulary: Sequence[str]) -> str:
         lines = text.split("\n")
-        change(rng, lines, words)
+        change(rng, lines, vocabulary)
         return "\n".join(lines)
 
     return changed
 
 
-def _delete(rng: random.Random, parts: list[str], words: Sequence[str]) -> None:
+def _delete(rng: random.Random, parts: list[str], vocabulary: Sequence[str]) -> None:
     del parts[rng.randrange(len(parts))]
 
 
-def _double(rng: random.Random, parts: list[str], words: Sequence[str]) -> None:
+def _double(rng: random.Random, parts: list[str], vocabulary: Sequence[str]) -> None:
     parts.insert(rng.randrange(len(parts)), rng.choice(parts))
 
 
-def _swap(rng: random.Random, parts: list[str], words: Sequence[str]) -> None:
+def _swap(rng: random.Random, parts: list[str], vocabulary: Sequence[str]) -> None:
     i, j = rng.randrange(len(parts)), rng.randrange(len(parts))
     parts[i], parts[j] = parts[j], parts[i]
 
 
-def _replace(rng: random.Random, parts: list[str], words: Sequence[str]) -> None:
-    places = [k for k, part in enumerate(parts) if part.strip()]
-    if places:
-        parts[rng.choice(places)] = rng.choice(ODD if rng.random() < 0.4 else words)
+def _replace(rng: random.Random, parts: list[str], vocabulary: Sequence[str]) -> None:
+    indices = [k for k, part in enumerate(parts) if part.strip()]
+    if indices:
+        parts[rng.choice(indices)] = rng.choice(ODD_TOKENS if rng.random() < 0.4 else vocabulary)
 
 
-def _alike(rng: random.Random, parts: list[str], words: Sequence[str]) -> None:
-    """Another name for a name, another number for a number: most of these can be read."""
-    places = [k for k, part in enumerate(parts) if part[0].isalnum()]
-    if places:
-        k = rng.choice(places)
-        numbers = [*NUMBERS, *(word for word in words if word[0].isdigit())]
-        names = [word for word in words if word[0].isalpha()]
-        parts[k] = rng.choice(numbers if parts[k][0].isdigit() else names)
+def _replace_same_kind(rng: random.Random, parts: list[str], vocabulary: Sequence[str]) -> None:
+    """Replace a name by a name or a number by a number: most results can be parsed."""
+    indices = [k for k, part in enumerate(parts) if part[0].isalnum()]
+    if indices:
+        k = rng.choice(indices)
+        numbers = [*NUMBERS, *(word for word in vocabulary if word[0].isdigit())]
+        name_words = [word for word in vocabulary if word[0].isalpha()]
+        parts[k] = rng.choice(numbers if parts[k][0].isdigit() else name_words)
 
 
-def _truncate(rng: random.Random, text: str, words: Sequence[str]) -> str:
+def _truncate(rng: random.Random, text: str, vocabulary: Sequence[str]) -> str:
     return text[: rng.randrange(len(text) + 1)]
 
 
-def _joined(text: str, other: str) -> str:
+def _append(text: str, other: str) -> str:
     return text + "\n" + other.partition("\n")[2]
 
 
-ALIKE = _tokens(_alike)
+SAME_KIND_CHANGE = _on_tokens(_replace_same_kind)
 CHANGES: list[Callable[[random.Random, str, Sequence[str]], str]] = [
-    *map(_tokens, (_delete, _double, _swap, _replace, _replace, _replace)),
-    ALIKE,
-    *map(_lines, (_delete, _double, _swap)),
+    *map(_on_tokens, (_delete, _double, _swap, _replace, _replace, _replace)),
+    SAME_KIND_CHANGE,
+    *map(_on_lines, (_delete, _double, _swap)),
     _truncate,
 ]
 
 
-# -- what becomes of them ------------------------------------------------------------------------
+# -- checking and planning -----------------------------------------------------------------------
 
 
 @cache
-def _models() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
-    """Small models, by the class that a header may name."""
-    names: dict[str, Any] = {}
-    exec(model(), names)
+def _small_models() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
+    """Return small models and batches, by the class name in a schedule's header."""
+    namespace: dict[str, Any] = {}
+    exec(model(), namespace)
     tokens = models.tokens(4)
     return {
-        "Net": (names["model"](), names["batch"](0)),
+        "Net": (namespace["model"](), namespace["batch"](0)),
         "GPT2LMHeadModel": (models.gpt2(2), tokens),
         "LlamaForCausalLM": (models.llama(2), tokens),
     }
 
 
-def played(path: str, text: str, costs: bool) -> Seen:
-    """Check and plan a text; with `costs` also count what the plan costs.
+def check_and_plan(path: str, text: str, costs: bool) -> Outcome:
+    """Check and plan a text; with `costs` also account the plan.  Returns an Outcome.
 
-    Whatever but a refusal it raises is raised.
+    Only refusals are caught.
     """
     start = time.thread_time()
     codes: tuple[str, ...] = ()
@@ -169,21 +175,21 @@ def played(path: str, text: str, costs: bool) -> Seen:
         tree = parse(Source(path, text))
         lint(tree)
         expand(tree, None, Settings())
-        subject, batch = _models().get(tree.header.model or "Net", _models()["Net"])
-        plan = Schedule(subject, tree, Settings()).plan()
+        module, batch = _small_models().get(tree.header.model or "Net", _small_models()["Net"])
+        plan = Schedule(module, tree, Settings()).plan()
         if costs:
             account(plan, batch)
     except Refusal as refusal:
         codes = tuple(d.code for d in refusal.diagnostics)
         assert refusal.render()
-    return Seen(codes, time.thread_time() - start)
+    return Outcome(codes, time.thread_time() - start)
 
 
-def read_bytes(path: Path, raw: bytes) -> Seen:
-    """Write and check a file of these bytes."""
+def read_bytes(path: Path, raw: bytes) -> Outcome:
+    """Write a file of these bytes, then read, check and plan it; returns an Outcome."""
     path.write_bytes(raw)
     try:
         source = read(path)
     except Refusal as refusal:
-        return Seen(tuple(d.code for d in refusal.diagnostics), 0.0)
-    return played(source.name, source.text, costs=False)
+        return Outcome(tuple(d.code for d in refusal.diagnostics), 0.0)
+    return check_and_plan(source.name, source.text, costs=False)

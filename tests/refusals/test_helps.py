@@ -1,4 +1,4 @@
-"""What messages offer as text is legal: written into the schedule, the mistake is gone."""
+"""Help texts of messages: applied to the schedule, they remove the mistake."""
 
 from __future__ import annotations
 
@@ -14,76 +14,90 @@ import pytest
 
 from schedlang.diagnostics.codes import CODES, WARNINGS, Example, codes_with_examples, example
 from schedlang.ir.primitive import load_all, registry
-from tests.refusals.pasting import Pasted, pasted
-from tests.refusals.playing import said, told_as_json
+from tests.refusals.apply_helps import AppliedHelp, applied_helps
+from tests.refusals.run_examples import command_output, json_output
 
-FILE = "x.sched"
+SCHEDULE_FILE = "x.sched"
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("schedlang", "primitives", "passes")
-# look like rows, and are none
+# look like rows, but are not
 NO_VERBS = {"pattern", "def", "primitive", "forward", "model", "time", "x"}
 
 
-def _sched(code: str) -> Example | None:
-    """The example, if it is about a schedule that is checked or planned."""
-    found = example(code)
-    assert found is not None
-    about = found.words[:2] in (["check", FILE], ["plan", FILE], ["verify", FILE])
-    return found if about and FILE in found.files else None
+def _schedule_example(code: str) -> Example | None:
+    """Return the example of a code if its command checks, plans or verifies a schedule."""
+    code_example = example(code)
+    assert code_example is not None
+    uses_schedule = code_example.words[:2] in (
+        ["check", SCHEDULE_FILE],
+        ["plan", SCHEDULE_FILE],
+        ["verify", SCHEDULE_FILE],
+    )
+    return code_example if uses_schedule and SCHEDULE_FILE in code_example.files else None
 
 
-def _helped(shown: Example, folder: Path, threads: Any) -> list[Pasted]:
-    """Every help of the example's messages that can be written into it."""
-    found = json.loads(told_as_json(shown, folder, threads))
-    own = [d for d in found.get("diagnostics", ()) if d["at"]["file"] in (FILE, "")]
-    return [one for d in own for one in pasted(shown.files[FILE], d)]
+def _applied_helps(code_example: Example, folder: Path, threads: Any) -> list[AppliedHelp]:
+    """Return all applicable helps of the example's messages, applied."""
+    document = json.loads(json_output(code_example, folder, threads))
+    diagnostics = [
+        d for d in document.get("diagnostics", ()) if d["at"]["file"] in (SCHEDULE_FILE, "")
+    ]
+    return [
+        applied
+        for d in diagnostics
+        for applied in applied_helps(code_example.files[SCHEDULE_FILE], d)
+    ]
 
 
 def _cases() -> Iterator[Any]:
-    """Codes of checking and planning; those that only `verify` finds take their time."""
+    """Yield codes of checking and planning; codes that only `verify` finds are marked deep."""
     for code in codes_with_examples():
-        shown = _sched(code)
-        if shown is not None and code[0] == "S":
-            slow = shown.words[0] == "verify" or code == "S110"
+        code_example = _schedule_example(code)
+        if code_example is not None and code[0] == "S":
+            slow = code_example.words[0] == "verify" or code == "S110"
             yield pytest.param(code, marks=[pytest.mark.deep] * slow, id=code)
 
 
 @pytest.mark.parametrize("code", _cases())
 def test_what_is_offered_helps(tmp_path: Path, code: str, threads: Any) -> None:
-    """Each help of an example, done as it says, leaves no message of this code."""
-    shown = _sched(code)
-    assert shown is not None
-    for number, one in enumerate(_helped(shown, tmp_path, threads)):
+    """After each help of an example is applied, no message of this code remains."""
+    code_example = _schedule_example(code)
+    assert code_example is not None
+    for number, applied in enumerate(_applied_helps(code_example, tmp_path, threads)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        files = {**shown.files, FILE: one.text}
-        command = " ".join([shown.command, *one.options])
-        after = said(replace(shown, command=command, files=files), folder, threads)
-        wrong = {code, "S204"}  # no help names an axis that the mesh lacks, and does not say so
-        assert not any(f"[{each}]" in after for each in wrong), f"{one.help}\n\n{one.text}\n{after}"
+        files = {**code_example.files, SCHEDULE_FILE: applied.text}
+        command = " ".join([code_example.command, *applied.options])
+        output = command_output(
+            replace(code_example, command=command, files=files), folder, threads
+        )
+        forbidden = {code, "S204"}  # a help must not name an axis that the mesh lacks
+        assert not any(f"[{each_code}]" in output for each_code in forbidden), (
+            f"{applied.help}\n\n{applied.text}\n{output}"
+        )
 
 
 def test_helps_name_verbs_that_there_are() -> None:
-    """What looks like a row in a message, or in a text about a code, is of a registered verb."""
+    """Rows that appear in messages or texts of codes use registered verbs."""
     load_all()
     texts = [(code, text) for code, (_, text) in {**CODES, **WARNINGS}.items()]
     for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
-        texts += [(path.name, literal) for literal in literals(path)]
-    named = {(where, verb) for where, text in texts for verb in _verbs(text)}
-    unknown = {(where, verb) for where, verb in named if verb not in registry()}
-    assert len(named) > 25 and not unknown, sorted(unknown)
+        texts += [(path.name, literal) for literal in string_literals(path)]
+    used_verbs = {(origin, verb) for origin, text in texts for verb in _row_verbs(text)}
+    unknown = {(origin, verb) for origin, verb in used_verbs if verb not in registry()}
+    assert len(used_verbs) > 25 and not unknown, sorted(unknown)
 
 
-def _verbs(text: str) -> Iterator[str]:
-    """The verbs of what stands in backquotes as a row: `layers.*  checkpoint()`."""
+def _row_verbs(text: str) -> Iterator[str]:
+    """Yield verbs of rows in backquotes: `layers.*  checkpoint()`."""
     for fragment in re.findall(r"`([^`]+)`", text):
-        found = re.fullmatch(r"[\w.*{},\[\]:?]+\s+([a-z_]+)\(.*\)", fragment)
-        if found and found[1] not in NO_VERBS:
-            yield found[1]
+        match = re.fullmatch(r"[\w.*{},\[\]:?]+\s+([a-z_]+)\(.*\)", fragment)
+        if match and match[1] not in NO_VERBS:
+            yield match[1]
 
 
-def literals(path: Path) -> Iterator[str]:
-    """Texts of a file with its f-strings' holes filled by a name."""
+def string_literals(path: Path) -> Iterator[str]:
+    """Yield all string literals of a file; placeholders of f-strings become "x"."""
     text = path.read_text()
     for node in ast.walk(ast.parse(text)) if "`" in text else ():
         if isinstance(node, ast.Constant) and isinstance(node.value, str):

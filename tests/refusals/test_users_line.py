@@ -1,4 +1,4 @@
-"""Every public function and method that can refuse names the line of Python that called it."""
+"""User lines in refusals: every public function that refuses names the line that called it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from schedlang.schedule import Schedule, Scope
 
 CLASSES = (Scope, Schedule, Cursor, PendingCall, Program, UnbuiltProgram)  # a Report is a value
 
-# what is called, and a last line that is refused; those of a class after the lines of its name
-BEFORE = {
+# set-up lines of each class; the last line of each case is refused
+SETUP = {
     "Scope": "with sch.at('layers.*') as scope:\n    ",
     "Program": "program = sch.build(batch=batch)\n",
     "UnbuiltProgram": "program = sch.build()\n",
@@ -69,7 +69,7 @@ CASES = {
     "UnbuiltProgram.train_step": "program.train_step({'ids': 3})",
     "UnbuiltProgram.eval_step": "program.eval_step({'ids': 3})",
 }
-NEVER = {  # why they refuse nothing
+NEVER_REFUSE = {  # reasons why they never refuse
     "last_checkpoint": "None where there is none",
     "Schedule.model": "facts are read one by one",
     "Schedule.plan": "the plan is there already",
@@ -103,32 +103,32 @@ def apply(net, batch, away):
 """
 
 
-def public() -> set[str]:
-    """The names of all public functions, methods and properties."""
-    found = {
+def public_names() -> set[str]:
+    """Return the names of all public functions, methods and properties."""
+    names = {
         name for name in schedlang.__all__ if inspect.isfunction(getattr(schedlang, name, None))
     }
     for cls in CLASSES:
         for name, value in vars(cls).items():
-            called = inspect.isfunction(value) or isinstance(value, property)
-            if called and (not name.startswith("_") or name == "__call__"):
-                found.add(f"{cls.__name__}.{name}")
-    return found
+            is_callable = inspect.isfunction(value) or isinstance(value, property)
+            if is_callable and (not name.startswith("_") or name == "__call__"):
+                names.add(f"{cls.__name__}.{name}")
+    return names
 
 
 def test_each_has_a_case() -> None:
-    """A new public function says how it refuses, or why it cannot."""
-    assert public() == {*CASES, *NEVER}, public() ^ {*CASES, *NEVER}
+    """Every public function has a refusal case, or is listed with the reason why not."""
+    assert public_names() == {*CASES, *NEVER_REFUSE}, public_names() ^ {*CASES, *NEVER_REFUSE}
 
 
-def _net() -> tuple[Any, Any]:
-    names: dict[str, Any] = {}
-    exec(model(), names)
-    return names["model"](), names["batch"](0)
+def _model_and_batch() -> tuple[Any, Any]:
+    namespace: dict[str, Any] = {}
+    exec(model(), namespace)
+    return namespace["model"](), namespace["batch"](0)
 
 
-def _away(net: Any, batch: Any) -> Any:
-    """A program that has no module of its own to give."""
+def _offloaded_program(net: Any, batch: Any) -> Any:
+    """Build a program whose gradients are offloaded."""
     sch: Any = schedlang.create_schedule(net)
     sch["layers.*"].offload("gradients")
     return sch.build(batch=batch)
@@ -136,16 +136,16 @@ def _away(net: Any, batch: Any) -> Any:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_refusal_names_the_users_line(tmp_path: Path, name: str) -> None:
-    """The place of a refusal is the last line of the function that called."""
+    """A refusal points at the last line of the calling function."""
     path = tmp_path / "mine.py"
-    lines = BEFORE.get(name.partition(".")[0], "") + CASES[name]
+    lines = SETUP.get(name.partition(".")[0], "") + CASES[name]
     text = HEAD + textwrap.indent(lines, "    ") + "\n"
     path.write_text(text)
-    names: dict[str, Any] = {"__file__": str(path)}
-    exec(compile(text, str(path), "exec"), names)
-    net, batch = _net()
-    away = _away(net, batch) if "away" in CASES[name] else None
+    namespace: dict[str, Any] = {"__file__": str(path)}
+    exec(compile(text, str(path), "exec"), namespace)
+    net, batch = _model_and_batch()
+    offloaded = _offloaded_program(net, batch) if "away" in CASES[name] else None
     with pytest.raises(Refusal) as caught:
-        names["apply"](net, batch, away)
-    place = caught.value.diagnostic.primary.span
-    assert (place.source.name, place.line) == (str(path), text.count("\n")), caught.value.render()
+        namespace["apply"](net, batch, offloaded)
+    span = caught.value.diagnostic.primary.span
+    assert (span.source.name, span.line) == (str(path), text.count("\n")), caught.value.render()

@@ -1,4 +1,4 @@
-"""Bags of embeddings by rows and by columns: sums and means, weights, offsets, padding."""
+"""Sharded embedding bags, by rows and by columns: sums, means, weights, offsets, padding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 from schedlang.runtime.launch.pool import Pool
 from tests.engine.threads import Threads
-from tests.proofs import assert_near, planned, proven, refused, sequential, sgd, steps
+from tests.proofs import (
+    assert_near,
+    assert_proven,
+    make_plan,
+    refusal_text,
+    sgd,
+    train_sequential,
+    train_steps,
+)
 
 RAGGED = [0, 2, 2, 7]  # the second bag is empty
 
@@ -30,12 +38,12 @@ class Net(nn.Module):
         self.head = nn.Linear(6, 2)
         self.double()
 
-    def forward(self, ids: Tensor, near: Tensor) -> Tensor:
-        scales = self.scales(near).sigmoid() if self.scales is not None else None
+    def forward(self, ids: Tensor, weights: Tensor) -> Tensor:
+        scales = self.scales(weights).sigmoid() if self.scales is not None else None
         if self.offsets is not None:
             ids, scales = ids.flatten(), scales.flatten() if scales is not None else None
-        out = self.bag(ids, self.offsets, per_sample_weights=scales)
-        return self.head(torch.tanh(out)).square().mean()
+        bags = self.bag(ids, self.offsets, per_sample_weights=scales)
+        return self.head(torch.tanh(bags)).square().mean()
 
 
 def batches() -> list[dict[str, Tensor]]:
@@ -64,59 +72,59 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("style", ["vocab", "row", "col"])
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_whole_table(threads: Threads, case: str, style: str) -> None:
-    """Losses, gradients (also of weights of entries) and steps are those of the whole table."""
+    """Losses, gradients (also of per-sample weights) and steps equal those of the full table."""
     net = Net(**CASES[case])
-    rest = "\nhead  shard(row, over=tp)" if style == "col" else ""
-    plan = planned(net, f"bag  shard({style}, over=tp){rest}", "tp=2")
-    seen = threads.run(steps, 2, plan, tuple(batches()), sgd, None, {})[0]
-    assert_near(seen, sequential(net, batches()))
+    second_row = "\nhead  shard(row, over=tp)" if style == "col" else ""
+    plan = make_plan(net, f"bag  shard({style}, over=tp){second_row}", "tp=2")
+    observed = threads.run(train_steps, 2, plan, tuple(batches()), sgd, None, {})[0]
+    assert_near(observed, train_sequential(net, batches()))
 
 
 def test_the_largest_of_a_bag(threads: Threads) -> None:
-    """A maximum is taken of each column by itself; of parts of the rows there is none."""
+    """`max` bags can be split by columns; a split by rows is refused."""
     net = Net(mode="max")
-    plan = planned(net, "bag  shard(col, output=R, over=tp)", "tp=2")
-    seen = threads.run(steps, 2, plan, tuple(batches()), sgd, None, {})[0]
-    assert_near(seen, sequential(net, batches()))
-    said = refused(net, "bag  shard(vocab, over=tp)", "tp=2")
-    assert "S404" in said and "`bag shard(col, over=tp)`" in said
+    plan = make_plan(net, "bag  shard(col, output=R, over=tp)", "tp=2")
+    observed = threads.run(train_steps, 2, plan, tuple(batches()), sgd, None, {})[0]
+    assert_near(observed, train_sequential(net, batches()))
+    message = refusal_text(net, "bag  shard(vocab, over=tp)", "tp=2")
+    assert "S404" in message and "`bag shard(col, over=tp)`" in message
 
 
 @pytest.mark.parametrize("row", ["pad(vocab, multiple=4)", ""])
 def test_rows_that_do_not_divide(threads: Threads, row: str) -> None:
-    """A table of 11 rows is split over 4 ranks, padded by a row of its own or by `uneven`."""
+    """A table of 11 rows is split over 4 ranks, padded by a `pad` row or by `uneven`."""
     net = Net(rows=11, mode="mean")
     uneven = "" if row else ", uneven=pad"
     rows = f"bag  {row}\n" * bool(row) + f"bag  shard(vocab, over=tp{uneven})"
-    plan = planned(net, rows, "tp=4")
-    seen = threads.run(steps, 4, plan, tuple(batches()), sgd, None, {})[0]
-    assert_near(seen, sequential(net, batches()))
+    plan = make_plan(net, rows, "tp=4")
+    observed = threads.run(train_steps, 4, plan, tuple(batches()), sgd, None, {})[0]
+    assert_near(observed, train_sequential(net, batches()))
 
 
 def test_proven_beside_data_parallelism(pool: Pool) -> None:
-    """The proof holds with the batch split over another axis, and sums that are pending."""
+    """The proof holds with the batch split over another axis, and with partial sums."""
     net = Net(mode="sum", scaled=True)
     rows = "bag  shard(vocab, over=tp)\nhead  shard(col, output=R, over=tp)\nzero(stage=1, over=dp)"
-    proven(pool, planned(net, rows, "dp=2, tp=2"), batches())
+    assert_proven(pool, make_plan(net, rows, "dp=2, tp=2"), batches())
 
 
 @pytest.mark.parametrize("kind", [nn.EmbeddingBag, nn.Embedding])
 def test_gradients_by_frequency_are_refused(kind: type[nn.Module]) -> None:
-    """A table that divides gradients by how often a row occurs would count in each part alone."""
+    """`scale_grad_by_freq` would count occurrences on each rank separately: refused."""
     net = nn.Sequential(kind(4, 2, scale_grad_by_freq=True))
-    assert "scale_grad_by_freq" in refused(net, "`0`  shard(vocab, over=tp)", "tp=2")
+    assert "scale_grad_by_freq" in refusal_text(net, "`0`  shard(vocab, over=tp)", "tp=2")
 
 
 def test_columns_of_an_embedding(threads: Threads) -> None:
-    """`col` of a plain table splits what each row holds."""
+    """`col` of an embedding splits the columns of its table."""
     net = nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 4)).double()
-    plan = planned(net, "`0`  shard(col, over=tp)\n`1`  shard(row, over=tp)", "tp=2")
-    given = [{"input": one["ids"]} for one in batches()]
-    options = {"loss": square}
-    seen = threads.run(steps, 2, plan, tuple(given), sgd, None, options)[0]
-    assert_near(seen, sequential(net, given, loss=square))
+    plan = make_plan(net, "`0`  shard(col, over=tp)\n`1`  shard(row, over=tp)", "tp=2")
+    inputs = [{"input": batch["ids"]} for batch in batches()]
+    options = {"loss": squared_loss}
+    observed = threads.run(train_steps, 2, plan, tuple(inputs), sgd, None, options)[0]
+    assert_near(observed, train_sequential(net, inputs, loss=squared_loss))
 
 
-def square(output: Tensor, batch: Any) -> Tensor:
+def squared_loss(output: Tensor, batch: Any) -> Tensor:
     """A loss of the output alone."""
     return output.square().mean()

@@ -1,4 +1,4 @@
-"""Each crossing's forward and backward against autograd of the whole computation."""
+"""Redistribution between placements: forward and backward against autograd of the full tensor."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ def _seeded(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _weights(world: int) -> list[Tensor]:
-    """What each rank multiplies by after a crossing, where ranks compute differently."""
+    """Factors after a redistribution, one for each rank, where ranks compute differently."""
     return [_seeded(ROWS, WIDTH, seed=10 + rank) for rank in range(world)]
 
 
-def _crossed(source: Any, target: Any, differ: bool, turned: bool) -> tuple[Tensor, Tensor]:
-    """On a rank: what came out, and the gradient of what went in."""
+def _redistributed(source: Any, target: Any, differ: bool, turned: bool) -> tuple[Tensor, Tensor]:
+    """On a rank: the output of a redistribution, and the gradient of its input."""
     group = _group()
     world, rank = group.size, group.rank
-    whole = _seeded(ROWS, WIDTH)
+    full = _seeded(ROWS, WIDTH)
     if isinstance(source, S):
-        mine = whole.chunk(world, source.dim)[rank]  # type: ignore[arg-type]
+        local = full.chunk(world, source.dim)[rank]  # type: ignore[arg-type]
     elif isinstance(source, P):
-        mine = _seeded(ROWS, WIDTH, seed=20 + rank)
+        local = _seeded(ROWS, WIDTH, seed=20 + rank)
     else:
-        mine = whole
-    leaf = mine.detach().clone().requires_grad_()
-    given = leaf.T.contiguous().T if turned else leaf * 1  # turned: not contiguous
-    out = redistribute(given, source, target, group, differ)
+        local = full
+    leaf = local.detach().clone().requires_grad_()
+    source_tensor = leaf.T.contiguous().T if turned else leaf * 1  # turned: not contiguous
+    output = redistribute(source_tensor, source, target, group, differ)
     scale = _weights(world)[rank if differ else 0]
     if isinstance(target, S):
         scale = _weights(world)[0].chunk(world, target.dim)[rank]  # type: ignore[arg-type]
-    (out * scale).sum().backward()
+    (output * scale).sum().backward()
     assert leaf.grad is not None
-    return out.detach(), leaf.grad
+    return output.detach(), leaf.grad
 
 
 CASES = [
@@ -74,31 +74,31 @@ CASES = [
 def test_a_crossing_is_what_it_says(
     source: Any, target: Any, differ: bool, turned: bool, world: int, pool: Pool
 ) -> None:
-    """The parts on all ranks are those of one tensor, and gradients those of one sum."""
-    found = pool.run(_crossed, world, source, target, differ, turned)
+    """All ranks have the right shards of the full tensor, and of its gradient."""
+    results = pool.run(_redistributed, world, source, target, differ, turned)
     scales = _weights(world)
     if isinstance(source, P):
         terms = [_seeded(ROWS, WIDTH, seed=20 + rank).requires_grad_() for rank in range(world)]
-        whole = sum(terms)
+        full = sum(terms)
         leaves = terms
     else:
-        whole = _seeded(ROWS, WIDTH).requires_grad_()
-        leaves = [whole] * world
+        full = _seeded(ROWS, WIDTH).requires_grad_()
+        leaves = [full] * world
     scale = sum(scales) if differ else scales[0]
-    (whole * scale).sum().backward()  # type: ignore[union-attr]
-    for rank, (out, grad) in enumerate(found):
-        value, expected = whole.detach(), leaves[rank].grad  # type: ignore[union-attr]
+    (full * scale).sum().backward()  # type: ignore[union-attr]
+    for rank, (output, grad) in enumerate(results):
+        value, expected = full.detach(), leaves[rank].grad  # type: ignore[union-attr]
         assert expected is not None
         if isinstance(target, S):
             value = value.chunk(world, target.dim)[rank]  # type: ignore[arg-type]
         if isinstance(source, S):
             expected = expected.chunk(world, source.dim)[rank]  # type: ignore[arg-type]
-        torch.testing.assert_close(out, value, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(output, value, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
 
 
-def _aliased() -> tuple[Tensor, Tensor]:
-    """One gradient tensor that autograd hands to two branches."""
+def _two_gradients() -> tuple[Tensor, Tensor]:
+    """Gradients of two inputs for which autograd uses one gradient tensor."""
     x = _seeded(3).requires_grad_()
     y = _seeded(3, seed=1).requires_grad_()
     entered = redistribute(x, R, R, _group(), True)
@@ -108,62 +108,62 @@ def _aliased() -> tuple[Tensor, Tensor]:
 
 
 def test_a_gradient_of_two_branches_is_not_written_into(pool: Pool) -> None:
-    """The sum over ranks reaches the branch that entered, and no other."""
-    for x, y in pool.run(_aliased, 2):
+    """The sum over ranks changes only the gradient of the redistributed branch."""
+    for x, y in pool.run(_two_gradients, 2):
         assert x.tolist() == [2, 2, 2] and y.tolist() == [1, 1, 1]
 
 
-def _once() -> list[str]:
+def _shared_gathers() -> list[str]:
     heard: list[str] = []
-    change, near = (S(0), R, _group(), True), RedistributionCache()
+    change, cache = (S(0), R, _group(), True), RedistributionCache()
     x = _seeded(2, 2)
 
     def block(x: Tensor) -> None:
-        first, second = near.redistribute(x, *change), near.redistribute(x, *change)
-        assert first is second and not near.written
+        first_gather, second_gather = cache.redistribute(x, *change), cache.redistribute(x, *change)
+        assert first_gather is second_gather and not cache.written
         x.add_(1)  # another value in the same tensor
-        assert near.redistribute(x, *change) is not first and near.written
+        assert cache.redistribute(x, *change) is not first_gather and cache.written
 
     with listen_to_collectives(lambda kind, group, size: heard.append(kind)):
-        near(block, x)
-        near.redistribute(x, *change)
+        cache(block, x)
+        cache.redistribute(x, *change)
         with torch.inference_mode():  # such tensors do not tell whether they were written into
             y = x.clone()
-            near.redistribute(y, *change), near.redistribute(y, *change)
+            cache.redistribute(y, *change), cache.redistribute(y, *change)
     return heard
 
 
 def test_modules_that_take_one_tensor_share_its_gather(pool: Pool) -> None:
-    """Two calls gather once; a changed tensor, or a new call of their block, gathers anew."""
-    assert pool.run(_once, 2) == [["all-gather"] * 5] * 2
+    """Two calls gather once; a changed tensor, or a new call of the block, gathers again."""
+    assert pool.run(_shared_gathers, 2) == [["all-gather"] * 5] * 2
 
 
-def _moved() -> tuple[Tensor, Tensor]:
-    """On a rank: rows that go to the ranks in unequal numbers, and the gradient of their squares.
+def _exchanged() -> tuple[Tensor, Tensor]:
+    """On a rank: exchange unequal numbers of rows; return them and the gradient of their squares.
 
-    Rank r gives r + j + 1 rows to rank j.
+    Rank r sends r + j + 1 rows to rank j.
     """
     group = _group()
-    give = [group.rank + place + 1 for place in range(group.size)]
-    rows = torch.arange(float(sum(give) * 2)).view(-1, 2).double() + 100 * group.rank
+    counts = [group.rank + peer + 1 for peer in range(group.size)]
+    rows = torch.arange(float(sum(counts) * 2)).view(-1, 2).double() + 100 * group.rank
     leaf = rows.requires_grad_()
-    out = exchange_rows(leaf * 1, group, give, give)  # r + j is the same both ways
-    (out * out).sum().backward()
+    received = exchange_rows(leaf * 1, group, counts, counts)  # r + j is the same both ways
+    (received * received).sum().backward()
     assert leaf.grad is not None
-    return out.detach(), leaf.grad
+    return received.detach(), leaf.grad
 
 
 def test_rows_go_to_their_ranks_and_gradients_back(pool: Pool) -> None:
-    """Each rank gets the rows meant for it, in rank order; each row's gradient is twice the row."""
+    """Each rank receives its rows in rank order; each row's gradient is twice the row."""
     world = 3
-    found = pool.run(_moved, world)
-    given = [grad / 2 for _, grad in found]
-    for rank, (got, _) in enumerate(found):
+    results = pool.run(_exchanged, world)
+    sent_rows = [grad / 2 for _, grad in results]
+    for rank, (received, _) in enumerate(results):
         parts = []
         for source in range(world):
-            counts = [source + place + 1 for place in range(world)]
-            parts.append(given[source].split(counts)[rank])
-        torch.testing.assert_close(got, torch.cat(parts), rtol=0, atol=0)
-    for rank, (_, grad) in enumerate(found):
+            counts = [source + peer + 1 for peer in range(world)]
+            parts.append(sent_rows[source].split(counts)[rank])
+        torch.testing.assert_close(received, torch.cat(parts), rtol=0, atol=0)
+    for rank, (_, grad) in enumerate(results):
         rows = torch.arange(float(grad.numel())).view(-1, 2).double() + 100 * rank
         torch.testing.assert_close(grad, 2 * rows, rtol=0, atol=0)

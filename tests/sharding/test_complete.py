@@ -1,4 +1,4 @@
-"""`complete` adds the rows that a few `shard` rows leave open, or says why not."""
+"""`complete` adds the rows that a few `shard` rows leave open, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from schedlang.ir.plan import Plan
 from schedlang.passes.complete.complete import complete_plan
 from schedlang.runtime.launch.pool import Pool
 from tests import models
-from tests.proofs import planned, proven
+from tests.proofs import assert_proven, make_plan
 
 MEGATRON = """
   model.embed_tokens  pad(vocab, multiple=2)
@@ -30,13 +30,13 @@ MEGATRON = """
 """
 
 
-def _rows_of(plan: Plan) -> dict[str, Any]:
+def _layouts_of(plan: Plan) -> dict[str, Any]:
     return {"layouts": dict(plan.layouts), "boundaries": dict(plan.boundaries)}
 
 
 @pytest.mark.parametrize("first, second", [("q", "up"), ("v", "gate")])
 def test_two_rows_of_a_block_give_megatrons_plan(first: str, second: str) -> None:
-    """Whatever projection a block is begun with, all lies as the rows written by hand say."""
+    """From any first projection of a block, layouts are those of Megatron's rows."""
     model, batch = models.llama(), models.tokens()
     rows = f"""
       model.embed_tokens  pad(vocab, multiple=2)
@@ -49,13 +49,13 @@ def test_two_rows_of_a_block_give_megatrons_plan(first: str, second: str) -> Non
       lm_head  shard(vocab, over=tp)
       complete(over=tp)
     """
-    made = complete_plan(planned(model, rows, "tp=2"), batch)
-    assert _rows_of(made) == _rows_of(planned(model, MEGATRON, "tp=2"))
-    assert not made.completions
+    completed = complete_plan(make_plan(model, rows, "tp=2"), batch)
+    assert _layouts_of(completed) == _layouts_of(make_plan(model, MEGATRON, "tp=2"))
+    assert not completed.completions
     added = [
         a
-        for a in made.actions
-        if a.span == next(b.span for b in made.actions if b.name == "complete")
+        for a in completed.actions
+        if a.span == next(b.span for b in completed.actions if b.name == "complete")
     ]
     assert len(added) == 1 + 3 + 2  # itself, two of q, k, v and o, one of gate and up, and down
 
@@ -70,19 +70,21 @@ def test_two_rows_of_a_block_give_megatrons_plan(first: str, second: str) -> Non
     ],
 )
 def test_blocks_may_begin_unlike(rows: str) -> None:
-    """What stands for a projection of one block is added to another that began with the other."""
+    """Blocks whose first rows shard different projections get the same completed rows."""
     written = """
       model.layers.*.mlp.{gate,up}_proj  shard(col, over=tp)
       model.layers.*.mlp.down_proj       shard(row, over=tp)
     """
     model = models.llama()
-    made = complete_plan(planned(model, f"{rows}\ncomplete(over=tp)", "tp=2"), models.tokens())
-    assert _rows_of(made) == _rows_of(planned(model, written, "tp=2"))
+    completed = complete_plan(
+        make_plan(model, f"{rows}\ncomplete(over=tp)", "tp=2"), models.tokens()
+    )
+    assert _layouts_of(completed) == _layouts_of(make_plan(model, written, "tp=2"))
 
 
 @pytest.mark.deep
 def test_completed_rows_are_proven(pool: Pool) -> None:
-    """A tied model with packed projections, begun with one row each, equals the original."""
+    """A tied model with packed projections, completed from one row each, equals the original."""
     rows = """
       transformer.wte  pad(vocab, multiple=2)
       transformer.wte  shard(vocab, over=tp)
@@ -94,30 +96,30 @@ def test_completed_rows_are_proven(pool: Pool) -> None:
       zero(stage=1, over=dp)
     """
     model = models.gpt2()
-    plan = planned(model, rows, "dp=2, tp=2")
+    plan = make_plan(model, rows, "dp=2, tp=2")
     batches = [models.tokens(), models.tokens(rows=8, seed=2)]
-    made = complete_plan(plan, batches[0])
+    completed = complete_plan(plan, batches[0])
     assert {"transformer.h.0.attn.c_attn", "lm_head", "transformer.h.1.mlp.c_proj"} <= {
-        site for action in made.actions for site in action.sites
+        site for action in completed.actions for site in action.sites
     }
-    proven(pool, plan, batches)
+    assert_proven(pool, plan, batches)
 
 
 def test_only_blocks_that_were_begun() -> None:
     """Rows for the first blocks complete the first blocks."""
     rows = "model.layers[:2].mlp.up_proj  shard(col, over=tp)\ncomplete(over=tp)"
-    made = complete_plan(planned(models.llama(), rows, "tp=2"), models.tokens())
-    split = {name.rpartition(".mlp")[0] for name in made.layouts}
+    completed = complete_plan(make_plan(models.llama(), rows, "tp=2"), models.tokens())
+    split = {name.rpartition(".mlp")[0] for name in completed.layouts}
     assert split == {"model.layers.0", "model.layers.1"}, split
 
 
 def test_axes_of_size_one_add_nothing() -> None:
     """On one rank there is nothing to complete."""
-    plan = planned(
+    plan = make_plan(
         models.llama(), "lm_head  shard(col, output=R, over=tp)\ncomplete(over=tp)", "tp=1"
     )
-    made = complete_plan(plan, models.tokens())
-    assert made.actions == plan.actions and not made.completions
+    completed = complete_plan(plan, models.tokens())
+    assert completed.actions == plan.actions and not completed.completions
 
 
 class Gated(nn.Module):
@@ -141,19 +143,19 @@ class Gated(nn.Module):
 
 def test_nothing_begun_is_refused() -> None:
     """Without a row to complete, the message gives one (S425)."""
-    plan = planned(Gated(), "complete(over=tp)", "tp=2")
+    plan = make_plan(Gated(), "complete(over=tp)", "tp=2")
     with pytest.raises(Refusal, match="no row shards anything over `tp`"):
         complete_plan(plan, {"x": torch.randn(4, 8)})
 
 
 def test_what_cannot_follow_is_refused() -> None:
-    """Heads that the ranks do not divide: the rows that would be, why not, and what is legal."""
+    """Too few heads: the message has the rows that would follow, the reason, and a legal row."""
     rows = "model.layers.*.self_attn.q_proj  shard(col, over=tp)\ncomplete(over=tp)"
-    plan = planned(models.llama(keys=1), rows, "tp=2")
+    plan = make_plan(models.llama(keys=1), rows, "tp=2")
     with pytest.raises(Refusal) as refusal:
         complete_plan(plan, models.tokens())
-    said = refusal.value.render()
-    assert "S427" in said and "k_proj  shard(col" in said and "output=R" in said, said
+    message = refusal.value.render()
+    assert "S427" in message and "k_proj  shard(col" in message and "output=R" in message, message
 
 
 class Chain(nn.Module):
@@ -168,10 +170,12 @@ class Chain(nn.Module):
 
 
 def test_several_ways_are_named() -> None:
-    """In a chain a sum behind the next projection and a gather are equally good: both are given."""
-    plan = planned(Chain(), "first  shard(col, over=tp)\ncomplete(over=tp)", "tp=2")
+    """In a chain, a row split next or a gather now cost the same: the message names both."""
+    plan = make_plan(Chain(), "first  shard(col, over=tp)\ncomplete(over=tp)", "tp=2")
     with pytest.raises(Refusal) as refusal:
         complete_plan(plan, {"x": torch.randn(4, 8)})
-    said = refusal.value.render()
-    assert "S426" in said and "`first` can be completed in 2 ways" in said, said
-    assert "second  shard(row, over=tp)" in said and "first  shard(col, output=R" in said, said
+    message = refusal.value.render()
+    assert "S426" in message and "`first` can be completed in 2 ways" in message, message
+    assert "second  shard(row, over=tp)" in message and "first  shard(col, output=R" in message, (
+        message
+    )

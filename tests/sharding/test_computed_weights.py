@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
-from tests.proofs import refused
+from tests.proofs import refusal_text
 
 ROWS = "up  shard(col, over=tp)\ndown  shard(row, over=tp)"
 
@@ -31,6 +31,6 @@ class Net(nn.Module):
 )
 def test_a_weight_that_is_computed_is_named(norm: Callable[[nn.Module], nn.Module]) -> None:
     """The refusal says that there is no weight, not that weight and bias differ."""
-    text = refused(Net(norm), ROWS, "tp=2")
+    text = refusal_text(Net(norm), ROWS, "tp=2")
     assert "S407" in text and "`up` computes its weight" in text and "leave `up` out" in text
     assert "use a style" not in text

@@ -1,4 +1,4 @@
-"""Convolutional networks with channels or positions on several ranks equal the untouched model."""
+"""Convolutional networks with sharded channels or positions equal the original model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,21 @@ from torch.nn import functional as F
 from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.sharding.convolution import Window
 from tests.engine.threads import Threads
-from tests.proofs import assert_near, planned, proven, refused, sequential, sgd, steps
+from tests.proofs import (
+    assert_near,
+    assert_proven,
+    make_plan,
+    refusal_text,
+    sgd,
+    train_sequential,
+    train_steps,
+)
 
 SIDE = {"Conv1d": 24, "Conv2d": 12, "Conv3d": 6}
 
 
 class Block(nn.Module):
-    """Up, a norm, a convolution in groups, another norm, down; added to what came in."""
+    """Up, norm, grouped convolution, norm, down, with a shortcut."""
 
     def __init__(self, dims: int, kernel: int, dilation: int, groups: int, norm: str) -> None:
         super().__init__()
@@ -39,7 +47,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A stem that halves, a pool, one block, and the mean over all positions."""
+    """A stem with stride 2, a pool, one block, and a head on the mean over all positions."""
 
     def __init__(
         self,
@@ -55,16 +63,16 @@ class Net(nn.Module):
         torch.manual_seed(3)
         reach = 1 if kernel > 1 else 0
         self.stem = getattr(nn, f"Conv{dims}d")(2, 6, 2 * reach + 1, stride=stride, padding=reach)
-        wide = (3, 1, 1) if pool == "Max" else (1, 1)
-        self.pool = getattr(nn, f"{pool}Pool{dims}d")(*wide)
+        window = (3, 1, 1) if pool == "Max" else (1, 1)
+        self.pool = getattr(nn, f"{pool}Pool{dims}d")(*window)
         self.block = Block(dims, kernel, dilation, groups, norm)
         self.head = nn.Linear(6, 5)
         self.dims = dims
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         h = self.block(self.pool(self.stem(x)))
-        out = self.head(h.flatten(2).mean(2))
-        return {"loss": F.cross_entropy(out, y), "out": out}
+        logits = self.head(h.flatten(2).mean(2))
+        return {"loss": F.cross_entropy(logits, y), "out": logits}
 
 
 def batches(dims: int, count: int = 3) -> list[dict[str, Tensor]]:
@@ -100,7 +108,7 @@ MOVED = "\n  block.{name}  shard(input=S(2), output=S(2), over=sp)"
 def _rows(net: Net, channels: bool, spatial: bool) -> str:
     """Rows that split this net's channels, positions, or both."""
     rows = (CHANNELS if channels else "") + (SPATIAL if spatial else "")
-    if channels and net.block.deep.groups == 1:  # one group sees all channels: gather before it
+    if channels and net.block.deep.groups == 1:  # one group reads all channels: gather before it
         rows = rows.replace("block.deep  shard(col", "block.deep  shard(col", 1)
         rows = rows.replace("block.up    shard(col,", "block.up    shard(col, output=R,", 1)
     for name in ("first", "second"):
@@ -144,18 +152,20 @@ def test_any_split_equals_the_whole(
         ranks, dilation, stride = (1 if how == "both" else 2), 1, 1  # its side is short
     net = Net(dims, kernel, dilation, groups, norm, pool, stride).double()
     mesh = {"tp": f"tp={ranks}", "sp": f"sp={ranks}", "both": "tp=2, sp=2"}[how]
-    plan = planned(net, _rows(net, how != "sp", how != "tp"), mesh)
-    seen = threads.run(steps, plan.mesh.world, plan, tuple(batches(dims)), sgd, None, {})[0]
-    expected = sequential(copy.deepcopy(net), batches(dims))
-    assert_near(seen, expected)
+    plan = make_plan(net, _rows(net, how != "sp", how != "tp"), mesh)
+    observed = threads.run(train_steps, plan.mesh.world, plan, tuple(batches(dims)), sgd, None, {})[
+        0
+    ]
+    expected = train_sequential(copy.deepcopy(net), batches(dims))
+    assert_near(observed, expected)
 
 
 @pytest.mark.parametrize("how", ["tp", "sp"])
 def test_a_net_with_norms_is_proven(pool: Pool, how: str) -> None:
-    """All that `verify` compares, static proofs included, holds for both ways to split."""
+    """All of `verify` holds, static proofs included, for sharded channels and positions."""
     net = Net(groups=6, norm="group", dilation=2).double()
-    plan = planned(net, _rows(net, how == "tp", how == "sp"), f"{how}=2")
-    proven(pool, plan, batches(2))
+    plan = make_plan(net, _rows(net, how == "tp", how == "sp"), f"{how}=2")
+    assert_proven(pool, plan, batches(2))
 
 
 @given(
@@ -169,17 +179,17 @@ def test_a_net_with_norms_is_proven(pool: Pool, how: str) -> None:
 def test_windows_fit_where_parts_make_the_whole(
     kernel: int, stride: int, dilation: int, padding: int, rows: int, ranks: int
 ) -> None:
-    """`fits` says yes exactly where the whole has one output per stride and a halo is at hand."""
+    """`fits` holds exactly where there is one output per stride and neighbours have the halo."""
     window = Window(kernel, stride, dilation, padding, padding)
-    whole = rows * ranks
+    full = rows * ranks
     reach = dilation * (kernel - 1) + 1
-    outputs = (whole + 2 * padding - reach) // stride + 1 if whole + 2 * padding >= reach else 0
-    near = max(padding, window.halo_after) <= rows
-    assert window.fits(rows) == (rows % stride == 0 and outputs * stride == whole and near)
+    outputs = (full + 2 * padding - reach) // stride + 1 if full + 2 * padding >= reach else 0
+    halo_fits = max(padding, window.halo_after) <= rows
+    assert window.fits(rows) == (rows % stride == 0 and outputs * stride == full and halo_fits)
 
 
 class Functional(Net):
-    """The same, with one step done by a function of torch and not by a module."""
+    """The same network with one step as a function of torch instead of a module."""
 
     def __init__(self, call: Any) -> None:
         super().__init__()
@@ -203,35 +213,35 @@ REACHING = {
 
 @pytest.mark.parametrize("name", REACHING)
 def test_functions_that_reach_over_positions_are_refused(name: str) -> None:
-    """What mixes positions without being told of its neighbours is named, and nothing runs."""
+    """Functions that mix positions without a halo are refused by name."""
     net = Functional(REACHING[name]).double()
-    said = refused(net, SPATIAL, "sp=2", batches(2)[0])
-    assert f"`{name}` computes along a dim that is sharded over `sp`" in said or (
-        name == "layer_norm" and "S405" in said
-    ), said
+    message = refusal_text(net, SPATIAL, "sp=2", batches(2)[0])
+    assert f"`{name}` computes along a dim that is sharded over `sp`" in message or (
+        name == "layer_norm" and "S405" in message
+    ), message
 
 
 def test_repeated_positions_are_followed(threads: Threads) -> None:
-    """Nearest neighbours, an integer number of times each, need nothing of other ranks."""
+    """Nearest-neighbour upsampling by an integer factor needs no other rank."""
     net = Functional(lambda h: F.interpolate(h, scale_factor=2)).double()
-    plan = planned(net, SPATIAL, "sp=2")
-    seen = threads.run(steps, 2, plan, tuple(batches(2)), sgd, None, {})[0]
-    assert_near(seen, sequential(copy.deepcopy(net), batches(2)))
+    plan = make_plan(net, SPATIAL, "sp=2")
+    observed = threads.run(train_steps, 2, plan, tuple(batches(2)), sgd, None, {})[0]
+    assert_near(observed, train_sequential(copy.deepcopy(net), batches(2)))
 
 
 def test_windows_that_do_not_fit_are_refused() -> None:
-    """A stride that cuts parts, or no padding, is S419 with the sizes; so are cut groups."""
+    """Strides that do not divide shards, missing padding and split groups are refused."""
     net = Net().double()
     net.stem.stride = (5, 5)
-    said = refused(net, SPATIAL, "sp=2", batches(2)[0])
-    assert "S419" in said and "shards of at least 1, a multiple of 5" in said, said
+    message = refusal_text(net, SPATIAL, "sp=2", batches(2)[0])
+    assert "S419" in message and "shards of at least 1, a multiple of 5" in message, message
     bare = Net().double()
     bare.stem.padding = (0, 0)
-    assert "needs a padding of 1" in refused(bare, SPATIAL, "sp=2", batches(2)[0])
+    assert "needs a padding of 1" in refusal_text(bare, SPATIAL, "sp=2", batches(2)[0])
     grouped = Net(groups=6).double()
-    assert "cannot split 6 groups evenly 4 ways" in refused(
+    assert "cannot split 6 groups evenly 4 ways" in refusal_text(
         grouped, "block.deep  shard(col, over=tp)", "tp=4"
     )
-    assert "reads only its own inputs" in refused(
+    assert "reads only its own inputs" in refusal_text(
         grouped, "block.deep  shard(row, over=tp)", "tp=2"
     )

@@ -1,4 +1,4 @@
-"""Modules that count their heads by the width of their input are run with parts of the heads."""
+"""Modules that compute head counts from the width of their input run with a shard of the heads."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from schedlang.passes.propagate.propagate import propagate
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.sharding.module_sizes import SizeArgument, SizesLayer
 from tests.engine.threads import Threads
-from tests.proofs import assert_near, planned, refused, sequential, sgd, steps
+from tests.proofs import assert_near, make_plan, refusal_text, sgd, train_sequential, train_steps
 
 
 class Nano(nn.Module):
-    """Attention as nanoGPT has it: q, k and v in one, and `C // heads` for the size of a head."""
+    """Attention as in nanoGPT: packed q, k, v, and `C // heads` as the size of a head."""
 
     def __init__(self, width: int = 16, heads: int = 4) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Nano(nn.Module):
 
 
 class Packed(Nano):
-    """The same as vision transformers have it: one view into q, k and v and heads."""
+    """The same as in vision transformers: one view into q, k, v and heads."""
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
@@ -80,8 +80,8 @@ class Net(nn.Module):
 
 
 FUSED = "blocks.*.qkv  shard(col, blocks=3, over=tp)\nblocks.*.out  shard(row, over=tp)"
-APART = "blocks.*.{q,k,v}  shard(col, over=tp)\nblocks.*.out  shard(row, over=tp)"
-CASES = [(Nano, FUSED, (4, 6, 16)), (Packed, FUSED, (4, 6, 16)), (Pictures, APART, (4, 8, 3, 5))]
+SEPARATE = "blocks.*.{q,k,v}  shard(col, over=tp)\nblocks.*.out  shard(row, over=tp)"
+CASES = [(Nano, FUSED, (4, 6, 16)), (Packed, FUSED, (4, 6, 16)), (Pictures, SEPARATE, (4, 8, 3, 5))]
 
 
 def batches(*shape: int) -> list[dict[str, Tensor]]:
@@ -94,16 +94,16 @@ def batches(*shape: int) -> list[dict[str, Tensor]]:
 def test_equals_the_original(
     threads: Threads, make: type[nn.Module], rows: str, shape: tuple[int, ...], more: str
 ) -> None:
-    """Losses, gradients and steps are those of the whole module, dropout and recomputation too."""
+    """Losses, gradients and steps equal the original's, with dropout and recomputation."""
     net = Net(make)
-    plan = planned(net, rows + more, "tp=2")
-    seen = threads.run(steps, 2, plan, tuple(batches(*shape)), sgd, None, {"seed": 3})[0]
-    assert_near(seen, sequential(net, batches(*shape), seed=3))
+    plan = make_plan(net, rows + more, "tp=2")
+    observed = threads.run(train_steps, 2, plan, tuple(batches(*shape)), sgd, None, {"seed": 3})[0]
+    assert_near(observed, train_sequential(net, batches(*shape), seed=3))
 
 
 def test_only_what_is_split_counts_by_parts() -> None:
-    """The width of both blocks' inputs is read in parts, and nothing is outside of attention."""
-    traced = propagate(planned(Net(Nano), FUSED, "tp=2"), batches(4, 6, 16)[0])
+    """Only the attentions read the width of their inputs as that of a shard."""
+    traced = propagate(make_plan(Net(Nano), FUSED, "tp=2"), batches(4, 6, 16)[0])
     assert dict(traced.counted_sizes) == {
         f"blocks.{k}": (SizeArgument("x", -1, 2),) for k in range(2)
     }
@@ -111,39 +111,39 @@ def test_only_what_is_split_counts_by_parts() -> None:
 
 
 class Reader(nn.Module):
-    """Reads a size in its own code, in a comprehension there, and in a module that it calls."""
+    """Reads sizes in its own code, in a comprehension, and in a module that it calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inside: nn.Module | None = None
 
     def forward(self, x: Tensor) -> tuple[object, ...]:
-        own = x.size(), x.size(-1), x.size(dim=1), x.shape, [x.shape[-1] for _ in range(1)]
-        other = x.clone().shape
-        return (*own, other, self.inside(x) if self.inside is not None else None)
+        sizes = x.size(), x.size(-1), x.size(dim=1), x.shape, [x.shape[-1] for _ in range(1)]
+        copied_shape = x.clone().shape
+        return (*sizes, copied_shape, self.inside(x) if self.inside is not None else None)
 
 
 def test_nobody_else_reads_parts() -> None:
-    """The module's own code reads its part of that very tensor; all others its true size."""
+    """Only the module's own code reads the local size of that tensor; others read the full size."""
     module = Reader()
     module.inside = Reader()
     wrap(module, "sizes", SizesLayer(module, (SizeArgument("x", -1, 2),)))
-    whole = (2, 6)
-    for one in (module, copy.deepcopy(module)):
-        *own, other, inside = one(torch.zeros(2, 6))
-        assert own == [(2, 3), 3, 3, (2, 3), [3]] and other == whole
-        assert inside[:4] == (whole, 6, 6, whole)
+    full = (2, 6)
+    for reader in (module, copy.deepcopy(module)):
+        *sizes, copied_shape, inside = reader(torch.zeros(2, 6))
+        assert sizes == [(2, 3), 3, 3, (2, 3), [3]] and copied_shape == full
+        assert inside[:4] == (full, 6, 6, full)
 
 
 def test_what_lies_side_by_side_is_offered() -> None:
-    """A view that counts q, k and v first is told how to say so, beside what heads would need."""
+    """The refusal of a packed projection offers `blocks=3`."""
     rows = FUSED.replace("blocks=3, ", "")
-    said = refused(Net(Packed), rows, "tp=2", batches(4, 6, 16)[0])
-    assert "S403" in said and "`blocks.0.qkv shard(col, over=tp, blocks=3)`" in said, said
+    message = refusal_text(Net(Packed), rows, "tp=2", batches(4, 6, 16)[0])
+    assert "S403" in message and "`blocks.0.qkv shard(col, over=tp, blocks=3)`" in message, message
 
 
 class Fixed(Nano):
-    """The number of heads stands in the code."""
+    """The number of heads is a constant in the code."""
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.qkv(x).chunk(3, -1)[0]
@@ -151,9 +151,9 @@ class Fixed(Nano):
 
 
 def test_a_number_in_the_code_is_refused_at_its_line() -> None:
-    """What nothing can divide is refused at the line of the model, and how to write it is said."""
-    said = refused(Net(Fixed), FUSED, "tp=2", batches(4, 6, 16)[0])
+    """A constant number of heads is refused at its line, with a help to write -1."""
+    message = refusal_text(Net(Fixed), FUSED, "tp=2", batches(4, 6, 16)[0])
     line = f"test_counted.py:{inspect.getsourcelines(Fixed)[1] + 5}"
-    assert "S405" in said and f"`blocks.0`, at {line}" in said, said
-    assert "`blocks.0` needs the full tensor, but gets a `tp` shard" in said
-    assert f"write -1 in place of the number of heads, or of their size, at {line}" in said
+    assert "S405" in message and f"`blocks.0`, at {line}" in message, message
+    assert "`blocks.0` needs the full tensor, but gets a `tp` shard" in message
+    assert f"write -1 in place of the number of heads, or of their size, at {line}" in message

@@ -1,4 +1,4 @@
-"""Real models whose heads lie in their own ways: per group, side by side, with a bias per head."""
+"""Real models with different layouts of heads: per group, packed, with a bias per head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from schedlang.passes.propagate.propagate import propagate
 from tests import models
 from tests.engine import Threads
-from tests.proofs import planned, proven
+from tests.proofs import assert_proven, make_plan
 
 PACKED = """at transformer.h.* {
   self_attention.query_key_value  shard(col, over=tp)
@@ -37,7 +37,7 @@ cls.predictions.decoder          shard(vocab, over=tp, uneven=pad)
 """
 
 
-def made(name: str, **sizes: Any) -> nn.Module:
+def hf_causal_lm(name: str, **sizes: Any) -> nn.Module:
     """A causal model of transformers with two layers and four heads of size 4."""
     import transformers
 
@@ -48,14 +48,14 @@ def made(name: str, **sizes: Any) -> nn.Module:
 
 def bloom() -> nn.Module:
     """Bloom: q, k, v interleaved per head, and ALiBi made for all heads of all rows at once."""
-    return made("Bloom", n_layer=2, n_head=4, hidden_dropout=0.0, attention_dropout=0.0)
+    return hf_causal_lm("Bloom", n_layer=2, n_head=4, hidden_dropout=0.0, attention_dropout=0.0)
 
 
 def falcon(alibi: bool) -> nn.Module:
     """Falcon: q, k, v interleaved per group of heads; or per head, with ALiBi."""
-    own = {"alibi": True, "parallel_attn": True, "multi_query": False}
-    own = own if alibi else {"new_decoder_architecture": True, "num_kv_heads": 2}
-    return made("Falcon", num_hidden_layers=2, num_attention_heads=4, bias=True, **own)
+    options = {"alibi": True, "parallel_attn": True, "multi_query": False}
+    options = options if alibi else {"new_decoder_architecture": True, "num_kv_heads": 2}
+    return hf_causal_lm("Falcon", num_hidden_layers=2, num_attention_heads=4, bias=True, **options)
 
 
 def mpt() -> nn.Module:
@@ -78,12 +78,14 @@ def mpt() -> nn.Module:
     ids=["bloom", "falcon", "phi3", "falcon-alibi", "mpt"],
 )
 def test_packed_heads(threads: Threads, model: Any, rows: str) -> None:
-    """Each layout is followed, numbers and biases of all heads are found, and the model stays."""
-    proven(threads, planned(model(), rows, "tp=2"), [models.tokens(3), models.tokens(2, 5)])
+    """The proof holds for each layout of packed heads."""
+    assert_proven(
+        threads, make_plan(model(), rows, "tp=2"), [models.tokens(3), models.tokens(2, 5)]
+    )
 
 
 def test_relative_attention_bias(threads: Threads) -> None:
-    """T5's table of biases is split by heads, self-attention and cross-attention each their way."""
+    """T5's table of biases is split by heads, in self-attention and cross-attention."""
     model = models.t5(num_heads=4)
 
     def batch(seed: int) -> dict[str, Tensor]:
@@ -91,26 +93,36 @@ def test_relative_attention_bias(threads: Threads) -> None:
         ids, labels = torch.randint(3, models.VOCAB, (3, 5 + seed)), torch.randint(3, 60, (3, 4))
         return {"input_ids": ids, "labels": labels}
 
-    proven(threads, planned(model, T5, "tp=2"), [batch(0), batch(1)])
+    assert_proven(threads, make_plan(model, T5, "tp=2"), [batch(0), batch(1)])
 
 
 def test_a_head_with_a_bias_that_its_parent_holds(threads: Threads) -> None:
     """BERT's decoder: tied to the embedding, its bias also named by the module around it."""
-    proven(threads, planned(models.bert(1), BERT, "tp=2"), [models.tokens(3), models.tokens(2, 5)])
+    assert_proven(
+        threads, make_plan(models.bert(1), BERT, "tp=2"), [models.tokens(3), models.tokens(2, 5)]
+    )
 
 
 def test_alibi_is_cut_where_the_attention_takes_it() -> None:
-    """The argument and its dim are found: Bloom's holds the heads of every row, MPT's once."""
-    found = propagate(planned(bloom(), PACKED, "tp=2"), models.tokens(3)).narrowed_arguments
-    cut = {(at.split(".")[-1], p.name, p.dim, p.unit) for at, ps in found.items() for p in ps}
+    """The ALiBi argument and its dim of heads are found, in Bloom and in MPT."""
+    arguments = propagate(make_plan(bloom(), PACKED, "tp=2"), models.tokens(3)).narrowed_arguments
+    cut = {
+        (module_name.split(".")[-1], p.name, p.dim, p.unit)
+        for module_name, ps in arguments.items()
+        for p in ps
+    }
     assert cut == {("self_attention", "alibi", 0, 4)}
-    found = propagate(planned(mpt(), MPT, "tp=2"), models.tokens(3)).narrowed_arguments
-    cut = {(at.split(".")[-1], p.name, p.dim, p.unit) for at, ps in found.items() for p in ps}
+    arguments = propagate(make_plan(mpt(), MPT, "tp=2"), models.tokens(3)).narrowed_arguments
+    cut = {
+        (module_name.split(".")[-1], p.name, p.dim, p.unit)
+        for module_name, ps in arguments.items()
+        for p in ps
+    }
     assert cut == {("attn", "position_bias", 0, 4)}
 
 
 def test_attentions_of_one_class_divided_differently() -> None:
-    """Numbers are divided by what lies below a module: two axes, and a layer that is whole."""
+    """Numbers of heads are divided by each layer's own axis, and not in an unsharded layer."""
     model = models.hf(
         "GPT2LMHeadModel", n_embd=16, n_layer=3, n_head=4, n_positions=16, **models.SIZES
     )
@@ -119,7 +131,7 @@ def test_attentions_of_one_class_divided_differently() -> None:
         transformer.h.{layer}.attn.c_proj  shard(row, over={axis})"""
         for layer, axis in enumerate(("a", "b"))
     )
-    traced = propagate(planned(model, rows, "a=2, b=4"), models.tokens(3))
+    traced = propagate(make_plan(model, rows, "a=2, b=4"), models.tokens(3))
     assert set(traced.local_numbers) == {
         ("transformer.h.0.attn", "split_size", 8),
         ("transformer.h.1.attn", "split_size", 4),

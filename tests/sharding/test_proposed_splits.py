@@ -1,4 +1,4 @@
-"""Kinds of modules that people write, which a proposed schedule splits without gathering."""
+"""Common kinds of modules that a proposed schedule splits without gathering."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.autoshard.propose import propose
 from tests.engine.threads import Threads
 from tests.models import Stack
-from tests.proofs import assert_near, sequential, sgd, steps
-from tests.sharding.test_propose import planned
+from tests.proofs import assert_near, sgd, train_sequential, train_steps
+from tests.sharding.test_propose import plan_from_text
 
 FILE = Path(__file__).name
 
 
 class Attention(nn.Module):
-    """One fused projection, one view into q, k, v and heads, a table of biases for each head."""
+    """A packed projection, one view into q, k, v and heads, and a table of biases per head."""
 
     def __init__(self, width: int, heads: int, first: str, table: bool) -> None:
         super().__init__()
@@ -39,14 +39,14 @@ class Attention(nn.Module):
             q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
         scores = q @ k.transpose(-2, -1)
         if self.table is not None:
-            places = torch.arange(N, device=x.device)
-            near = (places[:, None] - places[None]).clamp(-5, 5) + 5
-            scores = scores + self.table[near.view(-1)].view(N, N, -1).permute(2, 0, 1)
+            positions = torch.arange(N, device=x.device)
+            distances = (positions[:, None] - positions[None]).clamp(-5, 5) + 5
+            scores = scores + self.table[distances.view(-1)].view(N, N, -1).permute(2, 0, 1)
         return self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, N, C))
 
 
 class Adapted(nn.Module):
-    """A linear layer with a low-rank one beside it, as LoRA puts there."""
+    """A linear layer with a LoRA adapter."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Block(nn.Module):
 
 
 class Up(nn.Module):
-    """A level of several blocks, as a U-Net has them beside levels without."""
+    """A level with several blocks, as in a U-Net."""
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Up(nn.Module):
 
 
 def stack(heads: int = 4, first: str = "parts", table: bool = False) -> nn.Module:
-    """Blocks between nothing."""
+    """A stack of three blocks in float64."""
     return Stack(Block(heads, first, table) for _ in range(3)).double()
 
 
@@ -105,11 +105,11 @@ def batches(count: int = 2) -> list[dict[str, Tensor]]:
     return [{"x": torch.randn(4, 5, 24, generator=generator).double()} for _ in range(count)]
 
 
-def same(threads: Threads, net: nn.Module, text: str, ranks: int) -> None:
-    """A proposed schedule trains as the original does."""
-    plan = planned(net, text)
-    seen = threads.run(steps, ranks, plan, tuple(batches()), sgd, None, {})[0]
-    assert_near(seen, sequential(net, batches()))
+def assert_trains_equal(threads: Threads, net: nn.Module, text: str, ranks: int) -> None:
+    """Assert that a proposed schedule trains as the original."""
+    plan = plan_from_text(net, text)
+    observed = threads.run(train_steps, ranks, plan, tuple(batches()), sgd, None, {})[0]
+    assert_near(observed, train_sequential(net, batches()))
 
 
 @pytest.mark.parametrize("heads", [2, 4, 6])
@@ -117,30 +117,30 @@ def same(threads: Threads, net: nn.Module, text: str, ranks: int) -> None:
 def test_one_view_of_any_number_of_heads(threads: Threads, heads: int, first: str) -> None:
     """q, k and v in one projection are split by heads, whichever the view counts first."""
     net = stack(heads, first)
-    found = propose(net, batches(1)[0], {"tp": 2})
+    proposal = propose(net, batches(1)[0], {"tp": 2})
     blocks = "blocks=3, " if first == "parts" else ""
-    assert f"attn.qkv shard(col, {blocks}over=tp)" in " ".join(found.text.split())
-    assert "output=R" not in found.text
-    same(threads, net, found.text, 2)
+    assert f"attn.qkv shard(col, {blocks}over=tp)" in " ".join(proposal.text.split())
+    assert "output=R" not in proposal.text
+    assert_trains_equal(threads, net, proposal.text, 2)
 
 
 def test_a_table_of_biases_is_split_with_its_heads(threads: Threads) -> None:
-    """A parameter of the attention's own that meets its heads is split as they are."""
+    """A bias table in the attention is split as its heads."""
     for heads in (2, 4):
         net = stack(heads, table=True)
-        found = propose(net, batches(1)[0], {"tp": 2})
-        assert "attn shard(table=S(1), over=tp)" in " ".join(found.text.split())
-        same(threads, net, found.text, 2)
+        proposal = propose(net, batches(1)[0], {"tp": 2})
+        assert "attn shard(table=S(1), over=tp)" in " ".join(proposal.text.split())
+        assert_trains_equal(threads, net, proposal.text, 2)
 
 
 def test_what_reads_beside_a_sink_is_one(threads: Threads) -> None:
-    """Gate and up stay split under an adapter, whose first factor sums over its part, too."""
+    """Gate and up stay split before an adapted projection, whose first LoRA factor is row-split."""
     net = stack()
-    found = propose(net, batches(1)[0], {"tp": 2})
-    said = " ".join(found.text.split())
-    assert "mlp.{gate,up} shard(col, over=tp)" in said and "gathered" not in found.text
-    assert "mlp.down.{base,a} shard(row, over=tp)" in said
-    same(threads, net, found.text, 2)
+    proposal = propose(net, batches(1)[0], {"tp": 2})
+    text = " ".join(proposal.text.split())
+    assert "mlp.{gate,up} shard(col, over=tp)" in text and "gathered" not in proposal.text
+    assert "mlp.down.{base,a} shard(row, over=tp)" in text
+    assert_trains_equal(threads, net, proposal.text, 2)
 
 
 def _mlp() -> nn.Module:
@@ -148,13 +148,13 @@ def _mlp() -> nn.Module:
 
 
 def test_numbers_that_count_no_blocks_stay(threads: Threads) -> None:
-    """Blocks in one of several unlike levels are named by its number, not as if all had them."""
+    """Blocks in only one of several levels are selected by its number."""
     levels = (nn.LayerNorm(24), Up(*(Up(_mlp()) for _ in range(2))))
     net = Stack(levels, "levels").double()
-    found = propose(net, batches(1)[0], {"tp": 2})
-    assert "levels.1.inner.*.inner.*" in found.text and "levels.*" not in found.text
-    assert "1 block of " not in found.text and "matches no module" not in found.text
-    same(threads, net, found.text, 2)
+    proposal = propose(net, batches(1)[0], {"tp": 2})
+    assert "levels.1.inner.*.inner.*" in proposal.text and "levels.*" not in proposal.text
+    assert "1 block of " not in proposal.text and "matches no module" not in proposal.text
+    assert_trains_equal(threads, net, proposal.text, 2)
 
 
 class Mixer(nn.Module):
@@ -182,19 +182,21 @@ class Mixer(nn.Module):
 
 
 def test_convolutions_are_a_pair_like_projections(threads: Threads) -> None:
-    """Channels between two convolutions are split; what is not says which line reads it."""
+    """Channels between two convolutions are split; a note gives the line that prevents others."""
     net = Mixer()
     generator = torch.Generator().manual_seed(1)
-    given = [{"x": torch.randn(2, 6, 4, 5, generator=generator).double()} for _ in range(2)]
-    found = propose(net, given[0], {"tp": 2})
-    said = " ".join(found.text.split())
-    assert "`1` shard(col, over=tp) # split by channels" in said.replace("1 shard", "`1` shard")
-    assert "blocks.*.0: a convolution of several groups" in said
+    inputs = [{"x": torch.randn(2, 6, 4, 5, generator=generator).double()} for _ in range(2)]
+    proposal = propose(net, inputs[0], {"tp": 2})
+    text = " ".join(proposal.text.split())
+    assert "`1` shard(col, over=tp) # split by channels" in text.replace("1 shard", "`1` shard")
+    assert "blocks.*.0: a convolution of several groups" in text
     line = inspect.getsourcelines(Mixer.forward)[1] + 3
     note = f"head: no column/row pair found: its output is used elsewhere, at {FILE}:{line}"
-    assert f"replicated: {note}" in found.notes
-    seen = threads.run(steps, 2, planned(net, found.text), tuple(given), sgd, None, {})[0]
-    assert_near(seen, sequential(net, given))
+    assert f"replicated: {note}" in proposal.notes
+    observed = threads.run(
+        train_steps, 2, plan_from_text(net, proposal.text), tuple(inputs), sgd, None, {}
+    )[0]
+    assert_near(observed, train_sequential(net, inputs))
 
 
 class Recurrent(nn.Module):
@@ -217,18 +219,20 @@ WORDS = [
 
 
 def test_a_model_without_lists_is_cut_between_its_modules(threads: Threads) -> None:
-    """Stages of about as many parameters; more stages than modules are refused with the number."""
+    """A model without lists is cut between its modules; too many stages are refused."""
     net = Recurrent()
-    found = propose(net, WORDS[0], {"pp": 2})
-    assert "head  pipeline_split(over=pp)" in found.text
-    seen = threads.run(steps, 2, planned(net, found.text), tuple(WORDS), sgd, None, {})[0]
-    assert_near(seen, sequential(net, WORDS))
+    proposal = propose(net, WORDS[0], {"pp": 2})
+    assert "head  pipeline_split(over=pp)" in proposal.text
+    observed = threads.run(
+        train_steps, 2, plan_from_text(net, proposal.text), tuple(WORDS), sgd, None, {}
+    )[0]
+    assert_near(observed, train_sequential(net, WORDS))
     with pytest.raises(Refusal, match=r"S212(.|\n)*3 modules of the list cannot be cut into 4"):
         propose(net, WORDS[0], {"pp": 4})
 
 
 def test_what_hinders_is_said() -> None:
-    """Where nothing at all can be split the refusal says of each module why."""
+    """If nothing can be split, the refusal gives a reason for each module."""
     net = Recurrent()
     net.words, net.head = nn.Identity(), nn.Identity()  # type: ignore[assignment]
     with pytest.raises(Refusal, match=r"S212(.|\n)*rnn: no style fits a `GRU`"):
@@ -236,7 +240,7 @@ def test_what_hinders_is_said() -> None:
 
 
 class Bags(nn.Module):
-    """Tables of several features in bags, and a tower over them, as in DLRM."""
+    """Embedding bags of several features and an MLP over them, as in DLRM."""
 
     def __init__(self, mode: str = "sum") -> None:
         super().__init__()
@@ -253,14 +257,16 @@ class Bags(nn.Module):
 def test_bags_are_split_by_rows_or_by_columns(threads: Threads, mode: str) -> None:
     """Every table is split by its rows, padded where they do not divide; a maximum by columns."""
     net = Bags(mode)
-    given = [
+    inputs = [
         {"ids": torch.randint(9, (4, 3, 2), generator=torch.Generator().manual_seed(k))}
         for k in range(2)
     ]
-    found = propose(net, given[0], {"tp": 2})
-    how = "shard(col, output=R, over=tp)" if mode == "max" else "shard(vocab, over=tp)"
-    assert f"bags[0:3] {how}" in " ".join(found.text.split())
-    padded = "bags.1 pad(vocab, multiple=2)" in " ".join(found.text.split())
+    proposal = propose(net, inputs[0], {"tp": 2})
+    expected_row = "shard(col, output=R, over=tp)" if mode == "max" else "shard(vocab, over=tp)"
+    assert f"bags[0:3] {expected_row}" in " ".join(proposal.text.split())
+    padded = "bags.1 pad(vocab, multiple=2)" in " ".join(proposal.text.split())
     assert padded == (mode != "max")
-    seen = threads.run(steps, 2, planned(net, found.text), tuple(given), sgd, None, {})[0]
-    assert_near(seen, sequential(net, given))
+    observed = threads.run(
+        train_steps, 2, plan_from_text(net, proposal.text), tuple(inputs), sgd, None, {}
+    )[0]
+    assert_near(observed, train_sequential(net, inputs))

@@ -1,4 +1,4 @@
-"""Dropout under each way to split: the masks of the original, whatever a rank holds."""
+"""Dropout under several layouts: masks equal those of the original model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests import models
 from tests.engine import Threads
-from tests.proofs import assert_near, planned, sequential, trained
+from tests.proofs import assert_near, make_plan, train_on_ranks, train_sequential
 
 TP = """
 transformer.h.*.attn.c_attn  shard(col, blocks=3, over=tp)
@@ -26,5 +26,5 @@ def test_masks_are_the_originals(name: str, threads: Threads) -> None:
     rows, mesh = CASES[name]
     model = models.gpt2(2, dropout=0.2)
     batches: Any = [models.tokens(8, seed=seed) for seed in range(2)]
-    found = trained(threads, planned(model, rows, mesh), batches, seed=3)
-    assert_near(found, sequential(model, batches, seed=3))
+    observed = train_on_ranks(threads, make_plan(model, rows, mesh), batches, seed=3)
+    assert_near(observed, train_sequential(model, batches, seed=3))

@@ -1,4 +1,4 @@
-"""Residuals of all tokens that meet a sum along the sequence: cut once, their gradients right."""
+"""Residual connections across sequence parallelism: sliced once, with right gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.propagate.propagate import propagate
 from tests.engine import Threads
-from tests.proofs import planned, proven
+from tests.proofs import assert_proven, make_plan
 
 INSIDE = """layers.*.up  shard(col, over=tp)
 layers.*.out.down  shard(row, output=S(seq), over=tp)
@@ -22,31 +22,31 @@ layers.2  shard(output=R, over=tp)
 
 
 class Out(nn.Module):
-    """A sum with what it is given, and a norm behind it (BERT)."""
+    """A projection, a residual and a norm (BERT)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.down, self.norm = nn.Linear(2 * width, width), nn.LayerNorm(width)
 
-    def forward(self, hidden: Tensor, given: Tensor) -> Tensor:
-        out: Tensor = self.norm(self.down(hidden) + given)
-        return out
+    def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        output: Tensor = self.norm(self.down(hidden) + residual)
+        return output
 
 
 class Layer(nn.Module):
-    """Its input goes up, and to the sum."""
+    """An MLP whose input is also its residual."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up, self.out = nn.Linear(width, 2 * width), Out(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.out(F.gelu(self.up(x)), x)
-        return out
+        output: Tensor = self.out(F.gelu(self.up(x)), x)
+        return output
 
 
 class Counting(nn.Module):
-    """Counts heads, and their width, by its input, as people write it (nanoGPT)."""
+    """Attention that computes the width of heads from its input (nanoGPT)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -56,24 +56,24 @@ class Counting(nn.Module):
         rows, length, width = x.size()
         heads = self.up(x).view(rows, length, self.heads, width // self.heads).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-        out: Tensor = self.down(mixed.transpose(1, 2).contiguous().view(rows, length, width))
-        return out
+        output: Tensor = self.down(mixed.transpose(1, 2).contiguous().view(rows, length, width))
+        return output
 
 
 class Added(nn.Module):
-    """A norm, what counts by its input, and the residual."""
+    """A norm, the attention and a residual."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.inner = nn.LayerNorm(width), Counting(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.inner(self.norm(x))
-        return out
+        output: Tensor = x + self.inner(self.norm(x))
+        return output
 
 
 class Stacked(nn.Module):
-    """Words, layers of which the first may be called again and again, and the loss."""
+    """A language model whose first layer can be called several times."""
 
     def __init__(self, calls: int, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -88,55 +88,56 @@ class Stacked(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), words.flatten())
 
 
-def words(length: int, seed: int) -> dict[str, Tensor]:
+def word_batch(length: int, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {"words": torch.randint(13, (4, length), generator=generator)}
 
 
-def stacked(calls: int = 1, kind: type[nn.Module] = Layer) -> nn.Module:
+def build_stacked(calls: int = 1, kind: type[nn.Module] = Layer) -> nn.Module:
     torch.manual_seed(0)
     return Stacked(calls, kind).double()
 
 
 @pytest.mark.parametrize("rows", [INSIDE + NORMS + ENDS, INSIDE + ENDS, INSIDE + NORMS + ENDS[39:]])
 def test_a_residual_of_gathered_tokens(rows: str, threads: Threads) -> None:
-    """The input of a layer is gathered for its projection and cut again for the sum: gradients of
-    both add up to those of the original, for sequences of any length."""
-    plan = planned(stacked(), rows, "tp=2")
-    assert propagate(plan, words(8, 0)).narrowed_arguments
+    """A layer's input is gathered for its projection and sliced for the residual: gradients equal
+    the original's, for any length."""
+    plan = make_plan(build_stacked(), rows, "tp=2")
+    assert propagate(plan, word_batch(8, 0)).narrowed_arguments
     for length in (8, 16):
-        proven(threads, plan, [words(length, seed) for seed in (1, 2, 3)])
+        assert_proven(threads, plan, [word_batch(length, seed) for seed in (1, 2, 3)])
 
 
 @pytest.mark.parametrize("order", ["", '\npipeline(order="1F1B", micro=2)'])
 def test_a_stage_that_begins_with_tokens_it_gathers(order: str, threads: Threads) -> None:
-    """What a stage reads through a gather alone, its residual too, comes from the stage before."""
+    """A stage whose input is gathered receives it, and its residual, from the stage before."""
     rows = INSIDE + ENDS + "layers  pipeline_split(over=pp)"
-    plan = planned(stacked(), rows + order, "pp=2, tp=2")
-    proven(threads, plan, [words(8, seed) for seed in (1, 2, 3)])
+    plan = make_plan(build_stacked(), rows + order, "pp=2, tp=2")
+    assert_proven(threads, plan, [word_batch(8, seed) for seed in (1, 2, 3)])
 
 
 def test_a_residual_of_which_only_some_calls_are_cut(threads: Threads) -> None:
-    """A block called again with what it gave is refused where that is a part; the help works."""
+    """A block called again with a shard of its own output is refused; the offered row works."""
     rows = INSIDE.replace("layers.*", "layers.0")
-    with pytest.raises(Refusal) as no:
-        propagate(planned(stacked(2), rows, "tp=2"), words(8, 0))
-    assert "called several times, and its input arrives differently" in no.value.diagnostic.title
-    (said,) = [h for h in no.value.diagnostic.helps if "output=R, over=tp" in h]
-    more = said.partition("`")[2].rpartition("`")[0]
-    proven(
+    with pytest.raises(Refusal) as caught:
+        propagate(make_plan(build_stacked(2), rows, "tp=2"), word_batch(8, 0))
+    assert (
+        "called several times, and its input arrives differently" in caught.value.diagnostic.title
+    )
+    (help_text,) = [h for h in caught.value.diagnostic.helps if "output=R, over=tp" in h]
+    added_row = help_text.partition("`")[2].rpartition("`")[0]
+    assert_proven(
         threads,
-        planned(stacked(2), f"{rows}{more}\n", "tp=2"),
-        [words(8, seed) for seed in (1, 2, 3)],
+        make_plan(build_stacked(2), f"{rows}{added_row}\n", "tp=2"),
+        [word_batch(8, seed) for seed in (1, 2, 3)],
     )
 
 
 def test_what_counts_by_an_input_that_is_gathered(threads: Threads) -> None:
-    """A module whose input arrives in parts of the sequence, and is gathered for it, may count its
-    heads' width by it."""
+    """A module whose input is gathered along the sequence may compute head sizes from it."""
     rows = """layers.*.inner.up  shard(col, over=tp)
 layers.*.inner.down  shard(row, output=S(seq), over=tp)
 layers.*  shard(input=S(seq), output=R, over=tp)
 """
-    plan = planned(stacked(kind=Added), rows, "tp=2")
-    proven(threads, plan, [words(8, seed) for seed in (1, 2, 3)])
+    plan = make_plan(build_stacked(kind=Added), rows, "tp=2")
+    assert_proven(threads, plan, [word_batch(8, seed) for seed in (1, 2, 3)])

@@ -1,4 +1,4 @@
-"""Our operators on DTensors: each way to split them gives what the whole gives, gradients too."""
+"""DTensor rules of our operators: sharded results and gradients equal the unsharded ones."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ ENDS = torch.tensor([1, 1, 4], dtype=torch.int32)
 TARGET = torch.tensor([3, 0, 9, 1])
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    """Standard normal, in float64."""
+def random_tensor(*shape: int, seed: int = 0) -> Tensor:
+    """A standard normal tensor in float64."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(*shape, generator=generator, dtype=torch.double)
 
 
-def multiplied(x: Tensor, weight: Tensor, across: bool = False) -> Tensor:
-    """Grouped products of either kind of tensor: ends are one too."""
+def grouped_products(x: Tensor, weight: Tensor, across: bool = False) -> Tensor:
+    """Grouped products for plain tensors or DTensors, with `ENDS` of the same type."""
     if isinstance(x, DTensor):
         return grouped_product(x, weight, distribute_tensor(ENDS, x.device_mesh, [R]), across)
     return grouped_product(x, weight, ENDS, across)
 
 
-def turned(q: Tensor) -> Tensor:
-    """Heads by angles of either kind of tensor."""
-    angle = drawn(1, 3, 8)
+def rotated(q: Tensor) -> Tensor:
+    """Rotary embedding of heads, for plain tensors or DTensors."""
+    angle = random_tensor(1, 3, 8)
     if isinstance(q, DTensor):
         angle = distribute_tensor(angle, q.device_mesh, [R])
-    made: Tensor = rotate(q, None, angle.cos(), angle.sin(), 8, Turn())
-    return made
+    rotated_q: Tensor = rotate(q, None, angle.cos(), angle.sin(), 8, Turn())
+    return rotated_q
 
 
-# name -> (operator, its tensors, how they are split, how the result and each gradient then lie)
-X, W = drawn(*ROWS, WIDTH), drawn(WIDTH)
+# name -> (operator, its tensors, their placements, placements of the result and of gradients)
+X, W = random_tensor(*ROWS, WIDTH), random_tensor(WIDTH)
 CASES: dict[str, Any] = {
     **{
         f"{name} by {split}": (
@@ -96,7 +96,7 @@ CASES: dict[str, Any] = {
         S(2),
         [S(1), S(1), Partial()],
     ),
-    "heads that turn": (turned, [drawn(2, 4, 3, 8)], [S(1)], S(1), [S(1)]),
+    "heads that turn": (rotated, [random_tensor(2, 4, 3, 8)], [S(1)], S(1), [S(1)]),
     "whole": (lambda x, w: norm(x, w, None, Norm()), [X, W], [R, R], R, [R, R]),
     "columns of a gate": (
         lambda a, b: gated_product(a, b, "gelu"),
@@ -106,29 +106,29 @@ CASES: dict[str, Any] = {
         [S(2), S(2)],
     ),
     "columns of matrices": (
-        multiplied,
-        [drawn(4, 6), drawn(3, 6, 8)],
+        grouped_products,
+        [random_tensor(4, 6), random_tensor(3, 6, 8)],
         [R, S(2)],
         S(1),
         [Partial(), S(2)],
     ),
     "sums over columns": (
-        lambda x, w: multiplied(x, w, True),
-        [drawn(4, 6), drawn(3, 8, 6)],
+        lambda x, w: grouped_products(x, w, True),
+        [random_tensor(4, 6), random_tensor(3, 8, 6)],
         [S(1), S(2)],
         Partial(),
         [S(1), S(2)],
     ),
     "rows of square matrices": (
-        multiplied,
-        [drawn(4, 6), drawn(3, 6, 6)],
+        grouped_products,
+        [random_tensor(4, 6), random_tensor(3, 6, 6)],
         [S(1), S(1)],
         Partial(),
         [S(1), S(1)],
     ),
     "the same matrices, the other way round": (
-        lambda x, w: multiplied(x, w, True),
-        [drawn(4, 6), drawn(3, 6, 6)],
+        lambda x, w: grouped_products(x, w, True),
+        [random_tensor(4, 6), random_tensor(3, 6, 6)],
         [S(1), S(1)],
         S(1),
         [Partial(), S(1)],
@@ -136,105 +136,113 @@ CASES: dict[str, Any] = {
 }
 
 
-def _on_ranks(names: list[str]) -> list[str]:
-    """On every rank: what differs from the whole, or lies otherwise than said."""
+def _check_cases(names: list[str]) -> list[str]:
+    """On every rank: differences from the unsharded result, and wrong placements."""
     sharding_rules.register_rules()
     mesh = init_device_mesh("cpu", (2,))
-    wrong = []
+    failures = []
     for name in names:
-        call, tensors, split, lies, grads = CASES[name]
-        whole = [t.clone().requires_grad_() for t in tensors]
+        call, tensors, split, expected_placement, grads = CASES[name]
+        full = [t.clone().requires_grad_() for t in tensors]
         parts = [distribute_tensor(t, mesh, [p]).requires_grad_() for t, p in zip(tensors, split)]
-        y, z = call(*whole), call(*parts)
-        if z.placements != (lies,):
-            wrong.append(f"{name} gives {z.placements}")
-        by = drawn(*y.shape, seed=5)
-        expected = torch.autograd.grad(y, whole, by)
-        found = torch.autograd.grad(
+        y, z = call(*full), call(*parts)
+        if z.placements != (expected_placement,):
+            failures.append(f"{name} gives {z.placements}")
+        output_grad = random_tensor(*y.shape, seed=5)
+        expected = torch.autograd.grad(y, full, output_grad)
+        actual = torch.autograd.grad(
             z,
             parts,
-            distribute_tensor(by, mesh, [R]).redistribute(
-                placements=[R if isinstance(lies, Partial) else lies]
+            distribute_tensor(output_grad, mesh, [R]).redistribute(
+                placements=[R if isinstance(expected_placement, Partial) else expected_placement]
             ),
         )
-        for place, (a, b) in enumerate(zip([y, *expected], [z, *found])):
+        for index, (a, b) in enumerate(zip([y, *expected], [z, *actual])):
             if (b.full_tensor() - a).norm() > 1e-12 * a.norm():
-                wrong.append(f"{name}: tensor {place} differs")
-            if place and b.placements != (grads[place - 1],):
-                wrong.append(f"{name}: gradient {place} lies {b.placements}")
-    return wrong
+                failures.append(f"{name}: tensor {index} differs")
+            if index and b.placements != (grads[index - 1],):
+                failures.append(f"{name}: gradient {index} lies {b.placements}")
+    return failures
 
 
-def _turning(_: None) -> list[str]:
-    """Queries and keys turned: by rows, by tokens with their angles, by heads."""
+def _check_rotations(_: None) -> list[str]:
+    """On every rank: differences of rotated queries and keys, split by rows, tokens or heads."""
     sharding_rules.register_rules()
     mesh = init_device_mesh("cpu", (2,))
-    wrong = []
-    lines = drawn(2, 4, 6, 8), drawn(2, 2, 6, 8)
-    angles = drawn(2, 6, 8), drawn(2, 6, 8, seed=1)
-    whole = [t.clone().requires_grad_() for t in lines]
-    expected = rotate(*whole, *angles, 8, Turn())
-    pulled = torch.autograd.grad(expected, whole, lines)
-    for split, told in ((S(0), S(0)), (S(2), S(1)), (S(1), R)):
-        parts = [distribute_tensor(t, mesh, [split]).requires_grad_() for t in lines]
-        tables = [distribute_tensor(t, mesh, [told]) for t in angles]
-        found = rotate(*parts, *tables, 8, Turn())
-        back = torch.autograd.grad(
-            found, parts, [distribute_tensor(t, mesh, [split]) for t in lines]
+    failures = []
+    queries_keys = random_tensor(2, 4, 6, 8), random_tensor(2, 2, 6, 8)
+    angles = random_tensor(2, 6, 8), random_tensor(2, 6, 8, seed=1)
+    full = [t.clone().requires_grad_() for t in queries_keys]
+    expected = rotate(*full, *angles, 8, Turn())
+    expected_grads = torch.autograd.grad(expected, full, queries_keys)
+    for split, table_split in ((S(0), S(0)), (S(2), S(1)), (S(1), R)):
+        parts = [distribute_tensor(t, mesh, [split]).requires_grad_() for t in queries_keys]
+        tables = [distribute_tensor(t, mesh, [table_split]) for t in angles]
+        actual = rotate(*parts, *tables, 8, Turn())
+        actual_grads = torch.autograd.grad(
+            actual, parts, [distribute_tensor(t, mesh, [split]) for t in queries_keys]
         )
-        for a, b in zip((*expected, *pulled), (*found, *back), strict=True):
+        for a, b in zip((*expected, *expected_grads), (*actual, *actual_grads), strict=True):
             if b.placements != (split,) or not torch.equal(a, b.full_tensor()):
-                wrong.append(f"by {split}")
-    return wrong
+                failures.append(f"by {split}")
+    return failures
 
 
-def _heads(_: None) -> list[str]:
-    """The same of the loss over rows: its sum, and three numbers of each row."""
+def _check_losses(_: None) -> list[str]:
+    """On every rank: differences of the loss and statistics over split rows."""
     sharding_rules.register_rules()
     mesh = init_device_mesh("cpu", (2,))
-    x, weight, bias, by = drawn(4, WIDTH), drawn(WORDS, WIDTH), drawn(WORDS), drawn(4, seed=3)
-    wrong = []
+    x, weight, bias, row_weights = (
+        random_tensor(4, WIDTH),
+        random_tensor(WORDS, WIDTH),
+        random_tensor(WORDS),
+        random_tensor(4, seed=3),
+    )
+    failures = []
 
-    def losses(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, by: Tensor) -> Tensor:
+    def losses(
+        x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, row_weights: Tensor
+    ) -> Tensor:
         lse, picked, total = statistics(x, weight, bias, target, Form(cap=2.0))
-        loss: Tensor = weighted_loss(x, weight, bias, target, by, 0.1, Form())
+        loss: Tensor = weighted_loss(x, weight, bias, target, row_weights, 0.1, Form())
         return loss + (lse - picked).sum() + total.sum()
 
     leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
-    whole = losses(*leaves, TARGET, by)
+    full_loss = losses(*leaves, TARGET, row_weights)
     split = [
         distribute_tensor(t, mesh, [p]).requires_grad_()
         for t, p in zip((x, weight, bias), (S(0), R, R))
     ]
-    others = [distribute_tensor(t, mesh, [S(0)]) for t in (TARGET, by)]
-    part = losses(*split, *others)
+    sharded = [distribute_tensor(t, mesh, [S(0)]) for t in (TARGET, row_weights)]
+    part = losses(*split, *sharded)
     pairs = zip(
-        [whole, *torch.autograd.grad(whole, leaves)], [part, *torch.autograd.grad(part, split)]
+        [full_loss, *torch.autograd.grad(full_loss, leaves)],
+        [part, *torch.autograd.grad(part, split)],
     )
-    for place, (a, b) in enumerate(pairs):
+    for index, (a, b) in enumerate(pairs):
         assert isinstance(b, DTensor)
         if (b.full_tensor() - a).norm() > 1e-12 * a.norm():
-            wrong.append(f"tensor {place} differs")
-    return wrong
+            failures.append(f"tensor {index} differs")
+    return failures
 
 
 def test_every_way_gives_what_the_whole_gives(pool: Any) -> None:
-    """Results and gradients of split rows; those of weights are parts of a sum, not gathered."""
-    assert pool.run(_on_ranks, 2, list(CASES)) == [[], []]
+    """Results and gradients are right; gradients of weights are partial sums, not gathered."""
+    assert pool.run(_check_cases, 2, list(CASES)) == [[], []]
 
 
 def test_turns_of_split_rows(pool: Any) -> None:
-    """RoPE of rows, tokens and heads that lie apart gathers nothing."""
-    assert pool.run(_turning, 2, None) == [[], []]
+    """RoPE of split rows, tokens or heads gathers nothing."""
+    assert pool.run(_check_rotations, 2, None) == [[], []]
 
 
 def test_losses_of_split_rows(pool: Any) -> None:
-    """The head's operators, with rows split: loss and gradients of hidden states and weights."""
-    assert pool.run(_heads, 2, None) == [[], []]
+    """The head's operators with split rows: loss and gradients are right."""
+    assert pool.run(_check_losses, 2, None) == [[], []]
 
 
 def test_every_operator_has_a_rule() -> None:
-    """An operator that is added without one would fail under DTensor alone."""
+    """Every operator of our library has a rule for DTensor."""
     library = {
         name.split("::")[1].split(".")[0]
         for name in torch._C._dispatch_get_all_op_names()
@@ -248,8 +256,10 @@ def test_every_operator_has_a_rule() -> None:
 
 @pytest.mark.parametrize("name", sorted(sharding_rules.RULES))
 def test_a_rule_names_every_argument(name: str) -> None:
-    """As many placements as the operator has arguments and results."""
+    """A rule has a placement for each argument and result."""
     schema = getattr(torch.ops.schedlang, name).default._schema
-    given = [torch.zeros(2, 3, 4) if "Tensor" in str(a.type) else 1 for a in schema.arguments]
-    for results, arguments in sharding_rules.RULES[name](*given):
-        assert len(results) == len(schema.returns) and len(arguments) == len(given)
+    arguments_given = [
+        torch.zeros(2, 3, 4) if "Tensor" in str(a.type) else 1 for a in schema.arguments
+    ]
+    for results, arguments in sharding_rules.RULES[name](*arguments_given):
+        assert len(results) == len(schema.returns) and len(arguments) == len(arguments_given)

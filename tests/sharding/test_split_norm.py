@@ -1,4 +1,4 @@
-"""Norms along a hidden dim that is split: the module's own forward, statistics over all ranks."""
+"""Norms along a split hidden dim: the module's own forward, with statistics over all ranks."""
 
 from __future__ import annotations
 
@@ -8,25 +8,32 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.engine import Threads
-from tests.proofs import assert_near, planned, refused, sequential, static_holds, trained
+from tests.proofs import (
+    assert_near,
+    make_plan,
+    refusal_text,
+    static_holds,
+    train_on_ranks,
+    train_sequential,
+)
 from tests.sharding.test_grid import points
 
 
 class Gemma(nn.Module):
-    """As Gemma writes its norm: 1 + weight, through float32."""
+    """Gemma's norm: 1 + weight, in float32."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return (wide * (1.0 + self.weight.float())).type_as(x)
+        x_float = x.float()
+        x_float = x_float * torch.rsqrt(x_float.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (x_float * (1.0 + self.weight.float())).type_as(x)
 
 
 class Plain(nn.Module):
-    """Written out with var and mean, and a scale by the width."""
+    """A norm from mean, std, var and norm, with a scale by the width."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -39,19 +46,19 @@ class Plain(nn.Module):
 
 
 class Unit(nn.Module):
-    """Vectors of length one, by torch's own functions."""
+    """Vectors of length one, by functions of torch."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        long = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return self.weight * F.normalize(x, dim=-1) + x / (x.size(-1) * long)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return self.weight * F.normalize(x, dim=-1) + x / (x.size(-1) * length)
 
 
 class Normed(nn.Module):
-    """A norm between a layer that hands on parts and one that takes them."""
+    """A norm between a column-split and a row-split layer."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -59,8 +66,8 @@ class Normed(nn.Module):
         self.up, self.norm, self.down = nn.Linear(5, 8), norm, nn.Linear(8, 3)
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        out = self.down(self.norm(self.up(x)))
-        return {"loss": F.cross_entropy(out, labels), "out": out}
+        logits = self.down(self.norm(self.up(x)))
+        return {"loss": F.cross_entropy(logits, labels), "out": logits}
 
 
 AROUND = "up  shard(col, over=c)\n{}\ndown  shard(row, over=c)"
@@ -73,35 +80,40 @@ NORMS = {
 }
 
 
-def normed(name: str) -> nn.Module:
-    """A model with one of the norms, its parameters drawn."""
+def build_normed(name: str) -> nn.Module:
+    """A model with one of the norms, with random parameters."""
     torch.manual_seed(1)
-    made = Normed(NORMS[name]()).double()
-    for parameter in made.norm.parameters():
+    model = Normed(NORMS[name]()).double()
+    for parameter in model.norm.parameters():
         nn.init.normal_(parameter, 1.0, 0.5)
-    return made
+    return model
 
 
 @pytest.mark.parametrize("name", list(NORMS))
 def test_norms_take_their_statistics_over_all_parts(threads: Threads, name: str) -> None:
-    """However a module computes its means, variances and lengths along a split hidden dim, it
-    gives what the whole gives, and its weights get their own part of the gradient."""
+    """Norms of any form along a split hidden dim equal the original; each rank has its part of
+    the gradients of weights."""
     tensors = "weight=S(0), bias=S(0)" if name == "layer" else "weight=S(0)"
     row = f"norm  shard({tensors}, input=S(-1), output=S(-1), over=c)"
-    plan, batches = planned(normed(name), AROUND.format(row), "c=2"), [points(0, 4), points(1, 3)]
-    assert_near(trained(threads, plan, batches), sequential(normed(name), batches))
+    plan, batches = (
+        make_plan(build_normed(name), AROUND.format(row), "c=2"),
+        [points(0, 4), points(1, 3)],
+    )
+    assert_near(
+        train_on_ranks(threads, plan, batches), train_sequential(build_normed(name), batches)
+    )
     static_holds(plan, batches[0])
 
 
 class Sorted(Gemma):
-    """No norm: elements meet each other."""
+    """No norm: a cumulative sum."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * x.cumsum(-1)
 
 
 class Turned(Gemma):
-    """Statistics that leave the module, whole on every rank."""
+    """Returns a statistic, replicated on every rank."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.weight * x).mean(-1, keepdim=True) * torch.ones(8)
@@ -118,6 +130,6 @@ def test_what_needs_the_whole_is_refused(norm: nn.Module, said: str) -> None:
     """A module that does more along the split dim than sums and means is refused when planned."""
     model = Normed(norm).double()
     row = "norm  shard(weight=S(0), input=S(-1), output=S(-1), over=c)"
-    text = refused(model, AROUND.format(row), "c=2", points(0, 4))
+    text = refusal_text(model, AROUND.format(row), "c=2", points(0, 4))
     assert "error[S405]" in text and said in text
     assert "output=R" in text

@@ -1,4 +1,4 @@
-"""Statements between two layers of a pair: on parts they give the same, or are refused."""
+"""Statements between a column and a row split: equal on shards, or refused."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch.nn import functional as F
 
 from schedlang.diagnostics.diagnostic import Refusal
 from tests.engine import Threads
-from tests.proofs import planned, trained
+from tests.proofs import make_plan, train_on_ranks
 
 WIDTH, HIDDEN = 8, 16
 ROWS = "up  shard(col, over=tp)\ndown  shard(row, over=tp)"
-APART = """
+PARTWISE = """
 h.flip(1)
 h.cumsum(1)
 F.softmax(h, dim=1)
@@ -27,7 +27,7 @@ h.index_fill(1, torch.tensor([0]), 0.0)
 h / h.shape[1]
 torch.msort(h.mT).mT
 """
-TOGETHER = """
+MIXING = """
 h.roll(1, -1)
 torch.roll(h, (1, 1), (1, -1))
 h.flip(-1)
@@ -56,7 +56,7 @@ h ** (1 + h.shape[-1] / 16)
 
 
 class Pair(nn.Module):
-    """Two layers, and a statement of what lies between them."""
+    """Two layers, and a statement between them."""
 
     def __init__(self, statement: str) -> None:
         super().__init__()
@@ -78,32 +78,34 @@ def _batch(seed: int) -> dict[str, Tensor]:
     return {"x": torch.randn(4, 4, WIDTH, generator=generator, dtype=torch.float64)}
 
 
-@pytest.mark.parametrize("statement", _lines(APART))
+@pytest.mark.parametrize("statement", _lines(PARTWISE))
 def test_what_each_part_does_by_itself_is_equal(statement: str, threads: Threads) -> None:
-    """Losses and gradients are those of the model alone, without any of schedlang's loops."""
+    """Statements on shards give the losses and gradients of a plain torch loop."""
     model, batches = Pair(statement).double(), [_batch(0), _batch(1)]
-    seen = trained(threads, planned(model, ROWS, "tp=2"), batches, _plain)
-    optimizer = _plain(model.named_parameters())
+    observed = train_on_ranks(threads, make_plan(model, ROWS, "tp=2"), batches, _sgd)
+    optimizer = _sgd(model.named_parameters())
     for step, batch in enumerate(batches):
         optimizer.zero_grad()
         expected = model(**batch)["loss"]
         expected.backward()
-        torch.testing.assert_close(seen[f"loss {step}"], expected.detach(), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            observed[f"loss {step}"], expected.detach(), rtol=1e-9, atol=1e-12
+        )
         for name, parameter in model.named_parameters():
-            found = seen[f"grad {step} {name}"]
-            torch.testing.assert_close(found, parameter.grad, rtol=1e-9, atol=1e-12)
+            actual = observed[f"grad {step} {name}"]
+            torch.testing.assert_close(actual, parameter.grad, rtol=1e-9, atol=1e-12)
         optimizer.step()
 
 
-@pytest.mark.parametrize("statement", _lines(TOGETHER))
+@pytest.mark.parametrize("statement", _lines(MIXING))
 def test_what_needs_all_parts_is_refused(statement: str, threads: Threads) -> None:
-    """It mixes what lies on other ranks, or counts a part for the whole: nothing trains by that."""
+    """Statements that mix shards or read the size of a shard are refused."""
     model = Pair(statement).double()
     model(**_batch(0))
     with pytest.raises(Refusal) as caught:
-        trained(threads, planned(model, ROWS, "tp=2"), [_batch(0)], _plain)
+        train_on_ranks(threads, make_plan(model, ROWS, "tp=2"), [_batch(0)], _sgd)
     assert caught.value.diagnostic.code == "S405"
 
 
-def _plain(named: object) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.1)  # type: ignore[attr-defined]
+def _sgd(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in parameters], lr=0.1)  # type: ignore[attr-defined]

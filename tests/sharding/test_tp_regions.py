@@ -1,4 +1,4 @@
-"""What stands around split projections: adapters, frozen weights, split sequences, embeddings."""
+"""Around split projections: adapters, frozen weights, split sequences, embeddings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from schedlang.passes.propagate.propagate import propagate
 from schedlang.runtime.sharding.embedding import LocalRows
 from tests import models
 from tests.engine import Threads
-from tests.proofs import planned, proven, refused
+from tests.proofs import assert_proven, make_plan, refusal_text
 
 BATCHES = [models.tokens(3), models.tokens(2, 6)]
 
@@ -72,97 +72,100 @@ def adapted() -> nn.Module:
 
 
 def test_adapters_on_frozen_projections(threads: Threads) -> None:
-    """A and B lie as base does, or whole; the proof covers the set of trained parameters."""
-    proven(threads, planned(adapted(), ADAPTED, "tp=2"), BATCHES)
+    """A and B are split as the base, or replicated; only adapters are trained."""
+    assert_proven(threads, make_plan(adapted(), ADAPTED, "tp=2"), BATCHES)
 
 
 def test_frozen_parameters_are_never_summed() -> None:
     """Gradients are summed over the ranks only where something is trained."""
     model = models.gpt2(1)
     model.transformer.h[0].ln_1.requires_grad_(False)  # type: ignore[union-attr]
-    plan = planned(model, GPT2, "tp=2")
+    plan = make_plan(model, GPT2, "tp=2")
     traced = propagate(plan, BATCHES[0])
     assert "transformer.h.0.ln_2.weight" in traced.partial
-    held = holdings_of(plan, stages_of(plan, traced, BATCHES[0], None))
-    summed = {name for one in reductions(plan, traced, held) for name in one.names}
+    holdings = holdings_of(plan, stages_of(plan, traced, BATCHES[0], None))
+    summed = {name for reduction in reductions(plan, traced, holdings) for name in reduction.names}
     assert "transformer.h.0.ln_2.weight" in summed and "transformer.h.0.ln_1.weight" not in summed
 
 
 @pytest.mark.deep
 def test_split_sequences_of_gpt2(threads: Threads) -> None:
     """Dropout, layer norms and residuals on a part of the tokens; their gradients are summed."""
-    proven(threads, planned(models.gpt2(2, dropout=0.1), GPT2, "tp=2"), BATCHES)
+    assert_proven(threads, make_plan(models.gpt2(2, dropout=0.1), GPT2, "tp=2"), BATCHES)
 
 
 def test_split_sequences_of_bert(threads: Threads) -> None:
     """The residual around attention is split where attention itself gathers."""
-    proven(threads, planned(models.bert(2, 4), BERT, "tp=2"), BATCHES)
+    assert_proven(threads, make_plan(models.bert(2, 4), BERT, "tp=2"), BATCHES)
 
 
 def test_a_length_that_the_ranks_do_not_divide() -> None:
-    """Seven tokens over two ranks are refused (S420), with what would do."""
-    said = refused(models.gpt2(1), GPT2, "tp=2", models.tokens(3, 7))
-    assert "S420" in said and "a dim of 7 cannot be split evenly over `tp`=2" in said
-    assert "`tp` may be one of 1, 7" in said and "pad the batch to a multiple of 2" in said
-    assert "`S(1)` or `S(seq)` in a row" in said  # as the row has it, too
+    """Seven tokens over two ranks are refused (S420), with legal sizes."""
+    message = refusal_text(models.gpt2(1), GPT2, "tp=2", models.tokens(3, 7))
+    assert "S420" in message and "a dim of 7 cannot be split evenly over `tp`=2" in message
+    assert "`tp` may be one of 1, 7" in message and "pad the batch to a multiple of 2" in message
+    assert "`S(1)` or `S(seq)` in a row" in message  # as the row writes it, too
 
 
 def test_embeddings_split_along_what_rows_hold(threads: Threads) -> None:
     """`weight=S(hidden)` gathers the parts of each row; an uneven one is padded."""
     rows = "model.embed_tokens  shard(weight=S(hidden), output=R, over=tp, uneven=pad)"
-    proven(threads, planned(models.llama(1), rows, "tp=3"), BATCHES)
+    assert_proven(threads, make_plan(models.llama(1), rows, "tp=3"), BATCHES)
 
 
 def test_dims_by_name_are_the_split_by_style(threads: Threads) -> None:
-    """Dims named in rows split a pair of layers as `col` and `row` do: each rank holds the same."""
+    """Dims named in rows give the same shards as the styles `col` and `row`."""
     pair = "at model.layers.*.mlp {{\n  {{gate,up}}_proj  shard({}, over=tp)\n"
     pair += "  down_proj  shard({}, over=tp)\n}}"
-    named = ("weight=S(out), input=R, output=S(-1)", "weight=S(in), input=S(-1), output=R")
-    plans = [planned(models.llama(1), pair.format(*how), "tp=2") for how in (named, ("col", "row"))]
-    first, second = (
+    by_dims = ("weight=S(out), input=R, output=S(-1)", "weight=S(in), input=S(-1), output=R")
+    plans = [
+        make_plan(models.llama(1), pair.format(*styles), "tp=2")
+        for styles in (by_dims, ("col", "row"))
+    ]
+    by_name, by_style = (
         holdings_of(plan, stages_of(plan, propagate(plan, BATCHES[0]), BATCHES[0], None))
         for plan in plans
     )
-    assert first == second
-    proven(threads, plans[0], BATCHES)
+    assert by_name == by_style
+    assert_proven(threads, plans[0], BATCHES)
 
 
 def test_a_part_of_a_table_keeps_the_numbers_alone() -> None:
-    """Parts add up to the table's rows, their gradients are the table's, to second order; a row of
-    padding has none.  Until backward nothing but the given numbers is kept."""
+    """Lookups in shards add up to the full lookup, with equal first and second gradients; only the
+    ids are saved for backward."""
     torch.manual_seed(0)
-    ids, kept = torch.tensor([[5, 0, 3], [1, 5, 2]]), list[Tensor]()
-    whole = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
-    want = nn.functional.embedding(ids, whole, 5)
-    parts = [part.detach().requires_grad_() for part in whole.split(3)]
+    ids, saved = torch.tensor([[5, 0, 3], [1, 5, 2]]), list[Tensor]()
+    table = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    expected = nn.functional.embedding(ids, table, 5)
+    parts = [part.detach().requires_grad_() for part in table.split(3)]
 
     def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
+        saved.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, keep):
         rows = torch.stack(
             [LocalRows.apply(ids, p, 3 * k, (None, 2)[k]) for k, p in enumerate(parts)]
         ).sum(0)
-    assert [t.data_ptr() for t in kept] == [ids.data_ptr()] * 2
-    assert torch.equal(rows, want)
-    (grad,) = torch.autograd.grad(want.pow(3).sum(), whole)
-    mine = torch.cat(torch.autograd.grad(rows.pow(3).sum(), parts, create_graph=True))
-    assert torch.equal(mine, grad) and not grad[5].any() and grad[3].any()
-    (second,) = torch.autograd.grad(mine.sum(), parts[0])
-    assert torch.equal(second[1], 6 * whole[1].detach())
+    assert [t.data_ptr() for t in saved] == [ids.data_ptr()] * 2
+    assert torch.equal(rows, expected)
+    (grad,) = torch.autograd.grad(expected.pow(3).sum(), table)
+    local_grad = torch.cat(torch.autograd.grad(rows.pow(3).sum(), parts, create_graph=True))
+    assert torch.equal(local_grad, grad) and not grad[5].any() and grad[3].any()
+    (second,) = torch.autograd.grad(local_grad.sum(), parts[0])
+    assert torch.equal(second[1], 6 * table[1].detach())
 
 
 def test_embeddings_that_scale(threads: Threads) -> None:
     """Gemma multiplies each row, and bounds its logits; the tied table is split by words."""
     rows = """model.embed_tokens  shard(vocab, over=tp, uneven=pad)
     lm_head             shard(vocab, over=tp, uneven=pad)"""
-    proven(threads, planned(models.gemma2(), rows, "tp=2"), BATCHES)
+    assert_proven(threads, make_plan(models.gemma2(), rows, "tp=2"), BATCHES)
 
 
 def test_embeddings_that_change_their_rows_are_refused() -> None:
     """`max_norm` writes into the weight while it looks up (S404)."""
     model = nn.ModuleDict({"table": nn.Embedding(8, 4, max_norm=1.0)})
     with pytest.raises(Refusal) as caught:
-        planned(model, "table  shard(vocab, over=tp)", "tp=2")
+        make_plan(model, "table  shard(vocab, over=tp)", "tp=2")
     assert "S404" in caught.value.render() and "(`max_norm`)" in caught.value.render()

@@ -1,4 +1,4 @@
-"""Sizes that ranks do not divide: heads that several ranks hold, heads and widths padded."""
+"""Sizes that ranks do not divide: replicated heads, padded heads and padded widths."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import nn
 
 from tests import models
 from tests.engine import Threads
-from tests.proofs import planned, proven, refused
-from tests.tiers import thinned
+from tests.proofs import assert_proven, make_plan, refusal_text
+from tests.tiers import thin_out
 
 
 def llama(heads: int, keys: int, attend: str = "eager", inner: int = 24) -> nn.Module:
     """Llama with any number of heads of size 4."""
-    return models.kin(
+    return models.llama_like(
         "LlamaForCausalLM",
         hidden_size=24,
         num_attention_heads=heads,
@@ -25,8 +25,8 @@ def llama(heads: int, keys: int, attend: str = "eager", inner: int = 24) -> nn.M
     )
 
 
-def attention(queries: str, keys: str) -> str:
-    """The rows of a Llama's attention, with more said of query heads and of key-value heads."""
+def attention_rows(queries: str, keys: str) -> str:
+    """Rows for a Llama's attention, with options for query heads and for key-value heads."""
     return f"""at model.layers.*.self_attn {{
       q_proj      shard(col, over=tp{queries})
       {{k,v}}_proj  shard(col, over=tp{keys})
@@ -34,35 +34,37 @@ def attention(queries: str, keys: str) -> str:
     }}"""
 
 
-def prove(threads: Threads, model: nn.Module, rows: str, mesh: str = "tp=4") -> None:
-    """The proof must hold for two batches of different lengths."""
+def assert_equal_to_model(
+    threads: Threads, model: nn.Module, rows: str, mesh: str = "tp=4"
+) -> None:
+    """Assert that the proof holds for two batches of different lengths."""
     batches = [models.tokens(3, seed=1), models.tokens(2, 5, seed=2)]
-    proven(threads, planned(model, rows, mesh), batches)
+    assert_proven(threads, make_plan(model, rows, mesh), batches)
 
 
 @pytest.mark.parametrize("attend", ["eager", "sdpa"])
-@pytest.mark.parametrize("heads, keys", thinned([(8, 2), (8, 1), (4, 1), (4, 2)]))
+@pytest.mark.parametrize("heads, keys", thin_out([(8, 2), (8, 1), (4, 1), (4, 2)]))
 def test_key_value_heads_below_the_ranks(
     threads: Threads, heads: int, keys: int, attend: str
 ) -> None:
-    """Each of 2 key-value heads on 2 of 4 ranks, or the only one on all.
+    """Key-value heads are replicated on the ranks that share them: 2 heads on 4 ranks, or 1 on all.
 
-    With one query head on each rank there is nothing left for a rank to repeat.
+    With one query head on each rank no head is repeated locally.
     """
-    rows = attention("", f", heads={keys}, uneven=replicate")
-    prove(threads, llama(heads, keys, attend), rows)
+    rows = attention_rows("", f", heads={keys}, uneven=replicate")
+    assert_equal_to_model(threads, llama(heads, keys, attend), rows)
 
 
 def test_heads_padded(threads: Threads) -> None:
     """Six heads on four ranks are eight, two of them zeros."""
-    more = ", heads=6, uneven=pad"
-    prove(threads, llama(6, 6), attention(more, more))
+    options = ", heads=6, uneven=pad"
+    assert_equal_to_model(threads, llama(6, 6), attention_rows(options, options))
 
 
 def test_groups_padded(threads: Threads) -> None:
     """Three groups of two query heads on two ranks: whole groups are padded."""
-    more = ", heads=3, uneven=pad"
-    prove(threads, llama(6, 3), attention(more, more), "tp=2")
+    options = ", heads=3, uneven=pad"
+    assert_equal_to_model(threads, llama(6, 3), attention_rows(options, options), "tp=2")
 
 
 def test_widths_padded(threads: Threads) -> None:
@@ -71,17 +73,19 @@ def test_widths_padded(threads: Threads) -> None:
       {gate,up}_proj  shard(col, over=tp, uneven=pad)
       down_proj       shard(row, over=tp, uneven=pad)
     }"""
-    prove(threads, llama(4, 2, inner=23), rows, "tp=3")
+    assert_equal_to_model(threads, llama(4, 2, inner=23), rows, "tp=3")
 
 
 def test_heads_that_do_not_fit_name_both_remedies() -> None:
-    """S403: how many heads, and rows to paste that replicate them or pad; each of them is legal."""
-    plain = attention("", "")
-    said = refused(llama(8, 2), plain, "tp=4", models.tokens())
+    """S403 gives the number of heads and two legal rows: replicate or pad."""
+    rows = attention_rows("", "")
+    message = refusal_text(llama(8, 2), rows, "tp=4", models.tokens())
     row = "model.layers.0.self_attn.k_proj shard(col, over=tp, heads=2, uneven="
-    assert "S403" in said and f"`{row}replicate)`" in said and f"`{row}pad)`" in said
-    said = refused(llama(6, 6), plain, "tp=4", models.tokens())
-    assert "q_proj shard(col, over=tp, heads=6, uneven=pad)`" in said and "replicate" not in said
+    assert "S403" in message and f"`{row}replicate)`" in message and f"`{row}pad)`" in message
+    message = refusal_text(llama(6, 6), rows, "tp=4", models.tokens())
+    assert (
+        "q_proj shard(col, over=tp, heads=6, uneven=pad)`" in message and "replicate" not in message
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,15 +117,15 @@ def test_heads_that_do_not_fit_name_both_remedies() -> None:
     ],
 )
 def test_what_is_refused(row: str, mesh: str, said: str) -> None:
-    """Sizes that a rule does not make fit (S402, S406), with what would."""
-    assert said in refused(llama(4, 2), f"model.layers.0.{row}", mesh)
+    """Sizes that do not fit are refused (S402, S406), with legal ones."""
+    assert said in refusal_text(llama(4, 2), f"model.layers.0.{row}", mesh)
 
 
 def test_a_padded_projection_without_its_partner() -> None:
-    """What is padded on one side only does not arrive as the other side wants it."""
+    """Padding on one side of a pair only is refused (S405)."""
     rows = """at model.layers.*.mlp {
       {gate,up}_proj  shard(col, over=tp, heads=3, uneven=pad)
       down_proj       shard(row, over=tp)
     }"""
-    said = refused(llama(4, 2, inner=24), rows, "tp=4", models.tokens())
-    assert "S405" in said and "needs its input as S(-1), but gets S(2, pad)" in said
+    message = refusal_text(llama(4, 2, inner=24), rows, "tp=4", models.tokens())
+    assert "S405" in message and "needs its input as S(-1), but gets S(2, pad)" in message

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine import Threads
-from tests.proofs import planned, proven, refused
+from tests.proofs import assert_proven, make_plan, refusal_text
 
 
 class Pair(nn.Module):
@@ -74,16 +74,16 @@ def test_a_module_with_two_names_is_sharded_once(threads: Threads, rows: str, me
     torch.manual_seed(0)
     first, second = Pair(), Pair()
     model = Layered(first, second, first).double()
-    proven(threads, planned(model, rows, mesh), _batches(5, 4))
+    assert_proven(threads, make_plan(model, rows, mesh), _batches(5, 4))
     half = rows.replace("layers.*", "layers.0")
-    assert "S506" in refused(model, half, mesh, _batches(5, 4)[0])
+    assert "S506" in refusal_text(model, half, mesh, _batches(5, 4)[0])
 
 
 def test_a_module_that_refuses_a_shard_is_placed() -> None:
     """Instance norm checks its channels before torch computes: the row, the axis, the model's line
     and what would be legal are told as for a call that fails."""
     model = Layered(nn.Conv1d(8, 8, 3, padding=1), nn.InstanceNorm1d(8, affine=True)).double()
-    text = refused(model, "layers.0  shard(col, over=tp)", "tp=4", _batches(4, 8, 5)[0])
+    text = refusal_text(model, "layers.0  shard(col, over=tp)", "tp=4", _batches(4, 8, 5)[0])
     assert "S405" in text and "`tp` shard" in text and "rows.sched:" in text
     assert "test_user_layers.py:" in text and "`output=R`" in text
 
@@ -101,4 +101,4 @@ def test_what_divides_by_what_it_reads(threads: Threads, way: str, rows: str, me
     """A number that shapes do not tell is none to divide by in vain: the model is not rejected."""
     torch.manual_seed(0)
     model = Layered(Read(way), Read(way)).double()
-    proven(threads, planned(model, rows, mesh), _batches(6, 4))
+    assert_proven(threads, make_plan(model, rows, mesh), _batches(6, 4))

@@ -1,4 +1,4 @@
-"""The parallel cross-entropy against torch's own on the whole, in float64."""
+"""The vocabulary-parallel cross-entropy equals torch's on full logits, in float64."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def _data(world: int) -> tuple[Tensor, Tensor]:
     return logits, target
 
 
-def _ours(options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _sharded_loss(options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """On a rank: loss and the gradient of this rank's logits."""
     world, rank = dist.get_world_size(), dist.get_rank()
     group = Group(("tp",), tuple(range(world)), rank, dist.group.WORLD)
     logits, target = _data(world)
     local = logits.chunk(world, 1)[rank].clone().requires_grad_()
-    first = rank * local.shape[1]
-    padding = torch.arange(first, first + local.shape[1]) >= CLASSES
-    held = ShardedLogits(local.masked_fill(padding, -torch.inf), group, CLASSES)
-    loss = F.cross_entropy(held, target, ignore_index=-1, **options)  # type: ignore[arg-type]
+    start = rank * local.shape[1]
+    padding = torch.arange(start, start + local.shape[1]) >= CLASSES
+    sharded_logits = ShardedLogits(local.masked_fill(padding, -torch.inf), group, CLASSES)
+    loss = F.cross_entropy(sharded_logits, target, ignore_index=-1, **options)  # type: ignore[arg-type]
     loss.square().sum().backward()
     assert local.grad is not None
     return loss.detach(), local.grad
@@ -47,13 +47,13 @@ def _ours(options: dict[str, Any]) -> tuple[Tensor, Tensor]:
 def test_it_is_torchs_own(reduction: str, smoothing: float, world: int, pool: Pool) -> None:
     """Loss and gradient, with smoothing, ignored labels and padding of the classes."""
     options = {"reduction": reduction, "label_smoothing": smoothing}
-    parts = pool.run(_ours, world, options)
+    parts = pool.run(_sharded_loss, world, options)
     logits, target = _data(world)
-    whole = logits.clone().requires_grad_()
-    loss = F.cross_entropy(whole[:, :CLASSES], target, ignore_index=-1, **options)  # type: ignore[arg-type]
+    full_logits = logits.clone().requires_grad_()
+    loss = F.cross_entropy(full_logits[:, :CLASSES], target, ignore_index=-1, **options)  # type: ignore[arg-type]
     loss.square().sum().backward()
-    assert whole.grad is not None
-    for found, _ in parts:
-        torch.testing.assert_close(found, loss.detach(), rtol=1e-12, atol=1e-12)
+    assert full_logits.grad is not None
+    for local_loss, _ in parts:
+        torch.testing.assert_close(local_loss, loss.detach(), rtol=1e-12, atol=1e-12)
     grad = torch.cat([grad for _, grad in parts], 1)
-    torch.testing.assert_close(grad, whole.grad, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(grad, full_logits.grad, rtol=1e-11, atol=1e-11)

@@ -1,1 +1,1 @@
-"""Slapo's own tests restated, and its silent mistakes: each is refused or right here."""
+"""Slapo's own tests for schedlang, and its silent errors: each is refused or right here."""

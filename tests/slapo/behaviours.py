@@ -1,4 +1,4 @@
-"""What Slapo's own tests assert (Chen et al. 2024), and what shows it here, or why ours differs."""
+"""What Slapo's tests assert (Chen et al. 2024), and the schedlang test for each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Behaviour:
-    """One of Slapo's tests: its name, the test of ours that shows it, and how ours differs."""
+    """One of Slapo's tests: its name, the test here, and the difference, if any."""
 
     theirs: str
     ours: str
@@ -18,7 +18,7 @@ class Behaviour:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of Slapo's, and the rows or the Python that say it here; no test: it is not there."""
+    """A call of Slapo's API, with the rows or Python for it here; without a test it is missing."""
 
     theirs: str
     why: str
@@ -28,12 +28,12 @@ class Call:
 
 
 def calls() -> list[Call]:
-    """All of them, in the order in which a schedule is written."""
-    told = tomllib.loads((Path(__file__).parent / "calls.toml").read_text())
-    return [Call(**{**one, "rows": tuple(one.get("rows", ()))}) for one in told["call"]]
+    """All calls of Slapo's API, in the order in which a schedule uses them."""
+    data = tomllib.loads((Path(__file__).parent / "calls.toml").read_text())
+    return [Call(**{**entry, "rows": tuple(entry.get("rows", ()))}) for entry in data["call"]]
 
 
 def behaviours() -> list[Behaviour]:
-    """All of them, in the order of Slapo's files."""
-    told = tomllib.loads((Path(__file__).parent / "behaviours.toml").read_text())
-    return [Behaviour(**one) for one in told["behaviour"]]
+    """All of Slapo's tests, in the order of its files."""
+    data = tomllib.loads((Path(__file__).parent / "behaviours.toml").read_text())
+    return [Behaviour(**entry) for entry in data["behaviour"]]

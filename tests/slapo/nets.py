@@ -1,4 +1,4 @@
-"""Small models with the structures that Slapo's mistakes need."""
+"""Small models with the structures in which Slapo makes silent errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CLASSES = 12
 
 
 class Net(nn.Module):
-    """An embedding, a body of one's own, a head and a loss."""
+    """An embedding, a given body, a head and a loss."""
 
     def __init__(self, body: nn.Module, width: int = 8) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Net(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two projections and what stands between them."""
+    """Three projections with functions between them."""
 
     def __init__(self, middle: Any = torch.sigmoid) -> None:
         super().__init__()
@@ -38,8 +38,8 @@ class Mlp(nn.Module):
         return self.fc10(torch.sigmoid(self.fc2(self.middle(self.fc1(x)))))
 
 
-class Body(nn.Module):
-    """A forward that is given as a function."""
+class FunctionNet(nn.Module):
+    """A module whose forward is a given function."""
 
     def __init__(self, body: Any) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ class Body(nn.Module):
         return out
 
 
-class Shifted(nn.Module):
-    """Arguments with defaults, one of which is given by name."""
+class Scaled(nn.Module):
+    """A forward with default arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,20 +62,20 @@ class Shifted(nn.Module):
         return self.fc(x).tanh() * scale + shift
 
 
-class Calls(nn.Module):
-    """Calls a child with an argument by name."""
+class KeywordCall(nn.Module):
+    """A module that calls its child with a keyword argument."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = Shifted()
+        self.inner = Scaled()
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.inner(x, shift=10.0)
         return out
 
 
-class Tied(nn.Module):
-    """A head that is the embedding's weight."""
+class TiedHead(nn.Module):
+    """A head that uses the embedding's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Tied(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
-class Picture(nn.Module):
+class ConvNet(nn.Module):
     """Two convolutions with biases."""
 
     def __init__(self) -> None:
@@ -98,19 +98,19 @@ class Picture(nn.Module):
         self.head = nn.Linear(4, CLASSES)
 
     def forward(self, image: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        seen = self.second(F.relu(self.first(image))).mean((2, 3))
-        logits = self.head(seen)
+        features = self.second(F.relu(self.first(image))).mean((2, 3))
+        logits = self.head(features)
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
-def every_id(seed: int) -> dict[str, Tensor]:
-    """Tokens among which each id of the vocabulary stands, the first of each part too."""
+def token_batch(seed: int) -> dict[str, Tensor]:
+    """Tokens that include each id of the vocabulary, also the first of each shard."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.stack([torch.randperm(CLASSES, generator=generator) for _ in range(4)])
     return {"ids": ids, "labels": ids.roll(1, 1)}
 
 
-def pictures(seed: int) -> dict[str, Tensor]:
+def image_batch(seed: int) -> dict[str, Tensor]:
     """Images with a class each."""
     generator = torch.Generator().manual_seed(seed)
     image = torch.randn(4, 3, 6, 6, generator=generator)

@@ -1,4 +1,4 @@
-"""The mistakes that Slapo makes without a word (S1 to S22): here each is right, or refused."""
+"""Slapo's silent errors (S1 to S22): here each is computed right, or refused."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from schedlang.runtime.fusion.fuse import FuseRequest, fuse_pattern
 from schedlang.runtime.fusion.rewrite import find_matches
 from schedlang.schedule import create_schedule
 from tests.engine import Threads
-from tests.proofs import planned, proven, refused
+from tests.proofs import assert_proven, make_plan, refusal_text
 from tests.slapo import nets
 
-IDS = [nets.every_id(seed) for seed in range(2)]
+IDS = [nets.token_batch(seed) for seed in range(2)]
 SPLIT = "body.fc1  shard(col, over=tp)\nbody.fc2  shard(row, over=tp)\n"
 
 
-def found(pattern: str, body: Any) -> int:
-    """How often a pattern stands in a forward."""
-    module = nets.Body(body)
+def count_matches(pattern: str, body: Any) -> int:
+    """The number of matches of a pattern in a forward."""
+    module = nets.FunctionNet(body)
     graph = trace_flow(module, invented_arguments(module), TraceDepth())
     return len(find_matches(parse_pattern(pattern), graph, module)[0])
 
 
-def fused(pattern: str, body: Any) -> nn.Module:
-    """A module whose pattern runs as a region, uncompiled as in float64."""
-    module = nets.Body(body).double()
+def fuse_module(pattern: str, body: Any) -> nn.Module:
+    """A module whose pattern runs as one region, not compiled."""
+    module = nets.FunctionNet(body).double()
     fuse_pattern(module, FuseRequest(parse_pattern(pattern), TraceDepth()))
     return module
 
@@ -47,7 +47,7 @@ def test_s1_writes_in_place_stay() -> None:
         y.mul_(0)
         return F.relu(y + 1) * x
 
-    module, x = fused("p(a) { relu(a + 1) }", body), torch.randn(3, 8, dtype=torch.double)
+    module, x = fuse_module("p(a) { relu(a + 1) }", body), torch.randn(3, 8, dtype=torch.double)
     torch.testing.assert_close(module(x), x)
 
 
@@ -57,7 +57,7 @@ def test_s2_dropout_follows_the_mode() -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         return F.relu(F.dropout(x, 0.5, m.training) + 1)
 
-    module, x = fused("p(a) { relu(dropout(a) + 1) }", body), torch.rand(40, 8).double()
+    module, x = fuse_module("p(a) { relu(dropout(a) + 1) }", body), torch.rand(40, 8).double()
     module.train()
     assert (module(x) == 1).sum() > 50
     module.eval()
@@ -73,17 +73,19 @@ def test_s2_dropout_follows_the_mode() -> None:
 )
 def test_s3_constants_count(pattern: str, body: Any) -> None:
     """A pattern with a literal matches only the same literal in the model."""
-    assert found(pattern, body) == 0
+    assert count_matches(pattern, body) == 0
 
 
 def test_s4_data_flow_counts() -> None:
     """Calls match only along the data flow, not because they follow each other in the code."""
-    assert found("p(x, y) { relu(x + y) }", lambda m, x: (x + m.fc(x)).sum() + F.relu(x)) == 0
+    assert (
+        count_matches("p(x, y) { relu(x + y) }", lambda m, x: (x + m.fc(x)).sum() + F.relu(x)) == 0
+    )
 
 
 def test_s5_arguments_are_bound_by_name() -> None:
     """An extracted pattern computes the same function, whichever argument is used first."""
-    module = fused("p(a, b) { relu(b - a) }", lambda m, x: F.relu(m.fc(x) - x))
+    module = fuse_module("p(a, b) { relu(b - a) }", lambda m, x: F.relu(m.fc(x) - x))
     x = torch.randn(3, 8, dtype=torch.double)
     torch.testing.assert_close(module(x), F.relu(module.fc(x) - x))  # type: ignore[operator]
 
@@ -91,15 +93,15 @@ def test_s5_arguments_are_bound_by_name() -> None:
 def test_s6_a_name_is_a_name() -> None:
     """The path `fc1` does not match `fc10`; the path `fc1*` matches both."""
     model = nets.Net(nets.Mlp())
-    chosen = [action.sites for action in planned(model, "body.fc1  checkpoint()").actions]
-    assert chosen == [("body.fc1",)]
-    assert len(planned(model, "body.fc1*  checkpoint()").actions[0].sites) == 2
+    sites = [action.sites for action in make_plan(model, "body.fc1  checkpoint()").actions]
+    assert sites == [("body.fc1",)]
+    assert len(make_plan(model, "body.fc1*  checkpoint()").actions[0].sites) == 2
 
 
 def test_s7_arguments_of_recomputed_modules(threads: Threads) -> None:
     """A keyword argument keeps its name in the recomputation."""
-    model = nets.Net(nets.Calls())
-    assert proven(threads, planned(model, "body.inner  checkpoint()"), IDS).ok
+    model = nets.Net(nets.KeywordCall())
+    assert assert_proven(threads, make_plan(model, "body.inner  checkpoint()"), IDS).ok
 
 
 def test_s8_hooks_run_once() -> None:
@@ -107,14 +109,14 @@ def test_s8_hooks_run_once() -> None:
     model = nets.Net(nets.Mlp())
     model.body.register_forward_hook(lambda module, args, out: out * 2)
     expected = model(**IDS[0])["loss"]
-    program = build(planned(model, "body  checkpoint()"), IDS[0])
+    program = build(make_plan(model, "body  checkpoint()"), IDS[0])
     torch.testing.assert_close(program.module(**IDS[0])["loss"], expected)
 
 
 def test_s9_s10_values_and_ties_stay(threads: Threads) -> None:
     """A program starts with the model's values, and tied parameters stay one tensor."""
-    model = nets.Tied()
-    program = build(planned(model, ""), IDS[0])
+    model = nets.TiedHead()
+    program = build(make_plan(model, ""), IDS[0])
     assert all(
         torch.equal(value, model.state_dict()[name]) for name, value in program.state_dict().items()
     )
@@ -125,28 +127,28 @@ def test_s9_s10_values_and_ties_stay(threads: Threads) -> None:
 def test_s11_every_id_of_a_split_table(threads: Threads) -> None:
     """Each id of a sharded embedding has its own row and gradient, also a shard's first id."""
     rows = "embed  shard(vocab, over=tp)"
-    assert proven(threads, planned(nets.Net(nets.Mlp()), rows, "tp=4"), IDS).ok
+    assert assert_proven(threads, make_plan(nets.Net(nets.Mlp()), rows, "tp=4"), IDS).ok
 
 
 def test_s12_a_second_split_is_refused() -> None:
     """A second split of a tensor over one axis is refused; the message names both rows."""
-    said = refused(nets.Net(nets.Mlp()), SPLIT + "body.fc1  shard(col, over=tp)", "tp=2")
-    assert said.count("body.fc1") >= 2 and "error[S" in said
+    message = refusal_text(nets.Net(nets.Mlp()), SPLIT + "body.fc1  shard(col, over=tp)", "tp=2")
+    assert message.count("body.fc1") >= 2 and "error[S" in message
 
 
 def test_s13_dims_count_from_the_end_too() -> None:
     """`S(-2)` of a matrix is `S(0)`: the same shards and the same edges."""
     edges = "bias=S(0), input=R, output=S(-1), over=tp)\nbody.fc2  shard(row, over=tp)"
     model = nets.Net(nets.Mlp())
-    first = planned(model, f"body.fc1  shard(weight=S(0), {edges}", "tp=2")
-    second = planned(model, f"body.fc1  shard(weight=S(-2), {edges}", "tp=2")
+    first = make_plan(model, f"body.fc1  shard(weight=S(0), {edges}", "tp=2")
+    second = make_plan(model, f"body.fc1  shard(weight=S(-2), {edges}", "tp=2")
     assert first.layouts == second.layouts
 
 
 def test_s14_s15_gathered_outputs(threads: Threads) -> None:
     """An output gathered along its last dim, before unsharded layers, counts no gradient twice."""
     rows = "body.fc1  shard(col, output=R, over=tp)"
-    assert proven(threads, planned(nets.Net(nets.Mlp()), rows, "tp=2"), IDS).ok
+    assert assert_proven(threads, make_plan(nets.Net(nets.Mlp()), rows, "tp=2"), IDS).ok
 
 
 def test_s16_the_bias_of_a_sum(threads: Threads) -> None:
@@ -155,23 +157,23 @@ def test_s16_the_bias_of_a_sum(threads: Threads) -> None:
         "first  shard(weight=S(0), bias=S(0), input=R, output=S(1), over=tp)\n"
         "second  shard(weight=S(1), bias=R, input=S(1), output=R, over=tp)"
     )
-    batches = [nets.pictures(seed) for seed in range(2)]
-    assert proven(threads, planned(nets.Picture(), rows, "tp=2"), batches).ok
+    batches = [nets.image_batch(seed) for seed in range(2)]
+    assert assert_proven(threads, make_plan(nets.ConvNet(), rows, "tp=2"), batches).ok
 
 
 def test_s17_a_sum_is_not_written_over_what_autograd_keeps(threads: Threads) -> None:
     """An all-reduce does not overwrite a result that autograd saved for backward."""
-    assert proven(threads, planned(nets.Net(nets.Mlp()), SPLIT, "tp=2"), IDS).ok
+    assert assert_proven(threads, make_plan(nets.Net(nets.Mlp()), SPLIT, "tp=2"), IDS).ok
 
 
 def test_s18_a_tied_pair_is_split_alike() -> None:
     """A row that shards one of two tied weights is refused; the message offers the other row."""
-    said = refused(nets.Tied(), "embed  shard(vocab, over=tp)", "tp=2", IDS[0])
-    assert "S506" in said and "head shard(vocab, over=tp)" in said
+    message = refusal_text(nets.TiedHead(), "embed  shard(vocab, over=tp)", "tp=2", IDS[0])
+    assert "S506" in message and "head shard(vocab, over=tp)" in message
 
 
-class Gate(nn.Module):
-    """A gated MLP with a function of its own."""
+class GatedNet(nn.Module):
+    """A gated MLP with a given activation."""
 
     def __init__(self, act: Any) -> None:
         super().__init__()
@@ -188,7 +190,7 @@ def test_s19_kernels_compute_what_the_module_does() -> None:
     from schedlang.runtime.kernel_injection.gated_mlp import probe_gated
 
     erf, tanh, drops = (
-        probe_gated(Gate(act))
+        probe_gated(GatedNet(act))
         for act in (
             F.gelu,
             lambda x: F.gelu(x, approximate="tanh"),
@@ -201,24 +203,24 @@ def test_s19_kernels_compute_what_the_module_does() -> None:
 
 def test_s20_a_missing_sum_is_refused() -> None:
     """A missing all-reduce of partial sums is refused before anything runs."""
-    said = refused(nets.Net(nets.Mlp()), "body.fc1  shard(col, over=tp)", "tp=2", IDS[0])
-    assert "S4" in said and "body.fc2" in said
+    message = refusal_text(nets.Net(nets.Mlp()), "body.fc1  shard(col, over=tp)", "tp=2", IDS[0])
+    assert "S4" in message and "body.fc2" in message
 
 
 def test_s21_nothing_is_left_to_hooks_of_the_user(threads: Threads) -> None:
     """The row alone makes a sharded layer's input replicated and all-reduces its gradient."""
     rows = "body.fc1  shard(col, output=R, over=tp)"
-    plan = planned(nets.Net(nets.Mlp()), rows, "tp=2")
-    program = build(planned(nets.Net(nets.Mlp()), rows, "tp=1"), IDS[0])
+    plan = make_plan(nets.Net(nets.Mlp()), rows, "tp=2")
+    program = build(make_plan(nets.Net(nets.Mlp()), rows, "tp=1"), IDS[0])
     assert not any(module._forward_pre_hooks for module in program.module.modules())
-    assert proven(threads, plan, IDS).ok
+    assert assert_proven(threads, plan, IDS).ok
 
 
 def test_s22_a_failed_proof_leaves_nothing(threads: Threads) -> None:
     """A failed proof or a refusal leaves no tracer, mode or hook behind."""
-    model, before = nets.Net(nets.Mlp()), sys.gettrace()
+    model, trace_function = nets.Net(nets.Mlp()), sys.gettrace()
     with pytest.raises(Refusal):
         create_schedule(model)["body.fc1"].shard("col", over="nothing")
-    assert sys.gettrace() is before
+    assert sys.gettrace() is trace_function
     assert not any(module._forward_hooks for module in model.modules())
     assert not torch.overrides._get_current_function_mode_stack()

@@ -1,4 +1,4 @@
-"""Slapo's tests of subgraphs, replacements and fusions, as patterns and rows."""
+"""Slapo's tests of subgraph matching, replacement and fusion, as patterns and rows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from schedlang.runtime.fusion.dataflow import TraceDepth, invented_arguments, tr
 from schedlang.runtime.fusion.rewrite import find_matches
 from schedlang.schedule import create_schedule
 from tests.engine import Threads
-from tests.proofs import planned, proven
+from tests.proofs import assert_proven, make_plan
 from tests.slapo import nets
 
-IDS = [nets.every_id(seed) for seed in range(2)]
+IDS = [nets.token_batch(seed) for seed in range(2)]
 
 
-class Parts(nn.Module):
-    """Modules of several kinds under a forward that is given."""
+class PartsNet(nn.Module):
+    """Modules of several kinds, with a given function as forward."""
 
     def __init__(self, body: Any) -> None:
         super().__init__()
@@ -35,9 +35,9 @@ class Parts(nn.Module):
         return out
 
 
-def found(pattern: str, body: Any) -> list[int]:
-    """The number of calls of each match."""
-    module = Parts(body)
+def match_sizes(pattern: str, body: Any) -> list[int]:
+    """The number of calls in each match of a pattern."""
+    module = PartsNet(body)
     graph = trace_flow(module, invented_arguments(module), TraceDepth(products="linear" in pattern))
     return [len(match.nodes) for match in find_matches(parse_pattern(pattern), graph, module)[0]]
 
@@ -61,18 +61,18 @@ LINEAR_RELU = "p(x, w, b) { relu(linear(x, w, b)) }"
     ],
 )
 def test_found(pattern: str, body: Any, calls: list[int]) -> None:
-    """By data flow; a function is the module that computes it, sizes are not asked."""
-    assert found(pattern, body) == calls
+    """Patterns match by data flow; a module matches the function that it computes."""
+    assert match_sizes(pattern, body) == calls
 
 
 def test_statistics_are_no_region() -> None:
-    """A norm that writes its statistics cannot be taken out of a forward, and is told so."""
+    """A batch norm that updates its statistics cannot be in a pattern, and is refused (S883)."""
     with pytest.raises(Refusal) as refusal:
-        found("p(x) { relu(x) }", lambda m, x: F.relu(m.bn(x)))
+        match_sizes("p(x) { relu(x) }", lambda m, x: F.relu(m.bn(x)))
     assert refusal.value.diagnostic.code == "S883"
 
 
-class Deep(nn.Module):
+class NestedNet(nn.Module):
     """Activations at several depths, in lists too."""
 
     def __init__(self) -> None:
@@ -89,36 +89,36 @@ class Deep(nn.Module):
 
 
 class Gelu(nn.GELU):
-    """What takes the place of another function."""
+    """A replacement for another activation."""
 
-    def __init__(self, old: nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
 
 
-class Wide(nn.Module):
-    """A linear layer and a function behind it; the old layer is its child."""
+class WithActivation(nn.Module):
+    """A linear layer followed by an activation; the old layer is its child."""
 
-    def __init__(self, old: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.mod, self.act = old, nn.ReLU()
+        self.mod, self.act = linear, nn.ReLU()
 
     def forward(self, input: Tensor) -> Tensor:
         out: Tensor = self.act(self.mod(input))
         return out
 
 
-def replaced(path: str, make: Any) -> nn.Module:
-    """The model of a plan in which modules are replaced."""
-    sch = create_schedule(nets.Net(Deep()))
+def replace_modules(path: str, make: Any) -> nn.Module:
+    """The model of a plan in which the modules at a path are replaced."""
+    sch = create_schedule(nets.Net(NestedNet()))
     sch[path].replace(make)
-    facts = sch.plan().model
-    assert facts is not None
-    return facts.model
+    model_facts = sch.plan().model
+    assert model_facts is not None
+    return model_facts.model
 
 
 def test_replaced_everywhere() -> None:
-    """Modules of a class at any depth, in lists and sequences; nothing else."""
-    model = replaced("body.**:ReLU", Gelu)
+    """All modules of a class are replaced, at any depth, and no others."""
+    model = replace_modules("body.**:ReLU", Gelu)
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     assert {name for name, kind in kinds.items() if kind == "Gelu"} == {
         "body.act",
@@ -129,42 +129,42 @@ def test_replaced_everywhere() -> None:
 
 
 def test_what_replaces_is_not_replaced_again() -> None:
-    """A replacement that holds a module of the same class is not looked into by its own row."""
-    sch = create_schedule(nets.Net(Deep()))
+    """A replacement that contains a module of the same class is not replaced by its own row."""
+    sch = create_schedule(nets.Net(NestedNet()))
     names = {"mod.weight": "weight", "mod.bias": "bias"}
-    sch["body.**:Linear"].replace(lambda old: (Wide(old), names))
+    sch["body.**:Linear"].replace(lambda old: (WithActivation(old), names))
     assert sch.plan().actions[0].sites == ("body.mod.0", "body.mod.2", "body.seq.0")
 
 
 def test_a_replacement_that_takes_other_arguments_is_refused() -> None:
-    """Two inputs where the model gives one."""
+    """A replacement with two inputs is refused where the model gives one."""
 
     class Two(nn.Module):
-        def __init__(self, old: nn.Module) -> None:
+        def __init__(self, module: nn.Module) -> None:
             super().__init__()
 
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return x + y
 
     with pytest.raises(Refusal) as refusal:
-        replaced("body.act", Two)
+        replace_modules("body.act", Two)
     assert refusal.value.diagnostic.code == "S881"
 
 
 def test_fused_chains_train_as_the_model(threads: Threads) -> None:
-    """A projection's bias apart, its function fused with it; names of parameters stay."""
+    """A projection with its bias fused into the activation trains equally; parameter names stay."""
     model = nets.Net(nets.Mlp(F.gelu))
     sch = create_schedule(model)
     sch.pattern("bias_gelu(x, b) { gelu(x + b) }")
     sch["body.fc1"].decompose("bias")
     sch["body"].fuse("bias_gelu")
-    assert proven(threads, sch.plan(), IDS).ok
+    assert assert_proven(threads, sch.plan(), IDS).ok
 
 
 @pytest.mark.parametrize("mesh", [{}, {"tp": 2}])
 def test_bias_dropout_residual_norm(threads: Threads, mesh: dict[str, int]) -> None:
-    """Four calls in a row, a dropout among them, draw the model's own masks; a row-parallel product
-    is summed over ranks before its bias is added."""
+    """Bias, dropout, residual and norm in one region draw the model's masks, under tensor
+    parallelism too."""
 
     class Out(nn.Module):
         def __init__(self) -> None:
@@ -183,28 +183,28 @@ def test_bias_dropout_residual_norm(threads: Threads, mesh: dict[str, int]) -> N
     sch["body"].fuse("tail")
     if mesh:
         sch["body.fc"].shard("row", over="tp")
-    assert proven(threads, sch.plan(), IDS).ok
+    assert assert_proven(threads, sch.plan(), IDS).ok
 
 
 def test_hooks_outlive_rows(threads: Threads) -> None:
-    """Hooks before and after a module run once under rows that change how it computes."""
-    model, seen = nets.Net(nets.Mlp(F.gelu)), []
-    model.body.register_forward_pre_hook(lambda module, args: seen.append("before"))
-    model.body.register_forward_hook(lambda module, args, out: seen.append("after"))
+    """A module's hooks run once each, also if the module is checkpointed."""
+    model, order = nets.Net(nets.Mlp(F.gelu)), []
+    model.body.register_forward_pre_hook(lambda module, args: order.append("before"))
+    model.body.register_forward_hook(lambda module, args, out: order.append("after"))
     from schedlang.passes.lower.build import build
 
     sch = create_schedule(model)
     sch["body"].checkpoint()
     program = build(sch.plan(), IDS[0])
-    seen.clear()
+    order.clear()
     with torch.no_grad():
         program.module(**IDS[0])
-    assert seen == ["before", "after"]
+    assert order == ["before", "after"]
 
 
 def test_names_of_modules_stay() -> None:
-    """After every row the model's own paths still name its modules (Slapo renames children)."""
+    """After every row the model's own paths name its modules (Slapo renames children)."""
     model = nets.Net(nets.Mlp(F.gelu))
     rows = "body.fc1  decompose(bias)\nbody  checkpoint()\nbody.fc2  offload(activations)"
-    sites = [action.sites for action in planned(model, rows).actions]
+    sites = [action.sites for action in make_plan(model, rows).actions]
     assert sites == [("body.fc1",), ("body",), ("body.fc2",)]

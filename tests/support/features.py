@@ -1,4 +1,4 @@
-"""What the matrix combines: each feature with its axes and its rows on each small model."""
+"""Features of the support matrix: their mesh axes, and their rows on each small model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
-from tests.support.subjects import LLAMA, MIXTRAL, PICTURES, WHISPER, Subject
+from tests.support.matrix_models import LLAMA, MIXTRAL, PICTURES, WHISPER, Subject
 
 DATA, TENSOR, GRID, SEQUENCE = "data", "tensor", "grid", "sequence"
 CONTEXT, EXPERT, PIPELINE, CONV = "context", "expert", "pipeline", "convolution"
@@ -101,46 +101,46 @@ SPLITS = {
     "interleaved",
     "checkpoint",
 }
-OF_LLAMA = {"rope", "add norm", "held head", "rowwise"}  # what other models have no place for
+LLAMA_ONLY = {"rope", "add norm", "held head", "rowwise"}  # only Llama has modules for these
 
 
-def feature(name: str) -> Feature:
-    """The feature of a name."""
+def feature_named(name: str) -> Feature:
+    """The feature with this name."""
     return FEATURES[NAMES.index(name)]
 
 
-def ordered(names: Iterable[str]) -> Combination:
+def in_order(names: Iterable[str]) -> Combination:
     """The names in the order of the matrix."""
     return tuple(sorted(names, key=NAMES.index))
 
 
 def combinations_of() -> Iterator[Combination]:
-    """Each feature by itself, all pairs, and the chosen triples."""
+    """Yield each feature alone, all pairs, and the chosen triples."""
     for count in (1, 2):
         for names in combinations(NAMES, count):
-            if together(names) and asked(names):
+            if can_combine(names) and is_needed(names):
                 yield names
     for triple in TRIPLES:
-        yield ordered(triple)
+        yield in_order(triple)
 
 
-def together(names: Combination) -> bool:
-    """Whether a schedule can hold them: one of each group."""
-    groups = [feature(name).group for name in names]
+def can_combine(names: Combination) -> bool:
+    """Whether one schedule can have them: at most one of each group."""
+    groups = [feature_named(name).group for name in names]
     return len(set(groups)) == len(groups)
 
 
-def asked(names: Combination) -> bool:
-    """Whether the matrix asks for a pair: of what stays inside a module, with splits alone."""
-    return all(set(names) - {name} <= SPLITS for name in names if feature(name).local)
+def is_needed(names: Combination) -> bool:
+    """Whether the matrix has this pair: local features are only paired with `SPLITS`."""
+    return all(set(names) - {name} <= SPLITS for name in names if feature_named(name).local)
 
 
-def subject(names: Combination) -> Subject | None:
-    """The model that has what all of them need, if there is one."""
+def model_for(names: Combination) -> Subject | None:
+    """The small model that has what all features need, or None."""
     attends = {"tensor", "sequence", "ring", "ulysses", "grid"} & set(names)
     convolves = {"channels", "spatial"} & set(names)
-    own = OF_LLAMA & set(names)
-    if own and convolves:
+    llama_only = LLAMA_ONLY & set(names)
+    if llama_only and convolves:
         return None
     if "expert" in names:
         return None if convolves else MIXTRAL
@@ -149,20 +149,20 @@ def subject(names: Combination) -> Subject | None:
     return LLAMA
 
 
-def layers(names: Combination) -> int:
-    """As many as stages need."""
+def layer_count(names: Combination) -> int:
+    """The number of layers that the stages need."""
     return 4 if "interleaved" in names else 2
 
 
-def schedule(names: Combination) -> str:
-    """The schedule of some features on their model."""
-    model = subject(names)
+def schedule_text(names: Combination) -> str:
+    """The text of a schedule with these features, for their model."""
+    model = model_for(names)
     assert model is not None, names
-    axes = dict.fromkeys(a for n in names for a in feature(n).mesh.split(", ") if a)
-    relaxed = sorted(feature(name).relaxes for name in names if feature(name).relaxes)
+    axes = dict.fromkeys(a for n in names for a in feature_named(n).mesh.split(", ") if a)
+    relaxed = sorted(feature_named(name).relaxes for name in names if feature_named(name).relaxes)
     head = f"mesh({', '.join(axes)})\n\n" if axes else ""
     relax = f" relax({', '.join(relaxed)})" if relaxed else ""
-    lines = [line for row in rows(model, names) for line in row.strip().splitlines()]
+    lines = [line for row in schedule_rows(model, names) for line in row.strip().splitlines()]
     text = "\n".join(f"  {line.strip()}" for line in lines)
     return f'schedule 1\n\n{head}step "all"{relax} {{\n{text}\n}}\n'
 
@@ -175,9 +175,9 @@ KERNELS = {
 }
 
 
-def rows(model: Subject, names: Combination) -> Iterator[str]:
-    """In the order in which a file has them."""
-    from tests.support.splits import splits
+def schedule_rows(model: Subject, names: Combination) -> Iterator[str]:
+    """Yield the rows of the features, in the order of a schedule."""
+    from tests.support.splits import split_rows
 
     trunk = model.trunk
     yield from (row.format(trunk=trunk) for name, row in KERNELS.items() if name in names)
@@ -187,7 +187,7 @@ def rows(model: Subject, names: Combination) -> Iterator[str]:
         yield f"{model.frozen} freeze()\n{trunk}.0 freeze()"
     if "cast" in names:
         yield f"{trunk}.* cast(bf16)"
-    yield from splits(model, names)
+    yield from split_rows(model, names)
     if "checkpoint" in names:
         yield f"{trunk}.* checkpoint()"
     if "rotor" in names:
@@ -195,7 +195,7 @@ def rows(model: Subject, names: Combination) -> Iterator[str]:
     if "coded" in names:
         yield f"{trunk}[-1] compress(activations, int8)"
     if "offload" in names:
-        # one block only: what is recomputed has nothing to be moved
+        # one block only: recomputed blocks store no activations to offload
         yield f"{trunk}[-1] offload(activations, to=cpu)"
     yield from _pipeline_and_data(trunk, names)
 
@@ -203,17 +203,17 @@ def rows(model: Subject, names: Combination) -> Iterator[str]:
 def _pipeline_and_data(trunk: str, names: Combination) -> Iterator[str]:
     if "peer" in names:
         yield f"{trunk}.0 offload(optimizer, to=peer, over=pp)"
-    piped = {"1F1B", "interleaved", "peer"} & set(names)
-    if piped:
+    has_pipeline = {"1F1B", "interleaved", "peer"} & set(names)
+    if has_pipeline:
         yield f"{trunk} pipeline_split(over=pp)"
-    over = data_axes(names)
+    axes_of_batch = data_axes(names)
     stage = next((name[-1] for name in names if name.startswith("zero")), "0")
-    if over:
-        axes = over[0] if len(over) == 1 else f"({', '.join(over)})"
+    if axes_of_batch:
+        axes = axes_of_batch[0] if len(axes_of_batch) == 1 else f"({', '.join(axes_of_batch)})"
         yield f"zero(stage={stage}, over={axes})"
     if "compress" in names:
         yield "compress(gradients, powersgd, rank=2, over=dp)"
-    if piped:
+    if has_pipeline:
         order = "Interleaved1F1B" if "interleaved" in names else "1F1B"
         yield f'pipeline(order="{order}", micro=2)'
 

@@ -1,4 +1,4 @@
-"""The page of the matrix, docs/support.md, and the same as JSON beside the tests' data."""
+"""The page of the support matrix, docs/support.md, and the same data as JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from collections import Counter
 from pathlib import Path
 
 from tests.support.cells import FAILED, NO_MODEL, REFUSED, VERIFIED, Cell
-from tests.support.features import NAMES, TRIPLES, Combination, combinations_of, ordered, together
+from tests.support.features import (
+    NAMES,
+    TRIPLES,
+    Combination,
+    can_combine,
+    combinations_of,
+    in_order,
+)
 
 ROOT = Path(__file__).parents[2]
 PAGE, DATA = ROOT / "docs" / "support.md", ROOT / "tests" / "data" / "support.json"
@@ -53,33 +60,36 @@ RELAXED = {"freeze", "compress", "tie", "coded", "cast"}
 Cells = dict[Combination, Cell]
 
 
-def read() -> Cells:
-    """The cells that are known."""
+def read_cells() -> Cells:
+    """The recorded cells."""
     if not DATA.exists():
         return {}
-    known = json.loads(DATA.read_text())
-    return {tuple(one["names"]): Cell(**{**one, "names": tuple(one["names"])}) for one in known}
+    records = json.loads(DATA.read_text())
+    return {
+        tuple(record["names"]): Cell(**{**record, "names": tuple(record["names"])})
+        for record in records
+    }
 
 
-def write(cells: Cells) -> None:
-    """Both files."""
-    told = [cells[names].plain() for names in combinations_of() if names in cells]
-    DATA.write_text("[\n" + ",\n".join(json.dumps(one) for one in told) + "\n]\n")
-    PAGE.write_text(page(cells))
+def write_files(cells: Cells) -> None:
+    """Write the JSON file and the page."""
+    records = [cells[names].plain() for names in combinations_of() if names in cells]
+    DATA.write_text("[\n" + ",\n".join(json.dumps(record) for record in records) + "\n]\n")
+    PAGE.write_text(page_text(cells))
 
 
-def page(cells: Cells) -> str:
-    """The whole page."""
+def page_text(cells: Cells) -> str:
+    """The text of the page."""
     return "\n".join([HEAD, _counts(cells), _pairs(cells), _triples(cells), _reasons(cells)])
 
 
-def _place(names: Combination) -> tuple[int, ...]:
+def _sort_key(names: Combination) -> tuple[int, ...]:
     return len(names), *map(NAMES.index, names)
 
 
-def mark(cells: Cells, names: Combination) -> str:
-    """A cell in a word."""
-    if not together(names):
+def cell_mark(cells: Cells, names: Combination) -> str:
+    """A cell as one word of the table."""
+    if not can_combine(names):
         return "–"
     if (cell := cells.get(names)) is None:
         return ""
@@ -89,20 +99,20 @@ def mark(cells: Cells, names: Combination) -> str:
 
 
 def _counts(cells: Cells) -> str:
-    run = [cell for cell in cells.values() if cell.status != NO_MODEL]
-    found = Counter(cell.status for cell in run)
-    told = ", ".join(f"{found[status]} {status}" for status in (VERIFIED, REFUSED, FAILED))
-    days = sorted({cell.day for cell in run})
-    when = days[0] if len(days) < 2 else f"{days[0]} to {days[-1]}"
-    return f"{len(run)} combinations, {when}: {told}.\n"
+    finished = [cell for cell in cells.values() if cell.status != NO_MODEL]
+    statuses = Counter(cell.status for cell in finished)
+    summary = ", ".join(f"{statuses[status]} {status}" for status in (VERIFIED, REFUSED, FAILED))
+    days = sorted({cell.day for cell in finished})
+    dates = days[0] if len(days) < 2 else f"{days[0]} to {days[-1]}"
+    return f"{len(finished)} combinations, {dates}: {summary}.\n"
 
 
 def _pairs(cells: Cells) -> str:
-    """A triangle: each pair once."""
+    """The triangle of pairs, each once."""
     lines = ["## Pairs\n", f"| | {' | '.join(NAMES)} |", "|---" * (len(NAMES) + 1) + "|"]
-    for place, name in enumerate(NAMES):
-        marks = [mark(cells, ordered({name, other})) for other in NAMES[: place + 1]]
-        marks += [""] * (len(NAMES) - place - 1)
+    for index, name in enumerate(NAMES):
+        marks = [cell_mark(cells, in_order({name, column})) for column in NAMES[: index + 1]]
+        marks += [""] * (len(NAMES) - index - 1)
         lines.append(f"| **{name}** | {' | '.join(marks)} |")
     return "\n".join(lines) + "\n"
 
@@ -110,11 +120,11 @@ def _pairs(cells: Cells) -> str:
 def _triples(cells: Cells) -> str:
     lines = ["## Triples\n", "| | model | ranks |  |", "|---|---|---|---|"]
     for triple in TRIPLES:
-        names: Combination = ordered(triple)
+        names: Combination = in_order(triple)
         cell = cells.get(names)
         ranks = _ranks(cell.text) if cell else ""
         model = cell.model if cell else ""
-        lines.append(f"| {' x '.join(names)} | {model} | {ranks} | {mark(cells, names)} |")
+        lines.append(f"| {' x '.join(names)} | {model} | {ranks} | {cell_mark(cells, names)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -124,16 +134,16 @@ def _ranks(text: str) -> int:
 
 
 def _reasons(cells: Cells) -> str:
-    """Texts of refusals, and what differs, each with those that it stands for."""
-    told: dict[str, list[Combination]] = {}
-    for names in sorted(cells, key=_place):
+    """The messages of refusals and differences, each with its combinations."""
+    reasons: dict[str, list[Combination]] = {}
+    for names in sorted(cells, key=_sort_key):
         if cells[names].status in (REFUSED, FAILED):
-            told.setdefault(_escaped(cells[names].why), []).append(names)
+            reasons.setdefault(_escape_cell(cells[names].why), []).append(names)
     lines = ["## Reasons\n"]
-    for why, which in told.items():
-        lines.append(f"* {'; '.join(' x '.join(names) for names in which)}: {why}")
+    for reason, combinations in reasons.items():
+        lines.append(f"* {'; '.join(' x '.join(names) for names in combinations)}: {reason}")
     return "\n".join(lines) + "\n"
 
 
-def _escaped(text: str) -> str:
+def _escape_cell(text: str) -> str:
     return text.replace("|", "/").replace("<", "(").replace(">", ")")

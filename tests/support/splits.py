@@ -1,10 +1,10 @@
-"""The rows that split tensors: of transformers' decoders, of Whisper, and of convolutions."""
+"""Rows that split tensors: for transformers' decoders, Whisper, and convolutions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.support.subjects import MIXTRAL, PICTURES, WHISPER, Subject
+from tests.support.matrix_models import MIXTRAL, PICTURES, WHISPER, Subject
 
 ATTENTION = """
   model.layers.*.self_attn.{q,k,v}_proj  shard(col, over=tp)
@@ -65,14 +65,14 @@ SOUND_GRID = f"""
 """
 
 
-def splits(model: Subject, names: tuple[str, ...]) -> Iterator[str]:
-    """Rows of `shard`, `grid`, `context_parallel` and `expert_parallel`."""
+def split_rows(model: Subject, names: tuple[str, ...]) -> Iterator[str]:
+    """Yield the rows of `shard`, `grid`, `context_parallel` and `expert_parallel`."""
     if model is PICTURES:
-        yield from (text for name, text in _pictures() if name in names)
+        yield from (text for name, text in _conv_rows() if name in names)
     elif model is WHISPER:
-        yield from _sound(names)
+        yield from _whisper_rows(names)
     else:
-        yield from _decoder(model, names)
+        yield from _decoder_rows(model, names)
     trunk = model.trunk
     if "ring" in names:
         yield f"{trunk}.*.self_attn  context_parallel(ring, over=cp, layout=zigzag)"
@@ -82,11 +82,11 @@ def splits(model: Subject, names: tuple[str, ...]) -> Iterator[str]:
         yield f"{trunk}.*.mlp.experts  expert_parallel(over=ep)"
 
 
-def _pictures() -> tuple[tuple[str, str], ...]:
+def _conv_rows() -> tuple[tuple[str, str], ...]:
     return ("channels", CHANNELS), ("spatial", SPATIAL)
 
 
-def _sound(names: tuple[str, ...]) -> Iterator[str]:
+def _whisper_rows(names: tuple[str, ...]) -> Iterator[str]:
     if "sequence" in names:
         yield SOUND_NORMS
         yield SOUND.replace("shard(row, ", "shard(row, output=S(seq), ")
@@ -101,22 +101,22 @@ def _sound(names: tuple[str, ...]) -> Iterator[str]:
         yield SOUND_SPATIAL
 
 
-def _decoder(model: Subject, names: tuple[str, ...]) -> Iterator[str]:
+def _decoder_rows(model: Subject, names: tuple[str, ...]) -> Iterator[str]:
     dense = model is not MIXTRAL
     if "sequence" in names:
         yield NORMS
-        out = "shard(row, output=S(seq), "
-        both = ATTENTION + (MLP if dense and "grid" not in names else "")
-        yield both.replace("shard(row, ", out)
+        sharded_row = "shard(row, output=S(seq), "
+        rows = ATTENTION + (MLP if dense and "grid" not in names else "")
+        yield rows.replace("shard(row, ", sharded_row)
         yield LAST
     elif "tensor" in names:
         yield ATTENTION + (MLP if dense and "grid" not in names else "")
     if "grid" in names:
-        yield from _grid(names, dense)
+        yield from _grid_rows(names, dense)
 
 
-def _grid(names: tuple[str, ...], dense: bool) -> Iterator[str]:
-    """Everything that nothing else has split, from the embedding to the head."""
+def _grid_rows(names: tuple[str, ...], dense: bool) -> Iterator[str]:
+    """Yield `grid` rows for everything that no other row has split."""
     yield GRID
     if {"tensor", "sequence"} & set(names):
         yield "model.layers.*.self_attn  shard(input=R, output=S(-1), over=c)"

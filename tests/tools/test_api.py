@@ -1,4 +1,4 @@
-"""Tests of the public names: the example of the README, and verification from Python."""
+"""Public names of schedlang: the README's example, `verify` and `assert_equivalent` from Python."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Block(nn.Module):
-    """A pair of layers beside a shortcut."""
+    """Two linear layers with a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,8 @@ def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return (output - batch["x"].sum(-1, keepdim=True).sin()).square().mean()
 
 
-def _schedule(model: nn.Module, tp: int) -> Schedule:
+def _build_schedule(model: nn.Module, tp: int) -> Schedule:
+    """A tensor-parallel schedule of the model."""
     sch = schedlang.create_schedule(model)
     sch.mesh(tp=tp)
     with sch.step("tensor parallel"):
@@ -58,7 +59,7 @@ def _schedule(model: nn.Module, tp: int) -> Schedule:
 
 
 def test_import_costs_no_torch() -> None:
-    """`import schedlang` imports none of its own modules; all names of `__all__` are there."""
+    """`import schedlang` imports no heavy module; all names of `__all__` exist."""
     code = (
         "import sys, schedlang\n"
         "heavy = {'torch', 'numpy', 'lark', 'schedlang.diagnostics.diagnostic'}\n"
@@ -66,17 +67,17 @@ def test_import_costs_no_torch() -> None:
         "assert all(getattr(schedlang, name) is not None for name in schedlang.__all__)\n"
         "assert set(schedlang.__all__) <= set(dir(schedlang))\n"
     )
-    done = forks.anew("-c", code, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    result = forks.run_interpreter("-c", code, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
     with pytest.raises(AttributeError, match="has no `nonsense`"):
         _ = schedlang.nonsense
 
 
 def test_the_example() -> None:
-    """What the README shows, in its order: rows, plan, undo, why, text, build, train."""
+    """The README's steps work in order: rows, plan, undo, why, text, build, train."""
     model = Net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    sch = _schedule(model, tp=1)
+    sch = _build_schedule(model, tp=1)
     plan = sch.plan()
     assert [action.name for action in plan.actions] == ["shard", "shard"]
     assert "blocks.1.up" in sch.why("blocks.1.up")
@@ -99,7 +100,8 @@ def test_the_example() -> None:
 
 
 def test_verify() -> None:
-    """A sound schedule passes; batches come from a function, models and losses from closures."""
+    """A correct schedule passes; batches may come from a function, models and losses from
+    closures."""
 
     class Local(Net):
         pass
@@ -107,41 +109,43 @@ def test_verify() -> None:
     def shifted(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return loss(output, batch) + 1.0
 
-    sch = _schedule(Local(), tp=2)
+    sch = _build_schedule(Local(), tp=2)
     report = schedlang.verify(sch, batch=batch, loss=shifted, dtype="none")
     assert isinstance(report, schedlang.Report) and report.ok, str(report)
     assert report.worst is not None and report.worst.error < 1e-12
 
 
 def test_verify_with_one_batch() -> None:
-    """One dict serves every step; the report says what was derived, and what is left out."""
-    schedlang.assert_equivalent(_schedule(Net(), tp=2), batch=batch(), loss=loss, dtype="none")
-    report = schedlang.verify(_schedule(Net(), tp=1), batch=batch(), loss=loss, dtype="none")
+    """One dict serves every step; the report says what was derived and what is not covered."""
+    schedlang.assert_equivalent(
+        _build_schedule(Net(), tp=2), batch=batch(), loss=loss, dtype="none"
+    )
+    report = schedlang.verify(_build_schedule(Net(), tp=1), batch=batch(), loss=loss, dtype="none")
     assert report.ok and dict(report.facts)["derived"] == "another number of rows"
     assert any(gap.condition == "one length only" for gap in report.gaps)
     assert {row.step for row in report.rows if row.kind == "gradients"} >= {0, 1, 2}
 
 
 def test_a_difference_is_an_assertion_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`assert_equivalent` shows the whole report."""
-    bad = Row("SGD", "gradients", "head.weight", 0.5, 1e-9, False)
-    found = schedlang.Report((bad,), title="Net")
-    monkeypatch.setattr(equivalence, "verify", lambda sch, **options: found)
+    """`assert_equivalent` shows the report in its error."""
+    row = Row("SGD", "gradients", "head.weight", 0.5, 1e-9, False)
+    report = schedlang.Report((row,), title="Net")
+    monkeypatch.setattr(equivalence, "verify", lambda sch, **options: report)
     with pytest.raises(AssertionError, match=r"head\.weight") as caught:
-        schedlang.assert_equivalent(_schedule(Net(), tp=1), batch=batch(), loss=loss)
+        schedlang.assert_equivalent(_build_schedule(Net(), tp=1), batch=batch(), loss=loss)
     assert "FAIL" in str(caught.value)
 
 
 @pytest.mark.parametrize("wrong", [3, lambda seed: [seed]])
 def test_batches_that_are_none(wrong: object) -> None:
-    """A batch that is no dict is refused before any rank starts."""
+    """A batch that is not a dict is refused before any rank starts."""
     with pytest.raises(schedlang.Refusal, match="not a dict"):
-        schedlang.verify(_schedule(Net(), tp=2), batch=wrong, loss=loss)
+        schedlang.verify(_build_schedule(Net(), tp=2), batch=wrong, loss=loss)
 
 
 def test_models_without_values_are_refused() -> None:
-    """A model on the meta device can be planned, and not compared."""
+    """A model on the meta device can be planned, but not verified."""
     with torch.device("meta"):
-        sch = _schedule(Net(), tp=2)
+        sch = _build_schedule(Net(), tp=2)
     with pytest.raises(schedlang.Refusal, match="meta device"):
         schedlang.verify(sch, batch=batch, loss=loss)

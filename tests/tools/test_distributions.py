@@ -1,4 +1,4 @@
-"""What is built to be installed has every file of the package, and works without the checkout."""
+"""The source distribution and the wheel: complete, and working outside of the checkout."""
 
 from __future__ import annotations
 
@@ -21,65 +21,65 @@ FOLDERS = {
 BUILD = "import sys; from setuptools import build_meta as b; b.{what}(sys.argv[1])"
 
 
-def _tracked(*folders: str) -> list[str]:
-    """The files of some folders, or of all."""
-    done = subprocess.run(
+def _tracked_files(*folders: str) -> list[str]:
+    """The files that git tracks, of some folders or of all."""
+    result = subprocess.run(
         ["git", "ls-files", *folders], cwd=ROOT, check=True, capture_output=True, text=True
     )
-    return done.stdout.split()
+    return result.stdout.split()
 
 
-def _built(what: str, source: Path, into: Path) -> Path:
-    """The one file that setuptools makes of a source tree."""
-    into.mkdir()
-    code = BUILD.format(what=what)
+def _build_distribution(kind: str, source: Path, output: Path) -> Path:
+    """The distribution that setuptools builds from a source tree."""
+    output.mkdir()
+    code = BUILD.format(what=kind)
     subprocess.run(
-        [sys.executable, "-c", code, str(into)], cwd=source, check=True, capture_output=True
+        [sys.executable, "-c", code, str(output)], cwd=source, check=True, capture_output=True
     )
-    (made,) = into.iterdir()
-    return made
+    (built,) = output.iterdir()
+    return built
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that is built from the source distribution of the files that git knows."""
+    """The wheel built from the source distribution of the tracked files."""
     pytest.importorskip("setuptools", minversion="77")
-    room = tmp_path_factory.mktemp("distributions")
-    for name in _tracked():
-        (room / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, room / "tree" / name, follow_symlinks=False)
-    source = _built("build_sdist", room / "tree", room / "sdist")
+    folder = tmp_path_factory.mktemp("distributions")
+    for name in _tracked_files():
+        (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / "tree" / name, follow_symlinks=False)
+    source = _build_distribution("build_sdist", folder / "tree", folder / "sdist")
     with tarfile.open(source) as archive:
-        safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # from 3.11.4 on
-        archive.extractall(room / "source", **safely)
-    (unpacked,) = (room / "source").iterdir()
-    return _built("build_wheel", unpacked, room / "wheel")
+        options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # from 3.11.4 on
+        archive.extractall(folder / "source", **options)
+    (unpacked,) = (folder / "source").iterdir()
+    return _build_distribution("build_wheel", unpacked, folder / "wheel")
 
 
 def test_every_file_of_the_package_is_there(wheel: Path) -> None:
-    """A folder that pyproject.toml does not list, or a kind of file, would be left out."""
+    """The wheel has every tracked file of the package."""
     links = {"schedlang/passes", "schedlang/primitives"}
-    there = set()
-    for name in {*_tracked(*FOLDERS)} - links:
+    expected = set()
+    for name in {*_tracked_files(*FOLDERS)} - links:
         folder, _, rest = name.partition("/")
-        there.add(f"{FOLDERS[folder]}/{rest}")
-    inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert inside == there, sorted(inside ^ there)
+        expected.add(f"{FOLDERS[folder]}/{rest}")
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert packed == expected, sorted(packed ^ expected)
 
 
 def test_it_works_elsewhere(wheel: Path, tmp_path: Path) -> None:
-    """Unpacked, and away from the checkout: a schedule is checked and a message explained."""
+    """The unpacked wheel checks a schedule and explains a code, outside of the checkout."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
     (tmp_path / "x.sched").write_text("schedule 1\n\nmesh(tp=2)\n\nlayers.*  shard(col, over=tp)\n")
     environ = os.environ | {"PYTHONPATH": str(tmp_path / "installed")}
-    for words, said in ((["check", "x.sched"], "holds"), (["explain", "S405"], "S405")):
-        done = subprocess.run(
-            [sys.executable, "-m", "schedlang", *words],
+    for args, expected in ((["check", "x.sched"], "holds"), (["explain", "S405"], "S405")):
+        result = subprocess.run(
+            [sys.executable, "-m", "schedlang", *args],
             cwd=tmp_path,
             env=environ,
             capture_output=True,
             text=True,
             check=False,
         )
-        assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
+        assert result.returncode == 0 and expected in result.stdout, result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""Completion, hover, definitions and colours, on texts that are still being written."""
+"""Editor support: completion, hover, definitions and colours, on incomplete texts too."""
 
 import json
 from importlib.metadata import entry_points
@@ -24,12 +24,13 @@ STEP = HEAD + 'step "s" {\n'
 def node(
     path: str, kind: str, *children: dict[str, object], **shapes: list[int]
 ) -> dict[str, object]:
-    """A module as `tree --json` tells it."""
+    """A module in the form of `tree --json`."""
     tensors = [{"name": name, "dtype": "float32", "shape": shape} for name, shape in shapes.items()]
     return {"path": path, "class": kind, "parameters": 0, "tensors": tensors, "children": children}
 
 
 def layer(i: int) -> dict[str, object]:
+    """A block with attention and an MLP, as in `tree --json`."""
     up, down = (node(f"h.{i}.mlp.{n}", "Linear", weight=[4, 8]) for n in ("up", "down"))
     return node(f"h.{i}", "Block", node(f"h.{i}.attn", "Attn"), node(f"h.{i}.mlp", "MLP", up, down))
 
@@ -37,8 +38,8 @@ def layer(i: int) -> dict[str, object]:
 MODEL = Outline(node("", "M", node("wte", "Embedding"), node("h", "List", layer(0), layer(1))))
 
 
-def offered(text: str) -> list[str]:
-    """What is offered at the bar."""
+def offers_at(text: str) -> list[str]:
+    """The completions at the `|` in a text."""
     before, after = text.split("|")
     return [offer.text for offer in complete_at(before + after, len(before), MODEL)]
 
@@ -60,28 +61,28 @@ def offered(text: str) -> list[str]:
     ],
 )
 def test_what_may_stand_here(text: str, wanted: list[str]) -> None:
-    """Exactly the names that have a meaning at the place stand first."""
-    assert offered(text)[: len(wanted)] == wanted
+    """The names that are legal at the position come first, and no others but verbs."""
+    assert offers_at(text)[: len(wanted)] == wanted
     if not text.endswith(("{ |", "(|", "require |")):
-        assert [one for one in offered(text) if one not in colours.verbs()] == wanted
+        assert [offer for offer in offers_at(text) if offer not in colours.verbs()] == wanted
 
 
 def test_verbs_follow_a_selector() -> None:
-    """After a selector come the verbs, and no modules; inside a call they do not."""
-    assert offered(STEP + "  h.*.mlp  |") == list(colours.verbs())
-    assert "shard" not in offered(STEP + "  wte  shard(|")
-    assert {"col", "row", "over=", "blocks="} <= set(offered(STEP + "  wte  shard(|"))
-    assert "over=" not in offered(STEP + "  wte  shard(over=tp, |")
+    """After a selector primitives are offered; inside a call, its arguments."""
+    assert offers_at(STEP + "  h.*.mlp  |") == list(colours.verbs())
+    assert "shard" not in offers_at(STEP + "  wte  shard(|")
+    assert {"col", "row", "over=", "blocks="} <= set(offers_at(STEP + "  wte  shard(|"))
+    assert "over=" not in offers_at(STEP + "  wte  shard(over=tp, |")
 
 
 def test_unknown_paths_offer_nothing() -> None:
-    """A selector that matches nothing is followed by nothing, and is no error."""
-    assert offered(STEP + "  nothing.here.|") == []
+    """A selector that matches nothing offers nothing, without an error."""
+    assert offers_at(STEP + "  nothing.here.|") == []
     assert [offer.text for offer in complete_at(STEP + "  h.", len(STEP) + 4, None)] == []
 
 
 def test_hover() -> None:
-    """A verb's manual; a selector's modules with shapes; a name's declaration; the plan's words."""
+    """Hover shows a verb's manual, a selector's modules, a name's declaration, the plan's facts."""
 
     def shown(text: str, *rows: dict[str, object]) -> str:
         before, after = text.split("|")
@@ -94,22 +95,25 @@ def test_hover() -> None:
         "collectives": [{"count": 2, "kind": "all-reduce", "axes": ["tp"], "what": "output"}],
     }
     assert "over=axis" in shown(STEP + "  wte  sha|rd(col, over=tp)")
-    found = shown(STEP + "  at h.* {\n  mlp.u|p  shard(col, over=tp)", row)
-    assert "2 modules" in found and "`h.1.mlp.up`: Linear, weight float32[4, 8]" in found
-    assert "`f32[4@tp, 8]`; 2 all-reduce over tp (output)" in found
+    hover = shown(STEP + "  at h.* {\n  mlp.u|p  shard(col, over=tp)", row)
+    assert "2 modules" in hover and "`h.1.mlp.up`: Linear, weight float32[4, 8]" in hover
+    assert "`f32[4@tp, 8]`; 2 all-reduce over tp (output)" in hover
     assert "knob tp: int = 2" in shown(STEP + "  wte  shard(col, over=t|p)")
     assert shown(STEP + "  # noth|ing") == ""
 
 
 def test_definitions(tmp_path: Path) -> None:
-    """Names lead to their declarations, dotted ones into the file that is used."""
+    """Names lead to their declarations, dotted ones to the used file."""
     (tmp_path / "lib.sched").write_text("schedule 1\n\ndef block(over: axis) {\n}\n")
-    here = tmp_path / "a.sched"
+    file = tmp_path / "a.sched"
 
     def target(text: str) -> tuple[str, str] | None:
         before, after = text.split("|")
-        found = find_definition(before + after, len(before), here)
-        return found and (found.file.name if found.file else "", found.text[found.offset :][:5])
+        definition = find_definition(before + after, len(before), file)
+        return definition and (
+            definition.file.name if definition.file else "",
+            definition.text[definition.offset :][:5],
+        )
 
     assert target(STEP + "  wte  shard(col, over=t|p)") == ("", "tp: i")
     assert target(STEP + "  wte  fuse(a|ct)") == ("", "act(x")
@@ -120,24 +124,24 @@ def test_definitions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", SCHEDULES, ids=lambda file: f"{file.parent.name}-{file.stem}")
 def test_colours_lose_nothing(file: Path) -> None:
-    """Every character of every example has a colour, and the text comes out as it went in."""
+    """The lexer covers every character of every example, without errors."""
     text = file.read_text()
-    found = list(SchedLexer().get_tokens(text))
-    assert "".join(piece for _, piece in found) == text
-    assert [piece for kind, piece in found if kind is Error] == []
+    tokens = list(SchedLexer().get_tokens(text))
+    assert "".join(text_piece for _, text_piece in tokens) == text
+    assert [text_piece for kind, text_piece in tokens if kind is Error] == []
 
 
 def test_pygments_finds_it() -> None:
-    """The package tells Pygments, and all that use it, of the language."""
-    (found,) = entry_points(group="pygments.lexers", name="sched")
-    assert found.load() is SchedLexer and {"sched", "schedlang"} <= set(SchedLexer.aliases)
+    """Pygments finds the lexer by the package's entry point."""
+    (entry_point,) = entry_points(group="pygments.lexers", name="sched")
+    assert entry_point.load() is SchedLexer and {"sched", "schedlang"} <= set(SchedLexer.aliases)
 
 
 def test_words_are_what_they_stand_for() -> None:
-    """A keyword is one only where it stands alone: a module or an argument may have its name."""
+    """A keyword is one only in its position; modules and arguments may have the same name."""
     text = 'step "a" {\n  a.step.b:Linear  shard(S(out), at=tp)  # h\n}\nknob x: int = 4GiB\n'
-    found = [
-        (str(kind).removeprefix("Token."), piece) for kind, piece in SchedLexer().get_tokens(text)
+    tokens = [
+        (str(kind).removeprefix("Token."), part) for kind, part in SchedLexer().get_tokens(text)
     ]
     for pair in [
         ("Keyword.Declaration", "step"),
@@ -149,17 +153,17 @@ def test_words_are_what_they_stand_for() -> None:
         ("Keyword.Type", "int"),
         ("Literal", "4GiB"),
     ]:
-        assert pair in found, pair
+        assert pair in tokens, pair
 
 
 def test_the_grammar_of_editors_is_the_language() -> None:
-    """The extension's TextMate grammar is the one made from the language's own grammar."""
-    kept = ROOT / "editors" / "vscode" / "syntaxes" / "sched.tmLanguage.json"
-    assert kept.read_text() == colours.textmate_json(), (
-        "python -m schedlang.editors.rules > " + str(kept)
+    """The extension's TextMate grammar is the one generated from the language's."""
+    grammar = ROOT / "editors" / "vscode" / "syntaxes" / "sched.tmLanguage.json"
+    assert grammar.read_text() == colours.textmate_json(), (
+        "python -m schedlang.editors.rules > " + str(grammar)
     )
     assert {kind for _, kind in rules()} == set(colours.SCOPES)
     package = json.loads((ROOT / "editors" / "vscode" / "package.json").read_text())
-    named = [package["main"], *(g["path"] for g in package["contributes"]["grammars"])]
-    named += [one["configuration"] for one in package["contributes"]["languages"]]
-    assert all((ROOT / "editors" / "vscode" / name).is_file() for name in named)
+    paths = [package["main"], *(g["path"] for g in package["contributes"]["grammars"])]
+    paths += [language["configuration"] for language in package["contributes"]["languages"]]
+    assert all((ROOT / "editors" / "vscode" / name).is_file() for name in paths)

@@ -1,4 +1,4 @@
-"""Python as the first way in: what is printed is short, and helps are spelled in Python."""
+"""The Python interface: reprs, notebook views, helps spelled in Python, mistakes in calls."""
 
 from __future__ import annotations
 
@@ -39,17 +39,19 @@ class Net(nn.Module):
 
 
 def batch(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Six rows of random inputs."""
     return {"x": torch.randn(6, 8, generator=torch.Generator().manual_seed(seed))}
 
 
 @pytest.fixture
 def sch() -> Schedule:
-    made = schedlang.create_schedule(Net())
-    made.mesh(tp=2)
-    return made
+    schedule = schedlang.create_schedule(Net())
+    schedule.mesh(tp=2)
+    return schedule
 
 
-def both(sch: Schedule) -> None:
+def shard_both(sch: Schedule) -> None:
+    """Shard both projections of every block."""
     sch["blocks.*.up"].shard("col", over="tp")
     sch["blocks.*.down"].shard("row", over="tp")
 
@@ -58,15 +60,15 @@ def both(sch: Schedule) -> None:
 
 
 def test_verify_verifies(sch: Schedule) -> None:
-    """`sch.verify(batch=...)` is the report of `schedlang.verify`; a wrong schedule would fail."""
-    both(sch)
+    """`sch.verify(batch=...)` gives the report of `schedlang.verify`, and adds no row."""
+    shard_both(sch)
     report = sch.verify(batch=batch, dtype="none")
     assert isinstance(report, schedlang.Report) and report.ok and len(report.rows) > 20
     assert not any(action.name == "verify" for action in sch.plan().actions)
 
 
 def test_a_verify_row_is_added_by_its_name(sch: Schedule) -> None:
-    """`row` adds what stands in a file, of any verb, on the schedule, a scope and a path."""
+    """`row` adds a row of any primitive, on the schedule, a scope or a path."""
     sch.row("verify", "forward", "backward")
     sch["blocks[1:]"].row("checkpoint")
     with sch.at("blocks.0") as scope:
@@ -77,12 +79,12 @@ def test_a_verify_row_is_added_by_its_name(sch: Schedule) -> None:
 
 @pytest.mark.parametrize("call", ["sch.verify()", "sch.verify('forward')"])
 def test_verify_without_a_batch_says_what_it_needs(sch: Schedule, call: str) -> None:
-    """What once added a row in silence is refused, with both ways to go on."""
+    """`sch.verify()` without a batch is refused, with both ways to go on."""
     with pytest.raises(Refusal) as caught:
         eval(call)
-    said = caught.value.render()
-    assert "sch.verify(batch=batch)" in said and 'sch.row("verify"' in said
-    assert "loss=loss" in said  # Python as it is stays as it is
+    message = caught.value.render()
+    assert "sch.verify(batch=batch)" in message and 'sch.row("verify"' in message
+    assert "loss=loss" in message  # Python as it is stays as it is
     assert not sch.plan().actions
 
 
@@ -90,8 +92,8 @@ def test_verify_without_a_batch_says_what_it_needs(sch: Schedule, call: str) -> 
 
 
 def test_reprs_are_short(sch: Schedule) -> None:
-    """One line each, which says of what, where and how much."""
-    both(sch)
+    """Each repr is one line with the model, the mesh and the number of rows."""
+    shard_both(sch)
     with sch.step("less memory"):
         sch["blocks.*"].checkpoint()
     assert repr(sch) == "<Schedule for Net on tp=2: 3 rows in 1 step>"
@@ -107,12 +109,12 @@ def test_reprs_are_short(sch: Schedule) -> None:
 
 
 def test_a_printed_plan_is_that_of_the_verb(sch: Schedule, tmp_path: Path) -> None:
-    """`print(sch.plan())` has the table and the memory that `schedlang plan` prints."""
+    """`print(sch.plan())` has the table and the memory of `schedlang plan`."""
     from typer.testing import CliRunner
 
     from schedlang.cli import app
 
-    both(sch)
+    shard_both(sch)
     (tmp_path / "a.sched").write_text(sch.to_sched())
     code = Path(__file__).read_text()
     (tmp_path / "model.py").write_text(f"{code}\n\ndef model():\n    return Net()\n\ndel batch\n")
@@ -130,7 +132,7 @@ def test_a_printed_plan_is_that_of_the_verb(sch: Schedule, tmp_path: Path) -> No
 
 
 def test_a_printed_program_has_no_weights() -> None:
-    """Before and after it is built: one line, of any model."""
+    """A program prints as one line, before and after it is built."""
     sch = schedlang.create_schedule(Net())
     program: Any = sch.build()
     assert "sch.build(batch=batch, ...)" in repr(program) and len(repr(program)) < 120
@@ -139,22 +141,22 @@ def test_a_printed_program_has_no_weights() -> None:
 
 
 def test_notebooks_show_pictures(sch: Schedule) -> None:
-    """A plan and a schedule are shown as the picture of the plan, a report as its table."""
-    both(sch)
+    """Notebooks show a plan and a schedule as a picture, and a report as a table."""
+    shard_both(sch)
     assert sch.plan()._repr_html_().startswith("<svg")
     assert sch._repr_html_() == sch.plan()._repr_html_()
     report = sch.verify(batch=batch, dtype="none")
-    shown, printed = report._repr_html_(), str(report)
-    assert "PASS" in shown and "PASS" in printed and "gradients" in shown
+    page, printed = report._repr_html_(), str(report)
+    assert "PASS" in page and "PASS" in printed and "gradients" in page
     assert repr(report).startswith("<Report") and "\n" not in repr(report)
-    assert html_parses(shown)
+    assert is_valid_html(page)
 
 
 def test_a_notebook_shows_what_a_cursor_selects(sch: Schedule) -> None:
-    """Its modules with the rows that act on them; many are counted; a wrong path says why."""
-    both(sch)
-    shown = sch["blocks.*.up"]._repr_html_()
-    rows = re.findall("<tr>(.*?)</tr>", shown)
+    """A cursor shows its modules and their rows, at most twenty; a wrong path says why."""
+    shard_both(sch)
+    page = sch["blocks.*.up"]._repr_html_()
+    rows = re.findall("<tr>(.*?)</tr>", page)
     assert len(rows) == 4 and "rows that act on it" in rows[0]
     assert "blocks.1.up" in rows[2] and "Linear" in rows[2] and "style=col" in rows[2]
     assert "<tr>" not in sch["blocks.7"]._repr_html_()
@@ -162,27 +164,27 @@ def test_a_notebook_shows_what_a_cursor_selects(sch: Schedule) -> None:
     many = schedlang.create_schedule(nn.Sequential(*(nn.Linear(2, 2) for _ in range(30))))
     assert "and 10 more" in many["*"]._repr_html_()
     assert str(sch["blocks.*.up"]) == repr(sch["blocks.*.up"])
-    for one in (shown, sch["blocks.7"]._repr_html_(), many["*"]._repr_html_()):
-        assert html_parses(one) and len(one) < 4000
+    for page_part in (page, sch["blocks.7"]._repr_html_(), many["*"]._repr_html_()):
+        assert is_valid_html(page_part) and len(page_part) < 4000
 
 
 def test_a_notebook_shows_a_program() -> None:
-    """As a few facts, before and after its first batch, and no weight of it."""
+    """A program shows a few facts, before and after its first batch, and no weights."""
     program: Any = schedlang.create_schedule(Net()).build()
     assert "sch.build(batch=batch, ...)" in html.unescape(program._repr_html_())
-    assert html_parses(program._repr_html_())
+    assert is_valid_html(program._repr_html_())
     program.train_step(batch())
-    shown = program._repr_html_()
-    assert html_parses(shown) and len(shown) < 400
-    for name, said in (("parameters here", "636"), ("optimizer", "no optimizer"), ("step", "1")):
-        assert f"<th>{name}</th><td>{said}</td>" in shown
-    assert "Program of Net" in shown and "microbatches" not in shown
+    page = program._repr_html_()
+    assert is_valid_html(page) and len(page) < 400
+    for name, value in (("parameters here", "636"), ("optimizer", "no optimizer"), ("step", "1")):
+        assert f"<th>{name}</th><td>{value}</td>" in page
+    assert "Program of Net" in page and "microbatches" not in page
 
 
-def html_parses(text: str) -> bool:
-    """Every tag is closed, in order, and names of Python stand escaped."""
-    plain = re.sub("<(br|meta)[^>]*>", "", text)
-    return ElementTree.fromstring(f"<body>{plain}</body>").tag == "body"
+def is_valid_html(text: str) -> bool:
+    """Whether every tag is closed in order, and names are escaped."""
+    closed = re.sub("<(br|meta)[^>]*>", "", text)
+    return ElementTree.fromstring(f"<body>{closed}</body>").tag == "body"
 
 
 # -- what is said in Python's words -----------------------------------------------------------
@@ -207,7 +209,7 @@ def html_parses(text: str) -> bool:
         ("`expect bubble < 0.2`", '`sch.expect("bubble < 0.2")`'),
         ("`verify(forward)`", '`sch.row("verify", "forward")`'),
         ("`--mesh dp=2,tp=1`, `--knob n=3`", "`sch.mesh(dp=2, tp=1)`, `sch.set(n=3)`"),
-        # what is Python already, or a command, or a name, stays
+        # Python, commands and names are not changed
         ("`sch.build(batch=batch, ...)`", "`sch.build(batch=batch, ...)`"),
         ("`loss(output, batch)`, `loss=loss`", "`loss(output, batch)`, `loss=loss`"),
         ("`schedlang init model.py`", "`schedlang init model.py`"),
@@ -216,12 +218,12 @@ def html_parses(text: str) -> bool:
     ],
 )
 def test_spelled(schedule: str, python: str) -> None:
-    """Rows become calls, and only rows."""
+    """Rows in helps become Python calls; other text does not change."""
     assert spell_in_python(schedule) == python
 
 
 def test_a_file_is_answered_in_its_own_words(sch: Schedule, tmp_path: Path) -> None:
-    """The same mistake: helped in Python where Python asked, in a schedule where a file did."""
+    """The same mistake is answered in Python for a call, and as a row for a file."""
     with pytest.raises(Refusal) as caught:
         sch["blocks.*.up"].shard("col")
     assert 'for example `sch["mlp.up"].shard("col", over="tp")`' in caught.value.render()
@@ -233,7 +235,7 @@ def test_a_file_is_answered_in_its_own_words(sch: Schedule, tmp_path: Path) -> N
 
 
 def test_what_is_offered_in_python_is_legal(sch: Schedule) -> None:
-    """The step that a refusal offers can be typed as it stands."""
+    """The step that a refusal offers runs as it is written."""
     with pytest.raises(Refusal) as caught:
         sch.cast("bf16")
     offered = 'with sch.step("...", relax="dtype"):'
@@ -243,20 +245,20 @@ def test_what_is_offered_in_python_is_legal(sch: Schedule) -> None:
 
 
 def test_nothing_is_framed_where_there_are_no_lines(sch: Schedule) -> None:
-    """In a prompt whose lines Python does not keep there is no place, and all is said in notes."""
-    for name, shown in (("<stdin>", False), ("<string>", True)):
+    """At a prompt whose source is unknown, a message has no frame, only notes."""
+    for name, has_frame in (("<stdin>", False), ("<string>", True)):
         linecache.cache.pop(name, None)
         with pytest.raises(Refusal) as caught:
             exec(compile('sch["blocks.*.wrong"].modules', name, "exec"), {"sch": sch})
-        said = caught.value.render()
-        assert (f"--> {name}:1:1" in said) is shown
-        assert " |" not in said
-        assert "has no child `wrong`" in said
+        message = caught.value.render()
+        assert (f"--> {name}:1:1" in message) is has_frame
+        assert " |" not in message
+        assert "has no child `wrong`" in message
 
 
 @pytest.mark.parametrize(("call", "meant"), [("sch.pln()", "plan"), ("sch.undoo()", "undo")])
 def test_a_method_that_was_meant(sch: Schedule, call: str, meant: str) -> None:
-    """What is no verb may be one of the schedule's own methods, misspelled."""
+    """A misspelt method of the schedule is refused with the similar name."""
     with pytest.raises(Refusal) as caught:
         eval(call)
     assert f"did you mean `sch.{meant}`?" in caught.value.render()
@@ -266,7 +268,7 @@ def test_a_method_that_was_meant(sch: Schedule, call: str, meant: str) -> None:
 
 
 def test_other_places_are_named_without_their_lines(sch: Schedule) -> None:
-    """A second place that cannot be shown is told with its file and line."""
+    """A second place without source is named by file and line."""
     code = 'sch["blocks.0"].checkpoint()\nsch["blocks.0.up"].shard("col", over="tp")\n'
     with pytest.raises(Refusal) as caught:
         exec(compile(code, "<string>", "exec"), {"sch": sch})
@@ -277,7 +279,7 @@ def test_other_places_are_named_without_their_lines(sch: Schedule) -> None:
 
 
 def test_paths_are_chained(sch: Schedule) -> None:
-    """Names go on, numbers and slices pick; what is recorded is one path."""
+    """Indexing a cursor extends its path with names, numbers and slices."""
     assert sch["blocks"]["0"].modules == sch["blocks"][0].modules == ("blocks.0",)
     assert sch["blocks"][1]["up"].modules == ("blocks.1.up",)
     assert sch["blocks"][-1].modules == ("blocks.2",)
@@ -285,34 +287,34 @@ def test_paths_are_chained(sch: Schedule) -> None:
     assert sch["blocks"][::2].modules == ("blocks.0", "blocks.2")
     sch["blocks"][:2]["up"].shard("col", over="tp")
     assert "blocks[:2].up  shard(col, over=tp)" in sch.to_sched()
-    for wrong in (
+    for access in (
         lambda: sch["blocks"][:2][0],
         lambda: sch.blocks[0],
         lambda: sch["blocks"][9].modules,
     ):
         with pytest.raises(Refusal):
-            wrong()
+            access()
 
 
 def test_undo_takes_back_several(sch: Schedule) -> None:
-    """`undo(2)` takes two rows back, and an empty step with its last; too many are all."""
+    """`undo(2)` removes two rows, and a step that becomes empty; a too large number removes all."""
     empty = sch.to_sched()
-    both(sch)
-    one = sch.to_sched()
+    shard_both(sch)
+    before_step = sch.to_sched()
     with sch.step("last"):
         sch["blocks.0"].checkpoint()
         sch["blocks.1"].checkpoint()
     sch.undo(2)
-    assert sch.to_sched() == one
+    assert sch.to_sched() == before_step
     sch.undo()
     assert len(sch.plan().actions) == 1
     sch.undo(9)
     assert "shard" not in sch.to_sched()
-    assert empty != one
+    assert empty != before_step
 
 
 def test_plain_texts_do(sch: Schedule) -> None:
-    """One name needs no tuple; `axis=` is what torch calls `over=`; sizes may have units."""
+    """One name needs no tuple; `axis=` is accepted for `over=`; sizes may have units."""
     with sch.step("a", relax="dtype"):
         sch.cast("bf16")
     assert sch.plan().relaxed == (("a", ("dtype",)),)
@@ -324,7 +326,7 @@ def test_plain_texts_do(sch: Schedule) -> None:
 
 
 def test_a_program_knows_its_place() -> None:
-    """Before its first batch and after it; a wrong axis is refused with the mesh."""
+    """`rank_of` works before and after the first batch; an unknown axis is refused."""
     sch = schedlang.create_schedule(Net())
     sch.mesh(dp=1)
     sch.zero(stage=1, over="dp")
@@ -335,27 +337,27 @@ def test_a_program_knows_its_place() -> None:
 
 
 def test_no_optimizer_before_the_first_batch() -> None:
-    """What an LR scheduler asks for says that `batch=` is what it lacks."""
+    """An LR scheduler before the first batch is refused; the message asks for `batch=`."""
     sch = schedlang.create_schedule(Net())
     program: Any = sch.build(optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
     with pytest.raises(Refusal) as caught:
         torch.optim.lr_scheduler.StepLR(program.optimizer, 1)
-    said = caught.value.render()
-    assert "sch.build(batch=batch, ...)" in said and "LR scheduler" in said
+    message = caught.value.render()
+    assert "sch.build(batch=batch, ...)" in message and "LR scheduler" in message
 
 
 def test_verbs_need_not_be_loaded_before() -> None:
-    """In a process that has met no verb yet a row is spelled as in any other."""
+    """In a fresh process a row is spelled in Python as in any other."""
     code = (
         "from schedlang.language.lift import spell_in_python\n"
         "print(spell_in_python('`zero(stage=1, over=dp)`'))"
     )
-    done = forks.anew("-c", code)
-    assert done.stdout.strip() == '`sch.zero(stage=1, over="dp")`', done
+    result = forks.run_interpreter("-c", code)
+    assert result.stdout.strip() == '`sch.zero(stage=1, over="dp")`', result
 
 
 def test_who_imports_schedules_is_answered_in_python() -> None:
-    """The interactive object alone brings the spelling of helps with it."""
+    """Importing `create_schedule` registers the spelling of helps in Python."""
     code = (
         "import schedlang\n"
         "from schedlang.diagnostics.diagnostic import HELP_SPELLERS\n"
@@ -370,7 +372,7 @@ def test_who_imports_schedules_is_answered_in_python() -> None:
 
 
 class Labelled(nn.Module):
-    """Returns what a loss is made of, and the loss itself where it is given labels."""
+    """A model that returns its output, and a loss if it gets targets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,15 +385,18 @@ class Labelled(nn.Module):
         return out, None if targets is None else (out - targets).square().mean()
 
 
-def labelled(seed: int = 0) -> dict[str, torch.Tensor]:
+def labelled_batch(seed: int = 0) -> dict[str, torch.Tensor]:
+    """A batch with targets."""
     return {**batch(seed), "targets": torch.ones(6, 4)}
 
 
-def second(output: Any, batch: Any) -> Any:
+def second_output(output: Any, batch: Any) -> Any:
+    """The loss that the model returned."""
     return output[1]
 
 
-def said(call: Any) -> str:
+def refusal_text(call: Any) -> str:
+    """The message of a call's refusal."""
     with pytest.raises(Refusal) as caught:
         call()
     return str(caught.value)
@@ -408,47 +413,51 @@ def said(call: Any) -> str:
     ],
 )
 def test_a_loss_that_is_none(loss: Any, words: str) -> None:
-    """What a loss function gives in place of a number is said, by `verify` and by `build`."""
+    """A loss that is not a scalar tensor is refused, by `verify` and by `build`."""
     sch = schedlang.create_schedule(Labelled())
     for call in (
-        lambda: sch.verify(batch=labelled(), loss=loss),
-        lambda: sch.build(batch=labelled(), loss=loss).train_step(labelled()),
+        lambda: sch.verify(batch=labelled_batch(), loss=loss),
+        lambda: sch.build(batch=labelled_batch(), loss=loss).train_step(labelled_batch()),
     ):
-        message = " ".join(said(call).split())
+        message = " ".join(refusal_text(call).split())
         assert words in message and "dryrun" not in message and "the model returns" not in message
 
 
 def test_no_loss_is_said_in_python() -> None:
-    """The help is an argument of the call, and labels that the forward takes are missed."""
+    """A missing loss is refused with the argument to add, or with the missing targets."""
     sch = schedlang.create_schedule(Labelled())
-    message = said(lambda: sch.verify(batch=labelled()))
+    message = refusal_text(lambda: sch.verify(batch=labelled_batch()))
     assert "give one: `loss=lambda output, batch: output[1]`" in message
     assert "model file" not in message
-    message = said(lambda: sch.verify(batch=batch()))
+    message = refusal_text(lambda: sch.verify(batch=batch()))
     assert "its forward takes `targets`, which is not in the batch" in message
 
 
 def test_arguments_of_verify() -> None:
-    """By name, and by names that there are; a row's words are a row's."""
+    """Wrong arguments of `verify` are refused with the right call."""
     sch = schedlang.create_schedule(Net())
-    assert "`sch.verify(batch=batch, loss=loss)`" in said(lambda: sch.verify(batch))
-    assert "`sch.verify(batch=batch" in said(lambda: schedlang.verify(sch, batch))
-    assert "did you mean `dtype`?" in said(lambda: sch.verify(batch=batch, dtyp="none"))
-    assert 'sch.row("verify", "forward")' in said(lambda: sch.verify("forward"))
-    assert "needs a batch" in said(lambda: schedlang.verify(sch))
+    assert "`sch.verify(batch=batch, loss=loss)`" in refusal_text(lambda: sch.verify(batch))
+    assert "`sch.verify(batch=batch" in refusal_text(lambda: schedlang.verify(sch, batch))
+    assert "did you mean `dtype`?" in refusal_text(lambda: sch.verify(batch=batch, dtyp="none"))
+    assert 'sch.row("verify", "forward")' in refusal_text(lambda: sch.verify("forward"))
+    assert "needs a batch" in refusal_text(lambda: schedlang.verify(sch))
 
 
 def test_what_a_step_is_given() -> None:
-    """A batch is a dict with the keys of `build`; anything else is refused as that."""
-    program = schedlang.create_schedule(Labelled()).build(batch=labelled(), loss=second)
-    waiting = schedlang.create_schedule(Labelled()).build(loss=second)
-    for one in (program, waiting):
-        for call in (one.train_step, one.eval_step):
-            assert "a batch is a dict, not a Tensor" in said(lambda call=call: call(batch()["x"]))
-            assert "call it: `batch(0)`" in said(lambda call=call: call(batch))
+    """A step takes a dict with the keys of `build`; anything else is refused."""
+    program = schedlang.create_schedule(Labelled()).build(
+        batch=labelled_batch(), loss=second_output
+    )
+    delayed = schedlang.create_schedule(Labelled()).build(loss=second_output)
+    for program_kind in (program, delayed):
+        for call in (program_kind.train_step, program_kind.eval_step):
+            assert "a batch is a dict, not a Tensor" in refusal_text(
+                lambda call=call: call(batch()["x"])
+            )
+            assert "call it: `batch(0)`" in refusal_text(lambda call=call: call(batch))
     renamed = {"x": batch()["x"], "target": torch.ones(6, 4)}
-    assert "did you mean `targets`?" in said(lambda: program.train_step(renamed))
-    message = said(lambda: program.train_step(batch()))
+    assert "did you mean `targets`?" in refusal_text(lambda: program.train_step(renamed))
+    message = refusal_text(lambda: program.train_step(batch()))
     assert "returns None" in message and "its forward takes `targets`" in message
 
 
@@ -474,36 +483,36 @@ def test_what_a_step_is_given() -> None:
     ],
 )
 def test_no_raw_errors(sch: Schedule, call: Any, words: str) -> None:
-    """A value of another kind than is asked for is told as such, at the caller's line."""
+    """A value of the wrong type is refused at the caller's line, and changes nothing."""
     before = sch.to_sched()
-    message = said(lambda: call(sch))
+    message = refusal_text(lambda: call(sch))
     assert words in message and "test_in_python.py" in message
     assert sch.to_sched() == before
 
 
 def test_undo_leaves_declarations_and_redo_brings_back(sch: Schedule) -> None:
-    """More rows than there are leave the mesh; what was added since ends what can be redone."""
-    both(sch)
-    whole = sch.to_sched()
+    """`undo` of more rows than there are keeps the mesh; a new row ends what `redo` restores."""
+    shard_both(sch)
+    full = sch.to_sched()
     sch.undo(99)
     assert "mesh(" in sch.to_sched() and not sch.plan().actions
     sch.redo()
-    assert sch.to_sched() == whole
+    assert sch.to_sched() == full
     sch.undo()
     sch.undo()
     sch.redo()
     sch.redo()
-    assert sch.to_sched() == whole
-    assert "nothing was undone" in said(sch.redo)
+    assert sch.to_sched() == full
+    assert "nothing was undone" in refusal_text(sch.redo)
     sch.undo()
     sch["blocks.0"].checkpoint()
-    assert "nothing was undone" in said(sch.redo)
+    assert "nothing was undone" in refusal_text(sch.redo)
 
 
 def test_help_is_the_page_of_the_verb(sch: Schedule) -> None:
-    """`help(sch["..."].shard)` has arguments and an example; of what is no verb, the class's."""
-    shown = pydoc.render_doc(sch["blocks.0"].shard, renderer=pydoc.plaintext)
-    assert "A style sets the placements" in shown and "over=" in shown
+    """`help` on a primitive's method shows its arguments and an example."""
+    page = pydoc.render_doc(sch["blocks.0"].shard, renderer=pydoc.plaintext)
+    assert "A style sets the placements" in page and "over=" in page
     assert sch["blocks.0"].nothing.__doc__ == PendingCall.__doc__
 
 
@@ -517,20 +526,20 @@ def test_help_is_the_page_of_the_verb(sch: Schedule) -> None:
     ],
 )
 def test_what_is_typed_at_a_prompt(sch: Schedule, call: Any, words: str) -> None:
-    """What other libraries would take is refused with what this one takes, and changes nothing."""
+    """Calls in the style of other libraries are refused with the right call."""
     before = sch.to_sched()
-    assert words in said(lambda: call(sch))
+    assert words in refusal_text(lambda: call(sch))
     assert sch.to_sched() == before
 
 
 @pytest.mark.parametrize("path", [3, None, ["saved"]])
 def test_a_path_is_a_path(sch: Schedule, path: Any) -> None:
-    """An int would be an open file: it is refused before anything is read or written."""
+    """A path that is not a string or a Path is refused before any file is opened."""
     program = schedlang.create_schedule(Net()).build(batch=batch(), loss=lambda out, _: out.sum())
     for call in (
         lambda: program.load(path),
         lambda: program.save(path),
         lambda: program.export(path, Net()),
     ):
-        assert "the place of saved state must be a path" in said(call)
-    assert "a state dict is a dict" in said(lambda: program.load_state_dict(path))
+        assert "the place of saved state must be a path" in refusal_text(call)
+    assert "a state dict is a dict" in refusal_text(lambda: program.load_state_dict(path))

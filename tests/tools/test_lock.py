@@ -1,4 +1,4 @@
-"""Lock files: names with ranges, the text both ways, what changed, and who asks for it."""
+"""Lock files: compressed names, text form, what counts as a change, comparing commands."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ def schedule(tmp_path: Path) -> Path:
     return tmp_path / "x.sched"
 
 
-def run(*words: object) -> Result:
-    return CliRunner().invoke(app, [str(word) for word in words])
+def run_cli(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
-def locked(schedule: Path, *words: object) -> Path:
-    """The schedule with a lock written for it as it is."""
-    found = run("plan", schedule, "--lock", *words)
-    assert found.exit_code == 0, found.output
+def write_lock(schedule: Path, *options: object) -> Path:
+    """Write a lock for the schedule, and return its path."""
+    result = run_cli("plan", schedule, "--lock", *options)
+    assert result.exit_code == 0, result.output
     return schedule.with_name("x.sched.lock")
 
 
@@ -101,17 +101,22 @@ names = st.lists(parts, min_size=1, max_size=4).map(".".join) | st.just(MODEL_RO
 
 @given(st.sets(names, max_size=30))
 def test_names_with_ranges_stand_for_exactly_these(given: set[str]) -> None:
-    """Gathering loses no name and adds none."""
-    back = [name for one in compress_names(given) for name in expand_names(one)]
-    assert sorted(back) == sorted(given)
+    """Compressing names into ranges and expanding them gives the same names."""
+    expanded = [name for range_name in compress_names(given) for name in expand_names(range_name)]
+    assert sorted(expanded) == sorted(given)
 
 
 def test_layers_become_one_name() -> None:
-    """What differs in whole runs of numbers is one line; a gap ends a run."""
-    every = [f"h.{i}.e.{j}.w" for i in range(12) for j in range(3)]
-    assert compress_names(every) == ["h.0..11.e.0..2.w"]
-    every.remove("h.10.e.1.w")
-    assert compress_names(every) == ["h.0..9.e.0..2.w", "h.10.e.0.w", "h.10.e.2.w", "h.11.e.0..2.w"]
+    """Names that differ in consecutive numbers are one line; a gap ends a range."""
+    all_names = [f"h.{i}.e.{j}.w" for i in range(12) for j in range(3)]
+    assert compress_names(all_names) == ["h.0..11.e.0..2.w"]
+    all_names.remove("h.10.e.1.w")
+    assert compress_names(all_names) == [
+        "h.0..9.e.0..2.w",
+        "h.10.e.0.w",
+        "h.10.e.2.w",
+        "h.11.e.0..2.w",
+    ]
 
 
 # ---- the text -----------------------------------------------------------------------------------
@@ -123,31 +128,31 @@ sections = st.dictionaries(names, st.lists(texts, min_size=1, max_size=3).map(tu
 @settings(max_examples=25)
 @given(st.fixed_dictionaries({name: sections for name in SECTIONS}))
 def test_the_text_holds_all_of_it(found: dict[str, Any]) -> None:
-    """Whatever a lock says is read back, whichever signs it contains."""
+    """Any lock is read back equal from its text."""
     lock = Lock(found, (("--knob", "a=1"), ("--mesh", "dp=2,tp=4")), (("torch", "2"),))
-    back = read_lock(to_text(lock), "x")
-    assert back == lock and back.structure == lock.structure
-    assert compare_locks(lock, back) == []
+    parsed = read_lock(to_text(lock), "x")
+    assert parsed == lock and parsed.structure == lock.structure
+    assert compare_locks(lock, parsed) == []
 
 
 def test_the_text_is_the_same_anywhere(schedule: Path, tmp_path: Path) -> None:
-    """A process of another hash seed, folder and name of the model file writes the same bytes."""
-    here = locked(schedule).read_bytes()
+    """Another process, hash seed, folder and model file name give the same bytes."""
+    content = write_lock(schedule).read_bytes()
     schedule.with_name("x.sched.lock").unlink()
     schedule.with_name("model.py").rename(tmp_path / "other.py")
     command = [sys.executable, "-m", "schedlang", "plan", "x.sched", "--lock"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "7"}
-    done = subprocess.run(
+    result = subprocess.run(
         [*command, "--model", "other.py"], cwd=tmp_path, env=environ, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
-    assert schedule.with_name("x.sched.lock").read_bytes() == here
-    assert str(tmp_path).encode() not in here and str(ROOT).encode() not in here
+    assert result.returncode == 0, result.stderr
+    assert schedule.with_name("x.sched.lock").read_bytes() == content
+    assert str(tmp_path).encode() not in content and str(ROOT).encode() not in content
 
 
 def test_one_fact_a_line_and_sorted(schedule: Path) -> None:
-    """Twelve equal layers are one line, and lines stand in the order of their names."""
-    text = locked(schedule).read_text()
+    """Twelve equal layers are one line; lines are sorted by name."""
+    text = write_lock(schedule).read_text()
     assert '"h.0..11.up.weight" = "float32[8, 6]"' in text
     assert '"h.0..11.drop" = "Dropout(p=0.1, inplace=False)"' in text
     assert '"scale" = "float32[3]"' in text
@@ -197,55 +202,55 @@ def test_one_fact_a_line_and_sorted(schedule: Path) -> None:
 def test_a_changed_model_is_a_readable_difference(
     schedule: Path, old: str, new: str, said: str
 ) -> None:
-    """Exit 1 and the line that says what changed, once for all layers."""
-    locked(schedule)
-    assert run("plan", schedule, "--locked").exit_code == 0
+    """A changed model: exit 1, and one line that says what changed in all layers."""
+    write_lock(schedule)
+    assert run_cli("plan", schedule, "--locked").exit_code == 0
     model = schedule.with_name("model.py")
     assert old in MODEL
     text = MODEL.replace(old, new)
     if "zeros(8" in new:
         text = text.replace('"y": torch.zeros(4', '"y": torch.zeros(8')
     model.write_text(text)
-    found = run("plan", schedule, "--locked")
-    assert found.exit_code == (1 if said else 0), found.output
-    assert said in found.stdout, found.stdout
-    value = json.loads(run("plan", schedule, "--locked", "--json").stdout)
-    assert value["exit"] == found.exit_code and bool(value["changes"]) == bool(said)
+    result = run_cli("plan", schedule, "--locked")
+    assert result.exit_code == (1 if said else 0), result.output
+    assert said in result.stdout, result.stdout
+    value = json.loads(run_cli("plan", schedule, "--locked", "--json").stdout)
+    assert value["exit"] == result.exit_code and bool(value["changes"]) == bool(said)
 
 
 def test_a_changed_schedule_is_a_difference(schedule: Path) -> None:
-    """Rows, placements, collectives and memory belong to the lock as well."""
-    locked(schedule)
+    """Changed rows, placements, collectives and memory are differences, too."""
+    write_lock(schedule)
     schedule.write_text(SCHEDULE.replace("tp: int = 2", "tp: int = 4"))
-    found = run("plan", schedule, "--locked")
-    assert found.exit_code == 1 and "the model is the same" in found.stdout
-    assert "~ schedule  axis tp  2 -> 4" in found.stdout
-    assert "~ ranks  from rank 0  ranks: 2, parameters: " in found.stdout
+    result = run_cli("plan", schedule, "--locked")
+    assert result.exit_code == 1 and "the model is the same" in result.stdout
+    assert "~ schedule  axis tp  2 -> 4" in result.stdout
+    assert "~ ranks  from rank 0  ranks: 2, parameters: " in result.stdout
     schedule.write_text(SCHEDULE.replace("up    shard(col, over=tp)", "up    checkpoint()"))
-    found = run("plan", schedule, "--locked")
-    assert "~ rows  h.0..11.up  shard(col, over=tp) -> checkpoint()" in found.stdout
-    assert "- placements  h.0..11.up.weight  [8@tp, 6]" in found.stdout
+    result = run_cli("plan", schedule, "--locked")
+    assert "~ rows  h.0..11.up  shard(col, over=tp) -> checkpoint()" in result.stdout
+    assert "- placements  h.0..11.up.weight  [8@tp, 6]" in result.stdout
 
 
 def test_versions_explain_and_are_not_compared(schedule: Path) -> None:
-    """Another version alone is no difference; beside one it is named."""
-    lock = locked(schedule)
+    """Other library versions are no difference, but are named beside one."""
+    lock = write_lock(schedule)
     lock.write_text(re.sub(r'torch = ".*"', 'torch = "1.0.0"', lock.read_text()))
-    assert run("plan", schedule, "--locked").exit_code == 0
+    assert run_cli("plan", schedule, "--locked").exit_code == 0
     schedule.with_name("model.py").write_text(MODEL.replace("Block(8)", "Block(16)"))
-    assert "since then: torch 1.0.0 -> " in run("plan", schedule, "--locked").stdout
+    assert "since then: torch 1.0.0 -> " in run_cli("plan", schedule, "--locked").stdout
 
 
 def test_settings_are_part_of_the_lock(schedule: Path) -> None:
-    """A lock of another mesh is compared on that mesh; settings beside it are refused."""
-    locked(schedule, "--mesh", "tp=4")
-    assert run("plan", schedule, "--locked").exit_code == 0
+    """A lock with settings is compared under them; further settings are refused."""
+    write_lock(schedule, "--mesh", "tp=4")
+    assert run_cli("plan", schedule, "--locked").exit_code == 0
     assert compare_lock(schedule, None).changes == ()
-    locked(schedule, "--knob", "tp=1")
+    write_lock(schedule, "--knob", "tp=1")
     assert '"axis tp" = "1"' in schedule.with_name("x.sched.lock").read_text()
-    assert run("plan", schedule, "--locked").exit_code == 0
-    found = run("plan", schedule, "--locked", "--mesh", "tp=2")
-    assert found.exit_code == 2 and "uses the settings of the lock" in found.stderr
+    assert run_cli("plan", schedule, "--locked").exit_code == 0
+    result = run_cli("plan", schedule, "--locked", "--mesh", "tp=2")
+    assert result.exit_code == 2 and "uses the settings of the lock" in result.stderr
 
 
 # ---- what is refused ----------------------------------------------------------------------------
@@ -262,91 +267,92 @@ def test_settings_are_part_of_the_lock(schedule: Path) -> None:
     ],
 )
 def test_what_is_no_lock_is_refused(schedule: Path, old: str, new: str, why: str) -> None:
-    """A lock that was edited, merged badly or is of another version ends with 2, and says why."""
-    lock = locked(schedule)
+    """An edited lock, a bad merge or another version exits 2 with the reason."""
+    lock = write_lock(schedule)
     assert old in lock.read_text()
     lock.write_text(lock.read_text().replace(old, new, 1))
-    found = run("plan", schedule, "--locked")
+    result = run_cli("plan", schedule, "--locked")
     if not why:  # a section that is gone is a difference like any other
-        assert found.exit_code == 1 and "+ ranks" in found.stdout
+        assert result.exit_code == 1 and "+ ranks" in result.stdout
         return
-    assert found.exit_code == 2 and "S721" in found.stderr and why in found.stderr
+    assert result.exit_code == 2 and "S721" in result.stderr and why in result.stderr
 
 
 def test_a_missing_lock_is_refused(schedule: Path) -> None:
-    """Who asks for a lock that is not there gets the command that writes it, and exit 2."""
+    """`--locked` without a lock exits 2 with the command that writes it."""
     for verb in ("plan", "verify"):
-        found = run(verb, schedule, "--locked")
-        assert found.exit_code == 2 and f"`schedlang plan {schedule} --lock`" in found.stderr
+        result = run_cli(verb, schedule, "--locked")
+        assert result.exit_code == 2 and f"`schedlang plan {schedule} --lock`" in result.stderr
     schedule.with_name("x.sched.lock").write_bytes(b"\xff\xfe")
-    assert run("plan", schedule, "--locked").exit_code == 2
+    assert run_cli("plan", schedule, "--locked").exit_code == 2
 
 
 def test_verify_asks_the_lock_first(schedule: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`verify --locked` of a model that changed ends with 1 before any rank is started."""
+    """`verify --locked` of a changed model exits 1 before any rank starts."""
     import schedlang.runtime.launch.pool
 
-    locked(schedule)
+    write_lock(schedule)
     schedule.with_name("model.py").write_text(MODEL.replace("Block(8)", "Block(16)"))
     monkeypatch.setattr(schedlang.runtime.launch.pool, "Pool", None)
-    found = run("verify", schedule, "--locked", "--json")
-    assert found.exit_code == 1, found.output
-    assert json.loads(found.stdout)["changes"]
+    result = run_cli("verify", schedule, "--locked", "--json")
+    assert result.exit_code == 1, result.output
+    assert json.loads(result.stdout)["changes"]
 
 
 def test_a_lock_is_written_whole_or_not_at_all(
     schedule: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever stops the writing leaves the old lock and nothing beside it."""
-    lock = locked(schedule)
-    before, there = lock.read_text(), sorted(schedule.parent.iterdir())
+    """A failed write leaves the old lock, and no other file."""
+    lock = write_lock(schedule)
+    before, files = lock.read_text(), sorted(schedule.parent.iterdir())
     schedule.with_name("model.py").write_text(MODEL.replace("Block(8)", "Block(16)"))
 
     def fail(*paths: object) -> None:
         raise OSError("no space left")
 
     monkeypatch.setattr(os, "replace", fail)
-    found = run("plan", schedule, "--lock")
-    assert found.exit_code == 2 and "S109" in found.stderr and "no space left" in found.stderr
+    result = run_cli("plan", schedule, "--lock")
+    assert result.exit_code == 2 and "S109" in result.stderr and "no space left" in result.stderr
     monkeypatch.undo()
-    assert lock.read_text() == before and sorted(schedule.parent.iterdir()) == there
+    assert lock.read_text() == before and sorted(schedule.parent.iterdir()) == files
 
 
 def test_check_compares_locks(schedule: Path) -> None:
-    """`check --locked` asks every schedule with rows for its lock: 0, 1, or 2 without one."""
+    """`check --locked` compares the lock of every schedule with rows: exit 0, 1, or 2 without
+    one."""
     library = schedule.with_name("library.sched")
     library.write_text("schedule 1\n\ndef pair(over: axis) {\n  up  shard(col, over=over)\n}\n")
-    assert run("check", schedule, library, "--locked").exit_code == 2
-    locked(schedule)
-    assert run("check", schedule, library, "--locked").exit_code == 0
+    assert run_cli("check", schedule, library, "--locked").exit_code == 2
+    write_lock(schedule)
+    assert run_cli("check", schedule, library, "--locked").exit_code == 0
     schedule.with_name("model.py").write_text(MODEL.replace("Block(8)", "Block(16)"))
-    found = run("check", schedule, library, "--locked")
-    assert found.exit_code == 1 and "~ parameters  h.0..11.up.weight" in found.stdout
-    value = json.loads(run("check", schedule, "--locked", "--json").stdout)
+    result = run_cli("check", schedule, library, "--locked")
+    assert result.exit_code == 1 and "~ parameters  h.0..11.up.weight" in result.stdout
+    value = json.loads(run_cli("check", schedule, "--locked", "--json").stdout)
     assert value["exit"] == 1 and value["locks"][0]["changes"]
-    assert run("check", schedule).exit_code == 0
+    assert run_cli("check", schedule).exit_code == 0
 
 
 # ---- the examples -------------------------------------------------------------------------------
 
 
 def test_examples_have_locks() -> None:
-    """One of a library's model, one of a model of one's own."""
+    """The examples ship a lock of a library's model and of a custom one."""
     assert {path.parent.name for path in LOCKS} >= {"gpt2", "custom"}
 
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.name)
 def test_locks_of_the_examples_hold(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The locks that ship are those of the examples as they are, with the libraries of then."""
+    """The shipped locks match the examples, unless library versions differ."""
     monkeypatch.chdir(ROOT)
     compared = compare_lock(lock.relative_to(ROOT).with_suffix(""), None)
-    moved = [text for text in compared.versions if not text.startswith("schedlang ")]
-    if moved and compared.structure[0] != compared.structure[1]:
-        pytest.skip(f"the lock is of other versions: {', '.join(moved)}")
+    updated = [text for text in compared.versions if not text.startswith("schedlang ")]
+    if updated and compared.structure[0] != compared.structure[1]:
+        pytest.skip(f"the lock is of other versions: {', '.join(updated)}")
     assert not compared.changes, str(compared)
 
 
 def test_a_refusal_of_the_lock_names_its_file() -> None:
-    """The message is about the lock, not about the schedule."""
+    """The message names the lock, not the schedule."""
     with pytest.raises(Refusal, match="`a.lock` is not a readable lock"):
         read_lock("", "a.lock")

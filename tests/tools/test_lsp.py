@@ -1,4 +1,4 @@
-"""The language server over its protocol, as an editor speaks it."""
+"""The language server, spoken to over its protocol as by an editor."""
 
 import asyncio
 import sys
@@ -34,7 +34,7 @@ URI = t.TextDocumentIdentifier
 
 
 class Editor(LanguageClient):
-    """A client that keeps what is published of each file."""
+    """A client that queues the published diagnostics."""
 
     def __init__(self) -> None:
         super().__init__("editor", "1")
@@ -45,24 +45,24 @@ class Editor(LanguageClient):
             self.said.put_nowait(params)
 
     async def opened(self, file: Path) -> str:
-        """Open a file; its uri."""
+        """Open a file and return its uri."""
         item = t.TextDocumentItem(file.as_uri(), "sched", 1, file.read_text())
         self.text_document_did_open(t.DidOpenTextDocumentParams(item))
         return file.as_uri()
 
     async def heard(self) -> list[t.Diagnostic]:
-        """The next diagnostics."""
+        """Wait for the next diagnostics."""
         return list((await asyncio.wait_for(self.said.get(), 600)).diagnostics)
 
     def changed(self, uri: str, text: str) -> None:
-        """Another text."""
+        """Send a new text of a file."""
         document = t.VersionedTextDocumentIdentifier(2, uri)
-        whole = [t.TextDocumentContentChangeWholeDocument(text)]
-        self.text_document_did_change(t.DidChangeTextDocumentParams(document, whole))
+        changes = [t.TextDocumentContentChangeWholeDocument(text)]
+        self.text_document_did_change(t.DidChangeTextDocumentParams(document, changes))
 
 
-def speak(talk: Callable[[Editor], Coroutine[Any, Any, None]], *options: str) -> None:
-    """Start a server, talk to it, end it."""
+def run_session(talk: Callable[[Editor], Coroutine[Any, Any, None]], *options: str) -> None:
+    """Start a server, run a session with it, and stop it."""
 
     async def whole() -> None:
         editor = Editor()
@@ -80,7 +80,7 @@ def speak(talk: Callable[[Editor], Coroutine[Any, Any, None]], *options: str) ->
 
 
 def test_text_alone(tmp_path: Path) -> None:
-    """Without a model: mistakes while one writes, fixes, formatting, definitions, symbols."""
+    """Without a model: mistakes, fixes, formatting, definitions and symbols."""
     file = tmp_path / "a.sched"
     file.write_text(TEXT)
 
@@ -88,36 +88,44 @@ def test_text_alone(tmp_path: Path) -> None:
         uri = await editor.opened(file)
         assert await editor.heard() == []
         editor.changed(uri, TEXT.replace("shard(col", "shrad(col"))
-        (wrong,) = await editor.heard()
-        assert (wrong.code, wrong.range.start.line, wrong.range.start.character) == ("S301", 7, 12)
-        asked = t.CodeActionParams(URI(uri), wrong.range, t.CodeActionContext([wrong]))
-        (fix,) = await editor.text_document_code_action_async(asked) or ()
+        (diagnostic,) = await editor.heard()
+        assert (diagnostic.code, diagnostic.range.start.line, diagnostic.range.start.character) == (
+            "S301",
+            7,
+            12,
+        )
+        params = t.CodeActionParams(URI(uri), diagnostic.range, t.CodeActionContext([diagnostic]))
+        (fix,) = await editor.text_document_code_action_async(params) or ()
         assert isinstance(fix, t.CodeAction) and fix.edit and fix.edit.changes
         assert "shard" in fix.edit.changes[uri][0].new_text
-        for slip, legal in (("over=tpp", "over=tp"), ("shard(cl,", "shard(col,")):
-            editor.changed(uri, TEXT.replace(legal, slip))
-            (wrong,) = await editor.heard()
-            asked = t.CodeActionParams(URI(uri), wrong.range, t.CodeActionContext([wrong]))
-            (fix,) = await editor.text_document_code_action_async(asked) or ()
+        for misspelt, correct in (("over=tpp", "over=tp"), ("shard(cl,", "shard(col,")):
+            editor.changed(uri, TEXT.replace(correct, misspelt))
+            (diagnostic,) = await editor.heard()
+            params = t.CodeActionParams(
+                URI(uri), diagnostic.range, t.CodeActionContext([diagnostic])
+            )
+            (fix,) = await editor.text_document_code_action_async(params) or ()
             assert isinstance(fix, t.CodeAction) and fix.edit and fix.edit.changes
-            assert fix.edit.changes[uri][0].new_text in legal, slip
+            assert fix.edit.changes[uri][0].new_text in correct, misspelt
         editor.changed(uri, TEXT.replace("shard(col, over=tp)", "shard( col,over=tp )"))
         assert await editor.heard() == []
         options = t.FormattingOptions(2, True)
-        asked_form = t.DocumentFormattingParams(URI(uri), options)
-        (edit,) = await editor.text_document_formatting_async(asked_form) or ()
+        format_params = t.DocumentFormattingParams(URI(uri), options)
+        (edit,) = await editor.text_document_formatting_async(format_params) or ()
         assert edit.new_text == TEXT
-        place = t.Position(7, TEXT.split("\n")[7].index("over=tp") + 6)
-        found = await editor.text_document_definition_async(t.DefinitionParams(URI(uri), place))
-        assert isinstance(found, t.Location) and found.range.start == t.Position(2, 5)
-        named = await editor.text_document_document_symbol_async(t.DocumentSymbolParams(URI(uri)))
-        assert [one.name for one in named or ()] == ["tp", "tp", "s"]
+        position = t.Position(7, TEXT.split("\n")[7].index("over=tp") + 6)
+        location = await editor.text_document_definition_async(
+            t.DefinitionParams(URI(uri), position)
+        )
+        assert isinstance(location, t.Location) and location.range.start == t.Position(2, 5)
+        symbols = await editor.text_document_document_symbol_async(t.DocumentSymbolParams(URI(uri)))
+        assert [symbol.name for symbol in symbols or ()] == ["tp", "tp", "s"]
 
-    speak(talk, "--no-model")
+    run_session(talk, "--no-model")
 
 
 def test_the_model_is_asked(tmp_path: Path) -> None:
-    """With a model: what only it can tell is published, paths are completed, hovers have shapes."""
+    """With a model: wrong paths are published, paths completed, and hovers have shapes."""
     (tmp_path / "model.py").write_text(MODEL)
     file = tmp_path / "a.sched"
     file.write_text(TEXT.replace("layers.*", "layer.*"))
@@ -125,25 +133,25 @@ def test_the_model_is_asked(tmp_path: Path) -> None:
     async def talk(editor: Editor) -> None:
         uri = await editor.opened(file)
         assert await editor.heard() == []  # the text itself is right
-        (wrong,) = await editor.heard()
-        assert wrong.code == "S201" and wrong.range.start == t.Position(7, 2)
+        (diagnostic,) = await editor.heard()
+        assert diagnostic.code == "S201" and diagnostic.range.start == t.Position(7, 2)
         line = "  layers."
         editor.changed(uri, TEXT.replace("  layers.*  shard(col, over=tp)", line))
-        asked = t.CompletionParams(URI(uri), t.Position(7, len(line)))
-        offered = await editor.text_document_completion_async(asked)
+        params = t.CompletionParams(URI(uri), t.Position(7, len(line)))
+        offered = await editor.text_document_completion_async(params)
         assert isinstance(offered, t.CompletionList)
-        assert [one.label for one in offered.items] == ["*", "0", "1", "2"]
+        assert [item.label for item in offered.items] == ["*", "0", "1", "2"]
         editor.changed(uri, TEXT)
-        place = t.HoverParams(URI(uri), t.Position(7, 4))
-        shown = await editor.text_document_hover_async(place)
-        assert shown and "3 modules" in str(shown.contents)
-        assert "weight float32[8, 8]" in str(shown.contents)
+        params_at = t.HoverParams(URI(uri), t.Position(7, 4))
+        hover = await editor.text_document_hover_async(params_at)
+        assert hover and "3 modules" in str(hover.contents)
+        assert "weight float32[8, 8]" in str(hover.contents)
 
-    speak(talk)
+    run_session(talk)
 
 
 def test_without_pygls(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where pygls is missing the verb says what to install."""
+    """Without pygls, `lsp` says what to install."""
     from typer.testing import CliRunner
 
     from schedlang.cli import app
@@ -151,6 +159,6 @@ def test_without_pygls(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     monkeypatch.setitem(sys.modules, "pygls.lsp.server", None)
     for name in [name for name in sys.modules if name.startswith("schedlang.editors.")]:
         monkeypatch.delitem(sys.modules, name)
-    done = CliRunner().invoke(app, ["lsp"])
-    assert done.exit_code == 2
-    assert "S909" in done.stderr and "pip install 'schedlang[editors]'" in done.stderr
+    result = CliRunner().invoke(app, ["lsp"])
+    assert result.exit_code == 2
+    assert "S909" in result.stderr and "pip install 'schedlang[editors]'" in result.stderr

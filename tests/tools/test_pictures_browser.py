@@ -1,4 +1,4 @@
-"""Pictures in a real browser, in the light and the dark: tests/browser.py says which it takes."""
+"""Pictures in a real browser, light and dark (tests/browser.py says which browser)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests import browser as chromium
-from tests.pictures import every
-from tests.tools.test_pictures import alone
+from tests.pictures import all_pictures
+from tests.tools.test_pictures import check_self_contained
 
-LOOKED_AT = (Path(__file__).parents[1] / "looked_at.js").read_text()
+PAGE_CHECKS = (Path(__file__).parents[1] / "looked_at.js").read_text()
 BAD = """<!doctype html><meta name="color-scheme" content="light dark"><style>body{background:#fff}
 </style><p style="color:#999">pale</p><div style="width:3000px">wide</div>
 <svg width="100" height="40"><text x="5" y="20">one above</text><text x="8" y="21">another</text>
@@ -23,39 +23,39 @@ pytestmark = pytest.mark.deep
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Browser]:
-    """One browser for all of them."""
-    if chromium.program() is None:
+    """One browser for all tests."""
+    if chromium.find_browser() is None:
         pytest.skip("no Chromium or Chrome is installed, and SCHEDLANG_BROWSER names none")
-    with chromium.browser(tmp_path_factory.mktemp("browser")) as one:
-        yield one
+    with chromium.open_browser(tmp_path_factory.mktemp("browser")) as session:
+        yield session
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All pictures as files."""
-    where = tmp_path_factory.mktemp("pictures")
-    for name, text in every():
-        alone(text)
-        (where / name).write_text(text)
-    return where
+    """A folder with all pictures as files."""
+    pictures = tmp_path_factory.mktemp("pictures")
+    for name, text in all_pictures():
+        check_self_contained(text)
+        (pictures / name).write_text(text)
+    return pictures
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_every_picture(browser: chromium.Browser, folder: Path, dark: bool) -> None:
-    """No complaint, no request, nothing that overflows or overlaps, no contrast below 4.5."""
-    found = {}
+    """No console message, request, overflow, overlap, or contrast below 4.5."""
+    problems = {}
     for file in sorted(folder.iterdir()):
         browser.open(file, dark=dark)
-        faults = browser.tell(LOOKED_AT) + browser.complaints() + browser.requests()
+        faults = browser.tell(PAGE_CHECKS) + browser.complaints() + browser.requests()
         if faults:
-            found[file.name] = faults[:5]
-    assert not found
+            problems[file.name] = faults[:5]
+    assert not problems
     assert len(list(folder.iterdir())) >= 12
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_the_page_of_timelines_is_used(browser: chromium.Browser, folder: Path, dark: bool) -> None:
-    """Every order that can be chosen is drawn with blocks that can be read, and without a word."""
+    """Every order that can be chosen is drawn, legibly and without console messages."""
     browser.open(folder / "timelines.html", dark=dark)
     orders = browser.tell("[...document.getElementById('order').options].map(o => o.value)")
     assert len(orders) > 20
@@ -64,18 +64,18 @@ def test_the_page_of_timelines_is_used(browser: chromium.Browser, folder: Path, 
         assert browser.tell("document.querySelectorAll('#drawing .b').length") > 8
     for name in ("ZB-V", "DualPipe"):
         browser.tell(f"page.order.value = '{name}'; page.show()")
-        assert browser.tell(LOOKED_AT) == []
+        assert browser.tell(PAGE_CHECKS) == []
     assert not browser.complaints() + browser.requests()
 
 
 def test_a_narrow_window_scrolls(browser: chromium.Browser, folder: Path) -> None:
-    """On a phone no page is wider than the window: pictures shrink, tables scroll."""
+    """At 400 pixels no page is wider than the window."""
     pages = sorted(folder.glob("*.html"))
     assert len(pages) >= 6
     for page in pages:
         browser.open(page, dark=False, width=400)
-        wide = browser.tell("document.documentElement.scrollWidth")
-        assert wide <= 400, (page.name, wide)
+        page_width = browser.tell("document.documentElement.scrollWidth")
+        assert page_width <= 400, (page.name, page_width)
 
 
 SMALLEST = """[...document.querySelectorAll("body *, svg *")].filter(
@@ -89,18 +89,18 @@ SMALLEST = """[...document.querySelectorAll("body *, svg *")].filter(
 
 @pytest.mark.parametrize("width", [400, 1200])
 def test_every_word_can_be_read(browser: chromium.Browser, folder: Path, width: int) -> None:
-    """However narrow the window is, no word of a page is smaller than nine points."""
+    """At any width no text is smaller than nine pixels."""
     pages = sorted(folder.glob("*.html"))
     assert pages
     for page in pages:
         browser.open(page, dark=False, width=width)
-        size, words = browser.tell(SMALLEST)
-        assert size >= 9, (page.name, size, words)
+        size, smallest = browser.tell(SMALLEST)
+        assert size >= 9, (page.name, size, smallest)
 
 
 @pytest.mark.parametrize("width", [400, 1200])
 def test_a_measured_timeline_is_whole(browser: chromium.Browser, folder: Path, width: int) -> None:
-    """The last bar of each rank lies in the picture, and can be scrolled to."""
+    """The last bar of each rank is in the picture, and can be scrolled to."""
     browser.open(folder / "measured.html", dark=False, width=width)
     last, edge, right = browser.tell(
         "(() => { const frame = document.getElementById('frame'); frame.scrollLeft = 1e6;"
@@ -113,23 +113,23 @@ def test_a_measured_timeline_is_whole(browser: chromium.Browser, folder: Path, w
 
 
 def test_unlike_makespans_look_unlike(browser: chromium.Browser, folder: Path) -> None:
-    """Estimated costs far below a millisecond have a unit; orders differ where their times do."""
+    """Makespans below a millisecond have a unit, and different ones look different."""
     browser.open(folder / "estimated.html", dark=False)
-    shown = browser.tell(
+    cells = browser.tell(
         "[...document.querySelectorAll('#others tr')].map(r => r.cells[2].textContent)"
     )
     times = browser.tell(
         "page.book.entries.filter(e => e.ranks === 4 && e.micro === 8)"
         ".map(e => figures(page.timeline(e), timed(page.timeline(e), page.cost())).makespan)"
     )
-    assert len(shown) == len(times) > 20 and all(one.endswith(" ns") for one in shown)
-    told = [float(one.split()[0]) for one in shown]
-    assert all(abs(a - b) < 1e-3 * b for a, b in zip(sorted(told), sorted(times), strict=True))
-    assert len(set(shown)) > 10 and not any(one.startswith("0.00") for one in shown)
+    assert len(cells) == len(times) > 20 and all(cell.endswith(" ns") for cell in cells)
+    numbers = [float(cell.split()[0]) for cell in cells]
+    assert all(abs(a - b) < 1e-3 * b for a, b in zip(sorted(numbers), sorted(times), strict=True))
+    assert len(set(cells)) > 10 and not any(cell.startswith("0.00") for cell in cells)
 
 
 def test_a_phone_breaks_no_word(browser: chromium.Browser, folder: Path) -> None:
-    """The kinds of a report are broken between words, never within one."""
+    """At 400 pixels the kinds of a report are broken only between words."""
     for name in ("report_equal.html", "report_different.html", "report_notebook.html"):
         browser.open(folder / name, dark=False, width=400)
         broken = browser.tell(
@@ -154,25 +154,25 @@ def test_a_phone_breaks_no_word(browser: chromium.Browser, folder: Path) -> None
 def test_a_phone_shows_the_numbers_and_the_verdict(
     browser: chromium.Browser, folder: Path, name: str, cells: str
 ) -> None:
-    """Without scrolling, and a number with its unit on one line."""
+    """At 400 pixels numbers and verdicts are visible without scrolling, each on one line."""
     browser.open(folder / name, dark=False, width=400)
-    found = browser.tell(
+    measured = browser.tell(
         f"[...document.querySelector('table').querySelectorAll('{cells}')].map(cell => {{"
         "const range = document.createRange(); range.selectNodeContents(cell);"
         "const tops = new Set([...range.getClientRects()].map(r => Math.round(r.top)));"
         "return [cell.textContent, tops.size, cell.getBoundingClientRect().right]})"
     )
-    assert len(found) > 6
-    assert not [one for one in found if one[1] > 1 or one[2] > 400], found
+    assert len(measured) > 6
+    assert not [cell for cell in measured if cell[1] > 1 or cell[2] > 400], measured
 
 
 def test_what_is_wrong_is_seen(browser: chromium.Browser, tmp_path: Path) -> None:
-    """Pale words, a wide page, words on words or outside, requests and errors are all found."""
+    """The checks find pale text, wide pages, overlaps, requests and errors on a bad page."""
     (tmp_path / "bad.html").write_text(BAD)
     browser.open(tmp_path / "bad.html", dark=False)
-    said = " ".join(browser.tell(LOOKED_AT))
-    for words in ("contrast of 2.8", "too wide", "lies on", "leaves the picture"):
-        assert words in said, (words, said)
+    problems = " ".join(browser.tell(PAGE_CHECKS))
+    for fragment in ("contrast of 2.8", "too wide", "lies on", "leaves the picture"):
+        assert fragment in problems, (fragment, problems)
     assert any("none/there.png" in url for url in browser.requests())
-    told = " ".join(browser.complaints())
-    assert "a mistake" in told and "missing is not defined" in told
+    complaints = " ".join(browser.complaints())
+    assert "a mistake" in complaints and "missing is not defined" in complaints

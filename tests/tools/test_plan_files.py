@@ -1,4 +1,4 @@
-"""Tests of files that say what to do: a saved plan never chooses code, damaged ones are refused."""
+"""Saved plans and locks: they never choose code to run, and damaged ones are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ VALUES: list[Any] = [
 ]
 
 
-def _run(*args: object) -> Any:
+def _run_cli(*args: object) -> Any:
+    """Run a command of schedlang."""
     return CliRunner().invoke(app, list(map(str, args)))
 
 
@@ -41,77 +42,83 @@ def _run(*args: object) -> Any:
 def plan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The record of a plan with many rows."""
     out = tmp_path_factory.mktemp("plan") / "p.json"
-    assert _run("plan", CUSTOM / "2d.sched", "--out", out).exit_code == 0
-    made: dict[str, Any] = json.loads(out.read_text())
-    return made
+    assert _run_cli("plan", CUSTOM / "2d.sched", "--out", out).exit_code == 0
+    record: dict[str, Any] = json.loads(out.read_text())
+    return record
 
 
 @contextmanager
-def _at_most(seconds: int) -> Iterator[None]:
+def _time_limit(seconds: int) -> Iterator[None]:
+    """Raise `TimeoutError` if the block takes longer than this."""
+
     def late(*_: object) -> None:
         raise TimeoutError
 
-    before = signal.signal(signal.SIGALRM, late)
+    previous = signal.signal(signal.SIGALRM, late)
     signal.alarm(seconds)
     try:
         yield
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous)
 
 
 @pytest.mark.parametrize("verb", ["diff", "run", "why"])
 def test_a_plan_does_not_choose_what_runs(tmp_path: Path, plan: dict[str, Any], verb: str) -> None:
-    """The file that it names is told and not run; `--model` names one that is."""
-    told = tmp_path / "told"
+    """A plan's model file is named and not run; `--model` names one that is."""
+    trace = tmp_path / "told"
     evil = tmp_path / "evil.py"
-    evil.write_text(f"open({str(told)!r}, 'w').write('ran')\n")
+    evil.write_text(f"open({str(trace)!r}, 'w').write('ran')\n")
     saved = tmp_path / "p.json"
     saved.write_text(json.dumps(plan | {"model_file": str(evil)}))
-    words = {
+    args = {
         "diff": ("diff", saved, saved),
         "run": ("run", "--plan", saved, "--steps", 1),
         "why": ("why", saved, "blocks.0"),
     }[verb]
-    done = _run(*words)
-    assert not told.exists()
-    assert done.exit_code == 2
+    result = _run_cli(*args)
+    assert not trace.exists()
+    assert result.exit_code == 2
     if verb != "why":  # which asks of schedules alone
-        assert "S904" in done.stderr and f"--model {evil}" in done.stderr
+        assert "S904" in result.stderr and f"--model {evil}" in result.stderr
     if verb == "diff":
-        assert _run(*words, "--model", CUSTOM / "model.py").exit_code == 0
+        assert _run_cli(*args, "--model", CUSTOM / "model.py").exit_code == 0
         (tmp_path / "model.py").write_text((CUSTOM / "model.py").read_text())
-        assert _run(*words).exit_code == 0 and not told.exists()
+        assert _run_cli(*args).exit_code == 0 and not trace.exists()
 
 
-def _places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    if at:
-        yield at
+def _key_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of keys to every value of a record."""
+    if path:
+        yield path
     if not isinstance(value, dict | list):
         return
     for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from _places(item, (*at, key))
+        yield from _key_paths(item, (*path, key))
 
 
 @pytest.mark.parametrize("count", [150, pytest.param(2000, marks=DEEP)])
 def test_damaged_plans_are_refused(tmp_path: Path, plan: dict[str, Any], count: int) -> None:
-    """One field is left out, or holds something else: a plan of the model, or a refusal."""
-    draw, facts = random.Random(3), ModelFacts(load_model_file(str(CUSTOM / "model.py")).model())
-    places, file, refused = list(_places(plan)), tmp_path / "p.json", 0
+    """With one field deleted or replaced, a plan of the model or a refusal results."""
+    rng, model_facts = (
+        random.Random(3),
+        ModelFacts(load_model_file(str(CUSTOM / "model.py")).model()),
+    )
+    paths, file, refused = list(_key_paths(plan)), tmp_path / "p.json", 0
     for _ in range(count):
-        made = copy.deepcopy(plan)
-        *way, last = draw.choice(places)
-        holder = made
-        for key in way:
+        damaged = copy.deepcopy(plan)
+        *parents, last = rng.choice(paths)
+        holder = damaged
+        for key in parents:
             holder = holder[key]
-        if draw.random() < 0.25:
+        if rng.random() < 0.25:
             del holder[last]
         else:
-            holder[last] = draw.choice(VALUES)
-        file.write_text(json.dumps(made))
-        with _at_most(20):
+            holder[last] = rng.choice(VALUES)
+        file.write_text(json.dumps(damaged))
+        with _time_limit(20):
             try:
-                plan_from_record(read_record(file), facts)
+                plan_from_record(read_record(file), model_facts)
             except Refusal as refusal:
                 refused += 1
                 assert refusal.render()
@@ -120,7 +127,7 @@ def test_damaged_plans_are_refused(tmp_path: Path, plan: dict[str, Any], count: 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"plan": ' + "9" * 5000 + "}", "\ud800"])
 def test_what_is_hardly_json(tmp_path: Path, text: str) -> None:
-    """Lists without end, numbers without end, no text."""
+    """Very deep lists, very long numbers and invalid text are refused."""
     file = tmp_path / "p.json"
     file.write_bytes(text.encode(errors="surrogatepass"))
     with pytest.raises(Refusal, match="is not a plan"):
@@ -129,20 +136,31 @@ def test_what_is_hardly_json(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("count", [150, pytest.param(2000, marks=DEEP)])
 def test_damaged_locks_are_refused(count: int) -> None:
-    """Characters are left out, changed, put in: a lock that holds together, or a refusal."""
-    whole, draw, refused = (CUSTOM / "2d.sched.lock").read_text(), random.Random(3), 0
-    more = ["\n", "9" * 5000, "--knob x", "\0", "sha256:", "e", "[", "\u2028", " ", "0..99999999"]
+    """With characters deleted, changed or inserted, a consistent lock or a refusal results."""
+    original, rng, refused = (CUSTOM / "2d.sched.lock").read_text(), random.Random(3), 0
+    insertions = [
+        "\n",
+        "9" * 5000,
+        "--knob x",
+        "\0",
+        "sha256:",
+        "e",
+        "[",
+        "\u2028",
+        " ",
+        "0..99999999",
+    ]
     for _ in range(count):
-        text = list(whole)
-        for _ in range(draw.choice([1, 1, 2, 5])):
-            at, kind = draw.randrange(len(text)), draw.random()
+        text = list(original)
+        for _ in range(rng.choice([1, 1, 2, 5])):
+            position, kind = rng.randrange(len(text)), rng.random()
             if kind < 0.3:
-                del text[at : at + draw.choice([1, 1, 5, 60])]
+                del text[position : position + rng.choice([1, 1, 5, 60])]
             elif kind < 0.6:
-                text[at] = chr(draw.randrange(32, 127))
+                text[position] = chr(rng.randrange(32, 127))
             else:
-                text[at:at] = list(draw.choice(more))
-        with _at_most(20):
+                text[position:position] = list(rng.choice(insertions))
+        with _time_limit(20):
             try:
                 read_lock("".join(text), "x.lock")
             except Refusal as refusal:
@@ -164,20 +182,21 @@ def test_damaged_locks_are_refused(count: int) -> None:
     ],
 )
 def test_no_lock(text: str) -> None:
-    """Each is refused at once, with how to write one."""
-    with _at_most(5), pytest.raises(Refusal, match="plan FILE --lock"):
+    """Each broken lock is refused quickly, with the command that writes one."""
+    with _time_limit(5), pytest.raises(Refusal, match="plan FILE --lock"):
         read_lock(text, "x.lock")
 
 
 def test_ranges_of_many_names() -> None:
-    """A million names are read; what stands for more is no name."""
+    """Ranges of up to a million names are read; larger ones are refused."""
     assert sum(1 for _ in expand_names("h.0..9.w.0..9")) == 100
     with pytest.raises(ValueError, match="more than"):
         list(expand_names("h.0..99999.w.0..99999"))
 
 
 def test_a_file_keeps_its_mode_and_a_link_its_target(tmp_path: Path) -> None:
-    """What is written over a link lands in the file behind it; a new file is for all to read."""
+    """Writing through a link changes its target and keeps the mode; a new file is readable by
+    all."""
     file, link, new = (tmp_path / name for name in ("file.svg", "link.svg", "new.svg"))
     file.write_text("old")
     file.chmod(0o600)
@@ -185,12 +204,12 @@ def test_a_file_keeps_its_mode_and_a_link_its_target(tmp_path: Path) -> None:
     write_text(link, "first")
     write_text(new, "second")
     assert link.is_symlink() and file.read_text() == "first" and new.read_text() == "second"
-    assert [one.stat().st_mode & 0o777 for one in (file, new)] == [0o600, 0o644]
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["file.svg", "link.svg", "new.svg"]
+    assert [path.stat().st_mode & 0o777 for path in (file, new)] == [0o600, 0o644]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file.svg", "link.svg", "new.svg"]
 
 
 def test_a_full_disk_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """S109 says what the system says; the file that was there stays, and nothing beside it."""
+    """A full disk is S109 with the system's message; the old file stays."""
     file = tmp_path / "p.json"
     file.write_text("before")
 
@@ -246,13 +265,17 @@ def loss(output, batch):
 
 
 def test_a_model_that_mixes_tokens_is_refused_before_it_trains(tmp_path: Path) -> None:
-    """Only values tell that: plan and tune make a small model with its values, and try it."""
+    """`plan` and `tune` run a small copy of the model, and refuse context parallelism for it."""
     model = tmp_path / "model.py"
     model.write_text(MIXER)
     file = tmp_path / "my.sched"
     file.write_text("schedule 1\nmesh(cp=2)\nattention context_parallel(ring, over=cp)\n")
-    ran = CliRunner().invoke(app, ["plan", str(file)])
-    assert ran.exit_code == 2 and "S659" in ran.output and "`near` is a `Conv1d`" in ran.output
-    words = ["tune", str(model), "--gpus", "2", "--on", "a100", "--pin", "cp=2"]
-    ran = CliRunner().invoke(app, words)
-    assert ran.exit_code == 2 and "`near` is a `Conv1d`" in ran.output, ran.output
+    result = CliRunner().invoke(app, ["plan", str(file)])
+    assert (
+        result.exit_code == 2
+        and "S659" in result.output
+        and "`near` is a `Conv1d`" in result.output
+    )
+    args = ["tune", str(model), "--gpus", "2", "--on", "a100", "--pin", "cp=2"]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 2 and "`near` is a `Conv1d`" in result.output, result.output

@@ -1,4 +1,4 @@
-"""Traces and bars of a timeline: every operation, on its rank, at its time."""
+"""Traces, bars and pictures of timelines: every operation, on its rank, at its time."""
 
 from __future__ import annotations
 
@@ -22,82 +22,86 @@ from schedlang.viz.timeline_pictures import IDLE, MOST_BLOCKS, MOST_RANKS, draw_
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
 
 
-def every() -> list[Timing]:
+def all_timings() -> list[Timing]:
     """A timing of each order at small sizes."""
-    found = []
-    for known in ORDERS:
-        size = checked_size(known, 4, 8, slices=2 if known.sliced else 1)
-        found.append(simulate_timeline(known.make(size), Cost(3, 4, 2, 1)))
-    return found
+    timings = []
+    for order in ORDERS:
+        size = checked_size(order, 4, 8, slices=2 if order.sliced else 1)
+        timings.append(simulate_timeline(order.make(size), Cost(3, 4, 2, 1)))
+    return timings
 
 
-def events(text: str, *phases: str) -> list[dict[str, Any]]:
+def trace_events(text: str, *phases: str) -> list[dict[str, Any]]:
+    """The events of some phases in a trace."""
     return [e for e in json.loads(text)["traceEvents"] if e["ph"] in phases]
 
 
 def test_a_trace_has_every_operation_and_every_transfer() -> None:
-    """On its rank, at its time; on no thread do two overlap; arrows join what makes and uses."""
-    for times in every():
+    """Operations are on their ranks at their times without overlaps; arrows join producers and
+    consumers."""
+    for times in all_timings():
         t, text = times.timeline, format_trace(times)
-        found = sorted(
+        operations = sorted(
             (e["tid"] // 2, e["name"][: len(e["name"].rstrip("0123456789."))], round(e["ts"], 3))
-            for e in events(text, "X", "i")
+            for e in trace_events(text, "X", "i")
         )
-        assert found == sorted(
+        assert operations == sorted(
             (int(r), Kind(int(k)).name, round(s * UNIT, 3))
             for r, k, s in zip(t.rank, t.kind, times.start)
         )
         ends: dict[int, float] = {}
-        for e in sorted(events(text, "X"), key=lambda e: e["ts"]):
+        for e in sorted(trace_events(text, "X"), key=lambda e: e["ts"]):
             assert e["ts"] >= ends.get(e["tid"], 0.0) - 1e-3
             ends[e["tid"]] = e["ts"] + e["dur"]
-        made, used = dependencies(t)
-        apart = t.rank[made] != t.rank[used]
-        pairs = [sorted(events(text, ph), key=lambda e: e["id"]) for ph in "sf"]
-        assert len(pairs[0]) == len(pairs[1]) == int(apart.sum())
+        producers, consumers = dependencies(t)
+        across_ranks = t.rank[producers] != t.rank[consumers]
+        pairs = [sorted(trace_events(text, ph), key=lambda e: e["id"]) for ph in "sf"]
+        assert len(pairs[0]) == len(pairs[1]) == int(across_ranks.sum())
         for start, end in zip(*pairs):
             assert start["id"] == end["id"] and start["ts"] < end["ts"]
             assert start["tid"] != end["tid"]
 
 
 def test_two_timings_are_two_processes() -> None:
-    """Planned and measured stand under each other, each with its name and its own ids."""
+    """Planned and measured timings are two processes with their own names and ids."""
     times = simulate_timeline(make_order("1F1B", 2, 2))
     text = format_trace({"planned": times, "measured": times})
-    names = {e["pid"]: e["args"]["name"] for e in events(text, "M") if e["name"] == "process_name"}
+    names = {
+        e["pid"]: e["args"]["name"] for e in trace_events(text, "M") if e["name"] == "process_name"
+    }
     assert names == {0: "planned", 1: "measured"}
-    assert {e["pid"] for e in events(text, "X")} == {0, 1}
-    ids = [e["id"] for e in events(text, "s")]
+    assert {e["pid"] for e in trace_events(text, "X")} == {0, 1}
+    ids = [e["id"] for e in trace_events(text, "s")]
     assert len(set(ids)) == len(ids)
 
 
-def letters(line: str) -> str:
-    """The bar of a line, as the letter of each cell."""
-    found, last = "", ""
+def bar_letters(line: str) -> str:
+    """The letter of each cell of a bar."""
+    cells, last = "", ""
     for cell in line.split(" ", 2)[2].strip():
         last = cell if cell.isalpha() or cell == IDLE else last
-        found += last
-    return found
+        cells += last
+    return cells
 
 
 def test_bars_are_to_scale() -> None:
-    """Each cell tells what its rank does at that time; lines are as wide as asked."""
-    for times in every():
+    """Each cell shows what its rank does at that time; lines have the requested width."""
+    for times in all_timings():
         text = draw_bars(times, 120)
         t, lines = times.timeline, text.split("\n")
         assert len(lines) == t.ranks + 1 and all(len(line) <= 120 for line in lines[:-1])
         for rank in range(t.ranks):
-            seen = letters(lines[rank])
-            scale = times.makespan / len(seen)
+            observed = bar_letters(lines[rank])
+            scale = times.makespan / len(observed)
             rows = range(int(t.starts[rank]), int(t.starts[rank + 1]))
-            for cell, letter in enumerate(seen):
-                now = (cell + 0.5) * scale
-                own = [k for k in rows if times.start[k] <= now < times.end[k]]
-                assert letter == (Kind(int(t.kind[own[0]])).name[0] if own else IDLE)
+            for cell, letter in enumerate(observed):
+                time = (cell + 0.5) * scale
+                running = [k for k in rows if times.start[k] <= time < times.end[k]]
+                assert letter == (Kind(int(t.kind[running[0]])).name[0] if running else IDLE)
 
 
 def test_colour_changes_nothing_but_colour() -> None:
-    """Without its escapes a coloured bar has the same cells; without colour there are none."""
+    """Without escapes a coloured bar equals a plain one."""
     times = simulate_timeline(make_order("1F1B", 3, 4))
     plain, coloured = draw_bars(times, 60), draw_bars(times, 60, colour=True)
     assert "\x1b" not in plain and "\x1b" in coloured
@@ -105,7 +109,8 @@ def test_colour_changes_nothing_but_colour() -> None:
 
 
 def test_large_timelines_stay_small_and_whole() -> None:
-    """64 ranks x 512: a line for the first and last ranks, a path for all blocks of a kind."""
+    """64 ranks x 512: lines for the first and last ranks only, one path for all blocks of a
+    kind."""
     times = simulate_timeline(make_order("1F1B", 64, 512))
     lines = draw_bars(times, 100).split("\n")
     assert len(lines) == MOST_RANKS + 2 and f"{64 - MOST_RANKS} ranks more" in "\n".join(lines)
@@ -114,12 +119,13 @@ def test_large_timelines_stay_small_and_whole() -> None:
     assert sum(path.count("M") for path in paths) == len(times.timeline) > MOST_BLOCKS
 
 
-def drawing(times: Timing, **options: Any) -> list[ElementTree.Element]:
+def picture_elements(times: Timing, **options: Any) -> list[ElementTree.Element]:
+    """The elements of a timing's picture."""
     return list(ElementTree.fromstring(draw_timings({"": times}, **options)).iter())
 
 
 def test_what_takes_no_time_is_marked() -> None:
-    """Parked activations and updates have a mark each, of their own shape, at their time."""
+    """Evictions, loads and updates each have a mark of their own shape."""
     rows = [
         [
             Op(F, 0, 0),
@@ -131,32 +137,32 @@ def test_what_takes_no_time_is_marked() -> None:
         [Op(F, 1, 0), Op(B, 1, 0)],
     ]
     times = simulate_timeline(timeline_from_rows(rows))
-    marks = [e for e in drawing(times) if e.get("class") == "k"]
+    marks = [e for e in picture_elements(times) if e.get("class") == "k"]
     assert len(marks) == 3 and len({str(e.get("d"))[-12:] for e in marks}) == 3
     assert "version 1" in "".join(marks[-1].itertext())
 
 
 def test_replicas_and_slices_are_told_apart() -> None:
-    """A second replica is hatched, a slice is on the block's label and in its words."""
+    """A second replica is hatched; a slice is in the block's label."""
     rows = [[Op(F, 0, 0, 0, 0), Op(F, 0, 0, 0, 1), Op(F, 0, 1, 1, 0), Op(F, 0, 1, 1, 1)]]
-    found = drawing(simulate_timeline(timeline_from_rows(rows)), unit=40.0)
-    assert sum(e.get("fill") == "url(#replica)" for e in found) == 2 + 1  # the legend's
-    words = ["".join(e.itertext()) for e in found if e.get("class") == "op"]
-    assert words == ["0.0", "0.1", "1.0", "1.1"]
+    elements = picture_elements(simulate_timeline(timeline_from_rows(rows)), unit=40.0)
+    assert sum(e.get("fill") == "url(#replica)" for e in elements) == 2 + 1  # the legend's
+    labels = ["".join(e.itertext()) for e in elements if e.get("class") == "op"]
+    assert labels == ["0.0", "0.1", "1.0", "1.1"]
 
 
 def test_transfers_are_drawn_where_asked() -> None:
-    """One line for each transfer between ranks, gradients dashed."""
+    """With `transfers=True` each transfer between ranks is a line, gradients in their own style."""
     times = simulate_timeline(make_order("GPipe", 3, 4), Cost(comm=1))
-    assert not any(str(e.get("class")).startswith("way") for e in drawing(times))
-    lines = {e.get("class"): e.get("d") for e in drawing(times, transfers=True)}
+    assert not any(str(e.get("class")).startswith("way") for e in picture_elements(times))
+    lines = {e.get("class"): e.get("d") for e in picture_elements(times, transfers=True)}
     assert str(lines["way"]).count("M") == str(lines["way back"]).count("M") == 2 * 4
 
 
 def test_a_packed_trace(tmp_path: Path) -> None:
-    """A name that ends in .gz is packed, and holds the same."""
+    """A trace whose name ends in .gz is compressed, with the same content."""
     for name in ("t.json", "t.json.gz"):
-        done = CliRunner().invoke(app, ["simulate", "--trace", str(tmp_path / name)])
-        assert done.exit_code == 0, done.output
+        result = CliRunner().invoke(app, ["simulate", "--trace", str(tmp_path / name)])
+        assert result.exit_code == 0, result.output
     packed = gzip.decompress((tmp_path / "t.json.gz").read_bytes())
     assert packed == (tmp_path / "t.json").read_bytes()

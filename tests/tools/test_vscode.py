@@ -1,4 +1,4 @@
-"""The VS Code extension, run by node: what it starts, and how its grammar colours a schedule."""
+"""The VS Code extension, run by node: the server that it starts, and its grammar's colours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.samples import SAMPLES
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "editors" / "vscode"
 SCRIPTS = ROOT / "tests" / "node"
-# where `npm install` put the packages of the extension
+# the folder in which `npm install` put the extension's packages
 PACKAGES = Path(os.environ.get("SCHEDLANG_NODE_MODULES", FOLDER / "node_modules"))
 NODE = shutil.which("node") or ""
 
@@ -30,25 +30,25 @@ needs_packages = pytest.mark.skipif(
 SETTINGS = {"schedlang.command": "schedlang", "schedlang.model": True}
 
 
-def node(script: str, argument: Path, text: str) -> Any:
-    """What a script prints."""
-    done = subprocess.run(
+def run_node(script: str, argument: Path, text: str) -> Any:
+    """The JSON that a script prints."""
+    result = subprocess.run(
         [NODE, SCRIPTS / script, argument],
         input=text,
         capture_output=True,
         text=True,
         env={**os.environ, "NODE_PATH": str(PACKAGES)},
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
-def activated(*events: Any, trusted: bool = True, **settings: Any) -> list[Any]:
-    """What the extension starts and stops, from its activation to its end."""
-    given = {"trusted": trusted, "settings": SETTINGS | settings, "events": events}
-    found = node("start_extension.js", FOLDER / "extension.js", json.dumps(given))
-    assert found["subscriptions"] == 2
-    return list(found["said"])
+def run_extension(*events: Any, trusted: bool = True, **settings: Any) -> list[Any]:
+    """The events of the extension, from activation to its end."""
+    state = {"trusted": trusted, "settings": SETTINGS | settings, "events": events}
+    record = run_node("start_extension.js", FOLDER / "extension.js", json.dumps(state))
+    assert record["subscriptions"] == 2
+    return list(record["said"])
 
 
 @needs_node
@@ -56,11 +56,11 @@ def test_starts_the_language_server() -> None:
     """`schedlang lsp` is started for schedules, and stopped at the end."""
     server = {"command": "schedlang", "args": ["lsp", "--model"]}
     files = [{"scheme": "file", "language": "sched"}]
-    assert activated() == [{"start": server, "for": files}, {"stop": server}]
+    assert run_extension() == [{"start": server, "for": files}, {"stop": server}]
     package = json.loads((FOLDER / "package.json").read_text())
     assert package["contributes"]["languages"][0]["id"] == "sched"
     declared = package["contributes"]["configuration"]["properties"]
-    assert {name: one["default"] for name, one in declared.items()} == SETTINGS
+    assert {name: setting["default"] for name, setting in declared.items()} == SETTINGS
 
 
 @needs_node
@@ -69,23 +69,23 @@ def test_starts_the_language_server() -> None:
     [(True, True, "--model"), (False, True, "--no-model"), (True, False, "--no-model")],
 )
 def test_models_are_imported_where_it_is_allowed(trusted: bool, model: bool, said: str) -> None:
-    """No model file is imported in a folder that is not trusted, or against the setting."""
-    first = activated(trusted=trusted, **{"schedlang.model": model})[0]
+    """No model file is imported in an untrusted folder, or against the setting."""
+    first = run_extension(trusted=trusted, **{"schedlang.model": model})[0]
     assert first["start"]["args"] == ["lsp", said]
 
 
 @needs_node
 def test_starts_anew_when_settings_or_trust_change() -> None:
-    """Trust and settings of ours restart the server with what holds now; others' do not."""
-    own = {
+    """Changed trust or schedlang settings restart the server; other settings do not."""
+    own_settings = {
         "name": "settings",
         "of": "schedlang",
         "then": {"settings": SETTINGS | {"schedlang.command": "other"}},
     }
     foreign = {"name": "settings", "of": "editor"}
     trust = {"name": "trust", "then": {"trusted": True}}
-    said = activated(trust, foreign, own, trusted=False)
-    steps = [(next(iter(one)), one.get("start", one.get("stop"))) for one in said]
+    events = run_extension(trust, foreign, own_settings, trusted=False)
+    steps = [(next(iter(event)), event.get("start", event.get("stop"))) for event in events]
     assert [(kind, server["command"], server["args"][1]) for kind, server in steps] == [
         ("start", "schedlang", "--no-model"),
         ("stop", "schedlang", "--no-model"),
@@ -97,41 +97,43 @@ def test_starts_anew_when_settings_or_trust_change() -> None:
 
 
 def test_the_options_it_gives_exist() -> None:
-    """The server takes the words that the extension starts it with."""
+    """`lsp` has the options that the extension uses."""
     from typer.testing import CliRunner
 
     from schedlang.cli import app
 
-    shown = CliRunner().invoke(app, ["lsp", "--help"], env={"COLUMNS": "200"}).output
-    assert "--model" in shown and "--no-model" in shown
+    output = CliRunner().invoke(app, ["lsp", "--help"], env={"COLUMNS": "200"}).output
+    assert "--model" in output and "--no-model" in output
 
 
 def test_the_package_holds_what_it_names() -> None:
-    """Every file that the manifest speaks of is there, and is among those that are packed."""
+    """Every file in the manifest exists, and is packed."""
     package = json.loads((FOLDER / "package.json").read_text())
-    own = [pattern for pattern in package["files"] if not pattern.startswith("node_modules")]
-    assert package["dependencies"] and len(own) < len(package["files"]), "its client is packed, too"
-    packed = {path for pattern in own for path in FOLDER.glob(pattern)}
-    named = [package["main"], *(one["path"] for one in package["contributes"]["grammars"])]
-    named += [one["configuration"] for one in package["contributes"]["languages"]]
-    assert {(FOLDER / name).resolve() for name in named} <= {path.resolve() for path in packed}
+    patterns = [pattern for pattern in package["files"] if not pattern.startswith("node_modules")]
+    assert package["dependencies"] and len(patterns) < len(package["files"]), (
+        "its client is packed, too"
+    )
+    packed = {path for pattern in patterns for path in FOLDER.glob(pattern)}
+    paths = [package["main"], *(entry["path"] for entry in package["contributes"]["grammars"])]
+    paths += [entry["configuration"] for entry in package["contributes"]["languages"]]
+    assert {(FOLDER / name).resolve() for name in paths} <= {path.resolve() for path in packed}
     assert "onLanguage:sched" in package["activationEvents"]
 
 
 @needs_packages
 @pytest.mark.parametrize("name", sorted(SAMPLES))
 def test_the_editors_engine_colours_as_pygments_does(name: str) -> None:
-    """VS Code's own engine gives every piece of a schedule the scope of its kind."""
+    """VS Code's engine gives every token the scope that Pygments gives it."""
     from schedlang.editors.lexer import TOKENS
 
     text = SAMPLES[name]
     kinds = {token: kind for kind, token in TOKENS.items()}
-    wanted: list[list[list[str]]] = [[]]
+    expected: list[list[list[str]]] = [[]]
     for token, piece in SchedLexer(stripnl=False, ensurenl=False).get_tokens(text):
         for number, part in enumerate(piece.split("\n")):
-            wanted += [[]] if number else []
+            expected += [[]] if number else []
             if part.strip():
-                wanted[-1].append([part, f"{SCOPES[kinds[token]]}.sched"])
-    found = node("tokens.js", FOLDER / "syntaxes" / "sched.tmLanguage.json", text)
-    told = [[piece for piece in line if piece[0].strip()] for line in found]
-    assert told == wanted
+                expected[-1].append([part, f"{SCOPES[kinds[token]]}.sched"])
+    lines = run_node("tokens.js", FOLDER / "syntaxes" / "sched.tmLanguage.json", text)
+    tokens = [[piece for piece in line if piece[0].strip()] for line in lines]
+    assert tokens == expected

@@ -1,4 +1,4 @@
-"""`why` and `diff` on the command line: rows, collectives, costs; as text, Markdown and a page."""
+"""The commands why and diff: reasons of rows and collectives, costs; as text, Markdown and HTML."""
 
 from __future__ import annotations
 
@@ -38,89 +38,92 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(*words: object) -> tuple[int, str]:
+def run_cli(*args: object) -> tuple[int, str]:
     """Exit code and output of a command."""
-    found = CliRunner().invoke(app, [str(word) for word in words])
-    return found.exit_code, found.output
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    return result.exit_code, result.output
 
 
 def test_every_collective_has_a_reason_and_its_row(folder: Path) -> None:
-    """The sum of a row-split module names that row; that of replicas the row of `zero`."""
-    code, text = run("why", folder / "a.sched", "--collectives")
+    """Each collective names its row: sums of sharded modules, of replicas, or no row."""
+    code, text = run_cli("why", folder / "a.sched", "--collectives")
     assert code == 0
     numbered = dict(re.findall(r"^ +(\d+)  (.*)$", text, re.M))
     assert len(numbered) == len(text.strip().split("\n"))
-    sums = [n for n, said in numbered.items() if "all-reduce over tp   forward: output" in said]
+    sums = [n for n, reason in numbered.items() if "all-reduce over tp   forward: output" in reason]
     (number,) = sums
-    said = run("why", folder / "a.sched", "--collective", number)[1]
-    assert "a.sched:6   shard(row, over=tp)" in said and "groups of 2 ranks along tp" in said
-    assert "each rank has a partial sum" in said and "needs its full output" in said
-    (number,) = [n for n, said in numbered.items() if "step: grads " in said]
-    said = run("why", folder / "a.sched", "--collective", number)[1]
-    assert "a.sched:7   zero(stage=0, over=dp)" in said and "different rows of the batch" in said
-    (number,) = [n for n, said in numbered.items() if "loss and gradient norm" in said]
-    assert "by no row" in run("why", folder / "a.sched", "--collective", number)[1]
+    reason = run_cli("why", folder / "a.sched", "--collective", number)[1]
+    assert "a.sched:6   shard(row, over=tp)" in reason and "groups of 2 ranks along tp" in reason
+    assert "each rank has a partial sum" in reason and "needs its full output" in reason
+    (number,) = [n for n, reason in numbered.items() if "step: grads " in reason]
+    reason = run_cli("why", folder / "a.sched", "--collective", number)[1]
+    assert (
+        "a.sched:7   zero(stage=0, over=dp)" in reason and "different rows of the batch" in reason
+    )
+    (number,) = [n for n, reason in numbered.items() if "loss and gradient norm" in reason]
+    assert "by no row" in run_cli("why", folder / "a.sched", "--collective", number)[1]
 
 
 def test_why_refuses(folder: Path) -> None:
-    """A number that none has (S866), a question for nothing or for two things at once (S109)."""
-    code, text = run("why", folder / "a.sched", "--collective", "99")
+    """An unknown number (S866), and no or two questions (S109), are refused."""
+    code, text = run_cli("why", folder / "a.sched", "--collective", "99")
     assert code == 2 and "S866" in text and "they are numbered 0 to " in text
-    for words in ((), ("up", "--collectives")):
-        code, text = run("why", folder / "a.sched", *words)
+    for args in ((), ("up", "--collectives")):
+        code, text = run_cli("why", folder / "a.sched", *args)
         assert code == 2 and "S109" in text and "needs either a module or a collective" in text
 
 
 def test_a_difference_has_memory_bytes_and_actions(folder: Path) -> None:
-    """What slicing the optimizer's state saves is in the table that a pull request shows."""
-    code, text = run("diff", folder / "a.sched", folder / "b.sched", "--markdown")
+    """The Markdown table for pull requests has the memory that slicing the optimizer state
+    saves."""
+    code, text = run_cli("diff", folder / "a.sched", folder / "b.sched", "--markdown")
     assert code == 0 and text.startswith("### `a.sched` → `b.sched`")
     rows = {row.split(" | ")[0].strip("| "): row for row in text.split("\n") if row.startswith("|")}
     assert re.search(r"\| -\d+\.\d% \|$", rows["peak of the fullest rank: optimizer"]), text
     assert "| `zero` | `stage: 0 -> 1` |" in text and "**~** changed" in text
     assert "Unchanged: " in text
-    plain = run("diff", folder / "a.sched", folder / "b.sched")[1]
-    assert re.search(r"peak of the fullest rank: optimizer .* -> .* \(-", plain)
-    same = run("diff", folder / "a.sched", folder / "a.sched", "--markdown")[1]
-    assert "No difference" in same and "| " not in same
+    as_text = run_cli("diff", folder / "a.sched", folder / "b.sched")[1]
+    assert re.search(r"peak of the fullest rank: optimizer .* -> .* \(-", as_text)
+    equal = run_cli("diff", folder / "a.sched", folder / "a.sched", "--markdown")[1]
+    assert "No difference" in equal and "| " not in equal
 
 
 def test_a_difference_is_a_page_of_its_own(folder: Path) -> None:
-    """The page has the same rows, in light and dark, and asks for nothing from elsewhere."""
+    """The HTML page has the same rows, light and dark, and is self-contained."""
     page = folder / "d.html"
-    assert run("diff", folder / "a.sched", folder / "b.sched", "--html", page)[0] == 0
+    assert run_cli("diff", folder / "a.sched", folder / "b.sched", "--html", page)[0] == 0
     text = page.read_text()
     assert "prefers-color-scheme:dark" in text and "http" not in text and len(text) < 300_000
     assert "<code>stage: 0 -&gt; 1</code>" in text and "peak of the fullest rank" in text
 
 
 def test_a_saved_plan_is_compared_as_its_schedule_is(folder: Path) -> None:
-    """On either side, or on both, a saved plan differs from another as the schedules do."""
+    """A saved plan on either side gives the same differences as its schedule."""
     plans = {}
     for name in ("a", "b"):
         plans[name] = folder / f"{name}.json"
-        assert run("plan", folder / f"{name}.sched", "--out", plans[name])[0] == 0
-    found = json.loads(run("diff", folder / "a.sched", folder / "b.sched", "--json")[1])
-    assert found["changes"] and any(cost["old"] != cost["new"] for cost in found["costs"])
+        assert run_cli("plan", folder / f"{name}.sched", "--out", plans[name])[0] == 0
+    expected = json.loads(run_cli("diff", folder / "a.sched", folder / "b.sched", "--json")[1])
+    assert expected["changes"] and any(cost["old"] != cost["new"] for cost in expected["costs"])
     for sides in (
         (plans["a"], folder / "b.sched"),
         (folder / "a.sched", plans["b"]),
         (plans["a"], plans["b"]),
     ):
-        code, text = run("diff", *sides, "--json")
-        assert code == 0 and json.loads(text) == found, sides
-    assert "No difference" in run("diff", plans["a"], folder / "a.sched", "--markdown")[1]
+        code, text = run_cli("diff", *sides, "--json")
+        assert code == 0 and json.loads(text) == expected, sides
+    assert "No difference" in run_cli("diff", plans["a"], folder / "a.sched", "--markdown")[1]
 
 
 def test_settings_go_with_schedules(folder: Path) -> None:
-    """Of two saved plans nothing can be set (S109); a file that only looks like one is none."""
+    """Settings with two saved plans are refused (S109); a file that only resembles a plan, too."""
     saved = folder / "a.json"
-    assert run("plan", folder / "a.sched", "--out", saved)[0] == 0
-    code, text = run("diff", saved, saved, "--mesh", "dp=4")
+    assert run_cli("plan", folder / "a.sched", "--out", saved)[0] == 0
+    code, text = run_cli("diff", saved, saved, "--mesh", "dp=4")
     assert code == 2 and "S109" in text and "a saved plan has its own settings" in text
-    assert run("diff", saved, folder / "b.sched", "--mesh", "dp=4")[0] == 0
+    assert run_cli("diff", saved, folder / "b.sched", "--mesh", "dp=4")[0] == 0
     saved.write_text(' {"plan": 2}')
-    code, text = run("diff", saved, folder / "b.sched")
+    code, text = run_cli("diff", saved, folder / "b.sched")
     assert code == 2 and "S907" in text and "not hold a plan of version 1" in text
 
 
@@ -143,10 +146,10 @@ def model""",
 
 
 def test_a_saved_plan_names_modules_that_its_rows_made(tmp_path: Path) -> None:
-    """A row inside what an earlier row put in place is found again."""
+    """A row on a module that an earlier row created is found again."""
     (tmp_path / "model.py").write_text(NEST)
     sched, saved = tmp_path / "a.sched", tmp_path / "a.json"
     sched.write_text("schedule 1 for Whole\n\nnet      replace(mine)\nnet.act  checkpoint()\n")
-    assert run("plan", sched, "--out", saved)[0] == 0
-    code, text = run("diff", saved, sched, "--json")
+    assert run_cli("plan", sched, "--out", saved)[0] == 0
+    code, text = run_cli("diff", saved, sched, "--json")
     assert code == 0 and json.loads(text)["changes"] == [], text

@@ -1,4 +1,4 @@
-"""Batches that are not plain: nested, without labels in a part, with inputs that nothing reads."""
+"""Unusual batches: nested, without labels in a part, with inputs that nothing reads."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from schedlang.runtime.batch import named_tensors, row_count, split_batch
 from schedlang.runtime.launch.pool import Pool
 from schedlang.schedule import Schedule
 from tests.engine import Threads
-from tests.proofs import planned, proven
+from tests.proofs import assert_proven, make_plan
 
 DP2 = "zero(stage=2, over=dp)"
 
 
-class Nested(nn.Module):
-    """Reads everything from inside of a dict: inputs, labels, a number."""
+class NestedBatch(nn.Module):
+    """Reads inputs, labels and a scale from inside of a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,12 +32,12 @@ class Nested(nn.Module):
         self.enter, self.head = nn.Linear(3, 5), nn.Linear(5, 4)
         self.double()
 
-    def forward(self, given: Any, unread: Tensor | None = None) -> Any:
-        logits = self.head(torch.tanh(self.enter(given["x"] * given["scale"][0])))
-        return {"loss": F.cross_entropy(logits, given["labels"][0]), "logits": logits}
+    def forward(self, inputs: Any, unread: Tensor | None = None) -> Any:
+        logits = self.head(torch.tanh(self.enter(inputs["x"] * inputs["scale"][0])))
+        return {"loss": F.cross_entropy(logits, inputs["labels"][0]), "logits": logits}
 
 
-def _nested(rows: int, seed: int = 0) -> dict[str, Any]:
+def nested_batch(rows: int, seed: int = 0) -> dict[str, Any]:
     g = torch.Generator().manual_seed(seed)
     labels = torch.randint(4, (rows,), generator=g)
     labels[1:2] = -100
@@ -46,8 +46,8 @@ def _nested(rows: int, seed: int = 0) -> dict[str, Any]:
 
 
 def test_tensors_inside_are_named_and_cut() -> None:
-    """A tensor in a dict or list of the batch is cut by rows like one of the batch itself."""
-    batch = _nested(5)
+    """A tensor inside a dict or list of the batch is split by rows like one of the batch itself."""
+    batch = nested_batch(5)
     assert list(named_tensors(batch)) == ["given.x", "given.labels.0", "unread"]
     assert row_count({"given": batch["given"]}) == 5
     parts = [part for share in split_batch(batch, 2, 2) for part in share]
@@ -61,30 +61,34 @@ def test_tensors_inside_are_named_and_cut() -> None:
 
 
 def test_a_nested_batch_trains(pool: Pool) -> None:
-    """Parts weigh by the labels inside, and the gradients of the floats inside are compared."""
-    plan = planned(Nested(), f'{DP2}\n  pipeline(order="GPipe", micro=2)', "dp=2")
-    report = proven(pool, plan, [_nested(5, 1), _nested(6, 2)])
+    """Labels inside weigh the parts, and gradients of floats inside are compared."""
+    plan = make_plan(NestedBatch(), f'{DP2}\n  pipeline(order="GPipe", micro=2)', "dp=2")
+    report = assert_proven(pool, plan, [nested_batch(5, 1), nested_batch(6, 2)])
     names = {row.name for row in report.rows if row.kind == "input gradients"}
     assert names == {"given.x", "unread"}
 
 
 def test_the_loss_of_a_part_without_labels(pool: Pool) -> None:
-    """In evaluation, too, a part in which no label counts adds nothing; it is no NaN."""
-    batch = _nested(4)
+    """In evaluation too, a part in which no label counts adds nothing, and no NaN."""
+    batch = nested_batch(4)
     batch["given"]["labels"][0][2:] = -100
     for rows in (DP2, 'pipeline(order="GPipe", micro=3)'):
-        proven(pool, planned(Nested(), rows, "dp=2" if "dp" in rows else ""), [batch, _nested(5)])
+        assert_proven(
+            pool,
+            make_plan(NestedBatch(), rows, "dp=2" if "dp" in rows else ""),
+            [batch, nested_batch(5)],
+        )
 
 
 def test_an_input_that_nothing_reads(pool: Pool) -> None:
-    """Its gradient is none in the original and zero where state is sliced: the same."""
-    report = proven(pool, planned(Nested(), DP2, "dp=2"), [_nested(4)])
+    """Its gradient is None in the original, and zero where state is sliced: both count as equal."""
+    report = assert_proven(pool, make_plan(NestedBatch(), DP2, "dp=2"), [nested_batch(4)])
     (row, *_) = [r for r in report.rows if (r.kind, r.name) == ("input gradients", "unread")]
     assert row.ok and "nothing reads" in row.note
 
 
-class Averaging(nn.Module):
-    """Keeps an average over its calls, of its weight, of what it is given, or of both: complex."""
+class RunningAverage(nn.Module):
+    """Keeps a running average of its weight, of its input, or of both in a complex buffer."""
 
     def __init__(self, of: str) -> None:
         super().__init__()
@@ -94,10 +98,12 @@ class Averaging(nn.Module):
         self.double().register_buffer("mean", torch.zeros(3, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, given = self.lin.weight.detach()[0], x.detach().mean(0)
-        now = {"weight": weight, "input": given, "both": torch.complex(weight, given)}[self.of]
+        weight, row_mean = self.lin.weight.detach()[0], x.detach().mean(0)
+        current = {"weight": weight, "input": row_mean, "both": torch.complex(weight, row_mean)}[
+            self.of
+        ]
         if self.training:
-            self.mean.mul_(0.9).add_(0.1 * now)
+            self.mean.mul_(0.9).add_(0.1 * current)
         return self.lin(x).square().mean()
 
 
@@ -112,10 +118,10 @@ class Averaging(nn.Module):
     ],
 )
 def test_buffers_that_depend_on_the_split(of: str, rows: str, refused: bool, pool: Pool) -> None:
-    """A buffer that parts would leave otherwise than the whole is refused by name, and only it."""
+    """A buffer whose value depends on the split is refused by name, and no other."""
     batch = {"x": torch.arange(12.0, dtype=torch.float64).view(4, 3)}
     case = Case(
-        planned(Averaging(of), rows, "dp=2" if "dp" in rows else ""), (batch,), dtype="none"
+        make_plan(RunningAverage(of), rows, "dp=2" if "dp" in rows else ""), (batch,), dtype="none"
     )
     if not refused:
         assert prove(case, pool=pool).ok
@@ -126,41 +132,41 @@ def test_buffers_that_depend_on_the_split(of: str, rows: str, refused: bool, poo
 
 
 def test_buffers_are_put_back() -> None:
-    """The check leaves the buffers of its subject as they were."""
+    """The check restores the buffers of the model."""
     from schedlang.passes.verify.probe import check_buffers
 
     batch = {"x": torch.ones(4, 3, dtype=torch.float64)}
-    subject = Sequential(Averaging("weight"))
+    reference = Sequential(RunningAverage("weight"))
     with pytest.raises(Refusal):
-        check_buffers(subject, batch, split_batch(batch, 1, 2))
-    assert not subject.module.mean.any()
+        check_buffers(reference, batch, split_batch(batch, 1, 2))
+    assert not reference.module.mean.any()
 
 
 def test_a_cut_gives_up_rounding() -> None:
-    """Stages sum a tied weight's gradient and the norm in another order: not bit by bit."""
+    """Stages sum a tied weight's gradient and the norm in another order: equal up to rounding."""
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    plan = planned(nn.Sequential(layers), "`0`  pipeline_split(over=pp)", "pp=2")
+    plan = make_plan(nn.Sequential(layers), "`0`  pipeline_split(over=pp)", "pp=2")
     assert plan.gives_up == {"rounding"}
 
 
-def _count() -> int:
+def count_threads() -> int:
     return torch.get_num_threads()
 
 
 def test_one_rank_has_the_threads_of_its_parent(pool: Pool) -> None:
-    """Sums over threads have one order on both sides of an exact comparison; ranks share them."""
-    before = torch.get_num_threads()
+    """A single rank uses the parent's threads, so that sums have one order; several share them."""
+    original = torch.get_num_threads()
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            assert pool.run(_count, 1) == [threads]
-            assert pool.run(_count, 2) == [1, 1]
+            assert pool.run(count_threads, 1) == [threads]
+            assert pool.run(count_threads, 2) == [1, 1]
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(original)
 
 
-class Worded(nn.Module):
-    """Embedding, blocks, head; the loss of no labels is NaN, or with `bounded` 0."""
+class TokenModel(nn.Module):
+    """Embedding, blocks and head; without labels the loss is NaN, or 0 with `bounded`."""
 
     def __init__(self, bounded: bool) -> None:
         super().__init__()
@@ -200,18 +206,18 @@ LAYOUTS = {
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_batch_without_any_label(layout: str, bounded: bool, threads: Threads) -> None:
-    """Loss, gradients and weights are what the original gives of it, under every layout."""
+    """Loss, gradients and weights equal those of the original, under every layout."""
     mesh, rows = LAYOUTS[layout]
     ids = torch.arange(24).reshape(4, 6).remainder(9)
     batch = {"ids": ids, "labels": torch.full_like(ids, -100)}
-    model = Worded(bounded)
+    model = TokenModel(bounded)
     loss = model(**batch)["loss"]
     loss.backward()
-    wanted = {name: p.grad for name, p in model.named_parameters()}
+    expected = {name: p.grad for name, p in model.named_parameters()}
     text = f'schedule 1\n\nmesh({mesh})\n\nstep "s" {{\n  {rows}\n}}\n'
 
     def body() -> Any:
-        program = Schedule(Worded(bounded), parse(Source("a.sched", text))).build(
+        program = Schedule(TokenModel(bounded), parse(Source("a.sched", text))).build(
             batch=batch | {"labels": ids}, optimizer=lambda named: torch.optim.SGD(named, lr=0.1)
         )
         return program.train_step(batch), program.gradients(), program.state_dict()
@@ -220,23 +226,25 @@ def test_a_batch_without_any_label(layout: str, bounded: bool, threads: Threads)
     for value, gradients, state in threads.run(body, world):
         torch.testing.assert_close(value.double(), loss.detach(), equal_nan=True)
         for name, parameter in model.named_parameters():
-            torch.testing.assert_close(gradients[name], wanted[name], equal_nan=True)
-            torch.testing.assert_close(state[name], parameter.detach() - 0.1 * wanted[name])
+            torch.testing.assert_close(gradients[name], expected[name], equal_nan=True)
+            torch.testing.assert_close(state[name], parameter.detach() - 0.1 * expected[name])
 
 
 @pytest.mark.parametrize("layout", ["dp", "pp", "both"])
 def test_a_sum_that_is_divided_by_a_count_of_labels(layout: str, threads: Threads) -> None:
-    """It is the mean over labels, however few a part has: it is weighed by these."""
+    """It is a mean over labels, however few a part has, and parts are weighed by them."""
     mesh, rows = LAYOUTS[layout]
     ids = torch.arange(24).reshape(4, 6).remainder(9)
     counts = torch.tensor([0, 6, 1, 3])[:, None]
     batch = {"ids": ids, "labels": ids.masked_fill(torch.arange(6) >= counts, -100)}
-    report = proven(threads, planned(Worded(True), rows, mesh), [batch, {**batch, "labels": ids}])
+    report = assert_proven(
+        threads, make_plan(TokenModel(True), rows, mesh), [batch, {**batch, "labels": ids}]
+    )
     assert report.equivalence == "algebraic"
 
 
-class Shifted(nn.Module):
-    """Reads its labels twice: moved by one as what a decoder is given, and in its loss."""
+class ShiftedLabels(nn.Module):
+    """Reads its labels twice: shifted by one as decoder input, and in its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,9 +255,9 @@ class Shifted(nn.Module):
         self.double()
 
     def forward(self, labels: Tensor) -> Any:
-        given = F.pad(labels[:, :-1], (1, 0), value=1)
-        given = given.masked_fill(given == -100, 2)
-        x = self.embed(given)
+        decoder_ids = F.pad(labels[:, :-1], (1, 0), value=1)
+        decoder_ids = decoder_ids.masked_fill(decoder_ids == -100, 2)
+        x = self.embed(decoder_ids)
         for block in self.blocks:
             x = x + torch.tanh(block(x))
         logits = self.head(x)
@@ -262,11 +270,17 @@ class Shifted(nn.Module):
     [(DP2, "dp=2"), ('blocks  pipeline_split(over=pp)\n  pipeline(order="1F1B", micro=2)', "pp=2")],
 )
 def test_a_part_without_labels_is_computed_as_it_is(rows: str, mesh: str, pool: Pool) -> None:
-    """What a model makes of labels beside its loss stays what it makes of them in the whole batch;
-    a loss whose mean stands beside a weight of its own gives that weight a gradient, not NaN."""
+    """What a model computes from labels beside its loss is the same in a part as in the batch.
+
+    A loss that adds a weight to its mean gives that weight a gradient, not NaN.
+    """
     labels = torch.randint(11, (4, 5), generator=torch.Generator().manual_seed(0))
     labels[2:] = -100
-    proven(pool, planned(Shifted(), rows, mesh), [{"labels": labels}, {"labels": labels.flip(1)}])
+    assert_proven(
+        pool,
+        make_plan(ShiftedLabels(), rows, mesh),
+        [{"labels": labels}, {"labels": labels.flip(1)}],
+    )
 
 
 def test_graphs_of_a_library() -> None:
@@ -277,7 +291,7 @@ def test_graphs_of_a_library() -> None:
     with pytest.raises(Refusal, match=r"S605.*`data` is made of `Data") as caught:
         row_count({"data": graphs})
     assert "Batch.from_data_list" in caught.value.render()
-    beside = {"data": graphs, "y": torch.ones(4)}
-    assert len(split_batch(beside, 1, 1)[0]) == 1  # whole it may be
+    mixed = {"data": graphs, "y": torch.ones(4)}
+    assert len(split_batch(mixed, 1, 1)[0]) == 1  # it may be given unsplit
     with pytest.raises(Refusal, match=r"S670.*`data` is made of `Data"):
-        split_batch(beside, 2, 1)
+        split_batch(mixed, 2, 1)

@@ -1,4 +1,4 @@
-"""Tests of `cast`: against torch's own mixed precision in one process, limits, bytes."""
+"""Mixed precision (`cast`): against torch's own in one process; overflow, loss scaling, bytes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from schedlang.passes.simulate.traffic import list_collectives
 from schedlang.report import Report
 from schedlang.runtime.comm.collectives import listen_to_collectives
 from tests import models
-from tests.docs.test_docs import ROOT, blocks
+from tests.docs.test_page_contents import ROOT, fenced_blocks
 from tests.engine import Threads
-from tests.proofs import planned, proven, sgd
+from tests.proofs import assert_proven, make_plan, sgd
 
 SHARDED = """transformer.h.*.attn.c_attn shard(col, blocks=3, over=tp)
 transformer.h.*.attn.c_proj shard(row, over=tp)
@@ -42,28 +42,28 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.up, self.norm, self.down = nn.Linear(8, 32), nn.LayerNorm(32), nn.Linear(32, 4)
-        nn.init.normal_(self.norm.weight)  # of ones no cast would be seen
+        nn.init.normal_(self.norm.weight)  # with ones no cast would show
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.down(torch.tanh(self.norm(self.up(x)))).float() ** 2).mean()
 
 
-def points(seed: int, rows: int = 6, size: float = 1.0) -> dict[str, Tensor]:
-    """A batch of Net."""
+def batch(seed: int, rows: int = 6, size: float = 1.0) -> dict[str, Tensor]:
+    """Return a batch of Net."""
     generator = torch.Generator().manual_seed(seed)
     return {"x": size * torch.randn(rows, 8, generator=generator)}
 
 
 def cast_plan(rows: str, mesh: str = "", model: Any = None) -> Plan:
-    """A model in float32 under casts."""
-    return planned(model or models.gpt2(2).float(), rows, mesh, "dtype")
+    """Plan a float32 model under casts."""
+    return make_plan(model or models.gpt2(2).float(), rows, mesh, "dtype")
 
 
-def in_both(pool: Threads, plan: Plan, batches: Sequence[Any] = BATCHES) -> Report:
-    """The report of a proof in float64 and in the model's own dtype, which must hold."""
+def prove_in_both(pool: Threads, plan: Plan, batches: Sequence[Any] = BATCHES) -> Report:
+    """Prove in float64 and in the model's own dtype: return the report, which must pass."""
     report = prove(Case(plan, tuple(batches), dtype="float32"), pool=pool)
-    bad = [(r.kind, r.step, r.name, r.error, r.note) for r in report.rows if not r.ok]
-    assert not bad, bad[:6]
+    failures = [(r.kind, r.step, r.name, r.error, r.note) for r in report.rows if not r.ok]
+    assert not failures, failures[:6]
     assert report.equivalence == "relaxed (dtype)"
     assert any("working dtype" in row.kind for row in report.rows)
     return report
@@ -95,16 +95,17 @@ def in_both(pool: Threads, plan: Plan, batches: Sequence[Any] = BATCHES) -> Repo
 def test_as_near_as_one_process_under_the_same_casts(
     threads: Threads, rows: str, mesh: str
 ) -> None:
-    """In float64 the untouched original itself; in low dtypes at most twice the error of torch's
-    own autocast, cast modules and GradScaler: outputs, loss, every gradient, parameters."""
-    in_both(threads, cast_plan(rows, mesh))
+    """In float64 the results are those of the untouched original; in low dtypes their error is at
+    most twice that of torch's autocast, cast modules and GradScaler: outputs, loss, gradients,
+    parameters."""
+    prove_in_both(threads, cast_plan(rows, mesh))
 
 
-def _by_hand(rows: str, plan: Plan, batches: Sequence[Any]) -> dict[str, Tensor]:
-    """Gradients of a first step and state after all, in a loop as torch's documentation has it."""
+def train_by_hand(rows: str, plan: Plan, batches: Sequence[Any]) -> dict[str, Tensor]:
+    """Train in the loop of torch's documentation: return first gradients and the last state."""
     module = copy.deepcopy(plan.model.model)
     optimizer = sgd(module.named_parameters())
-    seen: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for step, batch in enumerate(batches):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -113,28 +114,28 @@ def _by_hand(rows: str, plan: Plan, batches: Sequence[Any]) -> dict[str, Tensor]
         if not step:
             for name, parameter in module.named_parameters():
                 assert parameter.grad is not None
-                seen[f"grad {name}"] = parameter.grad.clone()
+                results[f"grad {name}"] = parameter.grad.clone()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
-    return seen | {n: p.detach() for n, p in module.named_parameters()}
+    return results | {n: p.detach() for n, p in module.named_parameters()}
 
 
 def test_alone_it_is_autocast_bit_by_bit() -> None:
     """On one rank, with one microbatch, `cast(bf16)` is torch.autocast to the last bit."""
     plan = cast_plan("cast(bf16)")
     program = build(plan, BATCHES[0], optimizer=sgd, clip=1.0)
-    right = _by_hand("", plan, BATCHES)
+    expected = train_by_hand("", plan, BATCHES)
     for step, batch in enumerate(BATCHES):
         program.train_step(batch)
         for name, grad in program.gradients().items() if not step and program.grad_norm < 1 else ():
-            assert torch.equal(grad, right[f"grad {name}"]), name
+            assert torch.equal(grad, expected[f"grad {name}"]), name
     for name, value in program.state_dict().items():
-        assert name == "lm_head.weight" or torch.equal(value, right[name]), name
+        assert name == "lm_head.weight" or torch.equal(value, expected[name]), name
     assert all(p.dtype == torch.float32 for p in program.assembly.parameters.values())
 
 
 def test_the_rule_is_really_followed() -> None:
-    """Each form gives another loss than float32 does, and an island another than none."""
+    """Each form of `cast` gives another loss than float32, and so does a float32 island."""
     losses = {}
     for rows in (
         "",
@@ -144,39 +145,40 @@ def test_the_rule_is_really_followed() -> None:
         "cast(bf16, params=true)\nnorm cast(fp32)",
         "cast(fp16)",
     ):
-        program = build(cast_plan(rows, model=Net()), points(0), optimizer=sgd)
-        losses[rows] = float(program.train_step(points(0)))
+        program = build(cast_plan(rows, model=Net()), batch(0), optimizer=sgd)
+        losses[rows] = float(program.train_step(batch(0)))
     exact = losses.pop("")
     assert all(0 < abs(loss - exact) < 0.02 * exact for loss in losses.values()), losses
     autocast, island = losses.pop("cast(bf16)"), losses["cast(bf16, params=true)\nnorm cast(fp32)"]
     assert len(set(losses.values())) == len(losses)
-    assert autocast == island  # its only parameters in float32 are those of the norm
+    assert autocast == island  # only the norm's parameters are float32 there
 
 
 # -- scaled losses -------------------------------------------------------------------------------
 
 
-def _overflow_on(rank: int, step: int, plan: Plan, batches: Sequence[Any]) -> list[Any]:
-    """Train; on one rank one gradient of one step is infinite: values, scales, norms by step."""
+def train_with_overflow(rank: int, step: int, plan: Plan, batches: Sequence[Any]) -> list[Any]:
+    """Train with one infinite gradient on one rank in one step: return scale, overflow and state by
+    step."""
     import torch.distributed as dist
 
     program = build(plan, batches[0], optimizer=sgd, clip=1.0)
-    found: list[Any] = []
+    steps: list[Any] = []
     for number, batch in enumerate(batches):
         handles = []
         if dist.get_rank() == rank and number == step:
-            first = next(p for p in program.assembly.parameters.values() if p.requires_grad)
-            handles.append(first.register_post_accumulate_grad_hook(_infinite))
+            parameter = next(p for p in program.assembly.parameters.values() if p.requires_grad)
+            handles.append(parameter.register_post_accumulate_grad_hook(make_infinite))
         program.train_step(batch)
         for handle in handles:
             handle.remove()
         assert program.loss_scale is not None
         values = {n: v.clone() for n, v in program.state_dict().items()}
-        found.append((program.loss_scale.scale, program.loss_scale.overflow, values))
-    return found
+        steps.append((program.loss_scale.scale, program.loss_scale.overflow, values))
+    return steps
 
 
-def _infinite(parameter: nn.Parameter) -> None:
+def make_infinite(parameter: nn.Parameter) -> None:
     assert parameter.grad is not None
     grad = parameter.grad
     (grad.to_local() if hasattr(grad, "to_local") else grad).view(-1)[0] = math.inf
@@ -189,70 +191,70 @@ def _infinite(parameter: nn.Parameter) -> None:
 def test_an_overflow_on_one_rank_skips_the_step_of_all(
     threads: Threads, rows: str, mesh: str, count: int
 ) -> None:
-    """No parameter on any rank changes in that step, the scale halves on all; the next one steps,
+    """No rank updates a parameter in that step, and the scale halves on all; the next step updates,
     and the scale doubles again after `growth` good steps."""
     plan = cast_plan("cast(fp16, scale=1024, growth=2)\n" + rows, mesh)
     batches = [models.tokens(rows=4, seed=seed) for seed in range(4)]
-    for seen in threads.run(_overflow_on, count, count - 1, 1, plan, batches):
-        assert [scale for scale, *_ in seen] == [1024, 512, 512, 1024]
-        assert [skipped for _, skipped, _ in seen] == [False, True, False, False]
-        before, now, after = (values for *_, values in seen[:3])
-        assert all(torch.equal(before[n], now[n]) for n in before)
-        assert not all(torch.equal(now[n], after[n]) for n in now)
+    for steps in threads.run(train_with_overflow, count, count - 1, 1, plan, batches):
+        assert [scale for scale, *_ in steps] == [1024, 512, 512, 1024]
+        assert [skipped for _, skipped, _ in steps] == [False, True, False, False]
+        before, skipped_step, after = (values for *_, values in steps[:3])
+        assert all(torch.equal(before[n], skipped_step[n]) for n in before)
+        assert not all(torch.equal(skipped_step[n], after[n]) for n in skipped_step)
 
 
 def test_what_would_vanish_without_a_scale_survives() -> None:
-    """Gradients below float16's smallest number are zero at scale 1, and there at 65536."""
-    found = {}
+    """Gradients below float16's smallest number are zero at scale 1, but not at 65536."""
+    norms = {}
     for scale in (1, 65536):
         rows = f"cast(fp16, params=true, scale={scale})"
-        program = build(cast_plan(rows, model=Net()), points(0), optimizer=sgd, loss=_tiny)
-        program.train_step(points(0))
-        found[scale] = float(program.gradients()["up.weight"].norm())
-    assert found[1] == 0.0 < found[65536]
+        program = build(cast_plan(rows, model=Net()), batch(0), optimizer=sgd, loss=tiny_loss)
+        program.train_step(batch(0))
+        norms[scale] = float(program.gradients()["up.weight"].norm())
+    assert norms[1] == 0.0 < norms[65536]
 
 
-def _tiny(output: Tensor, batch: Any) -> Tensor:
+def tiny_loss(output: Tensor, batch: Any) -> Tensor:
     return output.float() * 1e-8
 
 
-def _saved(plan: Plan, batches: Sequence[Any], path: str) -> tuple[float, int]:
+def save_and_load(plan: Plan, batches: Sequence[Any], path: str) -> tuple[float, int]:
     program = build(plan, batches[0], optimizer=sgd)
     for batch in batches:
         program.train_step(batch)
     program.save(path)
-    other = build(plan, batches[0], optimizer=sgd)
-    other.load(path)
-    assert other.loss_scale is not None
-    return other.loss_scale.scale, other.loss_scale.good
+    loaded = build(plan, batches[0], optimizer=sgd)
+    loaded.load(path)
+    assert loaded.loss_scale is not None
+    return loaded.loss_scale.scale, loaded.loss_scale.good
 
 
 def test_the_scale_is_part_of_a_checkpoint(tmp_path: Path) -> None:
-    """Where the scale stood, and how many good steps it has had."""
+    """A checkpoint restores the scale and its count of good steps."""
     plan = cast_plan("cast(fp16, scale=64, growth=2)", model=Net())
-    batches = [points(seed) for seed in range(3)]
-    assert _saved(plan, batches, str(tmp_path / "state")) == (128.0, 1)
+    batches = [batch(seed) for seed in range(3)]
+    assert save_and_load(plan, batches, str(tmp_path / "state")) == (128.0, 1)
 
 
 # -- bytes ---------------------------------------------------------------------------------------
 
 
-def _heard(plan: Plan, batch: Any) -> tuple[Counter[Any], list[int]]:
-    """What a rank sends in a step: collectives, and tensors to other stages."""
+def record_messages(plan: Plan, batch: Any) -> tuple[Counter[Any], list[int]]:
+    """Return what a rank sends in a step: collectives, and tensors to other stages."""
     program = build(plan, batch, optimizer=sgd)
-    found: Counter[Any] = Counter()
+    collectives: Counter[Any] = Counter()
     sent: list[int] = []
     mail: Any = program.assembly.pipeline.mail
-    plain = mail.send
+    original = mail.send
 
-    def send(to: int, key: Any, tensors: Sequence[Tensor], *, header: bool) -> None:
+    def send(target: int, key: Any, tensors: Sequence[Tensor], *, header: bool) -> None:
         sent.extend(t.numel() * t.element_size() for t in tensors)
-        plain(to, key, tensors, header=header)
+        original(target, key, tensors, header=header)
 
     mail.send = send
-    with listen_to_collectives(lambda kind, group, size: found.update([(kind, size)])):
+    with listen_to_collectives(lambda kind, group, size: collectives.update([(kind, size)])):
         program.train_step(batch)
-    return found, sent
+    return collectives, sent
 
 
 @pytest.mark.parametrize(
@@ -261,62 +263,73 @@ def _heard(plan: Plan, batch: Any) -> tuple[Counter[Any], list[int]]:
 def test_bytes_are_those_of_the_plan(
     threads: Threads, row: str, output: int, grad: int, stage: int
 ) -> None:
-    """Outputs of row-parallel layers are summed in the low dtype, gradients of inputs of column-
-    parallel ones too where all is cast, and so are sends between stages; as `plan` counts them."""
+    """Sums of row-parallel outputs and sends between stages have the low dtype; where all is cast,
+    so have gradients of column-parallel inputs. The plan counts the same bytes."""
     batch = models.tokens(rows=4, mask=False)
     elements = 4 * 8 * 16
-    told = _told(cast_plan(f"{row}\n{SHARDED}", "tp=2"), batch)
-    (seen, _), _ = threads.run(_heard, 2, cast_plan(f"{row}\n{SHARDED}", "tp=2"), batch)
-    assert told == Counter(dict(seen))
-    assert told == Counter({("all-reduce", output * elements): 4}) + Counter(
+    planned_counts = planned_messages(cast_plan(f"{row}\n{SHARDED}", "tp=2"), batch)
+    (observed, _), _ = threads.run(
+        record_messages, 2, cast_plan(f"{row}\n{SHARDED}", "tp=2"), batch
+    )
+    assert planned_counts == Counter(dict(observed))
+    assert planned_counts == Counter({("all-reduce", output * elements): 4}) + Counter(
         {("all-reduce", grad * elements): 4}
     )
     plan = cast_plan(f"{row}\n{STAGES}", "pp=2")
-    (_, forward), (_, back) = threads.run(_heard, 2, plan, batch)
-    half = {key: count for key, count in _told(plan, batch, 2).items() if key[0] == "send"}
-    assert half == {("send", stage * elements // 2): 4}
-    assert forward == back == [stage * elements // 2] * 2
+    (_, forward), (_, backward) = threads.run(record_messages, 2, plan, batch)
+    sends = {
+        key: count for key, count in planned_messages(plan, batch, 2).items() if key[0] == "send"
+    }
+    assert sends == {("send", stage * elements // 2): 4}
+    assert forward == backward == [stage * elements // 2] * 2
 
 
-def _told(plan: Plan, batch: Any, micro: int = 1) -> Counter[Any]:
-    """What a plan says is sent, but for the loss."""
+def planned_messages(plan: Plan, batch: Any, micro: int = 1) -> Counter[Any]:
+    """Return the messages that a plan predicts, except those of the loss."""
     sample = {name: value[: len(value) // micro] for name, value in batch.items()}
-    made = prepare(plan, sample)
-    found = list_collectives(plan, made, sample)
+    prepared = prepare(plan, sample)
+    collectives = list_collectives(plan, prepared, sample)
     counts: Counter[Any] = Counter()
-    for one in found:
-        if one.what != "loss and gradient norm":
-            counts[one.kind, one.bytes] += one.count
+    for collective in collectives:
+        if collective.what != "loss and gradient norm":
+            counts[collective.kind, collective.bytes] += collective.count
     return counts
 
 
-def _gathered(plan: Plan, batch: Any) -> list[torch.dtype]:
-    """In which dtypes the units of this rank are whole, and reduced."""
+def gathered_dtypes(plan: Plan, batch: Any) -> list[torch.dtype]:
+    """Return the dtypes in which this rank gathers its slices; gradients must be float32."""
     program = build(plan, batch, optimizer=sgd)
     program.train_step(batch)
     from schedlang.runtime.adapters.fully_shard import groups_of
 
-    units = [unit for one in program.assembly.sliced.values() for unit in one.units]
-    held = [one for unit in units for group in groups_of(unit) for one in group.fsdp_params]
+    units = [unit for sliced in program.assembly.sliced.values() for unit in sliced.units]
+    parameters = [
+        sliced for unit in units for group in groups_of(unit) for sliced in group.fsdp_params
+    ]
     grads = (p.grad for p in program.assembly.parameters.values() if p.grad is not None)
     assert {grad.dtype for grad in grads} == {torch.float32}
-    return [one._unsharded_param.dtype for one in held if hasattr(one, "_unsharded_param")]
+    return [
+        sliced._unsharded_param.dtype
+        for sliced in parameters
+        if hasattr(sliced, "_unsharded_param")
+    ]
 
 
 def test_slices_are_gathered_in_what_they_are_used_in(threads: Threads) -> None:
-    """Half the bytes where all is cast; as stored where an island needs the stored values."""
+    """Half the bytes where all is cast; the stored dtype where an island needs the stored
+    values."""
     batch = models.tokens(rows=4, mask=False)
     zero = "zero(stage=3, over=dp)"
-    whole = _told(planned(models.gpt2(2).float(), zero, "dp=2"), batch)
-    for row, low in (("cast(bf16)", False), ("cast(bf16, params=true)", True)):
+    uncast = planned_messages(make_plan(models.gpt2(2).float(), zero, "dp=2"), batch)
+    for row, in_bf16 in (("cast(bf16)", False), ("cast(bf16, params=true)", True)):
         plan = cast_plan(f"{row}\n{zero}", "dp=2")
-        dtypes = {torch.bfloat16 if low else torch.float32}
-        assert set(threads.run(_gathered, 2, plan, batch)[0]) == dtypes
-        told = _told(plan, batch)
-        for (kind, size), count in whole.items():
-            assert told[kind, size // 2 if low and kind == "all-gather" else size] == count
+        dtypes = {torch.bfloat16 if in_bf16 else torch.float32}
+        assert set(threads.run(gathered_dtypes, 2, plan, batch)[0]) == dtypes
+        counts = planned_messages(plan, batch)
+        for (kind, size), count in uncast.items():
+            assert counts[kind, size // 2 if in_bf16 and kind == "all-gather" else size] == count
     island = "cast(bf16, params=true)\ntransformer.h.*.ln_1 cast(fp32)\n"
-    dtypes = set(threads.run(_gathered, 2, cast_plan(island + zero, "dp=2"), batch)[0])
+    dtypes = set(threads.run(gathered_dtypes, 2, cast_plan(island + zero, "dp=2"), batch)[0])
     assert dtypes == {torch.bfloat16, torch.float32}
 
 
@@ -337,34 +350,34 @@ def test_slices_are_gathered_in_what_they_are_used_in(threads: Threads) -> None:
     ],
 )
 def test_refusals(rows: str, code: str, said: str) -> None:
-    """What means nothing, is said twice, or stands in the wrong place."""
+    """Rows without meaning, repeated rows, and rows in the wrong place are refused."""
     with pytest.raises(Refusal) as error:
-        planned(Net(), rows, "dp=2", "dtype")
+        make_plan(Net(), rows, "dp=2", "dtype")
     assert code in error.value.render() and said in error.value.render()
 
 
 def test_refused_beside_what_cannot_follow() -> None:
-    """Weights in few bits, coded sums of scaled gradients, and a step that nobody allowed."""
+    """Low-precision weights, compressed sums of scaled gradients, and a cast without `relax`."""
     coded = "cast(fp16)\nzero(stage=0, over=dp)\ncompress(gradients, int8, over=dp)"
-    for model, rows, relax, code, said in (
+    for model, rows, relax, code, message in (
         (Net().bfloat16(), "cast(bf16)", "dtype", "S891", "master weight"),
         (Net(), coded, "dtype, lossy", "S894", "`cast(bf16)`"),
         (Net(), "cast(bf16)", "", "S505", "relax(dtype)"),
     ):
         with pytest.raises(Refusal) as error:
-            planned(model, rows, "dp=2", relax)
-        assert code in error.value.render() and said in error.value.render(), rows
+            make_plan(model, rows, "dp=2", relax)
+        assert code in error.value.render() and message in error.value.render(), rows
 
 
 def test_in_the_limit_it_is_the_original(threads: Threads) -> None:
-    """In float64, where nothing is rounded, every form equals the untouched model to 1e-9, scaled
-    losses and all."""
+    """In float64, without rounding, every form equals the untouched model to 1e-9, with loss
+    scaling too."""
     rows = "cast(fp16, params=true)\nnorm cast(fp32)\nzero(stage=1, over=dp)"
-    plan = planned(Net().double(), rows, "dp=2", "dtype")
-    proven(threads, plan, [{"x": points(seed)["x"].double()} for seed in range(2)])
+    plan = make_plan(Net().double(), rows, "dp=2", "dtype")
+    assert_proven(threads, plan, [{"x": batch(seed)["x"].double()} for seed in range(2)])
 
 
 def test_the_page_runs() -> None:
-    """What docs/cast.md shows in Python holds: the scale, a skipped step, dtypes."""
-    (source,) = blocks(ROOT / "docs" / "cast.md", "python")
+    """The Python of docs/cast.md runs: the scale, a skipped step, dtypes."""
+    (source,) = fenced_blocks(ROOT / "docs" / "cast.md", "python")
     exec(compile(source, "docs/cast.md", "exec"), {"__name__": "shown"})

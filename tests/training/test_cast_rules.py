@@ -1,4 +1,4 @@
-"""The rules of autocast without values, and models that torch does not run under them."""
+"""Autocast rules on the meta device, and models that torch does not run under a cast."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from schedlang.passes.prove import Case, prove
 from schedlang.passes.verify.working_dtype import check_cast
 from schedlang.runtime.mixed_precision import AutocastLayer, CastRegion
 from tests.engine import Threads
-from tests.proofs import planned
-from tests.training.test_cast import in_both
+from tests.proofs import make_plan
+from tests.training.test_cast import prove_in_both
 
 SOURCE = Path(__file__).read_text(encoding="utf-8").splitlines()
 Call = Callable[[nn.Linear, Tensor], Any]
@@ -67,26 +67,26 @@ CALLS: dict[str, Call] = {
 }
 
 
-def _dtypes(call: Call, device: str) -> list[torch.dtype] | str:
-    """Of all that a call gives under autocast; where it raises, that it does."""
+def autocast_dtypes(call: Call, device: str) -> list[torch.dtype] | str:
+    """Return the dtypes of all outputs of a call under autocast, or that it raises."""
     with torch.device(device):
         linear, x = nn.Linear(4, 4), torch.randn(4, 4, requires_grad=True)
         try:
-            made = AutocastLayer(torch.bfloat16, CastRegion(), inner=False)(call, linear, x)
+            outputs = AutocastLayer(torch.bfloat16, CastRegion(), inner=False)(call, linear, x)
         except RuntimeError:
             return "raises"
-    return [leaf.dtype for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]
+    return [leaf.dtype for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_without_values_dtypes_are_those_of_torchs_autocast(name: str) -> None:
-    """On the meta device, where torch has no autocast: what it gives on the CPU, call by call."""
-    found = _dtypes(CALLS[name], "meta")
-    assert found == _dtypes(CALLS[name], "cpu") and found
+    """On the meta device, where torch has no autocast, dtypes equal those of the CPU."""
+    dtypes = autocast_dtypes(CALLS[name], "meta")
+    assert dtypes == autocast_dtypes(CALLS[name], "cpu") and dtypes
 
 
 class Recurrent(nn.Module):
-    """A recurrence between projections, and a product that is written as a sum over names."""
+    """An RNN between projections, and a product written as an einsum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,44 +96,41 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h, _ = self.rnn(self.enter(x))
-        out: Tensor = self.leave(torch.einsum("bti,io->bto", h, self.mix))
-        return out.float().square().mean()
+        output: Tensor = self.leave(torch.einsum("bti,io->bto", h, self.mix))
+        return output.float().square().mean()
 
 
-def _rows(seed: int, *shape: int) -> dict[str, Tensor]:
+def random_batch(seed: int, *shape: int) -> dict[str, Tensor]:
     return {"x": torch.randn(4, *shape, generator=torch.Generator().manual_seed(seed))}
 
 
 def test_a_recurrence_under_a_cast_in_a_pipeline(threads: Threads) -> None:
-    """What one process runs under torch.autocast, stages run too."""
+    """Pipeline stages run what one process runs under torch.autocast."""
     rows = 'cast(bf16)\nleave pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)\n'
-    plan = planned(Recurrent(), rows, "pp=2", "dtype")
-    in_both(threads, plan, [_rows(seed, 5, 6) for seed in range(2)])
+    plan = make_plan(Recurrent(), rows, "pp=2", "dtype")
+    prove_in_both(threads, plan, [random_batch(seed, 5, 6) for seed in range(2)])
 
 
-class Turned(nn.Module):
-    """A block that takes, beside what it works on, a table made in the dtype of the first of all.
-
-    torch multiplies no matrices of two dtypes.
-    """
+class TableBlock(nn.Module):
+    """A block that multiplies its input with a table; torch multiplies only equal dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(6, 6)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        out: Tensor = self.up(x) @ table
-        return out
+        output: Tensor = self.up(x) @ table
+        return output
 
 
-class Tabled(nn.Module):
-    """Two such blocks behind a layer."""
+class TableModel(nn.Module):
+    """Two table blocks after a layer; the table has the dtype of the layer's output."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.enter = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList(Turned() for _ in range(2))
+        self.blocks = nn.ModuleList(TableBlock() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
@@ -144,28 +141,28 @@ class Tabled(nn.Module):
 
 
 def test_later_stages_know_the_dtype_of_what_earlier_ones_give(threads: Threads) -> None:
-    """A whole model in bf16: what stands between units makes a table of bf16 in every stage."""
+    """A whole model in bf16: code between units makes a bf16 table in every stage."""
     rows = (
         'cast(bf16, params=true)\nblocks pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)\n'
     )
-    plan = planned(Tabled(), rows, "pp=2", "dtype")
-    in_both(threads, plan, [_rows(seed, 5, 6) for seed in range(2)])
+    plan = make_plan(TableModel(), rows, "pp=2", "dtype")
+    prove_in_both(threads, plan, [random_batch(seed, 5, 6) for seed in range(2)])
 
 
 class Block(nn.Module):
-    """Two towers that meet in a product of three."""
+    """Two towers joined in a bilinear layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tower, self.join = nn.Linear(6, 6), nn.Bilinear(6, 6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.join(self.tower(x), self.tower(-x))
-        return out
+        output: Tensor = self.join(self.tower(x), self.tower(-x))
+        return output
 
 
-class Joined(nn.Module):
-    """Two such blocks."""
+class JoinedTowers(nn.Module):
+    """Two blocks of joined towers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,20 +175,20 @@ class Joined(nn.Module):
         return x.float().square().mean()
 
 
-class Projected(nn.Module):
-    """A projection whose loss stands outside."""
+class Projection(nn.Module):
+    """A projection whose loss is computed outside."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.up(x)
-        return out
+        output: Tensor = self.up(x)
+        return output
 
 
-class Written(nn.Module):
-    """A first row that is written over: which dtypes meet, only a tensor with values tells."""
+class Overwritten(nn.Module):
+    """Overwrites its first row: only tensors with values show which dtypes meet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,19 +200,19 @@ class Written(nn.Module):
         return h.float().square().mean()
 
 
-def _refused(model: nn.Module, rows: str, loss: Any = None, mesh: str = "dp=2") -> str:
+def refusal_text(model: nn.Module, rows: str, loss: Any = None, mesh: str = "dp=2") -> str:
     with pytest.raises(Refusal) as error:
-        prepare(_planned(model, rows, mesh), _rows(0, 6), loss)
+        prepare(cast_plan(model, rows, mesh), random_batch(0, 6), loss)
     return error.value.render(200)
 
 
-def _planned(model: nn.Module, rows: str, mesh: str = "dp=2") -> Plan:
-    return planned(model, rows, mesh, "dtype")
+def cast_plan(model: nn.Module, rows: str, mesh: str = "dp=2") -> Plan:
+    return make_plan(model, rows, mesh, "dtype")
 
 
-def _line(text: str) -> str:
-    found = [k for k, line in enumerate(SOURCE, 1) if text in line]
-    return f"at test_cast_rules.py:{found[0]}"
+def source_line(text: str) -> str:
+    numbers = [k for k, line in enumerate(SOURCE, 1) if text in line]
+    return f"at test_cast_rules.py:{numbers[0]}"
 
 
 ZERO = "\nzero(stage=0, over=dp)"
@@ -224,24 +221,25 @@ STAGES = '\nblocks[1] pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)'
 
 @pytest.mark.parametrize("rest, mesh", [(ZERO, "dp=2"), (STAGES, "pp=2")])
 def test_what_torch_does_not_run_is_refused_with_what_it_runs(rest: str, mesh: str) -> None:
-    """With and without stages: the module, the line, and helps under each of which it runs."""
-    said = _refused(Joined(), "cast(bf16)" + rest, mesh=mesh)
-    assert "S895" in said and "does not run `blocks.0.join` under `cast(bf16)`" in said
-    assert "All tensors must have the same dtype" in said
-    assert _line("= self.join(self.tower(x)") in said, said
-    assert "`blocks.*.join  cast(fp32)`" in said, said
+    """The refusal names module and line, and offers rows under which it runs, with and without
+    stages."""
+    message = refusal_text(JoinedTowers(), "cast(bf16)" + rest, mesh=mesh)
+    assert "S895" in message and "does not run `blocks.0.join` under `cast(bf16)`" in message
+    assert "All tensors must have the same dtype" in message
+    assert source_line("= self.join(self.tower(x)") in message, message
+    assert "`blocks.*.join  cast(fp32)`" in message, message
     rows = "cast(bf16)\nblocks.*.join  cast(fp32)" + rest
-    prepare(_planned(Joined(), rows, mesh), _rows(0, 6))
+    prepare(cast_plan(JoinedTowers(), rows, mesh), random_batch(0, 6))
 
 
 def test_rows_for_blocks() -> None:
-    """Rows for some modules are told apart from one for the whole model: their own helps."""
-    said = _refused(Joined(), "blocks.*  cast(bf16)" + ZERO)
-    assert "under `cast(bf16)`" in said and "`blocks.*.join  cast(fp32)`" in said
+    """A cast of some modules is refused by its own row, not as one of the whole model."""
+    message = refusal_text(JoinedTowers(), "blocks.*  cast(bf16)" + ZERO)
+    assert "under `cast(bf16)`" in message and "`blocks.*.join  cast(fp32)`" in message
 
 
 def test_an_operation_between_modules_is_none_of_theirs() -> None:
-    """In the forward of the model itself: no island can hold it."""
+    """An operation in the forward of the model itself: no float32 island can contain it."""
 
     class Between(nn.Module):
         def __init__(self) -> None:
@@ -251,9 +249,12 @@ def test_an_operation_between_modules_is_none_of_theirs() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.dot(self.up(x).flatten(), x.flatten())
 
-    said = _refused(Between(), "cast(bf16)" + ZERO)
-    assert "does not run the model under `cast(bf16)`" in said and "cast(fp32)" not in said
-    assert "`cast(bf16, params=true)`" in said and _line("return torch.dot(self.up") in said
+    message = refusal_text(Between(), "cast(bf16)" + ZERO)
+    assert "does not run the model under `cast(bf16)`" in message and "cast(fp32)" not in message
+    assert (
+        "`cast(bf16, params=true)`" in message
+        and source_line("return torch.dot(self.up") in message
+    )
 
 
 def test_a_loss_that_does_not_run() -> None:
@@ -262,24 +263,24 @@ def test_a_loss_that_does_not_run() -> None:
     def loss(output: Tensor, batch: Any) -> Tensor:
         return torch.dot(output.flatten(), batch["x"].flatten())
 
-    said = _refused(Projected(), "cast(bf16)" + ZERO, loss)
-    assert "S895" in said and "does not run the loss under" in said
-    assert _line("return torch.dot(output") in said
+    message = refusal_text(Projection(), "cast(bf16)" + ZERO, loss)
+    assert "S895" in message and "does not run the loss under" in message
+    assert source_line("return torch.dot(output") in message
 
 
 def test_what_only_values_tell_is_refused_before_ranks_run(threads: Threads) -> None:
-    """A kernel that does not take two dtypes, though its shapes do: no traceback of a rank."""
-    plan = _planned(Written(), "cast(bf16)" + ZERO)
-    prepare(plan, _rows(0, 6))
+    """A kernel that refuses two dtypes only with values is refused before any rank raises."""
+    plan = cast_plan(Overwritten(), "cast(bf16)" + ZERO)
+    prepare(plan, random_batch(0, 6))
     with pytest.raises(Refusal) as error:
-        prove(Case(plan, (_rows(0, 6),)), pool=threads)
-    said = error.value.render(200)
-    assert "S895" in said and _line("h = h.index_put") in said, said
-    assert "cast parameters too: `cast(bf16, params=true)`" in said, said
+        prove(Case(plan, (random_batch(0, 6),)), pool=threads)
+    message = error.value.render(200)
+    assert "S895" in message and source_line("h = h.index_put") in message, message
+    assert "cast parameters too: `cast(bf16, params=true)`" in message, message
 
 
-class Scaled(nn.Module):
-    """Norms of a batch, whose statistics no cast reaches, between projections."""
+class BatchNormed(nn.Module):
+    """Batch norm, whose statistics no cast changes, between projections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,12 +295,12 @@ class Scaled(nn.Module):
 
 
 def test_an_island_is_tried_with_values_too() -> None:
-    """What is offered for a kernel that refuses its dtypes runs on this machine."""
-    batch = _rows(0, 6)
+    """A float32 island that the refusal offers runs on this machine."""
+    batch = random_batch(0, 6)
     with pytest.raises(Refusal) as error:
-        check_cast(Case(planned(Scaled(), "cast(bf16, params=true)", "", "dtype"), (batch,)))
-    said = error.value.render(200)
-    assert "does not run `layers.0.1` under `cast(bf16, params=true)`" in said
-    (row,) = re.findall(r"float32, below this row: `(.*)`", said)
+        check_cast(Case(make_plan(BatchNormed(), "cast(bf16, params=true)", "", "dtype"), (batch,)))
+    message = error.value.render(200)
+    assert "does not run `layers.0.1` under `cast(bf16, params=true)`" in message
+    (row,) = re.findall(r"float32, below this row: `(.*)`", message)
     rows = f"cast(bf16, params=true)\n{row}"
-    check_cast(Case(planned(Scaled(), rows, "", "dtype"), (batch,)))
+    check_cast(Case(make_plan(BatchNormed(), rows, "", "dtype"), (batch,)))

@@ -1,4 +1,4 @@
-"""Tests of `compress`: who is compared with whom, limits, and bytes as counted."""
+"""Gradient compression (`compress`): the same as in one process, exact limits, bytes as planned."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from schedlang.passes.simulate.traffic import list_collectives
 from schedlang.runtime.comm.collectives import listen_to_collectives
 from tests import models
 from tests.engine import Threads
-from tests.proofs import assert_near, planned, proven, sequential, sgd, steps
-from tests.tiers import thinned
+from tests.proofs import assert_near, assert_proven, make_plan, sgd, train_sequential, train_steps
+from tests.tiers import thin_out
 
-HOW = {"powersgd": "powersgd, rank=2", "int8": "int8", "onebit": "onebit, block=64"}
+METHODS = {"powersgd": "powersgd, rank=2", "int8": "int8", "onebit": "onebit, block=64"}
 
 
 class Net(nn.Module):
@@ -35,34 +35,34 @@ class Net(nn.Module):
         return (self.down(torch.tanh(self.mid(torch.tanh(self.up(x))))) ** 2).mean()
 
 
-def points(seed: int, rows: int = 8) -> dict[str, Tensor]:
-    """A batch of Net."""
+def batch(seed: int, rows: int = 8) -> dict[str, Tensor]:
+    """Return a batch of Net."""
     generator = torch.Generator().manual_seed(seed)
     return {"x": torch.randn(rows, 12, generator=generator, dtype=torch.float64)}
 
 
-BATCHES = [points(seed, 9 - seed) for seed in range(3)]
+BATCHES = [batch(seed, 9 - seed) for seed in range(3)]
 
 
-def plan_of(how: str, mesh: str = "dp=4", more: str = "", model: Any = None) -> Plan:
-    """Net, or another model, whose gradients are compressed over dp."""
+def compressed_plan(how: str, mesh: str = "dp=4", more: str = "", model: Any = None) -> Plan:
+    """Plan Net, or another model, with gradients compressed over dp."""
     rows = f"{more}zero(stage=0, over=dp)\ncompress(gradients, {how}, over=dp)"
-    return planned(model or Net().double(), rows, mesh, "lossy")
+    return make_plan(model or Net().double(), rows, mesh, "lossy")
 
 
 # -- programs ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", METHODS)
 def test_equal_to_one_process_that_does_the_same(threads: Threads, how: str) -> None:
-    """Over replicas whose parts weigh differently: outputs, gradients, norm, state."""
-    report = proven(threads, plan_of(HOW[how], "dp=3"), BATCHES)
+    """Replicas whose parts weigh differently: outputs, gradients, norm, state."""
+    report = assert_proven(threads, compressed_plan(METHODS[how], "dp=3"), BATCHES)
     assert report.equivalence == "relaxed (lossy)"
 
 
 @pytest.mark.parametrize(
     "how, more, mesh",
-    thinned(
+    thin_out(
         [
             (
                 "powersgd, rank=2",
@@ -86,40 +86,43 @@ def test_equal_to_one_process_that_does_the_same(threads: Threads, how: str) -> 
     ),
 )
 def test_beside_other_rows(threads: Threads, how: str, more: str, mesh: str) -> None:
-    """Each part of a split matrix is coded by itself, slices too, and copies of a tie alike."""
+    """Each part of a split matrix or slice is coded by itself, and copies of tied weights
+    equally."""
     batches = [models.tokens(rows=8, seed=seed) for seed in range(2)]
-    proven(threads, plan_of(how, mesh, more, models.gpt2(2)), batches)
+    assert_proven(threads, compressed_plan(how, mesh, more, models.gpt2(2)), batches)
 
 
 def test_in_the_limit_it_is_the_original(threads: Threads) -> None:
-    """With a rank that leaves nothing out gradients and training are the original's own."""
-    plan, model = plan_of("powersgd, rank=100", "dp=3"), Net().double()
-    found = threads.run(steps, 3, plan, BATCHES, sgd, None, {})[0]
-    assert_near(found, sequential(model, BATCHES, sgd))
+    """With a rank that leaves nothing out, gradients and training are those of the original."""
+    plan, model = compressed_plan("powersgd, rank=100", "dp=3"), Net().double()
+    results = threads.run(train_steps, 3, plan, BATCHES, sgd, None, {})[0]
+    assert_near(results, train_sequential(model, BATCHES, sgd))
 
 
-def _sums(plan: Plan, count: int) -> dict[str, Tensor]:
-    """Gradients summed over steps of one batch, without any update."""
-    program = build(plan, points(0))
+def summed_gradients(plan: Plan, count: int) -> dict[str, Tensor]:
+    """Return gradients summed over steps of one batch, without any update."""
+    program = build(plan, batch(0))
     total: dict[str, Tensor] = {}
     for _ in range(count):
-        program.train_step(points(0))
+        program.train_step(batch(0))
         for name, grad in program.gradients().items():
             total[name] = total.get(name, 0) + grad
     return total
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", METHODS)
 def test_the_sum_over_steps_is_followed(threads: Threads, how: str) -> None:
-    """With error feedback the relative error of the sum over steps falls; without it, it stays
-    where a code is biased, and falls as a mean of draws where it is not."""
-    exact = _sums(planned(Net().double(), "", ""), 1)["mid.weight"]
+    """With error feedback the relative error of the sum over steps falls.
+
+    Without it, it stays where a code is biased, and falls as a mean of draws where it is not.
+    """
+    exact = summed_gradients(make_plan(Net().double(), "", ""), 1)["mid.weight"]
     errors = {}
     for feedback in ("true", "false"):
-        plan = plan_of(f"{HOW[how]}, error_feedback={feedback}", "dp=2")
+        plan = compressed_plan(f"{METHODS[how]}, error_feedback={feedback}", "dp=2")
         for count in (2, 64):
-            found = threads.run(_sums, 2, plan, count)[0]["mid.weight"]
-            errors[feedback, count] = float((found / count - exact).norm() / exact.norm())
+            total = threads.run(summed_gradients, 2, plan, count)[0]["mid.weight"]
+            errors[feedback, count] = float((total / count - exact).norm() / exact.norm())
     assert errors["true", 2] > 1e-4  # it is lossy
     assert errors["true", 64] < 0.2 * errors["true", 2]
     if how == "onebit":
@@ -131,28 +134,32 @@ def test_the_sum_over_steps_is_followed(threads: Threads, how: str) -> None:
 # -- bytes ---------------------------------------------------------------------------------------
 
 
-def _heard(plan: Plan) -> list[tuple[str, int]]:
-    """What a rank sends of gradients in a step."""
-    program = build(plan, points(0), optimizer=sgd)
-    found: list[tuple[str, int]] = []
-    with listen_to_collectives(lambda kind, group, size: found.append((kind, size))):
-        program.train_step(points(0))
-    return found
+def record_messages(plan: Plan) -> list[tuple[str, int]]:
+    """Return the gradient messages that a rank sends in a step."""
+    program = build(plan, batch(0), optimizer=sgd)
+    messages: list[tuple[str, int]] = []
+    with listen_to_collectives(lambda kind, group, size: messages.append((kind, size))):
+        program.train_step(batch(0))
+    return messages
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", METHODS)
 def test_bytes_are_those_of_the_plan(threads: Threads, how: str) -> None:
-    """What is sent is what the plan says, the fraction of whole gradients that a paper states."""
-    plan = plan_of(HOW[how], "dp=2")
-    made = prepare(plan, points(0, 4))
-    told = list_collectives(plan, made, points(0, 4))
-    wanted = sorted((one.kind, one.bytes) for one in told if one.what != "loss and gradient norm")
-    assert sorted(threads.run(_heard, 2, plan)[0]) == wanted
-    by_word = {one.what: one.bytes for one in told}
+    """Ranks send the planned bytes: the fraction of full gradients that the paper states."""
+    plan = compressed_plan(METHODS[how], "dp=2")
+    prepared = prepare(plan, batch(0, 4))
+    collectives = list_collectives(plan, prepared, batch(0, 4))
+    expected = sorted(
+        (collective.kind, collective.bytes)
+        for collective in collectives
+        if collective.what != "loss and gradient norm"
+    )
+    assert sorted(threads.run(record_messages, 2, plan)[0]) == expected
+    by_word = {collective.what: collective.bytes for collective in collectives}
     matrices = (12 * 20, 20 * 20)
     if how == "powersgd":
-        low = [one.bytes for one in told if "low rank" in one.what]
-        assert sum(low) == 2 * (12 + 20 + 20 + 20) * 8
+        low_rank = [collective.bytes for collective in collectives if "low rank" in collective.what]
+        assert sum(low_rank) == 2 * (12 + 20 + 20 + 20) * 8
     elif how == "int8":
         assert by_word["grads, coded"] == 2 * sum(-(-n // 256) * 256 for n in (*matrices, 20))
     else:
@@ -189,7 +196,7 @@ def test_bytes_are_those_of_the_plan(threads: Threads, how: str) -> None:
     ],
 )
 def test_refusals(rows: str, relax: str, code: str, said: str) -> None:
-    """What is not summed whole, not allowed, without meaning, or said twice."""
+    """Gradients that are not summed whole, missing `relax`, bad values, and repeated rows."""
     with pytest.raises(Refusal) as error:
-        planned(Net(), rows, "dp=2", relax)
+        make_plan(Net(), rows, "dp=2", relax)
     assert code in error.value.render() and said in error.value.render()

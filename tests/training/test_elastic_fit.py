@@ -1,4 +1,4 @@
-"""Settings of a schedule for the ranks that a job has: which there are, and what is refused."""
+"""Elastic training: the settings of a schedule for the ranks of a job, and what is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.state import Settings
 from schedlang.schedule import Schedule
 from tests.launching.elastic_run import samples
-from tests.training.test_trainer import ONE, Heard, _plain, adamw, refused
+from tests.training.test_trainer import ONE_RANK, LossFile, adamw, fixed_batches, refusal_text
 
 SPLIT = """schedule 1 for Watcher
 
@@ -41,63 +41,64 @@ step "adapters" relax(model) {
 """
 
 
-def fit(text: str, ranks: int, names: tuple[str, ...] = (), **knobs: object) -> SettingSearch:
-    """A search by one rank of so many, before it has met the others."""
-    given = Schedule(Watcher(), parse(Source("my.sched", text)), Settings(knobs))
+def search_of(text: str, ranks: int, names: tuple[str, ...] = (), **knobs: object) -> SettingSearch:
+    """Return the search of one rank among so many, before it has met the others."""
+    schedule = Schedule(Watcher(), parse(Source("my.sched", text)), Settings(knobs))
     meeting = Rendezvous()
     meeting.ranks = ranks
-    return SettingSearch(given, names, meeting, batch(0), loss)
+    return SettingSearch(schedule, names, meeting, batch(0), loss)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 def test_settings_make_a_mesh_of_all_ranks(ranks: int) -> None:
-    """Axes take every size of their domain that divides the ranks, `micro` every value; knobs of
-    other things stay as the file has them."""
-    menu, _ = fit(SPLIT, ranks)._candidates()
+    """Axes take every size of their domain that divides the ranks, `micro` every value; other knobs
+    stay as the file has them."""
+    menu, _ = search_of(SPLIT, ranks)._candidates()
     sizes = [tp for tp in range(1, 7) if ranks % tp == 0]
-    assert {tuple(sorted(one.items())) for one in menu} == {
+    assert {tuple(sorted(setting.items())) for setting in menu} == {
         (("micro", micro), ("tp", tp)) for tp in sizes for micro in (1, 3)
     }
-    for one in menu:
-        plan = fit(SPLIT, ranks).schedule_with(one).plan()
+    for setting in menu:
+        plan = search_of(SPLIT, ranks).schedule_with(setting).plan()
         assert plan.mesh.world == ranks and dict(plan.decisions)["rank"] == 4
 
 
 def test_what_is_trained_stays() -> None:
-    """A knob that is named changes, too, but not to what brings other parameters; knobs that were
-    set stay in all settings."""
-    menu, against = fit(SPLIT, 2, ("tp", "rank"))._candidates()
-    assert [one["rank"] for one in menu] == [4, 4]
+    """A named knob changes too, unless it changes the parameters; knobs that were set stay."""
+    menu, against = search_of(SPLIT, 2, ("tp", "rank"))._candidates()
+    assert [setting["rank"] for setting in menu] == [4, 4]
     assert against == [
         f"tp = {tp}, rank = 8: it trains other parameters, or gives up other things"
         for tp in (1, 2)
     ]
-    found = fit(SPLIT, 2, rank=8)
-    menu, _ = found._candidates()
-    assert all(dict(found.schedule_with(one).plan().decisions)["rank"] == 8 for one in menu)
+    search = search_of(SPLIT, 2, rank=8)
+    menu, _ = search._candidates()
+    assert all(
+        dict(search.schedule_with(setting).plan().decisions)["rank"] == 8 for setting in menu
+    )
 
 
 def test_the_quickest_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the planner ranks all of them; where none fits into memory that is said of each."""
+    """The planner ranks all settings; if none fits into memory, the refusal lists each."""
     from schedlang.passes.autoshard.knob_tuning import rank_fitting
     from schedlang.runtime import device
 
-    one = fit(SPLIT, 1)
-    assert one.best() == {"tp": 1, "micro": 1}
-    seen: list[Any] = []
-    priced = SettingSearch._price
+    search = search_of(SPLIT, 1)
+    assert search.best() == {"tp": 1, "micro": 1}
+    prices: list[Any] = []
+    price = SettingSearch._price
 
-    def keeps(self: SettingSearch, *given: Any) -> Any:
-        seen.extend(priced(self, *given))
-        return seen
+    def keeps(self: SettingSearch, *args: Any) -> Any:
+        prices.extend(price(self, *args))
+        return prices
 
     monkeypatch.setattr(SettingSearch, "_price", keeps)
-    best = fit(SPLIT, 1).best()
-    assert len(seen) == 2 and best == dict(rank_fitting(seen, 1 << 60)[0].knobs)
-    seen.clear()
+    best = search_of(SPLIT, 1).best()
+    assert len(prices) == 2 and best == dict(rank_fitting(prices, 1 << 60)[0].knobs)
+    prices.clear()
     monkeypatch.setattr(device, "total_bytes", lambda _: 1000)
     with pytest.raises(Refusal, match="no setting of the knobs gives a mesh of 1 rank") as caught:
-        fit(SPLIT, 1).best()
+        search_of(SPLIT, 1).best()
     assert caught.value.diagnostic.code == "S695"
     notes = caught.value.diagnostic.notes
     assert [note.partition(": needs ")[0] for note in notes] == [
@@ -106,52 +107,52 @@ def test_the_quickest_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_setting_is_told_with_the_reasons() -> None:
-    """Of ranks that no mesh is for, and of a knob that there is not."""
+    """Rank counts that no mesh fits, and unknown knobs."""
     two = SPLIT.replace("in 1..6", "in [2]")
     with pytest.raises(Refusal, match="the other axes take 2 of 3 ranks|do not divide") as caught:
-        fit(two, 3).best()
+        search_of(two, 3).best()
     assert caught.value.diagnostic.code == "S695"
     with pytest.raises(Refusal) as caught:
-        fit(SPLIT, 2, ("pp",)).best()
+        search_of(SPLIT, 2, ("pp",)).best()
     assert caught.value.diagnostic.code == "S106"
 
 
 def test_what_a_trainer_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of each rank's own; a torchrun whose rounds share a store; ranks without any."""
-    assert "leave out `local`" in refused("S691", elastic=True, local=True)
+    """`local` rows; a torchrun whose rounds share a store; ranks without a torchrun store."""
+    assert "leave out `local`" in refusal_text("S691", elastic=True, local=True)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    said = refused("S695", elastic=True, data=_plain())
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun" in said
+    message = refusal_text("S695", elastic=True, data=fixed_batches())
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun" in message
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "no store of torchrun" in refused("S695", elastic=True, data=_plain())
+    assert "no store of torchrun" in refusal_text("S695", elastic=True, data=fixed_batches())
 
 
 @pytest.mark.parametrize("elastic", [True, False])
 def test_draws_do_not_move_the_order(tmp_path: Path, elastic: bool) -> None:
-    """On one rank, too, dropout leaves the generator alone by which a loader shuffles, epoch after
-    epoch; without `elastic` it draws from there, as torch does."""
-    seen: list[list[int]] = []
+    """Dropout does not touch the generator by which a loader shuffles; without `elastic` it does,
+    as in torch."""
+    orders: list[list[int]] = []
 
     def counted(output: torch.Tensor, batch: Any) -> torch.Tensor:
         if output.requires_grad and not batch["number"].is_meta:
-            seen.append(batch["number"].tolist())
+            orders.append(batch["number"].tolist())
         return F.cross_entropy(output, batch["target"])
 
     data: Any = DataLoader(samples(), batch_size=6, shuffle=True)  # type: ignore[arg-type]
-    run = schedlang.Trainer(
-        ONE,
+    trainer = schedlang.Trainer(
+        ONE_RANK,
         Watcher().double(),
         data,
         18,
         adamw,
         loss=counted,
-        callbacks=(Heard(tmp_path / "heard"),),
+        callbacks=(LossFile(tmp_path / "heard"),),
         elastic=elastic,
     )
     torch.manual_seed(0)
-    run.fit()
+    trainer.fit()
     torch.manual_seed(0)
     order = [batch["number"].tolist() for _ in range(3) for batch in data]
-    assert (seen[-18:] == order) == elastic
+    assert (orders[-18:] == order) == elastic

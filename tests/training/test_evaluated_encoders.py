@@ -12,7 +12,7 @@ from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.lower.build import build
 from tests.engine import Threads
-from tests.proofs import Batch, made, planned, sgd
+from tests.proofs import Batch, make_plan, prepare_plan, sgd
 
 PAIR = "linear1  shard(col, over=tp)\n{at}.linear2  shard(row, over=tp)"
 
@@ -77,7 +77,7 @@ def test_an_encoder_evaluates_as_the_original(
     if stacked:
         batch = {**batch, "gone": torch.arange(8) >= torch.tensor([8, 6, 7, 5])[:, None]}
     text = rows.format(at="trunk.layers.*")
-    plan, prepared = made(planned(model, text, mesh), [batch])
+    plan, prepared = prepare_plan(make_plan(model, text, mesh), [batch])
     ranks = threads.run(_evaluated, plan.mesh.world, plan, batch, prepared)
     state = {name: value for name, value in ranks[0].items() if name not in ("out", "plain")}
     model.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Sliced weights along a timeline: gathered once a run, and what comes out is the original's."""
+"""Sliced weights in pipeline orders: gathered once a run; results equal those of the original."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from schedlang.runtime.modes import enter_modes
 from tests import models
 from tests.engine import Threads
 from tests.models import tokens
-from tests.proofs import adamw, assert_near, planned, sequential, trained
-from tests.tiers import thinned
+from tests.proofs import adamw, assert_near, make_plan, train_on_ranks, train_sequential
+from tests.tiers import thin_out
 
 ROWS = """
   {more}
@@ -33,10 +33,10 @@ ROWS = """
   pipeline(order="{order}", micro=4, chunks={chunks})
 """
 BATCHES = [tokens(rows=9, seed=seed) for seed in (1, 2, 3)]
-ADDED = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE)
+GATHER_KINDS = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE)
 
 
-def _plan(
+def sliced_plan(
     name: str = "BFS", more: str = "", frozen: tuple[str, ...] = (), mesh: str = "dp=2, pp=2"
 ) -> Plan:
     model = models.gpt2(4, tied=False)
@@ -45,47 +45,49 @@ def _plan(
     chunks = 1 if name == "1F1B" else 2
     also = "zero(stage=0, over=r)" if mesh.startswith("r=") else ""
     rows = ROWS.format(more=more, also=also, order=name, chunks=chunks)
-    return planned(model, rows, mesh)
+    return make_plan(model, rows, mesh)
 
 
 @pytest.mark.parametrize("moved", [False, True], ids=["alone", "with transfers"])
 def test_breadth_first_gathers_once_a_run(moved: bool) -> None:
-    """BFS: per stage one UNSHARD for all forwards, one for all backwards, one REDUCE; proven."""
-    plain = make_order("BFS", 2, 4, 2)
-    t = with_gathers(transferred(plain) if moved else plain)
+    """BFS: per stage one UNSHARD for all forwards, one for all backwards, one REDUCE; checked."""
+    order = make_order("BFS", 2, 4, 2)
+    t = with_gathers(transferred(order) if moved else order)
     check_timeline(t)
     for stage in range(4):
         kinds = Counter(Kind(k).name for k in t.kind[(t.stage == stage)].tolist())
         assert (kinds["UNSHARD"], kinds["RESHARD"], kinds["REDUCE"]) == (2, 2, 1)
-        row = [Kind(k).name for k in t.kind[t.stage == stage] if k in (*ADDED, Kind.F, Kind.B)]
+        row = [
+            Kind(k).name for k in t.kind[t.stage == stage] if k in (*GATHER_KINDS, Kind.F, Kind.B)
+        ]
         assert row == ["UNSHARD", *"FFFF", "RESHARD", "UNSHARD", *"BBBB", "REDUCE", "RESHARD"]
-    rest = t.pick(~np.isin(t.kind, ADDED))
-    assert rest == (transferred(plain) if moved else plain)
+    computed = t.pick(~np.isin(t.kind, GATHER_KINDS))
+    assert computed == (transferred(order) if moved else order)
 
 
 def test_one_stage_at_a_time() -> None:
-    """No rank ever holds two stages gathered."""
+    """No rank ever has two stages gathered."""
     t = with_gathers(make_order("BFS", 2, 4, 3))
     for rank in range(2):
-        held: set[int] = set()
+        gathered: set[int] = set()
         for op in t.rows(rank):
             if op.kind is Kind.UNSHARD:
-                held.add(op.stage)
+                gathered.add(op.stage)
             elif op.kind is Kind.RESHARD:
-                held.remove(op.stage)
-            assert len(held) <= 1
-        assert not held
+                gathered.remove(op.stage)
+            assert len(gathered) <= 1
+        assert not gathered
 
 
 def test_a_missing_gather_is_found() -> None:
-    """Without its last UNSHARD a stage's rows are refused, and with a REDUCE that is too early."""
+    """A timeline without its last UNSHARD, or with a REDUCE too early, is refused."""
     t = with_gathers(make_order("BFS", 2, 4, 2))
     rows = np.arange(len(t)) != np.flatnonzero(t.kind == Kind.UNSHARD)[-1]
     with pytest.raises(TimelineError, match="waits for an UNSHARD"):
         check_timeline(t.pick(rows))
     rows = np.arange(len(t))
-    (done,) = np.flatnonzero((t.kind == Kind.REDUCE) & (t.stage == 0))
-    rows[[done - 1, done]] = rows[[done, done - 1]]
+    (reduce_row,) = np.flatnonzero((t.kind == Kind.REDUCE) & (t.stage == 0))
+    rows[[reduce_row - 1, reduce_row]] = rows[[reduce_row, reduce_row - 1]]
     with pytest.raises(TimelineError, match="has no REDUCE after it"):
         check_timeline(t.pick(rows))
 
@@ -103,13 +105,14 @@ def test_a_missing_gather_is_found() -> None:
     ids=["1F1B", "GPipe", "interleaved", "one microbatch", "V", "halves"],
 )
 def test_the_others_stay_as_they_are(plain: Timeline) -> None:
-    """No rows where runs have one operation, a rank has one stage, or halves lie apart."""
+    """Nothing is added if runs have one operation, a rank has one stage, or backward halves are
+    apart."""
     assert with_gathers(plain) == plain
 
 
 @pytest.mark.parametrize(
     ("name", "more", "frozen"),
-    thinned(
+    thin_out(
         [
             ("BFS", "", ()),
             ("BFS", "transformer.h.* checkpoint()", ()),
@@ -126,51 +129,51 @@ def test_the_others_stay_as_they_are(plain: Timeline) -> None:
     ids=["plain", "checkpoint", "offload", "frozen", "1F1B", "interleaved"],
 )
 def test_trained(threads: Threads, name: str, more: str, frozen: tuple[str, ...]) -> None:
-    """Losses, clipped gradients and state of three steps are those of the plain loop."""
-    plan = _plan(name, more, frozen)
-    seen = trained(threads, plan, BATCHES, adamw, clip=0.5)
-    assert_near(seen, sequential(plan.model.model, BATCHES, adamw, clip=0.5))
+    """Losses, clipped gradients and state of three steps equal those of the plain loop."""
+    plan = sliced_plan(name, more, frozen)
+    results = train_on_ranks(threads, plan, BATCHES, adamw, clip=0.5)
+    assert_near(results, train_sequential(plan.model.model, BATCHES, adamw, clip=0.5))
 
 
 @pytest.mark.deep
 def test_replicas_of_slices(threads: Threads) -> None:
-    """The same where slices lie within replicas, over which gradients are summed once a run."""
-    plan = _plan(mesh="r=2, dp=2, pp=2")
+    """The same with replicas of slices, whose gradients are summed once a run."""
+    plan = sliced_plan(mesh="r=2, dp=2, pp=2")
     batches = [tokens(rows=17, seed=seed) for seed in (1, 2)]
-    seen = trained(threads, plan, batches, adamw)
-    assert_near(seen, sequential(plan.model.model, batches, adamw))
+    results = train_on_ranks(threads, plan, batches, adamw)
+    assert_near(results, train_sequential(plan.model.model, batches, adamw))
 
 
-def _evaluated(plan: Plan) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+def evaluate_and_train(plan: Plan) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     with enter_modes(Float64()):
         program = build(plan, BATCHES[0], optimizer=adamw)
-        found = []
+        results = []
         for batch in BATCHES:
             for _ in range(2):
-                found.append((program.eval_step(batch)["loss"], program.state_dict()))
+                results.append((program.eval_step(batch)["loss"], program.state_dict()))
                 program.train_step(batch)
-        return found
+        return results
 
 
 def test_evaluated_between_steps(threads: Threads) -> None:
-    """An evaluation is that of the original with the weights of now, before and after each step."""
-    plan = _plan()
-    (seen, *_) = threads.run(_evaluated, 4, plan)
+    """An evaluation uses the current weights, before and after each step."""
+    plan = sliced_plan()
+    (results, *_) = threads.run(evaluate_and_train, 4, plan)
     model = copy.deepcopy(plan.model.model).eval()
     losses = set()
-    for k, (loss, state) in enumerate(seen):
+    for k, (loss, state) in enumerate(results):
         with enter_modes(Float64()), torch.no_grad():
             model.load_state_dict(state)
             expected = model(**BATCHES[k // 2])["loss"]
         torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-9, atol=0)
         losses.add(float(loss))
-    assert len(losses) == len(seen)
+    assert len(losses) == len(results)
 
 
 def test_as_often_as_runs() -> None:
-    """The plan says one gather forward and one backward of each unit, and one reduction."""
+    """The plan has one forward and one backward gather of each unit, and one reduction."""
     gathers: Counter[tuple[str, str, str]] = Counter()
-    for one in account(_plan(), tokens(rows=16)).collectives or ():
-        if one.what in ("parameters", "grads") and one.kind != "all-reduce":
-            gathers[one.kind, one.phase, one.fqn] += one.count
+    for collective in account(sliced_plan(), tokens(rows=16)).collectives or ():
+        if collective.what in ("parameters", "grads") and collective.kind != "all-reduce":
+            gathers[collective.kind, collective.phase, collective.fqn] += collective.count
     assert len(gathers) >= 3 * 5 and set(gathers.values()) == {1}

@@ -1,4 +1,4 @@
-"""Tokens that decoders with an encoder generate under schedules are those of the original."""
+"""Generation by encoder-decoder models under schedules equals that of the original."""
 
 from __future__ import annotations
 
@@ -18,17 +18,24 @@ from transformers import (
 
 from schedlang.diagnostics.diagnostic import Refusal
 from tests.engine import Threads
-from tests.training.test_generate import drawn, generated, of_text, prompts, scheduled
+from tests.training.test_generate import (
+    generate_all,
+    generate_on_ranks,
+    prompts,
+    schedule_from,
+    schedule_of,
+)
 
-ENDS: dict[str, Any] = {"eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 3}
+SPECIAL_TOKENS: dict[str, Any] = {"eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 3}
 LENGTH = {"max_new_tokens": 9}
 
 
 def t5() -> nn.Module:
-    """Positions by a bias that the first layer makes for all."""
+    """Return a model whose first layer makes a position bias for all."""
     return T5ForConditionalGeneration(
         T5Config(
-            **ENDS | {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4},
+            **SPECIAL_TOKENS
+            | {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4},
             num_layers=2,
             tie_word_embeddings=False,
             initializer_factor=3.0,
@@ -37,21 +44,21 @@ def t5() -> nn.Module:
 
 
 SIZES: dict[str, Any] = {
-    **ENDS | {"vocab_size": 96, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2},
+    **SPECIAL_TOKENS | {"vocab_size": 96, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2},
     **{"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "init_std": 0.4},
     **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
 }
 
 
 def bart() -> nn.Module:
-    """Learned positions, counted by what the cache has seen."""
+    """Return a model with learned positions, counted by the length of the cache."""
     return BartForConditionalGeneration(
         BartConfig(**SIZES, max_position_embeddings=64, forced_eos_token_id=None, bos_token_id=3)
     )
 
 
 def whisper() -> nn.Module:
-    """Sound in place of tokens; a loop of its own around transformers'."""
+    """Return a model that reads sound, with its own loop around transformers'."""
     return WhisperForConditionalGeneration(
         WhisperConfig(
             **SIZES, max_source_positions=8, max_target_positions=24, num_mel_bins=5, bos_token_id=3
@@ -79,32 +86,34 @@ BART_STAGES = (
 
 
 def sounds(rows: int) -> dict[str, Tensor]:
-    """What a recording is to Whisper: sixteen spectra of five numbers."""
+    """Return a recording as Whisper reads it: sixteen spectra of five numbers."""
     draw = torch.Generator().manual_seed(3)
     return {"input_features": torch.randn(rows, 5, 16, generator=draw, dtype=torch.float64)}
 
 
-def alone(make: Any, counts: tuple[int, ...], options: dict[str, Any]) -> list[Any]:
-    """What the original generates for each number of prompts."""
+def generate_original(make: Any, counts: tuple[int, ...], options: dict[str, Any]) -> list[Any]:
+    """Return what the original generates for each number of prompts."""
     torch.manual_seed(0)
     model = make().double()
-    return drawn(model.eval(), counts, LENGTH | options, asked(model))
+    return generate_all(model.eval(), counts, LENGTH | options, input_maker(model))
 
 
-def ours(
+def generate_scheduled(
     threads: Threads, make: Any, text: str, counts: tuple[int, ...], options: dict[str, Any]
 ) -> list[list[Any]]:
-    """What the program does on each rank."""
+    """Return what each rank of the program generates."""
     torch.manual_seed(0)
     model, ids = make().double(), torch.ones(8, 8, dtype=torch.long)
-    given = asked(model)
-    batch = {"input_ids": ids} if given is prompts else sounds(8)
+    make_inputs = input_maker(model)
+    batch = {"input_ids": ids} if make_inputs is prompts else sounds(8)
     batch = {**batch, "labels": ids}
-    return generated(threads, of_text(model, text), batch, counts, LENGTH | options, given)
+    return generate_on_ranks(
+        threads, schedule_from(model, text), batch, counts, LENGTH | options, make_inputs
+    )
 
 
-def asked(model: nn.Module) -> Any:
-    """What makes the inputs of a model."""
+def input_maker(model: nn.Module) -> Any:
+    """Return the function that makes the inputs of a model."""
     return sounds if isinstance(model, WhisperForConditionalGeneration) else prompts
 
 
@@ -124,14 +133,14 @@ def asked(model: nn.Module) -> Any:
 def test_tokens_are_those_of_the_original(
     threads: Threads, make: Any, text: str, world: int, cached: bool
 ) -> None:
-    """Greedily, with padded prompts, and with fewer prompts than there are parts."""
+    """Greedy, with padded prompts, and with fewer prompts than there are parts."""
     options = {"use_cache": cached, "min_new_tokens": 8, "no_repeat_ngram_size": 1}
-    wanted = alone(make, (5, 1), options)
-    assert all(len({*expected.flatten().tolist()}) > 4 for expected in wanted)
-    found = ours(threads, make, text, (5, 1), options)
-    assert len(found) == world
-    for one in found:
-        assert all(map(torch.equal, wanted, one)) and len(one) == len(wanted)
+    expected_all = generate_original(make, (5, 1), options)
+    assert all(len({*expected.flatten().tolist()}) > 4 for expected in expected_all)
+    ranks = generate_scheduled(threads, make, text, (5, 1), options)
+    assert len(ranks) == world
+    for tokens in ranks:
+        assert all(map(torch.equal, expected_all, tokens)) and len(tokens) == len(expected_all)
 
 
 @pytest.mark.parametrize(
@@ -145,24 +154,24 @@ def test_tokens_are_those_of_the_original(
     ids=["sampled", "several for a prompt", "beams", "a beginning"],
 )
 def test_settings_are_followed(threads: Threads, options: dict[str, Any]) -> None:
-    """What transformers' loop knows to do, on ranks that are seeded alike."""
+    """Settings of transformers' loop, on ranks that are seeded equally."""
     text = f"mesh(pp=2)\n{T5_STAGES}"
-    (expected,) = alone(t5, (4,), options)
-    for (found,) in ours(threads, t5, text, (4,), options):
-        assert torch.equal(expected, found)
+    (expected,) = generate_original(t5, (4,), options)
+    for (tokens,) in generate_scheduled(threads, t5, text, (4,), options):
+        assert torch.equal(expected, tokens)
 
 
 def test_what_it_cannot_follow_is_refused(threads: Threads) -> None:
-    """What an encoder gave elsewhere is no input of the program; beams move rows of a cache."""
+    """Given encoder outputs are no input of the program; beam search would move rows of a cache."""
     for name, value in {"encoder_outputs": torch.zeros(4, 6, 32), "num_beams": 2}.items():
-        (code,) = threads.run(_refused, 1, {name: value})
+        (code,) = threads.run(refusal_of, 1, {name: value})
         assert code == "S627"
 
 
-def _refused(options: dict[str, Any]) -> str:
+def refusal_of(options: dict[str, Any]) -> str:
     ids = torch.ones(8, 8, dtype=torch.long)
     head = "schedule 1 for T5ForConditionalGeneration\n\nmesh(dp=1)\n"
-    program = scheduled(t5(), head).build(batch={"input_ids": ids, "labels": ids})
+    program = schedule_of(t5(), head).build(batch={"input_ids": ids, "labels": ids})
     with pytest.raises(Refusal) as caught:
         program.generate(**prompts(4), use_cache=True, max_new_tokens=3, **options)
     return caught.value.diagnostic.code

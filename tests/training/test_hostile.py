@@ -1,4 +1,4 @@
-"""Checkpoints of somebody else: nothing of them is run, and nothing wrong is taken over."""
+"""Untrusted checkpoints: none of their code runs, and a refused load changes nothing."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.checkpointing import archive, boxes
 from schedlang.runtime.program import Program
 from tests.layouts import (
-    equal,
-    former,
-    index_of,
-    last,
+    assert_equal,
+    index_table,
+    newest_checkpoint,
     odd_program,
     points,
-    seen,
-    trained,
+    program_state,
+    save_old_format,
+    trained_program,
     write_index,
 )
 
 
 class Evil:
-    """What runs a command when it is unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -42,28 +42,28 @@ class Evil:
         return os.mkdir, (str(self.mark),)
 
 
-def other() -> Program:
-    """A program that has gone another way."""
+def other_program() -> Program:
+    """Return a program trained differently."""
     program = odd_program()
     for seed in (5, 6):
         program.train_step(points(seed))
     return program
 
 
-def unchanged(act: Callable[[Program], None], codes: str = "S633") -> str:
-    """The refusal that loading ends in, with the program as it was to the last bit."""
-    program = other()
-    before = copy.deepcopy(seen(program))
+def refusal_of_load(act: Callable[[Program], None], codes: str = "S633") -> str:
+    """Return the refusal of a load; the program must be the same to the last bit."""
+    program = other_program()
+    snapshot = copy.deepcopy(program_state(program))
     with pytest.raises(Refusal) as caught:
         act(program)
     assert caught.value.diagnostic.code in codes.split(), caught.value
-    equal(seen(program), before)
-    program.train_step(points(7))  # and works
+    assert_equal(program_state(program), snapshot)
+    program.train_step(points(7))  # it still trains
     return caught.value.render()
 
 
-def pickles(mark: Path) -> list[bytes]:
-    """Pickles that make a folder, call, or reach for what they may not."""
+def evil_pickles(mark: Path) -> list[bytes]:
+    """Return pickles that create a folder, call, or import something forbidden."""
     reach = [
         b"cbuiltins\neval\n(S'1'\ntR.",
         b"cposix\nsystem\n(S'true'\ntR.",
@@ -76,185 +76,195 @@ def pickles(mark: Path) -> list[bytes]:
 
 
 def test_no_code_of_an_index_is_run(tmp_path: Path) -> None:
-    """Of today's folders torch's index is not read; of those of before, as plain data alone."""
-    program, mark = trained(), tmp_path / "ran"
+    """The current format never reads torch's index; the old one reads it as plain data only."""
+    program, mark = trained_program(), tmp_path / "ran"
     program.save(tmp_path / "a")
-    step = last(tmp_path / "a")
-    before = former(step, tmp_path / "b")
-    for data in pickles(mark):
+    step = newest_checkpoint(tmp_path / "a")
+    old_step = save_old_format(step, tmp_path / "b")
+    for data in evil_pickles(mark):
         (step / ".metadata").write_bytes(data)
-        fresh = other()
+        fresh = other_program()
         fresh.load(tmp_path / "a")
-        equal(seen(fresh), seen(program))
-        (before / ".metadata").write_bytes(data)
-        told = unchanged(lambda p: p.load(before))
-        assert "an index may hold only plain data" in told, told
-        assert last_checkpoint(before) is None
-        (step / "schedlang.json").rename(tmp_path / "away")  # as if it were one of before
-        assert "plain data" in unchanged(lambda p: p.load(tmp_path / "a"))
+        assert_equal(program_state(fresh), program_state(program))
+        (old_step / ".metadata").write_bytes(data)
+        message = refusal_of_load(lambda p: p.load(old_step))
+        assert "an index may hold only plain data" in message, message
+        assert last_checkpoint(old_step) is None
+        (step / "schedlang.json").rename(tmp_path / "away")  # as if it had the old format
+        assert "plain data" in refusal_of_load(lambda p: p.load(tmp_path / "a"))
         (tmp_path / "away").rename(step / "schedlang.json")
     assert not mark.exists()
 
 
-class Earlier(pickle.Pickler):
+class OldPickler(pickle.Pickler):
     """Pickles members of enumerations as Python 3.11.3 and before does."""
 
-    def reducer_override(self, one: Any) -> Any:
-        """An attribute of the class."""
-        if isinstance(one, enum.Enum):
-            return getattr, (type(one), one.name)
+    def reducer_override(self, value: Any) -> Any:
+        """Reduce an enumeration member to an attribute of its class."""
+        if isinstance(value, enum.Enum):
+            return getattr, (type(value), value.name)
         return NotImplemented
 
 
 def test_an_index_of_an_earlier_python(tmp_path: Path) -> None:
-    """What it asks of `getattr` is noted as all else is, and nothing is asked."""
-    program = trained()
+    """Its `getattr` is recorded like all else, and not called."""
+    program = trained_program()
     program.save(tmp_path / "a")
-    index = former(last(tmp_path / "a"), tmp_path / "b") / ".metadata"
+    index = save_old_format(newest_checkpoint(tmp_path / "a"), tmp_path / "b") / ".metadata"
     with index.open("rb") as read:
-        found = pickle.load(read)
+        metadata = pickle.load(read)
     with index.open("wb") as write:
-        Earlier(write).dump(found)
+        OldPickler(write).dump(metadata)
     assert b"getattr" in index.read_bytes()
-    fresh = other()
+    fresh = other_program()
     fresh.load(index.parent)
-    equal(seen(fresh), seen(program))
+    assert_equal(program_state(fresh), program_state(program))
 
 
 def test_a_class_is_not_changed(tmp_path: Path) -> None:
-    """An index that sets attributes of a class sets them of nothing that anybody uses."""
+    """An index that sets attributes of a class changes no class in use."""
     from torch.distributed.checkpoint.metadata import Metadata
 
     name = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
-    trained().save(tmp_path / "a")
-    before = former(last(tmp_path / "a"), tmp_path / "b")
-    known = dict(vars(Metadata))  # pickling one, as was done here, notes its slots in the class
+    trained_program().save(tmp_path / "a")
+    old_step = save_old_format(newest_checkpoint(tmp_path / "a"), tmp_path / "b")
+    attributes = dict(vars(Metadata))  # pickling one, as above, stores its slots in the class
     for data in (name + b"(N(dS'version'\nS'x'\nstb.", name + b"(dS'version'\nS'x'\nsb."):
-        (before / ".metadata").write_bytes(data)
-        unchanged(lambda p: p.load(before))
-    assert dict(vars(Metadata)) == known
+        (old_step / ".metadata").write_bytes(data)
+        refusal_of_load(lambda p: p.load(old_step))
+    assert dict(vars(Metadata)) == attributes
 
 
 @pytest.mark.parametrize("what", ["box", "value"])
 def test_no_code_of_the_data_is_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """Data whose checksum is right, and which is no tensor but a pickle that runs something."""
+    """Data with a correct checksum that is no tensor, but a pickle that runs something."""
     mark = tmp_path / "ran"
     if what == "box":
         monkeypatch.setattr(boxes, "_on_host", lambda part: Evil(mark))
-        trained().save(tmp_path / "a")
+        trained_program().save(tmp_path / "a")
         monkeypatch.undo()
     else:
-        crafted(tmp_path / "a", monkeypatch, lambda found: {**found, "version": Evil(mark)})
-    told = unchanged(lambda p: p.load(tmp_path / "a"))
-    assert "`__0_0.distcp` is damaged at " in told
+        save_changed(tmp_path / "a", monkeypatch, lambda values: {**values, "version": Evil(mark)})
+    message = refusal_of_load(lambda p: p.load(tmp_path / "a"))
+    assert "`__0_0.distcp` is damaged at " in message
     assert not mark.exists()
 
 
 # -- crafted contents ------------------------------------------------------------------------------
 
 
-def crafted(
+def save_changed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], Any]
 ) -> None:
-    """A checkpoint whose small things are others, with all checksums right."""
-    plain = archive.write_file
+    """Save a checkpoint whose values are changed, with all checksums correct."""
+    original = archive.write_file
 
-    def write(to: Path, id_: str, rank: int, tensors: Any, values: Any) -> Any:
-        (key, found), *_ = values.items()
-        return plain(to, id_, rank, tensors, {key: change(copy.deepcopy(found))})
+    def write(folder_path: Path, id_: str, rank: int, tensors: Any, values: Any) -> Any:
+        (key, content), *_ = values.items()
+        return original(folder_path, id_, rank, tensors, {key: change(copy.deepcopy(content))})
 
     monkeypatch.setattr(archive, "write_file", write)
-    trained().save(folder)
+    trained_program().save(folder)
     monkeypatch.undo()
 
 
-def put(*path: Any) -> Callable[[dict[str, Any]], Any]:
-    """Another value at a place; a first name of "*" below `parts` stands for any."""
-    *way, value = path
+def set_value(*path: Any) -> Callable[[dict[str, Any]], Any]:
+    """Return a change that sets a value at a path; "*" stands for the first key."""
+    *keys, value = path
 
-    def change(found: dict[str, Any]) -> dict[str, Any]:
-        at: Any = found
-        for key in way[:-1]:
-            at = next(iter(at.values())) if key == "*" else at[key]
-        at[way[-1]] = value
-        return found
+    def change(content: dict[str, Any]) -> dict[str, Any]:
+        node: Any = content
+        for key in keys[:-1]:
+            node = next(iter(node.values())) if key == "*" else node[key]
+        node[keys[-1]] = value
+        return content
 
     return change
 
 
-def without(key: str) -> Callable[[dict[str, Any]], Any]:
-    """One entry less."""
-    return lambda found: {k: v for k, v in found.items() if k != key}
+def drop_key(key: str) -> Callable[[dict[str, Any]], Any]:
+    """Return a change that removes one entry."""
+    return lambda content: {k: v for k, v in content.items() if k != key}
 
 
 NAN, INF = float("nan"), float("inf")
-OTHERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+CONTENTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     **{
-        f"without {key}": without(key)
+        f"without {key}": drop_key(key)
         for key in ("version", "step", "optimizer", "parameters", "buffers", "dtypes", "ties")
     },
-    **{f"step {step!r}": put("step", step) for step in ("x", -5, NAN, True, 2.0, 1 << 70, None)},
+    **{
+        f"step {step!r}": set_value("step", step)
+        for step in ("x", -5, NAN, True, 2.0, 1 << 70, None)
+    },
     "not a table": lambda found: [1],
-    "version": put("version", 2),
-    "optimizer {}": put("optimizer", {}),
-    "optimizer none": put("optimizer", None),
-    "kind a list": put("optimizer", "kind", [1]),
-    "has an unknown entry": put("optimizer", "evil", [1]),
-    "parameters a list": put("parameters", [1]),
-    "shape a text": put("parameters", "row", "17"),
-    "shape below zero": put("parameters", "row", [-1, 7]),
-    "dtypes of none": put("dtypes", {}),
-    "dtype a function": put("dtypes", "row", "load"),
-    "state of a function": put("optimizer", "parts", "*", "exp_avg", "load"),
-    "state of another dtype": put("optimizer", "parts", "*", "exp_avg", "float32"),
-    "state that is not there": put("optimizer", "parts", "*", "evil", "float64"),
-    "state of no parameter": put("optimizer", "values", "evil", {"step": 1}),
-    "state twice": put("optimizer", "values", "row", {"exp_avg": 1}),
-    "a value of no kind": put("optimizer", "values", "row", {"step": {"tensor": 3}}),
-    "group of a place beyond": put("optimizer", "of", "row", 9),
-    "a group's parameters": put("optimizer", "groups", 0, "params", []),
-    "lr a text": put("optimizer", "groups", 0, "lr", "fast"),
-    "betas a number": put("optimizer", "groups", 0, "betas", 3),
-    "betas too many": put("optimizer", "groups", 0, "betas", (0.9, 0.9, 0.9)),
-    "foreach a text": put("optimizer", "groups", 0, "amsgrad", "yes"),
-    "groups none": put("optimizer", "groups", []),
-    "sums a list": put("sums", [1]),
-    "sums of many": put("sums", {"step": 0, "places": 1 << 50, "errors": {}, "starts": {}}),
-    "scale": put("loss scale", {"scale": NAN, "good": 0}),
-    "scale of none": put("loss scale", {"good": 0}),
+    "version": set_value("version", 2),
+    "optimizer {}": set_value("optimizer", {}),
+    "optimizer none": set_value("optimizer", None),
+    "kind a list": set_value("optimizer", "kind", [1]),
+    "has an unknown entry": set_value("optimizer", "evil", [1]),
+    "parameters a list": set_value("parameters", [1]),
+    "shape a text": set_value("parameters", "row", "17"),
+    "shape below zero": set_value("parameters", "row", [-1, 7]),
+    "dtypes of none": set_value("dtypes", {}),
+    "dtype a function": set_value("dtypes", "row", "load"),
+    "state of a function": set_value("optimizer", "parts", "*", "exp_avg", "load"),
+    "state of another dtype": set_value("optimizer", "parts", "*", "exp_avg", "float32"),
+    "state that is not there": set_value("optimizer", "parts", "*", "evil", "float64"),
+    "state of no parameter": set_value("optimizer", "values", "evil", {"step": 1}),
+    "state twice": set_value("optimizer", "values", "row", {"exp_avg": 1}),
+    "a value of no kind": set_value("optimizer", "values", "row", {"step": {"tensor": 3}}),
+    "group of a place beyond": set_value("optimizer", "of", "row", 9),
+    "a group's parameters": set_value("optimizer", "groups", 0, "params", []),
+    "lr a text": set_value("optimizer", "groups", 0, "lr", "fast"),
+    "betas a number": set_value("optimizer", "groups", 0, "betas", 3),
+    "betas too many": set_value("optimizer", "groups", 0, "betas", (0.9, 0.9, 0.9)),
+    "foreach a text": set_value("optimizer", "groups", 0, "amsgrad", "yes"),
+    "groups none": set_value("optimizer", "groups", []),
+    "sums a list": set_value("sums", [1]),
+    "sums of many": set_value("sums", {"step": 0, "places": 1 << 50, "errors": {}, "starts": {}}),
+    "scale": set_value("loss scale", {"scale": NAN, "good": 0}),
+    "scale of none": set_value("loss scale", {"good": 0}),
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", CONTENTS)
 def test_crafted_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Each is refused, before a single number of the program is another."""
-    crafted(tmp_path / "a", monkeypatch, OTHERS[name])
-    told = unchanged(lambda p: p.load(tmp_path / "a"), "S633 S634 S635 S636")
-    assert "Error" not in told, told  # said in words of ours
+    """Each is refused before any number of the program changes."""
+    save_changed(tmp_path / "a", monkeypatch, CONTENTS[name])
+    message = refusal_of_load(lambda p: p.load(tmp_path / "a"), "S633 S634 S635 S636")
+    assert "Error" not in message, message  # in schedlang's own words
 
 
 # -- crafted indexes -------------------------------------------------------------------------------
 
 
-def reindexed(step: Path, change: Callable[[dict[str, Any], list[Any]], Any]) -> None:
-    """Another index, with its checksum right: its table, and a line for each tensor."""
+def rewrite_index(step: Path, change: Callable[[dict[str, Any], list[Any]], Any]) -> None:
+    """Rewrite an index with a correct checksum: its table, and a line for each tensor."""
     path = step / "schedlang.json"
-    head, first, *rest = path.read_bytes().splitlines()
-    told, table, lines = json.loads(head), json.loads(first), [json.loads(one) for one in rest]
+    head, second_line, *others = path.read_bytes().splitlines()
+    header, table, lines = (
+        json.loads(head),
+        json.loads(second_line),
+        [json.loads(record) for record in others],
+    )
     change(table, lines)
-    some = [json.dumps(one).encode() + b"\n" for one in lines]
+    encoded = [json.dumps(record).encode() + b"\n" for record in lines]
     if table.get("tensors"):
-        for one, line in zip(table["tensors"].values(), some):
-            one["bytes"] = one["bytes"] if one.pop("lies", False) else len(line)
-    body = json.dumps(table).encode() + b"\n" + b"".join(some)
-    told |= {"bytes": len(body), "crc32": zlib.crc32(body, zlib.crc32(told["checksums"].encode()))}
-    path.write_bytes(json.dumps(told).encode() + b"\n" + body)
+        for record, line in zip(table["tensors"].values(), encoded):
+            record["bytes"] = record["bytes"] if record.pop("lies", False) else len(line)
+    body = json.dumps(table).encode() + b"\n" + b"".join(encoded)
+    header |= {
+        "bytes": len(body),
+        "crc32": zlib.crc32(body, zlib.crc32(header["checksums"].encode())),
+    }
+    path.write_bytes(json.dumps(header).encode() + b"\n" + body)
 
 
 ROW = "model.row"
-BEFORE: dict[str, Callable[[dict[str, Any]], Any]] = {
+OLD_INDEXES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "file elsewhere": lambda f: f["tensors"][ROW]["boxes"][0][2].__setitem__(0, "../../x"),
     "file of no text": lambda f: f["tensors"][ROW]["boxes"][0][2].__setitem__(0, 3),
     "place before": lambda f: f["tensors"][ROW]["boxes"][0][2].__setitem__(1, -1),
@@ -281,17 +291,17 @@ BEFORE: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-def box(place: int, value: Any) -> Callable[[dict[str, Any], list[Any]], Any]:
-    """Another number in the one box of a tensor of two dims."""
+def change_box(position: int, value: Any) -> Callable[[dict[str, Any], list[Any]], Any]:
+    """Return a change of one number in the only box of a tensor of two dims."""
 
     def change(table: dict[str, Any], lines: list[Any]) -> None:
-        lines[list(table["tensors"]).index(ROW)]["boxes"][0][place] = value
+        lines[list(table["tensors"]).index(ROW)]["boxes"][0][position] = value
 
     return change
 
 
-def line(value: Any) -> Callable[[dict[str, Any], list[Any]], Any]:
-    """Another line for a tensor."""
+def change_line(value: Any) -> Callable[[dict[str, Any], list[Any]], Any]:
+    """Return a change of the line of a tensor."""
 
     def change(table: dict[str, Any], lines: list[Any]) -> None:
         lines[list(table["tensors"]).index(ROW)] = value
@@ -299,38 +309,38 @@ def line(value: Any) -> Callable[[dict[str, Any], list[Any]], Any]:
     return change
 
 
-def entry(**more: Any) -> Callable[[dict[str, Any], list[Any]], Any]:
-    """Another entry in the table."""
-    return lambda table, lines: table["tensors"][ROW].update(more)
+def change_entry(**changes: Any) -> Callable[[dict[str, Any], list[Any]], Any]:
+    """Return a change of the entry of a tensor in the table."""
+    return lambda table, lines: table["tensors"][ROW].update(changes)
 
 
 INDEXES: dict[str, Callable[[dict[str, Any], list[Any]], Any]] = {
     "file elsewhere": lambda t, _: t.__setitem__("lengths", {"../../x": 1}),
-    "file of no number": box(4, 1),
-    "file before": box(4, -1),
-    "place before": box(5, -1),
-    "place of no whole number": box(5, 0.5),
-    "place beyond": box(5, 1 << 40),
-    "place beyond all": box(5, 1 << 63),
-    "length beyond": box(6, 1 << 50),
-    "checksum of none": box(7, None),
-    "checksum of text": box(7, "1"),
-    "box beside": box(0, 1),
-    "box smaller": box(3, 6),
-    "boxes of other dims": line({"boxes": [[0, 7, 0, 64, 1, 1]]}),
-    "boxes ragged": line({"boxes": [[0, 0, 1, 7, 0, 64, 1, 1], [1]]}),
-    "boxes missing": line({"boxes": []}),
-    "boxes a number": line({"boxes": 3}),
-    "line a list": line([]),
+    "file of no number": change_box(4, 1),
+    "file before": change_box(4, -1),
+    "place before": change_box(5, -1),
+    "place of no whole number": change_box(5, 0.5),
+    "place beyond": change_box(5, 1 << 40),
+    "place beyond all": change_box(5, 1 << 63),
+    "length beyond": change_box(6, 1 << 50),
+    "checksum of none": change_box(7, None),
+    "checksum of text": change_box(7, "1"),
+    "box beside": change_box(0, 1),
+    "box smaller": change_box(3, 6),
+    "boxes of other dims": change_line({"boxes": [[0, 7, 0, 64, 1, 1]]}),
+    "boxes ragged": change_line({"boxes": [[0, 0, 1, 7, 0, 64, 1, 1], [1]]}),
+    "boxes missing": change_line({"boxes": []}),
+    "boxes a number": change_line({"boxes": 3}),
+    "line a list": change_line([]),
     "line of another": lambda t, lines: lines.reverse(),
     "a line more": lambda t, lines: lines.append([]),
     "a line less": lambda t, lines: lines.pop(),
-    "line shorter": entry(bytes=3, lies=True),
-    "line of no length": entry(bytes=-1, lies=True),
-    "dtype of none": entry(dtype="load"),
-    "other dtype": entry(dtype="float32"),
-    "another shape": entry(shape=[7, 1]),
-    "shape of no numbers": entry(shape=["x"]),
+    "line shorter": change_entry(bytes=3, lies=True),
+    "line of no length": change_entry(bytes=-1, lies=True),
+    "dtype of none": change_entry(dtype="load"),
+    "other dtype": change_entry(dtype="float32"),
+    "another shape": change_entry(shape=[7, 1]),
+    "shape of no numbers": change_entry(shape=["x"]),
     "value missing": lambda t, _: t["values"].clear(),
     "value elsewhere": lambda t, _: t["values"]["schedlang"].__setitem__(0, "../../x"),
     "tensors a list": lambda t, _: t.__setitem__("tensors", []),
@@ -338,7 +348,7 @@ INDEXES: dict[str, Callable[[dict[str, Any], list[Any]], Any]] = {
 }
 
 
-SAID = {
+MESSAGES = {
     "box smaller": "parts of `model.row` are not in it",
     "boxes missing": "parts of `model.row` are not in it",
     "other dtype": "`model.row` is float32 in it, but should be float64",
@@ -352,35 +362,35 @@ SAID = {
 
 
 @pytest.mark.parametrize(
-    ("now", "name"), [*((True, name) for name in INDEXES), *((False, name) for name in BEFORE)]
+    ("now", "name"), [*((True, name) for name in INDEXES), *((False, name) for name in OLD_INDEXES)]
 )
 def test_crafted_indexes(tmp_path: Path, now: bool, name: str) -> None:
-    """Each is refused with the file or the tensor, before anything is changed."""
-    trained().save(tmp_path / "a")
-    step = last(tmp_path / "a")
+    """Each is refused with the file or the tensor, before anything changes."""
+    trained_program().save(tmp_path / "a")
+    step = newest_checkpoint(tmp_path / "a")
     (tmp_path / "x").write_bytes((step / "__0_0.distcp").read_bytes())
     if now:
-        reindexed(step, INDEXES[name])
+        rewrite_index(step, INDEXES[name])
     else:
-        head, table = (table := index_of(step)).pop("head"), table
-        BEFORE[name](table)
+        head, table = (table := index_table(step)).pop("head"), table
+        OLD_INDEXES[name](table)
         write_index(step, {"head": head, **table}, 3)
-    told = unchanged(lambda p: p.load(tmp_path / "a"))
-    assert SAID.get(name, "`schedlang.json` is damaged") in told, told
+    message = refusal_of_load(lambda p: p.load(tmp_path / "a"))
+    assert MESSAGES.get(name, "`schedlang.json` is damaged") in message, message
 
 
 @pytest.mark.parametrize("version", [3, 4])
 def test_an_index_of_before(tmp_path: Path, version: int) -> None:
-    """The same state, to the last bit; one of today, written anew, too."""
-    program, fresh = trained(), other()
+    """An old index, and a rewritten current one, load the same state to the last bit."""
+    program, fresh = trained_program(), other_program()
     program.save(tmp_path / "a")
-    step = last(tmp_path / "a")
+    step = newest_checkpoint(tmp_path / "a")
     if version == 3:
-        write_index(step, index_of(step), 3)
+        write_index(step, index_table(step), 3)
     else:
-        reindexed(step, lambda table, lines: None)
+        rewrite_index(step, lambda table, lines: None)
     fresh.load(tmp_path / "a")
-    equal(seen(fresh), seen(program))
+    assert_equal(program_state(fresh), program_state(program))
     assert last_checkpoint(tmp_path / "a") == step
 
 
@@ -388,81 +398,81 @@ def test_an_index_of_before(tmp_path: Path, version: int) -> None:
 def test_no_memory_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Where torch finds no memory, for a box or for a part, that is what is told."""
-    trained().save(tmp_path / "a")
-    plain = torch.load
+    """Where torch finds no memory, for a box or for a part, the refusal says so."""
+    trained_program().save(tmp_path / "a")
+    original = torch.load
 
-    def load(*given: Any, **more: Any) -> Any:
-        found = plain(*given, **more)
-        return torch.empty(1 << 50) if isinstance(found, torch.Tensor) else found
+    def load(*args: Any, **kwargs: Any) -> Any:
+        loaded = original(*args, **kwargs)
+        return torch.empty(1 << 50) if isinstance(loaded, torch.Tensor) else loaded
 
     with monkeypatch.context() as patched:
         if where == "load":
             patched.setattr(boxes.torch, "load", load)
         else:
             patched.setattr(archive, "zeros", lambda *_: torch.empty(1 << 50))
-        told = unchanged(lambda p: p.load(tmp_path / "a"))
-    assert "there is no memory to read" in told and "is damaged" not in told, told
-    assert "nothing in it was found to be damaged" in told and "bytes" in told
-    assert "load another checkpoint" not in told
+        message = refusal_of_load(lambda p: p.load(tmp_path / "a"))
+    assert "there is no memory to read" in message and "is damaged" not in message, message
+    assert "nothing in it was found to be damaged" in message and "bytes" in message
+    assert "load another checkpoint" not in message
 
 
 def test_files_of_two_saves(tmp_path: Path) -> None:
     """A file of another save than the index is refused with both ids; so is a pipe."""
-    program = trained()
+    program = trained_program()
     for _ in range(2):
         program.save(tmp_path / "a")
         program.train_step(points(1))
-    old, new = (tmp_path / "a" / f"step-{k:08d}" for k in (1, 2))
-    data = new / "__0_0.distcp"
-    kept = data.read_bytes()
-    data.write_bytes((old / "__0_0.distcp").read_bytes())
-    assert "is of save `" in unchanged(lambda p: p.load(tmp_path / "a"))
-    assert last_checkpoint(tmp_path / "a") == old
+    first_step, second_step = (tmp_path / "a" / f"step-{k:08d}" for k in (1, 2))
+    data = second_step / "__0_0.distcp"
+    content = data.read_bytes()
+    data.write_bytes((first_step / "__0_0.distcp").read_bytes())
+    assert "is of save `" in refusal_of_load(lambda p: p.load(tmp_path / "a"))
+    assert last_checkpoint(tmp_path / "a") == first_step
     data.unlink()
     os.mkfifo(data)
-    assert "the file `__0_0.distcp` is missing" in unchanged(lambda p: p.load(new))
+    assert "the file `__0_0.distcp` is missing" in refusal_of_load(lambda p: p.load(second_step))
     data.unlink()
-    data.write_bytes(kept)
-    index = new / "schedlang.json"
-    index.write_bytes((old / "schedlang.json").read_bytes())
-    assert "`latest` names" in unchanged(lambda p: p.load(tmp_path / "a"))
+    data.write_bytes(content)
+    index = second_step / "schedlang.json"
+    index.write_bytes((first_step / "schedlang.json").read_bytes())
+    assert "`latest` names" in refusal_of_load(lambda p: p.load(tmp_path / "a"))
 
 
 def test_changed_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of before that is replaced in the middle of a load is no state."""
-    program = trained()
+    """A folder of the old format that is replaced during a load is refused."""
+    program = trained_program()
     program.save(tmp_path / "a")
-    before = former(last(tmp_path / "a"), tmp_path / "b")
-    plain = archive.read_together
+    old_step = save_old_format(newest_checkpoint(tmp_path / "a"), tmp_path / "b")
+    original = archive.read_together
 
     def read(*args: Any) -> None:
-        plain(*args)
-        listing = before / ".metadata"
-        again = listing.read_bytes()
+        original(*args)
+        listing = old_step / ".metadata"
+        content = listing.read_bytes()
         listing.unlink()
-        listing.write_bytes(again)
+        listing.write_bytes(content)
 
-    program.load(before)
+    program.load(old_step)
     monkeypatch.setattr(archive, "read_together", read)
-    assert "changed while it was read" in unchanged(lambda p: p.load(before))
+    assert "changed while it was read" in refusal_of_load(lambda p: p.load(old_step))
 
 
 def test_a_flipped_bit_is_told_with_its_box(tmp_path: Path) -> None:
-    """The file, the tensor, its box, and which other checkpoint there is."""
-    program = trained()
+    """The refusal names the file, the tensor, its box, and another checkpoint."""
+    program = trained_program()
     for _ in range(2):
         program.save(tmp_path / "a")
         program.train_step(points(1))
-    step = last(tmp_path / "a")
-    found = index_of(step)
-    file, at, length, _ = found["tensors"]["optim.state.row.exp_avg"]["boxes"][0][2]
+    step = newest_checkpoint(tmp_path / "a")
+    index = index_table(step)
+    file, offset, length, _ = index["tensors"]["optim.state.row.exp_avg"]["boxes"][0][2]
     data = bytearray((step / file).read_bytes())
     values = program.optimizer_state()["row"]["exp_avg"]
     assert isinstance(values, torch.Tensor)
-    data[at + length // 2] ^= 4
+    data[offset + length // 2] ^= 4
     (step / file).write_bytes(data)
-    told = unchanged(lambda p: p.load(tmp_path / "a"))
-    assert "`__0_0.distcp` is damaged" in told
-    assert "box [0:1, 0:7] of `optim.state.row.exp_avg`" in told
-    assert "load another checkpoint of this folder" in told and "step-00000001" in told
+    message = refusal_of_load(lambda p: p.load(tmp_path / "a"))
+    assert "`__0_0.distcp` is damaged" in message
+    assert "box [0:1, 0:7] of `optim.state.row.exp_avg`" in message
+    assert "load another checkpoint of this folder" in message and "step-00000001" in message

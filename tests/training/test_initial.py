@@ -1,4 +1,5 @@
-"""Programs of models without values: made from a record, or read from files, part by part."""
+"""Deferred initialization: models without values, built from a record or from files, part by
+part."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from tests import models
 
 transformers = pytest.importorskip("transformers")
 
-BEFORE = torch.zeros(3)
+EARLIER_TENSOR = torch.zeros(3)
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -41,23 +42,24 @@ SIZES = {
 IMAGES = {k: v for k, v in SIZES.items() if k != "vocab_size"} | {"image_size": 32, "patch_size": 8}
 
 
-def drawn_by_hand() -> nn.Module:
-    """Values asked for, orthogonal and truncated ones, views written, products, another dtype."""
-    made: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
-    nn.init.orthogonal_(made[0].weight)
-    nn.init.trunc_normal_(made[1].weight)
+def varied_model() -> nn.Module:
+    """Return a model of many kinds of initialization: reads of values, orthogonal and truncated
+    draws, writes into views, products, another dtype."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    nn.init.orthogonal_(model[0].weight)
+    nn.init.trunc_normal_(model[1].weight)
     with torch.no_grad():
-        made[0].bias[2] = 3
-        made[1].weight.mul_(made[0].weight.std().item())
-        made[1].bias.copy_(torch.tensor(torch.linspace(0, 1, 4).tolist()))
-    made.product = nn.Parameter(torch.randn(3, 4) @ made[0].weight)
-    made.register_buffer("drawn", torch.rand(5), persistent=False)
-    made.tied = made[0].weight
-    return made.to(torch.float64)
+        model[0].bias[2] = 3
+        model[1].weight.mul_(model[0].weight.std().item())
+        model[1].bias.copy_(torch.tensor(torch.linspace(0, 1, 4).tolist()))
+    model.product = nn.Parameter(torch.randn(3, 4) @ model[0].weight)
+    model.register_buffer("drawn", torch.rand(5), persistent=False)
+    model.tied = model[0].weight
+    return model.to(torch.float64)
 
 
 MAKERS: dict[str, Callable[[], nn.Module]] = {
-    "by hand": drawn_by_hand,
+    "by hand": varied_model,
     "layers of torch": lambda: nn.TransformerEncoderLayer(16, 4, 32),
     "recurrent": lambda: nn.LSTM(4, 4),
     "gpt2": lambda: models.gpt2(2),
@@ -76,23 +78,23 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def _record(model: nn.Module) -> InitRecord:
-    found = record_of(model)
-    assert found is not None
-    return found
+def record_for(model: nn.Module) -> InitRecord:
+    record = record_of(model)
+    assert record is not None
+    return record
 
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_same_bits_as_made_here(name: str) -> None:
-    """Every parameter and buffer, whichever way it was drawn; the generator does not move."""
+    """Every parameter and buffer, however it was drawn; the generator is not advanced."""
     torch.manual_seed(3)
     real = MAKERS[name]()
     torch.manual_seed(3)
-    before = torch.get_rng_state()
+    generator_state = torch.get_rng_state()
     model = schedlang.deferred_init(MAKERS[name])
-    assert torch.equal(torch.get_rng_state(), before)
-    views = _record(model).views
-    parts = dict(zip(views, _record(model).values(list(views.values())), strict=True))
+    assert torch.equal(torch.get_rng_state(), generator_state)
+    views = record_for(model).views
+    parts = dict(zip(views, record_for(model).values(list(views.values())), strict=True))
     expected = dict(real.named_parameters(remove_duplicate=False))
     assert expected.keys() == parts.keys()
     assert all(p.is_meta for p in model.parameters())
@@ -104,52 +106,52 @@ def test_same_bits_as_made_here(name: str) -> None:
 
 
 def test_a_seed_within_counts() -> None:
-    """A generator that is seeded anew while the model is made draws as it would have."""
+    """A generator that is seeded anew inside of the function draws the same values."""
 
     def make() -> nn.Module:
-        first = nn.Linear(3, 3)
+        layer = nn.Linear(3, 3)
         torch.manual_seed(9)
-        return nn.Sequential(first, nn.Linear(3, 3))
+        return nn.Sequential(layer, nn.Linear(3, 3))
 
     torch.manual_seed(1)
     real = make()
     torch.manual_seed(1)
-    record = _record(schedlang.deferred_init(make))
+    record = record_for(schedlang.deferred_init(make))
     for key, value in real.named_parameters():
         assert torch.equal(record.values([record.views[key]])[0], value), key
 
 
 def test_what_nobody_wants_is_not_held() -> None:
-    """One storage at a time is alive while all are made."""
-    record = _record(schedlang.deferred_init(lambda: models.llama(3)))
+    """At most two storages are alive at a time while all are created."""
+    record = record_for(schedlang.deferred_init(lambda: models.llama(3)))
     alive: list[int] = []
-    most = 0
-    run = InitRecord._run
+    largest = 0
+    original = InitRecord._run
 
     def counting(self: InitRecord, places: Any) -> Any:
-        nonlocal most
-        held = run(self, places)
-        most = max(most, sum(self.sizes[number] for number in held))
-        return held
+        nonlocal largest
+        storages = original(self, places)
+        largest = max(largest, sum(self.sizes[number] for number in storages))
+        return storages
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InitRecord, "_run", counting)
         storages = {view.storage for view in record.views.values()}
         record.replay({number: lambda data: alive.append(data.nbytes()) for number in storages})
     assert len(alive) == len(storages)
-    assert most <= 2 * max(alive)
+    assert largest <= 2 * max(alive)
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda: nn.init.normal_(torch.empty(3), generator=torch.Generator()), "of its own"),
-        (lambda: BEFORE.normal_(), "there before"),
+        (lambda: EARLIER_TENSOR.normal_(), "there before"),
         (lambda: 3, "returns a module"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(make: Callable[[], Any], words: str) -> None:
-    """Draws that a replay would not repeat, and functions that make no module."""
+    """Draws that a replay would not repeat, and functions that return no module."""
     with pytest.raises(Refusal, match=f"(?s)S626.*{words}"):
         schedlang.deferred_init(make)
 
@@ -171,64 +173,64 @@ zero(stage=3, over=dp)""",
 
 
 def adamw(named: Any) -> torch.optim.Optimizer:
-    """A function of the parameters, as programs take it."""
+    """Return AdamW over named parameters, as `build` takes it."""
     return torch.optim.AdamW(named)
 
 
-Trained = tuple[dict[str, Any], list[float], dict[str, Any]]  # state before, losses, and after
+Run = tuple[dict[str, Any], list[float], dict[str, Any]]  # state before, losses, and after
 
 
-def _trained(file: str, model: nn.Module, weights: str | None = None) -> Trained:
-    """On a rank: two steps of the program of a model."""
+def train_on_rank(file: str, model: nn.Module, weights: str | None = None) -> Run:
+    """On a rank: train two steps of the program of a model."""
     batch = models.tokens(4, 9)
     program = schedlang.load(file, model).build(batch=batch, optimizer=adamw, weights=weights)
     state = program.state_dict()
     return state, [float(program.train_step(batch)) for _ in range(2)], program.state_dict()
 
 
-def _of_values(file: str) -> Trained:
+def train_real(file: str) -> Run:
     torch.manual_seed(1)
-    return _trained(file, models.gpt2(2))
+    return train_on_rank(file, models.gpt2(2))
 
 
 @cache  # for all the places that values may come from
-def _wanted(pool: Pool, name: str) -> list[Trained]:
-    """On each rank, what the program of the model with values does."""
+def expected_runs(pool: Pool, name: str) -> list[Run]:
+    """Return what the program of the model with values does on each rank."""
     with tempfile.TemporaryDirectory() as folder:
-        return pool.run(_of_values, 2, _scheduled(name, Path(folder)))
+        return pool.run(train_real, 2, schedule_file(name, Path(folder)))
 
 
-def _scheduled(name: str, folder: Path) -> str:
+def schedule_file(name: str, folder: Path) -> str:
     file = folder / "x.sched"
     file.write_text(f"schedule 1 for GPT2LMHeadModel\n{ROWS[name]}\n")
     return str(file)
 
 
-def _without_values(file: str, kind: str, folder: str, wanted: list[Trained]) -> None:
-    """The program of a model without values is that of the model with values, to the last bit."""
-    before, losses, after = wanted[dist.get_rank()]
+def compare_deferred(file: str, kind: str, folder: str, expected: list[Run]) -> None:
+    """Compare the program of a model without values with that of one with values, bit by bit."""
+    before, losses, after = expected[dist.get_rank()]
     torch.manual_seed(1 if kind == "record" else 2)
     if kind == "meta":
         with torch.device("meta"):
             model: nn.Module = models.gpt2(2)
     else:
         model = schedlang.deferred_init(models.gpt2, 2)
-    ours, our_losses, then = _trained(file, model, None if kind == "record" else folder)
+    start, our_losses, end = train_on_rank(file, model, None if kind == "record" else folder)
     assert losses == our_losses
-    assert all(torch.equal(before[key], ours[key]) for key in before)
-    assert all(torch.equal(after[key], then[key]) for key in after)
+    assert all(torch.equal(before[key], start[key]) for key in before)
+    assert all(torch.equal(after[key], end[key]) for key in after)
 
 
-def _written(kind: str, folder: Path) -> None:
-    """The weights of a model: as transformers writes them, `save`, or torch's own checkpoints."""
+def write_weights(kind: str, folder: Path) -> None:
+    """Write the weights of a model: as transformers does, by `save`, or as torch's checkpoints."""
     torch.manual_seed(1)
     real: Any = models.gpt2(2)
     state = dict(real.state_dict())
-    beside = {"exp_avg": torch.ones(3)}
+    moments = {"exp_avg": torch.ones(3)}
     nested = {
         "dcp": state,
-        "dcp nested": {"model": state, "optim": beside},
-        "torchtitan": {**state, "optimizer": beside, "train_state": torch.zeros(2)},
+        "dcp nested": {"model": state, "optim": moments},
+        "torchtitan": {**state, "optimizer": moments, "train_state": torch.zeros(2)},
     }
     if kind in nested:
         with warnings.catch_warnings():
@@ -249,14 +251,14 @@ SOURCES = ["record", "files", "meta", "index", "checkpoint", "dcp", "dcp nested"
 def test_the_program_of_the_model(pool: Pool, tmp_path: Path, name: str, kind: str) -> None:
     """Split tensors, stages and slices of state; values from a record, files or checkpoints."""
     weights = tmp_path / "weights"
-    _written(kind, weights)
+    write_weights(kind, weights)
     assert (weights / "model.safetensors.index.json").exists() == (kind == "index")
-    given = _scheduled(name, tmp_path), kind, str(weights), _wanted(pool, name)
-    pool.run(_without_values, 2, *given)
+    args = schedule_file(name, tmp_path), kind, str(weights), expected_runs(pool, name)
+    pool.run(compare_deferred, 2, *args)
 
 
 def test_names_of_the_base_model(tmp_path: Path) -> None:
-    """Files of the model without its head have names without its prefix, as many on hubs have."""
+    """Files of the model without its head have names without its prefix, as many on hubs."""
     torch.manual_seed(1)
     real = models.gpt2(2)
     real.transformer.save_pretrained(tmp_path)
@@ -268,69 +270,69 @@ def test_names_of_the_base_model(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
-    """What `save` has written gives values, the optimizer's state and the step."""
+    """A checkpoint written by `save` gives values, the optimizer's state and the step."""
     batch = models.tokens(2, 5)
 
     def built(model: nn.Module, weights: Path | None = None) -> Any:
         sch = schedlang.create_schedule(model)
         return sch.build(batch=batch, optimizer=adamw, weights=weights)
 
-    first = built(models.gpt2(2))
-    first.train_step(batch)
-    first.save(tmp_path)
-    again = built(schedlang.deferred_init(models.gpt2, 2), tmp_path)
-    assert again.step == 1
-    assert float(first.train_step(batch)) == float(again.train_step(batch))
+    program = built(models.gpt2(2))
+    program.train_step(batch)
+    program.save(tmp_path)
+    resumed = built(schedlang.deferred_init(models.gpt2, 2), tmp_path)
+    assert resumed.step == 1
+    assert float(program.train_step(batch)) == float(resumed.train_step(batch))
 
 
-def _files(folder: Path) -> nn.Module:
+def save_sharded(folder: Path) -> nn.Module:
     models.gpt2(2).save_pretrained(folder, max_shard_size="20KB")
     return schedlang.deferred_init(models.gpt2, 2)
 
 
-def _without_a_file(folder: Path) -> None:
+def drop_file(folder: Path) -> None:
     next(iter(sorted(folder.glob("*.safetensors")))).unlink()
 
 
-def _without_a_name(folder: Path) -> None:
+def drop_name(folder: Path) -> None:
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     del index["weight_map"]["transformer.h.1.ln_1.bias"]
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _cut(folder: Path) -> None:
+def truncate_file(folder: Path) -> None:
     file = next(iter(sorted(folder.glob("*.safetensors"))))
     file.write_bytes(file.read_bytes()[:100])
 
 
-def _no_index(folder: Path) -> None:
+def damage_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("{}")
 
 
-def _nothing(folder: Path) -> None:
+def remove_files(folder: Path) -> None:
     (folder / "model.safetensors.index.json").unlink()
 
 
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (_without_a_file, "the index names `model-00001"),
-        (_without_a_name, "there is no `transformer.h.1.ln_1.bias`"),
-        (_cut, "cannot be read"),
-        (_no_index, "cannot be read"),
-        (_nothing, "there is no `model.safetensors`"),
+        (drop_file, "the index names `model-00001"),
+        (drop_name, "there is no `transformer.h.1.ln_1.bias`"),
+        (truncate_file, "cannot be read"),
+        (damage_index, "cannot be read"),
+        (remove_files, "there is no `model.safetensors`"),
     ],
 )
 def test_folders_that_are_not_whole(
     tmp_path: Path, spoil: Callable[[Path], None], words: str
 ) -> None:
-    """What is missing or damaged is named."""
-    model = _files(tmp_path)
+    """The refusal names what is missing or damaged."""
+    model = save_sharded(tmp_path)
     spoil(tmp_path)
     with pytest.raises(Refusal) as info:
         schedlang.create_schedule(model).build(batch=models.tokens(2, 5), weights=tmp_path)
-    said = " ".join(str(info.value).replace("=", " ").split())
-    assert "S643" in said and words in said
+    message = " ".join(str(info.value).replace("=", " ").split())
+    assert "S643" in message and words in message
 
 
 @pytest.mark.parametrize(
@@ -343,7 +345,7 @@ def test_folders_that_are_not_whole(
     ids=["shape", "int8", "float8"],
 )
 def test_files_of_another_model(tmp_path: Path, tensor: torch.Tensor, words: str) -> None:
-    """Other shapes, and values that are quantised."""
+    """Other shapes, and quantized values, are refused."""
     from safetensors.torch import save_file
 
     model = nn.Sequential(nn.Linear(16, 64, bias=False))
@@ -362,7 +364,7 @@ CHANGES: tuple[Callable[[Any], Any], ...] = (
 
 
 def test_what_is_real_stays() -> None:
-    """A layer that was put in with values keeps them."""
+    """A layer that was inserted with values keeps them."""
     model: Any = schedlang.deferred_init(models.gpt2, 2)
     model.transformer.ln_f = nn.LayerNorm(16, dtype=torch.float64)
     nn.init.constant_(model.transformer.ln_f.weight, 3)
@@ -371,7 +373,7 @@ def test_what_is_real_stays() -> None:
 
 
 def test_what_has_no_values_is_named() -> None:
-    """A model that was never recorded, and one that was changed behind its record."""
+    """A model that was never recorded, and one that was changed after its record, are refused."""
     with torch.device("meta"):
         model = models.llama(2)
     with pytest.raises(Refusal, match=r"S623.*on the meta device"):
@@ -384,7 +386,7 @@ def test_what_has_no_values_is_named() -> None:
 
 
 def test_a_buffer_that_no_file_has(tmp_path: Path) -> None:
-    """Tables of rotary positions are in no file: a record has them, the meta device has not."""
+    """Rotary tables are in no file: a record has them, the meta device has not."""
     models.llama(2).save_pretrained(tmp_path)
     with torch.device("meta"):
         model = models.llama(2)
@@ -393,7 +395,7 @@ def test_a_buffer_that_no_file_has(tmp_path: Path) -> None:
 
 
 def test_rows_that_try_the_model(tmp_path: Path) -> None:
-    """How a model runs on slices of a sequence is tried with its values."""
+    """Rows that try the model on slices of a sequence run it with its values."""
     file = tmp_path / "x.sched"
     file.write_text(
         "schedule 1 for GPT2LMHeadModel\nmesh(pp=1)\ntransformer.h pipeline_split(over=pp)\n"
@@ -407,76 +409,78 @@ def test_rows_that_try_the_model(tmp_path: Path) -> None:
 # ---- memory --------------------------------------------------------------------------------------
 
 SMALL, LARGE = (1024, 80), (4096, 64)  # 320 MiB in tensors of 4 MiB, and 4 GiB in such of 64 MiB
-BESIDE = 96 << 20  # bytes of threads, groups and their buffers
+OVERHEAD = 96 << 20  # bytes of threads, process groups and their buffers
 
 
-def _wide(wide: int, deep: int) -> nn.Module:
+def wide_model(wide: int, deep: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(wide, wide, bias=False) for _ in range(deep)))
 
 
-def _used() -> int:
-    """Bytes of private memory that this process has asked for."""
+def private_bytes() -> int:
+    """Return the private memory of this process, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmData"))
 
 
-def _limited(free: int, work: Callable[[], Any]) -> Any:
-    """Do work that may ask for so many bytes of private memory and no more."""
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (_used() + free, before[1]))
+def run_limited(free: int, work: Callable[[], Any]) -> Any:
+    """Call a function with a limit of free private memory."""
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (private_bytes() + free, limits[1]))
     try:
         return work()
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
 
 
-def _within(
+def build_limited(
     size: tuple[int, int], file: str, weights: str | None, narrow: str | None, peak: int
 ) -> None:
-    wide, deep = size
-    batch = {"input": torch.ones(4, wide)}
+    width, depth = size
+    batch = {"input": torch.ones(4, width)}
     loss = lambda out, batch: out.mean()  # noqa: E731
-    imports = schedlang.load(file, schedlang.deferred_init(_wide, 8, deep))
+    imports = schedlang.load(file, schedlang.deferred_init(wide_model, 8, depth))
     imports.build(batch={"input": torch.ones(4, 8)}, loss=loss, weights=narrow)
-    sch = schedlang.load(file, schedlang.deferred_init(_wide, wide, deep))
-    one = 4 * wide * wide
-    free = deep * one // 4 + 2 * one + BESIDE
-    assert free < deep * one, "the whole model would not fit"
+    sch = schedlang.load(file, schedlang.deferred_init(wide_model, width, depth))
+    layer_bytes = 4 * width * width
+    free = depth * layer_bytes // 4 + 2 * layer_bytes + OVERHEAD
+    assert free < depth * layer_bytes, "the whole model would not fit"
     if weights is not None and (Path(weights) / "model.safetensors").exists():
-        free += deep * one  # the file is mapped, and its pages are the file's
-    program = _limited(free, lambda: sch.build(batch=batch, loss=loss, weights=weights))
-    held = sum(p.nbytes for p in program.assembly.parameters.values())
-    assert held == deep * one // 4
-    with pytest.raises(RuntimeError, match="memory"):  # the limit is one
-        _limited(BESIDE, lambda: torch.empty(2 * BESIDE, dtype=torch.uint8))
-    _limited(int(1.05 * (peak - held)) + BESIDE, lambda: program.train_step(batch))
+        free += depth * layer_bytes  # the mapped file counts, but its pages are not private
+    program = run_limited(free, lambda: sch.build(batch=batch, loss=loss, weights=weights))
+    stored = sum(p.nbytes for p in program.assembly.parameters.values())
+    assert stored == depth * layer_bytes // 4
+    with pytest.raises(RuntimeError, match="memory"):  # the limit works
+        run_limited(OVERHEAD, lambda: torch.empty(2 * OVERHEAD, dtype=torch.uint8))
+    run_limited(int(1.05 * (peak - stored)) + OVERHEAD, lambda: program.train_step(batch))
 
 
-def _peak(file: Path, size: tuple[int, int]) -> int:
-    """The most bytes that `plan` says a rank has in a step, without the moments of an optimizer."""
-    wide, deep = size
-    plan = schedlang.load(str(file), schedlang.deferred_init(_wide, wide, deep)).plan()
+def planned_peak(file: Path, size: tuple[int, int]) -> int:
+    """Return the peak bytes of a rank in a step by `plan`, without the moments of an optimizer."""
+    width, depth = size
+    plan = schedlang.load(str(file), schedlang.deferred_init(wide_model, width, depth)).plan()
     loss = lambda out, batch: out.mean()  # noqa: E731
-    told = account(plan, {"input": torch.ones(4, wide)}, loss, memory=True).memory
-    assert told is not None
-    at = CLASSES.index("optimizer")
-    return max(max(sum(m.most) - m.most[at] for m in one.moments) for one in told)
+    memory = account(plan, {"input": torch.ones(4, width)}, loss, memory=True).memory
+    assert memory is not None
+    index = CLASSES.index("optimizer")
+    return max(
+        max(sum(m.most) - m.most[index] for m in rank_memory.moments) for rank_memory in memory
+    )
 
 
-def _weights(kind: str, where: Path, wide: int, deep: int) -> str | None:
-    """The weights of a model as files of a kind; None where a rank makes them from the record."""
+def weight_files(kind: str, where: Path, wide: int, deep: int) -> str | None:
+    """Write weights as files of a kind; return their path, or None for the record."""
     from safetensors.torch import save_model
 
     if kind == "files":
         where.mkdir()
-        save_model(_wide(wide, deep), str(where / "model.safetensors"))
+        save_model(wide_model(wide, deep), str(where / "model.safetensors"))
     elif kind == "checkpoint":
         batch, loss = {"input": torch.ones(4, wide)}, lambda out, batch: out.mean()
-        schedlang.create_schedule(_wide(wide, deep)).build(batch=batch, loss=loss).save(where)
+        schedlang.create_schedule(wide_model(wide, deep)).build(batch=batch, loss=loss).save(where)
     elif kind == "dcp":
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            state = _wide(wide, deep).state_dict()
+            state = wide_model(wide, deep).state_dict()
             dcp_save(state, storage_writer=FileSystemWriter(where), no_dist=True)
     return str(where) if where.exists() else None
 
@@ -484,18 +488,18 @@ def _weights(kind: str, where: Path, wide: int, deep: int) -> str | None:
 @pytest.mark.parametrize("size", [SMALL, pytest.param(LARGE, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("kind", ["record", "files", "checkpoint", "dcp"])
 def test_a_rank_never_has_the_whole_model(tmp_path: Path, kind: str, size: tuple[int, int]) -> None:
-    """The operating system gives each rank its parts, two whole tensors and 96 MiB beside; then
-    for a training step what `plan` says that it adds, 5 % more and 96 MiB beside.
+    """The operating system limits each rank to its parts, two full tensors and 96 MiB; a training
+    step may add what `plan` says, 5% and 96 MiB.
 
-    Ranks of a job of its own: in those that have run others the allocator of C keeps what it likes.
+    It runs in new ranks: after other jobs the C allocator keeps an unknown amount of memory.
     """
-    wide, deep = size
-    weights, narrow = (_weights(kind, tmp_path / str(w), w, deep) for w in (wide, 8))
-    rows = (f"{i} shard({('col', 'row')[i % 2]}, over=tp)" for i in range(deep))
+    width, depth = size
+    weights, narrow = (weight_files(kind, tmp_path / str(w), w, depth) for w in (width, 8))
+    rows = (f"{i} shard({('col', 'row')[i % 2]}, over=tp)" for i in range(depth))
     file = tmp_path / "x.sched"
     file.write_text("\n".join(["schedule 1", "mesh(tp=4)", *rows, ""]))
     try:
         with Pool(preload=(*BASE_MODULES, *PROGRAM_MODULES)) as pool:
-            pool.run(_within, 4, size, str(file), weights, narrow, _peak(file, size))
+            pool.run(build_limited, 4, size, str(file), weights, narrow, planned_peak(file, size))
     finally:
-        shutil.rmtree(tmp_path / str(wide), ignore_errors=True)  # which may be of 4 GiB
+        shutil.rmtree(tmp_path / str(width), ignore_errors=True)  # up to 4 GiB

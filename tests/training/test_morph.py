@@ -1,4 +1,4 @@
-"""A job that changes its size: the same file on other ranks goes on as if nothing had happened."""
+"""Resizing a job: the same schedule file on other ranks goes on without any change of results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import enter_modes
 from schedlang.schedule import Schedule
 from tests import models
-from tests.proofs import adamw, sequential
+from tests.proofs import adamw, train_sequential
 from tests.ranks import run_ranks
 
 FILE = """schedule 1 for GPT2LMHeadModel
@@ -33,32 +33,35 @@ step "pipeline" {
 BATCHES = [models.tokens(rows=8, seed=seed) for seed in range(4)]
 
 
-def going_on(
+def resume_steps(
     rank: int, pp: int, world: int, steps: tuple[int, int], folder: str
 ) -> list[tuple[float, float]]:
-    """Loss and norm of some steps on so many ranks, from what was saved before to what is next."""
+    """Load the last checkpoint, train some steps on so many ranks, save: return losses and
+    norms."""
     torch.set_num_threads(1)
-    given = Settings({"pp": pp}, {}, world)
-    plan = Schedule(models.gpt2(), parse(Source("my.sched", FILE)), given).plan()
-    seen = []
+    knobs = Settings({"pp": pp}, {}, world)
+    plan = Schedule(models.gpt2(), parse(Source("my.sched", FILE)), knobs).plan()
+    results = []
     with enter_modes(Float64()):
         program = build(plan, BATCHES[0], optimizer=adamw)
         if steps[0]:
             program.load(f"{folder}/{steps[0]}")
         for step in range(*steps):
             loss = float(program.train_step(BATCHES[step]))
-            seen.append((loss, float(program.grad_norm)))
+            results.append((loss, float(program.grad_norm)))
         program.save(f"{folder}/{steps[1]}")
-    return seen
+    return results
 
 
 def test_a_job_goes_on_with_other_ranks(tmp_path: Path) -> None:
-    """Four ranks, one is lost: three go on as three stages, then two as copies of the whole model.
-    Every loss and norm is that of one process; the batch of a step stays as it is."""
-    models.gpt2(layers=1)  # what it imports is imported once, before ranks are forked
-    seen: list[Any] = []
+    """Four ranks lose one: three go on as three stages, then two as copies of the whole model.
+
+    Every loss and norm is that of one process; the batch of a step stays the same.
+    """
+    models.gpt2(layers=1)  # import once, before ranks are forked
+    results: list[Any] = []
     for world, pp, steps in ((4, 2, (0, 2)), (3, 3, (2, 3)), (2, 1, (3, 4))):
-        seen += run_ranks(world, going_on, pp, world, steps, str(tmp_path))[0]
-    whole = sequential(models.gpt2(), BATCHES, adamw)
-    wanted = [(float(whole[f"loss {k}"]), float(whole[f"norm {k}"])) for k in range(4)]
-    torch.testing.assert_close(seen, wanted, rtol=1e-9, atol=0)
+        results += run_ranks(world, resume_steps, pp, world, steps, str(tmp_path))[0]
+    reference = train_sequential(models.gpt2(), BATCHES, adamw)
+    expected = [(float(reference[f"loss {k}"]), float(reference[f"norm {k}"])) for k in range(4)]
+    torch.testing.assert_close(results, expected, rtol=1e-9, atol=0)

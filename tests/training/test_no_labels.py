@@ -1,4 +1,4 @@
-"""Tests of losses of parts none of whose labels counts, whether the host knows that or not."""
+"""Losses of parts without any counted label, whether the weight is a number or a tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.zero_weight_loss import zero_unlabelled_loss
 from schedlang.schedule import Schedule
 
-WAYS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "smoothed": {"label_smoothing": 0.1},
     "weighted": {"weight": torch.tensor([1.0, 2.0, 0.5])},
@@ -26,8 +26,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(labels: Tensor, way: dict[str, Any], weight: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """A loss that is multiplied by what is learned, and gradients for its weight in a batch."""
+def loss_and_grads(
+    labels: Tensor, way: dict[str, Any], weight: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a loss with a learned factor, weighed, and its gradients."""
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(4, 3, generator=draw).requires_grad_()
     sure = torch.tensor(0.5, requires_grad=True)
@@ -38,27 +40,29 @@ def trained(labels: Tensor, way: dict[str, Any], weight: Any) -> tuple[Tensor, T
     return loss.detach(), logits.grad, sure.grad
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", OPTIONS)
 @pytest.mark.parametrize("known", [True, False])
 def test_no_gradient_that_is_no_number(way: str, known: bool) -> None:
-    """Of a part without labels loss and gradients are zero, and those of any other are torch's."""
-    given = WAYS[way]
-    ignored = given.get("ignore_index", -100)
+    """A part without labels has zero loss and gradients; other parts have those of torch."""
+    options = OPTIONS[way]
+    ignored = options.get("ignore_index", -100)
     number = float if known else torch.tensor
-    for found in trained(torch.full((4,), ignored), given, number(0.0)):
-        assert not found.any()
+    for tensor in loss_and_grads(torch.full((4,), ignored), options, number(0.0)):
+        assert not tensor.any()
     labels = torch.tensor([0, 1, ignored, 1])
-    for mine, plain in zip(trained(labels, given, number(2.0)), trained(labels, given, 2.0)):
-        assert torch.equal(mine, plain) and mine.isfinite().all()
+    for tensor_weighed, expected in zip(
+        loss_and_grads(labels, options, number(2.0)), loss_and_grads(labels, options, 2.0)
+    ):
+        assert torch.equal(tensor_weighed, expected) and tensor_weighed.isfinite().all()
 
 
 def test_nothing_in_the_whole_batch() -> None:
-    """Then a part weighs something all the same, and its loss is the model's own of nothing."""
-    assert trained(torch.full((4,), -100), {}, torch.tensor(1.0))[0].isnan()
+    """Then a part still has a weight, and its loss is what the model gives for no labels."""
+    assert loss_and_grads(torch.full((4,), -100), {}, torch.tensor(1.0))[0].isnan()
 
 
-class Read(nn.Module):
-    """A loss of its own, of labels that may all be ignored."""
+class OwnLoss(nn.Module):
+    """A model with its own loss, of labels that may all be ignored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +70,7 @@ class Read(nn.Module):
         self.head = nn.Linear(6, 8)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Any:
-        """The loss beside the logits."""
+        """Return the loss and the logits."""
         logits = self.head(self.down(self.up(self.table(ids)).relu()))
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
 
@@ -78,41 +82,41 @@ ROWS = {
 }
 
 
-def _step(rows: str, labels: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The loss of a step on this rank, and the weights after it."""
+def train_on_rank(rows: str, labels: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Train a step on this rank: return its loss, and the weights after it."""
     torch.manual_seed(0)
     axis = "tp" if "tp" in rows else "dp"
     text = f'schedule 1\nmesh({axis}=2)\nstep "s" {{\n{rows}\n}}\n'
-    sch = Schedule(Read().double(), parse(Source("a.sched", text)), Settings())
+    sch = Schedule(OwnLoss().double(), parse(Source("a.sched", text)), Settings())
     batch = {"ids": torch.arange(24).view(4, 6) % 8, "labels": labels}
-    program = sch.build(batch=batch, loss=lambda out, _: out[0], optimizer=_optimizer)
+    program = sch.build(batch=batch, loss=lambda out, _: out[0], optimizer=sgd)
     value = program.train_step(batch)
     return value, list(program.state_dict().values())
 
 
-def _optimizer(named: Any) -> torch.optim.Optimizer:
+def sgd(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(named, lr=0.1)
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("ignored", ["all", "of one rank"])
 def test_a_step_without_labels(rows: str, ignored: str, threads: Any) -> None:
-    """Under every layout it is what the original makes of it: of nothing no number, else one."""
+    """Every layout gives the original's loss: NaN without any label, else a number."""
     labels = torch.arange(24).view(4, 6) % 7
     labels[: 4 if ignored == "all" else 2] = -100
     torch.manual_seed(0)
-    plain = Read().double()
-    loss = plain(torch.arange(24).view(4, 6) % 8, labels)[0]
+    original = OwnLoss().double()
+    loss = original(torch.arange(24).view(4, 6) % 8, labels)[0]
     loss.backward()
-    _optimizer(plain.named_parameters()).step()
-    for value, state in threads.run(_step, 2, ROWS[rows], labels):
+    sgd(original.named_parameters()).step()
+    for value, state in threads.run(train_on_rank, 2, ROWS[rows], labels):
         assert torch.allclose(value.double(), loss.detach(), equal_nan=True), (value, loss)
-        for mine, other in zip(state, plain.state_dict().values()):
-            assert torch.allclose(mine, other, equal_nan=True)
+        for actual, expected in zip(state, original.state_dict().values()):
+            assert torch.allclose(actual, expected, equal_nan=True)
 
 
 def test_parts_are_weighed_where_somebody_asks() -> None:
-    """On ranks of the last stage, and where the model itself is given the labels."""
+    """On ranks of the last stage, and where the model itself receives the labels."""
 
     class Given(nn.Module):
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:
@@ -128,8 +132,8 @@ def test_parts_are_weighed_where_somebody_asks() -> None:
             timeline=SimpleNamespace(stale=stale),
         )
         weight = SimpleNamespace(rule=SimpleNamespace(source=source))
-        made: Any = SimpleNamespace(pipeline=pipeline, weight=weight)
-        return not vars(Assembly)["needs_no_weights"].func(made)
+        assembly: Any = SimpleNamespace(pipeline=pipeline, weight=weight)
+        return not vars(Assembly)["needs_no_weights"].func(assembly)
 
     assert not asked(Hidden(), last=False)
     assert asked(Hidden(), last=True) and asked(Hidden(), last=False, stale=True)

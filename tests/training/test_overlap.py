@@ -1,4 +1,4 @@
-"""split_backward and overlap: what waits, what runs beside the computation, and equal results."""
+"""`split_backward` and `overlap`: what waits, what runs beside the computation, equal results."""
 
 from __future__ import annotations
 
@@ -16,35 +16,42 @@ from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.pipeline import overlapped_reduction
 from tests import models
 from tests.engine.threads import Threads
-from tests.proofs import adamw, assert_near, planned, refused, sequential, trained
-from tests.tiers import thinned
+from tests.proofs import (
+    adamw,
+    assert_near,
+    make_plan,
+    refusal_text,
+    train_on_ranks,
+    train_sequential,
+)
+from tests.tiers import thin_out
 
-CUT = "transformer.h  pipeline_split(over=pp)\n"
+STAGES = "transformer.h  pipeline_split(over=pp)\n"
 BATCHES = [models.tokens(rows=9, seed=seed) for seed in range(3)]
 
 
-def _model() -> Any:
+def gpt2() -> Any:
     return models.gpt2(layers=4)
 
 
 @pytest.mark.parametrize(
     ("rows", "mesh"),
-    thinned(
+    thin_out(
         [
             (
                 "at **.c_fc, **.c_attn { split_backward() }\n"
-                + CUT
+                + STAGES
                 + 'pipeline(order="1F1B", micro=3)',
                 "pp=2",
             ),
-            (CUT + 'overlap(transfers, ahead=0)\npipeline(order="1F1B", micro=3)', "pp=2"),
+            (STAGES + 'overlap(transfers, ahead=0)\npipeline(order="1F1B", micro=3)', "pp=2"),
             (
-                CUT + "zero(stage=0, over=dp)\noverlap(transfers, gradients, ahead=3)\n"
+                STAGES + "zero(stage=0, over=dp)\noverlap(transfers, gradients, ahead=3)\n"
                 'pipeline(order="Interleaved1F1B", micro=2)',
                 "dp=2, pp=2",
             ),
             (
-                "transformer.h.0 split_backward()\n" + CUT + "zero(stage=2, over=dp)\n"
+                "transformer.h.0 split_backward()\n" + STAGES + "zero(stage=2, over=dp)\n"
                 'overlap(gradients)\npipeline(order="1F1B", micro=2)',
                 "dp=2, pp=2",
             ),
@@ -53,35 +60,38 @@ def _model() -> Any:
     ids=["late", "ahead", "early", "sliced"],
 )
 def test_trained(threads: Threads, rows: str, mesh: str) -> None:
-    """Losses, norms, gradients, parameters and moments are those of the plain loop."""
-    plan = planned(_model(), rows, mesh)
-    seen = trained(threads, plan, BATCHES, adamw, clip=0.5)
-    assert_near(seen, sequential(plan.model.model, BATCHES, adamw, clip=0.5))
+    """Losses, norms, gradients, parameters and moments equal those of the plain loop."""
+    plan = make_plan(gpt2(), rows, mesh)
+    results = train_on_ranks(threads, plan, BATCHES, adamw, clip=0.5)
+    assert_near(results, train_sequential(plan.model.model, BATCHES, adamw, clip=0.5))
 
 
 def test_halved() -> None:
-    """A whole backward becomes its two halves in its place; what it sends stands between them."""
-    plan = planned(
-        _model(), "**.c_fc split_backward()\n" + CUT + 'pipeline(order="1F1B", micro=3)', "pp=2"
+    """Two halves replace a whole backward, with its send between them."""
+    plan = make_plan(
+        gpt2(), "**.c_fc split_backward()\n" + STAGES + 'pipeline(order="1F1B", micro=3)', "pp=2"
     )
-    made = timeline_of(plan)
-    check_timeline(with_transfers(made))
-    kinds = [op.kind for op in with_transfers(made).rows(1) if op.microbatch == 1]
-    at = kinds.index(Kind.I)
-    assert kinds[at : at + 3] == [Kind.I, Kind.SEND_B, Kind.W]
-    assert split_backwards(made) == made
+    timeline = timeline_of(plan)
+    check_timeline(with_transfers(timeline))
+    kinds = [op.kind for op in with_transfers(timeline).rows(1) if op.microbatch == 1]
+    start = kinds.index(Kind.I)
+    assert kinds[start : start + 3] == [Kind.I, Kind.SEND_B, Kind.W]
+    assert split_backwards(timeline) == timeline
 
 
-def _late(plan: Any, batch: Any) -> dict[str, set[str]]:
-    """On this rank, of the last backward: which gradients arrive in its first and second half."""
+def grads_by_half(plan: Any, batch: Any) -> dict[str, set[str]]:
+    """On this rank: return which gradients of the last backward arrive in its first and second
+    half."""
     with enter_modes(Float64()):
         program = build(plan, batch)
         names = {id(p): n for n, p in program.assembly.parameters.items()}
         half: list[str] = []
-        seen: dict[str, set[str]] = {"I": set(), "W": set()}
+        arrived: dict[str, set[str]] = {"I": set(), "W": set()}
         for parameter in program.assembly.parameters.values():
-            parameter.register_post_accumulate_grad_hook(lambda p: seen[half[-1]].add(names[id(p)]))
-        run = program.assembly.pipeline.run
+            parameter.register_post_accumulate_grad_hook(
+                lambda p: arrived[half[-1]].add(names[id(p)])
+            )
+        original = program.assembly.pipeline.run
 
         def told(*args: Any, on_op: Any, **more: Any) -> Any:
             def both(event: Any) -> None:
@@ -89,63 +99,63 @@ def _late(plan: Any, batch: Any) -> dict[str, set[str]]:
                 if on_op is not None:
                     on_op(event)
 
-            return run(*args, on_op=both, **more)
+            return original(*args, on_op=both, **more)
 
         program.assembly.pipeline.run = told  # type: ignore[method-assign]
         program.train_step(batch)
-    return seen
+    return arrived
 
 
 def test_only_named_weights_wait(threads: Threads) -> None:
-    """W accumulates the gradients of the modules named, and of nothing else."""
-    rows = "**.c_fc split_backward()\n" + CUT + 'pipeline(order="1F1B", micro=3)'
-    plan = planned(_model(), rows, "pp=2")
-    for seen in threads.run(_late, 2, plan, BATCHES[0])[1:]:
-        assert seen["W"] and all(".c_fc." in name for name in seen["W"]), seen
+    """W accumulates the gradients of the named modules, and no others."""
+    rows = "**.c_fc split_backward()\n" + STAGES + 'pipeline(order="1F1B", micro=3)'
+    plan = make_plan(gpt2(), rows, "pp=2")
+    for arrived in threads.run(grads_by_half, 2, plan, BATCHES[0])[1:]:
+        assert arrived["W"] and all(".c_fc." in name for name in arrived["W"]), arrived
 
 
-def _begun(plan: Any, batch: Any) -> list[tuple[int, int]]:
-    """On this rank: for each early sum the operations done before it, and how many there are."""
-    found: list[int] = []
-    done = [0]
-    real = overlapped_reduction.begin_bucket
+def early_sums(plan: Any, batch: Any) -> list[tuple[int, int]]:
+    """On this rank: for each early sum return the operations before it, and the total."""
+    counts: list[int] = []
+    count = [0]
+    original = overlapped_reduction.begin_bucket
 
     def begin_one(*args: Any) -> Any:
-        found.append(done[0])
-        return real(*args)
+        counts.append(count[0])
+        return original(*args)
 
     with enter_modes(Float64()):
         program = build(plan, batch)
         sums = program.assembly.early_reductions
         assert sums is not None
-        before = sums.prepare
+        prepare = sums.prepare
 
         def counted(stage: int, last: bool) -> None:
-            before(stage, last)
-            done[0] += 1
+            prepare(stage, last)
+            count[0] += 1
 
         sums.prepare = counted  # type: ignore[method-assign]
         overlapped_reduction.begin_bucket = begin_one
         try:
             program.train_step(batch)
         finally:
-            overlapped_reduction.begin_bucket = real
-    return [(k, done[0]) for k in found]
+            overlapped_reduction.begin_bucket = original
+    return [(k, count[0]) for k in counts]
 
 
 def test_sums_begin_before_the_step_ends() -> None:
-    """With two stages on a rank the sums of the one that ends first begin beside the other."""
+    """With two stages on a rank the sums of the first to end begin beside the other stage."""
     from tests.ranks import run_ranks
 
-    rows = CUT + "zero(stage=0, over=dp)\noverlap(gradients)\n"
-    plan = planned(_model(), rows + 'pipeline(order="Interleaved1F1B", micro=2)', "dp=2, pp=2")
-    for found in run_ranks(4, _begun_on, plan, BATCHES[0]):
-        assert any(k < total for k, total in found), found
+    rows = STAGES + "zero(stage=0, over=dp)\noverlap(gradients)\n"
+    plan = make_plan(gpt2(), rows + 'pipeline(order="Interleaved1F1B", micro=2)', "dp=2, pp=2")
+    for sums in run_ranks(4, sums_on_rank, plan, BATCHES[0]):
+        assert any(k < total for k, total in sums), sums
 
 
-def _begun_on(rank: int, plan: Any, batch: Any) -> list[tuple[int, int]]:
+def sums_on_rank(rank: int, plan: Any, batch: Any) -> list[tuple[int, int]]:
     torch.set_num_threads(1)
-    return _begun(plan, batch)
+    return early_sums(plan, batch)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +170,6 @@ def _begun_on(rank: int, plan: Any, batch: Any) -> list[tuple[int, int]]:
     ],
 )
 def test_refused(rows: str, says: str) -> None:
-    """What would do nothing is refused, with what would do something."""
-    text = refused(_model(), rows)
+    """Rows without effect are refused, with rows that have one."""
+    text = refusal_text(gpt2(), rows)
     assert says in text and "help" in text

@@ -1,4 +1,4 @@
-"""Tests of replicas: gathered parameters never outlive the slices that they were gathered from."""
+"""Gathered parameters are discarded when the slices they come from change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 
 
 class Blocks(nn.Module):
-    """Units with parameters of their own, and some outside of them."""
+    """Units with parameters, and some parameters outside of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ def _batch() -> dict[str, Tensor]:
     return {"x": torch.arange(48.0).view(8, 6).sin()}
 
 
-def _program(stage: int, scale: float = 1.0) -> Program:
+def build_program(stage: int, scale: float = 1.0) -> Program:
     model = Blocks()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -45,24 +45,24 @@ def _program(stage: int, scale: float = 1.0) -> Program:
     return build(plan.add(zero(stage=stage, over=("dp",)), [""]), _batch())
 
 
-def _after_eval(rank: int, stage: int) -> tuple[Any, ...]:
-    """Outputs after a load and after an optimizer's step, each right behind an eval_step."""
-    program, other = _program(stage), _program(0, 0.5)
+def outputs_after_eval(rank: int, stage: int) -> tuple[Any, ...]:
+    """Return outputs after a load and after an optimizer's step, each right after an eval_step."""
+    program, reference = build_program(stage), build_program(0, 0.5)
     batch = _batch()
     program.eval_step(batch)
-    program.load_state_dict(other.state_dict())
-    loaded = program.eval_step(batch), other.eval_step(batch)
+    program.load_state_dict(reference.state_dict())
+    loaded = program.eval_step(batch), reference.eval_step(batch)
     program.train_step(batch)
     program.eval_step(batch)
     torch.optim.SGD(program.assembly.parameters.values(), lr=0.1).step()
     stepped = program.eval_step(batch)
-    other.load_state_dict(program.state_dict())
-    return (*loaded, stepped, other.eval_step(batch))
+    reference.load_state_dict(program.state_dict())
+    return (*loaded, stepped, reference.eval_step(batch))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_changed_slices_are_gathered_again(stage: int) -> None:
-    """What a caller changes between two forwards is what the second one computes with."""
-    for loaded, expected, stepped, again in run_ranks(2, _after_eval, stage):
+    """The second forward uses what a caller changed after the first."""
+    for loaded, expected, stepped, stepped_expected in run_ranks(2, outputs_after_eval, stage):
         assert torch.equal(loaded, expected)
-        assert torch.equal(stepped, again) and not torch.equal(stepped, loaded)
+        assert torch.equal(stepped, stepped_expected) and not torch.equal(stepped, loaded)

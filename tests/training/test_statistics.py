@@ -1,4 +1,4 @@
-"""Router losses under data parallelism: statistics of the whole batch, on ranks that see parts."""
+"""Router losses in data parallelism: batch statistics, on ranks that have parts of the batch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from schedlang.runtime.declined_calls import declined_in
 from schedlang.runtime.grad_reduction.batch_statistics import LossSums, gather_statistics
 from tests import expert_models as models
 from tests.experts.test_experts import KINDS
-from tests.proofs import planned, proven, sgd, static_holds
+from tests.proofs import assert_proven, make_plan, sgd, static_holds
 
 ZERO = "zero(stage={}, over=dp)"
 
 
-def padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch with some padding on both sides, which neither loss counts."""
+def pad_batch(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the batch with padding on both sides, which no loss counts."""
     mask = torch.ones_like(batch["input_ids"])
     mask[0, 5:] = 0
     mask[2, :3] = 0
@@ -33,7 +33,7 @@ def padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**batch, "attention_mask": mask, "labels": labels}
 
 
-OTHERS = ("GptOss", "Olmoe", "Qwen3Moe")
+OTHER_KINDS = ("GptOss", "Olmoe", "Qwen3Moe")
 
 
 @pytest.mark.parametrize(
@@ -41,32 +41,32 @@ OTHERS = ("GptOss", "Olmoe", "Qwen3Moe")
     [
         ("Mixtral", True),
         pytest.param("Mixtral", False, marks=pytest.mark.deep),
-        *(pytest.param(kind, True, marks=pytest.mark.deep) for kind in OTHERS),
+        *(pytest.param(kind, True, marks=pytest.mark.deep) for kind in OTHER_KINDS),
     ],
 )
 def test_router_losses_of_transformers(kind: str, pad: bool, threads: Any) -> None:
-    """Loss, router gradients and three steps are those of the whole batch; static proofs hold."""
-    more = {**KINDS[kind], "output_router_logits": True, "router_aux_loss_coef": 0.5}
-    more |= {"layer_types": ["full_attention"]} if kind == "GptOss" else {}
-    model, batch = models.transformers_model(kind, **more, num_hidden_layers=1)
-    batch = padded(batch) if pad else batch
-    plan = planned(model, ZERO.format(1), "dp=2")
-    report = proven(threads, plan, [batch])
+    """Loss, router gradients and three steps equal those of the whole batch; static checks pass."""
+    options = {**KINDS[kind], "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    options |= {"layer_types": ["full_attention"]} if kind == "GptOss" else {}
+    model, batch = models.transformers_model(kind, **options, num_hidden_layers=1)
+    batch = pad_batch(batch) if pad else batch
+    plan = make_plan(model, ZERO.format(1), "dp=2")
+    report = assert_proven(threads, plan, [batch])
     assert report.equivalence == "algebraic"
     static_holds(plan, batch)
 
 
-class Spread(models.Balanced):
-    """The same, but for the spread of the logits over the batch, which is no mean."""
+class SpreadLoss(models.Balanced):
+    """Adds the spread of the logits over the batch to the loss: it is no mean."""
 
     def balance(self, logits: Tensor) -> Tensor:
-        """The standard deviation over tokens."""
+        """Return the standard deviation over tokens."""
         return logits.std(0).sum()
 
 
 EXPERTS = "layers.*.experts  expert_parallel(over=dp)\n"
 STAGES = "layers  pipeline_split(over=pp)\n"
-WAYS = {
+LAYOUTS = {
     "own words": (ZERO.format(0), "dp=2", 1),
     "experts sent": (EXPERTS + ZERO.format(0), "dp=2", 1),
     "two axes": ("zero(stage=3, over=a)\nzero(stage=0, over=b)", "a=2, b=2", 1),
@@ -79,79 +79,87 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    "name", [w if w == "own words" else pytest.param(w, marks=pytest.mark.deep) for w in WAYS]
+    "name", [w if w == "own words" else pytest.param(w, marks=pytest.mark.deep) for w in LAYOUTS]
 )
 def test_router_losses_in_own_words(name: str, threads: Any) -> None:
-    """Means, sums of choices and a z-loss, of rows that ranks share unevenly and in stages."""
-    rows, mesh, layers = WAYS[name]
-    plan = planned(models.balanced(layers=layers), rows, mesh)
-    report = proven(threads, plan, [models.batch(0), models.batch(1, rows=4)])
+    """Means, sums of choices and a z-loss, over uneven rows of ranks and in stages."""
+    rows, mesh, layers = LAYOUTS[name]
+    plan = make_plan(models.balanced_model(layers=layers), rows, mesh)
+    report = assert_proven(threads, plan, [models.batch(0), models.batch(1, rows=4)])
     assert report.equivalence == "algebraic"
-    found = static(plan, models.batch(0))
-    assert not found.problems
+    result = static(plan, models.batch(0))
+    assert not result.problems
 
 
 # -- what is found -----------------------------------------------------------------------------
 
 
-def sums_of(model: nn.Module) -> LossSums:
-    """The sums over rows that the model's loss is made of."""
-    found = record_many_rows(planned(model, ""), models.batch(0), None)
-    assert found is not None and found.sums is not None
-    return found.sums
+def recorded_sums(model: nn.Module) -> LossSums:
+    """Return the sums over rows that the model's loss consists of."""
+    recorded = record_many_rows(make_plan(model, ""), models.batch(0), None)
+    assert recorded is not None and recorded.sums is not None
+    return recorded.sums
 
 
 def test_which_sums_are_found() -> None:
-    """Sums over rows that reach the loss, and no others: not those of norms, labels, choices."""
-    found = sums_of(models.balanced())
-    assert found.labels
+    """Sums over rows that reach the loss, and no sums of norms, labels or choices."""
+    recorded = recorded_sums(models.balanced_model())
+    assert recorded.labels
     experts = (models.EXPERTS,)
-    sums = {(one.name, one.fqn, one.shape) for one in found.sums}
+    sums = {(loss_sum.name, loss_sum.fqn, loss_sum.shape) for loss_sum in recorded.sums}
     assert sums == {("sum", "", experts), ("mean", "", experts), ("mean", "", ())}
-    assert not sums_of(models.tiny()).sums
+    assert not recorded_sums(models.tiny_model()).sums
 
 
 def test_what_is_sent() -> None:
     """Each statistic is one sum of its numbers and a count, forward and backward."""
-    plan = planned(models.balanced(), ZERO.format(0), "dp=2")
-    sent = [one for one in account(plan, models.batch(0)).collectives if one.what == "statistics"]
-    forward = sum(one.total for one in sent if one.phase == "forward")
+    plan = make_plan(models.balanced_model(), ZERO.format(0), "dp=2")
+    sent = [
+        collective
+        for collective in account(plan, models.batch(0)).collectives
+        if collective.what == "statistics"
+    ]
+    forward = sum(collective.total for collective in sent if collective.phase == "forward")
     assert forward == 8 * (2 * (models.EXPERTS + 1) + 2)
-    assert sum(one.total for one in sent if one.phase == "backward") == 8 * (models.EXPERTS + 1 + 2)
+    assert sum(collective.total for collective in sent if collective.phase == "backward") == 8 * (
+        models.EXPERTS + 1 + 2
+    )
 
 
 def test_relaxed_statistics_are_those_of_parts() -> None:
-    """Where a step allows statistics of parts, none are shared."""
-    plan = planned(models.balanced(), ZERO.format(0), "dp=2", "batch_stats")
+    """If a step allows statistics of parts, none are shared."""
+    plan = make_plan(models.balanced_model(), ZERO.format(0), "dp=2", "batch_stats")
     assert prepare(plan, models.batch(0)).traced.statistics is None
 
 
-def _refusal(model: nn.Module, rows: str, mesh: str, threads: Any) -> Refusal:
+def refusal_of(model: nn.Module, rows: str, mesh: str, threads: Any) -> Refusal:
     with pytest.raises(Refusal) as caught:
-        prove(Case(planned(model, rows, mesh), (models.batch(0),), dtype="none"), pool=threads)
+        prove(Case(make_plan(model, rows, mesh), (models.batch(0),), dtype="none"), pool=threads)
     return caught.value
 
 
 def test_microbatches_are_refused(threads: Any) -> None:
-    """No microbatch sees what later ones hold: refused with both ways out."""
+    """No microbatch knows the later ones: refused with both solutions."""
     rows = STAGES + '\npipeline(order="GPipe", micro=2)'
-    found = _refusal(models.balanced(layers=2), rows, "pp=2", threads)
-    assert found.diagnostic.code == "S668"
-    said = found.render()
-    assert "2 microbatches" in said and "`micro=1`" in said and "relax(batch_stats)" in said
+    refusal = refusal_of(models.balanced_model(layers=2), rows, "pp=2", threads)
+    assert refusal.diagnostic.code == "S668"
+    message = refusal.render()
+    assert (
+        "2 microbatches" in message and "`micro=1`" in message and "relax(batch_stats)" in message
+    )
 
 
 def test_other_statistics_are_refused(threads: Any) -> None:
-    """What is no sum over rows is not shared, and the loss is refused as before."""
-    found = _refusal(models.balanced(Spread), ZERO.format(0), "dp=2", threads)
-    assert found.diagnostic.code == "S703"
+    """A statistic that is no sum over rows is not shared, and the loss is refused."""
+    refusal = refusal_of(models.balanced_model(SpreadLoss), ZERO.format(0), "dp=2", threads)
+    assert refusal.diagnostic.code == "S703"
 
 
 def test_another_way_through_the_model() -> None:
-    """A forward that makes other sums where these were found is refused, not summed."""
-    model = models.balanced()
-    sums = sums_of(model).sums
-    gather_statistics(model, [one for one in sums if one.name == "sum"], lambda x: x)
+    """A forward that computes other sums than the recorded ones is refused."""
+    model = models.balanced_model()
+    sums = recorded_sums(model).sums
+    gather_statistics(model, [loss_sum for loss_sum in sums if loss_sum.name == "sum"], lambda x: x)
     model(**models.batch(0))
     model.balance = lambda logits: logits.sum()  # type: ignore[assignment]
     with pytest.raises(Refusal, match=r"is not the sum that was recorded\s+there") as caught:
@@ -159,8 +167,8 @@ def test_another_way_through_the_model() -> None:
     assert caught.value.diagnostic.code == "S669"
 
 
-class Masked(nn.Module):
-    """Two parts of a loss beside a mean: over rows that a mask keeps, and an overlap (Dice)."""
+class MaskedLosses(nn.Module):
+    """A masked mean and an overlap (Dice), beside a mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,16 +178,16 @@ class Masked(nn.Module):
     def forward(self, x: Tensor, domain: Tensor, y: Tensor) -> Tensor:
         """Few rows are of the first domain; a part of the batch may have none."""
         hidden = torch.tanh(self.up(x))
-        logits, kept = self.head(hidden), domain == 0
-        each = nn.functional.cross_entropy(logits, y, reduction="none")
-        masked = (each * kept).sum() / kept.sum().clamp(min=1)
+        logits, in_domain = self.head(hidden), domain == 0
+        row_losses = nn.functional.cross_entropy(logits, y, reduction="none")
+        masked = (row_losses * in_domain).sum() / in_domain.sum().clamp(min=1)
         p, t = logits.sigmoid()[:, 0], (y == 0).to(x.dtype)
         dice = 1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)
         return masked + dice + nn.functional.cross_entropy(self.other(hidden), domain)
 
 
 def masked_batch(seed: int, first: int) -> dict[str, Tensor]:
-    """Eight rows, `first` of them of the first domain, in front."""
+    """Return eight rows, the first `first` of them of the first domain."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(8, 6, generator=g, dtype=torch.float64)
     y = torch.randint(4, (8,), generator=g)
@@ -188,78 +196,81 @@ def masked_batch(seed: int, first: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.deep)])
 def test_counts_that_are_bounded_and_sums_with_a_number_added(ranks: int, threads: Any) -> None:
-    """A count that is clamped is a statistic; bounds and numbers are those of the whole batch.
+    """A clamped count is a statistic; bounds and constants apply to the whole batch.
 
     One row of the whole batch counts, or none, or more than there are ranks.
     """
     torch.manual_seed(0)
-    plan = planned(Masked().double(), ZERO.format(0), f"dp={ranks}")
+    plan = make_plan(MaskedLosses().double(), ZERO.format(0), f"dp={ranks}")
     batches = [masked_batch(seed, first) for seed, first in enumerate((3, 1, 0, 5))]
-    report = proven(threads, plan, batches)
+    report = assert_proven(threads, plan, batches)
     assert report.equivalence == "algebraic"
 
 
-class Tail(nn.Module):
-    """The mean of what a mask keeps."""
+class MaskedMean(nn.Module):
+    """The mean of the masked rows."""
 
-    def forward(self, each: Tensor, kept: Tensor) -> Tensor:
-        """A count, of which a part of the batch has its share."""
-        loss: Tensor = (each * kept).sum() / kept.sum()
+    def forward(self, row_losses: Tensor, mask: Tensor) -> Tensor:
+        """Divide by a count, of which a part of the batch has its share."""
+        loss: Tensor = (row_losses * mask).sum() / mask.sum()
         return loss
 
 
-class Tailed(nn.Module):
-    """A block, a head, and a masked mean in a module of its own."""
+class MaskedMeanNet(nn.Module):
+    """A block, a head, and a masked mean in its own module."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.up, self.head = nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 4)
-        self.tail = Tail()
+        self.tail = MaskedMean()
 
     def forward(self, x: Tensor, domain: Tensor, y: Tensor) -> Tensor:
-        """Only rows of the first domain count."""
+        """Count only rows of the first domain."""
         logits = self.head(self.up(x))
-        each = nn.functional.cross_entropy(logits, y, reduction="none")
-        loss: Tensor = self.tail(each, domain == 0)
+        row_losses = nn.functional.cross_entropy(logits, y, reduction="none")
+        loss: Tensor = self.tail(row_losses, domain == 0)
         return loss
 
 
-def _trained(rows: str, threads: Any, dtype: torch.dtype) -> tuple[Any, Any, Any]:
-    """What three steps on two ranks leave, and what a plain loop does; what was left eager."""
-    batches = [masked_batch(seed, first) for seed, first in enumerate((4, 5, 6))]
+def train_both(rows: str, threads: Any, dtype: torch.dtype) -> tuple[Any, Any, Any]:
+    """Train three steps on two ranks and in a plain loop: return both states, and the eager
+    regions."""
+    batches = [masked_batch(seed, count) for seed, count in enumerate((4, 5, 6))]
     batches = [{k: (v.to(dtype) if k == "x" else v)[:7] for k, v in b.items()} for b in batches]
 
     def body() -> Any:
-        program = build(planned(Tailed().to(dtype), rows, "dp=2"), batches[0], optimizer=sgd)
+        program = build(
+            make_plan(MaskedMeanNet().to(dtype), rows, "dp=2"), batches[0], optimizer=sgd
+        )
         for batch in batches:
             program.train_step(batch)
         return program.state_dict(), declined_in(program.assembly.module)
 
-    plain = Tailed().to(dtype)
-    steps = sgd(plain.named_parameters())
+    original = MaskedMeanNet().to(dtype)
+    steps = sgd(original.named_parameters())
     for batch in batches:
         steps.zero_grad()
-        plain(**batch).backward()
+        original(**batch).backward()
         steps.step()
-    state, left = threads.run(body, 2)[0]
-    return state, plain.state_dict(), left
+    state, eager = threads.run(body, 2)[0]
+    return state, original.state_dict(), eager
 
 
 def test_shares_of_counts_are_as_wide_as_the_parameters(threads: Any) -> None:
-    """A model in float64 trains in float64 beside a share of a count."""
-    found, expected, _ = _trained(ZERO.format(0), threads, torch.float64)
+    """A float64 model trains in float64 with shared counts."""
+    state, expected, _ = train_both(ZERO.format(0), threads, torch.float64)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.deep  # inductor compiles
 def test_compiled_regions_beside_sums_over_the_batch(threads: Any) -> None:
-    """A region is compiled without the mode that makes such sums; one with a sum runs eagerly."""
+    """A region without such sums is compiled; one with a sum runs eagerly."""
     rows = "up  fuse()\ntail  fuse()\n" + ZERO.format(0)
-    found, expected, left = _trained(rows, threads, torch.float32)
-    assert [(one.sites, one.why) for one in left] == [
+    state, expected, eager = train_both(rows, threads, torch.float32)
+    assert [(declined.sites, declined.why) for declined in eager] == [
         (("tail",), "it sums over the rows of all ranks")
     ]
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)

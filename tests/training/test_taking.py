@@ -1,4 +1,5 @@
-"""Keys of a batch go to whoever takes them: the forward, the loss, the weight."""
+"""Keys of a batch: which the forward, the loss and the weight receive, and refusals of the
+others."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from schedlang.passes.simulate.account import account
 from schedlang.passes.static_checks.static import static
 from schedlang.runtime.batch import accepted_inputs
 from schedlang.runtime.launch.pool import Pool
-from tests.proofs import planned, proven
+from tests.proofs import assert_proven, make_plan
 
 
 class Net(nn.Module):
-    """Predicts; what is right it is never told."""
+    """Predicts without labels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,34 +34,34 @@ class Net(nn.Module):
     def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
         for block in self.blocks:
             x = x + block(x).tanh()
-        found: Tensor = self.head(x) * scale
-        return found
+        logits: Tensor = self.head(x) * scale
+        return logits
 
 
-class Open(Net):
-    """Takes whatever it is given."""
+class OpenNet(Net):
+    """Takes any keyword."""
 
-    def forward(self, x: Tensor, **rest: Any) -> Tensor:
-        assert "click" in rest
+    def forward(self, x: Tensor, **others: Any) -> Tensor:
+        assert "click" in others
         return super().forward(x)
 
 
 def _batch(seed: int, **more: Any) -> dict[str, Any]:
-    g = torch.Generator().manual_seed(seed)
-    click, share = torch.randint(3, (8,), generator=g), torch.rand(8, generator=g)
-    return {"x": torch.randn(8, 6, generator=g), "click": click, "share": share, **more}
+    generator = torch.Generator().manual_seed(seed)
+    click, share = torch.randint(3, (8,), generator=generator), torch.rand(8, generator=generator)
+    return {"x": torch.randn(8, 6, generator=generator), "click": click, "share": share, **more}
 
 
-def judged(output: Tensor, batch: Mapping[str, Any]) -> Tensor:
-    """Reads two keys that the forward does not take, one of them by `get`."""
+def click_loss(output: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    """Return a loss of two keys that the forward does not take, one of them read by `get`."""
     share = batch.get("share")
     assert share is not None
     lost = F.cross_entropy(output, batch["click"], reduction="none")
     return (lost * share).mean()
 
 
-def heavy(batch: Mapping[str, Any]) -> float:
-    """What a part weighs: its rows, as one of its keys says."""
+def share_weight(batch: Mapping[str, Any]) -> float:
+    """Return the weight of a part: the sum of one of its keys."""
     return float(len(batch["share"]))
 
 
@@ -72,46 +73,46 @@ ROWS = {
 
 
 def test_a_forward_is_given_what_it_names() -> None:
-    """Keys by name, or all of them where it says so; a wrapper speaks for its class."""
+    """The named keys, or all with `**`; a wrapper takes what its class takes."""
     batch = _batch(0)
     assert list(accepted_inputs(Net(), batch)) == ["x"]
-    assert list(accepted_inputs(Open(), batch)) == list(batch)
+    assert list(accepted_inputs(OpenNet(), batch)) == list(batch)
     net: Any = Net()
     inner = net.forward
     net.forward = lambda *args, **kwargs: inner(*args, **kwargs)
     assert list(accepted_inputs(net, batch)) == ["x"]
 
 
-@pytest.mark.parametrize("kind", [Net, Open])
+@pytest.mark.parametrize("kind", [Net, OpenNet])
 @pytest.mark.parametrize("mesh", ROWS)
 def test_labels_that_only_the_loss_reads(pool: Pool, kind: type[Net], mesh: str) -> None:
-    """They are cut with the rows, reach the loss on its rank, and get their gradient."""
-    plan = planned(kind(), ROWS[mesh], mesh)
-    report = proven(pool, plan, [_batch(1), _batch(2)], loss=judged, weight=heavy)
+    """They are split with the rows, reach the loss on its rank, and get their gradient."""
+    plan = make_plan(kind(), ROWS[mesh], mesh)
+    report = assert_proven(pool, plan, [_batch(1), _batch(2)], loss=click_loss, weight=share_weight)
     names = {row.name for row in report.rows if row.kind == "input gradients"}
     assert names == {"x", "share"}, names
 
 
 def test_a_key_that_nobody_takes_is_refused_alike(pool: Pool) -> None:
-    """By whoever follows the model: planning, checking, proving, proposing."""
-    batch, plan = _batch(1, names=torch.arange(8)), planned(Net(), ROWS["dp=2"], "dp=2")
-    ways = {
-        "plan": lambda: account(plan, batch, judged, weight=heavy),
-        "check": lambda: static(plan, batch, judged, heavy),
-        "verify": lambda: prove(Case(plan, (batch,), judged, heavy), pool=pool),
-        "init": lambda: propose(Net(), batch, {"dp": 2}, judged, heavy),
-        "build": lambda: prepare(plan, batch, judged, heavy, trains=False),
+    """Planning, checking, verifying and proposing refuse it equally."""
+    batch, plan = _batch(1, names=torch.arange(8)), make_plan(Net(), ROWS["dp=2"], "dp=2")
+    calls = {
+        "plan": lambda: account(plan, batch, click_loss, weight=share_weight),
+        "check": lambda: static(plan, batch, click_loss, share_weight),
+        "verify": lambda: prove(Case(plan, (batch,), click_loss, share_weight), pool=pool),
+        "init": lambda: propose(Net(), batch, {"dp": 2}, click_loss, share_weight),
+        "build": lambda: prepare(plan, batch, click_loss, share_weight, trains=False),
     }
-    for name, way in ways.items():
+    for name, call in calls.items():
         with pytest.raises(Refusal) as refused:
-            way()
+            call()
         assert refused.value.diagnostic.code == "S910", name
         assert "`names`" in refused.value.diagnostic.title
 
 
 def test_what_the_weight_reads_is_taken() -> None:
-    """A key for the weight alone is not refused."""
-    plan = planned(Net(), ROWS["dp=2"], "dp=2")
+    """A key for the weight only is not refused."""
+    plan = make_plan(Net(), ROWS["dp=2"], "dp=2")
     batch = {**_batch(1), "count": torch.ones(8)}
 
     def loss(output: Tensor, batch: Mapping[str, Any]) -> Tensor:
@@ -119,55 +120,55 @@ def test_what_the_weight_reads_is_taken() -> None:
 
     prepare(plan, batch, loss, lambda part: float(part["count"].sum()))
     with pytest.raises(Refusal):
-        prepare(planned(Net(), ROWS["dp=2"], "dp=2"), batch, judged, heavy)
+        prepare(make_plan(Net(), ROWS["dp=2"], "dp=2"), batch, click_loss, share_weight)
 
 
 def test_a_missing_loss_is_said_alike(pool: Pool) -> None:
-    """With the two lines to paste, which make the program run; only evaluation needs none."""
+    """The refusal has the two lines to paste; only evaluation needs no loss."""
     batch = {"x": _batch(1)["x"]}
-    plan = planned(Net(), ROWS["dp=2"], "dp=2")
-    ways = {
+    plan = make_plan(Net(), ROWS["dp=2"], "dp=2")
+    calls = {
         "plan": lambda: account(plan, batch),
         "check": lambda: static(plan, batch),
         "verify": lambda: prove(Case(plan, (batch,)), pool=pool),
         "init": lambda: propose(Net(), batch, {"dp": 2}),
     }
-    for name, way in ways.items():
+    for name, call in calls.items():
         with pytest.raises(Refusal) as refused:
-            way()
+            call()
         assert refused.value.diagnostic.code == "S615", name
     prepare(plan, batch, trains=False)
 
 
-class Half(Net):
-    """Returns its loss where nobody looks for it."""
+class HiddenLoss(Net):
+    """Returns its loss in a place that is not searched."""
 
     def forward(self, x: Tensor, click: Tensor) -> Any:  # type: ignore[override]
-        found = super().forward(x)
-        return {"logits": found, "parts": (F.cross_entropy(found, click), 3)}
+        logits = super().forward(x)
+        return {"logits": logits, "parts": (F.cross_entropy(logits, click), 3)}
 
 
 @pytest.mark.parametrize(
     ("model", "line"),
     [
         (Net(), 'return torch.nn.functional.cross_entropy(output, batch["click"])'),
-        (Half(), 'return output["parts"][0]'),
+        (HiddenLoss(), 'return output["parts"][0]'),
     ],
 )
 def test_the_lines_to_paste(model: nn.Module, line: str) -> None:
-    """They are about what this model returns and this batch holds, and they run."""
+    """They fit what this model returns and this batch has, and they run."""
     batch = {key: value for key, value in _batch(1).items() if key != "share"}
     with pytest.raises(Refusal) as refused:
-        prepare(planned(model, ROWS["dp=2"], "dp=2"), {"x": batch["x"], "click": batch["click"]})
-    said = next(h for h in refused.value.diagnostic.helps if "def loss" in h)
-    assert said.endswith(line), said
-    made: dict[str, Any] = {"torch": torch}
-    exec("\n".join(text[6:] for text in said.splitlines()[1:]), made)
-    prepare(planned(model, ROWS["dp=2"], "dp=2"), batch, made["loss"])
+        prepare(make_plan(model, ROWS["dp=2"], "dp=2"), {"x": batch["x"], "click": batch["click"]})
+    help_text = next(h for h in refused.value.diagnostic.helps if "def loss" in h)
+    assert help_text.endswith(line), help_text
+    namespace: dict[str, Any] = {"torch": torch}
+    exec("\n".join(text[6:] for text in help_text.splitlines()[1:]), namespace)
+    prepare(make_plan(model, ROWS["dp=2"], "dp=2"), batch, namespace["loss"])
 
 
-class Packed(nn.Module):
-    """Packs its sequences, for which torch wants their lengths on the host."""
+class PackedNet(nn.Module):
+    """Packs its sequences, for which torch needs their lengths on the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,12 +185,12 @@ class Packed(nn.Module):
     "model, batch, told",
     [
         (
-            Packed(),
+            PackedNet(),
             {"x": torch.rand(4, 3, 4), "lengths": torch.tensor([3, 1, 2, 3])},
             r"S612.*`test_taking.py:\d+` reads the value of a tensor",
         ),
         (
-            Packed(),
+            PackedNet(),
             {"x": torch.rand(4, 3, 4), "lengths": [3, 1]},
             r"S604.*\n.*it raised\s+`.*`, at\s+test_taking.py:\d+",
         ),
@@ -199,13 +200,13 @@ class Packed(nn.Module):
 def test_the_line_at_which_a_model_cannot_be_followed(
     model: nn.Module, batch: dict[str, Any], told: str
 ) -> None:
-    """What asks for values is no wrong batch; either way the model's line is said."""
+    """Reading values is not the batch's mistake; either way the refusal names the model's line."""
     with pytest.raises(Refusal, match=told):
         propose(model, batch, {"dp": 2})
 
 
-class Gridded(nn.Module):
-    """Reads in Python, in texts and in sizes what its batch says of grids and of kinds."""
+class GridNet(nn.Module):
+    """Reads grids and kinds of its batch in Python numbers, texts and sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,13 +220,13 @@ class Gridded(nn.Module):
 
 
 def test_what_a_batch_says_is_read_without_data() -> None:
-    """Numbers that follow from the batch alone are known, whichever way a model asks for them."""
+    """Numbers that follow from the batch alone are known, however a model reads them."""
     grid, kind = torch.tensor([[2, 3]] * 4), torch.ones(4, dtype=torch.long)
-    found = propose(Gridded(), {"x": torch.rand(4, 4), "grid": grid, "kind": kind}, {"dp": 2})
-    assert "zero(stage=1, over=dp)" in found.text
+    proposal = propose(GridNet(), {"x": torch.rand(4, 4), "grid": grid, "kind": kind}, {"dp": 2})
+    assert "zero(stage=1, over=dp)" in proposal.text
 
 
-class Told(nn.Module):
+class WeightDriven(nn.Module):
     """Reads in Python what follows from its weights."""
 
     def __init__(self, how: str) -> None:
@@ -233,22 +234,22 @@ class Told(nn.Module):
         self.one, self.how = nn.Linear(4, 4), how
 
     def forward(self, x: Tensor) -> Tensor:
-        at = self.one(x).argmax(-1)
+        choice = self.one(x).argmax(-1)
         if self.how == "list":
-            assert len(at.tolist()) == len(x)
+            assert len(choice.tolist()) == len(x)
         else:
-            x = x.repeat_interleave(at, dim=0)
+            x = x.repeat_interleave(choice, dim=0)
         return self.one(x).square().mean()
 
 
 @pytest.mark.parametrize("how", ["list", "sizes"])
 def test_what_weights_say_is_not_known_without_data(how: str) -> None:
-    """Such a model is refused for that reason, and its batch is not to blame."""
+    """Such a model is refused for that reason, and not for its batch."""
     with pytest.raises(Refusal, match="S612.*reads the value of a tensor"):
-        propose(Told(how), {"x": torch.rand(4, 4)}, {"dp": 2})
+        propose(WeightDriven(how), {"x": torch.rand(4, 4)}, {"dp": 2})
 
 
-class Patched(nn.Module):
+class PatchNet(nn.Module):
     """Takes the patches of all images as rows of one tensor, and pools those of each sample."""
 
     def __init__(self) -> None:
@@ -261,12 +262,12 @@ class Patched(nn.Module):
 
 
 def test_a_batch_with_several_entries_for_a_row() -> None:
-    """That such a tensor is not split is said where a part of the batch does not run."""
+    """The refusal says that such a tensor is not split."""
     batch = {"x": torch.rand(4, 4), "patches": torch.rand(12, 4)}
-    assert Patched()(**batch).isfinite()
+    assert PatchNet()(**batch).isfinite()
     part = {**batch, "x": batch["x"][:2]}
     with pytest.raises(Refusal, match="S604") as refused:
-        prepare(planned(Patched(), ROWS["dp=2"], "dp=2"), part)
-    told = refused.value.diagnostic
-    assert "`patches` has 12 entries in dim 0 where the batch has 2 rows" in told.notes[-1]
-    assert any("or do not split the batch" in help_ for help_ in told.helps)
+        prepare(make_plan(PatchNet(), ROWS["dp=2"], "dp=2"), part)
+    diagnostic = refused.value.diagnostic
+    assert "`patches` has 12 entries in dim 0 where the batch has 2 rows" in diagnostic.notes[-1]
+    assert any("or do not split the batch" in help_ for help_ in diagnostic.helps)

@@ -1,4 +1,4 @@
-"""Tests of `zero`: bytes that its stages send, counted as they are sent, and who sends to whom."""
+"""ZeRO stages (`zero`): the bytes that they send, and between which ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from schedlang.passes.simulate.traffic import list_collectives
 from schedlang.runtime.grad_reduction.zero import pack_flags, unpack_counts
 from schedlang.runtime.launch.pool import Pool
 from tests.engine import Threads
-from tests.proofs import planned, proven, sgd
+from tests.proofs import assert_proven, make_plan, sgd
 
 WIDTH, BLOCKS = 8, 3
-P = BLOCKS * WIDTH * WIDTH * 8  # bytes of the parameters, float64
+PARAMETER_BYTES = BLOCKS * WIDTH * WIDTH * 8  # bytes of the parameters, float64
 
 
 class Blocks(nn.Module):
-    """A trunk of blocks that divide evenly, with nothing beside it; `skip` leaves one out."""
+    """A chain of blocks that divide evenly; `skip` leaves one out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ class Blocks(nn.Module):
         self.skip = -1
 
     def forward(self, x: Tensor) -> Tensor:
-        for place, block in enumerate(self.blocks):
-            x = x if place == self.skip else torch.tanh(block(x))
+        for index, block in enumerate(self.blocks):
+            x = x if index == self.skip else torch.tanh(block(x))
         return (x**2).mean()
 
 
@@ -45,8 +45,8 @@ def _batch(rows: int = 16) -> dict[str, Tensor]:
     return {"x": torch.arange(rows * WIDTH, dtype=torch.float64).view(rows, WIDTH).sin()}
 
 
-class Sent(NamedTuple):
-    """One collective: its kind, the ranks that take part, and the bytes that a ring moves."""
+class SentCollective(NamedTuple):
+    """One collective: its kind, its ranks, and the bytes that a ring moves."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -63,10 +63,10 @@ CALLS = {  # torch 2.13 has new names for two of them
 
 
 @contextmanager
-def _counting(found: list[Sent]) -> Iterator[None]:
-    """Note every collective on tensors that torch is asked for in this process."""
+def count_collectives(found: list[SentCollective]) -> Iterator[None]:
+    """Record every collective on tensors in this process."""
     rounds = {name: 1 + (name == "all_reduce") for name in CALLS if hasattr(dist, name)}
-    plain = {name: getattr(dist, name) for name in rounds}
+    originals = {name: getattr(dist, name) for name in rounds}
 
     def noting(name: str) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -75,8 +75,8 @@ def _counting(found: list[Sent]) -> Iterator[None]:
             ranks = tuple(dist.get_process_group_ranks(group))
             size = max(t.numel() * t.element_size() for t in tensors)
             share = (len(ranks) - 1) / len(ranks)
-            found.append(Sent(CALLS[name], ranks, rounds[name] * size * share))
-            return plain[name](*args, **kwargs)
+            found.append(SentCollective(CALLS[name], ranks, rounds[name] * size * share))
+            return originals[name](*args, **kwargs)
 
         return run
 
@@ -85,67 +85,71 @@ def _counting(found: list[Sent]) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, function in plain.items():
+        for name, function in originals.items():
             setattr(dist, name, function)
 
 
-def _step(plan: Plan) -> list[Sent]:
-    """What a rank sends in its second step, but the loss and the norm."""
+def sent_in_step(plan: Plan) -> list[SentCollective]:
+    """Return what a rank sends in its second step, except loss and norm."""
     program = build(plan, _batch(), optimizer=sgd)
     program.train_step(_batch())
-    found: list[Sent] = []
-    with _counting(found):
+    collectives: list[SentCollective] = []
+    with count_collectives(collectives):
         program.train_step(_batch())
-    return [one for one in found if one.moved > 64]
+    return [collective for collective in collectives if collective.moved > 64]
 
 
-def _plan(rows: str, mesh: str) -> Plan:
-    return planned(Blocks().double(), rows, mesh)
+def plan_blocks(rows: str, mesh: str) -> Plan:
+    return make_plan(Blocks().double(), rows, mesh)
 
 
 @pytest.mark.parametrize("stage, times", [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_bytes_of_the_stages(pool: Pool, stage: int, times: int) -> None:
-    """Stages 0 to 3 move 2P, 2P, 2P and 3P elements, times (N-1)/N, as the paper states; and the
-    plan says so before anything runs."""
-    plan = _plan(f"zero(stage={stage}, over=dp)", "dp=4")
-    wanted = times * P * 3 / 4
-    for sent in pool.run(_step, 4, plan):
-        moved = sum(one.moved for one in sent)
-        assert wanted <= moved <= wanted * 1.02  # a number more for each parameter that is summed
-    made = prepare(plan, _batch(4))
-    told = list_collectives(plan, made, _batch(4))
+    """Stages 0 to 3 move 2P, 2P, 2P and 3P elements, times (N-1)/N, as in the paper; the plan says
+    so before anything runs."""
+    plan = plan_blocks(f"zero(stage={stage}, over=dp)", "dp=4")
+    expected = times * PARAMETER_BYTES * 3 / 4
+    for sent in pool.run(sent_in_step, 4, plan):
+        moved = sum(collective.moved for collective in sent)
+        assert expected <= moved <= expected * 1.02  # plus a flag for each parameter
+    prepared = prepare(plan, _batch(4))
+    planned_list = list_collectives(plan, prepared, _batch(4))
     rounds = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
-    sent = (one for one in told if one.what != "loss and gradient norm")
-    bytes_ = sum(one.bytes * one.count * rounds[one.kind] for one in sent)
-    assert times * P <= bytes_ <= times * P * 1.02
+    sent = (
+        collective for collective in planned_list if collective.what != "loss and gradient norm"
+    )
+    bytes_ = sum(
+        collective.bytes * collective.count * rounds[collective.kind] for collective in sent
+    )
+    assert times * PARAMETER_BYTES <= bytes_ <= times * PARAMETER_BYTES * 1.02
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_hybrid_sums_over_copies_once_a_step(pool: Pool, stage: int) -> None:
-    """Parameters are gathered within `a` alone, and over `b` there is one sum of P/a a step,
-    however many microbatches it has."""
+    """Parameters are gathered within `a` only, and over `b` there is one sum of P/a per step, with
+    any number of microbatches."""
     rows = f"zero(stage={stage}, over=a)\nzero(stage=0, over=b)\n"
-    plan = _plan(rows + 'pipeline(order="GPipe", micro=3)', "b=2, a=2")
-    for rank, sent in enumerate(pool.run(_step, 4, plan)):
+    plan = plan_blocks(rows + 'pipeline(order="GPipe", micro=3)', "b=2, a=2")
+    for rank, sent in enumerate(pool.run(sent_in_step, 4, plan)):
         inner = tuple(r for r in range(4) if r // 2 == rank // 2)
         outer = tuple(r for r in range(4) if r % 2 == rank % 2)
-        assert {one.ranks for one in sent if one.kind != "sum"} == {inner}
-        copies = [one for one in sent if one.kind == "sum"]
-        assert {one.ranks for one in copies} == {outer} and len(copies) == 1
-        assert P / 2 <= copies[0].moved <= 1.05 * P / 2
+        assert {collective.ranks for collective in sent if collective.kind != "sum"} == {inner}
+        copies = [collective for collective in sent if collective.kind == "sum"]
+        assert {collective.ranks for collective in copies} == {outer} and len(copies) == 1
+        assert PARAMETER_BYTES / 2 <= copies[0].moved <= 1.05 * PARAMETER_BYTES / 2
 
 
 @pytest.mark.parametrize("more, gathers", [("", 2), (", prefetch=1", 2), (", reshard=false", 1)])
 def test_gathers_of_a_unit(pool: Pool, more: str, gathers: int) -> None:
-    """A unit is gathered twice a step, ahead of its use or not; once where it stays gathered."""
-    plan = _plan(f"zero(stage=3, over=dp{more})", "dp=2")
-    for sent in pool.run(_step, 2, plan):
-        count = sum(one.kind == "gather" for one in sent)
+    """A unit is gathered twice per step, prefetched or not; once if it stays gathered."""
+    plan = plan_blocks(f"zero(stage=3, over=dp{more})", "dp=2")
+    for sent in pool.run(sent_in_step, 2, plan):
+        count = sum(collective.kind == "gather" for collective in sent)
         assert count == gathers * BLOCKS
 
 
-def _skipping(plan: Plan) -> Tensor:
-    """The loss of a step after one in which the second block was gathered ahead, and not run."""
+def loss_after_skip(plan: Plan) -> Tensor:
+    """Return the loss of a step after one in which the second block was prefetched, but skipped."""
     program = build(plan, _batch(), optimizer=sgd)
     program.train_step(_batch())
     program.assembly.module.skip = 1  # type: ignore[assignment]
@@ -155,10 +159,12 @@ def _skipping(plan: Plan) -> Tensor:
 
 
 def test_what_was_gathered_ahead_in_vain_is_forgotten(pool: Pool) -> None:
-    """A unit that a step skips is gathered anew in the next one."""
+    """A unit that a step skips is gathered again in the next one."""
     losses = [
-        pool.run(_skipping, 2, _plan(f"zero(stage={stage}, over=dp{more})", "dp=2"))[0]
-        for stage, more in ((0, ""), (3, ", prefetch=2"))
+        pool.run(loss_after_skip, 2, plan_blocks(f"zero(stage={stage}, over=dp{option})", "dp=2"))[
+            0
+        ]
+        for stage, option in ((0, ""), (3, ", prefetch=2"))
     ]
     assert torch.allclose(losses[0], losses[1], rtol=1e-12, atol=0.0)
 
@@ -191,12 +197,12 @@ def test_what_was_gathered_ahead_in_vain_is_forgotten(pool: Pool) -> None:
     ],
 )
 def test_all_of_it_is_equal(threads: Threads, rows: str, mesh: str) -> None:
-    """Hybrids, gathers ahead, kept parameters, unlike shares of rows: equal to the original."""
-    proven(threads, _plan(rows, mesh), [_batch(17), _batch()])
+    """Hybrids, prefetching, kept parameters, uneven shares of rows: equal to the original."""
+    assert_proven(threads, plan_blocks(rows, mesh), [_batch(17), _batch()])
 
 
-class Writing(Blocks):
-    """Writes in place into what a block is given, into what it gives, and into its own output."""
+class InPlaceBlocks(Blocks):
+    """Writes in place into a block's input, its result, and its own output."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -227,13 +233,13 @@ class Writing(Blocks):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_is_written_in_place_is_written(stage: int, threads: Threads) -> None:
-    """A unit's backward gathers although its output was written into, and what it writes into its
-    arguments its caller has; torch's fully_shard alone fails at both."""
-    plan = planned(Writing().double(), f"zero(stage={stage}, over=dp)", "dp=2")
-    proven(threads, plan, [_batch(17), _batch()])
+    """A unit's backward gathers although its output was overwritten, and its caller sees what it
+    writes into arguments; torch's fully_shard alone fails at both."""
+    plan = make_plan(InPlaceBlocks().double(), f"zero(stage={stage}, over=dp)", "dp=2")
+    assert_proven(threads, plan, [_batch(17), _batch()])
 
 
-class Shared(Blocks):
+class TiedBlocks(Blocks):
     """The first block's weight is also the last's."""
 
     def __init__(self) -> None:
@@ -242,11 +248,12 @@ class Shared(Blocks):
 
 
 def test_a_weight_of_several_units_stays_whole(threads: Threads) -> None:
-    """What two units use would be gathered and freed by one: it is not sliced, the rest is."""
-    plan = planned(Shared().double(), "zero(stage=3, over=dp)", "dp=2")
-    held = prepare(plan, _batch(8)).holdings
-    assert [bool(one.sliced) for one in held.values()] == [False, True]
-    proven(threads, plan, [_batch(17), _batch()])
+    """One unit would free what another still uses: a shared weight is not sliced, the others
+    are."""
+    plan = make_plan(TiedBlocks().double(), "zero(stage=3, over=dp)", "dp=2")
+    holdings = prepare(plan, _batch(8)).holdings
+    assert [bool(holding.sliced) for holding in holdings.values()] == [False, True]
+    assert_proven(threads, plan, [_batch(17), _batch()])
 
 
 @pytest.mark.parametrize(
@@ -260,24 +267,24 @@ def test_a_weight_of_several_units_stays_whole(threads: Threads) -> None:
     ],
 )
 def test_refusals(row: str, code: str) -> None:
-    """What a stage does not do is not asked of it."""
+    """Options that a stage does not have."""
     with pytest.raises(Refusal, match=code):
-        _plan(row, "dp=2")
+        plan_blocks(row, "dp=2")
 
 
-class Lending(nn.Module):
-    """Blocks of which the model calls a part by itself, beside the blocks (diffusers' DiT)."""
+class OuterCalls(nn.Module):
+    """Calls a submodule of a block outside of the block too, as diffusers' DiT does."""
 
     class Block(nn.Module):
-        """Moved by what its own table makes of a time."""
+        """Shifted by its own embedding of the time."""
 
         def __init__(self) -> None:
             super().__init__()
             self.time = nn.Sequential(nn.Linear(1, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
             self.inner = nn.Linear(WIDTH, WIDTH)
 
-        def forward(self, x: Tensor, told: Tensor, time: Tensor) -> Tensor:
-            return torch.tanh(self.inner(x) + self.time(time)) + told
+        def forward(self, x: Tensor, shift: Tensor, time: Tensor) -> Tensor:
+            return torch.tanh(self.inner(x) + self.time(time)) + shift
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,9 +293,9 @@ class Lending(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         time = x[:, :1]
-        told = self.blocks[0].time(time)  # type: ignore[operator, union-attr]
+        shift = self.blocks[0].time(time)  # type: ignore[operator, union-attr]
         for block in self.blocks:
-            x = block(x, told, time)
+            x = block(x, shift, time)
         return (x**2).mean()
 
 
@@ -306,24 +313,29 @@ class Lending(nn.Module):
     ],
 )
 def test_a_part_that_is_called_beside_its_block(row: str, mesh: str, threads: Threads) -> None:
-    """A module that the model calls while the block around it does not run is gathered for it."""
-    proven(threads, planned(Lending().double(), row, mesh), [_batch(), _batch(8), _batch(16)])
+    """A submodule that is called outside of its block is gathered for that call."""
+    assert_proven(
+        threads, make_plan(OuterCalls().double(), row, mesh), [_batch(), _batch(8), _batch(16)]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 1000, 1024])
 def test_which_parameters_ranks_used_is_counted_exactly(world: int, dtype: torch.dtype) -> None:
-    """A sum of what all ranks pack, in the dtype that crosses the world, tells how many used each
-    parameter: also where all of a large world did."""
+    """The sum of packed flags, in the dtype that is sent, counts the ranks that used each
+    parameter, also in a large world."""
     flags = torch.rand(world, 69, generator=torch.Generator().manual_seed(world)).round().int()
     flags[:, 0], flags[:, 1] = 0, 1
-    total = sum(torch.tensor(pack_flags(one.tolist(), world, dtype), dtype=dtype) for one in flags)
+    total = sum(
+        torch.tensor(pack_flags(rank_flags.tolist(), world, dtype), dtype=dtype)
+        for rank_flags in flags
+    )
     assert isinstance(total, torch.Tensor) and len(total) <= -(-69 // (24 // world.bit_length()))
     assert unpack_counts(total.tolist(), 69, world, dtype) == flags.sum(0).tolist()
 
 
 def test_a_profiler_sees_the_marks_of_fully_shard() -> None:
-    """They are made while one is at work, and cost nothing else."""
+    """They exist only while a profiler runs, and cost nothing otherwise."""
     marks: Any = _fsdp_param_group
     mark = marks.record_function
     with torch.profiler.profile() as profile, mark("FSDP::pre_forward"):

@@ -1,4 +1,4 @@
-"""Whole tensors for all ranks in rounds: to the last bit, in the fewest bytes, few messages."""
+"""Full tensors on all ranks in doubling rounds: exact, in the fewest bytes, with few messages."""
 
 from __future__ import annotations
 
@@ -25,59 +25,67 @@ from schedlang.runtime.redistribution.execution import redistribute_by_route
 from schedlang.runtime.redistribution.route import TensorLayout, find_route, group_by_layout
 from schedlang.runtime.redistribution.sharding import replicate_on
 from tests.engine import Threads
-from tests.transfers.test_route import SHAPES, Side, dtype_of, fewest, sides, value
+from tests.transfers.test_route import SHAPES, Side, dtype_at, fewest_bytes, sides, values_of
 
 
-def whole_side(side: Side) -> Side:
-    """The same ranks, each with all of every tensor."""
-    alone = tuple(Holding(one.name, Layout.whole(one.layout.shape)) for one in side.holdings)
-    return Side(side.mesh, 0, alone)
+def full_side(side: Side) -> Side:
+    """Return the same ranks, each with all of every tensor."""
+    full_holdings = tuple(
+        Holding(holding.name, Layout.whole(holding.layout.shape)) for holding in side.holdings
+    )
+    return Side(side.mesh, 0, full_holdings)
 
 
-def gathered(side: Side, bucket: int) -> Any:
-    """All tensors on this rank, from its parts of known values; what it sent and received."""
-    rank, made = comm.rank(), {}
-    for k, one in enumerate(side.holdings):
-        known = value(k, one.layout.shape)
-        made[one.name] = torch.zeros_like(known)
-        if one.is_held(side.mesh, rank):
-            write_shard(shard_of(known, one, side.mesh, rank), made[one.name], one, side.mesh, rank)
+def gather_full(side: Side, bucket: int) -> Any:
+    """Gather all tensors on this rank from parts of known values: return whether they are right,
+    and the bytes sent and received."""
+    rank, tensors = comm.rank(), {}
+    for k, item in enumerate(side.holdings):
+        expected = values_of(k, item.layout.shape)
+        tensors[item.name] = torch.zeros_like(expected)
+        if item.is_held(side.mesh, rank):
+            write_shard(
+                shard_of(expected, item, side.mesh, rank), tensors[item.name], item, side.mesh, rank
+            )
     source = {
-        one.name: TensorLayout(one.sharding(side.mesh), dtype_of(k).itemsize)
-        for k, one in enumerate(side.holdings)
+        item.name: TensorLayout(item.sharding(side.mesh), dtype_at(k).itemsize)
+        for k, item in enumerate(side.holdings)
     }
     sizes = tuple(side.mesh.sizes.values())
-    whole = made.__getitem__
-    done = [
-        redistribute_by_route(one, whole, whole, bucket, HOST) for one in rounds_of(source, sizes)
+    lookup = tensors.__getitem__
+    transfers = [
+        redistribute_by_route(item, lookup, lookup, bucket, HOST)
+        for item in rounds_of(source, sizes)
     ]
-    right = all(
-        torch.equal(made[one.name], value(k, one.layout.shape))
-        for k, one in enumerate(side.holdings)
+    is_equal = all(
+        torch.equal(tensors[item.name], values_of(k, item.layout.shape))
+        for k, item in enumerate(side.holdings)
     )
-    return right, sum(one.sent for one in done), sum(one.received for one in done)
+    return is_equal, sum(item.sent for item in transfers), sum(item.received for item in transfers)
 
 
 @settings(max_examples=40, deadline=None)
 @given(side=sides(tuple(SHAPES)))
 def test_all_of_drawn_layouts(side: Side, threads: Threads) -> None:
-    """Every rank has every tensor, to the last bit, in the fewest bytes."""
+    """Every rank gets every tensor, to the last bit, in the fewest bytes."""
     side = Side(side.mesh, 0, side.holdings)
-    found = threads.run(gathered, side.mesh.world, side, 48)
-    assert all(right for right, *_ in found)
-    bound = fewest(side, whole_side(side))
-    assert sum(sent for _, sent, _ in found) == sum(got for *_, got in found) == bound
+    results = threads.run(gather_full, side.mesh.world, side, 48)
+    assert all(is_equal for is_equal, *_ in results)
+    bound = fewest_bytes(side, full_side(side))
+    assert sum(sent for _, sent, _ in results) == sum(received for *_, received in results) == bound
 
 
-def lying(mesh: Mesh, layout: Layout, sliced: tuple[str, ...], stages: int | None) -> TensorLayout:
-    """A tensor of a model on a mesh."""
-    some = frozenset([stages]) if stages is not None else None
+def layout_of(
+    mesh: Mesh, layout: Layout, sliced: tuple[str, ...], stages: int | None
+) -> TensorLayout:
+    """Return the layout of a model's tensor on a mesh."""
+    stage_set = frozenset([stages]) if stages is not None else None
     return TensorLayout(
-        Holding("t", layout, sliced, "pp" if some else None, some).sharding(mesh), 4
+        Holding("t", layout, sliced, "pp" if stage_set else None, stage_set).sharding(mesh), 4
     )
 
 
-MANY = Mesh((("pp", 8), ("dp", 16), ("tp", 8)))
+LARGE_MESH = Mesh((("pp", 8), ("dp", 16), ("tp", 8)))
 LAYOUTS = {
     "whole": (Layout.whole((4096,)), ()),
     "rows": (Layout.whole((4096, 512)).split("tp", 0), ()),
@@ -98,24 +106,27 @@ LAYOUTS = {
 @pytest.mark.parametrize("stage", [None, 3])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_messages_of_many_ranks(name: str, stage: int | None) -> None:
-    """Of 1,024 ranks each sends a few messages in each of ten rounds, and gets what it lacks."""
+    """Each of 1,024 ranks sends a few messages in each of ten rounds, and receives what it
+    lacks."""
     layout, sliced = LAYOUTS[name]
     if stage is not None and "pp" in sliced:
         pytest.skip("slices over stages are of one stage each")
-    one, world = lying(MANY, layout, sliced, stage), MANY.world
-    steps = sharding_rounds(one.sharding, tuple(MANY.sizes.values()), {})
+    layout_of_one, world = layout_of(LARGE_MESH, layout, sliced, stage), LARGE_MESH.world
+    steps = sharding_rounds(layout_of_one.sharding, tuple(LARGE_MESH.sizes.values()), {})
     assert len(steps) == 12 and len({id(step) for step in steps}) <= 11
-    every = replicate_on(layout.shape, range(world), world)
-    direct = find_route(group_by_layout({"t": one}, {"t": TensorLayout(every, 4)}), world)
+    replicated = replicate_on(layout.shape, range(world), world)
+    direct = find_route(
+        group_by_layout({"t": layout_of_one}, {"t": TensorLayout(replicated, 4)}), world
+    )
     received, messages = np.zeros(world, np.int64), np.zeros(world, np.int64)
-    for before, after in zip(steps, steps[1:]):
-        if before is not after:
-            found = find_route(
-                group_by_layout({"t": TensorLayout(before, 4)}, {"t": TensorLayout(after, 4)}),
+    for earlier, following in zip(steps, steps[1:]):
+        if earlier is not following:
+            route = find_route(
+                group_by_layout({"t": TensorLayout(earlier, 4)}, {"t": TensorLayout(following, 4)}),
                 world,
                 True,
             )
-            received += found.received
-            messages += np.bincount(found.pairs[0], minlength=world)
+            received += route.received
+            messages += np.bincount(route.pairs[0], minlength=world)
     assert (received == direct.bound).all() and (direct.received == direct.bound).all()
     assert messages.max() <= 20

@@ -1,4 +1,5 @@
-"""Routes between drawn layouts: all arrives, nothing twice, senders level, buckets bounded."""
+"""Transfer routes between random layouts: complete, without repetition, balanced, in bounded
+buckets."""
 
 from __future__ import annotations
 
@@ -53,14 +54,14 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.compl
 
 @dataclass(frozen=True)
 class Side:
-    """A mesh on some ranks of a job, and how tensors lie on it."""
+    """A mesh on some ranks of a job, and the layouts of tensors on it."""
 
     mesh: Mesh
     first: int
     holdings: tuple[Holding, ...]
 
     def ranks(self) -> range:
-        """Those of the job."""
+        """Return its ranks in the job."""
         return range(self.first, self.first + self.mesh.world)
 
 
@@ -69,7 +70,7 @@ SHAPES = [(12, 24), (24, 12), (7, 24), (24,), (5,), (), (4, 6, 5), (1, 24), (0, 
 
 @st.composite
 def sides(draw: st.DrawFn, shapes: tuple[tuple[int, ...], ...]) -> Side:
-    """Splits with blocks and padding, slices, stages."""
+    """Draw splits with blocks and padding, slices, stages."""
     mesh = Mesh(draw(st.sampled_from(MESHES)))
     names = mesh.sizes
     return Side(
@@ -107,94 +108,103 @@ def cases(draw: st.DrawFn) -> tuple[Side, Side]:
 @settings(max_examples=200, deadline=None)
 @given(side=st.sampled_from(SHAPES).flatmap(lambda shape: sides((shape,))))
 def test_where_parts_lie(side: Side) -> None:
-    """Of all ranks at once what each finds for itself; each part once, and its boxes as boxes."""
-    (one,) = side.holdings
-    found = one.sharding(side.mesh)
+    """The sharding of all ranks equals what each rank computes; each part is listed once, with its
+    boxes."""
+    (holding,) = side.holdings
+    sharding = holding.sharding(side.mesh)
     for rank in range(side.mesh.world):
-        held = one.is_held(side.mesh, rank)
-        assert (found.part_of_rank[rank] != NOWHERE) == held
-        if held:
-            assert found.parts[int(found.part_of_rank[rank])] == one.part(side.mesh, rank)
-    parts = list(found.parts)
+        is_held = holding.is_held(side.mesh, rank)
+        assert (sharding.part_of_rank[rank] != NOWHERE) == is_held
+        if is_held:
+            assert sharding.parts[int(sharding.part_of_rank[rank])] == holding.part(side.mesh, rank)
+    parts = list(sharding.parts)
     assert len(set(parts)) == len(parts)
-    assert list(SliceArray.from_slices(parts, len(one.layout.shape))) == parts
-    assert found.sizes.tolist() == [count_elements(part) for part in parts]
-    boxes = [box for part in parts for box in overlaps(part, full_slice(one.layout.shape))]
-    if boxes and one.layout.shape:
+    assert list(SliceArray.from_slices(parts, len(holding.layout.shape))) == parts
+    assert sharding.sizes.tolist() == [count_elements(part) for part in parts]
+    boxes = [box for part in parts for box in overlaps(part, full_slice(holding.layout.shape))]
+    if boxes and holding.layout.shape:
         rows = np.array([[box.there, box.size] for box in boxes])
-        made = SliceArray.from_boxes(rows[:, 0], rows[:, 1])
-        assert list(made) == [box_slice(box.there, box.size) for box in boxes]
-        common = overlap_sizes(made, found.parts)
-        assert (common.sum(0) == found.sizes).all()
-        assert common.sum(1).tolist() == [math.prod(box.size) for box in boxes]
+        slices = SliceArray.from_boxes(rows[:, 0], rows[:, 1])
+        assert list(slices) == [box_slice(box.there, box.size) for box in boxes]
+        overlap = overlap_sizes(slices, sharding.parts)
+        assert (overlap.sum(0) == sharding.sizes).all()
+        assert overlap.sum(1).tolist() == [math.prod(box.size) for box in boxes]
 
 
-def dtype_of(number: int) -> torch.dtype:
-    """Kinds of elements, of one to eight bytes."""
+def dtype_at(number: int) -> torch.dtype:
+    """Return a dtype, of one to eight bytes."""
     return DTYPES[number % len(DTYPES)]
 
 
-def lying(side: Side, world: int) -> dict[str, TensorLayout]:
-    """Where the tensors of a side lie."""
+def layouts_of(side: Side, world: int) -> dict[str, TensorLayout]:
+    """Return the layouts of a side's tensors."""
     return {
-        one.name: TensorLayout(one.sharding(side.mesh, side.ranks(), world), dtype_of(k).itemsize)
-        for k, one in enumerate(side.holdings)
+        holding.name: TensorLayout(
+            holding.sharding(side.mesh, side.ranks(), world), dtype_at(k).itemsize
+        )
+        for k, holding in enumerate(side.holdings)
     }
 
 
-def value(number: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Values that differ everywhere."""
+def values_of(number: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return values that are all different."""
     count = math.prod(shape)
-    return (torch.arange(1, count + 1) * (number + 1) % 251).to(dtype_of(number)).view(shape)
+    return (torch.arange(1, count + 1) * (number + 1) % 251).to(dtype_at(number)).view(shape)
 
 
-def carried(a: Side, b: Side, world: int, bucket: int) -> Any:
-    """Parts of known values carried on this rank; whether they are what they should be."""
+def carry_parts(a: Side, b: Side, world: int, bucket: int) -> Any:
+    """Transfer parts of known values on this rank: return whether they are right, and
+    statistics."""
     rank = comm.rank()
 
     def parts(side: Side, blank: bool) -> dict[str, torch.Tensor]:
         if rank not in side.ranks():
             return {}
-        place = rank - side.first
-        found = {}
-        for k, one in enumerate(side.holdings):
-            if one.is_held(side.mesh, place):
-                whole = value(k, one.layout.shape)
-                part = shard_of(whole, one, side.mesh, place)
-                found[one.name] = torch.zeros_like(part) if blank else part
-        return found
+        side_rank = rank - side.first
+        tensors = {}
+        for k, holding in enumerate(side.holdings):
+            if holding.is_held(side.mesh, side_rank):
+                full = values_of(k, holding.layout.shape)
+                part = shard_of(full, holding, side.mesh, side_rank)
+                tensors[holding.name] = torch.zeros_like(part) if blank else part
+        return tensors
 
-    found = find_route(group_by_layout(lying(a, world), lying(b, world)), world)
+    route = find_route(group_by_layout(layouts_of(a, world), layouts_of(b, world)), world)
     source, target = parts(a, False), parts(b, True)
     group = comm.current_world().make_group([tuple(range(world))], "transfer")
-    done = execute_route(found, rank, source.get, target.get, bucket, group, HOST)  # type: ignore[arg-type]
-    wanted = parts(b, False)
-    right = all(torch.equal(target[name], wanted[name]) for name in wanted)
-    return right, done, found.sent[rank], found.received[rank], int(found.bytes.sum())
+    stats = execute_route(route, rank, source.get, target.get, bucket, group, HOST)  # type: ignore[arg-type]
+    expected = parts(b, False)
+    is_equal = all(torch.equal(target[name], expected[name]) for name in expected)
+    return is_equal, stats, route.sent[rank], route.received[rank], int(route.bytes.sum())
 
 
-def fill(whole: torch.Tensor, one: Holding, mesh: Mesh, rank: int, value: bool) -> None:
-    """Set each element that a rank holds, index by index."""
+def fill_held(full: torch.Tensor, holding: Holding, mesh: Mesh, rank: int, value: bool) -> None:
+    """Set each element that a rank has, index by index."""
     index = [
-        [i for run in runs for i in range(run.start, run.start + run.length) if i < size]
-        for runs, size in zip(one.segments(mesh, rank), whole.shape)
+        [
+            i
+            for segment in runs
+            for i in range(segment.start, segment.start + segment.length)
+            if i < size
+        ]
+        for runs, size in zip(holding.segments(mesh, rank), full.shape)
     ]
-    whole.numpy()[np.ix_(*index) if index else ()] = value
+    full.numpy()[np.ix_(*index) if index else ()] = value
 
 
-def fewest(a: Side, b: Side) -> int:
-    """The bound, element by element, apart from all that the route uses."""
+def fewest_bytes(a: Side, b: Side) -> int:
+    """Return the bound, element by element, independent of the route's code."""
     total = 0
-    for k, (one, other) in enumerate(zip(a.holdings, b.holdings)):
+    for k, (source, target) in enumerate(zip(a.holdings, b.holdings)):
         for rank in b.ranks():
-            place, at = rank - b.first, rank - a.first
-            if not other.is_held(b.mesh, place):
+            target_rank, source_rank = rank - b.first, rank - a.first
+            if not target.is_held(b.mesh, target_rank):
                 continue
-            wanted = torch.zeros(one.layout.shape, dtype=torch.bool)
-            fill(wanted, other, b.mesh, place, True)
-            if rank in a.ranks() and one.is_held(a.mesh, at):
-                fill(wanted, one, a.mesh, at, False)
-            total += int(wanted.sum()) * dtype_of(k).itemsize
+            lacking = torch.zeros(source.layout.shape, dtype=torch.bool)
+            fill_held(lacking, target, b.mesh, target_rank, True)
+            if rank in a.ranks() and source.is_held(a.mesh, source_rank):
+                fill_held(lacking, source, a.mesh, source_rank, False)
+            total += int(lacking.sum()) * dtype_at(k).itemsize
     return total
 
 
@@ -204,32 +214,32 @@ def test_between_drawn_layouts(case: tuple[Side, Side], bucket: int, threads: Th
     """Everything arrives to the last bit, in the fewest bytes, a few buckets at a time."""
     a, b = case
     world = max(a.ranks().stop, b.ranks().stop)
-    found = threads.run(carried, world, a, b, world, bucket)
-    bound = fewest(a, b)
-    for right, done, sent, received, total in found:
-        assert right
-        assert (done.sent, done.received) == (sent, received)
-        assert done.most <= 2 * MAX_IN_FLIGHT * bucket
+    results = threads.run(carry_parts, world, a, b, world, bucket)
+    bound = fewest_bytes(a, b)
+    for is_equal, stats, sent, received, total in results:
+        assert is_equal
+        assert (stats.sent, stats.received) == (sent, received)
+        assert stats.most <= 2 * MAX_IN_FLIGHT * bucket
         assert total == bound
-    assert sum(done.sent for _, done, *_ in found) == bound
+    assert sum(stats.sent for _, stats, *_ in results) == bound
 
 
 @settings(max_examples=100, deadline=None)
 @given(case=cases())
 def test_copies_share_the_sending(case: tuple[Side, Side]) -> None:
-    """Of a single tensor no copy sends an element more than another that could have sent it."""
+    """No copy of a tensor sends more elements than another that could send them."""
     a, b = case
     world = max(a.ranks().stop, b.ranks().stop)
-    source, target = lying(a, world), lying(b, world)
-    for name, one in source.items():
-        found = find_route(group_by_layout({name: one}, {name: target[name]}), world)
-        for holders in one.sharding.holders:
-            sent = found.sent[holders] // one.itemsize
+    source, target = layouts_of(a, world), layouts_of(b, world)
+    for name, layout in source.items():
+        route = find_route(group_by_layout({name: layout}, {name: target[name]}), world)
+        for holders in layout.sharding.holders:
+            sent = route.sent[holders] // layout.itemsize
             assert len(sent) == 0 or sent.max() - sent.min() <= 1
 
 
 def test_nested_copies_are_level() -> None:
-    """What fewer ranks hold is dealt first, and what all hold fills up the others."""
+    """Parts with few holders are assigned first, and those with many balance the load."""
     world, shape = 12, (1 << 12,)
     target = replicate_on(shape, range(8, 12), world)
     kinds = [
@@ -237,14 +247,14 @@ def test_nested_copies_are_level() -> None:
         for k, count in enumerate((8, 2, 1, 4))
     ]
     sent = find_route(kinds, world).sent[:8]
-    one = math.prod(shape) * 4 * 4  # bytes of a tensor for all four
-    assert sent.sum() == 4 * one
-    assert (sent[:2] == one).all() or sent[:4].max() <= one
-    assert sent.max() == one  # the one that only rank 0 holds is the least of the largest
+    tensor_bytes = math.prod(shape) * 4 * 4  # bytes of a tensor for all four
+    assert sent.sum() == 4 * tensor_bytes
+    assert (sent[:2] == tensor_bytes).all() or sent[:4].max() <= tensor_bytes
+    assert sent.max() == tensor_bytes  # rank 0 alone has one tensor: a lower bound of the largest
 
 
 def test_alike_tensors_are_one_kind() -> None:
-    """Rows of a route do not grow with layers."""
+    """Rows of a route do not grow with the number of layers."""
     mesh, world = Mesh((("dp", 4), ("tp", 2))), 8
 
     def side(layers: int, sliced: tuple[str, ...]) -> dict[str, TensorLayout]:
@@ -266,12 +276,12 @@ def test_parts_that_nobody_holds() -> None:
     mesh = Mesh((("tp", 2),))
     split = Holding("t", Layout.whole((8,)).split("tp", 0)).sharding(mesh)
     target = replicate_on((8,), [0, 1, 2], 3)
-    for of, gone in ((np.array([0, -1, -1]), True), (np.array([0, 1, 2]), False)):
+    for part_of_rank, is_missing in ((np.array([0, -1, -1]), True), (np.array([0, 1, 2]), False)):
         parts = SliceArray.from_slices((*split.parts, (((0, 2, 4),),)), 1)
-        sharding = type(split)((8,), parts, of)
+        sharding = type(split)((8,), parts, part_of_rank)
         with pytest.raises(UncoveredElements) as caught:
             find_route([LayoutPair(("t",), sharding, target, 4)], 3)
-        assert caught.value.missing == gone
+        assert caught.value.missing == is_missing
 
 
 def test_a_rank_alone_sends_nothing() -> None:
@@ -279,5 +289,7 @@ def test_a_rank_alone_sends_nothing() -> None:
     for mesh, sliced in itertools.product(map(Mesh, MESHES), ((), ("dp",))):
         if sliced and "dp" not in mesh.sizes:
             continue
-        one = TensorLayout(Holding("t", Layout.whole((9, 4)), sliced).sharding(mesh), 8)
-        assert find_route(group_by_layout({"t": one}, {"t": one}), mesh.world).bytes.sum() == 0
+        layout = TensorLayout(Holding("t", Layout.whole((9, 4)), sliced).sharding(mesh), 8)
+        assert (
+            find_route(group_by_layout({"t": layout}, {"t": layout}), mesh.world).bytes.sum() == 0
+        )

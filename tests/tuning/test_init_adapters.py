@@ -1,4 +1,4 @@
-"""Tests of `init --adapt`: adapters beside the projections of blocks, in a schedule that holds."""
+"""`init --adapt`: adapters on all projections of blocks, in a schedule that is verified."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ RUNNER = CliRunner()
     ],
 )
 def test_what_is_written_is_proven(tmp_path: Path, model: str, kind: str, rows: tuple[str]) -> None:
-    """All projections of the blocks have adapters, and none beside them; split with these the
-    program is equal to the original so changed."""
-    named = str(ROOT / "examples" / model / "model.py")
-    words = ["init", named, "--mesh", "dp=2,tp=2", "--adapt", kind, "--rank", "4"]
-    made = RUNNER.invoke(app, words)
-    assert made.exit_code == 0, made.output
-    text = made.stdout
+    """All projections of the blocks get adapters, and nothing else; the written schedule is
+    verified."""
+    model_file = str(ROOT / "examples" / model / "model.py")
+    arguments = ["init", model_file, "--mesh", "dp=2,tp=2", "--adapt", kind, "--rank", "4"]
+    result = RUNNER.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    text = result.stdout
     assert 'step "adapters" relax(model)' in text and text.count("adapt(") == len(rows)
     for row in rows:
         assert f"{row} adapt({kind}, rank=4)" in " ".join(text.split()), text
     (tmp_path / "x.sched").write_text(text)
-    done = RUNNER.invoke(app, ["verify", str(tmp_path / "x.sched"), "--model", named])
-    assert done.exit_code == 0 and "PASS" in done.stdout, done.output
+    verified = RUNNER.invoke(app, ["verify", str(tmp_path / "x.sched"), "--model", model_file])
+    assert verified.exit_code == 0 and "PASS" in verified.stdout, verified.output
 
 
 def test_what_cannot_have_any(tmp_path: Path) -> None:
-    """A kind that is not known (S109); a model whose blocks have no projections (S212)."""
+    """Unknown kinds (S109) and models without projections (S212) are refused."""
     (tmp_path / "model.py").write_text(
         "import torch\nfrom torch import nn\n\n\n"
         "def model():\n    return nn.Sequential(*(nn.Conv1d(4, 4, 1) for _ in range(4)))\n\n\n"
@@ -45,6 +45,6 @@ def test_what_cannot_have_any(tmp_path: Path) -> None:
         "def loss(output, batch):\n    return output.pow(2).mean()\n"
     )
     for kind, code in (("qlora", "S109"), ("lora", "S212")):
-        words = ["init", str(tmp_path / "model.py"), "--mesh", "dp=2", "--adapt", kind]
-        done = RUNNER.invoke(app, words)
-        assert done.exit_code == 2 and code in done.stderr, done.output
+        arguments = ["init", str(tmp_path / "model.py"), "--mesh", "dp=2", "--adapt", kind]
+        result = RUNNER.invoke(app, arguments)
+        assert result.exit_code == 2 and code in result.stderr, result.output

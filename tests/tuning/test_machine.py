@@ -1,4 +1,4 @@
-"""Machines: what is published of their collectives, and what no model of them may say."""
+"""Machines: collective times against published measurements, general properties, and files."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from schedlang.passes.simulate.machine import (
 
 LARGE = 8e9  # bytes
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
-# GB/s of bus (what a ring would move) at large messages, as measured with nccl-tests
+# bus bandwidth in GB/s for large messages, as measured with nccl-tests
 MEASURED = [
-    ("a100", "all_reduce", 8, 235),  # the most that NCCL knows of there (tuning.cc, from 2.8 on)
+    ("a100", "all_reduce", 8, 235),  # NCCL's own upper limit (tuning.cc, from 2.8 on)
     ("h100", "reduce_scatter", 8, 360),  # NVIDIA/nccl #1281
     ("h100", "all_reduce", 2, 368),  # NVIDIA/nccl #1455: rings, 365 to 370 on 2 to 8 ranks
     ("h100", "all_reduce", 4, 368),
@@ -41,10 +41,10 @@ MEASURED = [
 def test_large_messages_go_as_fast_as_measured(
     name: str, op: str, ranks: int, measured: float
 ) -> None:
-    """Bandwidth of the bus within 5 % of published measurements."""
+    """Bus bandwidth is within 5 % of published measurements."""
     share = (2 if op == "all_reduce" else 1) * (ranks - 1) / ranks
-    told = share * LARGE / CLUSTERS[name].collective_seconds(op, LARGE, ranks, 1)
-    assert told == pytest.approx(measured * 1e9, rel=0.05)
+    bandwidth = share * LARGE / CLUSTERS[name].collective_seconds(op, LARGE, ranks, 1)
+    assert bandwidth == pytest.approx(measured * 1e9, rel=0.05)
 
 
 # microseconds of an all_reduce of 2^k bytes on 8 ranks of H20, whose links are an H100's, without
@@ -55,18 +55,18 @@ MEDIUM = {20: 27.8, 21: 40.7, 22: 53.2, 23: 81.2, 24: 121.3, 25: 195.4, 27: 700.
 
 @pytest.mark.parametrize("power", MEDIUM)
 def test_medium_messages_go_about_as_fast_as_measured(power: int) -> None:
-    """From one MiB to 128 within 17 %: 5 % in the mean."""
-    told = replace(CLUSTERS["h100"], reducing=0.0).collective_seconds(
+    """Times of 1 to 128 MiB are within 18 % of measurements."""
+    seconds = replace(CLUSTERS["h100"], reducing=0.0).collective_seconds(
         "all_reduce", 2.0**power, 8, 1
     )
-    assert told == pytest.approx(MEDIUM[power] * 1e-6, rel=0.18)
+    assert seconds == pytest.approx(MEDIUM[power] * 1e-6, rel=0.18)
 
 
 def test_four_adapters_of_a_node_carry_what_was_measured() -> None:
-    """Three nodes of 8 A100 and 4 adapters of 200 Gbit/s: 96 GB/s (NVIDIA/nccl-tests #119)."""
+    """Three nodes of 8 A100 with 4 adapters of 200 Gbit/s: 96 GB/s (NVIDIA/nccl-tests #119)."""
     half = replace(CLUSTERS["a100"], network=12.5e9)
-    told = 2 * 23 / 24 * LARGE / half.collective_seconds("all_reduce", LARGE, 24, 1)
-    assert told == pytest.approx(96e9, rel=0.05)
+    bandwidth = 2 * 23 / 24 * LARGE / half.collective_seconds("all_reduce", LARGE, 24, 1)
+    assert bandwidth == pytest.approx(96e9, rel=0.05)
 
 
 @settings(max_examples=200, deadline=None)
@@ -81,19 +81,19 @@ def test_four_adapters_of_a_node_carry_what_was_measured() -> None:
 def test_more_bytes_take_longer_and_none_less_than_the_wires_need(
     name: str, op: str, ranks: int, stride: int, power: float, more: float
 ) -> None:
-    """Monotonic in bytes; what leaves a rank goes through its link, or its way to other nodes."""
+    """Times grow with bytes, and are bounded below by link and network bandwidth."""
     cluster = CLUSTERS[name]
     size = 2**power
-    took = cluster.collective_seconds(op, size, ranks, stride)
-    assert took <= cluster.collective_seconds(op, size * 2**more, ranks, stride) * (1 + 1e-12)
+    seconds = cluster.collective_seconds(op, size, ranks, stride)
+    assert seconds <= cluster.collective_seconds(op, size * 2**more, ranks, stride) * (1 + 1e-12)
     sends = {"broadcast": 1.0, "send": 1.0, "all_reduce": 1.0}.get(op, (ranks - 1) / ranks)
-    assert took >= sends * size / cluster.link * (1 - 1e-12)
+    assert seconds >= sends * size / cluster.link * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("name", [name for name, one in CLUSTERS.items() if one.library])
 @pytest.mark.parametrize("ranks", [8, 64])
 def test_small_messages_are_latency(name: str, ranks: int) -> None:
-    """A message of 8 bytes takes as long as one of 1024, and longer between more nodes."""
+    """8 bytes take as long as 1024 bytes, and longer between more nodes."""
     for op in OPS:
         few, many = (CLUSTERS[name].collective_seconds(op, size, ranks, 1) for size in (8, 1024))
         assert few > 5e-6 and many == pytest.approx(few, rel=0.05)
@@ -101,32 +101,36 @@ def test_small_messages_are_latency(name: str, ranks: int) -> None:
 
 
 def test_all_to_all_leaves_its_node_by_its_ranks_own_way() -> None:
-    """Two nodes of 8: half of what a rank sends goes to the other one, by one adapter."""
+    """Two nodes of 8: half of what a rank sends leaves the node by its own adapter."""
     for name in ("h100", "mi300x"):
-        one = CLUSTERS[name]
-        took = one.collective_seconds("all_to_all", LARGE, 16, 1)
-        assert took == pytest.approx(LARGE / 2 / (one.network * one.routed), rel=0.01)
+        cluster = CLUSTERS[name]
+        seconds = cluster.collective_seconds("all_to_all", LARGE, 16, 1)
+        assert seconds == pytest.approx(LARGE / 2 / (cluster.network * cluster.routed), rel=0.01)
 
 
 def test_operators_reach_what_was_measured() -> None:
-    """A large product reaches its share of the peak; an operator without work takes its start."""
-    one = CLUSTERS["a100"]
+    """Large products reach their share of the peak; an empty operator takes its start time."""
+    cluster = CLUSTERS["a100"]
     large = 2 * 16384**3
-    assert large / one.operator_seconds("product", large, 0) == pytest.approx(267.9e12, rel=0.01)
-    assert large / one.operator_seconds("attention", large, 0) == pytest.approx(
+    assert large / cluster.operator_seconds("product", large, 0) == pytest.approx(
+        267.9e12, rel=0.01
+    )
+    assert large / cluster.operator_seconds("attention", large, 0) == pytest.approx(
         0.65 * 312e12, rel=0.01
     )
-    assert one.operator_seconds("other", 0, 2039e9) == pytest.approx(1 / one.streaming, rel=1e-3)
+    assert cluster.operator_seconds("other", 0, 2039e9) == pytest.approx(
+        1 / cluster.streaming, rel=1e-3
+    )
     assert (
-        one.operator_seconds("other", 0, 0)
-        == one.operator_seconds("product", 0, 0)
-        == one.start
+        cluster.operator_seconds("other", 0, 0)
+        == cluster.operator_seconds("product", 0, 0)
+        == cluster.start
         == 3.8e-6
     )
-    slow = replace(one, ramp=1.0)
+    slow = replace(cluster, ramp=1.0)
     assert slow.operator_seconds("product", 267.9e12, 0) == pytest.approx(2, rel=1e-3)
-    assert slow.operator_seconds("other", 0, 0) == one.start
-    fast = with_figures(one, speed=1e12)
+    assert slow.operator_seconds("other", 0, 0) == cluster.start
+    fast = with_figures(cluster, speed=1e12)
     assert fast.operator_seconds("product", 1e12, 0) == pytest.approx(1, rel=1e-3)
 
 
@@ -134,13 +138,13 @@ MINE = "[Mine]\nspeed = 1e12\nstream = 1e11\nlink = 1e10\nnetwork = 1e9\nnode = 
 
 
 def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
-    """What is left out is as a data sheet promises."""
+    """Missing fields of a machine file have the data sheet's defaults."""
     path = tmp_path / "mine.toml"
     path.write_text(f'{MINE}memory = "2 GiB"\npeaks = {{ float64 = 1e11 }}\n')
-    found, ranks = cluster_named(str(path))
-    assert found is not None and ranks is None
-    assert (found.name, found.node, found.memory) == ("mine", 4, 2 * GIB)
-    assert (found.product, found.start, found.peaks) == (1.0, 0.0, (("float64", 1e11),))
+    machine, ranks = cluster_named(str(path))
+    assert machine is not None and ranks is None
+    assert (machine.name, machine.node, machine.memory) == ("mine", 4, 2 * GIB)
+    assert (machine.product, machine.start, machine.peaks) == (1.0, 0.0, (("float64", 1e11),))
 
 
 @pytest.mark.parametrize(
@@ -163,20 +167,20 @@ def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_is_no_machine_is_refused(tmp_path: Path, text: str, why: str) -> None:
-    """S936 says which field of which table, and what would be legal."""
+    """S936 names the field and table, and the valid values."""
     path = tmp_path / "mine.toml"
     path.write_text(text)
     with pytest.raises(Refusal) as caught:
         read_machines(path)
-    (told,) = caught.value.diagnostics
-    assert told.code == "S936" and why in " ".join(told.notes)
-    assert any("calibrate" in one for one in told.helps)
+    (diagnostic,) = caught.value.diagnostics
+    assert diagnostic.code == "S936" and why in " ".join(diagnostic.notes)
+    assert any("calibrate" in help_text for help_text in diagnostic.helps)
 
 
 def test_the_file_of_a_machine_lies_beside_the_schedule(tmp_path: Path) -> None:
-    """Whoever reads a schedule from another folder finds the machine that it names."""
+    """The machine file of a schedule is found beside it, from any folder."""
     (tmp_path / "mine.toml").write_text(MINE + "memory = 1\n")
     path = tmp_path / "my.sched"
     path.write_text('schedule 1\n\nmesh(dp=2) on "mine.toml"\n')
-    found, ranks = cluster_of(parse(read(path)))
-    assert found is not None and found.name == "mine" and ranks is None
+    machine, ranks = cluster_of(parse(read(path)))
+    assert machine is not None and machine.name == "mine" and ranks is None

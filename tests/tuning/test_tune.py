@@ -1,4 +1,4 @@
-"""tune: every setting is tried, priced as alone, and the quickest that fits is named first."""
+"""`tune`: every setting is tried and priced as by `plan`; the quickest that fits comes first."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ step "all" {
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """A schedule beside its model."""
-    return written(tmp_path)
+    return write_files(tmp_path)
 
 
-def written(folder: Path) -> Path:
+def write_files(folder: Path) -> Path:
     (folder / "model.py").write_text(MODEL)
     (folder / "my.sched").write_text(SCHEDULE)
     return folder / "my.sched"
@@ -100,20 +100,20 @@ def written(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def every(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `tune` finds for it on four ranks."""
-    return tuned(written(tmp_path_factory.mktemp("every")), "--gpus", 4, "--on", "a100")
+    """The report of `tune` for the schedule on four ranks."""
+    return tune(write_files(tmp_path_factory.mktemp("every")), "--gpus", 4, "--on", "a100")
 
 
-def tuned(*words: object, code: int = 0) -> dict[str, Any]:
-    """What `tune` found."""
-    ran = CliRunner().invoke(app, ["tune", *map(str, words), "--json"])
-    assert ran.exit_code == code, ran.output
-    found: dict[str, Any] = json.loads(ran.stdout)
-    return found
+def tune(*arguments: object, code: int = 0) -> dict[str, Any]:
+    """Run `tune --json`, and return its report."""
+    result = CliRunner().invoke(app, ["tune", *map(str, arguments), "--json"])
+    assert result.exit_code == code, result.output
+    report: dict[str, Any] = json.loads(result.stdout)
+    return report
 
 
 def test_every_setting_is_tried() -> None:
-    """All values of choices and flags; powers of two of an interval; no knob that is set."""
+    """All values of choices and flags, powers of two of intervals; knobs that are set are fixed."""
     tree = parse(Source("my.sched", SCHEDULE))
     assert len(settings_of(tree, {}, {})) == 2 * 2 * 3
     assert settings_of(tree, {"tp": "2", "again": "true"}, {}) == [
@@ -121,214 +121,232 @@ def test_every_setting_is_tried() -> None:
         {"micro": 2},
         {"micro": 4},
     ]
-    named = settings_of(tree, {"tp": "2"}, {"micro": ["3"]})
-    assert named == [{"again": False, "micro": "3"}, {"again": True, "micro": "3"}]
+    with_tp = settings_of(tree, {"tp": "2"}, {"micro": ["3"]})
+    assert with_tp == [{"again": False, "micro": "3"}, {"again": True, "micro": "3"}]
 
 
 def test_too_many_settings_are_refused() -> None:
-    """And the message says which knob is the longest."""
-    wide = SCHEDULE.replace("in 1..4", f"in [{', '.join(map(str, range(1, 500)))}]")
+    """Too many settings are refused, with the knob that has most values."""
+    many_values = SCHEDULE.replace("in 1..4", f"in [{', '.join(map(str, range(1, 500)))}]")
     with pytest.raises(Refusal, match="1996 settings"):
-        settings_of(parse(Source("my.sched", wide)), {}, {})
+        settings_of(parse(Source("my.sched", many_values)), {}, {})
 
 
 def test_the_first_is_the_quickest_that_fits(file: Path, every: dict[str, Any]) -> None:
-    """With a limit between the peaks those above it are left out, whatever they take."""
+    """Settings are sorted by time; those above the memory limit are left out."""
     assert len(every["fit"]) == 12
-    seconds = [one["time"]["seconds"] for one in every["fit"]]
+    seconds = [entry["time"]["seconds"] for entry in every["fit"]]
     assert seconds == sorted(seconds)
-    peaks = sorted(one["peak"] for one in every["fit"])
+    peaks = sorted(entry["peak"] for entry in every["fit"])
     limit = (peaks[5] + peaks[6]) // 2
-    fewer = tuned(file, "--gpus", 4, "--on", "a100", "--memory", f"{limit / 1024}KiB")
-    assert fewer["fit"] == [one for one in every["fit"] if one["peak"] <= limit]
+    fewer = tune(file, "--gpus", 4, "--on", "a100", "--memory", f"{limit / 1024}KiB")
+    assert fewer["fit"] == [entry for entry in every["fit"] if entry["peak"] <= limit]
     assert len(fewer["too_large"]) == 12 - len(fewer["fit"]) > 0
 
 
 def test_a_price_is_that_of_the_plan_alone(file: Path, every: dict[str, Any]) -> None:
-    """The peak is what `plan` says of the same setting; recomputing takes longer, and less room."""
-    found = {
-        (one["given"]["tp"], one["given"]["again"], one["given"]["micro"]): one
-        for one in every["fit"]
+    """The peak equals that of `plan`; recomputation takes more time and less memory."""
+    entries = {
+        (item["given"]["tp"], item["given"]["again"], item["given"]["micro"]): item
+        for item in every["fit"]
     }
-    mine = found[2, True, 2]
-    words = ["--knob", "tp=2", "--knob", "again=true", "--knob", "micro=2", "--mesh", "dp=2,tp=2"]
-    ran = CliRunner().invoke(app, ["plan", str(file), *words, "--json"])
-    assert mine["mesh"] == {"dp": 2, "tp": 2}
-    assert max(one["peak"] for one in json.loads(ran.stdout)["account"]["memory"]) == mine["peak"]
-    assert mine["time"]["computing"] > found[2, False, 2]["time"]["computing"]
-    assert found[1, True, 1]["peak"] < found[1, False, 1]["peak"]
+    entry = entries[2, True, 2]
+    arguments = [
+        "--knob",
+        "tp=2",
+        "--knob",
+        "again=true",
+        "--knob",
+        "micro=2",
+        "--mesh",
+        "dp=2,tp=2",
+    ]
+    result = CliRunner().invoke(app, ["plan", str(file), *arguments, "--json"])
+    assert entry["mesh"] == {"dp": 2, "tp": 2}
+    assert (
+        max(item["peak"] for item in json.loads(result.stdout)["account"]["memory"])
+        == entry["peak"]
+    )
+    assert entry["time"]["computing"] > entries[2, False, 2]["time"]["computing"]
+    assert entries[1, True, 1]["peak"] < entries[1, False, 1]["peak"]
 
 
 def test_the_command_it_ends_with_can_be_pasted(file: Path) -> None:
-    """The table names the best, and `plan` takes it."""
-    words = ["--gpus", "4", "--on", "a100", "--top", "2", "--knob", "again=false"]
-    ran = CliRunner().invoke(app, ["tune", str(file), *words])
-    assert ran.exit_code == 0 and "4 more fit" in ran.output
-    said = next(line for line in ran.output.splitlines() if line.startswith("next: schedlang "))
-    again = CliRunner().invoke(app, shlex.split(said)[2:])
-    assert again.exit_code == 0, again.output
+    """The `next:` command of the table runs."""
+    arguments = ["--gpus", "4", "--on", "a100", "--top", "2", "--knob", "again=false"]
+    result = CliRunner().invoke(app, ["tune", str(file), *arguments])
+    assert result.exit_code == 0 and "4 more fit" in result.output
+    next_line = next(
+        line for line in result.output.splitlines() if line.startswith("next: schedlang ")
+    )
+    pasted = CliRunner().invoke(app, shlex.split(next_line)[2:])
+    assert pasted.exit_code == 0, pasted.output
 
 
 def test_what_cannot_be_is_told_beside_the_others(file: Path) -> None:
-    """16 rows do not fill 4 x 8 parts: refused alone; where nothing fits the end is 1."""
-    words = (file, "--gpus", 4, "--on", "a100", "--knob", "tp=1", "--knob", "again=false")
-    found = tuned(*words, "--try", "micro=4,8")
-    assert [one["given"]["micro"] for one in found["fit"]] == ["4"]
-    assert [one["refusal"]["code"] for one in found["refused"]] == ["S103"]
-    tuned(*words, "--memory", "1KiB", code=1)
+    """A setting that 16 rows cannot fill is refused beside others; if none fits, exit is 1."""
+    arguments = (file, "--gpus", 4, "--on", "a100", "--knob", "tp=1", "--knob", "again=false")
+    report = tune(*arguments, "--try", "micro=4,8")
+    assert [entry["given"]["micro"] for entry in report["fit"]] == ["4"]
+    assert [entry["refusal"]["code"] for entry in report["refused"]] == ["S103"]
+    tune(*arguments, "--memory", "1KiB", code=1)
 
 
 # -- a model, for which a schedule is searched -----------------------------------------------------
 
 
-def searched(model: Path, *words: object, code: int = 0) -> dict[str, Any]:
-    """What a search gives for a model that computes as it is stored, on two ranks."""
-    if "--on" not in words:
-        words = ("--on", "h100", *words)
-    return tuned(model, "--gpus", 2, "--dtype", "none", *words, code=code)
+def search_model(model: Path, *arguments: object, code: int = 0) -> dict[str, Any]:
+    """Run `tune` on a model file for two ranks, and return the report."""
+    if "--on" not in arguments:
+        arguments = ("--on", "h100", *arguments)
+    return tune(model, "--gpus", 2, "--dtype", "none", *arguments, code=code)
 
 
 def test_a_model_is_searched_and_its_schedule_runs(file: Path) -> None:
-    """What is written has the peak that was told, names what was rejected, and is the model."""
+    """The written schedule has the reported peak, lists rejected settings, and is verified."""
     model, best = file.parent / "model.py", file.parent / "best.sched"
-    found = searched(model, "-o", best, "--pin", "pp=2", "--why", "pp=1")
-    assert found["best"]["setting"]["pp"] == 2 and found["done"]
-    assert best.read_text() == found["schedule"] and "# Rejected: " in found["schedule"]
-    assert [one["kind"] for one in found["asked"]] == ["pp = 1"]
-    ran = CliRunner().invoke(app, ["plan", str(best), "--model", str(model), "--json"])
-    assert ran.exit_code == 0, ran.output
-    told = json.loads(ran.stdout)["account"]["memory"]
-    assert max(one["peak"] for one in told) == found["peak"]
-    ran = CliRunner().invoke(app, ["verify", str(best), "--model", str(model)])
-    assert ran.exit_code == 0, ran.output
+    report = search_model(model, "-o", best, "--pin", "pp=2", "--why", "pp=1")
+    assert report["best"]["setting"]["pp"] == 2 and report["done"]
+    assert best.read_text() == report["schedule"] and "# Rejected: " in report["schedule"]
+    assert [entry["kind"] for entry in report["asked"]] == ["pp = 1"]
+    result = CliRunner().invoke(app, ["plan", str(best), "--model", str(model), "--json"])
+    assert result.exit_code == 0, result.output
+    memory = json.loads(result.stdout)["account"]["memory"]
+    assert max(entry["peak"] for entry in memory) == report["peak"]
+    result = CliRunner().invoke(app, ["verify", str(best), "--model", str(model)])
+    assert result.exit_code == 0, result.output
 
 
 def test_a_step_of_more_rows_is_planned(file: Path) -> None:
     """A schedule for more rows than the model file's batch has is planned with so many.
 
-    Each is as the first row, in nested batches too; the peak is the one that the search told.
+    Added rows are like the first row, in nested batches too; the peak equals the search's.
     """
     model, best = file.parent / "model.py", file.parent / "best.sched"
     nested = MODEL.replace('{"x": torch.randn(', '{"side": {"x": [torch.randn(')
     nested = nested.replace("manual_seed(seed))}", "manual_seed(seed))]}}")
     head, _, body = nested.rpartition("forward(self, x):")
     model.write_text(f"{head}forward(self, side):\n        x = side['x'][0].mul_(2){body}")
-    found = searched(model, "--rows", 64, "-o", best, "--pin", "rows=1")
-    assert found["best"]["setting"]["micro"] == 32
-    words = ["plan", str(best), "--model", str(model), "--json"]
-    ran = CliRunner().invoke(app, words)
-    assert ran.exit_code == 2 and "--rows N" in ran.output, ran.output
-    ran = CliRunner().invoke(app, [*words, "--rows", "64"])
-    assert ran.exit_code == 0, ran.output
-    told = json.loads(ran.stdout)["account"]["memory"]
-    assert max(one["peak"] for one in told) == found["peak"]
-    ran = CliRunner().invoke(app, [*words, "--rows", "64", "--lock"])
-    assert ran.exit_code == 2 and "S109" in ran.output, ran.output
+    report = search_model(model, "--rows", 64, "-o", best, "--pin", "rows=1")
+    assert report["best"]["setting"]["micro"] == 32
+    arguments = ["plan", str(best), "--model", str(model), "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2 and "--rows N" in result.output, result.output
+    result = CliRunner().invoke(app, [*arguments, "--rows", "64"])
+    assert result.exit_code == 0, result.output
+    memory = json.loads(result.stdout)["account"]["memory"]
+    assert max(entry["peak"] for entry in memory) == report["peak"]
+    result = CliRunner().invoke(app, [*arguments, "--rows", "64", "--lock"])
+    assert result.exit_code == 2 and "S109" in result.output, result.output
 
 
 def test_a_search_on_unlike_nodes_deals_rows_and_its_schedule_runs(file: Path) -> None:
-    """The quick rank gets more rows; figures of all ranks, and more ranks, are refused."""
+    """The quick rank gets more rows; `--memory` and wrong `--gpus` are refused."""
     model, best, on = (file.parent / name for name in ("model.py", "best.sched", "two.toml"))
     slow = SHEET.replace("[sheet]", "[slow]").replace("= 989e12", "= 200e12")
     slow = slow.replace("3350e9", "800e9").replace("80 GiB", "32 GiB")
-    nodes = "".join(f'[[node]]\ndevice = "{one}"\nranks = 1\n' for one in ("slow", "sheet"))
+    nodes = "".join(f'[[node]]\ndevice = "{device}"\nranks = 1\n' for device in ("slow", "sheet"))
     on.write_text(nodes + SHEET + slow)
-    words = (model, "--on", on, "--dtype", "none", "--pin", "pp=1", "--pin", "tp=1", "-o", best)
-    found = tuned(*words)
-    few, many = map(int, re.findall(r"rows=\[(\d+), (\d+)\]", found["schedule"])[0])
-    assert found["ranks"] == 2 and few < many
-    assert "on 1 slow of 32 GiB, 1 sheet of 80 GiB" in found["schedule"]
-    ran = CliRunner().invoke(app, ["verify", str(best), "--model", str(model)])
-    assert ran.exit_code == 0, ran.output
+    arguments = (model, "--on", on, "--dtype", "none", "--pin", "pp=1", "--pin", "tp=1", "-o", best)
+    report = tune(*arguments)
+    few, many = map(int, re.findall(r"rows=\[(\d+), (\d+)\]", report["schedule"])[0])
+    assert report["ranks"] == 2 and few < many
+    assert "on 1 slow of 32 GiB, 1 sheet of 80 GiB" in report["schedule"]
+    result = CliRunner().invoke(app, ["verify", str(best), "--model", str(model)])
+    assert result.exit_code == 0, result.output
     text = best.read_text().replace("mesh(dp=2)", 'mesh(dp=2) on "two.toml"')
     best.write_text(text)
-    (again,) = tuned(best, "--model", model)["fit"]
-    assert again["time"]["seconds"] == pytest.approx(found["seconds"])
+    (planned,) = tune(best, "--model", model)["fit"]
+    assert planned["time"]["seconds"] == pytest.approx(report["seconds"])
     best.write_text(text.replace(f"[{few}, {many}]", "[1, 1]"))
-    (even,) = tuned(best, "--model", model)["fit"]
-    assert even["time"]["seconds"] > again["time"]["seconds"]
-    for more, said in (
+    (even,) = tune(best, "--model", model)["fit"]
+    assert even["time"]["seconds"] > planned["time"]["seconds"]
+    for options, message in (
         (("--memory", "1GiB"), "has unlike nodes"),
         (("--gpus", "3"), "`two` has 2 ranks, not 3"),
     ):
-        ran = CliRunner().invoke(app, ["tune", *map(str, words), *more])
-        assert ran.exit_code == 2 and said in ran.output, ran.output
+        result = CliRunner().invoke(app, ["tune", *map(str, arguments), *options])
+        assert result.exit_code == 2 and message in result.output, result.output
 
 
 def test_a_schedule_binds_a_search(file: Path) -> None:
-    """By its lines of `search`, beside what options say; other rows of it are not read."""
-    model, mine = file.parent / "model.py", file.parent / "mine.sched"
-    mine.write_text(
+    """`search` lines of a schedule limit the search like options; its other rows are ignored."""
+    model, own_schedule = file.parent / "model.py", file.parent / "mine.sched"
+    own_schedule.write_text(
         "schedule 1\n\nsearch forbid pp = 2\nsearch pin zero = 1\n\nmesh(dp=2) on h100x2\n"
     )
-    found = tuned(mine, "--model", model, "--dtype", "none")
-    assert found["best"]["setting"]["pp"] == 1 and found["best"]["setting"]["zero"] == 1
-    assert found["ranks"] == 2
-    tuned(mine, "--model", model, "--dtype", "none", "--pin", "dp=1", "--pin", "tp=1", code=1)
+    report = tune(own_schedule, "--model", model, "--dtype", "none")
+    assert report["best"]["setting"]["pp"] == 1 and report["best"]["setting"]["zero"] == 1
+    assert report["ranks"] == 2
+    tune(
+        own_schedule, "--model", model, "--dtype", "none", "--pin", "dp=1", "--pin", "tp=1", code=1
+    )
 
 
 def test_the_choice_of_guides_is_found(file: Path) -> None:
-    """A model that fits is replicated; where its state does not fit, parameters are sliced.
+    """A model that fits is replicated; where its state does not fit, ZeRO is used.
 
-    By a data sheet alone, as guides count: of a model so small starts of operators decide.
+    The cluster has no start times, which would dominate for so small a model.
     """
     model, sheet = file.parent / "model.py", file.parent / "sheet.toml"
     sheet.write_text(SHEET)
     model.write_text(MODEL.replace("torch.randn(16, 16", "torch.randn(4096, 16"))
-    words = ("--on", sheet, "--pin", "rows=2048")
-    every = searched(model, *words, "--pin", "zero=0")
+    arguments = ("--on", sheet, "--pin", "rows=2048")
+    every = search_model(model, *arguments, "--pin", "zero=0")
     assert every["best"]["setting"]["dp"] == 2
-    fewer = searched(model, *words, "--memory", f"{every['peak'] - 1}B")
+    fewer = search_model(model, *arguments, "--memory", f"{every['peak'] - 1}B")
     assert fewer["peak"] < every["peak"] and fewer["best"]["setting"]["zero"] > 0
 
 
 def test_nothing_fits(file: Path) -> None:
-    """The end is 1, nothing is written, and what needs least is told."""
+    """If nothing fits the exit is 1, nothing is written, and the smallest setting is reported."""
     best = file.parent / "best.sched"
-    found = searched(file.parent / "model.py", "--memory", "1KiB", "-o", best, code=1)
-    assert found["best"] is None and not best.exists()
-    (one,) = found["rejected"]
-    assert one["kind"] == "what needs least"
-    assert re.fullmatch(r"needs at least .* of 1 KiB: dp = 2,.* zero = 3.*", one["reason"])
+    report = search_model(file.parent / "model.py", "--memory", "1KiB", "-o", best, code=1)
+    assert report["best"] is None and not best.exists()
+    (rejected,) = report["rejected"]
+    assert rejected["kind"] == "what needs least"
+    assert re.fullmatch(r"needs at least .* of 1 KiB: dp = 2,.* zero = 3.*", rejected["reason"])
 
 
 def test_a_model_without_ways_says_why(file: Path) -> None:
-    """What is wrong with the model is refused, as anywhere; it is not that nothing fits."""
+    """A wrong model file is refused as elsewhere, not reported as too large."""
     model = file.parent / "model.py"
     model.write_text(MODEL.partition("def loss")[0])
-    ran = CliRunner().invoke(app, ["tune", str(model), "--gpus", "2", "--on", "h100"])
-    assert ran.exit_code == 2 and "S615" in ran.output, ran.output
+    result = CliRunner().invoke(app, ["tune", str(model), "--gpus", "2", "--on", "h100"])
+    assert result.exit_code == 2 and "S615" in result.output, result.output
 
 
 def test_a_planner_is_asked_by_name(file: Path) -> None:
-    """Its setting is written with whose it is, what its model says, and how far from the best."""
+    """`--planner` writes that planner's setting with its paper and estimate, and the best."""
     model, best = file.parent / "model.py", file.parent / "best.sched"
-    found = searched(model, "--planner", "pipedream", "--pin", "pp=2", "-o", best)
-    assert found["best"]["setting"]["pp"] == 2 and best.read_text() == found["schedule"]
-    assert "# Planner pipedream: PipeDream (" in found["schedule"]
-    assert "for a microbatch in the slowest stage" in found["by"][1]
-    assert found["rejected"][0]["kind"] == "the best of the whole search"
-    none = searched(model, "--planner", "ptd-p", "--memory", "1KiB", code=1)
+    report = search_model(model, "--planner", "pipedream", "--pin", "pp=2", "-o", best)
+    assert report["best"]["setting"]["pp"] == 2 and best.read_text() == report["schedule"]
+    assert "# Planner pipedream: PipeDream (" in report["schedule"]
+    assert "for a microbatch in the slowest stage" in report["by"][1]
+    assert report["rejected"][0]["kind"] == "the best of the whole search"
+    none = search_model(model, "--planner", "ptd-p", "--memory", "1KiB", code=1)
     assert none["best"] is None and "nothing fits" in none["rejected"][0]["reason"]
-    ran = CliRunner().invoke(app, ["tune", str(model), "--planner", "list"])
-    assert ran.exit_code == 0 and "Alpa (Zheng" in ran.output and "leaves out" in ran.output
+    result = CliRunner().invoke(app, ["tune", str(model), "--planner", "list"])
+    assert (
+        result.exit_code == 0 and "Alpa (Zheng" in result.output and "leaves out" in result.output
+    )
 
 
 def test_a_schedule_searches_as_the_verb_does(file: Path) -> None:
-    """In Python: the same schedule, which is then this one's; where nothing fits it stays."""
+    """`Schedule.search` gives the same rows as `tune`; if nothing fits it is unchanged."""
     model = load_model_file(str(file.parent / "model.py"), None)
     sch = create_schedule(model.model())
-    asked = dict(loss=model.loss, dtype="", pin={"pp": 2})
-    made = sch.search(model.batch(0), "h100", 2, **asked)
-    verb = searched(file.parent / "model.py", "--pin", "pp=2")
+    options = dict(loss=model.loss, dtype="", pin={"pp": 2})
+    result = sch.search(model.batch(0), "h100", 2, **options)
+    verb = search_model(file.parent / "model.py", "--pin", "pp=2")
     rows = [line for line in verb["schedule"].splitlines() if not line.startswith("#")]
-    assert made.best is not None and made.best.setting.pp == 2
+    assert result.best is not None and result.best.setting.pp == 2
     assert [line for line in str(sch).splitlines() if line] == [line for line in rows if line]
     tiny = replace(CLUSTERS["h100"], memory=1024)
-    before = str(sch)
-    assert sch.search(model.batch(0), tiny, 2, **asked).best is None and str(sch) == before
-    for on, ranks, said in (("abacus", 2, "unknown cluster"), ("h100", None, "is missing")):
-        with pytest.raises(Refusal, match=said):
+    old_text = str(sch)
+    assert sch.search(model.batch(0), tiny, 2, **options).best is None and str(sch) == old_text
+    for on, ranks, message in (("abacus", 2, "unknown cluster"), ("h100", None, "is missing")):
+        with pytest.raises(Refusal, match=message):
             sch.search(model.batch(0), on, ranks)
     with pytest.raises(Refusal, match="open step"), sch.step("one"):
         sch.search(model.batch(0), "h100x2")
@@ -353,10 +371,10 @@ def test_a_schedule_searches_as_the_verb_does(file: Path) -> None:
     ],
 )
 def test_wrong_words_of_a_search(file: Path, words: tuple[str, ...], said: str) -> None:
-    """Refused with what would be legal, before anything is searched."""
+    """Wrong options are refused with valid values, before any search."""
     model = str(file.parent / "model.py")
-    ran = CliRunner().invoke(app, ["tune", model, "--gpus", "2", "--on", "h100", *words])
-    assert ran.exit_code == 2 and said in ran.output, ran.output
+    result = CliRunner().invoke(app, ["tune", model, "--gpus", "2", "--on", "h100", *words])
+    assert result.exit_code == 2 and said in result.output, result.output
 
 
 @pytest.mark.parametrize(
@@ -372,13 +390,13 @@ def test_wrong_words_of_a_search(file: Path, words: tuple[str, ...], said: str) 
     ],
 )
 def test_what_is_missing_is_said(file: Path, words: tuple[str, ...], said: str) -> None:
-    """Before any model is made."""
-    ran = CliRunner().invoke(app, ["tune", str(file), *words])
-    assert ran.exit_code == 2
-    assert said in ran.output
+    """Missing options are refused before any model is built."""
+    result = CliRunner().invoke(app, ["tune", str(file), *words])
+    assert result.exit_code == 2
+    assert said in result.output
 
 
-BEGUN = """schedule 1 for Net
+SCHEDULE_BEGUN = """schedule 1 for Net
 
 mesh(dp=1, tp=2) on a100x2
 
@@ -390,31 +408,38 @@ step "all" {
 
 
 def test_every_operator_is_laid_out_and_rows_of_a_schedule_stay(tmp_path: Path) -> None:
-    """A row is completed where it stands; a model alone gets a schedule that `check` takes."""
+    """`--layouts` completes rows in place; for a model file it writes a valid schedule."""
     model, file, out = (tmp_path / name for name in ("model.py", "begun.sched", "done.sched"))
     model.write_text(MODEL)
-    file.write_text(BEGUN)
-    asked = ["tune", str(file), "--layouts", "--model", str(model)]
-    done = CliRunner().invoke(app, [*asked, "-o", str(out)])
-    assert done.exit_code == 0, done.output
+    file.write_text(SCHEDULE_BEGUN)
+    command = ["tune", str(file), "--layouts", "--model", str(model)]
+    written = CliRunner().invoke(app, [*command, "-o", str(out)])
+    assert written.exit_code == 0, written.output
     row = "  blocks.*.down  shard(row, over=tp)\n"
-    assert out.read_text().replace("blocks.*.up    ", "blocks.*.up  ") == BEGUN.replace(
+    assert out.read_text().replace("blocks.*.up    ", "blocks.*.up  ") == SCHEDULE_BEGUN.replace(
         "  blocks.*.up", f"{row}  blocks.*.up"
     )
-    alone = ["tune", str(model), "--layouts", "--gpus", "2", "--on", "a100", "--json"]
-    told = json.loads(CliRunner().invoke(app, alone).stdout)
-    assert told["seconds"] > 0 and told["init"] > 0 and told["mesh"] == {"inner": 2}
-    assert "cast(bf16, params=true)" in told["schedule"]
-    walk = json.loads(CliRunner().invoke(app, [*alone, "--planner", "flexflow"]).stdout)
-    assert (walk["schedule"], walk["solved"]) == (told["schedule"], told["solved"])
-    united = ["tune", str(model), "--planner", "unity", *alone[3:], "--dtype", "none"]
-    other = json.loads(CliRunner().invoke(app, united).stdout)
-    assert "cast" not in other["schedule"] and other["seconds"] > 0
-    out.write_text(told["schedule"])
+    json_command = ["tune", str(model), "--layouts", "--gpus", "2", "--on", "a100", "--json"]
+    report = json.loads(CliRunner().invoke(app, json_command).stdout)
+    assert report["seconds"] > 0 and report["init"] > 0 and report["mesh"] == {"inner": 2}
+    assert "cast(bf16, params=true)" in report["schedule"]
+    walk_report = json.loads(
+        CliRunner().invoke(app, [*json_command, "--planner", "flexflow"]).stdout
+    )
+    assert (walk_report["schedule"], walk_report["solved"]) == (
+        report["schedule"],
+        report["solved"],
+    )
+    unity_command = ["tune", str(model), "--planner", "unity", *json_command[3:], "--dtype", "none"]
+    unity_report = json.loads(CliRunner().invoke(app, unity_command).stdout)
+    assert "cast" not in unity_report["schedule"] and unity_report["seconds"] > 0
+    out.write_text(report["schedule"])
     assert CliRunner().invoke(app, ["check", str(out), "--model", str(model)]).exit_code == 0
-    file.write_text(BEGUN.replace("blocks.*.up  shard(col", "blocks.*.down  shard(row, input=R"))
-    refused = CliRunner().invoke(app, asked)
+    file.write_text(
+        SCHEDULE_BEGUN.replace("blocks.*.up  shard(col", "blocks.*.down  shard(row, input=R")
+    )
+    refused = CliRunner().invoke(app, command)
     assert refused.exit_code == 1 and "nothing that is legal fits\nrefused " in refused.stdout
-    for more in (["--pin", "tp=2"], ["--dtype", "fp16"], ["--planner", "piper"]):
-        bad = CliRunner().invoke(app, [*asked, *more])
-        assert bad.exit_code == 2 and "S109" in bad.output
+    for options in (["--pin", "tp=2"], ["--dtype", "fp16"], ["--planner", "piper"]):
+        result = CliRunner().invoke(app, [*command, *options])
+        assert result.exit_code == 2 and "S109" in result.output

@@ -1,4 +1,4 @@
-"""What a plan costs: bytes against a hand count, all figures against ranks that really run."""
+"""Costs of a plan: bytes against a manual count, all figures against ranks that really run."""
 
 from __future__ import annotations
 
@@ -49,22 +49,24 @@ SCHEDULES = {
 }
 
 
-def planned(text: str, **mesh: int) -> Plan:
+def make_plan(text: str, **mesh: int) -> Plan:
     return Schedule(gpt2(), parse(Source("x.sched", text)), Settings(mesh=mesh)).plan()
 
 
-def observed(rank: int, text: str) -> tuple[dict[Any, int], dict[str, int], list[int], int | None]:
-    """What one step of the built program really sends and holds on this rank."""
+def observe_rank(
+    rank: int, text: str
+) -> tuple[dict[Any, int], dict[str, int], list[int], int | None]:
+    """Run one step on this rank; returns collectives, calls, held bytes and stage."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from schedlang.passes.lower.build import build
     from schedlang.runtime.comm.collectives import listen_to_collectives
 
-    plan = planned(text)
+    plan = make_plan(text)
     program = build(plan, tokens(rows=16), optimizer=lambda n: torch.optim.AdamW(n, lr=1e-3))
     program.train_step(tokens(rows=16))
-    heard: Counter[Any] = Counter()
+    collectives: Counter[Any] = Counter()
     called: Counter[str] = Counter()
 
     class Calls(TorchDispatchMode):
@@ -76,25 +78,29 @@ def observed(rank: int, text: str) -> tuple[dict[Any, int], dict[str, int], list
             return func(*args, **(kwargs or {}))
 
     def listen(kind: str, group: Any, size: int) -> None:
-        heard[(kind, group.axes, size)] += 1
+        collectives[(kind, group.axes, size)] += 1
 
     with listen_to_collectives(listen), Calls():
         program.train_step(tokens(rows=16))
-    held = program.assembly.parameters.values()
+    parameters = program.assembly.parameters.values()
     state = program.optimizer.state.values() if program.optimizer else ()
-    moments = [v for one in state for name, v in one.items() if name != "step"]
-    sizes = [_bytes(held), _bytes(p.grad for p in held if p.grad is not None), _bytes(moments)]
+    moments = [v for slot_values in state for name, v in slot_values.items() if name != "step"]
+    sizes = [
+        _total_bytes(parameters),
+        _total_bytes(p.grad for p in parameters if p.grad is not None),
+        _total_bytes(moments),
+    ]
     axis = program.assembly.stage_axis
-    place = plan.mesh.index(rank, axis) if axis is not None else None
-    return dict(heard), dict(called), sizes, place
+    stage = plan.mesh.index(rank, axis) if axis is not None else None
+    return dict(collectives), dict(called), sizes, stage
 
 
-def _bytes(tensors: Any) -> int:
+def _total_bytes(tensors: Any) -> int:
     local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
     return sum(t.numel() * t.element_size() for t in local)
 
 
-OWN = ("parameters", "grads", "loss and gradient norm")  # sent by torch itself, or by the program
+OWN_MESSAGES = ("parameters", "grads", "loss and gradient norm")  # sent by torch or by the program
 CALLS = {
     "all-reduce": "allreduce_",
     "all-gather": "_allgather_base_",
@@ -103,60 +109,71 @@ CALLS = {
 }
 
 
-def _largest(plan: Plan, rank: int) -> bool:
-    """Does the rank hold the first slices, which are the largest, or none?"""
-    axes = tuple(axis for one in plan.replicas if one.stage for axis in one.axes)
+def _has_largest_slices(plan: Plan, rank: int) -> bool:
+    """Return whether the rank holds the first slices, which are the largest, or full parameters."""
+    axes = tuple(
+        axis
+        for replica_group in plan.replicas
+        if replica_group.stage
+        for axis in replica_group.axes
+    )
     return not axes or len(plan.replicas) == 1 or plan.mesh.index(rank, axes) == 0
 
 
-def _kinds(heard: Mapping[Any, int]) -> Counter[Any]:
-    found: Counter[Any] = Counter()
-    for (kind, axes, _), count in heard.items():
-        found[kind, axes] += count
-    return found
+def _count_kinds(collectives: Mapping[Any, int]) -> Counter[Any]:
+    counts: Counter[Any] = Counter()
+    for (kind, axes, _), count in collectives.items():
+        counts[kind, axes] += count
+    return counts
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_as_ranks_really_do(name: str) -> None:
-    """Bytes held, and collectives by kind, axes and bytes, equal those of a step on real ranks."""
+    """Held bytes, and collectives by kind, axes and bytes, equal those of real ranks."""
     text = SCHEDULES[name]
-    plan = planned(text)
-    told = account(plan, tokens(rows=16))
-    for rank, (heard, called, held, place) in enumerate(run_ranks(plan.mesh.world, observed, text)):
-        mine = told.collectives_at(place)
+    plan = make_plan(text)
+    costs = account(plan, tokens(rows=16))
+    for rank, (collectives, called, held_bytes, stage) in enumerate(
+        run_ranks(plan.mesh.world, observe_rank, text)
+    ):
+        planned_collectives = costs.collectives_at(stage)
         expected: Counter[Any] = Counter()
-        for one in mine:
-            if one.kind != "send" and (one.what not in OWN or one.phase == "step" and one.fqn):
-                expected[(one.kind, one.axes, one.bytes)] += one.count
-        if _largest(plan, rank):
-            assert dict(expected) == heard, (rank, name)
-        else:  # its slices are smaller where they are uneven; bytes are those of the largest
-            assert _kinds(expected) == _kinds(heard), (rank, name)
-            assert sum(k[2] * n for k, n in heard.items()) <= sum(
+        for collective in planned_collectives:
+            if collective.kind != "send" and (
+                collective.what not in OWN_MESSAGES or collective.phase == "step" and collective.fqn
+            ):
+                expected[(collective.kind, collective.axes, collective.bytes)] += collective.count
+        if _has_largest_slices(plan, rank):
+            assert dict(expected) == collectives, (rank, name)
+        else:  # uneven slices are smaller here; the plan counts the largest
+            assert _count_kinds(expected) == _count_kinds(collectives), (rank, name)
+            assert sum(k[2] * n for k, n in collectives.items()) <= sum(
                 k[2] * n for k, n in expected.items()
             )
         counts: Counter[str] = Counter()
-        for one in mine:
-            counts[CALLS[one.kind]] += one.count
+        for collective in planned_collectives:
+            counts[CALLS[collective.kind]] += collective.count
         assert dict(counts) == {k: v for k, v in called.items() if k != "recv_"}, (rank, name)
-        assert held in [[c.parameters, c.gradients, c.optimizer] for c in _classes(told, place)]
+        assert held_bytes in [
+            [c.parameters, c.gradients, c.optimizer] for c in _classes_at(costs, stage)
+        ]
 
 
-def _classes(told: Account, place: int | None) -> list[Any]:
-    return [one for one in told.classes or () if one.place == place]
+def _classes_at(costs: Account, stage: int | None) -> list[Any]:
+    return [rank_class for rank_class in costs.classes or () if rank_class.place == stage]
 
 
 def test_bytes_by_hand() -> None:
-    """One block of GPT-2 on two tensor ranks, float64: every number counted by hand."""
-    told = account(planned(SCHEDULES["tensor and recompute"]), tokens(rows=2))
-    (one,) = told.classes or ()
+    """GPT-2 on two tensor-parallel ranks in float64: every number counted by hand."""
+    costs = account(make_plan(SCHEDULES["tensor and recompute"]), tokens(rows=2))
+    (rank_class,) = costs.classes or ()
     width = 16
     block = 3 * width * (width + 1) // 2 + width * width // 2 + width  # c_attn, c_proj
     block += 4 * width * (width + 1) // 2 + 4 * width * width // 2 + width  # the feed-forward
     block += 4 * width  # two norms
     elements = 64 * width // 2 + 16 * width + 4 * block + 2 * width  # 61 words padded to 64
-    assert (one.ranks, one.elements) == (2, elements)
-    assert (one.parameters, one.gradients, one.optimizer) == (
+    assert (rank_class.ranks, rank_class.elements) == (2, elements)
+    assert (rank_class.parameters, rank_class.gradients, rank_class.optimizer) == (
         8 * elements,
         8 * elements,
         16 * elements,
@@ -164,57 +181,64 @@ def test_bytes_by_hand() -> None:
 
 
 def test_uneven_slices_are_classes() -> None:
-    """Ranks with fewer rows of a sliced parameter are another kind; together they hold all."""
-    told = account(planned(MESH.format("dp=3", "  zero(stage=1, over=dp)\n")), tokens(rows=6))
-    classes = told.classes or ()
-    assert len(classes) > 1 and sum(one.ranks for one in classes) == 3
-    whole = sum(
-        fact.numel for fact in planned(MESH.format("dp=1", "")).model.unique_parameters.values()
+    """Ranks with fewer rows of a sliced parameter are a separate class; together they hold all."""
+    costs = account(make_plan(MESH.format("dp=3", "  zero(stage=1, over=dp)\n")), tokens(rows=6))
+    classes = costs.classes or ()
+    assert len(classes) > 1 and sum(rank_class.ranks for rank_class in classes) == 3
+    total = sum(
+        parameter.numel
+        for parameter in make_plan(MESH.format("dp=1", "")).model.unique_parameters.values()
     )
-    assert sum(one.ranks * one.elements for one in classes) == whole
+    assert sum(rank_class.ranks * rank_class.elements for rank_class in classes) == total
 
 
 def test_without_a_batch() -> None:
-    """Without a batch collectives, and what stages hold, are said to be not counted."""
-    told = account(planned(SCHEDULES["tensor and recompute"]))
-    assert told.classes and told.collectives is None
-    assert any("not counted" in note for note in told.notes)
-    told = account(planned(SCHEDULES["pipeline, ZeRO 1"]))
-    assert told.classes is None and told.collectives is None
-    assert any("not known" in note for note in told.notes)
+    """Without a batch, collectives and memory of stages are reported as not counted."""
+    costs = account(make_plan(SCHEDULES["tensor and recompute"]))
+    assert costs.classes and costs.collectives is None
+    assert any("not counted" in note for note in costs.notes)
+    costs = account(make_plan(SCHEDULES["pipeline, ZeRO 1"]))
+    assert costs.classes is None and costs.collectives is None
+    assert any("not known" in note for note in costs.notes)
 
 
 def test_cost_does_not_grow_with_ranks() -> None:
-    """A mesh of thousands of ranks has as many kinds of ranks as its stages and slices make."""
+    """The number of classes depends on stages and slices, not on the number of ranks."""
     rows = "  zero(stage=1, over=dp)\n  zero(stage=0, over=r)\n"
-    plan = planned(MESH.format("r=1024, dp=2, tp=2", TENSOR + rows))
+    plan = make_plan(MESH.format("r=1024, dp=2, tp=2", TENSOR + rows))
     assert plan.mesh.world == 4096
-    told = account(plan)
-    assert sum(one.ranks for one in told.classes or ()) == 4096 and len(told.classes or ()) <= 2
+    costs = account(plan)
+    assert (
+        sum(rank_class.ranks for rank_class in costs.classes or ()) == 4096
+        and len(costs.classes or ()) <= 2
+    )
 
 
 def test_slices_of_two_axes_are_those_of_each_rank() -> None:
-    """Runs of equal slices are counted as ranks one by one: how many hold what, and the first."""
+    """Classes of equal slices agree with a count rank by rank, including the first rank of each."""
     rows = TENSOR + "  zero(stage=1, over=(a, dp))\n"
-    plan = planned(MESH.format("a=2, dp=7, tp=2", rows))
+    plan = make_plan(MESH.format("a=2, dp=7, tp=2", rows))
     holdings = holdings_of(plan, stages_of(plan, Traced(), {}, None)).values()
-    each = [
-        sum(math.prod(one.local_shape(plan.mesh, rank)) for one in holdings)
+    elements_by_rank = [
+        sum(math.prod(entry.local_shape(plan.mesh, rank)) for entry in holdings)
         for rank in range(plan.mesh.world)
     ]
     counted: Counter[int] = Counter()
-    for one in account(plan).classes or ():
-        counted[one.elements] += one.ranks
-        assert each[one.first] == one.elements and one.elements not in each[: one.first]
-    assert counted == Counter(each) and len(counted) > 1
+    for entry in account(plan).classes or ():
+        counted[entry.elements] += entry.ranks
+        assert (
+            elements_by_rank[entry.first] == entry.elements
+            and entry.elements not in elements_by_rank[: entry.first]
+        )
+    assert counted == Counter(elements_by_rank) and len(counted) > 1
 
 
 def test_what_a_plan_asks_does_not_grow_with_ranks() -> None:
-    """With a batch, too: of 1,024 slices fewer places are looked up than there are slices."""
+    """With a batch, too: fewer coordinates are looked up than there are ranks."""
 
     def asked(ranks: int) -> int:
         rows = TENSOR + "  zero(stage=1, over=dp)\n"
-        plan = planned(MESH.format(f"dp={ranks}, tp=2", rows))
+        plan = make_plan(MESH.format(f"dp={ranks}, tp=2", rows))
         with patch.object(
             Mesh, "coordinates", autospec=True, side_effect=Mesh.coordinates
         ) as calls:
@@ -225,8 +249,12 @@ def test_what_a_plan_asks_does_not_grow_with_ranks() -> None:
 
 
 def test_rows_are_named() -> None:
-    """Every collective inside a microbatch carries the row of the module that asks for it."""
-    plan = planned(SCHEDULES["tensor and recompute"])
-    asked = [one for one in account(plan, tokens(rows=2)).collectives or () if one.fqn]
-    assert asked and not [one for one in asked if one.row is None]
-    assert all(one.fqn in plan.actions[one.row].sites for one in asked)
+    """Every collective inside a microbatch names the row of the module that needs it."""
+    plan = make_plan(SCHEDULES["tensor and recompute"])
+    collectives = [
+        collective
+        for collective in account(plan, tokens(rows=2)).collectives or ()
+        if collective.fqn
+    ]
+    assert collectives and not [collective for collective in collectives if collective.row is None]
+    assert all(collective.fqn in plan.actions[collective.row].sites for collective in collectives)

@@ -1,4 +1,4 @@
-"""Tests of compare: equal passes, and whatever differs does not."""
+"""Comparison of two observations: equal ones pass, every kind of difference fails."""
 
 import copy
 import math
@@ -54,14 +54,14 @@ BATCHES = tuple(_batch(seed) for seed in (2, 3, 4))
 
 
 class Accumulated(Sequential):
-    """The same training by one sample at a time: another order of the same sums."""
+    """The same training with one sample at a time: another order of the same sums."""
 
     fault = ""
 
     def forward_backward(self, batch: Any, samples: Any) -> torch.Tensor:
         counts = [int((row != -100).sum()) for row in batch["labels"]]
         parts, losses, outputs = {}, [], []
-        before = self.module.count.clone()
+        old_count = self.module.count.clone()
         for i, n in enumerate(counts):
             part = {k: v[i : i + 1] for k, v in batch.items()}
             losses.append(super().forward_backward(part, [samples[i]]) * n / sum(counts))
@@ -72,13 +72,13 @@ class Accumulated(Sequential):
         for name, parameter in self._parameters:
             parameter.grad = parts.get(name)
         with torch.no_grad():
-            self.module.count.copy_(before + len(counts))
+            self.module.count.copy_(old_count + len(counts))
         self.output = stack_outputs(outputs, [1] * len(counts), counts)
         self.spoil()
         return sum(losses)
 
     def spoil(self) -> None:
-        """Do what `fault` says to the gradients."""
+        """Apply `fault` to the gradients."""
         params = dict(self._parameters)
         if self.fault == "missing":
             params["mid.bias"].grad = None
@@ -98,9 +98,9 @@ def _observe(kind: type[Sequential], fault: str = "", seed: int = 0) -> Observat
     model = Net()
 
     def make(condition: Any) -> Sequential:
-        subject = kind(as_float64(model), condition.optimizer, clip=condition.clip)
-        subject.fault = fault
-        return subject
+        trainer = kind(as_float64(model), condition.optimizer, clip=condition.clip)
+        trainer.fault = fault
+        return trainer
 
     with enter_modes(Float64()), enter_modes(LogicalDropout(seed)):
         return observe(make, standard_conditions(BATCHES, 1.0))
@@ -108,12 +108,12 @@ def _observe(kind: type[Sequential], fault: str = "", seed: int = 0) -> Observat
 
 @pytest.fixture(scope="module")
 def expected() -> Observation:
-    """What the original does."""
+    """Return the observation of the original."""
     return _observe(Sequential)
 
 
 def test_another_order_of_sums_is_equal(expected: Observation) -> None:
-    """Dropout on, ragged labels, clipping: one sample at a time passes, far below the gate."""
+    """With dropout, ragged labels and clipping, one sample at a time passes far below the gate."""
     report = Report(compare(expected, _observe(Accumulated)))
     assert report.ok, str(report)
     assert report.worst.error < 1e-12
@@ -123,9 +123,9 @@ def test_another_order_of_sums_is_equal(expected: Observation) -> None:
 
 
 def test_exact_means_the_last_bit(expected: Observation) -> None:
-    """The same run is exactly equal; another order of sums is not."""
-    again = copy.deepcopy(expected)
-    assert Report(compare(expected, again, exact=True)).ok
+    """The same run is bitwise equal; another order of sums is not."""
+    copied = copy.deepcopy(expected)
+    assert Report(compare(expected, copied, exact=True)).ok
     assert not Report(compare(expected, _observe(Accumulated), exact=True)).ok
 
 
@@ -142,7 +142,7 @@ def test_exact_means_the_last_bit(expected: Observation) -> None:
 def test_wrong_gradients_are_found_where_they_arise(
     expected: Observation, fault: str, kind: str, name: str | None
 ) -> None:
-    """The first difference is the spoiled gradient, not its consequences."""
+    """The first difference is the changed gradient, not its consequences."""
     report = Report(compare(expected, _observe(Accumulated, fault)))
     assert report.exit_code == 1
     assert report.first.kind == kind and report.first.step == 0
@@ -150,68 +150,73 @@ def test_wrong_gradients_are_found_where_they_arise(
 
 
 def test_other_dropout_masks_are_found(expected: Observation) -> None:
-    """Another seed of dropout differs in training, while outputs in eval mode agree."""
+    """Another dropout seed differs in training, while outputs in eval mode agree."""
     report = Report(compare(expected, _observe(Sequential, seed=1)))
     assert report.first.kind == "training outputs"
 
 
-def _changed(seen: Observation, key: Key, value: Any) -> Observation:
-    return replace(copy.deepcopy(seen), tensors={**copy.deepcopy(seen.tensors), key: value})
+def _with_value(observation: Observation, key: Key, value: Any) -> Observation:
+    return replace(
+        copy.deepcopy(observation), tensors={**copy.deepcopy(observation.tensors), key: value}
+    )
 
 
 def test_each_kind_of_tensor_is_compared(expected: Observation) -> None:
-    """A relative change of 1e-8 in any one tensor, or its absence, fails, and names that tensor."""
+    """A relative change of 1e-8 in any tensor, or its absence, fails and names that tensor."""
     for key, value in expected.tensors.items():
         if value is None or not value.any():
             continue
-        wrong = value * (1 + 1e-8) if value.is_floating_point() else value + 1
-        for spoiled in (wrong, None):
-            first = Report(compare(expected, _changed(expected, key, spoiled))).first
-            assert first is not None and (first.kind, first.name) == (key.kind, key.name)
+        changed = value * (1 + 1e-8) if value.is_floating_point() else value + 1
+        for spoiled in (changed, None):
+            first_failure = Report(compare(expected, _with_value(expected, key, spoiled))).first
+            assert first_failure is not None and (first_failure.kind, first_failure.name) == (
+                key.kind,
+                key.name,
+            )
 
 
 def test_no_gradient_may_be_told_by_none_or_by_silence(expected: Observation) -> None:
-    """An unused parameter without a gradient is equal to one that is not named at all."""
-    kept = {k: v for k, v in copy.deepcopy(expected.tensors).items() if v is not None}
-    assert len(kept) < len(expected.tensors)
-    assert Report(compare(expected, replace(expected, tensors=kept))).ok
+    """An unused parameter may have no gradient or no entry: both are equal."""
+    present = {k: v for k, v in copy.deepcopy(expected.tensors).items() if v is not None}
+    assert len(present) < len(expected.tensors)
+    assert Report(compare(expected, replace(expected, tensors=present))).ok
 
 
 def test_sets_ties_and_replicas_are_compared(expected: Observation) -> None:
-    """A lost key, a broken tie, and copies that differ fail, each under its name."""
+    """A lost key, a broken tie and different replicas fail, each under its name."""
     key = Key("SGD", "trainable set", 0, "")
-    less = replace(expected, tensors=copy.deepcopy(expected.tensors), sets={**expected.sets})
-    less.sets[key] = less.sets[key] - {"mid.bias"}
-    assert Report(compare(expected, less)).first.note == "lost: mid.bias"
+    reduced = replace(expected, tensors=copy.deepcopy(expected.tensors), sets={**expected.sets})
+    reduced.sets[key] = reduced.sets[key] - {"mid.bias"}
+    assert Report(compare(expected, reduced)).first.note == "lost: mid.bias"
     head = Key("SGD", "other state", 2, "head.weight")
     assert head in expected.tensors
-    loose = _changed(expected, head, expected.tensors[head] * (1 + 1e-15) + 1e-15)
-    assert Report(compare(expected, loose)).first.kind == "tied weights"
+    untied = _with_value(expected, head, expected.tensors[head] * (1 + 1e-15) + 1e-15)
+    assert Report(compare(expected, untied)).first.kind == "tied weights"
     key = Key("SGD", "replicas", 0, "mid.weight")
-    apart = replace(copy.deepcopy(expected), replicas={key: 1e-8})
-    assert Report(compare(expected, apart)).first.kind == "replicas"
+    different = replace(copy.deepcopy(expected), replicas={key: 1e-8})
+    assert Report(compare(expected, different)).first.kind == "replicas"
     nan = replace(copy.deepcopy(expected), replicas={key: math.nan})
     assert not Report(compare(expected, nan)).ok
 
 
 def test_nothing_is_compared_with_itself(expected: Observation) -> None:
-    """Two observations that share memory prove nothing, and that is our own mistake."""
+    """Comparing observations that share memory is an internal error."""
     with pytest.raises(AssertionError):
         compare(expected, expected)
 
 
 def test_infinite_scores_may_agree_and_nan_never() -> None:
-    """Minus infinity on both sides is equal, NaN on both sides is not, but for masked outputs."""
+    """Minus infinity on both sides is equal; NaN on both sides is not, except in masked outputs."""
     for kind in ("outputs", "training outputs", "loss", "gradients", "parameters", "other state"):
         key = Key("", kind, 0, "x")
         masked = "outputs" in kind
-        for one, other, ok in (
+        for first, second, ok in (
             (1.0, -math.inf, True),
             (1.0, math.nan, masked),
             (math.nan, math.nan, False),
         ):
-            sides = [Observation({key: torch.tensor([one, other]).double()}) for _ in range(2)]
-            assert Report(compare(*sides)).ok == ok, (kind, one, other)
+            sides = [Observation({key: torch.tensor([first, second]).double()}) for _ in range(2)]
+            assert Report(compare(*sides)).ok == ok, (kind, first, second)
     key = Key("", "outputs", 0, "x")
     sides = [Observation({key: torch.tensor([1.0, s * math.inf]).double()}) for s in (1, -1)]
     assert not Report(compare(*sides)).ok
@@ -219,7 +224,7 @@ def test_infinite_scores_may_agree_and_nan_never() -> None:
 
 @pytest.mark.parametrize("scale", [1e-14, 1e-8])
 def test_zero_but_for_rounding_is_judged_by_its_kind(scale: float) -> None:
-    """A gradient of rounding size has no relative error of its own; a larger one has."""
+    """A gradient as small as rounding errors is judged by the size of its kind."""
     small = Key("", "gradients", 0, "small")
     big = Key("", "gradients", 0, "big")
     sides = [
@@ -231,10 +236,10 @@ def test_zero_but_for_rounding_is_judged_by_its_kind(scale: float) -> None:
 
 @pytest.mark.parametrize("weigh", ["labels", "rows"])
 def test_parts_weighed_by_labels_agree_and_by_rows_do_not(weigh: str) -> None:
-    """The check on the original tells the right weight of a part from a wrong one."""
+    """The check on the original accepts weights by labels and rejects weights by rows."""
     torch.manual_seed(0)
-    subject = Sequential(as_float64(Net()))
-    count = subject.module.count.clone()
+    trainer = Sequential(as_float64(Net()))
+    count = trainer.module.count.clone()
     batch = BATCHES[0]
     parts = [
         BatchPart(select_rows(batch, range(i, j), 4), tuple(range(i, j)))
@@ -244,14 +249,14 @@ def test_parts_weighed_by_labels_agree_and_by_rows_do_not(weigh: str) -> None:
         int((p.inputs["labels"] != -100).sum()) if weigh == "labels" else len(p.rows) for p in parts
     ]
     with enter_modes(Float64()), enter_modes(LogicalDropout(0)):
-        rows = compare_parts(subject, batch, parts, weights)
+        rows = compare_parts(trainer, batch, parts, weights)
     assert all(row.ok for row in rows) == (weigh == "labels")
     assert {row.kind for row in rows} == {"loss of parts", "gradients of parts"}
-    assert torch.equal(subject.module.count, count)
+    assert torch.equal(trainer.module.count, count)
 
 
-class Halves:
-    """Two ranks: each has half the columns of the first layer, half the rows of the second."""
+class HalfRank:
+    """One of two ranks: half the columns of the first layer, half the rows of the second."""
 
     def __init__(self, model: nn.Sequential, condition: Any, reduces: bool) -> None:
         rank = dist.get_rank()
@@ -292,8 +297,8 @@ class Halves:
     def whole(self, values: Any) -> dict[str, torch.Tensor]:
         up, down, bias = values
         return {
-            "0.weight": torch.cat(_gathered(up)),
-            "3.weight": torch.cat(_gathered(down), 1),
+            "0.weight": torch.cat(_gather_all(up)),
+            "3.weight": torch.cat(_gather_all(down), 1),
             "3.bias": bias,
         }
 
@@ -310,24 +315,24 @@ class Halves:
 
     def optimizer_state(self) -> Any:
         states = [self.optimizer.state[p] for _, p in self.named]
-        found: dict[str, Any] = {name: {} for name, _ in self.named}
+        slots: dict[str, Any] = {name: {} for name, _ in self.named}
         for slot in states[0]:
             values = [state[slot] for state in states]
-            pieces = self.whole(values) if values[0].dim() else dict(zip(found, values))
-            for name, value in pieces.items():
-                found[name][slot] = value
-        return found
+            full_values = self.whole(values) if values[0].dim() else dict(zip(slots, values))
+            for name, value in full_values.items():
+                slots[name][slot] = value
+        return slots
 
     def trainable(self) -> list[str]:
         return [name for name, _ in self.named]
 
     def replicas(self) -> dict[str, float]:
-        one, two = _gathered(self.bias.detach())
-        return {"3.bias": float((one - two).norm() / one.norm())}
+        first, second = _gather_all(self.bias.detach())
+        return {"3.bias": float((first - second).norm() / first.norm())}
 
 
 class Summed(torch.autograd.Function):
-    """The sum over ranks, whose gradient is the same on each."""
+    """The sum over ranks, with an identity backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -340,20 +345,20 @@ class Summed(torch.autograd.Function):
         return grad
 
 
-def _gathered(x: torch.Tensor) -> list[torch.Tensor]:
-    pieces = [torch.empty_like(x) for _ in range(2)]
-    dist.all_gather(pieces, x.contiguous())
-    return pieces
+def _gather_all(x: torch.Tensor) -> list[torch.Tensor]:
+    parts = [torch.empty_like(x) for _ in range(2)]
+    dist.all_gather(parts, x.contiguous())
+    return parts
 
 
-def _on_a_rank(model: nn.Sequential, batches: Any, norm: float, reduces: bool) -> Observation:
-    """What a rank does: run the protocol with its slice of the logical dropout mask."""
+def _observe_rank(model: nn.Sequential, batches: Any, norm: float, reduces: bool) -> Observation:
+    """Observe on a rank, with its slice of the logical dropout mask."""
     rank = dist.get_rank()
     window = LogicalWindow((6,), (range(3 * rank, 3 * rank + 3),))
     modes = enter_modes(Float64()), enter_modes(LogicalDropout(5, lambda *_: window))
     with modes[0], modes[1]:
         kinds = standard_conditions(batches, norm)
-        return observe(lambda c: Halves(model, c, reduces), kinds, keep=rank == 0)
+        return observe(lambda c: HalfRank(model, c, reduces), kinds, keep=rank == 0)
 
 
 @pytest.mark.parametrize("reduces", [True, False], ids=["right", "local norm"])
@@ -374,7 +379,7 @@ def test_a_program_on_two_ranks(reduces: bool) -> None:
         norm = Sequential(copy.deepcopy(model), loss=loss).gradient_norm(batches[0])
         expected = observe(make, standard_conditions(batches, norm))
     with Pool() as pool:
-        actual = pool.run(_on_a_rank, 2, model, batches, norm, reduces)[0]
+        actual = pool.run(_observe_rank, 2, model, batches, norm, reduces)[0]
     report = Report(compare(expected, actual))
     if reduces:
         assert report.ok and report.worst.error < 1e-12, str(report)

@@ -1,4 +1,4 @@
-"""To the last bit: exact rows change nothing, sliced state neither, alone or among other rows."""
+"""Bitwise comparison: rows that must be exact are, alone and among rows that round."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from schedlang.runtime import program
 from schedlang.runtime.activation_memory import recompute
 from schedlang.runtime.launch.pool import Pool
 from tests import models
-from tests.proofs import planned
-from tests.training.test_build import GPT2, Small, _series
+from tests.proofs import make_plan
+from tests.training.test_build import GPT2, OddSizes, series
 from tests.zoo.bug import Patch
 from tests.zoo.pool import Mutated
 
@@ -26,44 +26,48 @@ TOKENS = (models.tokens(rows=6, seed=5),)
 
 
 def _report(rows: str, mesh: str, pool: Any) -> Report:
-    return prove(Case(planned(models.gpt2(1, 0.1), rows, mesh), TOKENS, dtype="none"), pool=pool)
+    return prove(Case(make_plan(models.gpt2(1, 0.1), rows, mesh), TOKENS, dtype="none"), pool=pool)
 
 
 def test_recomputation_among_split_layers(pool: Pool) -> None:
-    """Beside rows that round, the rows that do not are compared with the plan without them."""
+    """Exact rows among rounding rows are compared with the plan without them."""
     report = _report(ROWS, "tp=2", pool)
     assert report.ok, str(report)
-    bits = [row for row in report.rows if row.kind == EXACT_ROWS]
-    assert len(bits) > 20 and all(row.gate == 0 for row in bits)
-    assert {row.name.partition(":")[0] for row in bits} >= {"outputs", "gradients", "parameters"}
+    exact_rows = [row for row in report.rows if row.kind == EXACT_ROWS]
+    assert len(exact_rows) > 20 and all(row.gate == 0 for row in exact_rows)
+    assert {row.name.partition(":")[0] for row in exact_rows} >= {
+        "outputs",
+        "gradients",
+        "parameters",
+    }
 
 
 def recomputed_a_little_differently(patch: Patch) -> None:
-    """A recomputation that is off by a rounding: far below any gate of float64."""
-    plain = recompute.restore_forward_context.__enter__
-    normal = torch.nn.functional.layer_norm
+    """Inject a recomputation with an error of one rounding, far below the float64 tolerance."""
+    enter_context = recompute.restore_forward_context.__enter__
+    layer_norm = torch.nn.functional.layer_norm
 
     def enter(self: Any) -> None:
-        plain(self)
+        enter_context(self)
         patch.setattr(
-            torch.nn.functional, "layer_norm", lambda *a, **k: normal(*a, **k) * (1 + 4e-16)
+            torch.nn.functional, "layer_norm", lambda *a, **k: layer_norm(*a, **k) * (1 + 4e-16)
         )
 
     patch.setattr(recompute.restore_forward_context, "__enter__", enter)
 
 
 def test_a_rounding_too_many_is_found(pool: Pool) -> None:
-    """Only the comparison bit by bit sees it."""
+    """Only the bitwise comparison detects it."""
     report = _report(ROWS, "tp=2", Mutated(pool, recomputed_a_little_differently))
     assert {row.kind for row in report.rows if not row.ok} == {EXACT_ROWS}, str(report)
 
 
 def sliced_sums_rounded(patch: Patch) -> None:
-    """Gradients of sliced state are off by a rounding."""
-    plain = program.sum_gradients
+    """Inject an error of one rounding into gradients of sliced state."""
+    sum_gradients = program.sum_gradients
 
-    def sums(parameters: Any, wanted: Any) -> None:
-        plain(parameters, wanted)
+    def sums(parameters: Any, reductions: Any) -> None:
+        sum_gradients(parameters, reductions)
         for parameter in parameters.values():
             if isinstance(parameter, DTensor) and parameter.grad is not None:
                 parameter.grad.mul_(1 + 4e-16)
@@ -72,18 +76,18 @@ def sliced_sums_rounded(patch: Patch) -> None:
 
 
 def test_sliced_state_is_whole_state(pool: Pool) -> None:
-    """ZeRO over two replicas equals stage 0 to the last bit."""
-    plan = planned(Small(), "zero(stage=2, over=dp)", "dp=2")
-    report = prove(Case(plan, (_series(6, 1), _series(7, 2)), dtype="none"), pool=pool)
+    """ZeRO over two replicas is bitwise equal to stage 0."""
+    plan = make_plan(OddSizes(), "zero(stage=2, over=dp)", "dp=2")
+    report = prove(Case(plan, (series(6, 1), series(7, 2)), dtype="none"), pool=pool)
     assert report.ok, str(report)
     assert any(row.kind == EXACT_ROWS for row in report.rows)
     pool = Mutated(pool, sliced_sums_rounded)  # type: ignore[assignment]
-    report = prove(Case(plan, (_series(6, 1), _series(7, 2)), dtype="none"), pool=pool)
+    report = prove(Case(plan, (series(6, 1), series(7, 2)), dtype="none"), pool=pool)
     assert {row.kind for row in report.rows if not row.ok} == {EXACT_ROWS}, str(report)
 
 
 class Skips(nn.Module):
-    """What enters is read twice by the first block, and once more behind all of them."""
+    """A model whose input projection is read by the first block twice, and by the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,14 +96,14 @@ class Skips(nn.Module):
         self.leave = nn.Linear(16, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        first = x = self.enter(x)
+        entered = x = self.enter(x)
         for block in self.blocks:
             x = block(x)
-        return (self.leave(torch.cat([first, x], -1)) ** 2).mean()
+        return (self.leave(torch.cat([entered, x], -1)) ** 2).mean()
 
 
 class Skip(nn.Module):
-    """A projection and a shortcut."""
+    """A projection with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,9 +114,9 @@ class Skip(nn.Module):
 
 
 def test_gradients_that_add_up_in_another_order(pool: Pool) -> None:
-    """A value that a sliced unit and others read is no false alarm, and a rounding is one still."""
+    """Gradients added in another order are no false alarm; a rounding error is still found."""
     torch.manual_seed(0)
-    plan = planned(Skips().double(), "zero(stage=1, over=dp)", "dp=2")
+    plan = make_plan(Skips().double(), "zero(stage=1, over=dp)", "dp=2")
     batches = tuple({"x": torch.randn(6, 5, dtype=torch.float64)} for _ in range(2))
     report = prove(Case(plan, batches, dtype="none"), pool=pool)
     assert report.ok, str(report)
@@ -125,7 +129,7 @@ def test_gradients_that_add_up_in_another_order(pool: Pool) -> None:
 
 
 class Shared(Skips):
-    """Reads its first weight under two names: one is a parameter, the other a copy of the state."""
+    """A model whose first weight has two names: a parameter, and an entry of the state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,9 +141,9 @@ class Shared(Skips):
 
 
 def test_a_weight_of_two_names_that_adds_up_in_another_order(pool: Pool) -> None:
-    """Behind the update the other name holds what the first one does, last bits and all."""
+    """After the update both names hold bitwise equal values."""
     torch.manual_seed(0)
-    plan = planned(Shared().double(), "zero(stage=1, over=dp)", "dp=2")
+    plan = make_plan(Shared().double(), "zero(stage=1, over=dp)", "dp=2")
     batches = tuple({"x": torch.randn(6, 5, dtype=torch.float64)} for _ in range(2))
     report = prove(Case(plan, batches, dtype="none"), pool=pool)
     assert report.ok, str(report)
@@ -151,10 +155,10 @@ def test_a_weight_of_two_names_that_adds_up_in_another_order(pool: Pool) -> None
 
 
 def test_an_order_with_copies_of_its_own(pool: Pool) -> None:
-    """Two replicas of two copies are four gradients, which add up in another order when sliced."""
+    """Two replicas of two stage copies sum four gradients in another order when sliced."""
     rows = "blocks pipeline_split(over=pp)\nzero(stage=1, over=dp)\n"
     rows += 'pipeline(order="Chimera", micro=2)'
-    plan = planned(models.Stack(Skip() for _ in range(4)).double(), rows, "dp=2, pp=2")
+    plan = make_plan(models.Stack(Skip() for _ in range(4)).double(), rows, "dp=2, pp=2")
     batches = tuple({"x": torch.randn(8, 8, dtype=torch.float64)} for _ in range(2))
     report = prove(Case(plan, batches, dtype="none"), pool=pool)
     assert report.ok, str(report)
@@ -162,13 +166,13 @@ def test_an_order_with_copies_of_its_own(pool: Pool) -> None:
 
 
 def test_what_is_compared_bit_by_bit() -> None:
-    """Stages that reduce for each microbatch, or over more than two replicas, only round alike."""
+    """Reductions per microbatch, or over more than two replicas, are not compared bitwise."""
     pipe = 'transformer.h pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)\n'
     model = models.gpt2(2)
 
     def words(rows: str, mesh: str) -> str:
-        found = without_exact_rows(planned(model, rows, mesh))
-        return found[1] if found else ""
+        reference = without_exact_rows(make_plan(model, rows, mesh))
+        return reference[1] if reference else ""
 
     assert words("zero(stage=3, over=dp)", "dp=2") == "zero at stage 0"
     assert words("zero(stage=3, over=dp)", "dp=4") == ""
@@ -180,8 +184,8 @@ def test_what_is_compared_bit_by_bit() -> None:
 
 @pytest.mark.parametrize("rows", [GPT2, GPT2 + "transformer.h.* checkpoint()"])
 def test_a_mesh_of_ones_is_exact(rows: str, pool: Pool) -> None:
-    """With one rank and one microbatch the program equals the original to the last bit."""
-    plan = planned(models.gpt2(1, 0.1), rows, "tp=1")
+    """With one rank and one microbatch the program is bitwise equal to the original."""
+    plan = make_plan(models.gpt2(1, 0.1), rows, "tp=1")
     assert not inexact_rules(plan) and plan.gives_up
     report = prove(Case(plan, TOKENS, dtype="none"), pool=pool)
     assert report.ok, str(report)

@@ -1,4 +1,4 @@
-"""Tests of float64: nothing computes in less under the mode."""
+"""The Float64 mode: all computation is in float64, including casts and recomputation."""
 
 import copy
 from contextlib import nullcontext
@@ -41,7 +41,7 @@ CASTS = [
 
 @pytest.mark.parametrize("cast", CASTS)
 def test_every_cast_gives_float64(cast) -> None:
-    """However a lower float type is asked for, float64 comes out."""
+    """Every cast to a lower float type gives float64."""
     x = torch.rand(3, dtype=torch.float64)
     with Float64():
         assert cast(x).dtype == torch.float64
@@ -49,7 +49,7 @@ def test_every_cast_gives_float64(cast) -> None:
 
 
 def test_integers_and_bools_stay() -> None:
-    """Casts to and among integers are not touched."""
+    """Casts to integers and bools are unchanged."""
     with Float64():
         assert torch.ones(2).to(torch.int32).dtype == torch.int32
         assert torch.arange(3).dtype == torch.int64
@@ -57,7 +57,7 @@ def test_integers_and_bools_stay() -> None:
 
 
 def test_reading_bits_is_refused() -> None:
-    """A reinterpretation of a float's bits has no float64 meaning and says so."""
+    """Reinterpreting bits of a float is refused."""
     with Float64(), pytest.raises(Refusal, match="bits"):
         torch.ones(2).view(torch.int32)
     with Float64(), pytest.raises(Refusal, match="bits"):
@@ -65,7 +65,7 @@ def test_reading_bits_is_refused() -> None:
 
 
 class Casting(torch.autograd.Function):
-    """The square, computed through float32 in forward and in backward."""
+    """The square, with casts to float32 in forward and backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def _backward(y: Tensor, x: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("again", [False, True], ids=["plain", "recomputed"])
 def test_backward_and_recomputation_stay_in_float64(derive, again: bool) -> None:
-    """A cast in a backward written in Python, or in a recomputed forward, is float64 too."""
+    """Casts in a custom backward or in a recomputation give float64, too."""
     x = torch.full((4,), 1 / 3, dtype=torch.float64, requires_grad=True)
 
     def square(v: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def test_backward_and_recomputation_stay_in_float64(derive, again: bool) -> None
 
 @pytest.mark.parametrize("name", ["rows", "columns", "inner", "batched"])
 def test_grouped_products_equal_torchs_own(name: str) -> None:
-    """The float64 form of each kind of grouped product agrees with torch's in float32."""
+    """Each kind of grouped product in float64 agrees with torch's in float32."""
     gen = torch.Generator().manual_seed(0)
     offs = torch.tensor([4, 4, 12, 16], dtype=torch.int32)
     shapes = {
@@ -121,31 +121,31 @@ def test_grouped_products_equal_torchs_own(name: str) -> None:
     ends = None if name == "batched" else offs
     expected = F.grouped_mm(a, b, offs=ends)
     with Float64():
-        got = F.grouped_mm(a.double(), b.double(), offs=ends)
-    assert got.dtype == torch.float64
-    assert (got - expected).abs().max() < 1e-5
+        result = F.grouped_mm(a.double(), b.double(), offs=ends)
+    assert result.dtype == torch.float64
+    assert (result - expected).abs().max() < 1e-5
 
 
 def test_the_copy_is_whole_and_the_original_untouched() -> None:
-    """All tensors become float64, ties and frozen flags stay, and so does the original."""
+    """The copy has float64 tensors, ties and frozen flags; the original is unchanged."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
     model[2].weight = model[0].weight
     model[0].bias.requires_grad_(False)
     model.extra, model.several = torch.ones(1), [torch.ones(1), 3]
-    before = copy.deepcopy(model.state_dict())
+    old_state = copy.deepcopy(model.state_dict())
     twin = as_float64(model)
     kinds = {v.dtype for v in twin.state_dict().values()}
     assert kinds == {torch.float64, torch.int64}
     assert twin[0].weight is twin[2].weight and not twin[0].bias.requires_grad
     assert twin.extra.dtype == twin.several[0].dtype == torch.float64
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(torch.equal(v, old_state[k]) for k, v in model.state_dict().items())
     assert model[0].weight.dtype == model.extra.dtype == torch.float32
 
 
 def test_widened_keeps_structure() -> None:
-    """Floats in nested structures are widened, integers and other values kept."""
-    got = to_float64(
+    """Floats in nested structures become float64; integers and other values are kept."""
+    widened = to_float64(
         {"x": torch.ones(1), "n": [torch.ones(1, dtype=torch.int64), "a"], "t": (1.5,)}
     )
-    assert got["x"].dtype == torch.float64 and got["n"][0].dtype == torch.int64
-    assert got["n"][1] == "a" and got["t"] == (1.5,)
+    assert widened["x"].dtype == torch.float64 and widened["n"][0].dtype == torch.int64
+    assert widened["n"][1] == "a" and widened["t"] == (1.5,)

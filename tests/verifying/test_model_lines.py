@@ -1,5 +1,5 @@
-"""Refusals of models name the line: where rows meet, what is given no rows, what draws, what has no
-shape."""
+"""Refusals of models name the model's line: where rows are combined, inputs without rows, random
+operators, unknown shapes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +14,14 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.simulate.account import account
 from schedlang.runtime.launch.pool import Pool
-from tests.proofs import planned, proven
+from tests.proofs import assert_proven, make_plan
 
 ROWS = 8
 Body = Callable[[Tensor], Tensor]
 
 
 class Net(nn.Module):
-    """A head, and what is done with what it gives."""
+    """A head, and a function of its output."""
 
     def __init__(self, body: Body) -> None:
         super().__init__()
@@ -31,58 +31,58 @@ class Net(nn.Module):
         return self.body(self.head(x).tanh())
 
 
-def points() -> dict[str, Tensor]:
+def make_batch() -> dict[str, Tensor]:
     return {"x": torch.rand(ROWS, 6, generator=torch.Generator().manual_seed(0))}
 
 
-def spread(x: Tensor) -> Tensor:
+def std_loss(x: Tensor) -> Tensor:
     y = x.square().flip(-1)
     return y.std()  # rows meet
 
 
-def pairs(x: Tensor) -> Tensor:
+def pair_loss(x: Tensor) -> Tensor:
     scores = x @ x.T  # rows meet
     return scores.logsumexp(-1).mean()
 
 
-def whitened(x: Tensor) -> Tensor:
+def max_loss(x: Tensor) -> Tensor:
     x = x.T.contiguous()
     x = x - x.amax(-1, keepdim=True)  # rows meet
     return x.square().mean()
 
 
-def added(x: Tensor) -> Tensor:
+def sum_loss(x: Tensor) -> Tensor:
     y = x.square().mean(-1)
     return y.sum()  # rows meet
 
 
-@pytest.mark.parametrize("body", [spread, pairs, whitened, added])
+@pytest.mark.parametrize("body", [std_loss, pair_loss, max_loss, sum_loss])
 def test_where_rows_meet(pool: Pool, body: Body) -> None:
-    """A loss that the parts of a batch do not make is refused with the line where they meet."""
-    plan = planned(Net(body), "zero(stage=0, over=dp)", "dp=2")
+    """A loss that is no mean over parts is refused with the line that combines rows."""
+    plan = make_plan(Net(body), "zero(stage=0, over=dp)", "dp=2")
     with pytest.raises(Refusal) as caught:
-        prove(Case(plan, (points(),) * 2, dtype="none"), pool=pool)
+        prove(Case(plan, (make_batch(),) * 2, dtype="none"), pool=pool)
     code = body.__code__
     lines = Path(code.co_filename).read_text().splitlines()
-    first = next(n for n in range(code.co_firstlineno, 999) if "rows meet" in lines[n - 1])
+    line_number = next(n for n in range(code.co_firstlineno, 999) if "rows meet" in lines[n - 1])
     message = " ".join(caught.value.render().split())
-    assert "S703" in message and f"at test_model_lines.py:{first}" in message
+    assert "S703" in message and f"at test_model_lines.py:{line_number}" in message
 
 
 class Lists(nn.Module):
-    """Takes lists of pictures."""
+    """A model of lists of images."""
 
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(6, 1)
 
     def forward(self, images: list[Tensor], sizes: list[Tensor]) -> Tensor:
-        return torch.stack([self.head(one).mean() for one in images]).mean()
+        return torch.stack([self.head(image).mean() for image in images]).mean()
 
 
 def test_what_has_no_rows_names_the_forward() -> None:
-    """A batch of lists is told with the forward that takes it."""
-    plan = planned(Lists(), "zero(stage=0, over=dp)", "dp=2")
+    """A batch of lists is refused with the line of the forward."""
+    plan = make_plan(Lists(), "zero(stage=0, over=dp)", "dp=2")
     batch = {"images": [torch.rand(n, 6) for n in (2, 3)], "sizes": [torch.tensor([1])] * 2}
     with pytest.raises(Refusal) as caught:
         account(plan, batch)
@@ -92,7 +92,7 @@ def test_what_has_no_rows_names_the_forward() -> None:
 
 
 class Speech(nn.Module):
-    """Recognises sequences of sounds: a loss whose shape torch does not know by itself."""
+    """Speech recognition with CTC loss, whose shape torch cannot infer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,11 +102,11 @@ class Speech(nn.Module):
         self, sounds: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor
     ) -> Tensor:
         x = sounds + self.down(self.up(sounds).relu())
-        found = self.head(x).log_softmax(-1).transpose(0, 1)
-        return F.ctc_loss(found, targets, lengths, target_lengths)
+        log_probs = self.head(x).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(log_probs, targets, lengths, target_lengths)
 
 
-def spoken(seed: int) -> dict[str, Tensor]:
+def speech_batch(seed: int) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(seed)
     return {
         "sounds": torch.randn(ROWS, 9, 6, generator=g),
@@ -125,15 +125,15 @@ def spoken(seed: int) -> dict[str, Tensor]:
     ],
 )
 def test_recognised_speech(pool: Pool, rows: str, mesh: str) -> None:
-    """A loss over alignments is planned and proven like any other mean over rows."""
-    batches = [spoken(seed) for seed in range(3)]
-    plan = planned(Speech(), rows, mesh)
-    proven(pool, plan, batches)
+    """CTC loss is planned and proven like any other mean over rows."""
+    batches = [speech_batch(seed) for seed in range(3)]
+    plan = make_plan(Speech(), rows, mesh)
+    assert_proven(pool, plan, batches)
     account(plan, batches[0], memory=True)
 
 
 class Packed(nn.Module):
-    """Packs rows of several lengths into one sequence."""
+    """A GRU over packed rows of different lengths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,13 +141,13 @@ class Packed(nn.Module):
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
-        out: Tensor = self.rnn(packed)[1]
-        return out.square().mean()
+        hidden: Tensor = self.rnn(packed)[1]
+        return hidden.square().mean()
 
 
 def test_packed_rows() -> None:
-    """Rows that are packed by their lengths are refused, at the line, with what does instead."""
-    plan = planned(Packed(), "zero(stage=0, over=dp)", "dp=2")
+    """Packed rows are refused at their line, with a suggestion."""
+    plan = make_plan(Packed(), "zero(stage=0, over=dp)", "dp=2")
     with pytest.raises(Refusal) as caught:
         account(plan, {"x": torch.rand(ROWS, 5, 6), "lengths": torch.full((ROWS,), 4)})
     message = " ".join(caught.value.render().split())
@@ -155,15 +155,15 @@ def test_packed_rows() -> None:
     assert f"`test_model_lines.py:{line}`" in message and "pad instead of packing" in message
 
 
-def shuffled(x: Tensor) -> Tensor:
+def shuffled_mean(x: Tensor) -> Tensor:
     return (x * torch.randperm(4, device=x.device)).mean()
 
 
 def test_what_draws_apart() -> None:
-    """What no rank can draw as the model does is told with the line that draws it."""
-    plan = planned(Net(shuffled), "zero(stage=0, over=dp)", "dp=2")
+    """A random operator without a logical form is refused with its line."""
+    plan = make_plan(Net(shuffled_mean), "zero(stage=0, over=dp)", "dp=2")
     with pytest.raises(Refusal) as caught:
-        account(plan, points())
-    line = shuffled.__code__.co_firstlineno + 1
+        account(plan, make_batch())
+    line = shuffled_mean.__code__.co_firstlineno + 1
     message = " ".join(caught.value.render().split())
     assert "S812" in message and f"at test_model_lines.py:{line}," in message

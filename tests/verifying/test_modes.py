@@ -1,4 +1,4 @@
-"""Tests of modes: an ambient mode is on wherever the model computes."""
+"""Ambient modes: active wherever the model computes, also in recomputation."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -14,7 +14,7 @@ from schedlang.runtime.modes import AmbientMode, CarryingMode, enter_modes, rest
 
 
 class Spy(AmbientMode):
-    """Note the names of the functions seen."""
+    """Records the names of the functions it sees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ def _recompute(f: Any, x: Tensor) -> Tensor:
 
 
 def test_composed_functions_are_open() -> None:
-    """Dropout inside multi-head attention is seen, not only the attention."""
+    """Functions inside composed functions are seen: dropout inside multi-head attention."""
     spy = Spy()
     attention = nn.MultiheadAttention(4, 2, dropout=0.5)
     with enter_modes(spy):
@@ -42,7 +42,7 @@ def test_composed_functions_are_open() -> None:
 
 
 def test_a_class_with_rules_of_its_own_is_not_opened() -> None:
-    """A tensor class that overrides a function gets the function."""
+    """A tensor subclass that overrides a function still receives the call."""
 
     class Own(torch.Tensor):
         @classmethod
@@ -57,7 +57,7 @@ def test_a_class_with_rules_of_its_own_is_not_opened() -> None:
 
 @pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
 def test_recomputation_reenters_the_modes_of_forward(inside: bool) -> None:
-    """What is recomputed in backward is seen again, even if the mode has been left by then."""
+    """Recomputation in backward is seen, even after the mode has ended."""
     spy = Spy()
     x = torch.ones(2, requires_grad=True)
     with enter_modes(spy):
@@ -71,36 +71,36 @@ def test_recomputation_reenters_the_modes_of_forward(inside: bool) -> None:
 
 
 def test_nested_recomputation_does_not_pile_up_modes() -> None:
-    """However deep checkpoints nest, each recomputation holds each mode once."""
+    """In nested checkpoints, each recomputation enters each mode once."""
     spy = Spy()
-    held = []
+    mode_counts = []
 
     def inner(v: Tensor) -> Tensor:
-        held.append(len(modes._active.modes))
+        mode_counts.append(len(modes._active.modes))
         return v.sin()
 
     x = torch.ones(2, requires_grad=True)
     with enter_modes(spy):
         _recompute(lambda v: _recompute(inner, v).exp(), x).sum().backward()
-    assert len(held) == 3 and set(held) == {1}
+    assert len(mode_counts) == 3 and set(mode_counts) == {1}
 
 
 def test_factories_make_a_fresh_mode_for_each_entry() -> None:
     """A factory is called once for forward and once for the recomputation."""
-    made: list[Spy] = []
+    spies: list[Spy] = []
 
     def factory() -> Spy:
-        made.append(Spy())
-        return made[-1]
+        spies.append(Spy())
+        return spies[-1]
 
     x = torch.ones(2, requires_grad=True)
     with enter_modes(factory):
         _recompute(torch.sin, x).sum().backward()
-    assert len(made) == 2 and all("sin" in spy.seen for spy in made)
+    assert len(spies) == 2 and all("sin" in spy.seen for spy in spies)
 
 
 def test_a_graph_may_be_walked_twice() -> None:
-    """With retain_graph the same context is entered again, and the gradients add up."""
+    """With retain_graph the same context is entered again, and gradients accumulate."""
     x = torch.full((2,), 0.5, requires_grad=True)
     with enter_modes(Spy()):
         loss = _recompute(lambda v: v.sin().exp(), x).sum()
@@ -111,41 +111,41 @@ def test_a_graph_may_be_walked_twice() -> None:
 
 
 class Carried(Spy, CarryingMode):
-    """Notes what it sees; a mode above may ask it itself."""
+    """A spy that a mode above may call directly."""
 
     carried = True
 
 
 class Stacked(Carried):
-    """The same, never asked but by torch."""
+    """A spy that only torch calls."""
 
     carried = False
 
 
-def _seen(kind: type[Carried], many: int) -> list[list[str]]:
-    """What each of several modes sees of a forward, a recomputation and what comes after."""
-    found = [kind() for _ in range(many)]
+def _names_seen(kind: type[Carried], many: int) -> list[list[str]]:
+    """Return what each of several modes sees in forward, recomputation and afterwards."""
+    spies = [kind() for _ in range(many)]
     layer = nn.Linear(2, 2)
-    with enter_modes(*found):
-        out = _recompute(
+    with enter_modes(*spies):
+        output = _recompute(
             lambda x: F.dropout(layer(x).sin(), 0.5), torch.ones(1, 2).requires_grad_()
         )
-        out.sum().backward()  # type: ignore[no-untyped-call]
+        output.sum().backward()  # type: ignore[no-untyped-call]
         layer.weight.grad.mul_(2)  # type: ignore[union-attr]
     assert not torch._C._len_torch_function_stack()
-    return [mode.seen for mode in found]
+    return [mode.seen for mode in spies]
 
 
 @pytest.mark.parametrize("many", [2, 3])
 def test_a_carried_mode_sees_what_it_would_see_on_the_stack(many: int) -> None:
-    """In forward, in a recomputation, where modes are entered once more, and afterwards."""
-    found = _seen(Carried, many)
-    assert found == _seen(Stacked, many)
-    assert all(names.count("sin") > 1 for names in found)  # in the recomputation, too
+    """A carried mode sees the same calls as on torch's stack, also in recomputation."""
+    names_by_mode = _names_seen(Carried, many)
+    assert names_by_mode == _names_seen(Stacked, many)
+    assert all(names.count("sin") > 1 for names in names_by_mode)  # in the recomputation, too
 
 
 def test_only_what_lies_right_beneath_is_carried() -> None:
-    """A mode between them, which knows of neither, is asked in its place."""
+    """Only the mode directly below is carried; an unrelated mode between is called normally."""
     lower, spy, upper = Carried(), Spy(), Carried()
     with enter_modes(lower, spy, upper):
         torch.ones(2).sin()
@@ -154,7 +154,7 @@ def test_only_what_lies_right_beneath_is_carried() -> None:
 
 
 def test_what_a_handler_computes_runs_under_the_modes_beneath() -> None:
-    """A mode that answers a call by others leaves these to those beneath."""
+    """Calls made by a handler are seen by the modes below it."""
 
     class Answering(Carried):
         def __torch_function__(

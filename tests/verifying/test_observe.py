@@ -1,4 +1,4 @@
-"""Tests of the original and of what is observed: one protocol, a plain loop, all by name."""
+"""The original training loop and its observation: same as a plain loop, everything by name."""
 
 import copy
 from collections import namedtuple
@@ -35,7 +35,7 @@ from schedlang.passes.verify.proof_case import (
     proof_modes,
 )
 from schedlang.runtime.modes import enter_modes
-from tests.proofs import planned
+from tests.proofs import make_plan
 
 
 class Tied(nn.Module):
@@ -52,60 +52,60 @@ class Tied(nn.Module):
 
 
 def test_the_loop_is_the_plain_loop() -> None:
-    """Three steps with clipping give the parameters of the loop that everyone writes."""
+    """Three steps with clipping give the same parameters as a plain training loop."""
     torch.manual_seed(0)
     model = Tied().double()
-    twin = copy.deepcopy(model)
+    plain_model = copy.deepcopy(model)
     batch = {"ids": torch.randint(0, 7, (3, 5)), "labels": torch.randint(0, 7, (3, 5))}
-    subject = Sequential(model, lambda named: torch.optim.Adam(named, lr=0.1), clip=0.5)
-    optimizer = torch.optim.Adam(twin.parameters(), lr=0.1)
+    trainer = Sequential(model, lambda parameters: torch.optim.Adam(parameters, lr=0.1), clip=0.5)
+    optimizer = torch.optim.Adam(plain_model.parameters(), lr=0.1)
     for _ in range(3):
-        loss = subject.train_step(batch)
+        loss = trainer.train_step(batch)
         optimizer.zero_grad()
-        expected = twin(**batch)["loss"]
+        expected = plain_model(**batch)["loss"]
         expected.backward()
-        norm = nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        norm = nn.utils.clip_grad_norm_(plain_model.parameters(), 0.5)
         optimizer.step()
-        assert torch.equal(loss, expected) and torch.equal(subject.grad_norm, norm)
-    for name, value in subject.state_dict().items():
-        assert torch.equal(value, twin.state_dict()[name])
-    assert subject.ties == (("emb.weight", "head.weight"),)
-    assert set(subject.trainable()) == dict(twin.named_parameters()).keys()
-    assert set(subject.optimizer_state()) == set(subject.trainable())
+        assert torch.equal(loss, expected) and torch.equal(trainer.grad_norm, norm)
+    for name, value in trainer.state_dict().items():
+        assert torch.equal(value, plain_model.state_dict()[name])
+    assert trainer.ties == (("emb.weight", "head.weight"),)
+    assert set(trainer.trainable()) == dict(plain_model.named_parameters()).keys()
+    assert set(trainer.optimizer_state()) == set(trainer.trainable())
 
 
 def test_randomised_moves_every_parameter_and_keeps_ties() -> None:
-    """Zero biases and unit gains are gone, ties and the given module stay."""
+    """Randomising changes all parameters, keeps ties, and does not change the given module."""
     model = Tied()
     nn.init.zeros_(model.head.bias)
-    before = copy.deepcopy(model.state_dict())
-    twin = randomise(model, 0)
-    for name, value in twin.named_parameters():
-        assert not (value == before[name]).any()
-    assert tied_names(twin) == tied_names(model)
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    again = randomise(model, 0)
-    assert torch.equal(again.emb.weight, twin.emb.weight)
-    assert not torch.equal(randomise(model, 1).emb.weight, twin.emb.weight)
+    old_state = copy.deepcopy(model.state_dict())
+    randomised = randomise(model, 0)
+    for name, value in randomised.named_parameters():
+        assert not (value == old_state[name]).any()
+    assert tied_names(randomised) == tied_names(model)
+    assert all(torch.equal(v, old_state[k]) for k, v in model.state_dict().items())
+    repeated = randomise(model, 0)
+    assert torch.equal(repeated.emb.weight, randomised.emb.weight)
+    assert not torch.equal(randomise(model, 1).emb.weight, randomised.emb.weight)
 
 
 def test_the_loss_is_found_or_refused() -> None:
-    """Attribute, key, or the output itself; without one the refusal says what to write."""
-    one = torch.tensor(1.0)
-    assert returned_loss(one, {}) is returned_loss({"loss": one}, {}) is one
-    assert returned_loss(SimpleNamespace(loss=one), {}) is one
-    for bad in (torch.ones(2), {"logits": one}, (one,), SimpleNamespace(loss=None)):
+    """The loss is an attribute, a key, or the output; otherwise the refusal says what to write."""
+    loss = torch.tensor(1.0)
+    assert returned_loss(loss, {}) is returned_loss({"loss": loss}, {}) is loss
+    assert returned_loss(SimpleNamespace(loss=loss), {}) is loss
+    for invalid in (torch.ones(2), {"logits": loss}, (loss,), SimpleNamespace(loss=None)):
         with pytest.raises(Refusal, match="loss\\(output, batch\\)"):
-            returned_loss(bad, {})
+            returned_loss(invalid, {})
 
 
 def test_rows_are_what_most_tensors_agree_on() -> None:
-    """A tensor shared by all samples does not decide the number of samples."""
+    """The number of rows is the most common size; a shared tensor does not decide it."""
     batch = {"a": torch.ones(3, 2), "b": torch.ones(3), "shared": torch.ones(9), "n": 4}
     assert count_rows(batch) == 3
 
 
-# ---- Tests of observe: one protocol, all that can be compared, by name.
+# ---- observe: all values that can be compared, by name.
 
 
 def _net() -> nn.Module:
@@ -123,7 +123,7 @@ BATCHES = tuple(
 )
 
 
-def _seen(**options: Any) -> Any:
+def _observe_net(**options: Any) -> Any:
     def make(condition: Condition) -> Sequential:
         return Sequential(_net(), condition.optimizer, loss=_loss, clip=condition.clip)
 
@@ -131,42 +131,44 @@ def _seen(**options: Any) -> Any:
 
 
 def test_everything_is_seen() -> None:
-    """Each kind is there under each condition, at its steps, with the names of the module."""
-    seen = _seen()
+    """Each kind of value is observed under each condition, at its steps, with module names."""
+    observation = _observe_net()
     names = dict(_net().named_parameters()).keys()
     for condition in ("SGD", "AdamW, clipped"):
         for step in range(3):
-            grads = {k.name for k in seen.tensors if k[:3] == (condition, "gradients", step)}
+            grads = {k.name for k in observation.tensors if k[:3] == (condition, "gradients", step)}
             assert grads == names
-            assert Key(condition, "loss", step, "loss") in seen.tensors
-            followed = Key(condition, "input gradients", step, "input") in seen.tensors
+            assert Key(condition, "loss", step, "loss") in observation.tensors
+            followed = Key(condition, "input gradients", step, "input") in observation.tensors
             assert followed is (condition == "SGD")
         for step in (0, 2):
-            held = {k.name for k in seen.tensors if k[:3] == (condition, "parameters", step)}
-            assert held == names
-            assert Key(condition, "other state", step, "1.running_mean") in seen.tensors
-        assert Key(condition, "outputs", 3, "output") in seen.tensors
-        assert seen.sets[Key(condition, "trainable set", 0, "")] == names
-    slots = {k.kind for k in seen.tensors if k.condition != "SGD" and "optimizer" in k.kind}
+            names_seen = {
+                k.name for k in observation.tensors if k[:3] == (condition, "parameters", step)
+            }
+            assert names_seen == names
+            assert Key(condition, "other state", step, "1.running_mean") in observation.tensors
+        assert Key(condition, "outputs", 3, "output") in observation.tensors
+        assert observation.sets[Key(condition, "trainable set", 0, "")] == names
+    slots = {k.kind for k in observation.tensors if k.condition != "SGD" and "optimizer" in k.kind}
     assert slots == {"optimizer step", "optimizer exp_avg", "optimizer exp_avg_sq"}
-    assert seen.order[-2:] in {("0.weight", "0.bias"), ("0.bias", "0.weight")}
+    assert observation.order[-2:] in {("0.weight", "0.bias"), ("0.bias", "0.weight")}
 
 
 def test_a_brief_look_sees_all_that_is_computed() -> None:
-    """It leaves out the optimizer's state and the generators', and changes nothing else."""
-    whole, brief = _seen(), _seen(brief=True)
-    left = {key.kind for key in whole.tensors if key not in brief.tensors}
-    assert left == {
+    """A brief observation only omits optimizer state and generator state."""
+    full, brief = _observe_net(), _observe_net(brief=True)
+    omitted = {key.kind for key in full.tensors if key not in brief.tensors}
+    assert omitted == {
         *("optimizer momentum_buffer", "optimizer step", "optimizer exp_avg"),
         *("optimizer exp_avg_sq", "generator state"),
     }
     for key, value in brief.tensors.items():
-        assert torch.equal(value, whole.tensors[key]), key
+        assert torch.equal(value, full.tensors[key]), key
 
 
 def test_one_condition_gives_inputs_as_training_does() -> None:
-    """Float inputs ask for gradients under SGD and not under AdamW, on both sides."""
-    asked: set[bool] = set()
+    """Float inputs need gradients under SGD and not under AdamW, on both sides."""
+    input_flags: set[bool] = set()
 
     class Noting(nn.Module):
         def __init__(self) -> None:
@@ -174,40 +176,40 @@ def test_one_condition_gives_inputs_as_training_does() -> None:
             self.one = nn.Linear(3, 1).double()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            asked.add(x.requires_grad)
-            out: torch.Tensor = self.one(x).square().mean()
-            return out
+            input_flags.add(x.requires_grad)
+            loss: torch.Tensor = self.one(x).square().mean()
+            return loss
 
-    told = standard_conditions([{"x": b["input"]} for b in BATCHES], 1.0)
-    for condition, wanted in zip(told, (True, False)):
-        plan = planned(Noting(), "")
+    conditions = standard_conditions([{"x": b["input"]} for b in BATCHES], 1.0)
+    for condition, expected in zip(conditions, (True, False)):
+        plan = make_plan(Noting(), "")
         case = prepare_case(Case(plan, condition.batches))
         program = build_for_condition(case, condition)
-        asked.clear()
+        input_flags.clear()
         with enter_modes(*proof_modes(case)[0]):
             make_original_subject(case, condition).train_step(condition.batches[0])
-        assert asked == {wanted}
-        asked.clear()
+        assert input_flags == {expected}
+        input_flags.clear()
         ProgramSubject(program, follow=condition.follow).train_step(condition.batches[0])
-        assert asked == {wanted}
+        assert input_flags == {expected}
 
 
 def test_one_condition_clips_and_one_does_not() -> None:
-    """Gradients as left by a step are shortened under the clip, and only there."""
+    """Gradients are clipped under the clipping condition only."""
     torch.manual_seed(0)
-    subject = Sequential(_net(), loss=_loss)
-    norm = subject.gradient_norm(BATCHES[0])
-    plain, clipped = standard_conditions(BATCHES, norm)
-    for condition, expected in ((plain, norm), (clipped, norm / 4)):
-        subject = Sequential(_net(), condition.optimizer, loss=_loss, clip=condition.clip)
-        subject.train_step(BATCHES[0])
-        left = torch.stack([g.norm() for g in subject.gradients().values()]).norm()
-        assert abs(left / expected - 1) < 1e-4
-        assert abs(subject.grad_norm / norm - 1) < 1e-12
+    trainer = Sequential(_net(), loss=_loss)
+    norm = trainer.gradient_norm(BATCHES[0])
+    unclipped, clipped = standard_conditions(BATCHES, norm)
+    for condition, expected in ((unclipped, norm), (clipped, norm / 4)):
+        trainer = Sequential(_net(), condition.optimizer, loss=_loss, clip=condition.clip)
+        trainer.train_step(BATCHES[0])
+        norm_left = torch.stack([g.norm() for g in trainer.gradients().values()]).norm()
+        assert abs(norm_left / expected - 1) < 1e-4
+        assert abs(trainer.grad_norm / norm - 1) < 1e-12
 
 
 def test_a_rank_that_keeps_nothing_runs_all() -> None:
-    """Without `keep` the training is the same and the observation is empty."""
+    """Without `keep` all steps run and the observation is empty."""
     steps = []
 
     class Counted(Sequential):
@@ -215,23 +217,25 @@ def test_a_rank_that_keeps_nothing_runs_all() -> None:
             steps.append(len(batch["input"]))
             return super().train_step(batch)
 
-    seen = observe(
+    observation = observe(
         lambda c: Counted(_net(), c.optimizer, loss=_loss),
         standard_conditions(BATCHES, 1.0),
         keep=False,
     )
-    assert steps == [4, 5, 6] * 2 and not seen.tensors and not seen.sets
+    assert steps == [4, 5, 6] * 2 and not observation.tensors and not observation.sets
 
 
 def test_what_is_seen_is_a_copy() -> None:
-    """Parameters seen after the first step are not those of the last."""
-    seen = _seen()
-    first, last = (seen.tensors[Key("SGD", "parameters", s, "0.weight")] for s in (0, 2))
-    assert not torch.equal(first, last)
+    """Observed values are copies: later steps do not change them."""
+    observation = _observe_net()
+    first_value, last_value = (
+        observation.tensors[Key("SGD", "parameters", s, "0.weight")] for s in (0, 2)
+    )
+    assert not torch.equal(first_value, last_value)
 
 
 def test_outputs_of_any_structure_are_read() -> None:
-    """Nested containers, named tuples and dataclasses give tensors by path; others are named."""
+    """Nested containers, named tuples and dataclasses are read by path; others are named."""
 
     @dataclass
     class Out:

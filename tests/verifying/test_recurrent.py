@@ -1,4 +1,4 @@
-"""Recurrent networks with dropout between their layers: drawn logically, alike on all ranks."""
+"""Recurrent networks with dropout between layers: masks are logical and equal on all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.runtime.scope import Scope, enter_scope
-from tests.proofs import planned, proven
+from tests.proofs import assert_proven, make_plan
 
 
 class Net(nn.Module):
@@ -26,8 +26,8 @@ class Net(nn.Module):
         self.first = options.get("batch_first", False)
 
     def forward(self, x: Tensor) -> Tensor:
-        found, _ = self.rnn(x if self.first else x.transpose(0, 1))
-        mean: Tensor = self.head(found).square().mean()
+        states, _ = self.rnn(x if self.first else x.transpose(0, 1))
+        mean: Tensor = self.head(states).square().mean()
         return mean
 
 
@@ -45,24 +45,26 @@ KINDS = [
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 def test_layer_by_layer_is_what_torch_computes(kind: Any, options: dict[str, Any]) -> None:
-    """With a rate that drops next to nothing the layers one by one give torch's own numbers."""
+    """With a vanishing dropout rate the layer-by-layer computation equals torch's."""
     net = Net(kind, **options).double()
     x = _batch(1)["x"].double()
     net.rnn.dropout = 0.0
-    want = net.rnn(x)
+    expected = net.rnn(x)
     net.rnn.dropout = 1e-15
-    drawing = LogicalDropout(0)
-    with enter_modes(drawing), enter_scope(Scope(0, 0, tuple(range(6 if net.first else 7)))):
-        got = net.rnn(x if net.first else x)
-    assert drawing.drawn == 2
-    for one, other in zip(
-        torch.utils._pytree.tree_leaves(want), torch.utils._pytree.tree_leaves(got)
+    dropout = LogicalDropout(0)
+    with enter_modes(dropout), enter_scope(Scope(0, 0, tuple(range(6 if net.first else 7)))):
+        actual = net.rnn(x if net.first else x)
+    assert dropout.drawn == 2
+    for expected_leaf, actual_leaf in zip(
+        torch.utils._pytree.tree_leaves(expected), torch.utils._pytree.tree_leaves(actual)
     ):
-        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+        assert torch.allclose(expected_leaf, actual_leaf, rtol=1e-12, atol=1e-12)
 
 
 def test_dropout_between_layers_is_proven(pool: Pool) -> None:
-    """Replicas with microbatches draw the masks of the original."""
+    """Replicas with dropout between layers draw the masks of the original."""
     net = Net(nn.LSTM, bidirectional=True)
-    report = proven(pool, planned(net, "zero(stage=1, over=dp)", "dp=2"), [_batch(1), _batch(2)])
+    report = assert_proven(
+        pool, make_plan(net, "zero(stage=1, over=dp)", "dp=2"), [_batch(1), _batch(2)]
+    )
     assert any(row.kind == "dropout draws" for row in report.rows)

@@ -1,4 +1,4 @@
-"""Tests of report: its verdict, its JSON, and its table on terminals of any width."""
+"""The report of a proof: verdict, JSON, and its table on terminals of any width."""
 
 import json
 import math
@@ -15,7 +15,7 @@ BAD = Row("SGD", "gradients", "b", math.nan, 1e-9, False, 0, "not finite")
 
 
 def test_the_verdict() -> None:
-    """Equal is 0, different 1; what was not fully compared never passes."""
+    """Exit code 0: equal; 1: different; 3: not fully checked, which never passes."""
     assert (Report((GOOD, EXACT)).ok, Report((GOOD, EXACT)).exit_code) == (True, 0)
     assert (Report((GOOD, BAD)).ok, Report((GOOD, BAD)).exit_code) == (False, 1)
     for partial in (Report(()), Report((GOOD,), unchecked=("a kernel",))):
@@ -24,26 +24,26 @@ def test_the_verdict() -> None:
 
 
 def test_worst_and_first() -> None:
-    """The worst of equal rows is the nearest to its gate; a failing row comes before all."""
-    near = Row("SGD", "parameters", "w", 1e-10, 1e-9, True)
-    assert Report((GOOD, near, EXACT)).worst == near
-    assert Report((GOOD, near, BAD)).worst == Report((GOOD, near, BAD)).first == BAD
+    """`worst` is the row nearest to its tolerance, or a failing one; `first` the first failure."""
+    near_row = Row("SGD", "parameters", "w", 1e-10, 1e-9, True)
+    assert Report((GOOD, near_row, EXACT)).worst == near_row
+    assert Report((GOOD, near_row, BAD)).worst == Report((GOOD, near_row, BAD)).first == BAD
     assert Report(()).worst is None
 
 
 def test_json_is_json() -> None:
-    """Numbers that JSON lacks become words; everything else is there."""
+    """The report can be written as JSON; NaN becomes a string."""
     report = Report((GOOD, BAD), facts=(("mesh", "tp=2"),), gaps=(Gap("a", "b"),))
-    found = json.loads(json.dumps(report.to_json(), allow_nan=False))
-    assert found["rows"][1]["error"] == "nan" and found["worst"]["name"] == "b"
-    assert found["facts"] == {"mesh": "tp=2"} and found["gaps"] == [
+    document = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert document["rows"][1]["error"] == "nan" and document["worst"]["name"] == "b"
+    assert document["facts"] == {"mesh": "tp=2"} and document["gaps"] == [
         {"condition": "a", "hides": "b"}
     ]
-    assert not found["ok"] and found["exit_code"] == 1
+    assert not document["ok"] and document["exit_code"] == 1
 
 
 def test_the_table_says_it_all() -> None:
-    """Kinds with counts and verdicts, the first difference, blame, command and gaps are printed."""
+    """The table shows kinds, counts, verdicts, first difference, blame, command and gaps."""
     report = Report(
         (GOOD, BAD, EXACT),
         title="gpt2/tp.sched",
@@ -52,7 +52,7 @@ def test_the_table_says_it_all() -> None:
         command="schedlang verify x --seed 3",
     ).blame("line 4: shard", diagnosis="tp = 2 times")
     text = str(report)
-    for words in (
+    for expected_text in (
         "gpt2/tp.sched",
         "1 / 2",
         "DIFFERENT",
@@ -67,7 +67,7 @@ def test_the_table_says_it_all() -> None:
         "not checked: kernel rmsnorm",
         "FAIL",
     ):
-        assert words in text
+        assert expected_text in text
     assert "PASS" in str(Report((GOOD, EXACT)))
 
 
@@ -77,7 +77,7 @@ def test_no_torch_is_needed() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# ---- A report on terminals of any width: no name is cut, one line says what was not exercised.
+# ---- Terminals of any width: no name is cut, one line lists what was not exercised.
 
 
 NAMES = ("transformer.h.0.attn.c_attn.weight", "transformer.h.11.mlp.c_proj.bias")
@@ -90,35 +90,37 @@ GAPS = tuple(
 FACTS = (("mesh", "dp=2, tp=2 (4 ranks)"), ("fused", "a sentence of its own, " * 6))
 
 
-def made(**more: object) -> Report:
-    return Report(ROWS, "x.sched", FACTS, gaps=GAPS, seconds=3.0, **more)  # type: ignore[arg-type]
+def make_report(**options: object) -> Report:
+    return Report(ROWS, "x.sched", FACTS, gaps=GAPS, seconds=3.0, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
 def test_it_fits(width: int) -> None:
-    """No line is wider than the terminal, and every name stands in it as a whole word."""
-    shown = [text for _, text in report_lines(made(), width)]
-    assert max(map(len, shown)) <= width
-    words = {word for line in shown for word in line.split()}
-    assert NAMES[0] in words
+    """No line is wider than the terminal, and no name is broken."""
+    lines = [text for _, text in report_lines(make_report(), width)]
+    assert max(map(len, lines)) <= width
+    printed_words = {printed for line in lines for printed in line.split()}
+    assert NAMES[0] in printed_words
     # a wide one has each comparison on one line, a narrow one the name below
-    assert sum("2 / 2" in line and NAMES[0] in line for line in shown) == (3 if width > 90 else 0)
+    assert sum("2 / 2" in line and NAMES[0] in line for line in lines) == (3 if width > 90 else 0)
 
 
 def test_pass_stands_alone() -> None:
-    """The verdict, and one line of what was not exercised; all of it only where asked for."""
-    short = [text for _, text in report_lines(made(), 80)]
-    assert short[-2] == " PASS in 3.0 s · equal up to floating-point rounding"
-    assert short[-1] == " not exercised: no float inputs, no dropout and 2 more (--verbose)"
-    assert not any("could hide" in line for line in short)
-    long = [text for _, text in report_lines(made(), 80, verbose=True)]
-    assert [line for line in long if "could hide mistakes of kind" in line] == long[-4:]
-    assert "(report.gaps)" in str(made())
+    """A pass shows the verdict and one line of gaps; details only with `verbose`."""
+    lines = [text for _, text in report_lines(make_report(), 80)]
+    assert lines[-2] == " PASS in 3.0 s · equal up to floating-point rounding"
+    assert lines[-1] == " not exercised: no float inputs, no dropout and 2 more (--verbose)"
+    assert not any("could hide" in line for line in lines)
+    verbose_lines = [text for _, text in report_lines(make_report(), 80, verbose=True)]
+    assert [
+        line for line in verbose_lines if "could hide mistakes of kind" in line
+    ] == verbose_lines[-4:]
+    assert "(report.gaps)" in str(make_report())
 
 
 def test_what_was_not_checked_is_always_said() -> None:
-    """It is no gap that may be folded: it decides the verdict."""
-    report = made(unchecked=("a kernel that nobody ran",))
+    """Unchecked parts are always listed: they decide the verdict."""
+    report = make_report(unchecked=("a kernel that nobody ran",))
     text = str(report)
     assert " not checked: a kernel that nobody ran" in text
     assert "NOT FULLY CHECKED in 3.0 s · compared up to" in text
@@ -133,15 +135,15 @@ def test_what_was_not_checked_is_always_said() -> None:
     ],
 )
 def test_equal_in_words(kind: str, said: str) -> None:
-    """How equal it is, without the words of the design."""
-    text = str(made(equivalence=kind))
+    """The verdict describes the equivalence in plain words."""
+    text = str(make_report(equivalence=kind))
     assert said in text and "class" not in text and "algebraic" not in text
 
 
 def test_a_difference_is_never_called_equal() -> None:
-    """FAIL says how it was compared; `repr` names the first difference in one line."""
-    bad = Row("SGD", "gradients", "w", 0.5, 1e-9, False, 0)
-    report = Report((*ROWS, bad), "x.sched", gaps=GAPS)
+    """A failure is never called equal; `repr` names the first difference in one line."""
+    failed_row = Row("SGD", "gradients", "w", 0.5, 1e-9, False, 0)
+    report = Report((*ROWS, failed_row), "x.sched", gaps=GAPS)
     verdict = next(line for line in str(report).splitlines() if "FAIL" in line)
     assert "equal" not in verdict
     assert "FAIL" in repr(report) and "gradients: w (SGD, step 0)" in repr(report)

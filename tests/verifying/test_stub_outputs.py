@@ -1,4 +1,4 @@
-"""Tests of outputs: what stages take for units of earlier ones is found before there are ranks."""
+"""Stub outputs of pipeline stages: shapes of earlier units are found before ranks start."""
 
 from __future__ import annotations
 
@@ -30,84 +30,90 @@ from schedlang.runtime.tracing.stage_graph import split_graph
 from schedlang.runtime.tracing.units import CallSwitch
 from tests import models
 from tests.engine import Threads
-from tests.proofs import planned
+from tests.proofs import make_plan
 
 ROWS = '{}  pipeline_split(over=pp)\n{}\npipeline(order="1F1B", micro=2)'
 ZERO = "zero(stage=0, over=dp)"
 BATCHES = tuple(models.tokens(rows=rows, seed=seed) for rows, seed in ((8, 0), (7, 1), (8, 2)))
 
 
-def _case(rows: str, mesh: str) -> tuple[Case, Case | None, tuple[Condition, ...]]:
-    case = prepare_case(Case(planned(models.gpt2(2), rows, mesh), BATCHES))
+def _proof_cases(rows: str, mesh: str) -> tuple[Case, Case | None, tuple[Condition, ...]]:
+    case = prepare_case(Case(make_plan(models.gpt2(2), rows, mesh), BATCHES))
     working, case = working_case(case), randomised_float64(case)
     return case, working, standard_conditions(case.batches, 1.0)
 
 
-def _met(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The units that ranks run for their shapes from now on."""
-    met: list[int] = []
-    real = Stub._run_on_meta
+def _record_meta_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Record the units that ranks run on the meta device to find shapes."""
+    units: list[int] = []
+    run_on_meta = Stub._run_on_meta
 
-    def shapes(stub: Stub, unit: int, *given: Any) -> Any:
-        met.append(unit)
-        return real(stub, unit, *given)
+    def shapes(stub: Stub, unit: int, *args: Any) -> Any:
+        units.append(unit)
+        return run_on_meta(stub, unit, *args)
 
     monkeypatch.setattr(Stub, "_run_on_meta", shapes)
-    return met
+    return units
 
 
 def test_ranks_find_nothing_more(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that ranks ask for in training and evaluation is known to them, and the same results."""
-    case, working, told = _case(ROWS.format("transformer.h", ZERO), "dp=2, pp=2")
-    knowing, _, sent = add_stage_outputs(case, working, told)
-    met = _met(monkeypatch)
-    right = threads.run(observe_on_rank, 4, case, told)[0]
-    assert met  # else nothing is shown
-    met.clear()
-    found = threads.run(observe_on_rank, 4, knowing, sent)[0]
-    assert not met
-    assert found.tensors.keys() == right.tensors.keys()
-    for key, value in right.tensors.items():
-        other = found.tensors[key]
-        assert value is other or (other is not None and torch.equal(value, other)), key
+    """Ranks find all shapes precomputed, and results are equal."""
+    case, working, conditions = _proof_cases(ROWS.format("transformer.h", ZERO), "dp=2, pp=2")
+    with_outputs, _, new_conditions = add_stage_outputs(case, working, conditions)
+    units = _record_meta_runs(monkeypatch)
+    expected = threads.run(observe_on_rank, 4, case, conditions)[0]
+    assert units  # otherwise nothing is tested
+    units.clear()
+    result = threads.run(observe_on_rank, 4, with_outputs, new_conditions)[0]
+    assert not units
+    assert result.tensors.keys() == expected.tensors.keys()
+    for key, value in expected.tensors.items():
+        result_value = result.tensors[key]
+        assert value is result_value or (
+            result_value is not None and torch.equal(value, result_value)
+        ), key
 
 
 def test_the_model_is_copied_only_where_something_is_not_known(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who has all outputs needs no copy without values; who has some finds the others the same."""
-    case, _, told = _case(ROWS.format("transformer.h", ZERO), "dp=2, pp=2")
-    knowing, _, sent = add_stage_outputs(case, None, told)
-    assert knowing.prepared is not None
-    some = dict(list(knowing.prepared.outputs.items())[:1])
-    less = replace(knowing, prepared=replace(knowing.prepared, outputs=some))
+    """With all outputs no meta copy is made; with some, the others are found equal."""
+    case, _, conditions = _proof_cases(ROWS.format("transformer.h", ZERO), "dp=2, pp=2")
+    with_outputs, _, new_conditions = add_stage_outputs(case, None, conditions)
+    assert with_outputs.prepared is not None
+    first_output = dict(list(with_outputs.prepared.outputs.items())[:1])
+    with_fewer = replace(
+        with_outputs, prepared=replace(with_outputs.prepared, outputs=first_output)
+    )
     copies: list[object] = []
-    real = step_parts.local_skeleton
+    local_skeleton = step_parts.local_skeleton
 
-    def skeleton(*given: Any) -> nn.Module:
-        copies.append(given)
-        return real(*given)
+    def skeleton(*args: Any) -> nn.Module:
+        copies.append(args)
+        return local_skeleton(*args)
 
     monkeypatch.setattr(step_parts, "local_skeleton", skeleton)
-    right = threads.run(observe_on_rank, 4, knowing, sent)[0]
+    expected = threads.run(observe_on_rank, 4, with_outputs, new_conditions)[0]
     assert not copies
-    found = threads.run(observe_on_rank, 4, less, sent)[0]
-    assert copies and found.tensors.keys() == right.tensors.keys()
-    for key, value in right.tensors.items():
-        other = found.tensors[key]
-        assert value is other or (other is not None and torch.equal(value, other)), key
+    result = threads.run(observe_on_rank, 4, with_fewer, new_conditions)[0]
+    assert copies and result.tensors.keys() == expected.tensors.keys()
+    for key, value in expected.tensors.items():
+        result_value = result.tensors[key]
+        assert value is result_value or (
+            result_value is not None and torch.equal(value, result_value)
+        ), key
 
 
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
 def test_one_rank_for_a_stage_finds_them_itself(mesh: str) -> None:
-    """Where nobody else asks alike, this process would only do the work of a rank."""
+    """With one rank per stage nothing is precomputed: it would only do the rank's work."""
     rows = ROWS.format("transformer.h", "") if "pp" in mesh else ZERO
-    knowing, _, _ = add_stage_outputs(*_case(rows, mesh))
-    assert knowing.prepared is not None and not knowing.prepared.outputs
+    with_outputs, _, _ = add_stage_outputs(*_proof_cases(rows, mesh))
+    assert with_outputs.prepared is not None and not with_outputs.prepared.outputs
 
 
-class Choosy(nn.Module):
-    """A model whose forward raises between its units for one number of rows."""
+class RaisingModel(nn.Module):
+    """A model whose forward raises between its units for a batch of one row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,83 +128,83 @@ class Choosy(nn.Module):
 
 
 def test_what_the_model_raises_is_left_to_the_ranks() -> None:
-    """Then nothing is known, and nothing is said here."""
-    plan = planned(Choosy(), ROWS.format("blocks", ZERO), "dp=2, pp=2")
+    """If the model raises, nothing is precomputed and the error is left to the ranks."""
+    plan = make_plan(RaisingModel(), ROWS.format("blocks", ZERO), "dp=2, pp=2")
     batches = tuple({"x": torch.ones(rows, 4)} for rows in (8, 4, 8))
     case = prepare_case(Case(plan, batches))
-    knowing, _, _ = add_stage_outputs(case, None, standard_conditions(case.batches, 1.0))
-    assert knowing.prepared is not None and not knowing.prepared.outputs
+    with_outputs, _, _ = add_stage_outputs(case, None, standard_conditions(case.batches, 1.0))
+    assert with_outputs.prepared is not None and not with_outputs.prepared.outputs
 
 
-class Remembering(nn.Module):
-    """Layers that in evaluation write into a state that is handed on from one to the next."""
+class StatefulModel(nn.Module):
+    """Layers that write into a shared state, in evaluation only."""
 
     def __init__(self, state: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.state, self.layers = state, nn.ModuleList(_Layer(k) for k in range(4))
+        self.state, self.layers = state, nn.ModuleList(_StatefulLayer(k) for k in range(4))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        kept = None if self.training or not self.state else torch.zeros(len(x), 4)
+        memory = None if self.training or not self.state else torch.zeros(len(x), 4)
         for layer in self.layers:
-            x, kept = layer(x, kept)
+            x, memory = layer(x, memory)
         return {"loss": x.square().mean(), "x": x}
 
 
-class _Layer(nn.Module):
-    def __init__(self, place: int) -> None:
+class _StatefulLayer(nn.Module):
+    def __init__(self, index: int) -> None:
         super().__init__()
-        self.place, self.linear = place, nn.Linear(6, 6)
+        self.place, self.linear = index, nn.Linear(6, 6)
 
-    def forward(self, x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
         h = self.linear(x).tanh()
-        if kept is not None:
-            kept[:, self.place] = h.sum(-1) + kept[:, self.place]
-            h = h + kept[:, self.place, None]
-        return h, kept
+        if memory is not None:
+            memory[:, self.place] = h.sum(-1) + memory[:, self.place]
+            h = h + memory[:, self.place, None]
+        return h, memory
 
 
 @pytest.mark.parametrize("state", [False, True])
 def test_state_that_evaluation_alone_writes(threads: Threads, state: bool) -> None:
-    """What layers of other stages write into is not there: refused, and never NaN in the output."""
-    model, batch = Remembering(state), {"x": torch.ones(4, 6)}
+    """State written by layers of other stages is missing: refused, instead of NaN outputs."""
+    model, batch = StatefulModel(state), {"x": torch.ones(4, 6)}
     rows = 'layers[2]  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)'
-    plan = planned(model, rows, "pp=2")
+    plan = make_plan(model, rows, "pp=2")
 
     def evaluated() -> Tensor:
-        out: Tensor = build(plan, batch).eval_step(batch)["x"]
-        return out
+        output: Tensor = build(plan, batch).eval_step(batch)["x"]
+        return output
 
     if state:
         with pytest.raises(Refusal) as refusal:
             threads.run(evaluated, 2)
         assert refusal.value.diagnostic.code == "S610"
     else:
-        found = threads.run(evaluated, 2)
-        assert all(torch.allclose(one, model.eval()(**batch)["x"]) for one in found)
+        outputs = threads.run(evaluated, 2)
+        assert all(torch.allclose(output, model.eval()(**batch)["x"]) for output in outputs)
 
 
-class _Pair(nn.Module):
+class _DictUnit(nn.Module):
     def forward(self, x: Tensor, ids: Tensor) -> Any:
         return {"x": x * 2, "ids": (ids, None, 3)}
 
 
-class _Written(nn.Module):
+class _InPlaceUnit(nn.Module):
     def forward(self, x: Tensor, ids: Tensor) -> Any:
         return x.add_(1), x.mean()
 
 
-class _Picked(nn.Module):
+class _MaskedUnit(nn.Module):
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         return x[ids > 0]
 
 
-class _Asked(nn.Module):
+class _ValueUnit(nn.Module):
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         return x * 2 if ids.max().item() > 1 else x[:, :1]
 
 
-class _Dropped(nn.Module):
+class _DropoutUnit(nn.Module):
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
@@ -208,13 +214,19 @@ class _Dropped(nn.Module):
 
 
 class _Chain(nn.Module):
-    """Units of each kind, all given alike."""
+    """Units of each kind with equal inputs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(4, 8)
-        kinds = (_Pair(), _Dropped(0.0), _Dropped(0.5), _Dropped(1.0), _Written())
-        self.each = nn.ModuleList([*kinds, _Picked(), _Asked()])
+        kinds = (
+            _DictUnit(),
+            _DropoutUnit(0.0),
+            _DropoutUnit(0.5),
+            _DropoutUnit(1.0),
+            _InPlaceUnit(),
+        )
+        self.each = nn.ModuleList([*kinds, _MaskedUnit(), _ValueUnit()])
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -226,57 +238,57 @@ class _Chain(nn.Module):
 NAMES = ("embed", *(f"each.{place}" for place in range(7)))
 
 
-def _told_of(made: Any) -> Any:
-    leaves, spec, *rest = made
+def _signature(entry: Any) -> Any:
+    leaves, spec, *others = entry
     tensors = [(t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves]
-    return tensors, spec, *rest
+    return tensors, spec, *others
 
 
 def test_the_record_shows_what_stand_ins_find() -> None:
-    """It tells of units that neither draw nor look at values, and the same as a run for shapes."""
+    """The record contains units without random draws and value checks, with correct shapes."""
     model, batch = _Chain(), {"ids": torch.tensor([[0, 1, 2], [3, 0, 1]])}
     recorded = RecordedOutputs(model, NAMES)
-    made = split_graph(record_forward(model, NAMES, batch, met=recorded), [0] * 7 + [1])
-    stub = Stub(meta_model(model, {}), made)
+    graph = split_graph(record_forward(model, NAMES, batch, met=recorded), [0] * 7 + [1])
+    stub = Stub(meta_model(model, {}), graph)
     stub.find_outputs(CallSwitch(model, NAMES), model, batch, len(NAMES))
-    known = recorded.outputs_for(model)
-    assert sorted(key[0] for key in known) == [0, 1, 2, 5]
-    assert {key: _told_of(one) for key, one in known.items()} == {
-        key: _told_of(stub.portable_outputs[key]) for key in known
+    outputs = recorded.outputs_for(model)
+    assert sorted(key[0] for key in outputs) == [0, 1, 2, 5]
+    assert {key: _signature(entry) for key, entry in outputs.items()} == {
+        key: _signature(stub.portable_outputs[key]) for key in outputs
     }
     assert not recorded.outputs_for(_Chain().eval())
     assert not recorded.outputs_for(_Chain().bfloat16())
 
 
 def test_what_nothing_reads_is_made_once() -> None:
-    """It is NaN that nobody can write into, and is made anew where modes follow tensors."""
+    """An unread output is one shared read-only NaN tensor, but new under tensor-following modes."""
     model, ids = _Chain(), torch.tensor([[0, 1, 2], [3, 0, 1]])
-    made = split_graph(record_forward(model, NAMES, {"ids": ids}), [0] * 7 + [1])
-    stub = Stub(meta_model(model, {}), made)
+    graph = split_graph(record_forward(model, NAMES, {"ids": ids}), [0] * 7 + [1])
+    stub = Stub(meta_model(model, {}), graph)
 
     def output() -> Tensor:
-        found: Tensor = stub(0, (ids,), {}, {}, ids.device, model.embed)
-        return found
+        result: Tensor = stub(0, (ids,), {}, {}, ids.device, model.embed)
+        return result
 
-    one, other = output(), output()
-    assert one is not other and one.data_ptr() == other.data_ptr() and one.isnan().all()
+    first, second = output(), output()
+    assert first is not second and first.data_ptr() == second.data_ptr() and first.isnan().all()
     with pytest.raises(RuntimeError, match="single memory location"):
-        one.add_(1)
+        first.add_(1)
     for mode in (torch.inference_mode(), FlopCounterMode(display=False)):
         with mode:
-            assert output().data_ptr() != one.data_ptr()
-    assert output().data_ptr() == one.data_ptr()
+            assert output().data_ptr() != first.data_ptr()
+    assert output().data_ptr() == first.data_ptr()
 
 
 def test_who_was_told_by_the_record_looks_for_nothing(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program of the recorded model, for the recorded shapes, runs no unit for its shapes."""
+    """With recorded outputs a program runs no unit to find shapes."""
     batch, optimizer = {"x": torch.ones(4, 6)}, partial(torch.optim.SGD, lr=0.1)
-    plan = planned(Remembering(False), ROWS.format("layers", ""), "pp=2")
-    met = _met(monkeypatch)
+    plan = make_plan(StatefulModel(False), ROWS.format("layers", ""), "pp=2")
+    units = _record_meta_runs(monkeypatch)
     threads.run(lambda: build(plan, batch, optimizer=optimizer).train_step(batch), 2)
-    assert not met
+    assert not units
     monkeypatch.setattr(RecordedOutputs, "outputs_for", lambda *_: {})
     threads.run(lambda: build(plan, batch, optimizer=optimizer).train_step(batch), 2)
-    assert met  # else nothing is shown
+    assert units  # otherwise nothing is tested

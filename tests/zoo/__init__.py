@@ -1,6 +1,6 @@
-"""The bug zoo: mistakes that such systems have made, made on purpose in this runtime."""
+"""The bug zoo: known bugs of distributed training, injected into this runtime on purpose."""
 
-# entering its bugs is all that such a module does
+# importing these modules registers their bugs
 from tests.zoo import (  # noqa: F401
     adapted,
     away,

@@ -1,4 +1,4 @@
-"""A bug of the zoo as a value: what is wrong, where, and on which programs it must be found."""
+"""An injected bug: its mutation, its place, and the programs on which it must be found."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from enum import Enum
 import pytest
 
 from schedlang.ir.primitive import load_all, registry
-from tests.zoo.remembered import forget
+from tests.zoo.clear_caches import clear_caches
 
 Patch = pytest.MonkeyPatch
 
 
 class Operator(Enum):
-    """The ten ways in which a right program is made wrong."""
+    """The ten kinds of mutation that make a right program wrong."""
 
     ADJOINT = "swap an adjoint"
     REDUCTION = "skip, repeat or re-order a reduction"
@@ -37,7 +37,7 @@ class Site(str):
     """The name of the module, parameter or stage where a bug is injected; "" is everywhere."""
 
     def covers(self, name: str) -> bool:
-        """Is this name, or what is inside it, the place of the bug?"""
+        """Whether this name, or a module that contains it, is the place of the bug."""
         return not self or name == self or name.startswith(f"{self}.")
 
 
@@ -48,15 +48,15 @@ Mutation = Callable[[Patch, Site], None]
 class Bug:
     """One entry of the zoo.
 
-    primitive  whose bug it is, as registered; "" for what every program has (state, optimizer)
-    scenes     names of the programs on each of which it must be found
-    row        what stands in the guilty row of the schedule; "" where no row can be guilty
-    site       where it is injected unless told otherwise
-    here       why it is injected as it is, where this runtime has no such mechanism
-    planning   it is in a pass that runs before there are ranks, or when one rank loads
-    late       it shows only where communication completes late: hunted on the engine of threads
-    dies       what the run says in which it is found by dying; any other death is a bad mutation
-    mutation   None: cannot be written before its primitive is
+    primitive  registered primitive with the bug; "" for code of every program (state, optimizer)
+    scenes     programs on each of which the bug must be found
+    row        text of the guilty row of the schedule; "" where no row is guilty
+    site       default place of injection
+    here       why it is injected like this, where this runtime has no such mechanism
+    planning   it is injected into a pass that runs before ranks start, or when one rank loads
+    late       visible only if communication completes late: hunted on the thread engine
+    dies       error text of a run that finds it by failing; another failure is a bad mutation
+    mutation   None if its primitive is not written yet
     """
 
     id: str
@@ -75,7 +75,7 @@ class Bug:
 
     @property
     def applies(self) -> bool:
-        """Whether there can be such a bug: its primitive is registered."""
+        """Whether the bug can exist: its primitive is registered."""
         load_all()
         return not self.primitive or self.primitive in registry()
 
@@ -84,7 +84,7 @@ class Bug:
         return getattr(self.mutation, "__name__", self.id)
 
     def __call__(self, patch: Patch, site: str | None = None) -> None:
-        """Inject it for as long as the patch holds."""
+        """Inject the bug until the patch is undone."""
         assert self.mutation is not None, f"{self.id} has no mutation yet"
         self.mutation(patch, Site(self.site if site is None else site))
 
@@ -105,19 +105,19 @@ def bug(
     late: bool = False,
     dies: str = "",
 ) -> Callable[[Mutation], Bug]:
-    """Enter a mutation into the zoo; its docstring says what is wrong."""
+    """Return a decorator that registers a mutation; its docstring describes the bug."""
 
     def enter(mutation: Mutation) -> Bug:
-        what = " ".join((mutation.__doc__ or "").split())
-        return _entered(
+        description = " ".join((mutation.__doc__ or "").split())
+        return _register(
             Bug(
                 name,
-                what,
+                description,
                 credit,
                 primitive,
                 operator,
                 scenes,
-                _row(row, primitive),
+                _guilty_row(row, primitive),
                 mutation,
                 site,
                 here,
@@ -130,45 +130,47 @@ def bug(
     return enter
 
 
-def _row(row: str, primitive: str) -> str:
-    """What the guilty row holds: its primitive unless told otherwise; "none": no row is guilty."""
+def _guilty_row(row: str, primitive: str) -> str:
+    """Return the text of the guilty row: by default its primitive; "none": no row is guilty."""
     if row == "none" or not (row or primitive):
         return ""
     return row or f"{primitive}("
 
 
-def absent(name: str, primitive: str, operator: Operator, what: str, credit: str = "") -> Bug:
-    """Enter a bug of a primitive that is not written yet."""
-    return _entered(Bug(name, what, credit, primitive, operator, (), primitive, None))
+def unwritten_bug(
+    name: str, primitive: str, operator: Operator, description: str, credit: str = ""
+) -> Bug:
+    """Register a bug of a primitive that is not written yet."""
+    return _register(Bug(name, description, credit, primitive, operator, (), primitive, None))
 
 
-def _entered(made: Bug) -> Bug:
-    assert made.id not in ZOO, f"there are two bugs {made.id}"
-    ZOO[made.id] = made
-    return made
+def _register(new_bug: Bug) -> Bug:
+    assert new_bug.id not in ZOO, f"there are two bugs {new_bug.id}"
+    ZOO[new_bug.id] = new_bug
+    return new_bug
 
 
-def found(spec: str) -> tuple[Bug, str | None]:
-    """The bug of a name such as `T02` or `T02@blocks.1`, and the site named."""
-    name, at, site = spec.partition("@")
-    return ZOO[name], site if at else None
+def parse_spec(spec: str) -> tuple[Bug, str | None]:
+    """Return the bug and the site of a spec such as `T02` or `T02@blocks.1`."""
+    name, separator, site = spec.partition("@")
+    return ZOO[name], site if separator else None
 
 
 @contextmanager
 def patched() -> Iterator[Patch]:
-    """A place for mutations, into and out of which nothing remembered is carried."""
+    """Yield a patch for mutations; caches are cleared before and after."""
     try:
         with pytest.MonkeyPatch.context() as patch:
-            forget()
+            clear_caches()
             yield patch
     finally:
-        forget()
+        clear_caches()
 
 
 @contextmanager
 def mutate(spec: str) -> Iterator[Bug]:
     """Inject a bug in this process: `with mutate("T02@blocks.1"): ...`."""
-    made, site = found(spec)
+    injected, site = parse_spec(spec)
     with patched() as patch:
-        made(patch, site)
-        yield made
+        injected(patch, site)
+        yield injected

@@ -1,4 +1,4 @@
-"""Bugs of expert parallelism: what goes to the experts, what comes back, and its gradients."""
+"""Injected bugs of expert parallelism: dispatched tokens, returned results, gradients."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from schedlang.runtime.comm import collectives
 from schedlang.runtime.moe import dispatch, experts
 from schedlang.runtime.sharding import edges
 from tests.zoo.bug import ADJOINT, DETACH, GROUP, REDUCTION, SLICE, Patch, Site, bug
-from tests.zoo.place import sharded_module
+from tests.zoo.trackers import module_tracker
 
 EP = "expert_parallel"
 
 
-class _Halved(torch.autograd.Function):
+class _HalveGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.view_as(x)
@@ -27,14 +27,16 @@ class _Halved(torch.autograd.Function):
 
 
 @bug("E02", EP, GROUP, "routed", credit="DeepSpeed#5259")
-def experts_divided(patch: Patch, site: Site) -> None:
+def expert_gradients_divided(patch: Patch, site: Site) -> None:
     """Gradients of experts are divided by the data-parallel ranks."""
-    here, plain = sharded_module(patch), experts.ShardedExperts._run_experts
+    current_module, original = module_tracker(patch), experts.ShardedExperts._run_experts
 
-    def called(self: Any, rows: Any, chosen: Any, dtype: Any, own: Any, held: Any) -> Any:
-        if site.covers(here()):
-            own = {name: _Halved.apply(part) for name, part in own.items()}
-        return plain(self, rows, chosen, dtype, own, held)
+    def called(
+        self: Any, rows: Any, selected: Any, dtype: Any, local_weights: Any, extra: Any
+    ) -> Any:
+        if site.covers(current_module()):
+            local_weights = {name: _HalveGrad.apply(part) for name, part in local_weights.items()}
+        return original(self, rows, selected, dtype, local_weights, extra)
 
     patch.setattr(experts.ShardedExperts, "_run_experts", called)
 
@@ -42,70 +44,72 @@ def experts_divided(patch: Patch, site: Site) -> None:
 @bug("E04", EP, DETACH, "routed", credit="transformers#48687")
 def router_left_out(patch: Patch, site: Site) -> None:
     """The router gets no gradient, or a wrong one."""
-    here, plain = sharded_module(patch), experts.ShardedExperts.__call__
+    current_module, original = module_tracker(patch), experts.ShardedExperts.__call__
 
     def call(self: Any, hidden: Any, index: Any, weights: Any) -> Any:
-        return plain(self, hidden, index, weights.detach() if site.covers(here()) else weights)
+        return original(
+            self, hidden, index, weights.detach() if site.covers(current_module()) else weights
+        )
 
     patch.setattr(experts.ShardedExperts, "__call__", call)
 
 
 @bug("E04b", EP, ADJOINT, "routed alike")
-def router_gets_a_part(patch: Patch, site: Site) -> None:
-    """Where ranks see the same tokens, the router gets the gradient of its own experts only."""
-    here, plain = sharded_module(patch), edges.Edge.enter
+def router_partial_gradient(patch: Patch, site: Site) -> None:
+    """If ranks have the same tokens, the router gets the gradient of its own experts only."""
+    current_module, original = module_tracker(patch), edges.Edge.enter
 
     def entered(edge: Any, x: Any) -> Any:
         few = x.shape[-1] == 2  # the weights of two experts
-        return x if few and site.covers(here()) else plain(edge, x)
+        return x if few and site.covers(current_module()) else original(edge, x)
 
     patch.setattr(edges.Edge, "enter", entered)
 
 
 @bug("E07", EP, SLICE, "routed, dropped", row="none")  # the rule changes with its row
 def capacity_of_a_rank(patch: Patch, site: Site) -> None:
-    """Capacity is counted by each rank for itself."""
-    here, plain = sharded_module(patch), experts.capacity_mask
+    """Each rank counts expert capacity for its own tokens only."""
+    current_module, original = module_tracker(patch), experts.capacity_mask
 
     def kept(index: Any, count: int, capacity: float, groups: Any = ()) -> Any:
-        if not site.covers(here()):
-            return plain(index, count, capacity, groups)
+        if not site.covers(current_module()):
+            return original(index, count, capacity, groups)
         parts = index.chunk(1 if groups else 2)  # without groups: tokens of both ranks
-        return torch.cat([plain(part, count, capacity) for part in parts])
+        return torch.cat([original(part, count, capacity) for part in parts])
 
     patch.setattr(experts, "capacity_mask", kept)
 
 
 @bug("E08", EP, SLICE, "routed")
-def tokens_come_back_disordered(patch: Patch, site: Site) -> None:
-    """Tokens come back in another order than they went."""
-    here, plain = sharded_module(patch), dispatch.RoutedRows.return_results
+def tokens_returned_disordered(patch: Patch, site: Site) -> None:
+    """Tokens return in another order than they were sent."""
+    current_module, original = module_tracker(patch), dispatch.RoutedRows.return_results
 
     def home(self: Any, y: Tensor) -> Tensor:
-        back = plain(self, y)
-        return back.flip(0) if site.covers(here()) else back
+        results = original(self, y)
+        return results.flip(0) if site.covers(current_module()) else results
 
     patch.setattr(dispatch.RoutedRows, "return_results", home)
 
 
 @bug("E14", EP, REDUCTION, "routed, cut")
-def parts_of_experts_stay_apart(patch: Patch, site: Site) -> None:
-    """Each rank adds all of a bias that stands behind the sum over parts of an expert."""
-    here, plain = sharded_module(patch), experts.ShardedExperts._divide_biases
+def expert_bias_repeated(patch: Patch, site: Site) -> None:
+    """Each rank adds the full bias after the sum over parts of an expert."""
+    current_module, original = module_tracker(patch), experts.ShardedExperts._divide_biases
 
     def shared_out(self: Any, parameters: Any) -> Any:
-        return parameters if site.covers(here()) else plain(self, parameters)
+        return parameters if site.covers(current_module()) else original(self, parameters)
 
     patch.setattr(experts.ShardedExperts, "_divide_biases", shared_out)
 
 
 @bug("E15", "zero", ADJOINT, "balanced", row="none")
 def statistics_keep_their_gradients(patch: Patch, site: Site) -> None:
-    """A statistic of the batch passes back what this rank's loss gives, not what all give."""
+    """The backward of a batch statistic uses this rank's gradient only, not the sum over ranks."""
     patch.setattr(collectives.TotalSum, "backward", staticmethod(lambda ctx, grad: (grad, None)))
 
 
 @bug("E16", "zero", REDUCTION, "balanced", row="none")
 def statistics_of_a_rank(patch: Patch, site: Site) -> None:
-    """A router loss is made of the statistics of this rank's rows."""
+    """A router loss uses the statistics of this rank's rows only."""
     patch.setattr(collectives, "all_reduce", lambda x, group: x * group.size)

@@ -1,4 +1,4 @@
-"""Bugs of regions, of generated kernels, and of modules that take the place of others."""
+"""Injected bugs: fused regions, generated kernels, and replaced modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.zoo.bug import ARGUMENT, DETACH, FREEZE, REDUCTION, SLICE, Patch, Sit
 
 @bug("F50", "decompose", DETACH, "decomposed")
 def bias_without_history(patch: Patch, site: Site) -> None:
-    """The bias that is added apart gets no gradient."""
+    """The separately added bias gets no gradient."""
 
     def called(self: Any, inner: Any, x: Tensor) -> Tensor:
         return PRODUCTS_BY_KIND[self.kind](self.module, x, False) + self.module.bias.detach()
@@ -28,7 +28,7 @@ def bias_without_history(patch: Patch, site: Site) -> None:
 
 @bug("F51", "decompose", REDUCTION, "decomposed")
 def bias_twice(patch: Patch, site: Site) -> None:
-    """The product adds its bias, too."""
+    """The bias is added twice."""
 
     def called(self: Any, inner: Any, x: Tensor) -> Tensor:
         return PRODUCTS_BY_KIND[self.kind](self.module, x, True) + self.module.bias
@@ -38,18 +38,18 @@ def bias_twice(patch: Patch, site: Site) -> None:
 
 @bug("F52", "fuse", ARGUMENT, "patterned")
 def arguments_in_another_order(patch: Patch, site: Site) -> None:
-    """A region is given its arguments in another order than it was made for."""
-    patch.setattr(FusedRegion, "__call__", lambda self, *given: self.eager(*given[::-1]))
+    """A region gets its arguments in the wrong order."""
+    patch.setattr(FusedRegion, "__call__", lambda self, *args: self.eager(*args[::-1]))
 
 
 @bug("F53", "fuse", FREEZE, "patterned")
 def masks_of_the_first_call(patch: Patch, site: Site) -> None:
-    """The mask of dropout in a region is that of its first call."""
-    kept: dict[Any, Tensor] = {}
+    """A region reuses the dropout mask of its first call."""
+    first_masks: dict[Any, Tensor] = {}
 
-    def called(self: Any, *given: Any) -> Any:
-        *rest, mask = given
-        return self.eager(*rest, kept.setdefault((self, mask.shape), mask))
+    def called(self: Any, *args: Any) -> Any:
+        *inputs, mask = args
+        return self.eager(*inputs, first_masks.setdefault((self, mask.shape), mask))
 
     patch.setattr(FusedRegion, "__call__", called)
 
@@ -57,38 +57,38 @@ def masks_of_the_first_call(patch: Patch, site: Site) -> None:
 @bug("F54", "fuse", SLICE, "rowwise")
 def last_column_left_out(patch: Patch, site: Site) -> None:
     """A generated kernel's sums along rows leave out the last column."""
-    plain = launch._Run._made
+    original = launch._Run._made
 
-    def made(self: Any, value: Any, *given: Any) -> Tensor:
+    def made(self: Any, value: Any, *args: Any) -> Tensor:
         if value.kind == "row":
             return self.of(value.operands[0])[:, :-1].sum(1, keepdim=True)
-        return plain(self, value, *given)
+        return original(self, value, *args)
 
     patch.setattr(launch._Run, "_made", made)
 
 
 @bug("F55", "fuse", REDUCTION, "rowwise")
 def last_program_left_out(patch: Patch, site: Site) -> None:
-    """The gradient of a weight leaves out what the last program has summed."""
-    plain = launch._Run.summed
+    """The gradient of a weight lacks the sum of the last kernel program."""
+    original = launch._Run.summed
 
-    def summed(self: Any, one: Any, *given: Any) -> Tensor:
-        (value,) = one.value.operands
-        last = self.of(value)[-1:].sum(0).to(one.dtype).reshape(one.shape)
-        return plain(self, one, *given) - last
+    def summed(self: Any, output: Any, *args: Any) -> Tensor:
+        (value,) = output.value.operands
+        last = self.of(value)[-1:].sum(0).to(output.dtype).reshape(output.shape)
+        return original(self, output, *args) - last
 
     patch.setattr(launch._Run, "summed", summed)
 
 
 @bug("F56", "replace", SLICE, "replaced")
 def parts_joined_in_another_order(patch: Patch, site: Site) -> None:
-    """A parameter that is made of two has them the other way round."""
+    """The two halves of a concatenated parameter are swapped."""
     patch.setattr(replaced_module, "_concatenate", lambda parts: torch.cat(parts[::-1]))
 
 
 @bug("F57", "replace", DETACH, "replaced")
 def part_without_gradient(patch: Patch, site: Site) -> None:
-    """Of a parameter that is made of two the second gets no gradient."""
+    """The second half of a concatenated parameter gets no gradient."""
     patch.setattr(
         replaced_module,
         "_concatenate",
@@ -96,9 +96,9 @@ def part_without_gradient(patch: Patch, site: Site) -> None:
     )
 
 
-def _instead(patch: Patch, made: Callable[[Any], Any]) -> None:
-    """What takes the place of a compiled region: `made(inner)` is called once for each."""
-    patch.setattr(fuse, "_compile", lambda inner, *given: made(inner))
+def _replace_compile(patch: Patch, make_region: Callable[[Any], Any]) -> None:
+    """Replace compilation: `make_region(inner)` is called once for each region."""
+    patch.setattr(fuse, "_compile", lambda inner, *args: make_region(inner))
 
 
 @bug(
@@ -110,18 +110,18 @@ def _instead(patch: Patch, made: Callable[[Any], Any]) -> None:
     here="in a proof regions run as they stand: it is in the compiled one",
 )
 def mask_baked_in(patch: Patch, site: Site) -> None:
-    """A compiled region goes on with the mask of its first call."""
+    """A compiled region keeps using the mask of its first call."""
 
     def made(inner: Any) -> Any:
-        kept: dict[Any, Tensor] = {}
-        return lambda x, keep: inner(x, kept.setdefault(keep.shape, keep))
+        first_masks: dict[Any, Tensor] = {}
+        return lambda x, keep: inner(x, first_masks.setdefault(keep.shape, keep))
 
-    _instead(patch, made)
+    _replace_compile(patch, made)
 
 
 @bug("F59", "fuse", FREEZE, "compiled", planning=True)
 def rows_baked_in(patch: Patch, site: Site) -> None:
-    """A compiled region takes every call for one of as many rows as the first had."""
+    """A compiled region assumes the number of rows of its first call."""
 
     def made(inner: Any) -> Any:
         rows: list[int] = []
@@ -132,20 +132,20 @@ def rows_baked_in(patch: Patch, site: Site) -> None:
 
         return called
 
-    _instead(patch, made)
+    _replace_compile(patch, made)
 
 
 @bug("F60", "fuse", DETACH, "compiled", planning=True)
 def input_of_region_detached(patch: Patch, site: Site) -> None:
-    """A compiled region gives back no gradient of what it was given."""
-    _instead(patch, lambda inner: lambda x, keep: inner(x.detach(), keep))
+    """A compiled region returns no gradient for its input."""
+    _replace_compile(patch, lambda inner: lambda x, keep: inner(x.detach(), keep))
 
 
 @bug("F61", "fuse", DETACH, "compiled", planning=True)
 def region_without_history(patch: Patch, site: Site) -> None:
-    """A compiled region gives back no gradient at all."""
+    """A compiled region returns no gradients at all."""
 
     def made(inner: Any) -> Any:
-        return torch.no_grad()(lambda *given: inner(*given))
+        return torch.no_grad()(lambda *args: inner(*args))
 
-    _instead(patch, made)
+    _replace_compile(patch, made)

@@ -1,4 +1,4 @@
-"""Bugs of tensor parallelism in losses, heads, masks, and parameters that every rank holds."""
+"""Injected bugs of tensor parallelism: losses, heads, masks, replicated parameters."""
 
 from __future__ import annotations
 
@@ -16,27 +16,31 @@ from schedlang.runtime.propagation import follower as following
 from schedlang.runtime.rng import logical_dropout as drawing
 from schedlang.runtime.sharding import module_sizes
 from tests.zoo.bug import CONSTANT, GROUP, REDUCTION, SKIP, SLICE, Patch, Site, bug
-from tests.zoo.place import rank, running_program
+from tests.zoo.trackers import program_tracker, rank
 
 
-def _other_sums(patch: Patch, change: Any) -> None:
-    """Reductions after backward changed by `change(sums) -> sums`."""
-    plain = gradient.sum_gradients
-    patch.setattr(program, "sum_gradients", lambda held, sums: plain(held, change(list(sums))))
+def _change_sums(patch: Patch, change: Any) -> None:
+    """Replace the gradient reductions after backward by `change(sums)`."""
+    original = gradient.sum_gradients
+    patch.setattr(
+        program, "sum_gradients", lambda parameters, sums: original(parameters, change(list(sums)))
+    )
 
 
-def without(patch: Patch, kind: str, drop: Any = lambda name: True) -> None:
-    """The sums of a kind leave out the parameters that `drop` names."""
+def drop_from_sums(patch: Patch, kind: str, drop: Any = lambda name: True) -> None:
+    """Leave out of the reductions of a kind all parameters for which `drop(name)` is true."""
 
     def less(sums: list[Any]) -> list[Any]:
-        kept = []
-        for one in sums:
-            names = tuple(n for n in one.names if one.kind != kind or not drop(n))
+        reductions = []
+        for reduction in sums:
+            names = tuple(n for n in reduction.names if reduction.kind != kind or not drop(n))
             if names:
-                kept.append(gradient.GradientReduction(one.group, names, one.kind))
-        return kept
+                reductions.append(
+                    gradient.GradientReduction(reduction.group, names, reduction.kind)
+                )
+        return reductions
 
-    _other_sums(patch, less)
+    _change_sums(patch, less)
 
 
 @bug(
@@ -47,19 +51,21 @@ def without(patch: Patch, kind: str, drop: Any = lambda name: True) -> None:
     credit="AReno#496",
     here="the group of a whole parameter is that of the first crossing of the step",
 )
-def whole_gradients_summed_again(patch: Patch, site: Site) -> None:
-    """Activations are reduced already, and the gradients of norms are summed once more."""
-    plain, groups = gradient.sum_gradients, list[Any]()
+def full_gradients_summed_again(patch: Patch, site: Site) -> None:
+    """Gradients of norms are complete, as activations are reduced, but are summed once more."""
+    original, groups = gradient.sum_gradients, list[Any]()
     reduce = collectives.reduce
 
     def noting(x: Tensor, group: Any) -> Tensor:
         groups[:] = [group]
         return reduce(x, group)
 
-    def again(held: Any, sums: Any) -> None:
-        plain(held, sums)
-        names = tuple(n for n in held if "ln_" in n and site.covers(n))
-        plain(held, [gradient.GradientReduction(group, names, "partial") for group in groups])
+    def again(parameters: Any, sums: Any) -> None:
+        original(parameters, sums)
+        names = tuple(n for n in parameters if "ln_" in n and site.covers(n))
+        original(
+            parameters, [gradient.GradientReduction(group, names, "partial") for group in groups]
+        )
 
     patch.setattr(collectives, "reduce", noting)
     patch.setattr(program, "sum_gradients", again)
@@ -76,7 +82,7 @@ def whole_gradients_summed_again(patch: Patch, site: Site) -> None:
     here="the pass that lists reductions is where such a placement would be lost",
 )
 def pending_gradients_forgotten(patch: Patch, site: Site) -> None:
-    """That a whole parameter's gradient is pending is lost between forward and reduction."""
+    """That a replicated parameter's gradient is partial is forgotten before reduction."""
     patch.setattr(holdings, "_partial", lambda plan, traced, trained: iter(()))
 
 
@@ -92,11 +98,11 @@ def heads_tiled(patch: Patch, site: Site) -> None:
     """Key heads are tiled instead of repeated: queries attend to another group's keys."""
     from transformers.integrations import sdpa_attention
 
-    plain, at_work = sdpa_attention.repeat_kv, running_program(patch, "train_step", "eval_step")
+    original, running = sdpa_attention.repeat_kv, program_tracker(patch, "train_step", "eval_step")
 
     def tiled(x: Tensor, groups: int) -> Tensor:
-        # before a program runs a copy is probed, and would be found out
-        return plain(x, groups) if at_work() is None else x.repeat(1, groups, 1, 1)
+        # a copy is probed before a program runs; a bug there would be noticed
+        return original(x, groups) if running() is None else x.repeat(1, groups, 1, 1)
 
     patch.setattr(sdpa_attention, "repeat_kv", tiled)
 
@@ -110,13 +116,13 @@ def heads_tiled(patch: Patch, site: Site) -> None:
     credit="bigcode Megatron-LM#35; ISEEKYAN/Megatron#91",
     here="the pass that follows gradients refuses it; the bug is that it does not",
 )
-def whole_keys_not_summed(patch: Patch, site: Site) -> None:
-    """One key head for all: each rank's queries give it a part of its gradient only."""
+def shared_key_not_summed(patch: Patch, site: Site) -> None:
+    """The gradient of a shared key head is partial on each rank and is not summed."""
     patch.setattr(following.ComparedCall, "finish", torch.no_grad()(following.ComparedCall.finish))
 
 
 @bug("T13", "shard", REDUCTION, "tp", row="lm_head  shard(style=vocab")
-def largest_logit_of_this_rank(patch: Patch, site: Site) -> None:
+def local_max_logit(patch: Patch, site: Site) -> None:
     """The split softmax is shifted by each rank's own largest logit."""
 
     class Lonely:
@@ -128,39 +134,39 @@ def largest_logit_of_this_rank(patch: Patch, site: Site) -> None:
 
 
 @bug("T14", "shard", CONSTANT, "smoothed", row="shard(style=vocab", credit="Megatron-LM#737, #7464")
-def smoothed_over_own_words(patch: Patch, site: Site) -> None:
-    """Label smoothing divides by the words of one rank."""
-    plain = vocab_parallel.cross_entropy
+def smoothed_over_local_vocab(patch: Patch, site: Site) -> None:
+    """Label smoothing divides by the vocabulary size of one rank."""
+    original = vocab_parallel.cross_entropy
 
     def loss(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
         class Fewer(vocab_parallel.ShardedLogits):
             shape = logits.shape  # labels are still looked for among all words
 
-        return plain(Fewer(logits.local, logits.group, logits.local.shape[-1]), *args, **kwargs)
+        return original(Fewer(logits.local, logits.group, logits.local.shape[-1]), *args, **kwargs)
 
     patch.setattr(vocab_parallel, "cross_entropy", loss)
 
 
 @bug("T18", "shard", GROUP, "sp", row="S(seq)", credit="gpt-neox#1259")
 def partial_sums_averaged(patch: Patch, site: Site) -> None:
-    """Norms between split tokens get the mean of the ranks' gradients."""
-    plain = gradient.sum_gradients
+    """Norms on sequence-parallel tokens get the mean of the ranks' gradients, not the sum."""
+    original = gradient.sum_gradients
 
-    def mean(held: Any, sums: Any) -> None:
-        plain(held, sums)
-        for one in sums:
-            for name in one.names if one.kind == "partial" else ():
-                grad = gradient.local_gradient(held[name])
+    def mean(parameters: Any, sums: Any) -> None:
+        original(parameters, sums)
+        for reduction in sums:
+            for name in reduction.names if reduction.kind == "partial" else ():
+                grad = gradient.local_gradient(parameters[name])
                 if grad is not None and site.covers(name):
-                    grad.div_(one.group.size)
+                    grad.div_(reduction.group.size)
 
     patch.setattr(program, "sum_gradients", mean)
 
 
 @bug("T19", "shard", REDUCTION, "sp, biases", row="output=S(seq)", credit="Megatron-LM PR#236")
 def late_biases_not_summed(patch: Patch, site: Site) -> None:
-    """A bias that is added to this rank's tokens gets their part of its gradient only."""
-    without(patch, "partial", lambda name: name.endswith("bias"))
+    """A bias added to this rank's tokens gets only their part of its gradient."""
+    drop_from_sums(patch, "partial", lambda name: name.endswith("bias"))
 
 
 @bug(
@@ -173,19 +179,19 @@ def late_biases_not_summed(patch: Patch, site: Site) -> None:
 )
 def norms_of_heads_not_summed(patch: Patch, site: Site) -> None:
     """A weight that all heads share gets the gradient of this rank's heads only."""
-    without(patch, "partial", lambda name: "q_norm" in name or "k_norm" in name)
+    drop_from_sums(patch, "partial", lambda name: "q_norm" in name or "k_norm" in name)
 
 
 @bug("T21", "shard", SKIP, "gated", credit="Pai-Megatron-Patch#397")
 def small_parameter_forgotten(patch: Patch, site: Site) -> None:
-    """A tiny gate inside the split region is left out of the reductions."""
-    without(patch, "partial", lambda name: name.endswith("gate"))
+    """A small gate inside the sharded region is left out of the reductions."""
+    drop_from_sums(patch, "partial", lambda name: name.endswith("gate"))
 
 
 @bug("T18b", "shard", REDUCTION, "sp", row="S(seq)", credit="as T18; older form")
 def partial_sums_skipped(patch: Patch, site: Site) -> None:
-    """Norms between split tokens keep their own part of the gradient."""
-    without(patch, "partial", site.covers)
+    """Norms on sequence-parallel tokens keep their partial gradient."""
+    drop_from_sums(patch, "partial", site.covers)
 
 
 @bug(
@@ -198,12 +204,12 @@ def partial_sums_skipped(patch: Patch, site: Site) -> None:
     here="`shard_modules` divides the numbers that modules count by",
 )
 def scale_of_part_of_the_width(patch: Patch, site: Site) -> None:
-    """The softmax's scale is computed from the width that this rank holds."""
-    plain = module_sizes.set_number
+    """The softmax scale is computed from the local width."""
+    original = module_sizes.set_number
 
     def divided(module: Any, attribute: str, value: Any) -> None:
         parts = module_sizes.number_at(module, attribute) / value
-        plain(module, attribute, value)
+        original(module, attribute, value)
         if hasattr(module, "scaling"):
             module.scaling *= parts**0.5
 
@@ -219,20 +225,20 @@ def scale_of_part_of_the_width(patch: Patch, site: Site) -> None:
     credit="TransformerEngine#1272; Megatron-DeepSpeed#276",
 )
 def masks_by_rank(patch: Patch, site: Site) -> None:
-    """What all ranks hold alike is dropped otherwise on each."""
-    plain = drawing.stream_of
+    """Replicated activations get different dropout masks on each rank."""
+    original = drawing.stream_of
     patch.setattr(
-        drawing, "stream_of", lambda *what: plain(*what) if rank() == 0 else plain(1, *what)
+        drawing, "stream_of", lambda *args: original(*args) if rank() == 0 else original(1, *args)
     )
 
 
 @bug("T32b", "shard", SLICE, "tp", row="attn.c_attn", credit="as T32, the other way")
 def mask_not_sliced(patch: Patch, site: Site) -> None:
-    """Ranks with other heads draw the masks of the first ones."""
-    plain = drawing.LogicalDropout.__init__
+    """Ranks with other heads use the dropout masks of the first heads."""
+    original = drawing.LogicalDropout.__init__
 
     def init(self: Any, seed: int, slices: Any = None, unbatched: Any = None) -> None:
-        plain(self, seed, None, unbatched)
+        original(self, seed, None, unbatched)
 
     patch.setattr(drawing.LogicalDropout, "__init__", init)
 
@@ -247,7 +253,7 @@ def mask_not_sliced(patch: Patch, site: Site) -> None:
     here="the pass that follows shapes refuses it; the bug is that it does not",
 )
 def local_view_allowed(patch: Patch, site: Site) -> None:
-    """A view takes a split dim apart as if the rank's part were the whole."""
+    """A view splits a sharded dim as if the rank's part were the full size."""
     patch.setattr(
         following.ComparedCall,
         "_reshape_blocks",
@@ -265,4 +271,4 @@ def local_view_allowed(patch: Patch, site: Site) -> None:
 )
 def statistics_of_a_part(patch: Patch, site: Site) -> None:
     """A norm over a split dim takes the mean and the variance of the rank's own part."""
-    patch.setattr(following.ComparedCall, "_check_along", lambda self, axis, tag, whole: None)
+    patch.setattr(following.ComparedCall, "_check_along", lambda self, axis, tag, size: None)

@@ -1,4 +1,4 @@
-"""Hunt: prove a scene with a bug in the runtime, and say what the proof found first."""
+"""Hunting injected bugs: run the proof of a scene with a bug and record what fails first."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from schedlang.passes.prove import prove
 from schedlang.report import Report
 from schedlang.runtime.launch.pool import Hang, Pool, RankDied
 from tests.engine import Faults, Threads
-from tests.zoo.bug import Bug, found, mutate
+from tests.zoo.bug import Bug, mutate, parse_spec
 from tests.zoo.pool import Mutated
-from tests.zoo.scenes import SCENES, case
+from tests.zoo.scenes import SCENES, scene_case
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one bug on one scene."""
+    """The result of one bug on one scene."""
 
     spec: str
     bug: Bug
@@ -36,7 +36,7 @@ class Verdict:
 
     @property
     def right(self) -> bool | None:
-        """Whether the guilty row is among those to blame; None where no row was looked for."""
+        """Whether the guilty row is among the blamed rows; None if no row was looked for."""
         if (
             not self.asked
             or not self.killed
@@ -48,61 +48,73 @@ class Verdict:
 
 
 def hunt(spec: str, scene: str, pool: Pool, *, blame: bool = True) -> Verdict:
-    """Prove the scene with the bug `T02` or `T02@site` in it; without `blame` no row is sought."""
-    bug, _ = found(spec)
+    """Prove the scene with bug `T02` or `T02@site`; without `blame` no row is looked for."""
+    bug, _ = parse_spec(spec)
     start = time.perf_counter()
 
-    def verdict(killed: bool, by: str = "", place: str = "", report: Any = None) -> Verdict:
-        made = Verdict(
-            spec, bug, scene, killed, by, place, seconds=time.perf_counter() - start, asked=blame
+    def verdict(
+        killed: bool, found_by: str = "", tensor_name: str = "", report: Any = None
+    ) -> Verdict:
+        result = Verdict(
+            spec,
+            bug,
+            scene,
+            killed,
+            found_by,
+            tensor_name,
+            seconds=time.perf_counter() - start,
+            asked=blame,
         )
         if report is None:
-            return made
+            return result
         return replace(
-            made, blamed=report.blamed, diagnosis=report.diagnosis, localised=report.localised
+            result, blamed=report.blamed, diagnosis=report.diagnosis, localised=report.localised
         )
 
     try:
-        report = _proof(spec, bug, scene, pool, blame)
+        report = _run_proof(spec, bug, scene, pool, blame)
     except Refusal as refusal:
         if any(d.code == "S831" for d in refusal.diagnostics):
-            raise  # no compiler here: nothing was hunted
+            raise  # no compiler: nothing was tested
         return verdict(True, f"refused {refusal.diagnostics[0].code}", refusal.diagnostics[0].title)
     except (RankDied, Hang) as error:
         assert bug.dies and bug.dies in str(error), f"the mutation {spec} fails: {error}"
         return verdict(True, "died", str(error).strip().splitlines()[-1])
-    first = report.first
-    if first is None:
+    first_failure = report.first
+    if first_failure is None:
         return verdict(False, report=report)
-    return verdict(True, first.kind, first.place, report)
+    return verdict(True, first_failure.kind, first_failure.place, report)
 
 
-def _proof(spec: str, bug: Bug, scene: str, pool: Any, blame: bool) -> Report:
+def _run_proof(spec: str, bug: Bug, scene: str, pool: Any, blame: bool) -> Report:
     with ExitStack() as stack:
         if bug.planning:
             stack.enter_context(mutate(spec))
         if SCENES[scene].optimizer is not None:
-            stack.enter_context(_second(SCENES[scene].optimizer))
+            stack.enter_context(_second_optimizer(SCENES[scene].optimizer))
         if not blame:
-            stack.enter_context(mock.patch("schedlang.passes.prove.add_suspects", _unasked))
+            stack.enter_context(mock.patch("schedlang.passes.prove.add_suspects", _keep_report))
         if bug.late:
             pool = stack.enter_context(Threads(Faults()))
-        return prove(case(scene), pool=Mutated(pool, spec))  # type: ignore[arg-type]
+        return prove(scene_case(scene), pool=Mutated(pool, spec))  # type: ignore[arg-type]
 
 
-def _unasked(report: Report, *_: Any) -> Report:
+def _keep_report(report: Report, *_: Any) -> Report:
     return report
 
 
-def _second(optimizer: Any) -> Any:
-    """The second run of the proof with a different optimizer."""
+def _second_optimizer(optimizer: Any) -> Any:
+    """Run the second condition of the proof with another optimizer."""
     from schedlang.passes import prove as proving
 
-    plain = proving.plan_runs
+    plan_runs = proving.plan_runs
 
     def told(*args: Any, **kwargs: Any) -> Any:
-        ran = plain(*args, **kwargs)
-        first, second, *rest = ran.conditions
-        return replace(ran, conditions=(first, replace(second, optimizer=optimizer), *rest))
+        plan = plan_runs(*args, **kwargs)
+        first_condition, second_condition, *others = plan.conditions
+        return replace(
+            plan,
+            conditions=(first_condition, replace(second_condition, optimizer=optimizer), *others),
+        )
 
     return mock.patch.object(proving, "plan_runs", told)

@@ -1,4 +1,4 @@
-"""Bugs that show only where communication completes late, as it does on GPUs."""
+"""Injected bugs that are visible only if communication completes late, as on GPUs."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from tests.zoo.bug import ALIAS, REDUCTION, Patch, Site, bug
 
 @bug("P16", "pipeline_split", ALIAS, "pp", row="pipeline", late=True, credit="Megatron-LM#4047")
 def sent_from_one_buffer(patch: Patch, site: Site) -> None:
-    """The memory of a message is used for the next one before it has been read."""
-    plain, bytes_ = p2p.PeerChannel.send, p2p._wire_tensor
+    """The memory of a message is reused for the next one before it has been read."""
+    original, wire_tensor = p2p.PeerChannel.send, p2p._wire_tensor
     sending: list[int] = []
     slots: dict[Any, Tensor] = {}
 
     def send(self: Any, *args: Any, **kwargs: Any) -> None:
         sending.append(self.rank)
         try:
-            plain(self, *args, **kwargs)
+            original(self, *args, **kwargs)
         finally:
             sending.pop()
 
     def of(tensor: Tensor) -> Tensor:
-        found = bytes_(tensor)
+        wire = wire_tensor(tensor)
         if not sending or tensor.dtype == torch.int64:  # a header, which says sizes
-            return found
+            return wire
         with torch._C.DisableTorchFunction():
-            slot = slots.setdefault((sending[-1], found.numel()), found.clone())
-            slot.copy_(found)
+            slot = slots.setdefault((sending[-1], wire.numel()), wire.clone())
+            slot.copy_(wire)
         return slot
 
     patch.setattr(p2p.PeerChannel, "send", send)
@@ -44,27 +44,27 @@ def sent_from_one_buffer(patch: Patch, site: Site) -> None:
 
 @bug("D10", "zero", REDUCTION, "dp", late=True, credit="DeepSpeed#5545, #6351; gpt-neox#1004")
 def read_before_the_sum(patch: Patch, site: Site) -> None:
-    """The step is made of sums over replicas that are still being made."""
-    mine = _Works()
+    """The step reads sums over replicas that are not finished."""
+    pending = _PendingSums()
 
     class Hasty:
         @staticmethod
         def all_reduce(x: Tensor, group: Any, wait: bool) -> None:
-            mine.begun.append(dist.all_reduce(x, group=group, async_op=True))
+            pending.begun.append(dist.all_reduce(x, group=group, async_op=True))
 
-    plain = program.Program._step_weights
+    original = program.Program._step_weights
 
     def step(self: Any) -> None:
-        plain(self)
-        while mine.begun:
-            mine.begun.pop().wait()
+        original(self)
+        while pending.begun:
+            pending.begun.pop().wait()
 
     patch.setattr(gradient, "world", Hasty)
     patch.setattr(program.Program, "_step_weights", step)
 
 
-class _Works(threading.local):
-    """The sums that a rank has begun and not waited for."""
+class _PendingSums(threading.local):
+    """Sums that a rank has started and not waited for."""
 
     def __init__(self) -> None:
         self.begun: list[Any] = []

@@ -1,4 +1,4 @@
-"""Bugs of recomputation and offloading."""
+"""Injected bugs of recomputation and offloading."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from schedlang.runtime.rng import logical_dropout as drawing
 from tests.zoo.bug import ALIAS, CONSTANT, DETACH, FREEZE, GROUP, REDUCTION, SKIP, Patch, Site, bug
 
 
-def in_recomputation(patch: Patch) -> list[int]:
-    """A list whose one number is above zero while something is recomputed."""
-    again = [0]
+def recompute_depth(patch: Patch) -> list[int]:
+    """Return a list with one number, above zero while a region is recomputed."""
+    depth = [0]
 
     class Reentry(recompute.restore_forward_context):
         def __enter__(self) -> None:
-            again[0] += 1
+            depth[0] += 1
             super().__enter__()
 
         def __exit__(self, *error: object) -> None:
             super().__exit__(*error)
-            again[0] -= 1
+            depth[0] -= 1
 
     patch.setattr(recompute, "restore_forward_context", Reentry)
-    return again
+    return depth
 
 
 @bug(
@@ -43,9 +43,11 @@ def in_recomputation(patch: Patch) -> list[int]:
 )
 def other_masks_in_recomputation(patch: Patch, site: Site) -> None:
     """The second forward of a checkpoint draws other masks than the first."""
-    again, plain = in_recomputation(patch), drawing.stream_of
+    depth, original = recompute_depth(patch), drawing.stream_of
     patch.setattr(
-        drawing, "stream_of", lambda *what: plain(again[0], *what) if again[0] else plain(*what)
+        drawing,
+        "stream_of",
+        lambda *args: original(depth[0], *args) if depth[0] else original(*args),
     )
 
 
@@ -58,7 +60,7 @@ def other_masks_in_recomputation(patch: Patch, site: Site) -> None:
     here="a checkpoint refuses what writes into buffers; the bug is that it does not",
 )
 def buffers_updated_twice(patch: Patch, site: Site) -> None:
-    """A recomputed forward writes into its buffers once more."""
+    """A recomputation updates buffers a second time."""
     patch.setattr(recompute, "buffer_versions", lambda module: {})
 
 
@@ -70,13 +72,13 @@ def buffers_updated_twice(patch: Patch, site: Site) -> None:
     here="torch would see that a saved input was written into; it is held in a closure instead",
 )
 def input_of_recomputation_aliased(patch: Patch, site: Site) -> None:
-    """What a checkpoint saved is written into before it is recomputed."""
+    """A saved input of a checkpoint is overwritten before the recomputation."""
     patch.setattr(recompute, "save_tensors", lambda tensors: lambda: tensors)
 
 
-def _second_call(patch: Patch, site: Site, second: Any) -> None:
-    """What a checkpoint does in recomputation: `second(checkpoint, call)` makes the call."""
-    plain = Checkpoint.__call__
+def _on_recompute(patch: Patch, site: Site, second: Any) -> None:
+    """Replace the recomputation of checkpoints by `second(checkpoint, call)`."""
+    original = Checkpoint.__call__
 
     def called(self: Any, inner: Any, *args: Any, **kwargs: Any) -> Any:
         calls = []
@@ -87,59 +89,59 @@ def _second_call(patch: Patch, site: Site, second: Any) -> None:
                 return inner(*a, **k)
             return second(self, lambda: inner(*a, **k))
 
-        return plain(self, counted, *args, **kwargs)
+        return original(self, counted, *args, **kwargs)
 
     patch.setattr(Checkpoint, "__call__", called)
 
 
 @bug("C04", "checkpoint", FREEZE, "recomputed")
 def recomputed_with_first_weights(patch: Patch, site: Site) -> None:
-    """A checkpoint recomputes with the weights that it saw when it was first called."""
-    first: dict[int, list[Tensor]] = {}
-    plain = Checkpoint.__init__
+    """A checkpoint recomputes with the weights of its first call."""
+    first_weights: dict[int, list[Tensor]] = {}
+    original = Checkpoint.__init__
 
     def init(self: Any, module: Any, save: Any) -> None:
-        plain(self, module, save)
-        first[id(module)] = [p.detach().clone() for p in module.parameters()]
+        original(self, module, save)
+        first_weights[id(module)] = [p.detach().clone() for p in module.parameters()]
 
     def recomputed(self: Any, call: Any) -> Any:
-        held = list(self.module.parameters())
-        now = [p.detach().clone() for p in held]
-        for p, old in zip(held, first[id(self.module)]):
-            p.data.copy_(old)
+        parameters = list(self.module.parameters())
+        current_values = [p.detach().clone() for p in parameters]
+        for p, first_value in zip(parameters, first_weights[id(self.module)]):
+            p.data.copy_(first_value)
         try:
             return call()
         finally:
-            for p, new in zip(held, now):
-                p.data.copy_(new)
+            for p, current in zip(parameters, current_values):
+                p.data.copy_(current)
 
     patch.setattr(Checkpoint, "__init__", init)
-    _second_call(patch, site, recomputed)
+    _on_recompute(patch, site, recomputed)
 
 
 @bug("C05", "checkpoint", DETACH, "recomputed front", credit="torch.utils.checkpoint, re-entrant")
 def nothing_recomputed_without_history(patch: Patch, site: Site) -> None:
-    """A region whose inputs ask for no gradient is left out of backward, its weights with it."""
-    plain = Checkpoint.__call__
+    """A region whose inputs need no gradient is left out of backward, with its weights."""
+    original = Checkpoint.__call__
 
     def called(self: Any, inner: Any, *args: Any, **kwargs: Any) -> Any:
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if any(x.requires_grad for x in given):
-            return plain(self, inner, *args, **kwargs)
-        with torch.no_grad():  # as in the form of `torch.utils.checkpoint` that enters again
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(x.requires_grad for x in tensors):
+            return original(self, inner, *args, **kwargs)
+        with torch.no_grad():  # as the re-entrant form of `torch.utils.checkpoint`
             return inner(*args, **kwargs)
 
     patch.setattr(Checkpoint, "__call__", called)
 
 
 @bug("C06", "offload", ALIAS, "offloaded, pp")
-def one_slot_on_the_host(patch: Patch, site: Site) -> None:
+def shared_host_slot(patch: Patch, site: Site) -> None:
     """Microbatches share the host's memory: what one saved is overwritten by the next."""
     slots: dict[Any, Tensor] = {}
-    plain = offloaded_activations._Call.keep
+    original = offloaded_activations._Call.keep
 
     def keep(self: Any, tensor: Tensor) -> Any:
-        copied = plain(self, tensor)
+        copied = original(self, tensor)
         if copied.host is not None:
             key = (len(self.copies), copied.host.numel())
             slot = slots.setdefault(key, copied.host)
@@ -160,7 +162,7 @@ def one_slot_on_the_host(patch: Patch, site: Site) -> None:
     here="on a CPU nothing runs beside: the copy back is done only when somebody waits for it",
 )
 def reloaded_before_the_copy(patch: Patch, site: Site) -> None:
-    """What was offloaded is used before its copy has come back."""
+    """An offloaded tensor is used before its copy back has completed."""
 
     def reload(self: Any) -> None:
         if self.host is not None:
@@ -180,11 +182,13 @@ def reloaded_before_the_copy(patch: Patch, site: Site) -> None:
 )
 def fused_region_draws_again(patch: Patch, site: Site) -> None:
     """A compiled region that is recomputed draws other masks than before."""
-    from tests.zoo.kernels import inside_fused
+    from tests.zoo.kernels import fused_depth
 
-    again, inside, key = in_recomputation(patch), inside_fused(patch), drawing.stream_of
+    depth, fused, stream_of = recompute_depth(patch), fused_depth(patch), drawing.stream_of
     patch.setattr(
-        drawing, "stream_of", lambda *what: key(1, *what) if again[0] and inside[0] else key(*what)
+        drawing,
+        "stream_of",
+        lambda *args: stream_of(1, *args) if depth[0] and fused[0] else stream_of(*args),
     )
 
 
@@ -192,7 +196,7 @@ def fused_region_draws_again(patch: Patch, site: Site) -> None:
     "C11", "checkpoint", SKIP, "recomputed", credit="lightning-thunder#725", dies="ran differently"
 )
 def recomputed_in_evaluation(patch: Patch, site: Site) -> None:
-    """The mode of the forward, here that of training, is not put back for the recomputation."""
+    """The training mode of the forward is not restored for the recomputation."""
 
     def recomputed(self: Any, call: Any) -> Any:
         self.module.eval()
@@ -201,15 +205,15 @@ def recomputed_in_evaluation(patch: Patch, site: Site) -> None:
         finally:
             self.module.train()
 
-    _second_call(patch, site, recomputed)
+    _on_recompute(patch, site, recomputed)
 
 
 @bug("C12", "checkpoint", GROUP, "recomputed pairs", credit="Megatron-LM#7452")
 def recomputed_over_another_group(patch: Patch, site: Site) -> None:
     """A collective in recomputation runs over a group in which this rank is alone."""
-    again, plain = in_recomputation(patch), collectives.all_reduce
+    depth, original = recompute_depth(patch), collectives.all_reduce
 
     def all_reduce(x: Tensor, group: Any) -> Tensor:
-        return x.clone() if again[0] else plain(x, group)
+        return x.clone() if depth[0] else original(x, group)
 
     patch.setattr(collectives, "all_reduce", all_reduce)

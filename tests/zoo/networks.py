@@ -1,4 +1,4 @@
-"""Small networks for single bugs, each with the one feature that its bug needs; in float64."""
+"""Small float64 networks for injected bugs, each with the one feature that its bug needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WIDTH = 6
 
 
 class Residual(nn.Module):
-    """Up, tanh, down beside a residual; `up` is gathered whole where a schedule says so."""
+    """A residual block: up, tanh, down."""
 
     def __init__(self, width: int = WIDTH, dropout: float = 0.0) -> None:
         super().__init__()
@@ -35,11 +35,11 @@ class DroppingTwice(nn.Module):
         return x + self.drop(self.down(torch.tanh(self.drop(self.up(x)))))
 
 
-class Kept(nn.Module):
-    """A residual block that keeps some of its numbers, by a mask that it is given."""
+class Masked(nn.Module):
+    """A residual block whose inner module zeroes elements by a mask argument."""
 
     class Inner(nn.Module):
-        """The part that is given the mask."""
+        """The inner module with the mask argument."""
 
         def __init__(self, width: int) -> None:
             super().__init__()
@@ -57,7 +57,7 @@ class Kept(nn.Module):
 
 
 class Points(nn.Module):
-    """Blocks between two layers, and a squared error: one target for each sample."""
+    """Blocks between two linear layers, with a squared error: one target for each sample."""
 
     def __init__(self, *blocks: nn.Module, width: int = WIDTH) -> None:
         super().__init__()
@@ -73,8 +73,8 @@ class Points(nn.Module):
         return ((self.head(h)[..., 0] - y) ** 2).mean()
 
 
-class Turned(nn.Module):
-    """A residual block whose first layer reads its rows in columns of memory."""
+class Strided(nn.Module):
+    """A residual block whose first layer gets a transposed, non-contiguous input."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -110,11 +110,11 @@ class AdaptedBlock(nn.Module):
 class Smoothed(nn.Module):
     """A tiny language model whose loss smooths its labels."""
 
-    def __init__(self, words: int = 12, width: int = WIDTH) -> None:
+    def __init__(self, vocab_size: int = 12, width: int = WIDTH) -> None:
         super().__init__()
-        self.embed = nn.Embedding(words, width)
+        self.embed = nn.Embedding(vocab_size, width)
         self.block = Residual(width)
-        self.head = nn.Linear(width, words)
+        self.head = nn.Linear(width, vocab_size)
         self.double()
 
     def forward(self, ids: Tensor, labels: Tensor) -> Any:
@@ -136,7 +136,7 @@ class Gated(nn.Module):
 
 
 class Regrouped(nn.Module):
-    """A block that views its middle in two groups, features of a group apart from each other."""
+    """A block that reshapes its hidden features into groups and multiplies by group sums."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class OneKeyHead(nn.Module):
 
 
 class NormedMiddle(nn.Module):
-    """A block with a norm over its middle."""
+    """A block with a softmax over its hidden features."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class NormedMiddle(nn.Module):
 
 
 class NormedParts(nn.Module):
-    """A block whose middle is normed, wherever it lies."""
+    """A block with a LayerNorm over its hidden features."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class NormedParts(nn.Module):
 
 
 class Counting(Residual):
-    """A block that counts its calls, and shrinks by the count."""
+    """A block that counts its calls in a buffer."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__(width)
@@ -199,7 +199,7 @@ class Counting(Residual):
 
 
 class Inner(nn.Module):
-    """Saves nothing of its input; writes into it first, if told so."""
+    """A layer that does not save its input; with `writes` it first changes it in place."""
 
     def __init__(self, width: int = WIDTH, writes: bool = False) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class Inner(nn.Module):
 
 
 class WrittenAfter(nn.Module):
-    """A block that writes into what it has given to another module before."""
+    """A block that changes in place a tensor that another module has read before."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class WrittenAfter(nn.Module):
 
 
 class Functions(nn.Module):
-    """Many functions one after another, of which only what they give is saved."""
+    """A chain of functions that save only their outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + 0.1
@@ -234,7 +234,7 @@ class Functions(nn.Module):
 
 
 class WrittenLater(WrittenAfter):
-    """The same with more to save in the other module."""
+    """The same with more saved tensors in the inner module."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__(width)
@@ -242,7 +242,7 @@ class WrittenLater(WrittenAfter):
 
 
 class Writing(nn.Module):
-    """A block whose inner module writes into its input, which is read again."""
+    """A block whose inner module changes its input in place; the input is read again."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class Pair(nn.Sequential):
 
 
 class NormedBlock(nn.Module):
-    """A residual block with an RMS norm on what a tanh has saved."""
+    """A residual block with an RMS norm of the output of a tanh."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -284,8 +284,8 @@ class Halves(nn.Module):
         return x + torch.tanh(self.gate(x)) * self.up(x)
 
 
-class Whole(nn.Module):
-    """What takes the place of `Halves`."""
+class FusedHalves(nn.Module):
+    """The replacement of `Halves`: one layer with both weights."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -297,11 +297,11 @@ class Whole(nn.Module):
 
 
 class Replaced(Points):
-    """Points through `Halves`, with what may stand there instead."""
+    """Points with `Halves` blocks and their replacements."""
 
     replacements = {
         "whole": lambda old: (
-            Whole(),
+            FusedHalves(),
             {f"both.{kind}": [f"gate.{kind}", f"up.{kind}"] for kind in ("weight", "bias")},
         )
     }
@@ -311,7 +311,7 @@ class Replaced(Points):
 
 
 class Crossed(nn.Module):
-    """Causal attention with dropout of the first two places to all five."""
+    """Causal attention with dropout from the first two positions to all five."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -320,20 +320,20 @@ class Crossed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rate = 0.2 if self.training else 0.0
         q, k = self.q(x[:, None, :2]), self.k(x[:, None])
-        seen = F.scaled_dot_product_attention(q, k, x[:, None], dropout_p=rate, is_causal=True)
-        return x + seen[:, 0].mean(1, keepdim=True)
+        attended = F.scaled_dot_product_attention(q, k, x[:, None], dropout_p=rate, is_causal=True)
+        return x + attended[:, 0].mean(1, keepdim=True)
 
 
 class Balanced(Residual):
-    """A residual block that also gives an auxiliary loss."""
+    """A residual block that also returns an auxiliary loss."""
 
     def forward(self, x: Tensor) -> Any:
-        out = super().forward(x)
-        return out, (out**2).mean()
+        hidden = super().forward(x)
+        return hidden, (hidden**2).mean()
 
 
 class TwoResults(nn.Module):
-    """A loss with an auxiliary part that a block computes beside its result."""
+    """A model whose loss includes an auxiliary loss that a block returns."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -354,7 +354,7 @@ class Spare(Residual):
 
 
 class Predicting(nn.Module):
-    """A network that gives predictions and no loss."""
+    """A network that returns predictions, not a loss."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -364,7 +364,7 @@ class Predicting(nn.Module):
         return self.head(self.block(x))[..., 0]
 
 
-def squared(output: Tensor, batch: Any) -> Tensor:
+def squared_loss(output: Tensor, batch: Any) -> Tensor:
     """The loss of Predicting."""
     return ((output - batch["y"]) ** 2).mean()
 
@@ -386,13 +386,13 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(Residual(width) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        shares = torch.softmax(self.router(x), -1)
-        found = [expert(x) * shares[..., k : k + 1] for k, expert in enumerate(self.experts)]
-        return x + sum(found)
+        weights = torch.softmax(self.router(x), -1)
+        outputs = [expert(x) * weights[..., k : k + 1] for k, expert in enumerate(self.experts)]
+        return x + sum(outputs)
 
 
 class _Relative(torch.optim.SGD):
-    """SGD whose step of a parameter is as long as the parameter, as Adafactor's."""
+    """SGD with steps scaled by the norm of the parameter, as in Adafactor."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -403,13 +403,13 @@ class _Relative(torch.optim.SGD):
         super().step(closure)
 
 
-def adafactor(named: Any) -> torch.optim.Optimizer:
+def adafactor(named_parameters: Any) -> torch.optim.Optimizer:
     """An optimizer that needs whole parameters."""
-    return _Relative([p for _, p in named], lr=0.01)
+    return _Relative([p for _, p in named_parameters], lr=0.01)
 
 
-def made(build: Any, seed: int = 0) -> Any:
-    """A function that makes the same module each time."""
+def module_maker(build: Any, seed: int = 0) -> Any:
+    """Return a function that builds the same module on each call."""
 
     def make() -> nn.Module:
         torch.manual_seed(seed)
@@ -420,26 +420,26 @@ def made(build: Any, seed: int = 0) -> Any:
 
 
 class Drops(nn.Module):
-    """Attention of torch's own that drops its weights: the only random numbers of its model."""
+    """MultiheadAttention with dropout: the only random operator of its model."""
 
     def __init__(self) -> None:
         super().__init__()
         self.attn = nn.MultiheadAttention(WIDTH, 2, dropout=0.3, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.attn(x, x, x, need_weights=False)[0]
-        return x + out
+        attended: Tensor = self.attn(x, x, x, need_weights=False)[0]
+        return x + attended
 
 
 def points(seed: int, rows: int = 6, shape: tuple[int, ...] = (WIDTH,)) -> dict[str, Tensor]:
-    """Inputs and targets for Points."""
+    """Return inputs and targets for Points."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, *shape, generator=g, dtype=torch.float64)
     return {"x": x, "y": x.sum(-1)}
 
 
-def words(seed: int, rows: int = 6, length: int = 5, count: int = 12) -> dict[str, Tensor]:
-    """Ids and labels, some of them ignored."""
+def token_batch(seed: int, rows: int = 6, length: int = 5, count: int = 12) -> dict[str, Tensor]:
+    """Return token ids and labels, some of them ignored."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, count, (rows, length), generator=g)
     labels = torch.randint(0, count, (rows, length), generator=g)
@@ -448,7 +448,7 @@ def words(seed: int, rows: int = 6, length: int = 5, count: int = 12) -> dict[st
 
 
 class Sections(nn.Module):
-    """Attention of tokens that have several positions each, as multimodal models do."""
+    """Attention over tokens with several positions each, as in multimodal models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -459,13 +459,13 @@ class Sections(nn.Module):
 
     def forward(self, ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
         x = self.words(ids)
-        for turn, positions in zip(self.turns, position_ids):
-            x = x + turn(positions)
+        for embedding, positions in zip(self.turns, position_ids):
+            x = x + embedding(positions)
         return F.cross_entropy(self.head(self.attn(x)).flatten(0, 1), labels.flatten())
 
 
 class Look(nn.Module):
-    """Two heads that look back."""
+    """Causal attention with two heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -473,24 +473,24 @@ class Look(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).transpose(1, 3).unbind(2)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + seen.transpose(1, 2).flatten(2)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + attended.transpose(1, 2).flatten(2)
 
 
-def sectioned(seed: int) -> dict[str, Tensor]:
-    """Tokens of nine, their three positions each, and a label for most of them."""
-    draw = torch.Generator().manual_seed(seed)
-    ids, labels = torch.randint(13, (2, 4, 9), generator=draw)
-    labels = labels.masked_fill(torch.rand(4, 9, generator=draw) < 0.2, -100)
+def sections_batch(seed: int) -> dict[str, Tensor]:
+    """Return nine tokens per row, three positions for each, and labels for most of them."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, labels = torch.randint(13, (2, 4, 9), generator=generator)
+    labels = labels.masked_fill(torch.rand(4, 9, generator=generator) < 0.2, -100)
     return {
         "ids": ids,
-        "position_ids": torch.randint(16, (3, 4, 9), generator=draw),
+        "position_ids": torch.randint(16, (3, 4, 9), generator=generator),
         "labels": labels,
     }
 
 
 class DroppedAgain(Points):
-    """The dropout of its first block is called once more, after all blocks."""
+    """Calls the dropout of its first block once more, after all blocks."""
 
     def __init__(self) -> None:
         super().__init__(*(DroppingTwice() for _ in range(2)))
@@ -499,14 +499,14 @@ class DroppedAgain(Points):
         h = self.embed(x)
         for block in self.blocks:
             h = block(h)
-        first: Any = self.blocks[0]
-        return ((self.head(first.drop(h))[..., 0] - y) ** 2).mean()
+        first_block: Any = self.blocks[0]
+        return ((self.head(first_block.drop(h))[..., 0] - y) ** 2).mean()
 
 
-class Heard(Points):
-    """Its loss reads what hooks inside of its blocks are told, as router losses do.
+class HookLoss(Points):
+    """A model whose loss reads outputs that hooks inside its blocks record, as router losses do.
 
-    `doubling`: the hooks also change what they are told.
+    `doubling`: the hooks also double the outputs.
     """
 
     def __init__(self, kwargs: bool = False, doubling: bool = False) -> None:
@@ -514,18 +514,20 @@ class Heard(Points):
         self.kwargs, self.doubling = kwargs, doubling
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        told: list[Tensor] = []
+        outputs: list[Tensor] = []
 
-        def hook(module: nn.Module, args: Any, *rest: Any) -> Any:
-            told.append(rest[-1])
-            return 2 * rest[-1] if self.doubling else None
+        def hook(module: nn.Module, args: Any, *hook_args: Any) -> Any:
+            outputs.append(hook_args[-1])
+            return 2 * hook_args[-1] if self.doubling else None
 
         blocks: Any = self.blocks
-        puts = [b.up.register_forward_hook(hook, with_kwargs=self.kwargs) for b in blocks]
+        handles = [b.up.register_forward_hook(hook, with_kwargs=self.kwargs) for b in blocks]
         try:
             error = super().forward(x, y)
         finally:
-            for put in puts:
-                put.remove()
-        assert len(told) == len(blocks)
-        return error + torch.stack([one.logsumexp(-1).square().mean() for one in told]).sum()
+            for handle in handles:
+                handle.remove()
+        assert len(outputs) == len(blocks)
+        return (
+            error + torch.stack([output.logsumexp(-1).square().mean() for output in outputs]).sum()
+        )

@@ -1,4 +1,4 @@
-"""A pool of ranks that run every job with a bug in them."""
+"""A pool whose ranks run every job with an injected bug."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from tests.zoo.bug import Bug, Patch, mutate, patched
 
 
 class Mutated:
-    """A pool whose ranks are mutated: by a bug, its name (`T02@blocks.1`), or a function."""
+    """A pool with a mutation on all ranks: a bug, its spec (`T02@blocks.1`), or a function."""
 
     def __init__(self, pool: Pool, mutant: Bug | str | Callable[[Patch], None]) -> None:
         self.pool = pool
-        # by name: a bug is looked up where it is injected
+        # a bug is sent by name and looked up on each rank
         self.mutant = mutant.id if isinstance(mutant, Bug) else mutant
 
     def run(self, fn: Callable[..., Any], world: int, *args: Any, **options: Any) -> list[Any]:
-        """As Pool.run."""
-        if getattr(self.pool, "one_process", False):  # its ranks run what is patched here
+        """Run a job as Pool.run, with the mutation."""
+        if getattr(self.pool, "one_process", False):  # its ranks share the patches of this process
             if (meanwhile := options.pop("meanwhile", None)) is not None:
-                meanwhile()  # what is no rank's is not mutated
-            with _injected(self.mutant):
+                meanwhile()  # code outside of ranks is not mutated
+            with _inject(self.mutant):
                 return self.pool.run(fn, world, *args, **options)
-        return self.pool.run(_mutated, world, self.mutant, fn, args, **options)
+        return self.pool.run(_run_mutated, world, self.mutant, fn, args, **options)
 
 
-def _mutated(mutant: Any, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
-    import tests.zoo  # noqa: F401  (all bugs are entered)
+def _run_mutated(mutant: Any, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+    import tests.zoo  # noqa: F401  (registers all bugs)
 
-    with _injected(mutant):
+    with _inject(mutant):
         return fn(*args)
 
 
 @contextmanager
-def _injected(mutant: Any) -> Iterator[None]:
+def _inject(mutant: Any) -> Iterator[None]:
     if isinstance(mutant, str):
         with mutate(mutant):
             yield

@@ -1,4 +1,4 @@
-"""Bugs of saved and loaded state: names, layouts, what is left out."""
+"""Injected bugs of checkpoints: names, layouts, missing entries."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from schedlang.runtime import full_tensors, program
 from schedlang.runtime.checkpointing import archive
 from schedlang.runtime.program import Program
 from tests.zoo.bug import CONSTANT, FREEZE, SKIP, SLICE, Patch, Site, bug
-from tests.zoo.place import rank
+from tests.zoo.trackers import rank
 
 
-def _state(patch: Patch, change: Any) -> None:
-    plain = full_tensors.full_state_dict
-    patch.setattr(full_tensors, "full_state_dict", lambda *given: change(plain(*given)))
+def _change_state(patch: Patch, change: Any) -> None:
+    original = full_tensors.full_state_dict
+    patch.setattr(full_tensors, "full_state_dict", lambda *args: change(original(*args)))
 
 
 @bug("S01", "checkpoint", SLICE, "recomputed", row="none", credit="pytorch PR#77224; ray#43594")
 def names_of_wrappers(patch: Patch, site: Site) -> None:
-    """Names in the state dict show the layers that a primitive has put around modules."""
+    """Names in the state dict contain wrappers that a primitive has added."""
 
     def wrapped(state: Any) -> Any:
         return {n.replace("h.0.", "h.0._checkpoint_wrapped_module."): v for n, v in state.items()}
 
-    _state(patch, wrapped)
+    _change_state(patch, wrapped)
 
 
 @bug(
@@ -36,15 +36,17 @@ def names_of_wrappers(patch: Patch, site: Site) -> None:
     site="transformer.h.0.mlp.c_fc.weight",
 )
 def not_all_loaded(patch: Patch, site: Site) -> None:
-    """Loading leaves out what it does not find, and nobody hears of it."""
-    plain = archive._copy_values
+    """Loading silently skips missing entries."""
+    original = archive._copy_values
 
-    def take_over(made: Any, values: Any) -> None:
-        held = made.assembly.parameters
-        kept = {
-            name: archive.local_tensor(p).clone() for name, p in held.items() if site.covers(name)
+    def take_over(target: Any, values: Any) -> None:
+        parameters = target.assembly.parameters
+        old_values = {
+            name: archive.local_tensor(p).clone()
+            for name, p in parameters.items()
+            if site.covers(name)
         }
-        plain(made, {**values, **kept})
+        original(target, {**values, **old_values})
 
     patch.setattr(archive, "_copy_values", take_over)
 
@@ -63,20 +65,20 @@ def second_name_of_a_tie_lost(patch: Patch, site: Site) -> None:
     def first(state: Any) -> Any:
         return {name: value for name, value in state.items() if name != "lm_head.weight"}
 
-    _state(patch, first)
+    _change_state(patch, first)
 
 
 @bug("S05", "shard", SLICE, "tp", row="attn.c_attn", credit="Slapo PR#46")
-def saved_as_it_lies(patch: Patch, site: Site) -> None:
+def saved_in_local_order(patch: Patch, site: Site) -> None:
     """A fused weight is saved in the order in which ranks hold its parts."""
-    plain = archive.BoxedTensor
+    original = archive.BoxedTensor
 
-    def boxed(path: Any, local: Any, shape: Any, part: Any, *speaks: Any) -> Any:
+    def boxed(path: Any, local: Any, shape: Any, part: Any, *args: Any) -> Any:
         def run(cells: Any) -> Any:
             length = sum(n for *_, n in cells)
             return ((0, rank() * length, length),) if len(cells) > 1 else cells
 
-        return plain(path, local, shape, tuple(map(run, part)), *speaks)
+        return original(path, local, shape, tuple(map(run, part)), *args)
 
     patch.setattr(archive, "BoxedTensor", boxed)
 
@@ -84,31 +86,33 @@ def saved_as_it_lies(patch: Patch, site: Site) -> None:
 @bug("S06", "", SKIP, "dp", planning=True)
 def count_of_steps_not_restored(patch: Patch, site: Site) -> None:
     """A loaded program starts to count its steps anew."""
-    plain = archive.load
+    original = archive.load
 
-    def load(made: Any, path: Any) -> None:
-        plain(made, path)
-        made.step = 0
+    def load(target: Any, path: Any) -> None:
+        original(target, path)
+        target.step = 0
 
     patch.setattr(archive, "load", load)
 
 
 @bug("S05b", "zero", CONSTANT, "sliced", credit="what is saved, in general")
 def saved_wrong(patch: Patch, site: Site) -> None:
-    """What is saved of slices is not what the program holds."""
+    """Saved slices differ from the program's values."""
     import torch
 
     from schedlang.runtime.storage.offloaded_gradients import local_tensor
 
-    plain = Program.save
+    original = Program.save
 
     def save(self: Any, path: Any) -> None:
-        held = [local_tensor(p) for p in self.assembly.parameters.values() if self.assembly.sliced]
+        tensors = [
+            local_tensor(p) for p in self.assembly.parameters.values() if self.assembly.sliced
+        ]
         with torch.no_grad():
-            for tensor in held:
+            for tensor in tensors:
                 tensor.mul_(2)
-            plain(self, path)
-            for tensor in held:
+            original(self, path)
+            for tensor in tensors:
                 tensor.div_(2)
 
     patch.setattr(Program, "save", save)

@@ -1,4 +1,4 @@
-"""Bugs of tensor and sequence parallelism: the crossings at the edges of sharded modules."""
+"""Injected bugs of tensor and sequence parallelism: collectives at edges of sharded modules."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from schedlang.ir import placement
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.sharding import edges, sharded_layer
 from tests.zoo.bug import ADJOINT, ALIAS, DETACH, REDUCTION, SKIP, SLICE, Patch, Site, bug
-from tests.zoo.place import sharded_module
+from tests.zoo.trackers import module_tracker
 
-STRIPS = placement.block_segments
+BLOCK_SEGMENTS = placement.block_segments
 
 
 @bug(
@@ -27,15 +27,15 @@ STRIPS = placement.block_segments
     credit="spmd_types docs; Megatron-LM#1699; bigcode Megatron-LM#35",
 )
 def enter_without_all_reduce(patch: Patch, site: Site) -> None:
-    """Gradients of what enters a column-parallel layer are not summed."""
-    here, plain = sharded_module(patch), collectives._Enter.backward
+    """Gradients of the input of a column-parallel layer are not summed."""
+    current_module, original = module_tracker(patch), collectives._Enter.backward
 
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group, ctx.wrong = group, site.covers(here())
+        ctx.group, ctx.wrong = group, site.covers(current_module())
         return x.view_as(x)
 
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return (grads[0], None) if ctx.wrong else plain(ctx, *grads)
+        return (grads[0], None) if ctx.wrong else original(ctx, *grads)
 
     patch.setattr(collectives._Enter, "forward", staticmethod(forward))
     patch.setattr(collectives._Enter, "backward", staticmethod(backward))
@@ -43,11 +43,11 @@ def enter_without_all_reduce(patch: Patch, site: Site) -> None:
 
 @bug("T03", "shard", ADJOINT, "tp", row="shard(style=", credit="pytorch#58005")
 def reduce_reduces_again(patch: Patch, site: Site) -> None:
-    """An all-reduce taken for its own adjoint: gradients times the axis."""
-    here = sharded_module(patch)
+    """The backward of an all-reduce is an all-reduce again: gradients times the axis size."""
+    current_module = module_tracker(patch)
 
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group, ctx.wrong = group, site.covers(here())
+        ctx.group, ctx.wrong = group, site.covers(current_module())
         return collectives.all_reduce(x, group)
 
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -57,15 +57,15 @@ def reduce_reduces_again(patch: Patch, site: Site) -> None:
     patch.setattr(collectives._Reduce, "backward", staticmethod(backward))
 
 
-def _gather_back(patch: Patch, site: Site, differ: bool) -> None:
-    """Where consumers differ as said, the adjoint of gather is the one for the other case."""
-    here, plain = sharded_module(patch), collectives._Gather.forward
+def _wrong_gather_backward(patch: Patch, site: Site, differ: bool) -> None:
+    """If `consumers_differ is differ`, use the backward of gather for the opposite case."""
+    current_module, original = module_tracker(patch), collectives._Gather.forward
 
     def forward(ctx: Any, x: Tensor, dim: int, group: Any, consumers_differ: bool) -> Tensor:
-        out = plain(ctx, x, dim, group, consumers_differ)
-        if consumers_differ is differ and site.covers(here()):
+        result = original(ctx, x, dim, group, consumers_differ)
+        if consumers_differ is differ and site.covers(current_module()):
             ctx.differ = not differ
-        return out
+        return result
 
     patch.setattr(collectives._Gather, "forward", staticmethod(forward))
 
@@ -73,20 +73,20 @@ def _gather_back(patch: Patch, site: Site, differ: bool) -> None:
 @bug(
     "T04", "shard", ADJOINT, "sp", row="S(seq)", credit="Slapo, `tensor_parallel_output_grad=False`"
 )
-def gather_turns_the_other_way(patch: Patch, site: Site) -> None:
-    """A gather before a split computation gives back its own part of the gradient only."""
-    _gather_back(patch, site, True)
+def gather_returns_local_grad(patch: Patch, site: Site) -> None:
+    """The backward of a gather before a sharded computation returns only the local part."""
+    _wrong_gather_backward(patch, site, True)
 
 
 @bug("T05", "shard", ADJOINT, "gathered", row="output=R", credit="Megatron-LM PR#6839")
-def gather_sums_what_is_whole(patch: Patch, site: Site) -> None:
-    """A gather before a computation that all ranks do alike sums their gradients."""
-    _gather_back(patch, site, False)
+def gather_sums_full_grads(patch: Patch, site: Site) -> None:
+    """The backward of a gather before a replicated computation sums equal gradients."""
+    _wrong_gather_backward(patch, site, False)
 
 
-def _straight(*given: Any) -> list[list[placement.Segment]]:
-    """All blocks as one."""
-    return [[run for strip in STRIPS(*given) for run in strip]]
+def _single_block(*args: Any) -> list[list[placement.Segment]]:
+    """Return all blocks as one."""
+    return [[segment for block in BLOCK_SEGMENTS(*args) for segment in block]]
 
 
 @bug(
@@ -99,22 +99,22 @@ def _straight(*given: Any) -> list[list[placement.Segment]]:
 )
 def blocks_ignored(patch: Patch, site: Site) -> None:
     """A fused weight is cut in two, straight through q, k and v."""
-    patch.setattr(placement, "block_segments", _straight)
+    patch.setattr(placement, "block_segments", _single_block)
 
 
 @bug("T09", "shard", SLICE, "packed", row="gate_up", credit="HF packed_colwise")
-def gate_and_up_cut_through(patch: Patch, site: Site) -> None:
+def gate_up_cut_through(patch: Patch, site: Site) -> None:
     """A packed gate and up projection is cut between the two."""
     patch.setattr(
         placement,
         "block_segments",
-        lambda sizes, *more: (_straight if len(sizes) == 2 else STRIPS)(sizes, *more),
+        lambda sizes, *args: (_single_block if len(sizes) == 2 else BLOCK_SEGMENTS)(sizes, *args),
     )
 
 
 @bug("T12", "shard", SKIP, "tp", row="transformer.wte  shard(style=vocab")
 def embedding_without_mask(patch: Patch, site: Site) -> None:
-    """A rank that does not hold a word adds some other word's row."""
+    """A rank that does not hold a token's row adds another row."""
 
     def embedding(module: Any, kind: str, edges: Any) -> Any:
         (edge,) = edges
@@ -131,14 +131,14 @@ def embedding_without_mask(patch: Patch, site: Site) -> None:
 
 @bug("T16", "shard", SLICE, "gathered", row="output=R")
 def gathered_in_another_order(patch: Patch, site: Site) -> None:
-    """The parts of an all-gather are put together in another order than that of the ranks."""
-    here, plain = sharded_module(patch), collectives.all_gather
+    """The parts of an all-gather are joined in another order than the ranks."""
+    current_module, original = module_tracker(patch), collectives.all_gather
 
     def all_gather(x: Tensor, dim: int, group: Any) -> Tensor:
-        whole = plain(x, dim, group)
-        if not site.covers(here()):
-            return whole
-        return torch.cat([*reversed(whole.chunk(group.size, dim))], dim)
+        gathered = original(x, dim, group)
+        if not site.covers(current_module()):
+            return gathered
+        return torch.cat([*reversed(gathered.chunk(group.size, dim))], dim)
 
     patch.setattr(collectives, "all_gather", all_gather)
 
@@ -155,17 +155,17 @@ def gathered_in_another_order(patch: Patch, site: Site) -> None:
 )
 def gradient_reduced_in_place(patch: Patch, site: Site) -> None:
     """A reduction in backward writes into a gradient that autograd gave to two branches."""
-    here = sharded_module(patch)
+    current_module = module_tracker(patch)
 
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group, ctx.wrong = group, site.covers(here())
+        ctx.group, ctx.wrong = group, site.covers(current_module())
         return collectives.all_reduce(x, group)
 
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if ctx.wrong:
-            mine = grads[0].clone()
+            local_grad = grads[0].clone()
             dist.all_reduce(grads[0], group=ctx.group.pg)
-            return mine, None
+            return local_grad, None
         return grads[0], None
 
     patch.setattr(collectives._Reduce, "forward", staticmethod(forward))
@@ -174,13 +174,13 @@ def gradient_reduced_in_place(patch: Patch, site: Site) -> None:
 
 @bug("T25", "shard", DETACH, "gathered", row="output=R", credit="Slapo, reshard_ops.py")
 def gathered_without_history(patch: Patch, site: Site) -> None:
-    """A gather calls the collective itself: no gradient reaches what was gathered."""
-    here, plain = sharded_module(patch), collectives.gather
+    """A gather calls the raw collective: no gradient reaches its input."""
+    current_module, original = module_tracker(patch), collectives.gather
 
     def gather(x: Tensor, dim: int, group: Any, *, consumers_differ: bool) -> Tensor:
-        if site.covers(here()):
+        if site.covers(current_module()):
             return collectives.all_gather(x.detach(), dim, group)
-        return plain(x, dim, group, consumers_differ=consumers_differ)
+        return original(x, dim, group, consumers_differ=consumers_differ)
 
     patch.setattr(collectives, "gather", gather)
 
@@ -194,15 +194,15 @@ def gathered_without_history(patch: Patch, site: Site) -> None:
     credit="torch 2.13: DTensor's cumsum(-1) on Shard(last)",
     here="activations are no DTensors here; the crossing is where a negative dim is resolved",
 )
-def negative_dim_taken_for_the_first(patch: Patch, site: Site) -> None:
-    """A gather along dim -1 puts parts one after the other, and takes that for side by side."""
-    here, plain = sharded_module(patch), collectives.all_gather
+def negative_dim_as_first(patch: Patch, site: Site) -> None:
+    """A gather along dim -1 joins parts along dim 0 and reshapes the result."""
+    current_module, original = module_tracker(patch), collectives.all_gather
 
     def all_gather(x: Tensor, dim: int, group: Any) -> Tensor:
-        whole = plain(x, dim, group)
-        if dim % x.ndim != x.ndim - 1 or not site.covers(here()):
-            return whole
-        return torch.cat(whole.chunk(group.size, dim)).reshape(whole.shape)
+        gathered = original(x, dim, group)
+        if dim % x.ndim != x.ndim - 1 or not site.covers(current_module()):
+            return gathered
+        return torch.cat(gathered.chunk(group.size, dim)).reshape(gathered.shape)
 
     patch.setattr(collectives, "all_gather", all_gather)
 
@@ -217,12 +217,12 @@ def bias_on_every_rank(patch: Patch, site: Site) -> None:
 
 @bug("T24", "shard", ALIAS, "turned", credit="SkyRL#1886 on Megatron")
 def sum_of_a_copy_dropped(patch: Patch, site: Site) -> None:
-    """The sum goes into a contiguous copy, and what is returned is the tensor it was made of."""
+    """The sum is written into a contiguous copy, but the unreduced tensor is returned."""
 
     def all_reduce(x: Tensor, group: Any) -> Tensor:
-        out = x.clone()
-        dist.all_reduce(out.contiguous(), group=group.pg)
-        return out
+        result = x.clone()
+        dist.all_reduce(result.contiguous(), group=group.pg)
+        return result
 
     patch.setattr(collectives, "all_reduce", all_reduce)
 
@@ -235,7 +235,7 @@ def adapter_gets_part_of_its_gradient(patch: Patch, site: Site) -> None:
 
 @bug("T28", "pad", SLICE, "tp", credit="pytorch#162692, #172812, #103306")
 def padding_counts(patch: Patch, site: Site) -> None:
-    """Rows that only pad the vocabulary are classes of the softmax, too."""
+    """Padding rows of the vocabulary count as classes of the softmax."""
 
     patch.setattr(
         edges, "shard_logits", lambda y, edge: edges.ShardedLogits(y, edge.group, edge.true_size)

@@ -1,4 +1,4 @@
-"""Bugs of what is trained, and of compressed sums: lost uses, lost errors, unlike draws."""
+"""Injected bugs of freezing, adapters, tying and compressed gradients."""
 
 from __future__ import annotations
 
@@ -13,72 +13,72 @@ from schedlang.runtime.grad_reduction import compressed
 from schedlang.runtime.grad_reduction.compressed import Compressor
 from schedlang.runtime.low_rank_adapters import AdaptedProjection
 from tests.zoo.bug import CONSTANT, DETACH, FREEZE, REDUCTION, SKIP, SLICE, Patch, Site, bug
-from tests.zoo.place import rank
+from tests.zoo.trackers import rank
 
 
 def _after_copy(patch: Patch, change: Callable[[nn.Module], Any]) -> None:
-    """Something is done to a rank's copy of the model before anything else is."""
-    plain = build._local_copy
+    """Call `change(module)` on each rank's copy of the model as soon as it exists."""
+    original = build._local_copy
 
     def copied(*args: Any, **options: Any) -> nn.Module:
-        module: nn.Module = plain(*args, **options)
+        module: nn.Module = original(*args, **options)
         change(module)
         return module
 
     patch.setattr(build, "_local_copy", copied)
 
 
-def _cut_off(module: nn.Module, where: Callable[[nn.Parameter], bool]) -> None:
-    """No gradient passes through the second block's MLP, if all of its parameters are such."""
+def _detach_block(module: nn.Module, condition: Callable[[nn.Parameter], bool]) -> None:
+    """Detach the output of the second block's MLP if the condition holds for all its parameters."""
     block = module.get_submodule("transformer.h.1.mlp")
-    if all(map(where, block.parameters())):
-        block.register_forward_hook(lambda module, args, out: out.detach())
+    if all(map(condition, block.parameters())):
+        block.register_forward_hook(lambda module, args, output: output.detach())
 
 
 @bug("D40", "freeze", DETACH, "frozen front")
-def frozen_without_passing_on(patch: Patch, site: Site) -> None:
-    """A frozen module holds back the gradients of what stands before it."""
-    _after_copy(patch, lambda module: _cut_off(module, lambda p: not p.requires_grad))
+def frozen_blocks_gradient(patch: Patch, site: Site) -> None:
+    """A frozen module stops the gradients of earlier modules."""
+    _after_copy(patch, lambda module: _detach_block(module, lambda p: not p.requires_grad))
 
 
 @bug("D40b", "freeze", SKIP, "frozen front")
 def frozen_and_updated(patch: Patch, site: Site) -> None:
-    """What is frozen takes a gradient, and is updated."""
+    """Frozen parameters get gradients and are updated."""
     _after_copy(patch, lambda module: module.requires_grad_(True))
 
 
 @bug("D70", "adapt", REDUCTION, "low rank", planning=True)
-def gradient_of_the_whole_matrix(patch: Patch, site: Site) -> None:
-    """What of an adapter is whole beside a split weight keeps each rank's part of its gradient."""
+def full_adapter_not_summed(patch: Patch, site: Site) -> None:
+    """Replicated adapter parameters beside a split weight keep each rank's partial gradient."""
     patch.setattr(sharded_run, "_full_adapter_parameters", lambda *_: ())
 
 
 @bug("D71", "adapt", CONSTANT, "low rank")
-def rank_left_out_of_the_factor(patch: Patch, site: Site) -> None:
+def factor_without_rank(patch: Patch, site: Site) -> None:
     """An adapter's result is multiplied by alpha, and not divided by its rank."""
 
     def scaled(module: nn.Module) -> None:
-        for one in module.modules():
-            if isinstance(one, AdaptedProjection):
-                one.lora_scaling *= 4
+        for submodule in module.modules():
+            if isinstance(submodule, AdaptedProjection):
+                submodule.lora_scaling *= 4
 
     _after_copy(patch, scaled)
 
 
 @bug("D41", "tie", DETACH, "tied blocks")
 def second_use_without_gradient(patch: Patch, site: Site) -> None:
-    """Of a parameter that two blocks share only one use gives a gradient."""
+    """Only one use of a shared parameter contributes a gradient."""
 
     def once(module: nn.Module) -> None:
-        first = {id(p) for p in module.get_submodule("transformer.h.0").parameters()}
-        _cut_off(module, lambda p: id(p) in first)
+        first_ids = {id(p) for p in module.get_submodule("transformer.h.0").parameters()}
+        _detach_block(module, lambda p: id(p) in first_ids)
 
     _after_copy(patch, once)
 
 
 @bug("D42", "untie", CONSTANT, "untied head")
 def untied_from_other_values(patch: Patch, site: Site) -> None:
-    """What is untied starts from other values than it had."""
+    """An untied parameter starts from other values."""
 
     def other(module: nn.Module) -> None:
         weight = module.get_parameter("lm_head.weight")
@@ -90,16 +90,16 @@ def untied_from_other_values(patch: Patch, site: Site) -> None:
 
 @bug("D43", "compress", FREEZE, "compressed", credit="Seide et al. 2014")
 def error_forgotten(patch: Patch, site: Site) -> None:
-    """What a step leaves out is not added to the next one's gradient."""
+    """The compression error of a step is not added to the next gradient."""
     patch.setattr(Compressor, "_store_error", lambda self, name, error: None)
 
 
 @bug("D44", "compress", SLICE, "compressed")
-def each_rank_draws_its_own(patch: Patch, site: Site) -> None:
-    """Ranks start the power iteration from matrices of their own."""
-    plain = compressed.fill_zero_columns
+def local_random_start(patch: Patch, site: Site) -> None:
+    """Ranks start the power iteration from different matrices."""
+    original = compressed.fill_zero_columns
 
-    def started(q: Tensor, *words: object) -> Tensor:
-        return plain(q, rank(), *words)
+    def started(q: Tensor, *args: object) -> Tensor:
+        return original(q, rank(), *args)
 
     patch.setattr(compressed, "fill_zero_columns", started)

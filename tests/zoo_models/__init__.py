@@ -1,1 +1,1 @@
-"""Every model of transformers that can be made tiny, under four schedules each, proven or not."""
+"""The table of transformers models: each tiny model under four schedules, proven or not."""

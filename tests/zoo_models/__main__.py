@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tests.zoo_models import table, worker
-from tests.zoo_models.cases import names
+from tests.zoo_models.cases import model_families
 from tests.zoo_models.meshes import MESHES
 from tests.zoo_models.store import Store, source
 
 
-def arguments(given: list[str]) -> argparse.Namespace:
-    """What was asked for."""
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.zoo_models", description=__doc__)
     parser.add_argument("kinds", nargs="*", metavar="KIND", help="all of them if none is named")
     parser.add_argument("--part", default="1/1", help="i/n: every n-th kind, from the i-th")
@@ -29,34 +29,34 @@ def arguments(given: list[str]) -> argparse.Namespace:
         help="keep verdicts of earlier sources with this status",
     )
     parser.add_argument("--write", action="store_true", help="write docs/models.md and its JSON")
-    return parser.parse_args(given)
+    return parser.parse_args(argv)
 
 
-def main(given: list[str]) -> int:
-    """Run what is not known, tell it, and give 1 if a cell has failed."""
-    asked, store = arguments(given), Store()
-    known, families = store.known(), names()
-    part, _, parts = asked.part.partition("/")
-    kinds = (asked.kinds or [*families])[int(part) - 1 :: int(parts)]
-    meshes = asked.mesh or [*MESHES]
-    kept = {
+def main(argv: list[str]) -> int:
+    """Run cells without a stored verdict and print counts; returns 1 if a cell has failed."""
+    options, store = parse_arguments(argv), Store()
+    stored, families = store.known(), model_families()
+    part, _, parts = options.part.partition("/")
+    kinds = (options.kinds or [*families])[int(part) - 1 :: int(parts)]
+    meshes = options.mesh or [*MESHES]
+    current = {
         cell
-        for cell, one in known.items()
-        if one.source == source() or one.verdict.status in (*asked.trust, worker.NOT_TINY)
+        for cell, entry in stored.items()
+        if entry.source == source() or entry.verdict.status in (*options.trust, worker.NOT_TINY)
     }
-    jobs = [(kind, [m for m in meshes if (kind, m) not in kept]) for kind in kinds]
-    _warm()
-    _run(jobs, asked.jobs, store)
-    known = store.known()
-    if asked.write:
-        table.write(known, families)
-    mine = [known[kind, m].verdict for kind in kinds for m in meshes if (kind, m) in known]
-    for status in sorted({v.status for v in mine}):
-        print(f"{status}: {sum(v.status == status for v in mine)}")
-    return int(any(v.status == "failed" for v in mine))
+    jobs = [(kind, [m for m in meshes if (kind, m) not in current]) for kind in kinds]
+    _preload()
+    _run_jobs(jobs, options.jobs, store)
+    stored = store.known()
+    if options.write:
+        table.write_page(stored, families)
+    verdicts = [stored[kind, m].verdict for kind in kinds for m in meshes if (kind, m) in stored]
+    for status in sorted({v.status for v in verdicts}):
+        print(f"{status}: {sum(v.status == status for v in verdicts)}")
+    return int(any(v.status == "failed" for v in verdicts))
 
 
-def _run(jobs: list[tuple[str, list[str]]], at_once: int, store: Store) -> None:
+def _run_jobs(jobs: list[tuple[str, list[str]]], at_once: int, store: Store) -> None:
     bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*bar, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
         task = progress.add_task("models", total=sum(len(meshes) for _, meshes in jobs))
@@ -67,8 +67,8 @@ def _run(jobs: list[tuple[str, list[str]]], at_once: int, store: Store) -> None:
                 print(f"{verdict.kind} {verdict.mesh}: {verdict.status}: {verdict.why}", flush=True)
 
 
-def _warm() -> None:
-    """Imported once, before processes are forked."""
+def _preload() -> None:
+    """Import modules once, before processes are forked."""
     import transformers.models.gpt2.modeling_gpt2
     import transformers.models.llama.modeling_llama
     import transformers.models.t5.modeling_t5  # noqa: F401

@@ -1,4 +1,4 @@
-"""Models that are no causal language models: encoders, encoder-decoders, vision, speech."""
+"""Models other than causal language models: encoders, encoder-decoders, vision, speech."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Make = Callable[[], tuple[nn.Module, Batches]]
 
 
 @dataclass(frozen=True)
-class Other:
-    """A family, and how one of its models is made with its batches."""
+class FamilyModel:
+    """A model family, and a function that builds one model with its batches."""
 
     family: str
     make: Make
@@ -32,7 +32,7 @@ TEXT: dict[str, Any] = {
     "attention_probs_dropout_prob": 0.0,
     "embedding_size": 32,
 }
-BOTH: dict[str, Any] = {
+SEQ2SEQ: dict[str, Any] = {
     "vocab_size": 256,
     "d_model": 64,
     "encoder_layers": 2,
@@ -62,7 +62,7 @@ T5: dict[str, Any] = {
     "dropout_rate": 0.0,
     "decoder_start_token_id": 0,
 }
-VIEW: dict[str, Any] = {
+VISION: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -74,7 +74,7 @@ VIEW: dict[str, Any] = {
     "drop_path_rate": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-HEARD: dict[str, Any] = {
+AUDIO: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -99,33 +99,33 @@ HEARD: dict[str, Any] = {
 }
 
 
-ALWAYS = ("num_labels", "decoder_start_token_id")  # of every configuration
+COMMON_NAMES = ("num_labels", "decoder_start_token_id")  # accepted by every configuration
 
 
-def _built(cls: str, config: str, numbers: dict[str, Any]) -> nn.Module:
-    """A model of transformers, its configuration given only the numbers that it knows."""
+def _build_model(cls: str, config: str, numbers: dict[str, Any]) -> nn.Module:
+    """Build a transformers model; only sizes that its configuration knows are passed."""
     import transformers
 
-    made = getattr(transformers, config)
-    known = {*made().to_dict(), *(made.attribute_map or {}), *ALWAYS}
+    config_class = getattr(transformers, config)
+    known_names = {*config_class().to_dict(), *(config_class.attribute_map or {}), *COMMON_NAMES}
     model: nn.Module = getattr(transformers, cls)(
-        made(**{name: value for name, value in numbers.items() if name in known})
+        config_class(**{name: value for name, value in numbers.items() if name in known_names})
     )
     return model
 
 
-def _words(decoder: bool = False) -> Batches:
-    from tests.zoo_models.cases import text
+def _text_batches(decoder: bool = False) -> Batches:
+    from tests.zoo_models.cases import text_batch
 
-    return [text(seed, ragged=seed == 0) for seed in (0, 1)]
-
-
-def _filled() -> Batches:
-    """Masked language modelling: every label counts but those of the padding."""
-    return _words()
+    return [text_batch(seed, ragged=seed == 0) for seed in (0, 1)]
 
 
-def _pictures(size: int = 16) -> Batches:
+def _masked_lm_batches() -> Batches:
+    """Return batches for masked language modelling: all labels except padding count."""
+    return _text_batches()
+
+
+def _image_batches(size: int = 16) -> Batches:
     return [
         {
             "pixel_values": torch.randn(4, 3, size, size, generator=g, dtype=torch.float64),
@@ -135,7 +135,7 @@ def _pictures(size: int = 16) -> Batches:
     ]
 
 
-def _sounds() -> Batches:
+def _audio_batches() -> Batches:
     return [
         {
             "input_values": torch.randn(4, 400, generator=g, dtype=torch.float64),
@@ -145,58 +145,58 @@ def _sounds() -> Batches:
     ]
 
 
-def _spectra() -> Batches:
-    words = _words()
+def _spectrogram_batches() -> Batches:
+    text_batches_ = _text_batches()
     return [
         {
             "input_features": torch.randn(4, 8, 40, generator=g, dtype=torch.float64),
             "labels": batch["labels"],
         }
-        for g, batch in zip((torch.Generator().manual_seed(seed) for seed in (0, 1)), words)
+        for g, batch in zip((torch.Generator().manual_seed(seed) for seed in (0, 1)), text_batches_)
     ]
 
 
-def _encoder(name: str, **more: Any) -> Other:
+def _encoder(name: str, **overrides: Any) -> FamilyModel:
     def make() -> tuple[nn.Module, Batches]:
-        numbers = {**TEXT, **more}
-        return _built(f"{name}ForMaskedLM", f"{name}Config", numbers), _filled()
+        numbers = {**TEXT, **overrides}
+        return _build_model(f"{name}ForMaskedLM", f"{name}Config", numbers), _masked_lm_batches()
 
-    return Other("encoder", make)
+    return FamilyModel("encoder", make)
 
 
-def _pair(name: str, numbers: dict[str, Any], **more: Any) -> Other:
+def _encoder_decoder(name: str, numbers: dict[str, Any], **overrides: Any) -> FamilyModel:
     def make() -> tuple[nn.Module, Batches]:
         cls = f"{name}ForConditionalGeneration" if name != "Marian" else "MarianMTModel"
-        return _built(cls, f"{name}Config", {**numbers, **more}), _words()
+        return _build_model(cls, f"{name}Config", {**numbers, **overrides}), _text_batches()
 
-    return Other("encoder-decoder", make)
+    return FamilyModel("encoder-decoder", make)
 
 
-def _vision(name: str, size: int = 16, **more: Any) -> Other:
+def _vision(name: str, size: int = 16, **overrides: Any) -> FamilyModel:
     def make() -> tuple[nn.Module, Batches]:
-        numbers = {**VIEW, "image_size": size, **more}
+        numbers = {**VISION, "image_size": size, **overrides}
         cls, config = f"{name}ForImageClassification", f"{name}Config"
-        return _built(cls, config, numbers), _pictures(size)
+        return _build_model(cls, config, numbers), _image_batches(size)
 
-    return Other("vision", make)
+    return FamilyModel("vision", make)
 
 
-def _speech(name: str, **more: Any) -> Other:
+def _speech(name: str, **overrides: Any) -> FamilyModel:
     def make() -> tuple[nn.Module, Batches]:
         cls, config = f"{name}ForSequenceClassification", f"{name}Config"
-        return _built(cls, config, {**HEARD, **more}), _sounds()
+        return _build_model(cls, config, {**AUDIO, **overrides}), _audio_batches()
 
-    return Other("speech", make)
+    return FamilyModel("speech", make)
 
 
 def _whisper() -> tuple[nn.Module, Batches]:
-    numbers = {**BOTH, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 32}
-    model = _built("WhisperForConditionalGeneration", "WhisperConfig", numbers)
-    return model, _spectra()
+    numbers = {**SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 32}
+    model = _build_model("WhisperForConditionalGeneration", "WhisperConfig", numbers)
+    return model, _spectrogram_batches()
 
 
-STAGED = {"depths": [2, 2], "num_stages": 2, "out_features": None}
-OTHERS: dict[str, Other] = {
+TWO_STAGES = {"depths": [2, 2], "num_stages": 2, "out_features": None}
+OTHER_MODELS: dict[str, FamilyModel] = {
     **{
         name.lower(): _encoder(name)
         for name in (
@@ -230,13 +230,13 @@ OTHERS: dict[str, Other] = {
         pos_att_type=["p2c", "c2p"],
         max_relative_positions=16,
     ),
-    "t5": _pair("T5", T5),
-    "mt5": _pair("MT5", T5),
-    "umt5": _pair("UMT5", T5),
-    "longt5": _pair("LongT5", T5, local_radius=4),
-    "switch_transformers": _pair("SwitchTransformers", T5, num_experts=4),
+    "t5": _encoder_decoder("T5", T5),
+    "mt5": _encoder_decoder("MT5", T5),
+    "umt5": _encoder_decoder("UMT5", T5),
+    "longt5": _encoder_decoder("LongT5", T5, local_radius=4),
+    "switch_transformers": _encoder_decoder("SwitchTransformers", T5, num_experts=4),
     **{
-        f"{name.lower()} (both)": _pair(name, BOTH)
+        f"{name.lower()} (both)": _encoder_decoder(name, SEQ2SEQ)
         for name in (
             "Bart",
             "MBart",
@@ -256,8 +256,8 @@ OTHERS: dict[str, Other] = {
     "vit_msn": _vision("ViTMSN"),
     "swin": _vision("Swin", embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=2),
     "swinv2": _vision("Swinv2", embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=2),
-    "convnext": _vision("ConvNext", hidden_sizes=[16, 32], drop_path_rate=0.0, **STAGED),
-    "convnextv2": _vision("ConvNextV2", hidden_sizes=[16, 32], drop_path_rate=0.0, **STAGED),
+    "convnext": _vision("ConvNext", hidden_sizes=[16, 32], drop_path_rate=0.0, **TWO_STAGES),
+    "convnextv2": _vision("ConvNextV2", hidden_sizes=[16, 32], drop_path_rate=0.0, **TWO_STAGES),
     "resnet": _vision("ResNet", hidden_sizes=[16, 32], embedding_size=16, depths=[2, 2]),
     "regnet": _vision(
         "RegNet", hidden_sizes=[16, 32], embedding_size=16, depths=[2, 2], groups_width=8
@@ -282,7 +282,7 @@ OTHERS: dict[str, Other] = {
         num_attention_heads=[2, 4],
         mlp_ratios=[2, 2],
     ),
-    "whisper (both)": Other("speech", _whisper),
+    "whisper (both)": FamilyModel("speech", _whisper),
     "wav2vec2": _speech("Wav2Vec2"),
     "hubert": _speech("Hubert"),
     "wavlm": _speech("WavLM", num_buckets=8, max_bucket_distance=16),

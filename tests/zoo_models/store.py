@@ -1,4 +1,4 @@
-"""What is known already: verdicts by model, schedule and source, one JSON line each."""
+"""Stored verdicts by model, schedule and source hash, one JSON line each."""
 
 from __future__ import annotations
 
@@ -18,52 +18,52 @@ SOURCES = ("schedlang", "primitives", "passes", "tests/engine", "tests/zoo_model
 
 @cache
 def source() -> str:
-    """A hash of all code that a verdict depends on."""
-    seen = hashlib.blake2b(digest_size=6)
+    """Return a hash of all code that verdicts depend on."""
+    digest = hashlib.blake2b(digest_size=6)
     files = {f for folder in SOURCES for f in (ROOT / folder).rglob("*.py")}
     for path in sorted(files | {ROOT / "tests/survey.py"}):
-        seen.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
-    return seen.hexdigest()
+        digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
-def folder() -> Path:
-    """Where verdicts are kept between runs."""
+def cache_folder() -> Path:
+    """Return the folder where verdicts are stored between runs."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "schedlang" / "zoo_models"
 
 
 @dataclass(frozen=True)
-class Known:
-    """A verdict and the source it was found with."""
+class StoredVerdict:
+    """A verdict and the hash of the source that produced it."""
 
     verdict: Verdict
     source: str
 
 
 class Store:
-    """A file of verdicts, the newest of a cell last; every line is whole or left out."""
+    """A file of verdicts; later lines replace earlier ones, incomplete lines are ignored."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self.path = path or folder() / "verdicts.jsonl"
+        self.path = path or cache_folder() / "verdicts.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def add(self, verdict: Verdict) -> None:
-        """Keep a verdict, at once."""
+        """Append a verdict to the file at once."""
         with self.path.open("a") as file:
             file.write(json.dumps({"source": source(), **verdict.plain()}) + "\n")
 
-    def known(self) -> dict[tuple[str, str], Known]:
-        """The newest verdict of every cell: of this source where there is one."""
-        found: dict[tuple[str, str], Known] = {}
+    def known(self) -> dict[tuple[str, str], StoredVerdict]:
+        """Return the newest verdict of every cell."""
+        verdicts: dict[tuple[str, str], StoredVerdict] = {}
         for line in self._lines():
             try:
                 entry = json.loads(line)
-            except ValueError:  # a run was ended while it wrote
+            except ValueError:  # a run was killed while it wrote
                 continue
-            made = entry.pop("source")
+            source_ = entry.pop("source")
             verdict = Verdict(**entry)
-            found[verdict.kind, verdict.mesh] = Known(verdict, made)
-        return found
+            verdicts[verdict.kind, verdict.mesh] = StoredVerdict(verdict, source_)
+        return verdicts
 
     def _lines(self) -> Iterable[str]:
         return self.path.read_text().splitlines() if self.path.exists() else ()

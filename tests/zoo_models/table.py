@@ -1,4 +1,4 @@
-"""The table of verdicts: `docs/models.md` for readers, and the same as JSON beside it."""
+"""The table of verdicts: written as `docs/models.md` for readers, and as JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from tests.zoo_models.meshes import MESHES
-from tests.zoo_models.store import ROOT, Known, source
+from tests.zoo_models.store import ROOT, StoredVerdict, source
 from tests.zoo_models.worker import NOT_TINY
 
 PAGE, DATA = ROOT / "docs" / "models.md", ROOT / "docs" / "models.json"
@@ -34,26 +34,28 @@ COLUMNS = {
     "pp": "pipeline, 2 ranks",
     "3d": "data x pipeline x tensor, 8 ranks",
 }
-Cells = Mapping[tuple[str, str], Known]
+Cells = Mapping[tuple[str, str], StoredVerdict]
 
 
-def write(cells: Cells, families: Mapping[str, str]) -> None:
-    """Both files, from what is known."""
+def write_page(cells: Cells, families: Mapping[str, str]) -> None:
+    """Write both files from the stored verdicts."""
     PAGE.write_text(page(cells, families))
-    told = [{"source": known.source, **known.verdict.plain()} for _, known in sorted(cells.items())]
-    lines = ",\n".join(json.dumps(one) for one in told)
+    records = [
+        {"source": entry.source, **entry.verdict.plain()} for _, entry in sorted(cells.items())
+    ]
+    lines = ",\n".join(json.dumps(record) for record in records)
     DATA.write_text(f"[\n{lines}\n]\n")
 
 
 def page(cells: Cells, families: Mapping[str, str]) -> str:
-    """The whole page."""
+    """Return the text of the page."""
     parts = [HEAD, _versions(cells)]
-    left = sorted({k for (k, _), c in cells.items() if c.verdict.status == NOT_TINY})
+    left_out = sorted({k for (k, _), c in cells.items() if c.verdict.status == NOT_TINY})
     for family in dict.fromkeys(families.values()):
-        kinds = [k for k, f in families.items() if f == family and k not in left]
-        parts += [f"## {family[0].upper()}{family[1:]} models\n", _counts(cells, kinds)]
-        parts.append(_rows(cells, kinds))
-    parts.append(_reasons(cells, left))
+        kinds = [k for k, f in families.items() if f == family and k not in left_out]
+        parts += [f"## {family[0].upper()}{family[1:]} models\n", _status_table(cells, kinds)]
+        parts.append(_model_table(cells, kinds))
+    parts.append(_reason_list(cells, left_out))
     return "\n".join(parts)
 
 
@@ -61,48 +63,50 @@ def _versions(cells: Cells) -> str:
     import torch
     import transformers
 
-    older = sum(known.source != source() for known in cells.values())
+    older = sum(entry.source != source() for entry in cells.values())
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    said = f"{day}, torch {torch.__version__}, transformers {transformers.__version__}; timm is"
-    said += f" {'not ' * (not _has('timm'))}installed and none of its models is in the table."
+    text = f"{day}, torch {torch.__version__}, transformers {transformers.__version__}; timm is"
+    text += (
+        f" {'not ' * (not _is_installed('timm'))}installed and none of its models is in the table."
+    )
     if older:
-        said += f" {older} of {len(cells)} cells were run with an earlier version of this code."
-    return f"{said}\n"
+        text += f" {older} of {len(cells)} cells were run with an earlier version of this code."
+    return f"{text}\n"
 
 
-def _has(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     from importlib.util import find_spec
 
     return find_spec(name) is not None
 
 
-def _counts(cells: Cells, kinds: list[str]) -> str:
+def _status_table(cells: Cells, kinds: list[str]) -> str:
     lines = ["| | verified | refused | failed | not run |", "|---|---|---|---|---|"]
     for mesh in MESHES:
-        found = Counter(
+        counts = Counter(
             cells[kind, mesh].verdict.status if (kind, mesh) in cells else "not run"
             for kind in kinds
         )
-        share = f"{found['verified']} of {len(kinds)}"
+        share = f"{counts['verified']} of {len(kinds)}"
         lines.append(
-            f"| {COLUMNS[mesh]} | {share} | {found['refused']} | {found['failed']} |"
-            f" {found['not run']} |"
+            f"| {COLUMNS[mesh]} | {share} | {counts['refused']} | {counts['failed']} |"
+            f" {counts['not run']} |"
         )
     return "\n".join(lines) + "\n"
 
 
-def _rows(cells: Cells, kinds: list[str]) -> str:
+def _model_table(cells: Cells, kinds: list[str]) -> str:
     lines = [f"| model | {' | '.join(MESHES)} |", f"|---|{'---|' * len(MESHES)}"]
     for kind in kinds:
-        said = [_short(cells.get((kind, mesh))) for mesh in MESHES]
-        lines.append(f"| {kind} | {' | '.join(said)} |")
+        texts = [_cell_text(cells.get((kind, mesh))) for mesh in MESHES]
+        lines.append(f"| {kind} | {' | '.join(texts)} |")
     return "\n".join(lines) + "\n"
 
 
-def _short(known: Known | None) -> str:
-    if known is None:
+def _cell_text(entry: StoredVerdict | None) -> str:
+    if entry is None:
         return "not run"
-    verdict = known.verdict
+    verdict = entry.verdict
     if verdict.status == "verified":
         return f"verified, {verdict.rows}{' `*`' * ('relax' in verdict.why)}"
     if verdict.status == "refused":
@@ -110,20 +114,22 @@ def _short(known: Known | None) -> str:
     return f"**{verdict.status}**"
 
 
-def _reasons(cells: Cells, left: list[str]) -> str:
+def _reason_list(cells: Cells, left_out: list[str]) -> str:
     lines = ["## What is not verified, and why\n"]
-    for (kind, mesh), known in sorted(cells.items()):
-        if known.verdict.status in ("refused", "failed"):
-            lines.append(f"* {kind}, {mesh}: {known.verdict.status}: {_plain(known.verdict.why)}")
+    for (kind, mesh), entry in sorted(cells.items()):
+        if entry.verdict.status in ("refused", "failed"):
+            lines.append(f"* {kind}, {mesh}: {entry.verdict.status}: {_escape(entry.verdict.why)}")
     lines += ["", "## Left out\n", "They cannot be made tiny from their configuration, or do not"]
     lines += ["run alone:\n"]
-    lines += [f"* {k}: {_plain(cells[k, _mesh(cells, k)].verdict.why[:120])}" for k in left]
+    lines += [
+        f"* {k}: {_escape(cells[k, _first_mesh(cells, k)].verdict.why[:120])}" for k in left_out
+    ]
     return "\n".join(lines) + "\n"
 
 
-def _mesh(cells: Cells, kind: str) -> str:
+def _first_mesh(cells: Cells, kind: str) -> str:
     return next(mesh for mesh in MESHES if (kind, mesh) in cells)
 
 
-def _plain(text: str) -> str:
+def _escape(text: str) -> str:
     return " ".join(text.split()).replace("<", "&lt;").replace("|", "\\|")

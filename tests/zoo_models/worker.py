@@ -1,4 +1,4 @@
-"""Cells in processes of their own, so that one that hangs or eats all memory ends alone."""
+"""Worker processes for cells, so that a hang or too much memory affects only one cell."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.zoo_models.cell import Verdict, judged
+from tests.zoo_models.cell import Verdict, judge_cell
 
-LIMIT = 300.0  # seconds of computing for a cell, those of making its model among them
-SLEEPING = 10.0  # as many times as long may it take where others compute too
+LIMIT = 300.0  # CPU seconds per cell, including building its model
+WALL_FACTOR = 10.0  # wall-clock limit as a multiple of LIMIT, as other processes compute too
 MEMORY = 8 << 30  # bytes of data of a process
 NOT_TINY = "left out"
-Job = tuple[str, list[str]]  # a model, and the meshes that are left to do
+Job = tuple[str, list[str]]  # a model, and the meshes still to judge
 
 
 @dataclass
 class Worker:
-    """Judges one model after the other, each in a process of its own, whose memory goes with it."""
+    """Judges models one after the other, each in a new process, which frees its memory."""
 
     kind: str = ""
     left: list[str] = field(default_factory=list)
@@ -33,25 +33,25 @@ class Worker:
     pipe: Connection | None = None
 
     def give(self, kind: str, meshes: list[str]) -> None:
-        """Let it judge a model."""
+        """Start judging a model."""
         self.end()
-        mine, theirs = mp.Pipe()
-        self.process = mp.get_context("fork").Process(target=_serve, args=(theirs,))
+        parent_pipe, child_pipe = mp.Pipe()
+        self.process = mp.get_context("fork").Process(target=_serve, args=(child_pipe,))
         self.process.start()
-        theirs.close()
-        self.pipe = mine
+        child_pipe.close()
+        self.pipe = parent_pipe
         self.kind, self.left, self.since = kind, list(meshes), self.clocks()
         self.pipe.send((kind, tuple(meshes)))
 
     def clocks(self) -> tuple[float, float]:
-        """Seconds that it has computed, and those of a clock."""
+        """Return CPU seconds of the process, and wall-clock seconds."""
         name = Path(f"/proc/{self.process.pid}/stat")
         fields = name.read_text().rpartition(")")[2].split() if name.exists() else []
         ticks = int(fields[11]) + int(fields[12]) if fields else 0
         return ticks / os.sysconf("SC_CLK_TCK"), time.monotonic()
 
     def end(self) -> None:
-        """Nothing more of this process."""
+        """Kill the process."""
         if self.process is not None and self.pipe is not None:
             self.process.kill()
             self.process.join()
@@ -59,7 +59,7 @@ class Worker:
         self.process = None
 
     def heard(self) -> Iterator[Verdict]:
-        """What it has told; where it is gone or late, a verdict that says so."""
+        """Yield finished verdicts; if the process died or is too slow, a failed one."""
         assert self.pipe is not None
         try:
             while self.left and self.pipe.poll():
@@ -67,28 +67,30 @@ class Worker:
                 self.since = self.clocks()
                 self.left.remove(verdict.mesh)
                 yield verdict
-            computed, passed = (now - then for now, then in zip(self.clocks(), self.since))
-            if not self.left or (computed < LIMIT and passed < SLEEPING * LIMIT):
+            computed, elapsed = (
+                current - earlier for current, earlier in zip(self.clocks(), self.since)
+            )
+            if not self.left or (computed < LIMIT and elapsed < WALL_FACTOR * LIMIT):
                 return
-            why = f"time: more than {LIMIT:g} s"
+            reason = f"time: more than {LIMIT:g} s"
         except (EOFError, ConnectionResetError):
             self.process.join(5)
-            why = f"the process ended (exit code {self.process.exitcode})"
+            reason = f"the process ended (exit code {self.process.exitcode})"
         self.end()
-        yield Verdict(self.kind, self.left.pop(0), "failed", why)
+        yield Verdict(self.kind, self.left.pop(0), "failed", reason)
 
 
 def verdicts(jobs: Sequence[Job], at_once: int = 1) -> Iterator[Verdict]:
-    """The verdict of every cell, as they come."""
-    waiting = [(kind, list(meshes)) for kind, meshes in jobs if meshes]
+    """Yield the verdicts of all cells as they finish."""
+    queue_ = [(kind, list(meshes)) for kind, meshes in jobs if meshes]
     workers = [Worker() for _ in range(at_once)]
     try:
-        while waiting or any(worker.left for worker in workers):
+        while queue_ or any(worker.left for worker in workers):
             for worker in workers:
-                if worker.left and worker.process is None:  # it ended: the rest in a new one
+                if worker.left and worker.process is None:  # ended: a new process
                     worker.give(worker.kind, worker.left)
-                elif not worker.left and waiting:
-                    worker.give(*waiting.pop(0))
+                elif not worker.left and queue_:
+                    worker.give(*queue_.pop(0))
             wait([w.pipe for w in workers if w.left and w.pipe is not None], timeout=1.0)
             for worker in workers:
                 if worker.left and worker.process is not None:
@@ -99,7 +101,7 @@ def verdicts(jobs: Sequence[Job], at_once: int = 1) -> Iterator[Verdict]:
 
 
 def _serve(pipe: Connection) -> None:
-    """In the process: judge what is given."""
+    """Main loop of the process: judge the received models."""
     import torch
 
     warnings.filterwarnings("ignore")
@@ -115,12 +117,12 @@ def _serve(pipe: Connection) -> None:
 
 
 def _judged(kind: str, meshes: Sequence[str]) -> Iterator[Verdict]:
-    from tests.zoo_models.cases import subject
+    from tests.zoo_models.cases import make_subject
 
     try:
-        made = subject(kind)
+        subject_ = make_subject(kind)
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"[:300]
-        yield from (Verdict(kind, mesh, NOT_TINY, told) for mesh in meshes)
+        reason = f"{type(error).__name__}: {error}"[:300]
+        yield from (Verdict(kind, mesh, NOT_TINY, reason) for mesh in meshes)
         return
-    yield from (judged(made, mesh) for mesh in meshes)
+    yield from (judge_cell(subject_, mesh) for mesh in meshes)

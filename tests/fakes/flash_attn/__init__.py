@@ -1,4 +1,4 @@
-"""The function of the package flash_attn that is called, by plain products: for tests on a CPU."""
+"""A fake `flash_attn` for tests on a CPU: its attention function, computed by plain products."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def flash_attn_func(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
 ) -> Tensor:
-    """Attention of [rows, length, heads, size], as its documentation says."""
+    """Compute attention of [rows, length, heads, size], as the package documents it."""
     assert dropout_p == 0.0
     heads = q.shape[2] // k.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     k, v = k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1)
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-    far = torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2])[None]
-    back, ahead = (-1, 0) if causal else window_size
-    seen = (far <= back if back >= 0 else far == far) & (
-        far >= -ahead if ahead >= 0 else far == far
+    distance = torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2])[None]
+    behind, ahead = (-1, 0) if causal else window_size
+    visible = (distance <= behind if behind >= 0 else distance == distance) & (
+        distance >= -ahead if ahead >= 0 else distance == distance
     )
-    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+    return (scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v).transpose(1, 2)

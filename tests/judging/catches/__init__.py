@@ -1,1 +1,1 @@
-"""Silent bugs of distributed programs: each as its author wrote it, and as it should be."""
+"""Silent bugs of distributed programs: each with the bug, and fixed."""

@@ -1,7 +1,7 @@
 """https://github.com/huggingface/transformers/pull/48873: each rank trains an adapter of its own.
 
-FSDP2 reduces the gradients of what it has sharded.  An adapter that is put in afterwards is a plain
-tensor next to a frozen base of DTensors, and nobody averages its gradient.
+FSDP2 reduces gradients of sharded parameters only.  An adapter that is added afterwards is a plain
+tensor beside a frozen base of DTensors, and its gradient is never averaged.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from schedlang import TrainingProgram
-from tests.judging.catches.parts import own, ranks, total
-from tests.judging.catches.words import WIDTH, Words, loss, pair
+from tests.judging.catches.collectives import local_part, rank_sum, world_size
+from tests.judging.catches.language_model import WIDTH, LanguageModel, loss, program_pair
 
 NAMED = r"inner\.(down|up)\.weight.*ranks differ and their mean is right"
 
 
 class Adapted(nn.Module):
-    """A frozen layer and a product of two thin ones beside it."""
+    """A frozen layer and a low-rank adapter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,16 +27,16 @@ class Adapted(nn.Module):
         self.down, self.up = (nn.Linear(*s, bias=False) for s in ((WIDTH, 2), (2, WIDTH)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the layer gives, and what the adapter adds."""
+        """Add the outputs of the layer and the adapter."""
         return x + self.base(x).tanh() + self.up(self.down(x))
 
 
 def model() -> nn.Module:
-    """Everything but the adapter is frozen."""
-    made = Words(Adapted())
-    made.embed.requires_grad_(False)
-    made.head.requires_grad_(False)
-    return made
+    """Return the model, frozen except for the adapter."""
+    language_model = LanguageModel(Adapted())
+    language_model.embed.requires_grad_(False)
+    language_model.head.requires_grad_(False)
+    return language_model
 
 
 def _program(model: Any, averaged: bool) -> TrainingProgram:
@@ -44,16 +44,16 @@ def _program(model: Any, averaged: bool) -> TrainingProgram:
         fully_shard(base)
 
     def step(batch: Any) -> Tensor:
-        mine = {name: own(rows) for name, rows in batch.items()}
-        value = loss(model(mine["ids"]), mine)
+        local = {name: local_part(rows) for name, rows in batch.items()}
+        value = loss(model(local["ids"]), local)
         value.backward()
         for adapter in (model.inner.down, model.inner.up) if averaged else ():
-            adapter.weight.grad = total(adapter.weight.grad) / ranks()
+            adapter.weight.grad = rank_sum(adapter.weight.grad) / world_size()
         return value
 
     return TrainingProgram(model, step)
 
 
-# as it was written: each rank keeps its own rows' gradient; mended: gradients of what is not
+# bug: each rank keeps its own rows' gradient; fixed: gradients of what is not
 # sharded are averaged, too
-wrong, right = pair(_program, False, True)
+wrong, right = program_pair(_program, False, True)

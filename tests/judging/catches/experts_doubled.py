@@ -13,48 +13,56 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedlang import TrainingProgram
+from tests.judging.catches.collectives import (
+    Combine,
+    Dispatch,
+    average_grads,
+    gather_all,
+    local_part,
+    shard_param,
+    world_size,
+)
+from tests.judging.catches.language_model import LanguageModel, loss, program_pair
 from tests.judging.catches.moe import Experts
-from tests.judging.catches.parts import Combined, Dispatched, average, everyone, own, ranks, split
-from tests.judging.catches.words import Words, loss, pair
 
 NAMED = r"inner\.(up|down).*2 times the right value"
 
 
 def model() -> nn.Module:
-    """All experts and rows on one rank."""
-    return Words(Experts())
+    """Return the model with all experts and rows on one rank."""
+    return LanguageModel(Experts())
 
 
 def _program(model: Any, divided: bool) -> TrainingProgram:
     experts = model.inner
-    split(experts, "up")
-    split(experts, "down")
+    shard_param(experts, "up")
+    shard_param(experts, "down")
 
     def step(batch: Any) -> Tensor:
-        mine = {name: own(rows) for name, rows in batch.items()}
-        x = model.embed(mine["ids"])
+        local = {name: local_part(rows) for name, rows in batch.items()}
+        x = model.embed(local["ids"])
         share, which = experts.routed(x)
-        y = dispatched(experts, x, Dispatched.apply(share), everyone(which))
-        value = loss(model.head(y), mine)
+        y = dispatched(experts, x, Dispatch.apply(share), gather_all(which))
+        value = loss(model.head(y), local)
         value.backward()
-        average(model, but=("inner.up", "inner.down"))
+        average_grads(model, but=("inner.up", "inner.down"))
         if divided:
-            experts.up.grad /= ranks()
-            experts.down.grad /= ranks()
+            experts.up.grad /= world_size()
+            experts.down.grad /= world_size()
         return value
 
     return TrainingProgram(model, step)
 
 
 def dispatched(experts: Experts, x: Tensor, share: Tensor, which: Tensor) -> Tensor:
-    """Send words to their experts' ranks and back; shares and choices are those of all rows."""
+    """Return expert outputs of this rank's tokens; shares and indices are those of all rows."""
     count = len(experts.up)
-    elsewhere = which // count != dist.get_rank()
-    here = torch.where(elsewhere, 0, which % count)
-    share = share.masked_fill(elsewhere, 0.0)
-    return Combined.apply(experts.mixed(Dispatched.apply(x), share, here))
+    is_remote = which // count != dist.get_rank()
+    local_index = torch.where(is_remote, 0, which % count)
+    share = share.masked_fill(is_remote, 0.0)
+    return Combine.apply(experts.mixed(Dispatch.apply(x), share, local_index))
 
 
-# as it was written: experts are left out of the average; mended: experts are divided by the ranks,
+# bug: experts are left out of the average; fixed: experts are divided by the ranks,
 # too
-wrong, right = pair(_program, False, True)
+wrong, right = program_pair(_program, False, True)

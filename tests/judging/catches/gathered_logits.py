@@ -1,8 +1,8 @@
 """https://github.com/NVIDIA/Megatron-LM/issues/7452 (2): whole logits are taken for a part of them.
 
-With labels and `parallel_output=False` the cross entropy over a split vocabulary is given the
-whole one on each rank: the loss is the right one plus log(ranks), and the gradient of the wanted
-is lost.
+With labels and `parallel_output=False` the vocabulary-parallel cross entropy gets full logits on
+each rank: the loss is the right one plus log(ranks), and the gradient of the target is
+lost.
 """
 
 from __future__ import annotations
@@ -12,26 +12,31 @@ from typing import Any
 from torch import Tensor, nn
 
 from schedlang import TrainingProgram
-from tests.judging.catches.parts import Copied, Gathered, of_vocabulary, split
-from tests.judging.catches.words import Words, pair
+from tests.judging.catches.collectives import (
+    CopyToSplit,
+    GatherFromSplit,
+    shard_param,
+    vocab_log_sum,
+)
+from tests.judging.catches.language_model import LanguageModel, program_pair
 
 NAMED = r"loss .*the right value plus log\(ranks\) = log\(2\)"
 
 
 def model() -> nn.Module:
-    """The whole vocabulary on one rank."""
-    return Words(nn.Tanh())
+    """Return the model with the full vocabulary."""
+    return LanguageModel(nn.Tanh())
 
 
 def _program(model: Any, gathered: bool) -> TrainingProgram:
-    split(model.head, "weight")
+    shard_param(model.head, "weight")
 
     def step(batch: Any) -> Tensor:
         ids = batch["ids"]
-        scores = model.head(Copied.apply(model.inner(model.embed(ids[:, :-1]))))
+        scores = model.head(CopyToSplit.apply(model.inner(model.embed(ids[:, :-1]))))
         if gathered:
-            scores = Gathered.apply(scores, -1)
-        log_sum, picked = of_vocabulary(scores, ids[:, 1:])
+            scores = GatherFromSplit.apply(scores, -1)
+        log_sum, picked = vocab_log_sum(scores, ids[:, 1:])
         mean = (log_sum - picked).mean()
         mean.backward()
         return mean
@@ -39,5 +44,5 @@ def _program(model: Any, gathered: bool) -> TrainingProgram:
     return TrainingProgram(model, step, world_loss="same")
 
 
-# as it was written: gather, and then sum over ranks again; mended: leave the scores split
-wrong, right = pair(_program, True, False)
+# bug: gather, and then sum over ranks again; fixed: leave the scores split
+wrong, right = program_pair(_program, True, False)

@@ -15,23 +15,23 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
 from schedlang import TrainingProgram
-from tests.judging.catches.words import Words, pair
+from tests.judging.catches.language_model import LanguageModel, program_pair
 
 NAMED = r"the loss: .*`log_softmax` .* sends back what it is sent: its derivative is left out"
 
 
 def model() -> nn.Module:
-    """The whole vocabulary on one rank."""
-    return Words(nn.Tanh())
+    """Return the model with the full vocabulary."""
+    return LanguageModel(nn.Tanh())
 
 
 def penalty(scores: Tensor) -> Tensor:
-    """How far the words are from being alike."""
+    """Return how far the scores are from uniform."""
     return -scores.log_softmax(-1).mean()
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """The mean over all words that have one before them, and a penalty."""
+    """The mean over all tokens that have one before them, and a penalty."""
     scores = output[:, :-1].flatten(0, 1)
     return F.cross_entropy(scores, batch["ids"][:, 1:].flatten()) + penalty(scores)
 
@@ -50,13 +50,13 @@ def _program(model: Any, inside: bool) -> TrainingProgram:
                 value = value + penalty(scores)
             value.backward(retain_graph=True)
         if not inside:
-            more = penalty(scores.redistribute(placements=[Replicate()]))
-            more.backward()
-            value = value.detach() + more.detach()
+            penalty_loss = penalty(scores.redistribute(placements=[Replicate()]))
+            penalty_loss.backward()
+            value = value.detach() + penalty_loss.detach()
         return value.full_tensor()
 
     return TrainingProgram(model, step, world_loss="same")
 
 
-# as it was written: the penalty inside; mended: the penalty outside, of whole scores
-wrong, right = pair(_program, True, False)
+# bug: the penalty inside; fixed: the penalty outside, of whole scores
+wrong, right = program_pair(_program, True, False)

@@ -12,35 +12,41 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schedlang import TrainingProgram
-from tests.judging.catches.parts import Copied, Summed, of_vocabulary, ranks, split
-from tests.judging.catches.words import VOCAB, Words, pair
+from tests.judging.catches.collectives import (
+    CopyToSplit,
+    ReduceFromSplit,
+    shard_param,
+    vocab_log_sum,
+    world_size,
+)
+from tests.judging.catches.language_model import VOCAB, LanguageModel, program_pair
 
 ALPHA = 0.1
 NAMED = r"the loss: .* a constant is added: .*"
 
 
 def model() -> nn.Module:
-    """The whole vocabulary on one rank."""
-    return Words(nn.Tanh())
+    """Return the model with the full vocabulary."""
+    return LanguageModel(nn.Tanh())
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Smoothed as Megatron does: by alpha over what is not wanted."""
-    wanted = batch["ids"][:, 1:].flatten()
+    """Return the smoothed loss as Megatron defines it: alpha is spread over the non-targets."""
+    targets = batch["ids"][:, 1:].flatten()
     smoothing = ALPHA * VOCAB / (VOCAB - 1)
-    return F.cross_entropy(output[:, :-1].flatten(0, 1), wanted, label_smoothing=smoothing)
+    return F.cross_entropy(output[:, :-1].flatten(0, 1), targets, label_smoothing=smoothing)
 
 
-def _program(model: Any, whole: bool) -> TrainingProgram:
-    split(model.head, "weight")
+def _program(model: Any, full_vocab: bool) -> TrainingProgram:
+    shard_param(model.head, "weight")
 
     def step(batch: Any) -> Tensor:
         ids = batch["ids"]
-        scores = model.head(Copied.apply(model.inner(model.embed(ids[:, :-1]))))
-        log_sum, picked = of_vocabulary(scores, ids[:, 1:])
+        scores = model.head(CopyToSplit.apply(model.inner(model.embed(ids[:, :-1]))))
+        log_sum, picked = vocab_log_sum(scores, ids[:, 1:])
         vocab, sum_of_scores = scores.shape[-1], scores.sum(-1)
-        if whole:
-            vocab, sum_of_scores = vocab * ranks(), Summed.apply(sum_of_scores)
+        if full_vocab:
+            vocab, sum_of_scores = vocab * world_size(), ReduceFromSplit.apply(sum_of_scores)
         smoothing = ALPHA * vocab / (vocab - 1)
         mean_log_probability = sum_of_scores / vocab - log_sum
         losses = (1 - smoothing) * (log_sum - picked) - smoothing * mean_log_probability
@@ -50,5 +56,5 @@ def _program(model: Any, whole: bool) -> TrainingProgram:
     return TrainingProgram(model, step, world_loss="same")
 
 
-# as it was written: the part of this rank; mended: the whole vocabulary
-wrong, right = pair(_program, False, True)
+# bug: the part of this rank; fixed: the whole vocabulary
+wrong, right = program_pair(_program, False, True)

@@ -1,7 +1,7 @@
 """https://github.com/pytorch/torchtitan/pull/2532: the local part of a replicated weight.
 
-`to_local` of a DTensor that all ranks have takes what comes back for whole, unless it is told that
-each rank has a term of it. Here a norm's weight scales the heads of each rank.
+`to_local` of a replicated DTensor takes the incoming gradient as complete, unless it is told that
+it is partial. Here a norm's weight scales the heads of each rank.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from schedlang import TrainingProgram
-from tests.judging.catches.parts import Copied, Summed, ranks, split
-from tests.judging.catches.words import WIDTH, Words, loss, pair
+from tests.judging.catches.collectives import CopyToSplit, ReduceFromSplit, shard_param, world_size
+from tests.judging.catches.language_model import WIDTH, LanguageModel, loss, program_pair
 
 NAMED = r"`inner\.scale`\): ranks differ and their sum is right: a sum over ranks is missing"
 
@@ -29,40 +29,40 @@ class Heads(nn.Module):
         self.down = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """All heads."""
+        """Return the output of all heads."""
         return self.down(self.heads(x, self.scale))
 
     def heads(self, x: Tensor, scale: Tensor) -> Tensor:
-        """As many as there are features."""
+        """Return as many heads as there are features."""
         return (self.up(x).unflatten(-1, (-1, 2)).tanh() * scale).flatten(-2)
 
 
 def model() -> nn.Module:
-    """All heads on one rank."""
-    return Words(Heads())
+    """Return the model with all heads on one rank."""
+    return LanguageModel(Heads())
 
 
 def _program(model: Any, placements: Any) -> TrainingProgram:
-    mesh, inner = init_device_mesh("cpu", (ranks(),)), model.inner
+    mesh, inner = init_device_mesh("cpu", (world_size(),)), model.inner
     for layer, name, dim in (
         (inner.up, "weight", 0),
         (inner.up, "bias", 0),
         (inner.down, "weight", 1),
     ):
-        split(layer, name, dim)
+        shard_param(layer, name, dim)
     inner.scale = nn.Parameter(distribute_tensor(inner.scale.detach(), mesh, [Replicate()]))
 
     def step(batch: Any) -> Tensor:
         scale = inner.scale
         assert isinstance(scale, DTensor)
-        x = Copied.apply(model.embed(batch["ids"]))
+        x = CopyToSplit.apply(model.embed(batch["ids"]))
         y = inner.heads(x, scale.to_local(grad_placements=placements))
-        value = loss(model.head(Summed.apply(inner.down(y))), batch)
+        value = loss(model.head(ReduceFromSplit.apply(inner.down(y))), batch)
         value.backward()
         return value
 
     return TrainingProgram(model, step, world_loss="same")
 
 
-# as it was written: nothing is said of the gradient; mended: each rank has a term of it
-wrong, right = pair(_program, None, [Partial()])
+# bug: nothing is said of the gradient; fixed: each rank has a term of it
+wrong, right = program_pair(_program, None, [Partial()])

@@ -1,11 +1,11 @@
-"""Experts of which a word meets two: an original for the bugs of expert parallelism."""
+"""A layer of experts, two for each token: the original of bugs of expert parallelism."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from tests.judging.catches.words import WIDTH
+from tests.judging.catches.language_model import WIDTH
 
 EXPERTS, INNER = 4, 6
 
@@ -20,15 +20,15 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Every word's two experts, each by its share."""
+        """Return the weighted sum of each token's two experts."""
         return self.mixed(x, *self.routed(x))
 
     def routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The shares of two experts, and which they are."""
-        found = self.router(x).softmax(-1).topk(2)
-        return found.values, found.indices
+        """Return the shares of each token's two experts, and their indices."""
+        best = self.router(x).softmax(-1).topk(2)
+        return best.values, best.indices
 
     def mixed(self, x: Tensor, share: Tensor, which: Tensor) -> Tensor:
-        """What those experts that are here make of words."""
+        """Return the weighted sum of the given local experts."""
         inner = torch.einsum("...d,...kdi->...ki", x, self.up[which]).tanh()
         return torch.einsum("...k,...ki,...kid->...d", share, inner, self.down[which])

@@ -1,7 +1,7 @@
 """https://github.com/NVIDIA-NeMo/RL/pull/3788: the norm for clipping counts replicas again.
 
-One sum over the tensor parallel ranks is right for what is split; a parameter that all ranks have
-enters the norm as many times as there are ranks. So gradients are clipped by too large a norm.
+One all-reduce over tensor parallel ranks is right for split parameters; a replicated parameter
+enters the norm once per rank. So gradients are clipped by too large a norm.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from schedlang import TrainingProgram
 from tests.judging.catches.attention import Attention, split_heads
-from tests.judging.catches.parts import Copied, Summed, total
+from tests.judging.catches.collectives import CopyToSplit, ReduceFromSplit, rank_sum
+from tests.judging.catches.language_model import LanguageModel, loss, program_pair
 from tests.judging.catches.sink_norm import REPLICAS
-from tests.judging.catches.words import Words, loss, pair
 
 NAMED = r"it counts each rank\'s copy of `embed\.weight`, `inner\.shared_key\.weight`"
 
 
 def model() -> nn.Module:
-    """All heads on one rank."""
-    return Words(Attention())
+    """Return the model with all heads on one rank."""
+    return LanguageModel(Attention())
 
 
 def _program(model: Any, once: bool) -> TrainingProgram:
@@ -30,23 +30,23 @@ def _program(model: Any, once: bool) -> TrainingProgram:
 
     def step(batch: Any) -> Tensor:
         x = model.embed(batch["ids"])
-        y = model.inner.heads(Copied.apply(x), Copied.apply(model.inner.shared_key(x)))
-        value = loss(model.head(Summed.apply(model.inner.out(y))), batch)
+        y = model.inner.heads(CopyToSplit.apply(x), CopyToSplit.apply(model.inner.shared_key(x)))
+        value = loss(model.head(ReduceFromSplit.apply(model.inner.out(y))), batch)
         value.backward()
         return value
 
-    def clip(most: float) -> Tensor:
+    def clip(max_norm: float) -> Tensor:
         square = Tensor([0.0]).to(model.head.weight)
         for name, p in model.named_parameters():
             if not once or name not in REPLICAS or dist.get_rank() == 0:
                 square += p.grad.square().sum()
-        norm = total(square).sqrt()
+        norm = rank_sum(square).sqrt()
         for p in model.parameters():
-            p.grad.mul_((most / (norm + 1e-6)).clamp(max=1.0))
+            p.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     return TrainingProgram(model, step, world_loss="same", clip=clip)
 
 
-# as it was written: one sum for all; mended: replicas are counted on one rank
-wrong, right = pair(_program, False, True)
+# bug: one sum for all; fixed: replicas are counted on one rank
+wrong, right = program_pair(_program, False, True)

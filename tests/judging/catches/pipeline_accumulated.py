@@ -1,7 +1,7 @@
 """https://github.com/pytorch/torchtitan/issues/1733: a pipeline's schedule scales what is there.
 
 `scale_grads` of torch's schedules divides all gradients by the micro-batches after each step.  With
-accumulation over two steps those of the first are divided twice.
+accumulation over two steps the gradients of the first step are divided twice.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from schedlang import TrainingProgram
-from tests.judging.catches import words
-from tests.judging.catches.words import pair
+from tests.judging.catches import language_model
+from tests.judging.catches.language_model import program_pair
 
 NAMED = r"\A(?!(?s:.*)the output of)(?s:.*)2 parts of the batch count 0.5, 1 times"
 STEPS, MICRO = 2, 2
 
 
 def batch(seed: int) -> dict[str, Tensor]:
-    """Four rows of six words."""
-    return {"input": words.batch(seed)["ids"]}
+    """Return four rows of six tokens."""
+    return {"input": language_model.batch(seed)["ids"]}
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """The mean over all words that have one before them."""
-    return words.loss(output, {"ids": batch["input"]})
+    """Return the mean over all tokens except the first of each row."""
+    return language_model.loss(output, {"ids": batch["input"]})
 
 
 def model() -> nn.Module:
-    """Both stages."""
+    """Return the model of both stages."""
     return nn.Sequential(
-        nn.Embedding(words.VOCAB, words.WIDTH),
+        nn.Embedding(language_model.VOCAB, language_model.WIDTH),
         nn.Tanh(),
-        nn.Linear(words.WIDTH, words.VOCAB, bias=False),
+        nn.Linear(language_model.WIDTH, language_model.VOCAB, bias=False),
     )
 
 
@@ -46,7 +46,7 @@ def _program(model: Any, scaled_by_the_schedule: bool) -> TrainingProgram:
     shares = STEPS if scaled_by_the_schedule else STEPS * MICRO
 
     def share(output: Any, ids: Any) -> Any:
-        return words.loss(output, {"ids": ids}) / shares
+        return language_model.loss(output, {"ids": ids}) / shares
 
     schedule = ScheduleGPipe(stage, MICRO, loss_fn=share, scale_grads=scaled_by_the_schedule)
 
@@ -56,14 +56,14 @@ def _program(model: Any, scaled_by_the_schedule: bool) -> TrainingProgram:
             if first:
                 schedule.step(ids)
             else:
-                found: list[Any] = []
-                schedule.step(target=ids, losses=found)
-                losses += found
+                step_losses: list[Any] = []
+                schedule.step(target=ids, losses=step_losses)
+                losses += step_losses
         return None if first else sum(losses) * shares / (STEPS * MICRO)
 
     return TrainingProgram(model[:1] if first else model[2:], step)
 
 
-# as it was written: the schedule divides; mended: the loss is divided by the micro-batches of all
+# bug: the schedule divides; fixed: the loss is divided by the micro-batches of all
 # steps
-wrong, right = pair(_program, True, False)
+wrong, right = program_pair(_program, True, False)

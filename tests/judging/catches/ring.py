@@ -1,4 +1,4 @@
-"""Ring attention with a backward of its own: keys and values go around, and gradients with them."""
+"""Ring attention with its own backward: keys, values and their gradients go around the ring."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedlang import TrainingProgram
-from tests.judging.catches.parts import everyone, ranks
-from tests.judging.catches.words import WIDTH, Words, in_words
+from tests.judging.catches.collectives import gather_all, world_size
+from tests.judging.catches.language_model import WIDTH, LanguageModel, token_parallel
 
 
-def turned(x: Tensor) -> Tensor:
-    """What the rank before has."""
-    return everyone(x[None])[dist.get_rank() - 1]
+def from_previous(x: Tensor) -> Tensor:
+    """Return the tensor of the previous rank."""
+    return gather_all(x[None])[dist.get_rank() - 1]
 
 
 class Ring(torch.autograd.Function):
-    """Attend to the words of all ranks, those of one after the other.
+    """Attend to the tokens of all ranks, one rank after the other.
 
-    stale  backward takes this rank's own keys and values in each turn
-    alone  backward takes the softmax of each turn by itself
-    kept   gradients of keys and values stay where they are made
+    stale  backward uses this rank's own keys and values in each turn
+    alone  backward uses the softmax of each turn by itself
+    kept   gradients of keys and values stay on the rank that computes them
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, wrong: str) -> Tensor:
-        """The sum of what turns give, by how much of the softmax each has."""
+        """Return the sum over turns, weighted by each turn's share of the softmax."""
         sizes, outputs = [], []
-        for _ in range(ranks()):
+        for _ in range(world_size()):
             scores = q @ k.mT
             sizes.append(scores.logsumexp(-1, keepdim=True))
             outputs.append(scores.softmax(-1) @ v)
-            k, v = turned(k), turned(v)
+            k, v = from_previous(k), from_previous(v)
         size = torch.cat(sizes, -1).logsumexp(-1, keepdim=True)
         out = sum(o * (s - size).exp() for o, s in zip(outputs, sizes))
         assert isinstance(out, Tensor)
@@ -44,29 +44,29 @@ class Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Each turn's part; those of keys and values come home with them."""
+        """Add each turn's gradients; those of keys and values return to their ranks."""
         q, k, v, out, size = ctx.saved_tensors
-        of_q, of_k, of_v = (torch.zeros_like(one) for one in (q, k, v))
-        own = k, v
-        for _ in range(ranks()):
-            keys, values = own if ctx.wrong == "stale" else (k, v)
+        grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (q, k, v))
+        local_kv = k, v
+        for _ in range(world_size()):
+            keys, values = local_kv if ctx.wrong == "stale" else (k, v)
             scores = q @ keys.mT
             share = (scores - size).exp()
-            given = (grad * out).sum(-1, keepdim=True)
+            delta = (grad * out).sum(-1, keepdim=True)
             if ctx.wrong == "alone":
-                given = (grad * (scores.softmax(-1) @ values)).sum(-1, keepdim=True)
-            of_scores = share * (grad @ values.mT - given)
-            of_q += of_scores @ keys
-            of_k += of_scores.mT @ q
-            of_v += share.mT @ grad
-            k, v = turned(k), turned(v)
+                delta = (grad * (scores.softmax(-1) @ values)).sum(-1, keepdim=True)
+            grad_scores = share * (grad @ values.mT - delta)
+            grad_q += grad_scores @ keys
+            grad_k += grad_scores.mT @ q
+            grad_v += share.mT @ grad
+            k, v = from_previous(k), from_previous(v)
             if ctx.wrong != "kept":
-                of_k, of_v = turned(of_k), turned(of_v)
-        return of_q, of_k, of_v, None
+                grad_k, grad_v = from_previous(grad_k), from_previous(grad_v)
+        return grad_q, grad_k, grad_v, None
 
 
 class Attention(nn.Module):
-    """One head that sees all words."""
+    """One head that attends to all tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Attention(nn.Module):
         self.around: str | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend to all, here or around the ring."""
+        """Attend to all tokens, locally or around the ring."""
         q, k, v = self.query(x), self.key(x), self.value(x)
         if self.around is None:
             return x + (q @ k.mT).softmax(-1) @ v
@@ -82,11 +82,11 @@ class Attention(nn.Module):
 
 
 def model() -> nn.Module:
-    """All words on one rank."""
-    return Words(Attention())
+    """Return the model with all tokens on one rank."""
+    return LanguageModel(Attention())
 
 
 def program(model: Any, wrong: str) -> TrainingProgram:
-    """Words in two."""
+    """Return the program with tokens split over two ranks."""
     model.inner.around = wrong
-    return in_words(model)
+    return token_parallel(model)

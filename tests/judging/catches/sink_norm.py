@@ -1,7 +1,7 @@
 """https://github.com/NVIDIA/Megatron-LM/issues/7452 (8): the norm for clipping misses split sinks.
 
-Attention sinks lie with their heads, but were not marked as split: they count as replicas, of
-which only the first rank's enter the norm. So gradients are clipped by too small a norm.
+Attention sinks are split with their heads, but were not marked as split: they count as replicas,
+of which only rank 0's enter the norm. So gradients are clipped by too small a norm.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from schedlang import TrainingProgram
 from tests.judging.catches.attention import Attention, split_heads
-from tests.judging.catches.parts import Copied, Summed, total
-from tests.judging.catches.words import Words, loss, pair
+from tests.judging.catches.collectives import CopyToSplit, ReduceFromSplit, rank_sum
+from tests.judging.catches.language_model import LanguageModel, loss, program_pair
 
 NAMED = r"it leaves out what ranks but the first hold of `inner\.sinks`"
 
 
 def model() -> nn.Module:
-    """All heads on one rank."""
-    return Words(Attention())
+    """Return the model with all heads on one rank."""
+    return LanguageModel(Attention())
 
 
 def _program(model: Any, replicas: tuple[str, ...]) -> TrainingProgram:
@@ -29,17 +29,17 @@ def _program(model: Any, replicas: tuple[str, ...]) -> TrainingProgram:
 
     def step(batch: Any) -> Tensor:
         x = model.embed(batch["ids"])
-        y = model.inner.heads(Copied.apply(x), Copied.apply(model.inner.shared_key(x)))
-        value = loss(model.head(Summed.apply(model.inner.out(y))), batch)
+        y = model.inner.heads(CopyToSplit.apply(x), CopyToSplit.apply(model.inner.shared_key(x)))
+        value = loss(model.head(ReduceFromSplit.apply(model.inner.out(y))), batch)
         value.backward()
         return value
 
-    def clip(most: float) -> Tensor:
+    def clip(max_norm: float) -> Tensor:
         gradients = {name: p.grad for name, p in model.named_parameters()}
         counted = [g for n, g in gradients.items() if n not in replicas or dist.get_rank() == 0]
-        norm = total(sum(g.square().sum() for g in counted)).sqrt()
+        norm = rank_sum(sum(g.square().sum() for g in counted)).sqrt()
         for g in gradients.values():
-            g.mul_((most / (norm + 1e-6)).clamp(max=1.0))
+            g.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     return TrainingProgram(model, step, world_loss="same", clip=clip)
@@ -48,5 +48,5 @@ def _program(model: Any, replicas: tuple[str, ...]) -> TrainingProgram:
 REPLICAS = ("embed.weight", "inner.shared_key.weight", "head.weight")
 
 
-# as it was written: sinks are taken for replicas; mended: sinks are split, as heads are
-wrong, right = pair(_program, (*REPLICAS, "inner.sinks"), REPLICAS)
+# bug: sinks are taken for replicas; fixed: sinks are split, as heads are
+wrong, right = program_pair(_program, (*REPLICAS, "inner.sinks"), REPLICAS)

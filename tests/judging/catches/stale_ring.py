@@ -1,15 +1,15 @@
 """https://github.com/huggingface/diffusers/issues/14265: a ring derives its first turn only.
 
-Forward keys and values go around. Backward they go around, too, but what derives a turn reads those
-that were saved in the first one: the rank's own.
+Keys and values go around the ring in forward and in backward, but each backward turn reads the
+saved ones of the first turn: the rank's own.
 """
 
 from __future__ import annotations
 
 from tests.judging.catches import ring
-from tests.judging.catches.words import pair
+from tests.judging.catches.language_model import program_pair
 
 NAMED = r"the gradient of the output of `inner\.(key|query|value)`: .*right before it: `inner`"
 model = ring.model
-# as it was written: the rank's own keys and values; mended: those of the turn
-wrong, right = pair(ring.program, "stale", "")
+# bug: the rank's own keys and values; fixed: those of the turn
+wrong, right = program_pair(ring.program, "stale", "")

@@ -1,7 +1,7 @@
 """https://github.com/huggingface/accelerate/pull/1726: gradients of ranks are never averaged.
 
-DistributedDataParallel decides in its forward whether the next backward averages.  Where the
-forward of the last micro-batch is inside `no_sync`, too, a backward outside of it averages nothing.
+DistributedDataParallel decides in forward whether the next backward averages.  If the forward of
+the last micro-batch is inside `no_sync`, a backward outside of it averages nothing.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from schedlang import TrainingProgram
-from tests.judging.catches.parts import own
-from tests.judging.catches.words import Words, loss, pair
+from tests.judging.catches.collectives import local_part
+from tests.judging.catches.language_model import LanguageModel, loss, program_pair
 
 NAMED = r"ranks differ and their mean is right"
 STEPS = 2
 
 
 def model() -> nn.Module:
-    """All rows at once."""
-    return Words(nn.Tanh())
+    """Return the model with all rows at once."""
+    return LanguageModel(nn.Tanh())
 
 
 def _program(model: Any, last_is_outside: bool) -> TrainingProgram:
     replica = DistributedDataParallel(model)
 
     def step(batch: Any) -> float:
-        found = 0.0
-        for at, ids in enumerate(own(batch["ids"]).chunk(STEPS)):
-            outside = last_is_outside and at == STEPS - 1
+        loss_sum = 0.0
+        for k, ids in enumerate(local_part(batch["ids"]).chunk(STEPS)):
+            outside = last_is_outside and k == STEPS - 1
             with nullcontext() if outside else replica.no_sync():
                 value = loss(replica(ids), {"ids": ids}) / STEPS
             value.backward()
-            found += float(value)
-        return found
+            loss_sum += float(value)
+        return loss_sum
 
     return TrainingProgram(replica, step)
 
 
-# as it was written: every forward is inside; mended: the last forward is outside
-wrong, right = pair(_program, False, True)
+# bug: every forward is inside; fixed: the last forward is outside
+wrong, right = program_pair(_program, False, True)

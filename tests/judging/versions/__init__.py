@@ -1,1 +1,1 @@
-"""Silent bugs in the code of the versions that had them, judged where one is installed."""
+"""Silent bugs in released library versions, judged where such a version is installed."""

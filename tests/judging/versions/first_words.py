@@ -1,7 +1,7 @@
-"""https://github.com/huggingface/transformers/pull/46204: words that nobody predicts count.
+"""https://github.com/huggingface/transformers/pull/46204: tokens that nobody predicts count.
 
-The trainer counts the labels of all words, the model's loss those of all but the first of each row:
-gradients are smaller than they are without accumulation, by as much as rows are short.
+The trainer counts the labels of all tokens, the model's loss those of all but the first of each
+row: gradients are too small with accumulation, and more so for short rows.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from schedlang import TrainingProgram
-from tests.judging.versions.trainer import even as batch
-from tests.judging.versions.trainer import model, trained
+from tests.judging.versions.trainer import even_batch as batch
+from tests.judging.versions.trainer import model, trainer_program
 
 PACKAGE, WITH, WITHOUT = (
     "transformers",
@@ -24,5 +24,5 @@ __all__ = ["batch", "model"]
 
 
 def program(model: Any) -> TrainingProgram:
-    """One rank, two micro-batches of rows of ten words, of which nine are predicted."""
-    return trained(model, accumulated=2)
+    """Return the program: two micro-batches of rows of ten tokens, of which nine are predicted."""
+    return trainer_program(model, accumulated=2)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from schedlang import TrainingProgram
-from tests.judging.versions.trainer import model, trained
-from tests.judging.versions.trainer import ragged as batch
+from tests.judging.versions.trainer import model, trainer_program
+from tests.judging.versions.trainer import ragged_batch as batch
 
 PACKAGE, WITH, WITHOUT = (
     "transformers",
@@ -25,4 +25,4 @@ __all__ = ["batch", "model"]
 
 def program(model: Any) -> TrainingProgram:
     """Two ranks, two micro-batches."""
-    return trained(model, accumulated=2)
+    return trainer_program(model, accumulated=2)

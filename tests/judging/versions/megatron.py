@@ -1,4 +1,4 @@
-"""Megatron-Core on the CPU: the process groups of tensor parallelism, and what stands for a GPU."""
+"""Megatron-Core on CPUs: tensor parallel process groups, and replacements for GPU calls."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PACKAGE = "megatron-core"
 WITH, WITHOUT = ("0.16.1",), ()
 
 
-def groups(split: int | None = None) -> None:
-    """Split over so many neighbours; by default over all ranks."""
+def init_groups(split: int | None = None) -> None:
+    """Initialize tensor parallelism over `split` neighbouring ranks; by default over all."""
     from megatron.core import parallel_state, tensor_parallel
 
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
@@ -30,29 +30,29 @@ def groups(split: int | None = None) -> None:
 
 
 @dataclass(frozen=True)
-class Square:
-    """Groups of four ranks that are not the global ones: these are of neighbours."""
+class RankGrid:
+    """Process groups of a 2 x 2 grid of ranks, other than the global ones of neighbours."""
 
-    split: Any  # over which a layer is split: every other rank
-    rows: Any  # over which rows are: neighbours
+    split: Any  # a layer is split over every other rank
+    rows: Any  # rows are split over neighbours
     alone: Any
 
     @classmethod
-    def made(cls) -> Square:
-        """Make them, on all ranks alike."""
-        groups(2)
-        each = ([[0, 2], [1, 3]], [[0, 1], [2, 3]], [[0], [1], [2], [3]])
-        found = []
-        for parts in each:
+    def made(cls) -> RankGrid:
+        """Create the groups, on all ranks."""
+        init_groups(2)
+        partitions = ([[0, 2], [1, 3]], [[0, 1], [2, 3]], [[0], [1], [2], [3]])
+        groups_here = []
+        for parts in partitions:
             made = [dist.new_group(ranks) for ranks in parts]
-            here = next(k for k, ranks in enumerate(parts) if dist.get_rank() in ranks)
-            found.append(made[here])
-        return cls(*found)
+            index = next(k for k, ranks in enumerate(parts) if dist.get_rank() in ranks)
+            groups_here.append(made[index])
+        return cls(*groups_here)
 
     def step(self, model: nn.Module, batch: Any, loss: Any) -> Tensor:
-        """Train a model on this rank's rows; gradients are averaged over those that have others."""
-        mine = {name: value.chunk(2)[dist.get_rank(self.rows)] for name, value in batch.items()}
-        value: Tensor = loss(model(mine["ids"]), mine)
+        """Run a step on this rank's rows; gradients are averaged over the row group."""
+        local = {name: value.chunk(2)[dist.get_rank(self.rows)] for name, value in batch.items()}
+        value: Tensor = loss(model(local["ids"]), local)
         value.backward()
         for p in model.parameters():
             assert p.grad is not None
@@ -61,8 +61,8 @@ class Square:
         return value
 
 
-def example(name: str) -> Any:
-    """Load a file of the example whose original is a decoder of plain torch modules."""
+def load_example(name: str) -> Any:
+    """Load a file of `examples/judge/decoder` as a module."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

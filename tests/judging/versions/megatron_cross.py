@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedlang import TrainingProgram
-from tests.judging.catches.words import WIDTH, Words, batch, loss
-from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT, Square
+from tests.judging.catches.language_model import WIDTH, LanguageModel, batch, loss
+from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT, RankGrid
 
 NAMED = r"the gradient of the output of `embed`: .*right before it: `inner\.linear_q`"
 RANKS, HEADS, SPLIT = 4, 4, 2
@@ -22,8 +22,8 @@ RANKS, HEADS, SPLIT = 4, 4, 2
 __all__ = ["PACKAGE", "WITH", "WITHOUT", "batch", "loss"]
 
 
-class Cross(nn.Module):
-    """Causal attention whose keys and values are one projection, head by head."""
+class PlainCross(nn.Module):
+    """Causal attention with keys and values in one projection, head by head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,37 +32,37 @@ class Cross(nn.Module):
         self.linear_proj = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """All heads."""
+        """Return the output of all heads."""
         query = self.linear_q(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        both = self.linear_kv(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        key, value = both.chunk(2, -1)
+        key_value = self.linear_kv(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        key, value = key_value.chunk(2, -1)
         scores = query @ key.mT / (WIDTH // HEADS) ** 0.5
         later = torch.ones_like(scores, dtype=torch.bool).triu(1)
         share = scores.masked_fill(later, -1e4).softmax(-1)
         return self.linear_proj((share @ value).transpose(1, 2).flatten(2))
 
 
-class Laid(nn.Module):
-    """Megatron's layer, which has words before rows."""
+class SequenceFirst(nn.Module):
+    """Megatron's layer, with tokens before rows."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attention of words to themselves."""
-        words = x.transpose(0, 1).contiguous()
-        later = torch.ones(len(words), len(words), dtype=torch.bool).triu(1)[None, None]
-        return self.layer(words, later, key_value_states=words)[0].transpose(0, 1)
+        """Run self-attention with cross-attention's layer."""
+        hidden = x.transpose(0, 1).contiguous()
+        later = torch.ones(len(hidden), len(hidden), dtype=torch.bool).triu(1)[None, None]
+        return self.layer(hidden, later, key_value_states=hidden)[0].transpose(0, 1)
 
 
 def model() -> nn.Module:
-    """All heads on one rank."""
-    return Words(Cross())
+    """Return the model with all heads on one rank."""
+    return LanguageModel(PlainCross())
 
 
 def program(model: Any, mended: bool = False) -> TrainingProgram:
-    """Two by two ranks: heads over every other rank, rows over neighbours."""
+    """Return the program on 2 x 2 ranks: heads over every other rank, rows over neighbours."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import TransformerConfig
@@ -70,7 +70,7 @@ def program(model: Any, mended: bool = False) -> TrainingProgram:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
 
-    square, inner = Square.made(), model.inner
+    square, inner = RankGrid.made(), model.inner
     config = TransformerConfig(
         num_layers=1,
         hidden_size=WIDTH,
@@ -89,18 +89,18 @@ def program(model: Any, mended: bool = False) -> TrainingProgram:
         core_attention=DotProductAttention,
         linear_proj=RowParallelLinear,
     )
-    given = ProcessGroupCollection(tp=square.split, cp=square.alone)
-    layer = CrossAttention(config, parts, 1, AttnMaskType.causal, pg_collection=given)
+    pg_groups = ProcessGroupCollection(tp=square.split, cp=square.alone)
+    layer = CrossAttention(config, parts, 1, AttnMaskType.causal, pg_collection=pg_groups)
     if mended:
         layer.linear_q.tp_group = layer.linear_kv.tp_group = square.split
     with torch.no_grad():
         for name, dim in (("linear_q", 0), ("linear_kv", 0), ("linear_proj", 1)):
-            whole = getattr(inner, name).weight.chunk(SPLIT, dim)
-            getattr(layer, name).weight.copy_(whole[dist.get_rank(square.split)])
-    model.inner = Laid(layer)
+            parts_of_weight = getattr(inner, name).weight.chunk(SPLIT, dim)
+            getattr(layer, name).weight.copy_(parts_of_weight[dist.get_rank(square.split)])
+    model.inner = SequenceFirst(layer)
     return TrainingProgram(model, lambda batch: square.step(model, batch, loss))
 
 
 def mended(model: Any) -> TrainingProgram:
-    """The same with the layer's own groups."""
+    """The fixed program, with the layer's own groups."""
     return program(model, mended=True)

@@ -9,19 +9,19 @@ from functools import partial
 from typing import Any
 
 from schedlang import TrainingProgram
-from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT, example
+from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT, load_example
 
 NAMED = r"loss .*the right value plus log\(ranks\) = log\(2\)"
 RANKS = 2
-_ORIGINAL = example("original")
+_ORIGINAL = load_example("original")
 model, batch, loss = _ORIGINAL.model, _ORIGINAL.batch, _ORIGINAL.loss
 
 __all__ = ["PACKAGE", "WITH", "WITHOUT"]
 
 
 def program(model: Any) -> TrainingProgram:
-    """The example's program, which passes, but for that."""
-    right = example("megatron_tp")
-    right.GPTModel = partial(right.GPTModel, parallel_output=False)
-    made: TrainingProgram = right.program(model)
-    return made
+    """Return the example's right program with `parallel_output=False`."""
+    right_example = load_example("megatron_tp")
+    right_example.GPTModel = partial(right_example.GPTModel, parallel_output=False)
+    result: TrainingProgram = right_example.program(model)
+    return result

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from schedlang import TrainingProgram
-from tests.judging.versions.megatron import example
+from tests.judging.versions.megatron import load_example
 
 ROWS, WORDS, PARTS = 8, 9, 4  # of a batch, and micro-batches
 
 
 class OnCpu(TorchFunctionMode):
-    """What it makes on a GPU is made on the CPU."""
+    """Redirect tensors that Megatron creates on a GPU to the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -32,31 +32,31 @@ class OnCpu(TorchFunctionMode):
 
 
 def model(tied: bool = False) -> nn.Module:
-    """The decoder of the examples."""
-    made: nn.Module = example("original").model()
+    """Return the decoder of the examples."""
+    decoder: nn.Module = load_example("original").model()
     if tied:
-        made.head.weight = made.embed.weight
-    return made
+        decoder.head.weight = decoder.embed.weight
+    return decoder
 
 
 def batch(seed: int) -> dict[str, Tensor]:
-    """Rows of words that two ranks may share."""
+    """Return rows of tokens."""
     draw = torch.Generator().manual_seed(seed)
     return {"ids": torch.randint(64, (ROWS, WORDS), generator=draw)}
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """How badly the next words are predicted."""
+    """Return the cross-entropy of the next tokens."""
     return F.cross_entropy(output[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten())
 
 
 @dataclass(frozen=True)
 class Way:
-    """How it is split, and what is forgotten.
+    """How the model is split, and which mistake is made.
 
     chunks       of the model on each stage of a pipeline
-    sequence     words are split between layers
-    distributed  gradients are scattered, as its distributed optimizer has them
+    sequence     sequence parallelism
+    distributed  gradients are reduce-scattered, for the distributed optimizer
     wrong        "norms": they are not marked; "finalized": gradients are not; "local": each rank
                  takes the loss of its part of the vocabulary; "batched": two stages send each
                  other activations and gradients in one batch, where their order is all that
@@ -78,21 +78,21 @@ class Way:
         return self.ranks // self.tp // self.pp
 
     def program(self, model: Any) -> TrainingProgram:
-        """Build its chunks of this rank, and train them by its schedule."""
+        """Return the program of this rank's chunks under Megatron's schedule."""
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
         config = self._config(model)
         chunks = [self._chunk(model, config, k) for k in range(self.chunks)]
         wrapped = [self._wrapped(config, chunk) for chunk in chunks]
-        run = get_forward_backward_func()
-        place = _rank("data") if self.rows > 1 else 0
+        run_schedule = get_forward_backward_func()
+        data_rank = _rank("data") if self.rows > 1 else 0
 
         def step(batch: Any) -> Tensor | None:
-            for one in wrapped:
-                one.zero_grad_buffer()
-            rows = batch["ids"].chunk(self.rows)[place].chunk(PARTS // self.rows)
+            for chunk in wrapped:
+                chunk.zero_grad_buffer()
+            rows = batch["ids"].chunk(self.rows)[data_rank].chunk(PARTS // self.rows)
             with OnCpu():
-                losses = run(
+                losses = run_schedule(
                     forward_step_func=self._forward,
                     data_iterator=[iter(rows) for _ in chunks],
                     model=wrapped,
@@ -101,9 +101,9 @@ class Way:
                     micro_batch_size=len(rows[0]),
                     forward_only=False,
                 )
-            for one in wrapped:
-                self._gather(one)
-                for p in one.parameters():
+            for chunk in wrapped:
+                self._gather(chunk)
+                for p in chunk.parameters():
                     p.grad = p.main_grad.clone()
             return torch.stack(losses).mean() if losses else None
 
@@ -115,12 +115,14 @@ class Way:
         ids = next(rows)
         later = torch.ones(WORDS - 1, WORDS - 1, dtype=torch.bool).triu(1)[None, None]
         labels = None if self.wrong == "local" else ids[:, 1:]
-        made = chunk(ids[:, :-1], None, later, labels=labels)
+        result = chunk(ids[:, :-1], None, later, labels=labels)
         assert get_model_config(chunk).tensor_model_parallel_size == self.tp
-        if labels is None:  # a plain loss of a part of the words
-            wanted = (ids[:, 1:] - _rank("tensor") * made.shape[-1]).clamp(0, made.shape[-1] - 1)
-            made = F.cross_entropy(made.mT, wanted, reduction="none")
-        return made, lambda output: (output.mean(), output.detach().mean())
+        if labels is None:  # a plain loss over a part of the vocabulary
+            targets = (ids[:, 1:] - _rank("tensor") * result.shape[-1]).clamp(
+                0, result.shape[-1] - 1
+            )
+            result = F.cross_entropy(result.mT, targets, reduction="none")
+        return result, lambda output: (output.mean(), output.detach().mean())
 
     def _config(self, model: Any) -> Any:
         from megatron.core import parallel_state, tensor_parallel
@@ -156,63 +158,63 @@ class Way:
             finalize_model_grads_func=None if self.wrong == "finalized" else finalize_model_grads,
         )
 
-    def _chunk(self, model: Any, config: Any, place: int) -> Any:
+    def _chunk(self, model: Any, config: Any, chunk_index: int) -> Any:
         from megatron.core import parallel_state
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.transformer import transformer_block
 
         layers = get_gpt_layer_local_spec()
-        if self.sequence:  # its norms of torch refuse that words are split
+        if self.sequence:  # Megatron's torch norms refuse sequence parallelism
             norm = _norm(marked=self.wrong != "norms")
             layers.submodules.input_layernorm = layers.submodules.pre_mlp_layernorm = norm
             transformer_block.LayerNormImpl = norm
-        stage = {"vp_stage": place if self.chunks > 1 else None}
-        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage)
-        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage)
+        stage = {"vp_stage": chunk_index if self.chunks > 1 else None}
+        is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage)
+        is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage)
         with OnCpu():
-            made = GPTModel(
+            gpt = GPTModel(
                 config,
                 layers,
                 model.embed.num_embeddings,
                 64,
-                pre_process=first,
-                post_process=last,
+                pre_process=is_first,
+                post_process=is_last,
                 position_embedding_type="none",
                 share_embeddings_and_output_weights=self.tied,
                 **stage,
             )
-        made.to(config.params_dtype)
-        own = {layer.layer_number - 1: k for k, layer in enumerate(made.decoder.layers)}
-        held = dict(made.named_parameters())
+        gpt.to(config.params_dtype)
+        layer_index = {layer.layer_number - 1: k for k, layer in enumerate(gpt.decoder.layers)}
+        parameters = dict(gpt.named_parameters())
         with torch.no_grad():
-            for name, weight, dim in example("megatron_tp").weights(model):
-                words = name.split(".")
-                if words[:2] == ["decoder", "layers"]:
-                    words[2] = str(own.get(int(words[2]), -1))
+            for name, weight, dim in load_example("megatron_tp").weights(model):
+                path = name.split(".")
+                if path[:2] == ["decoder", "layers"]:
+                    path[2] = str(layer_index.get(int(path[2]), -1))
                 part = weight if dim is None else weight.chunk(self.tp, dim)[_rank("tensor")]
-                if (p := held.get(".".join(words))) is not None:
+                if (p := parameters.get(".".join(path))) is not None:
                     p.copy_(part)
-        return made
+        return gpt
 
     def _wrapped(self, config: Any, chunk: Any) -> Any:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-        asked = DistributedDataParallelConfig(use_distributed_optimizer=self.distributed)
+        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=self.distributed)
         with OnCpu():
-            return DistributedDataParallel(config, asked, chunk)
+            return DistributedDataParallel(config, ddp_config, chunk)
 
     def _gather(self, wrapped: Any) -> None:
-        """Put together what each rank's part of the optimizer has of the gradients."""
+        """All-gather the gradients that the distributed optimizer has scattered."""
         for bucket in (b for buffer in wrapped.buffers for b in buffer.buckets):
             if self.distributed and self.rows > 1:
-                own = bucket.grad_data.chunk(self.rows)[_rank("data")].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, own, group=_group("data"))
+                local_part = bucket.grad_data.chunk(self.rows)[_rank("data")].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, local_part, group=_group("data"))
 
 
 def _norm(marked: bool) -> Any:
     class Norm(nn.LayerNorm):
-        """One whose gradients are summed over the ranks that have other words."""
+        """A LayerNorm whose gradients are summed over sequence parallel ranks if marked."""
 
         def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
             super().__init__(hidden_size, eps=eps)

@@ -1,7 +1,7 @@
-"""https://github.com/NVIDIA/Megatron-LM/issues/7452 (7): words and images, part by part.
+"""https://github.com/NVIDIA/Megatron-LM/issues/7452 (7): tokens and images, part by part.
 
-A model of images and text scatters both, put together, over the global group of tensor parallelism.
-Its language model, which was given groups of its own, puts them together over those.
+A model of images and text scatters their embeddings over the global tensor parallel group. Its
+language model, which has its own groups, gathers over those.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedlang import TrainingProgram
-from tests.judging.catches.words import WIDTH, Words, batch, loss
-from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT, Square
+from tests.judging.catches.language_model import WIDTH, LanguageModel, batch, loss
+from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT, RankGrid
 
 NAMED = r"the output of `inner`: along dim 1 it holds the places \[0, 1, 2, 0, 1, 2\] of what"
 RANKS = 4
@@ -23,41 +23,45 @@ __all__ = ["PACKAGE", "WITH", "WITHOUT", "batch", "loss"]
 
 
 def model() -> nn.Module:
-    """All words on one rank."""
-    return Words(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+    """Return the model with all tokens on one rank."""
+    return LanguageModel(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
 
 
-class Spread(nn.Module):
-    """A layer of the language model, of this rank's words; the head sees them all."""
+class SplitLayer(nn.Module):
+    """A layer of the language model on this rank's tokens; the head sees all tokens."""
 
-    def __init__(self, layer: nn.Module, square: Square, mended: bool) -> None:
+    def __init__(self, layer: nn.Module, square: RankGrid, mended: bool) -> None:
         super().__init__()
         self.layer, self.square, self.mended = layer, square, mended
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scatter, as the model of images and text does, and put together."""
+        """Scatter as the model of images and text does, and gather."""
         from megatron.core import tensor_parallel
         from megatron.core.models.multimodal.llava_model import LLaVAModel
 
-        both, group = x.transpose(0, 1).contiguous(), self.square.split
-        given: Any = SimpleNamespace(pre_process=True, post_process=True, tp_comm_overlap_lm=False)
-        given.context_parallel_lm, given.sequence_parallel_lm = 1, True
-        given.tensor_model_parallel_size_lm = 2
-        mine, *_ = LLaVAModel._process_embedding_token_parallel(given, both, None, None, None)
+        embeddings, group = x.transpose(0, 1).contiguous(), self.square.split
+        llava: Any = SimpleNamespace(pre_process=True, post_process=True, tp_comm_overlap_lm=False)
+        llava.context_parallel_lm, llava.sequence_parallel_lm = 1, True
+        llava.tensor_model_parallel_size_lm = 2
+        local, *_ = LLaVAModel._process_embedding_token_parallel(
+            llava, embeddings, None, None, None
+        )
         if self.mended:
-            mine = tensor_parallel.scatter_to_sequence_parallel_region(both, group)
-        made = tensor_parallel.gather_from_sequence_parallel_region(self.layer(mine), False, group)
-        return made.transpose(0, 1)
+            local = tensor_parallel.scatter_to_sequence_parallel_region(embeddings, group)
+        gathered = tensor_parallel.gather_from_sequence_parallel_region(
+            self.layer(local), False, group
+        )
+        return gathered.transpose(0, 1)
 
 
 def program(model: Any, mended: bool = False) -> TrainingProgram:
-    """Two by two ranks: words over every other rank, rows over neighbours."""
-    square, layer = Square.made(), model.inner
-    model.inner = Spread(layer, square, mended)
+    """Return the program on 2 x 2 ranks: tokens over every other rank, rows over neighbours."""
+    square, layer = RankGrid.made(), model.inner
+    model.inner = SplitLayer(layer, square, mended)
 
     def step(batch: Any) -> Tensor:
         value = square.step(model, batch, loss)
-        for p in layer.parameters():  # of this rank's words
+        for p in layer.parameters():  # of this rank's tokens
             assert p.grad is not None
             dist.all_reduce(p.grad, group=square.split)
         return value
@@ -66,5 +70,5 @@ def program(model: Any, mended: bool = False) -> TrainingProgram:
 
 
 def mended(model: Any) -> TrainingProgram:
-    """The same, scattered over the language model's own group."""
+    """The fixed program: scattered over the language model's own group."""
     return program(model, mended=True)

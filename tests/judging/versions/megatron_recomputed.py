@@ -1,6 +1,6 @@
 """https://github.com/NVIDIA/Megatron-LM/issues/7452 (4): recomputation and process groups.
 
-A layer that predicts more words is given the groups that it is split over. Where it is computed
+A layer that predicts more tokens is given the groups that it is split over. Where it is computed
 again, and what is saved for that is spread over ranks, it is cut and put together in the global
 group: each rank computes again from what another one with other rows had. The thread has it of the
 function of Transformer Engine; the one of Megatron-Core itself does the same.
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedlang import TrainingProgram
-from tests.judging.catches.words import WIDTH, Words, batch, loss
-from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT, Square
+from tests.judging.catches.language_model import WIDTH, LanguageModel, batch, loss
+from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT, RankGrid
 
 NAMED = r"the gradient of the output of `embed`: .*right before it: `inner`"
 RANKS = 4
@@ -26,7 +26,7 @@ RANKS = 4
 __all__ = ["PACKAGE", "WITH", "WITHOUT", "batch", "loss"]
 
 
-class Both(nn.Module):
+class TwoLayers(nn.Module):
     """Two linear layers."""
 
     def __init__(self) -> None:
@@ -35,24 +35,24 @@ class Both(nn.Module):
         self.down = nn.Linear(3 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """One after the other."""
+        """Apply both layers."""
         return self.down(torch.tanh(self.up(x)))
 
 
 class Recomputed(nn.Module):
-    """Those of a rank, computed again in backward by Megatron's layer, given what it saves."""
+    """A rank's part of the layers, recomputed in backward by Megatron's layer."""
 
-    def __init__(self, both: Any, group: Any, spread: bool) -> None:
+    def __init__(self, layers: Any, group: Any, spread: bool) -> None:
         super().__init__()
-        place = dist.get_rank(group)
-        self.up = nn.Parameter(both.up.weight.detach().chunk(2)[place].clone())
-        self.down = nn.Parameter(both.down.weight.detach().chunk(2, 1)[place].clone())
+        index = dist.get_rank(group)
+        self.up = nn.Parameter(layers.up.weight.detach().chunk(2)[index].clone())
+        self.down = nn.Parameter(layers.down.weight.detach().chunk(2, 1)[index].clone())
         config = {"fp8": None, "recompute_method": "uniform", "recompute_num_layers": 1}
         config["distribute_saved_activations"] = spread
         self.group, self.config = group, SimpleNamespace(**config)
 
     def split(self, x: Tensor) -> Tensor:
-        """All that is computed again, by Megatron's own functions in the layer's group."""
+        """Return the split layers' output, with Megatron's collectives in the layer's group."""
         from megatron.core.tensor_parallel.mappings import (
             copy_to_tensor_model_parallel_region as copied,
         )
@@ -60,28 +60,28 @@ class Recomputed(nn.Module):
             reduce_from_tensor_model_parallel_region as summed,
         )
 
-        made = torch.tanh(copied(x, group=self.group) @ self.up.T) @ self.down.T
-        return summed(made, group=self.group)
+        output = torch.tanh(copied(x, group=self.group) @ self.up.T) @ self.down.T
+        return summed(output, group=self.group)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same on all ranks of the group."""
+        """Run `split` with recomputation."""
         from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
-        given: Any = SimpleNamespace(config=self.config)
-        return MultiTokenPredictionLayer._checkpointed_forward(given, self.split, x)
+        layer: Any = SimpleNamespace(config=self.config)
+        return MultiTokenPredictionLayer._checkpointed_forward(layer, self.split, x)
 
 
 def model() -> nn.Module:
-    """All on one rank."""
-    return Words(Both())
+    """Return the model on one rank."""
+    return LanguageModel(TwoLayers())
 
 
 def program(model: Any, spread: bool = True) -> TrainingProgram:
-    """Two by two ranks: layers over every other rank, rows over neighbours."""
+    """Return the program on 2 x 2 ranks: layers over every other rank, rows over neighbours."""
     from megatron.core.tensor_parallel import random
 
-    square = Square.made()
-    random._get_all_rng_states = tuple  # they are asked of a GPU, and nothing draws here
+    square = RankGrid.made()
+    random._get_all_rng_states = tuple  # they need a GPU, and nothing is random here
     random._set_all_rng_states = lambda *states: None
     random._fork_rng = contextlib.nullcontext
     model.inner = Recomputed(model.inner, square.split, spread)
@@ -89,5 +89,5 @@ def program(model: Any, spread: bool = True) -> TrainingProgram:
 
 
 def mended(model: Any) -> TrainingProgram:
-    """The same, where each rank saves all for itself."""
+    """The fixed program: each rank saves the full activation."""
     return program(model, spread=False)

@@ -14,9 +14,15 @@ from torch import Tensor, nn
 
 from schedlang import TrainingProgram
 from tests.judging.catches.attention import HEADS
-from tests.judging.catches.parts import Copied, Summed, own, split, total
-from tests.judging.catches.words import WIDTH, Words, batch, loss
-from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT, groups
+from tests.judging.catches.collectives import (
+    CopyToSplit,
+    ReduceFromSplit,
+    local_part,
+    rank_sum,
+    shard_param,
+)
+from tests.judging.catches.language_model import WIDTH, LanguageModel, batch, loss
+from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT, init_groups
 
 NAMED = r"it leaves out what ranks but the first hold of `inner\.sinks`"
 RANKS = 2
@@ -25,7 +31,7 @@ __all__ = ["PACKAGE", "WITH", "WITHOUT", "batch", "loss"]
 
 
 class Attention(nn.Module):
-    """Causal; a sink of each head takes a share of each row."""
+    """Causal attention with a sink for each head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +40,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """All heads."""
+        """Return the output of all heads."""
         query, key, value = (
             f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
             for f in (self.query, self.key, self.value)
@@ -47,18 +53,18 @@ class Attention(nn.Module):
 
 
 def model() -> nn.Module:
-    """All heads on one rank."""
-    return Words(Attention())
+    """Return the model with all heads on one rank."""
+    return LanguageModel(Attention())
 
 
 def program(model: Any) -> TrainingProgram:
-    """Heads in two; the attention, and what counts for a norm, are Megatron's."""
+    """Return the program with split heads; attention and norm filter are Megatron's."""
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
 
-    groups()
+    init_groups()
     inner = model.inner
     config = TransformerConfig(
         num_layers=1,
@@ -73,33 +79,35 @@ def program(model: Any) -> TrainingProgram:
     )
     core = DotProductAttention(config, 1, AttnMaskType.causal, "self")
     with torch.no_grad():
-        core.softmax_offset.copy_(own(inner.sinks))
+        core.softmax_offset.copy_(local_part(inner.sinks))
     inner.sinks = core.softmax_offset
     for layer in (inner.query, inner.key, inner.value):
         for kind in ("weight", "bias"):
-            split(layer, kind)
+            shard_param(layer, kind)
             getattr(layer, kind).tensor_model_parallel = True
-    split(inner.out, "weight", 1)
+    shard_param(inner.out, "weight", 1)
     inner.out.weight.tensor_model_parallel = True
 
     def step(batch: Any) -> Tensor:
         x = model.embed(batch["ids"])
-        each = (
-            f(Copied.apply(x)).unflatten(-1, (HEADS // dist.get_world_size(), -1)).transpose(0, 1)
+        heads = (
+            f(CopyToSplit.apply(x))
+            .unflatten(-1, (HEADS // dist.get_world_size(), -1))
+            .transpose(0, 1)
             for f in (inner.query, inner.key, inner.value)
         )
         later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)[None, None]
-        attended = core(*(one.contiguous() for one in each), later).transpose(0, 1)
-        value = loss(model.head(Summed.apply(inner.out(attended))), batch)
+        mixed = core(*(head.contiguous() for head in heads), later).transpose(0, 1)
+        value = loss(model.head(ReduceFromSplit.apply(inner.out(mixed))), batch)
         value.backward()
         return value
 
-    def clip(most: float) -> Tensor:
+    def clip(max_norm: float) -> Tensor:
         counted = [p for p in model.parameters() if param_is_not_tensor_parallel_duplicate(p)]
         squares = torch.stack([p.grad.square().sum() for p in counted]).sum()
-        norm = total(squares).sqrt()
+        norm = rank_sum(squares).sqrt()
         for p in model.parameters():
-            p.grad *= (most / (norm + 1e-6)).clamp(max=1.0)
+            p.grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
     return TrainingProgram(model, step, world_loss="same", clip=clip)

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schedlang import TrainingProgram
-from tests.judging.catches.parts import Copied, split
-from tests.judging.catches.words import VOCAB, Words, batch
-from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT, groups
+from tests.judging.catches.collectives import CopyToSplit, shard_param
+from tests.judging.catches.language_model import VOCAB, LanguageModel, batch
+from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT, init_groups
 
 NAMED = r"the loss: .* a constant is added: "
 RANKS, SMOOTHING = 2, 0.1
@@ -23,26 +23,26 @@ __all__ = ["PACKAGE", "WITH", "WITHOUT", "batch"]
 
 
 def model() -> nn.Module:
-    """The whole vocabulary on one rank."""
-    return Words(nn.Tanh())
+    """Return the model with the full vocabulary."""
+    return LanguageModel(nn.Tanh())
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """A tenth is spread over the words but the wanted one, as Megatron has it on one rank."""
-    scores, wanted = output[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten()
-    return F.cross_entropy(scores, wanted, label_smoothing=SMOOTHING * VOCAB / (VOCAB - 1))
+    """Return the smoothed loss as Megatron computes it on one rank."""
+    scores, targets = output[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten()
+    return F.cross_entropy(scores, targets, label_smoothing=SMOOTHING * VOCAB / (VOCAB - 1))
 
 
 def program(model: Any) -> TrainingProgram:
-    """Megatron's loss on a head in two."""
+    """Return the program with Megatron's loss on a split head."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    groups()
-    split(model.head, "weight")
+    init_groups()
+    shard_param(model.head, "weight")
 
     def step(batch: Any) -> Tensor:
         ids = batch["ids"]
-        scores = model.head(Copied.apply(model.inner(model.embed(ids[:, :-1]))))
+        scores = model.head(CopyToSplit.apply(model.inner(model.embed(ids[:, :-1]))))
         mean: Tensor = vocab_parallel_cross_entropy(scores.clone(), ids[:, 1:], SMOOTHING).mean()
         mean.backward()
         return mean

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from schedlang import TrainingProgram
-from tests.judging.versions.trainer import even as batch
-from tests.judging.versions.trainer import model, trained
+from tests.judging.versions.trainer import even_batch as batch
+from tests.judging.versions.trainer import model, trainer_program
 
 PACKAGE, WITH, WITHOUT = (
     "transformers",
@@ -27,11 +27,11 @@ __all__ = ["batch", "model"]
 
 
 def loss(output: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The mean over all words that have one before them, a tenth of it spread over the words."""
+    """Return the label-smoothed mean over all tokens except the first of each row."""
     scores, labels = output.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
     return F.cross_entropy(scores, labels, label_smoothing=0.1)
 
 
 def program(model: Any) -> TrainingProgram:
     """One rank, two micro-batches."""
-    return trained(model, accumulated=2, label_smoothing_factor=0.1)
+    return trainer_program(model, accumulated=2, label_smoothing_factor=0.1)

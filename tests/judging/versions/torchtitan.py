@@ -1,4 +1,4 @@
-"""Language models of torchtitan, tiny, and the functions by which it parallelizes each of them."""
+"""Tiny language models of torchtitan, and programs with its own parallelize functions."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ WORDS, WIDE, ROWS, LENGTH = 64, 32, 4, 12
 
 
 def batch(seed: int) -> dict[str, Tensor]:
-    """Four rows of twelve words."""
+    """Four rows of twelve tokens."""
     draw = torch.Generator().manual_seed(seed)
     return {"tokens": torch.randint(WORDS, (ROWS, LENGTH), generator=draw)}
 
 
 def loss(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Each word is told by those before it."""
+    """Return the cross-entropy of the next tokens."""
     return F.cross_entropy(output[:, :-1].flatten(0, 1), batch["tokens"][:, 1:].flatten())
 
 
@@ -36,7 +36,7 @@ def loss(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models: the name of its package, of what makes its layers, and their sizes."""
+    """A family of models: its package, config class, layer builder, and sizes."""
 
     name: str
     config: str
@@ -44,7 +44,7 @@ class Family:
     rope: str = "ComplexRoPE"
     sizes: Mapping[str, Any] = field(default_factory=dict)
     tied: bool = False
-    again: bool = True  # weights are tied once more after they are split
+    again: bool = True  # weights are tied again after they are split
     rotary: int = 8
 
     @property
@@ -53,7 +53,7 @@ class Family:
         return importlib.import_module(f"torchtitan.models.{self.name}")
 
     def model(self, sequence: bool = True, experts: bool = False, count: int = 2) -> nn.Module:
-        """Build one with plain attention: others need a GPU or a compiler."""
+        """Build a model with plain attention: other kernels need a GPU or a compiler."""
         from torchtitan.models import common
         from torchtitan.models.common.attention import ScaledDotProductAttention
 
@@ -64,7 +64,7 @@ class Family:
         for layer in layers:
             layer.attention.inner_attention = ScaledDotProductAttention.Config()
         norm = package.RMSNorm.Config(normalized_shape=WIDE, param_init={"weight": nn.init.ones_})
-        rest = {"mtp_layers": []} if self.name == "deepseek_v3" else {}
+        extra = {"mtp_layers": []} if self.name == "deepseek_v3" else {}
         config = getattr(package, self.config).Config(
             dim=WIDE,
             vocab_size=WORDS,
@@ -77,7 +77,7 @@ class Family:
             ),
             layers=layers,
             enable_weight_tying=self.tied,
-            **rest,
+            **extra,
         )
         sharding = importlib.import_module(f"torchtitan.models.{self.name}.sharding")
         cut = getattr(sharding, f"set_{self.name}_sharding_config")
@@ -159,8 +159,8 @@ FUNCTIONS = {
 
 
 @dataclass(frozen=True)
-class Way:
-    """How many ranks each axis has, and by what a pipeline and the words are cut."""
+class Layout:
+    """The ranks of each axis, the pipeline schedule, and the context parallel balancer."""
 
     tp: int = 1
     fsdp: int = 1
@@ -174,18 +174,18 @@ class Way:
 
     @property
     def ranks(self) -> int:
-        """The ranks of all axes; experts lie on those of others."""
+        """The total number of ranks; experts share the ranks of other axes."""
         return self.tp * self.fsdp * self.replicas * self.cp * self.pp
 
     def settings(self, dtype: torch.dtype) -> dict[str, Any]:
-        """The arguments that its functions take: what its trainer reads of a file."""
+        """Return the arguments of torchtitan's parallelize functions."""
         from torchtitan import config
         from torchtitan.distributed import ParallelDims, parallel_dims, utils
 
-        parallel_dims.device_type = "cpu"  # it takes CUDA where it finds nothing
+        parallel_dims.device_type = "cpu"  # otherwise it takes CUDA
         utils.set_spmd_backend(self.backend)
-        word = str(dtype).removeprefix("torch.")
-        config.TORCH_DTYPE_MAP[word] = dtype  # float64 is none of its words
+        dtype_name = str(dtype).removeprefix("torch.")
+        config.TORCH_DTYPE_MAP[dtype_name] = dtype  # float64 is none of its words
         dims = ParallelDims(
             dp_replicate=self.replicas,
             dp_shard=self.fsdp,
@@ -197,7 +197,7 @@ class Way:
             spmd_backend=self.backend,
         )
         dims.build_mesh()
-        asked = config.ParallelismConfig(
+        parallelism = config.ParallelismConfig(
             data_parallel_replicate_degree=self.replicas,
             data_parallel_shard_degree=self.fsdp,
             tensor_parallel_degree=self.tp,
@@ -209,14 +209,14 @@ class Way:
             context_parallel_load_balancer=self.balance,
         )
         training = config.TrainingConfig(
-            mixed_precision_param=word,
-            mixed_precision_reduce=word,
+            mixed_precision_param=dtype_name,
+            mixed_precision_reduce=dtype_name,
             local_batch_size=ROWS // self.rows,
         )
         return {
             "parallel_dims": dims,
             "training": training,
-            "parallelism": asked,
+            "parallelism": parallelism,
             "compile_config": config.CompileConfig(),
             "ac_config": None,
             "dump_folder": "",
@@ -224,50 +224,50 @@ class Way:
 
     @property
     def rows(self) -> int:
-        """The number of parts of the batch."""
+        """The number of parts that the batch is split into."""
         return self.fsdp * self.replicas
 
 
-def made(family: Family, way: Way) -> Callable[[Any], TrainingProgram]:
-    """Return the program of a way: rows and words are cut, and sums divided by the whole count."""
+def build_program(family: Family, layout: Layout) -> Callable[[Any], TrainingProgram]:
+    """Return the program of a layout: it splits rows and tokens, and divides by the full count."""
 
     def program(model: Any) -> TrainingProgram:
-        settings = way.settings(next(model.parameters()).dtype)
+        settings = layout.settings(next(model.parameters()).dtype)
         dims = settings["parallel_dims"]
         parallel = importlib.import_module(f"{family.package.__name__}.parallelize")
         cut = getattr(parallel, FUNCTIONS[family.name])
-        place = dims.get_mesh("batch").get_local_rank() if way.rows > 1 else 0
+        batch_rank = dims.get_mesh("batch").get_local_rank() if layout.rows > 1 else 0
 
         def mine(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            tokens = batch["tokens"].chunk(way.rows)[place]
+            tokens = batch["tokens"].chunk(layout.rows)[batch_rank]
             labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
-            words = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
-            given: Any = (tokens, labels, {"positions": words})
-            if way.cp > 1:
+            positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
+            inputs: Any = (tokens, labels, {"positions": positions})
+            if layout.cp > 1:
                 from torchtitan.distributed.context_parallel import prepare_context_parallel_input
 
                 mesh, device = dims.get_mesh("cp"), torch.device("cpu")
-                given = prepare_context_parallel_input(*given, mesh, device, way.balance)
-            if way.backend == "full_dtensor":
+                inputs = prepare_context_parallel_input(*inputs, mesh, device, layout.balance)
+            if layout.backend == "full_dtensor":
                 from torchtitan.distributed.full_dtensor import parallelize_inputs
 
-                given = parallelize_inputs(dims, *given)
-            return given  # type: ignore[no-any-return]
+                inputs = parallelize_inputs(dims, *inputs)
+            return inputs  # type: ignore[no-any-return]
 
-        if way.pp > 1:
-            return _piped(model, settings, cut, mine)
+        if layout.pp > 1:
+            return _pipeline_program(model, settings, cut, mine)
         cut(model, **settings)
         if (
             family.tied and family.again
-        ):  # as its trainer does, which gives weights their values after this
+        ):  # as torchtitan's trainer does before it initializes weights
             model.tok_embeddings.weight = model.lm_head.weight
 
         def step(batch: Mapping[str, Tensor]) -> Tensor:
-            tokens, labels, more = mine(batch)
-            with all_counted(model):
-                value, _ = of_words(model(tokens, **more), labels)
+            tokens, labels, extra = mine(batch)
+            with count_all_tokens(model):
+                value, _ = token_loss(model(tokens, **extra), labels)
                 value.backward()
-            return value / way.tp
+            return value / layout.tp
 
         return TrainingProgram(model, step, world_loss="sum")
 
@@ -275,48 +275,49 @@ def made(family: Family, way: Way) -> Callable[[Any], TrainingProgram]:
 
 
 @contextlib.contextmanager
-def all_counted(model: nn.Module) -> Iterator[None]:
-    """Let experts count the words of all ranks, as its trainer does before it balances them."""
-    found = [b for name, b in model.named_buffers() if name.endswith("tokens_per_expert_E")]
-    counts = [one.to_local() if isinstance(one, DTensor) else one for one in found]
-    before = [one.clone() for one in counts]
+def count_all_tokens(model: nn.Module) -> Iterator[None]:
+    """Sum the experts' token counts over ranks, as torchtitan's trainer does before balancing."""
+    buffers = [b for name, b in model.named_buffers() if name.endswith("tokens_per_expert_E")]
+    counts = [count.to_local() if isinstance(count, DTensor) else count for count in buffers]
+    initial = [count.clone() for count in counts]
     yield
-    for one, was in zip(counts, before, strict=True):
-        mine = one - was
-        dist.all_reduce(mine)
-        one.copy_(was + mine)
+    for count, old in zip(counts, initial, strict=True):
+        added = count - old
+        dist.all_reduce(added)
+        count.copy_(old + added)
 
 
-def of_words(scores: Any, labels: Tensor, *_: Any, **__: Any) -> tuple[Tensor, dict[str, Any]]:
-    """A sum over words, divided by the count of all: as torchtitan's losses are."""
-    whole, labels = (
-        one.full_tensor() if isinstance(one, DTensor) else one for one in (scores, labels)
+def token_loss(scores: Any, labels: Tensor, *_: Any, **__: Any) -> tuple[Tensor, dict[str, Any]]:
+    """Return the summed loss divided by the count of all tokens, as in torchtitan."""
+    full_scores, labels = (
+        tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for tensor in (scores, labels)
     )
-    total = F.cross_entropy(whole.flatten(0, 1), labels.flatten(), reduction="sum")
+    total = F.cross_entropy(full_scores.flatten(0, 1), labels.flatten(), reduction="sum")
     return total / (ROWS * (LENGTH - 1)), {}
 
 
-def _piped(
-    model: Any, settings: Mapping[str, Any], cut: Any, mine: Callable[..., Any]
+def _pipeline_program(
+    model: Any, settings: Mapping[str, Any], cut: Any, local_inputs: Callable[..., Any]
 ) -> TrainingProgram:
-    """Stages by its schedules: microbatches of one row, each with its own labels."""
+    """Return a pipeline program with torchtitan's schedules and microbatches of one row."""
     from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
-    schedule, parts, first, last = pipeline_llm(
+    schedule, parts, is_first, is_last = pipeline_llm(
         model,
         **settings,
         device=torch.device("cpu"),
         model_config=model.config,
         parallelize_fn=cut,
-        loss_fn=of_words,
+        loss_fn=token_loss,
     )
     tp = settings["parallelism"].tensor_parallel_degree
 
     def step(batch: Mapping[str, Tensor]) -> Tensor | None:
-        tokens, labels, more = mine(batch)
-        losses: list[Tensor] | None = [] if last else None
-        given = (tokens,) if first else ()
-        schedule.step(*given, **more, target=labels if last else None, losses=losses)
+        tokens, labels, extra = local_inputs(batch)
+        losses: list[Tensor] | None = [] if is_last else None
+        inputs = (tokens,) if is_first else ()
+        schedule.step(*inputs, **extra, target=labels if is_last else None, losses=losses)
         return sum(losses) / tp if losses else None
 
     return TrainingProgram(parts, step, world_loss="sum")

@@ -1,4 +1,4 @@
-"""What the trainer of transformers makes of a step: its own methods, of any version."""
+"""Steps of transformers' Trainer by its own methods, in any version."""
 
 from __future__ import annotations
 
@@ -30,56 +30,56 @@ def model() -> Any:
     return LlamaForCausalLM(config)
 
 
-def ragged(seed: int) -> dict[str, Tensor]:
-    """Eight rows; the first half has more labels than the second, and each row another number."""
+def ragged_batch(seed: int) -> dict[str, Tensor]:
+    """Return eight rows with different numbers of labels, more in the first half."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, 24, (8, 10), generator=draw)
     padding = torch.arange(10) >= torch.tensor([10, 9, 8, 9, 5, 4, 6, 5])[:, None]
     return {
         "input_ids": ids.masked_fill(padding, 0),
         "attention_mask": (~padding).long(),
-        "labels": ids.masked_fill(padding | (torch.arange(10) == 0), -100),  # none predicts it
+        "labels": ids.masked_fill(padding | (torch.arange(10) == 0), -100),  # no token predicts it
     }
 
 
-def even(seed: int) -> dict[str, Tensor]:
-    """Eight rows without padding: all parts weigh alike."""
+def even_batch(seed: int) -> dict[str, Tensor]:
+    """Return eight rows without padding: all parts have equal weight."""
     ids = torch.randint(1, 24, (8, 10), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
 
 
-def trained(model: Any, accumulated: int, **arguments: Any) -> TrainingProgram:
-    """A step of the trainer on this rank's rows, in so many micro-batches."""
+def trainer_program(model: Any, accumulated: int, **arguments: Any) -> TrainingProgram:
+    """Return a program of the trainer on this rank's rows, with `accumulated` micro-batches."""
     from transformers import Trainer, TrainingArguments
 
-    made = TrainingArguments(
+    options = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
         use_cpu=True,
         report_to=[],
         gradient_accumulation_steps=accumulated,
         **arguments,
     )
-    trainer = Trainer(model=model, args=made)
+    trainer = Trainer(model=model, args=options)
     wrapped = trainer.accelerator.prepare(model) if dist.get_world_size() > 1 else model
 
     def step(batch: Any) -> Tensor:
-        own = {
+        local = {
             name: rows.chunk(dist.get_world_size())[dist.get_rank()] for name, rows in batch.items()
         }
-        pieces = {name: rows.chunk(accumulated) for name, rows in own.items()}
-        micro = [{name: rows[at] for name, rows in pieces.items()} for at in range(accumulated)]
+        chunks = {name: rows.chunk(accumulated) for name, rows in local.items()}
+        micro = [{name: rows[k] for name, rows in chunks.items()} for k in range(accumulated)]
         trainer.current_gradient_accumulation_steps = accumulated
-        losses = [trainer.training_step(wrapped, *one) for one in counted(trainer, micro)]
+        losses = [trainer.training_step(wrapped, *args) for args in step_arguments(trainer, micro)]
         return torch.stack(losses).sum()
 
     return TrainingProgram(wrapped, step)
 
 
-def counted(trainer: Any, micro: list[dict[str, Tensor]]) -> list[tuple[Any, ...]]:
-    """What the trainer's own loop gives each of its steps: micro-batches, and the labels of all."""
+def step_arguments(trainer: Any, micro: list[dict[str, Tensor]]) -> list[tuple[Any, ...]]:
+    """Return the arguments of each training step: a micro-batch, and the label count of all."""
     if not hasattr(trainer, "get_batch_samples"):  # before 4.46
-        return [(one,) for one in micro]
-    asked = inspect.signature(trainer.get_batch_samples).parameters
-    device = (torch.device("cpu"),) if "device" in asked else ()
+        return [(micro_batch,) for micro_batch in micro]
+    parameters = inspect.signature(trainer.get_batch_samples).parameters
+    device = (torch.device("cpu"),) if "device" in parameters else ()
     samples, count = trainer.get_batch_samples(iter(micro), len(micro), *device)
-    return [(one, count) for one in samples]
+    return [(micro_batch, count) for micro_batch in samples]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedlang import TrainingProgram
-from tests.judging.catches.words import VOCAB, WIDTH, Words, loss
+from tests.judging.catches.language_model import VOCAB, WIDTH, LanguageModel, loss
 from tests.judging.deepspeed_engine import Engine
 
 PACKAGE, WITH, WITHOUT = "deepspeed", ("0.18.2",), ("0.17.5", "0.18.3", "0.19.3", "0.19.8")
@@ -24,30 +24,30 @@ __all__ = ["loss"]
 
 
 def model() -> nn.Module:
-    """Two layers between an embedding and a head."""
-    return Words(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
+    """Return a language model with two inner layers."""
+    return LanguageModel(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
 
 
 def batch(seed: int) -> dict[str, Tensor]:
-    """Eight rows of six words."""
+    """Return eight rows of six tokens."""
     draw = torch.Generator().manual_seed(seed)
     return {"ids": torch.randint(VOCAB, (8, 6), generator=draw)}
 
 
 def program(model: Any) -> TrainingProgram:
-    """Two ranks, two micro-batches, of which the engine is told."""
-    made = Engine(model, stage=2, accumulated=PIECES)
+    """Return the program: two ranks, two micro-batches, with accumulation set in the engine."""
+    engine = Engine(model, stage=2, accumulated=PIECES)
 
     def step(batch: Any) -> Tensor:
-        made.write()
+        engine.write()
         total = torch.zeros((), dtype=torch.float64)
         for ids in batch["ids"].chunk(dist.get_world_size())[dist.get_rank()].chunk(PIECES):
-            value = loss(made.engine(ids), {"ids": ids})
-            made.engine.backward(value)
+            value = loss(engine.engine(ids), {"ids": ids})
+            engine.engine.backward(value)
             total += value.detach() / PIECES
-            if made.engine.is_gradient_accumulation_boundary():
-                made.read()
-            made.engine.step()  # at rate 0: forgets the gradients
+            if engine.engine.is_gradient_accumulation_boundary():
+                engine.read()
+            engine.engine.step()  # learning rate 0: only clears the gradients
         return total
 
-    return TrainingProgram(made.whole, step)
+    return TrainingProgram(engine.whole, step)

@@ -1,7 +1,7 @@
 """https://github.com/allenai/open-instruct/pull/1498: micro-batches that DeepSpeed is not told of.
 
-An engine that accumulates nothing by itself takes each backward for the last before a step: ZeRO 2
-then forgets the gradients of those before, in some versions; one raises.
+An engine without accumulation takes each backward for the last one before a step: ZeRO 2 then
+loses the earlier gradients in some versions; one version raises.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedlang import TrainingProgram
-from tests.judging.catches.words import loss
+from tests.judging.catches.language_model import loss
 from tests.judging.deepspeed_engine import Engine
 from tests.judging.versions.zero_accumulated import PACKAGE, PIECES, RANKS, batch, model
 
@@ -24,26 +24,26 @@ __all__ = ["PACKAGE", "RANKS", "batch", "loss", "model"]
 
 
 def program(model: Any, told: bool = False) -> TrainingProgram:
-    """Two ranks with two micro-batches each; `told`: which of them is the last."""
-    made = Engine(model, stage=2)
+    """Return the program: two ranks, two micro-batches; `told`: the engine knows the last one."""
+    engine = Engine(model, stage=2)
 
     def step(batch: Any) -> Tensor:
-        made.write()
+        engine.write()
         total = torch.zeros((), dtype=torch.float64)
-        pieces = batch["ids"].chunk(dist.get_world_size())[dist.get_rank()].chunk(PIECES)
-        for place, ids in enumerate(pieces):
+        micros = batch["ids"].chunk(dist.get_world_size())[dist.get_rank()].chunk(PIECES)
+        for k, ids in enumerate(micros):
             if told:
-                made.engine.set_gradient_accumulation_boundary(place == PIECES - 1)
-            value = loss(made.engine(ids), {"ids": ids}) / PIECES
-            made.engine.backward(value)
+                engine.engine.set_gradient_accumulation_boundary(k == PIECES - 1)
+            value = loss(engine.engine(ids), {"ids": ids}) / PIECES
+            engine.engine.backward(value)
             total += value.detach()
-        made.read()
-        made.engine.step()  # at rate 0: forgets the gradients
+        engine.read()
+        engine.engine.step()  # learning rate 0: only clears the gradients
         return total
 
-    return TrainingProgram(made.whole, step)
+    return TrainingProgram(engine.whole, step)
 
 
 def mended(model: Any) -> TrainingProgram:
-    """The same, where the engine is told which backward is the last."""
+    """The fixed program: the engine is told which backward is the last."""
     return program(model, told=True)

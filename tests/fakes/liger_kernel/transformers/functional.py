@@ -1,4 +1,4 @@
-"""The functions of liger_kernel that are called, with its arguments, by plain operations."""
+"""A fake `liger_kernel` for tests on a CPU: two norms with its arguments, by plain operations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def liger_rms_norm(
     casting_mode: str = "llama",
     in_place: bool = True,
 ) -> Tensor:
-    """In place it would be wrong for whoever reads the gradient again."""
+    """Compute an RMSNorm; `in_place` must be off, since it would overwrite the gradient."""
     assert not in_place
     x = X.float()
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
@@ -26,5 +26,5 @@ def liger_rms_norm(
 
 
 def liger_layer_norm(X: Tensor, W: Tensor, B: Tensor, eps: float) -> Tensor:
-    """As torch's."""
+    """Compute torch's layer norm."""
     return F.layer_norm(X, W.shape, W, B, eps)
