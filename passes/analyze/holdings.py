@@ -158,9 +158,9 @@ def gathers_by_place(
 class Reduction:
     """A reduction of gradients of `names` over `axes`, or over the places `stages` of one axis.
 
-    kind   "partial": each rank computed with a shard of the activations; "tied": several stages
-           use the parameter; "replicas": ranks had different rows of the batch; "compressed": as
-           "replicas", in fewer bytes
+    kind    "partial": each rank computed with a shard of the activations; "tied": several stages
+            use the parameter; "replicas": ranks had different rows of the batch; "compressed": as
+            "replicas", in fewer bytes
     bucket  bytes that are reduced at once; None: the runtime's default
     """
 

@@ -39,8 +39,8 @@ class PartGradients:
 class BatchParts:
     """Gradients of the original for parts of a batch, in float64.
 
-    labels    inputs in which a label can be ignored, to divide a batch by its labels
-    `rank_rows`  the rows of each part, as ranks were seen to divide them
+    labels     inputs in which a label can be ignored, to divide a batch by its labels
+    rank_rows  the rows of each part, as ranks were seen to divide them
     """
 
     trial: Trial

@@ -147,12 +147,12 @@ ChoiceSite = tuple[Moment, int]  # a choosing operator: its number in a moment
 class ChoiceReplay:
     """Choices of all runs of the original, which follow those of its float64 run.
 
-    ranks    the program's choices by moment, with their scores
-    `score_errors`    how far roundings move the scores of each row; if given, the float64 run
-                      chooses as
-             ranks did wherever its scores are no further apart than roundings move two of them
-    `held_count`   number of choices that follow the ranks' against the original's own
-    `alternatives`  alternative choices where roundings decide and ranks do not show one choice
+    ranks         the program's choices by moment, with their scores
+    score_errors  how far roundings move the scores of each row; if given, the float64 run chooses
+                  as ranks did wherever its scores are no further apart than roundings move two of
+                  them
+    held_count    number of choices that follow the ranks' against the original's own
+    alternatives  alternative choices where roundings decide and ranks do not show one choice
     """
 
     ranks: Mapping[Moment, Sequence[RecordedChoices]]

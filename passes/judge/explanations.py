@@ -38,10 +38,10 @@ _STATE_KINDS = (SAVED, LOADED_STATE, STEP_AFTER_LOADING)
 class FirstModule:
     """The first wrong module, in words, and facts of the ranks' steps compared with the original's.
 
-    `microbatches`  how often a rank runs what the original runs once: microbatches
-    factors  the factor of a rank's first gradient, by rank
-    rows     the batch rows of each of the ranks' calls, if they divide the rows
-    `explained`    whether the text explains every number
+    microbatches  how often a rank runs what the original runs once: microbatches
+    factors       the factor of a rank's first gradient, by rank
+    rows          the batch rows of each of the ranks' calls, if they divide the rows
+    explained     whether the text explains every number
     """
 
     text: str = ""

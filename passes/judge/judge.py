@@ -97,9 +97,9 @@ _CALLERS = ("judge/program.py", "judge/subject.py")  # files that call a user's 
 class Task:
     """Task of `judge`: a program, its original, and how the two are compared.
 
-    vary    change some batches, so that they show what the given batches all hide
-    `quiet`  print ranks' lines on standard error, because standard output is a document
-    dtype   name of the dtype that the program is run in; None: float64
+    vary   change some batches, so that they show what the given batches all hide
+    quiet  print ranks' lines on standard error, because standard output is a document
+    dtype  name of the dtype that the program is run in; None: float64
     """
 
     make: Make

@@ -121,9 +121,9 @@ class ElementIndex:
 class RankTensor:
     """A rank's parameter, and which elements of the original it holds.
 
-    name      its name on the rank
-    `matched_by`      "values" or "name"
-    padding   number of elements that are not the original's
+    name        its name on the rank
+    matched_by  "values" or "name"
+    padding     number of elements that are not the original's
     """
 
     name: str

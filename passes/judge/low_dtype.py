@@ -74,9 +74,9 @@ COPY_ROUNDINGS = 4.0  # roundings by which copies of one tensor on different ran
 class Comparison:
     """Rows of a comparison, the two observations, and what is undecided.
 
-    `own_choices`  the original in float64 with its own choices
-    bounds   the error bounds, in a low dtype
-    chosen   the final choices of the original's float64 run, in a low dtype
+    own_choices  the original in float64 with its own choices
+    bounds       the error bounds, in a low dtype
+    chosen       the final choices of the original's float64 run, in a low dtype
     """
 
     rows: Sequence[Row]

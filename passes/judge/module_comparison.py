@@ -30,9 +30,9 @@ MOST_PLACES, NEAR = 32, 1e-9
 class RankOutput:
     """Output of one call on a rank.
 
-    `output`      number of the output in the call
-    places   flat indices in the original's output; None if it was not found
-    `shape`  shape of the original's output
+    output  number of the output in the call
+    places  flat indices in the original's output; None if it was not found
+    shape   shape of the original's output
     """
 
     rank: int
@@ -172,8 +172,8 @@ class ValueComparison:
 class StepComparison:
     """The original's step and the ranks' steps, each with the original's names of its modules.
 
-    `comparison`  the comparison of values
-    sizes    numbers by which a mistake may have divided, multiplied or split
+    comparison  the comparison of values
+    sizes       numbers by which a mistake may have divided, multiplied or split
     """
 
     comparison: ValueComparison

@@ -17,10 +17,10 @@ from schedlang.passes.verify.mapped_tensors import MappedTensor, map_tensor
 class RankCopy:
     """One rank's copy of elements of an original tensor.
 
-    name     the tensor's name on the rank
-    `local_region`   the elements' region in the rank's tensor
-    `original_region`  the elements' region in the original's tensor
-    `stored`   the rank's tensor, maybe in a file; None if the rank has no gradient
+    name             the tensor's name on the rank
+    local_region     the elements' region in the rank's tensor
+    original_region  the elements' region in the original's tensor
+    stored           the rank's tensor, maybe in a file; None if the rank has no gradient
     """
 
     rank: int

@@ -49,9 +49,9 @@ PlacesByModule = Mapping[
 class RankTask:
     """Arguments that every rank receives.
 
-    `drops`  the dropout calls of the original
-    `float64`   both sides run in float64 and choose freely; otherwise discrete choices are recorded
-    `quiet`  ranks print on standard error
+    drops    the dropout calls of the original
+    float64  both sides run in float64 and choose freely; otherwise discrete choices are recorded
+    quiet    ranks print on standard error
     """
 
     make: Make

@@ -25,8 +25,8 @@ _RTOL = 1e-6  # relative error below which a pattern fits
 class Pattern:
     """A sentence about a wrong tensor; empty if there is nothing to say.
 
-    `explains`   the sentence explains every element, and not only where elements are wrong
-    short   of a guess, the sentence to use if the cause is known
+    explains  the sentence explains every element, and not only where elements are wrong
+    short     of a guess, the sentence to use if the cause is known
     """
 
     text: str

@@ -74,13 +74,13 @@ FrameErrors = dict[tuple[int, "CallFrame"], tuple[float, bool]]
 class Location:
     """The place where a difference arose.
 
-    first      the first module, in order of returns, whose output differs in a run
-    before     the last module before it whose output agrees
-    guilty     modules that are wrong with right inputs, and what they make wrong
-    values     what the first guilty module makes, and the right value
-    `modules_tried`   number of modules tried separately
-    unknown    modules of unknown layout
-    `rank_gradients`   each rank's gradient of one parameter after a step
+    first           the first module, in order of returns, whose output differs in a run
+    before          the last module before it whose output agrees
+    guilty          modules that are wrong with right inputs, and what they make wrong
+    values          what the first guilty module makes, and the right value
+    modules_tried   number of modules tried separately
+    unknown         modules of unknown layout
+    rank_gradients  each rank's gradient of one parameter after a step
     """
 
     first: str = ""

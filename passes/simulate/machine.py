@@ -36,15 +36,16 @@ class Cluster:
 
     The defaults of the other fields give the figures of the data sheet:
 
-    product, attention   share of `speed` that large products and fused attention reach
-    streaming            share of `stream` that other operators reach
-    linked, routed       share of `link` and `network` that rings of messages reach
-    start, ramp          seconds of an operator in addition to its work; of a product in addition
-    overlap              share of messages that computing of equal length hides
-    peaks                FLOPs a second in other dtypes, which `operator_seconds` does not use
-    library              "nccl", whose latencies and algorithms are modelled, or any other
-    hop, far             for any other: seconds of each step of a ring within a node, between nodes
-    low, reducing, plateau   for NCCL: see `Fabric`
+    product, attention      share of `speed` that large products and fused attention reach
+    streaming               share of `stream` that other operators reach
+    linked, routed          share of `link` and `network` that rings of messages reach
+    start, ramp             seconds of an operator in addition to its work; of a product in addition
+    overlap                 share of messages that computing of equal length hides
+    peaks                   FLOPs a second in other dtypes, which `operator_seconds` does not use
+    library                 "nccl", whose latencies and algorithms are modelled, or any other
+    hop, far                for any other: seconds of each step of a ring within a node, between
+                            nodes
+    low, reducing, plateau  for NCCL: see `Fabric`
     """
 
     name: str

@@ -26,15 +26,17 @@ if TYPE_CHECKING:
 class RankClass:
     """Ranks with equal memory: how many, the lowest one, and the bytes of each.
 
-    place       along the pipeline's axis, if there is one
-    elements    of parameters, padding included
-    parameters, gradients, optimizer   bytes between two steps
-    working     additional bytes during a step, at most: of ZeRO's shards, gathered parameters and
-                gradients not yet reduced; other versions of the weights, where they are stale;
-                parameters that are loaded module by module
-    peer        bytes of other ranks' optimizer state that it holds for them
-    cpu, disk   bytes of parameters, gradients and optimizer state that rows keep there and not on
-                the device, which the entries above are about
+    place                             along the pipeline's axis, if there is one
+    elements                          of parameters, padding included
+    parameters, gradients, optimizer  bytes between two steps
+    working                           additional bytes during a step, at most: of ZeRO's shards,
+                                      gathered parameters and gradients not yet reduced; other
+                                      versions of the weights, where they are stale; parameters that
+                                      are loaded module by module
+    peer                              bytes of other ranks' optimizer state that it holds for them
+    cpu, disk                         bytes of parameters, gradients and optimizer state that rows
+                                      keep there and not on the device, which the entries above are
+                                      about
     """
 
     ranks: int

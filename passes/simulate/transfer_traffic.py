@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 class Transfer:
     """Figures of a transfer; ranks are those of the job.
 
-    world    number of ranks; apart: ranks of the second layout come after those of the first
-    bound    the fewest bytes that any transfer sends
-    sender, receiver   the rank with most bytes, and these bytes
+    world             number of ranks; apart: ranks of the second layout come after those of the
+                      first
+    bound             the fewest bytes that any transfer sends
+    sender, receiver  the rank with most bytes, and these bytes
     """
 
     world: int

@@ -59,12 +59,12 @@ SumsByStage = Mapping[int, Sequence[GradientSum]]
 class RankStep:
     """The simulated step of one rank.
 
-    log        what it sends, in order
-    sums       its sums of gradients
-    `messages`  its messages: microbatch, source stage, target stage
-    weights    the weights of its microbatches in the step's loss
-    trained    the parameters that its optimizer received
-    held       the parameters that it holds
+    log       what it sends, in order
+    sums      its sums of gradients
+    messages  its messages: microbatch, source stage, target stage
+    weights   the weights of its microbatches in the step's loss
+    trained   the parameters that its optimizer received
+    held      the parameters that it holds
     """
 
     rank: int

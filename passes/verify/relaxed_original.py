@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 class BufferReplicas:
     """Copies of buffers that microbatches use, where stages are placed on ranks in two directions.
 
-    `replica_of_microbatch`   the replica of the stages of each microbatch; empty: one replica for
-                              all
-    homes  for each replica, the place that stores a buffer; replicas at one place share a copy
+    replica_of_microbatch  the replica of the stages of each microbatch; empty: one replica for all
+    homes                  for each replica, the place that stores a buffer; replicas at one place
+                           share a copy
     """
 
     replica_of_microbatch: tuple[int, ...] = ()

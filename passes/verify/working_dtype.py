@@ -80,8 +80,8 @@ class WorkingRun:
 
     Only the first condition is compared. `exact` is the original in float64, `program` the program
     in the working dtype.
-      `run_again`  runs the program of another working case; None: it cannot run again
-      plain    the original's unperturbed run, if known (`observe_original`)
+      run_again  runs the program of another working case; None: it cannot run again
+      plain      the original's unperturbed run, if known (`observe_original`)
     """
 
     case: Case

@@ -213,7 +213,7 @@ def held_runs(sizes: Sequence[int], uneven: Uneven, ranks: int) -> list[HeldRun]
 
 
 def positions(sizes: Sequence[int], uneven: Uneven, ranks: int, rank: int) -> list[int]:
-    """Return the indices that rank `rank` holds, in its order; indices beyond the sum are
+    """Return the indices that a rank holds, in its order; indices beyond the sum are
     padding."""
     runs = [run for run in held_runs(sizes, uneven, ranks) if run.rank == rank]
     return [run.start + k for run in runs for k in range(run.length)]

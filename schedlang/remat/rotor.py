@@ -29,9 +29,9 @@ IMPOSSIBLE = np.inf
 class ModuleCost:
     """One module of a chain.
 
-    work   of its forward, in any unit
-    saved  bytes that it saves where it is not recomputed
-    input  bytes of its input, which a region that begins here saves
+    work       of its forward, in any unit
+    saved      bytes that it saves where it is not recomputed
+    input      bytes of its input, which a region that begins here saves
     operators  whose results can be saved; `fixed` is the repeated work of all others
     forward    all work of its forward, in the unit of `operators`
     small      bytes of `saved` that are too small to move

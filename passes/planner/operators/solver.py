@@ -31,9 +31,9 @@ RELATIVE_TIE = 1e-12  # relative difference below which seconds are equal
 class Problem:
     """Variables, each with some options; an infinite cost forbids an option or a pair.
 
-    seconds  of every variable, a vector over its options
-    bytes    the same; they are finite
-    pairs    (i, j) with i < j -> seconds, options of i by options of j
+    seconds    of every variable, a vector over its options
+    bytes      the same; they are finite
+    pairs      (i, j) with i < j -> seconds, options of i by options of j
     operators  the number of leading variables that are operators; the others depend on these alone
     """
 

@@ -423,7 +423,7 @@ class _Search:
 def search_order(size: Size, orders: tuple[Order, ...]) -> Timeline:
     """Find the fastest order that holds at most `size.memory` activations on any rank.
 
-    Candidates are the `orders` orders of these sizes, list schedules with full and with split
+    Candidates are the given `orders` at these sizes, list schedules with full and with split
     backwards, and repeating patterns after Tessel with warm-ups and cool-downs by list scheduling,
     over stages in a loop and in a zig-zag. The criterion is the makespan; without `size.barrier`
     the rank span. Orders that move activations to a partner (BPipe) are candidates: activations
@@ -440,7 +440,7 @@ def search_order(size: Size, orders: tuple[Order, ...]) -> Timeline:
 
 
 def search_as_order(orders: tuple[Order, ...]) -> Order:
-    """Return the order `search`, which compares its candidates with the `orders` orders."""
+    """Return the order `search`, which compares its candidates with the given `orders`."""
 
     @lru_cache(maxsize=16)
     def remembered(size: Size) -> Timeline:

@@ -73,11 +73,12 @@ _KNOWN: Any = WeakIdKeyDictionary()
 class Transferred:
     """The result of a transfer: moved bytes of all ranks, and of this rank.
 
-    bytes     sent by all ranks; `bound`: the fewest that any transfer must send
-    sent, received, copied   by this rank; copied: bytes that it held already, copied locally
-    messages  sent by all ranks
-    tensors   how many were moved; `left`: how many were not, because they had not changed
-    held      the most bytes of buckets that this rank had at a time
+    bytes                   sent by all ranks; `bound`: the fewest that any transfer must send
+    sent, received, copied  by this rank; copied: bytes that it held already, copied locally
+    messages                sent by all ranks
+    tensors                 how many were moved; `left`: how many were not, because they had not
+                            changed
+    held                    the most bytes of buckets that this rank had at a time
     """
 
     bytes: int
