@@ -58,7 +58,7 @@ class MonitoredWork:
 class CallMonitor:
     """Record of a rank's unwaited works, low dtypes, and calls with strided tensors.
 
-    `unwaited`  function and line of each work that was not waited for
+    unwaited  function and line of each work that was not waited for
     """
 
     def __init__(self) -> None:

@@ -55,10 +55,10 @@ _DRAWS = DROPOUTS | LOGICAL.keys()  # all other functions are called directly
 class DropoutCall:
     """One dropout call of the original.
 
-    site     the module
-    call     the number of the call in the module
-    `dropout_inputs`  the inputs that tell where the mask applies
-    shape    of the mask
+    site    the module
+    call    the number of the call in the module
+    inputs  the inputs that tell where the mask applies
+    shape   of the mask
     """
 
     site: str
@@ -192,8 +192,8 @@ class ModuleNames(Protocol):
 class PlaceFinder(DropoutRecorder):
     """Mode without dropout that finds a rank's dropout calls among the original's.
 
-    found    places by the rank's module, in the order of its calls; None: not found
-    `names`  gives the original's name of a module, and places that the user declares
+    found  places by the rank's module, in the order of its calls; None: not found
+    names  gives the original's name of a module, and places that the user declares
     """
 
     def __init__(self, drops: Sequence[DropoutCall]) -> None:
@@ -311,10 +311,10 @@ class DropoutByMasks(WithoutDropout):
 class RankDropout(DropoutByMasks):
     """Mode that drops on a rank at the places that were found, and monitors other calls.
 
-    `irregular_modules`  modules whose dropout calls now differ from those that were found
-    `generator_states`  digest of the generator's state, by the original's module, the call and the
-                        places
-    `unequal_recomputations`  modules that are recomputed with a generator state of no earlier call
+    irregular_modules       modules whose dropout calls now differ from those that were found
+    generator_states        digest of the generator's state, by the original's module, the call and
+                            the places
+    unequal_recomputations  modules that are recomputed with a generator state of no earlier call
     """
 
     def __init__(self, seed: int, off: frozenset[str]) -> None:

@@ -44,13 +44,13 @@ class MicrobatchResult(NamedTuple):
 class PipelineStep:
     """The state of one step; the handlers of operations read and change it.
 
-    flights         state of each microbatch between forward and backward, by work
+    flights           state of each microbatch between forward and backward, by work
     recompute_inputs  inputs of forwards without a graph, which run again before their backward
-    host_copies     activations in host memory, with the device that they came from
-    layouts         layouts of gradients to receive, by the message that sent the values
-    local_messages  messages between two stages of this rank
-    outbox          messages that wait to be sent; messages of values with their layout
-    results         results of the microbatches whose last stage is on this rank
+    host_copies       activations in host memory, with the device that they came from
+    layouts           layouts of gradients to receive, by the message that sent the values
+    local_messages    messages between two stages of this rank
+    outbox            messages that wait to be sent; messages of values with their layout
+    results           results of the microbatches whose last stage is on this rank
     """
 
     def __init__(
