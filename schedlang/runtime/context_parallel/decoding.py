@@ -33,7 +33,7 @@ SCORES = 2**16  # scores per block, for each row and head
 class CacheAssignment:
     """The assignment of tokens to the caches of ranks; all ranks compute the same assignment.
 
-    positions  indices of this rank's cached tokens, in cache order
+    positions  of this rank's cached tokens, in cache order
     """
 
     def __init__(self, rank: int, ranks: int, device: torch.device) -> None:
