@@ -25,6 +25,7 @@ from torch.overrides import (
 )
 
 from schedlang.runtime import scope
+from schedlang.runtime.adapters.torch_tensor import unchecked
 from schedlang.runtime.device import HOST
 
 ModeOrFactory = AbstractContextManager[Any] | Callable[[], AbstractContextManager[Any]]
@@ -146,6 +147,7 @@ def _has_plain_dispatch(kind: Any) -> bool:
 def _without_dispatch(func: Any) -> Callable[..., Any] | None:
     """Return a composed function without its dispatch to modes, which would recurse; None: not
     composed."""
+    func = unchecked(func)
     if not isinstance(func, FunctionType):
         return None
     composed = func.__module__.startswith(_COMPOSED) or func is torch.Tensor.backward

@@ -130,7 +130,7 @@ def cuts_of(shape: Decoder, stages: int) -> tuple[int, ...]:
     layers, width = shape.layers, shape.width
     if stages == 1:
         return (layers + 2,)
-    head = shape.words / (4 * width + 3 * shape.inner)
+    head = shape.vocab / (4 * width + 3 * shape.inner)
 
     def slowest(end: int) -> tuple[float, int]:
         return max(math.ceil((layers - end) / (stages - 1)), end + head), end
@@ -217,7 +217,7 @@ def memory_terms(layout: Layout, machine: Cluster) -> tuple[Array, Array]:
     activations = tokens * shape.width * HALF / split
     inner = tokens * 8 * (shape.width + shape.inner) / tp
     scores = shape.length * tokens * shape.heads / tp * (layout.kernel in ("torch", "fused"))
-    logits = tokens * shape.words
+    logits = tokens * shape.vocab
     unfused, flash1 = activations * (not layout.fused_norm), layout.kernel == "flash1"
     copied = tokens * shape.width * HALF / tp * flash1
 

@@ -85,10 +85,7 @@ def test_what_no_value_shows_fails(pool: Pool) -> None:
     report = judge_program(program(waits=False, alike=False, again=True), pool)
     (first_kind, unwaited), (second_kind, masks) = report.localised
     assert (first_kind, second_kind) == ("collectives", "dropout"), str(report)
-    assert (
-        unwaited.startswith("`all_reduce` (test_verify_rows.py:")
-        and "on rank 0, 1 nobody" in unwaited
-    )
+    assert unwaited.startswith("`all_reduce` (test_asked.py:") and "on rank 0, 1 nobody" in unwaited
     assert masks.startswith("`inner.1`: ranks 0, 1 have the same of it, and draw"), masks
     assert {row.kind for row in report.rows if not row.ok} == {"collectives", "dropout"}
 

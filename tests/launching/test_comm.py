@@ -36,7 +36,7 @@ ALLOWED = (
 # libraries of torch above its communication, and the files that are about what they hold
 LIBRARIES = {
     "runtime/activation_memory/dynamic.py": {"fsdp"},  # recomputation must not repeat gathers
-    "runtime/adapters/fully_shard.py": {"fsdp"},
+    "runtime/adapters/fully_shard.py": {"fsdp", "tensor"},  # its parameters are DTensors
     "runtime/adapters/torch_distributed.py": {""},  # its functions, where a rank is played
     "runtime/activation_memory/recompute.py": {"fsdp"},
     "runtime/checkpointing/boxes.py": {"checkpoint"},  # the format of its files

@@ -102,7 +102,7 @@ def test_a_loop_in_the_trunk_is_refused_with_its_place() -> None:
     (diagnostic,) = caught.value.diagnostics
     assert diagnostic.code == "S601" and "`b.0` is called 3 times" in diagnostic.title
     assert "in a loop at test_stage_units.py:" in diagnostic.notes[0]
-    assert "`for word in self.way.split():`" in diagnostic.notes[0]
+    assert "`for call in self.way.split():`" in diagnostic.notes[0]
     assert "`b.0  unroll(3)`" in diagnostic.helps[1]
 
 

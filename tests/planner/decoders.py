@@ -35,7 +35,7 @@ class Decoder:
     width: int
     heads: int
     inner: int
-    words: int
+    vocab: int
     length: int
     kv: int | None = None
     gated: bool = False
@@ -111,7 +111,7 @@ def _embedding(sizes: Decoder, placement: Placement) -> Unit:
     )
     return Unit(
         "embedding",
-        sizes.words * sizes.width // placement.tp,
+        sizes.vocab * sizes.width // placement.tp,
         Work((_elementwise(2 * activations),), sent),
         Work((_elementwise(2 * activations),), backward),
         kept=8 * tokens,
@@ -126,7 +126,7 @@ def _head(sizes: Decoder, placement: Placement) -> Unit:
     tokens = placement.rows * sizes.length / placement.cp / placement.slices
     activations, vocab, split = (
         tokens * sizes.width,
-        sizes.words / placement.tp,
+        sizes.vocab / placement.tp,
         placement.tp if placement.sequence else 1,
     )
     loss = OperatorCost("other", 0.0, 4 * tokens * vocab, 3, "loss")
@@ -140,7 +140,7 @@ def _head(sizes: Decoder, placement: Placement) -> Unit:
     summed = (CollectiveCost(op, "tp", HALF * activations),) if placement.tp > 1 else ()
     return Unit(
         "head",
-        sizes.words * sizes.width // placement.tp + sizes.width,
+        sizes.vocab * sizes.width // placement.tp + sizes.width,
         Work(
             (_elementwise(4 * activations / split), _product(tokens, sizes.width, vocab), loss),
             gather + rows,

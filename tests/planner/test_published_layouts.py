@@ -114,7 +114,7 @@ def test_more_stages_wait_longer() -> None:
 def test_slowest_stage_is_the_least_of_all_divisions(pp: int) -> None:
     """Layers are cut as evenly as possible, except at the last stage."""
     shape = replace(SHAPE, layers=30)
-    head = shape.words * shape.width / (4 * shape.width**2 + 3 * shape.width * shape.inner)
+    head = shape.vocab * shape.width / (4 * shape.width**2 + 3 * shape.width * shape.inner)
     tried = [
         max(-(-(30 - last) // (pp - 1)) if pp > 1 else 0, last + head)
         for last in range(31)

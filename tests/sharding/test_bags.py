@@ -51,7 +51,7 @@ def batches() -> list[dict[str, Tensor]]:
     return [
         {
             "ids": torch.randint(10, (4, 3), generator=generator),
-            "near": torch.randn(4, 3, generator=generator).double(),
+            "weights": torch.randn(4, 3, generator=generator).double(),
         }
         for _ in range(3)
     ]

@@ -42,22 +42,22 @@ def nested_batch(rows: int, seed: int = 0) -> dict[str, Any]:
     labels = torch.randint(4, (rows,), generator=g)
     labels[1:2] = -100
     x = torch.randn(rows, 3, generator=g, dtype=torch.float64)
-    return {"given": {"x": x, "labels": (labels,), "scale": [2.0]}, "unread": x.clone()}
+    return {"inputs": {"x": x, "labels": (labels,), "scale": [2.0]}, "unread": x.clone()}
 
 
 def test_tensors_inside_are_named_and_cut() -> None:
     """A tensor inside a dict or list of the batch is split by rows like one of the batch itself."""
     batch = nested_batch(5)
-    assert list(named_tensors(batch)) == ["given.x", "given.labels.0", "unread"]
-    assert row_count({"given": batch["given"]}) == 5
+    assert list(named_tensors(batch)) == ["inputs.x", "inputs.labels.0", "unread"]
+    assert row_count({"inputs": batch["inputs"]}) == 5
     parts = [part for share in split_batch(batch, 2, 2) for part in share]
     assert [len(part.rows) for part in parts] == [2, 1, 1, 1]
     for part in parts:
-        (labels,) = part.inputs["given"]["labels"]
+        (labels,) = part.inputs["inputs"]["labels"]
         rows = list(part.rows)
-        assert torch.equal(labels, batch["given"]["labels"][0][rows])
-        assert torch.equal(part.inputs["given"]["x"], batch["given"]["x"][rows])
-        assert part.inputs["given"]["scale"] == [2.0]
+        assert torch.equal(labels, batch["inputs"]["labels"][0][rows])
+        assert torch.equal(part.inputs["inputs"]["x"], batch["inputs"]["x"][rows])
+        assert part.inputs["inputs"]["scale"] == [2.0]
 
 
 def test_a_nested_batch_trains(pool: Pool) -> None:
@@ -65,13 +65,13 @@ def test_a_nested_batch_trains(pool: Pool) -> None:
     plan = make_plan(NestedBatch(), f'{DP2}\n  pipeline(order="GPipe", micro=2)', "dp=2")
     report = assert_proven(pool, plan, [nested_batch(5, 1), nested_batch(6, 2)])
     names = {row.name for row in report.rows if row.kind == "input gradients"}
-    assert names == {"given.x", "unread"}
+    assert names == {"inputs.x", "unread"}
 
 
 def test_the_loss_of_a_part_without_labels(pool: Pool) -> None:
     """In evaluation too, a part in which no label counts adds nothing, and no NaN."""
     batch = nested_batch(4)
-    batch["given"]["labels"][0][2:] = -100
+    batch["inputs"]["labels"][0][2:] = -100
     for rows in (DP2, 'pipeline(order="GPipe", micro=3)'):
         assert_proven(
             pool,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.adapters.torch_tensor import check_backwards
 from schedlang.runtime.float64 import Float64, as_float64, to_float64
 from schedlang.runtime.modes import enter_modes, restore_forward_context
 
@@ -104,6 +105,16 @@ def test_backward_and_recomputation_stay_in_float64(derive, again: bool) -> None
     v = 1 / 3 * torch.tensor(1 / 3, dtype=torch.float64).exp()
     exact = 2 * v * v * (1 + 1 / (1 / 3))
     assert (grad - exact).abs().max() < 1e-15
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["plain", "recomputed"])
+def test_a_checked_backward_stays_in_float64(monkeypatch, again: bool) -> None:
+    """Once a program's module is handed out, torch's `backward` is wrapped; modes see through."""
+    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)  # put back at the end
+    roots: list[object] = []
+    check_backwards(roots.extend)
+    test_backward_and_recomputation_stay_in_float64(_backward, again)
+    assert len(roots) == 1
 
 
 @pytest.mark.parametrize("name", ["rows", "columns", "inner", "batched"])

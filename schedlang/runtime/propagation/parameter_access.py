@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from schedlang.runtime.adapters.torch_tensor import unchecked
 from schedlang.runtime.tracing.meta_runs import model_line, tensors_in
 
 if TYPE_CHECKING:
     from schedlang.runtime.propagation.trace import RunningCall
 
 _APPLY = inspect.unwrap(torch.autograd.Function.apply.__func__).__code__  # type: ignore[attr-defined]
-BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+BACKWARDS = (torch.autograd.grad, unchecked(torch.autograd.backward), Tensor.backward)
 SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 WRITING_OPERATORS = {
     *("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ipow__"),
@@ -95,7 +96,7 @@ class ParameterAccess:
 
     def after(self, call: RunningCall, running: Sequence[str]) -> None:
         """Note what a call reads and writes while the modules `running` run."""
-        if call.func in BACKWARDS:  # a backward frees units while the forward continues
+        if unchecked(call.func) in BACKWARDS:  # a backward frees units while the forward continues
             params = (name for names in self._names.values() for name in names)
             self.lent.update((name, m) for name in params for m in _around(name))
             self.derives.setdefault(running[-1], model_line())
