@@ -486,9 +486,9 @@ def _describe_nonlinear(first: Row, failure: Failure, batch: Batch) -> Lines:
     if first.kind != "gradients":
         return
     with original_subject(failure.case) as subject:
-        where = nonlinear_backward(subject, batch)
-    if where:
-        yield "suspect", f"{where}: it is not linear"
+        nonlinear = nonlinear_backward(subject, batch)
+    if nonlinear:
+        yield "suspect", f"{nonlinear}: it is not linear"
         yield "", "a rank has a shard of its gradient, or a part of a sum, and changes it alone"
 
 

@@ -22,6 +22,7 @@ from schedlang.passes.analyze.axis_rows import axis_row
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.static_checks.claims import Claim, join_problems, row_label
 from schedlang.passes.static_checks.rank_steps import GradientSum, SumsByStage
+from schedlang.passes.verify.linear_backward import autograd_nodes
 
 if TYPE_CHECKING:
     from schedlang.passes.partition.staging import Staged
@@ -87,15 +88,10 @@ def infer_gradients(
 
 def _own_functions(root: Any) -> Iterator[str]:
     """Yield the names of autograd functions below a node that are neither torch's nor ours."""
-    pending, met = [root], {None, root}
-    while pending:
-        node = pending.pop()
+    for node in autograd_nodes(root):
         function = getattr(node, "_forward_cls", None)
         if function is not None and function.__module__.split(".")[0] not in ("torch", "schedlang"):
             yield function.__name__
-        below = [one for one, _ in node.next_functions if one not in met]
-        met.update(below)
-        pending += below
 
 
 def _stage_of(staged: Staged) -> Any:

@@ -24,7 +24,7 @@ from schedlang.passes.verify.proof_case import Case, original_subject
 from schedlang.report import Row
 
 _FACTOR = 0.25  # of the second gradient: parts of a batch have smaller ones, never larger
-Given = list[Tensor | None]
+Gradients = list[Tensor | None]
 
 
 def nonlinear_backward(subject: Sequential, batch: Batch) -> str:
@@ -33,12 +33,12 @@ def nonlinear_backward(subject: Sequential, batch: Batch) -> str:
     Runs one forward and three backwards of the subject; buffers are restored. Returns "" as well
     if the graph of the loss cannot be run more than once.
     """
-    found: list[str] = []
-    plain = subject.loss
+    descriptions: list[str] = []
+    own_loss = subject.loss
 
-    def loss(output: Any, given: Batch) -> Tensor:
-        value = plain(output, given)
-        found.append(_first_nonlinear(value))
+    def loss(output: Any, inputs: Batch) -> Tensor:
+        value = own_loss(output, inputs)
+        descriptions.append(_first_nonlinear(value))
         return value
 
     with restored_buffers(subject):  # and what the subject's loss holds, so not yet ours
@@ -48,26 +48,28 @@ def nonlinear_backward(subject: Sequential, batch: Batch) -> str:
         except RuntimeError:  # a function of the model that frees what its backward needs
             return ""
         finally:
-            subject.loss = plain
-    return found[0]
+            subject.loss = own_loss
+    return descriptions[0]
 
 
-def check_linear(case: Case, batch: Batch, parts: int, bad: Row) -> None:
+def check_linear(case: Case, batch: Batch, parts: int, difference: Row) -> None:
     """Refuse (S703) a model whose losses add up over parts, but whose backward is not linear.
 
-    `bad` is what differs between the parts and the whole.
+    `difference` is what differs between the parts and the whole.
     """
-    if bad.kind.startswith("loss"):
+    if difference.kind.startswith("loss"):
         return
     with original_subject(case) as subject:
-        where = nonlinear_backward(subject, batch)
-    if where:
+        nonlinear = nonlinear_backward(subject, batch)
+    if nonlinear:
         raise Refusal.of(
             "S703",
             "splitting the batch changes the gradients of this model, not its loss",
             notes=(
-                f"{where}, is not linear: of half a gradient it does not make half of its result",
-                f"on the original, in {parts} parts, {bad.place} differs by {bad.error:.1e}",
+                f"{nonlinear}, is not linear: of half a gradient it does not make"
+                " half of its result",
+                f"on the original, in {parts} parts, {difference.place} differs by"
+                f" {difference.error:.1e}",
                 "each part of the batch has its own part of the gradient, and is changed alone",
             ),
             helps=(
@@ -79,24 +81,28 @@ def check_linear(case: Case, batch: Batch, parts: int, bad: Row) -> None:
 
 def _first_nonlinear(loss: Tensor) -> str:
     """Return the first node of a loss's backward that is not linear; its graph is kept."""
-    seen: dict[Any, tuple[Given, Given]] = {}
-    wrong: list[str] = []
+    first_calls: dict[Any, tuple[Gradients, Gradients]] = {}
+    nonlinear: list[str] = []
 
     def record(node: Any) -> Callable[[Any, Any], None]:
-        def hook(made: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
-            if node not in seen:
-                seen[node] = _copied(made), _copied(given)
-            elif not wrong:
-                before = seen[node]
-                if not _scaled(before[1], given):
-                    wrong.append(f"a hook on the result of `{_forward_name(node)}`")
-                elif not _scaled(before[0], made):
-                    wrong.append(_describe(node))
+        def hook(
+            grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]
+        ) -> None:
+            if node not in first_calls:
+                first_calls[node] = _copied(grad_inputs), _copied(grad_outputs)
+            elif not nonlinear:
+                first_call = first_calls[node]
+                if not _scaled(first_call[1], grad_outputs):
+                    nonlinear.append(f"a hook on the result of `{_forward_name(node)}`")
+                elif not _scaled(first_call[0], grad_inputs):
+                    nonlinear.append(_describe(node))
 
         return hook
 
-    handles = [node.register_hook(record(node)) for node in _nodes(loss.grad_fn)]
-    leaves = {node.variable: node.variable.grad for node in _nodes(loss.grad_fn, leaves=True)}
+    nodes = list(autograd_nodes(loss.grad_fn))
+    leaves = {node.variable: node.variable.grad for node in nodes if hasattr(node, "variable")}
+    inner_nodes = [node for node in nodes if not hasattr(node, "variable")]
+    handles = [node.register_hook(record(node)) for node in inner_nodes]
     try:
         for factor in (1.0, _FACTOR):
             torch.autograd.backward(loss, torch.full_like(loss, factor), retain_graph=True)
@@ -105,28 +111,27 @@ def _first_nonlinear(loss: Tensor) -> str:
             handle.remove()
         for leaf, grad in leaves.items():
             leaf.grad = grad
-    return wrong[0] if wrong else ""
+    return nonlinear[0] if nonlinear else ""
 
 
-def _nodes(root: Any, leaves: bool = False) -> Iterator[Any]:
-    """Yield the nodes below a root: those of leaves, or all others."""
-    pending, met = [root], {None, root}
+def autograd_nodes(root: Any) -> Iterator[Any]:
+    """Yield a node of autograd and all nodes below it, each once."""
+    pending, visited = [root], {None, root}
     while pending:
         node = pending.pop()
-        if hasattr(node, "variable") == leaves:
-            yield node
-        below = [one for one, _ in node.next_functions if one not in met]
-        met.update(below)
-        pending += dict.fromkeys(below)
+        yield node
+        parents = dict.fromkeys(parent for parent, _ in node.next_functions)
+        pending += [parent for parent in parents if parent not in visited]
+        visited.update(parents)
 
 
-def _copied(values: Sequence[Tensor | None]) -> Given:
-    return [None if one is None else one.detach().clone() for one in values]
+def _copied(values: Sequence[Tensor | None]) -> Gradients:
+    return [None if value is None else value.detach().clone() for value in values]
 
 
-def _scaled(before: Sequence[Tensor | None], now: Sequence[Tensor | None]) -> bool:
+def _scaled(before: Sequence[Tensor | None], after: Sequence[Tensor | None]) -> bool:
     """Return whether each gradient is `_FACTOR` times the one before."""
-    for x, y in zip(before, now):
+    for x, y in zip(before, after):
         if x is None or y is None:
             continue
         if not float((y - _FACTOR * x).norm()) <= RTOL * float(x.norm()):

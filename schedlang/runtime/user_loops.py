@@ -146,17 +146,18 @@ def _check_stepping(parameters: LocalParameters, name: str) -> Callable[[Tensor]
     return check
 
 
-def check_shapes(held: LocalParameters) -> None:
+def check_shapes(parameters: LocalParameters) -> None:
     """Raise Refusal S617 if a loop of the user has put a value of another shape into a parameter.
 
     A rank that holds a shard takes the full value for its shard: rows and columns of other ranks.
     """
-    for name, shape in held.shapes.items():
-        if held[name].shape != shape:
-            here, new = tuple(shape), tuple(held[name].shape)
+    for name, shape in parameters.shapes.items():
+        if parameters[name].shape != shape:
+            shard_shape, new_shape = tuple(shape), tuple(parameters[name].shape)
             raise Refusal.of(
                 "S617",
-                f"`.data =` gave `{name}` the shape {new}, and this rank's shard of it is {here}",
+                f"`.data =` gave `{name}` the shape {new_shape}, and this rank's"
+                f" shard of it is {shard_shape}",
                 helps=(
                     "`program.load_state_dict({**program.state_dict(), name: value})` takes full"
                     " values",
@@ -188,17 +189,17 @@ def _register_checks() -> None:
     register_optimizer_step_pre_hook(_check_optimizer)
 
 
-def _check_transforms(given: Iterable[Any]) -> None:
+def _check_transforms(inputs: Iterable[Any]) -> None:
     """Raise Refusal S617 in a transform of torch.func and for forward-mode gradients.
 
     The collectives of a sharded module have neither.
     """
-    what = "a transform of `torch.func`" if in_transform() else ""
-    what = what or ("a forward-mode gradient" if any(map(has_tangent, given)) else "")
-    if what:
+    transform = "a transform of `torch.func`" if in_transform() else ""
+    transform = transform or ("a forward-mode gradient" if any(map(has_tangent, inputs)) else "")
+    if transform:
         raise Refusal.of(
             "S617",
-            f"{what} cannot go through the collectives of sharded modules",
+            f"{transform} cannot go through the collectives of sharded modules",
             helps=(
                 "`torch.autograd.grad`, with `create_graph=True` for a second derivative",
                 "or put it around the original, on one rank",
@@ -209,9 +210,9 @@ def _check_transforms(given: Iterable[Any]) -> None:
 def _note_forwards(module: nn.Module) -> None:
     """Record from now on which nodes of autograd the forwards of a program's module make."""
 
-    def before(unused: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def before(unused: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling():
-            _check_transforms((*given, *named.values()))
+            _check_transforms((*args, *kwargs.values()))
             _forwards.made.append((sequence_number(), math.inf))
 
     def after(*unused: object) -> None:
@@ -230,11 +231,11 @@ def _check_terms(roots: Iterable[Any]) -> None:
     """
     nodes = (root.grad_fn if isinstance(root, Tensor) else root.node for root in roots)
     pending: list[Any] = list(nodes)
-    met = {None, *pending}
+    visited = {None, *pending}
     while pending:
         node = pending.pop()
-        for below, _ in () if node is None else node.next_functions:
-            name = vars(below.variable).get(_SHARD) if hasattr(below, "variable") else None
+        for parent, _ in () if node is None else node.next_functions:
+            name = vars(parent.variable).get(_SHARD) if hasattr(parent, "variable") else None
             if name is not None and _is_term(node):
                 raise Refusal.of(
                     "S622",
@@ -245,9 +246,9 @@ def _check_terms(roots: Iterable[Any]) -> None:
                         "or compute the term in the model's forward, and build a program of it",
                     ),
                 ).at(python_span())
-            if below not in met:
-                met.add(below)
-                pending.append(below)
+            if parent not in visited:
+                visited.add(parent)
+                pending.append(parent)
 
 
 def _is_term(node: Any) -> bool:
