@@ -46,16 +46,22 @@ _SHOWN = 60  # characters
 
 
 def check_repeats(
-    plan: Plan, rows: Sequence[Action], sample: Mapping[str, Any], loss: Loss | None
+    plan: Plan,
+    rows: Sequence[Action],
+    sample: Mapping[str, Any],
+    loss: Loss | None,
+    equal: Mapping[str, object] | None = None,
 ) -> None:
     """Refuse (S843) a row that recomputes a module whose second forward differs from the first.
 
     This is so for random draws from other generators than torch's, and for a module that is called
     with other tensors in place of its weights, since a recomputation would use its own weights. One
     module of each kind is run twice on the meta device; the result is cached in the model.
+    `equal`: unit of the model -> its kind; two units of each kind are called.
     """
     from schedlang.passes.propagate.propagate import backward_root
     from schedlang.runtime.activation_memory.repeat_checks import RepeatCheck
+    from schedlang.runtime.tracing.equal_units import EqualUnits
     from schedlang.runtime.tracing.meta_runs import meta_model, without_values
 
     kinds = {site: module_kind(plan.model, site) for action in rows for site in action.sites}
@@ -67,8 +73,21 @@ def check_repeats(
     replaced: list[str] = []
     for site in kinds:
         model.get_submodule(site).register_forward_pre_hook(partial(_note_replaced, replaced, site))
-    with without_values(sample) as (inputs, _):
-        differences = RepeatCheck(model, kinds).run(lambda: backward_root(model, inputs, loss))
+    units = EqualUnits(model, equal or {})
+
+    def forward(inputs: Mapping[str, Any]) -> None:
+        with units.using():
+            backward_root(model, inputs, loss)
+
+    try:
+        with without_values(sample) as (inputs, _):
+            differences = RepeatCheck(model, kinds).run(lambda: forward(inputs))
+    except Exception:
+        if not (units.imitated or units.different):
+            raise
+        units.different = True
+    if units.different:
+        return check_repeats(plan, rows, sample, loss)
     if replaced:
         raise Refusal(_other_weights(replaced[0], _label(rows, replaced[0])))
     if differences:
@@ -218,7 +237,7 @@ def prepare(
         if plan.activation_codings:
             traced = replace(traced, saved_splits=find_saved_splits(counting, chains))
         if recompute_rows:
-            check_repeats(plan, recompute_rows, sample, loss)
+            check_repeats(plan, recompute_rows, sample, loss, traced.equal_units)
         if bits is None:
             bits = find_bit_table(plan, sample, loss, chains) if plan.activation_codings else {}
         return Prepared(traced, staged, holdings_of(plan, staged), slicing, tokens, chains, bits)

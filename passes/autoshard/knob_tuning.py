@@ -29,7 +29,7 @@ from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.complete.complete import complete_plan
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.state import Settings
-from schedlang.passes.propagate.original_forward import batch_refusal
+from schedlang.passes.propagate.batch_refusals import batch_refusal
 from schedlang.passes.simulate.memory import rank_classes
 from schedlang.passes.simulate.node_cluster import Nodes
 from schedlang.passes.simulate.simulated_ranks import memory_of_ranks, simulate_ranks

@@ -25,7 +25,7 @@ from schedlang.language import nodes as n
 from schedlang.passes.elaborate.expand import plan_of_calls
 from schedlang.passes.elaborate.rows import PLAIN, path_of, selector_path
 from schedlang.passes.partition.staging import stages_of
-from schedlang.passes.propagate.original_forward import batch_refusal
+from schedlang.passes.propagate.batch_refusals import batch_refusal
 from schedlang.passes.propagate.propagate import propagate
 from schedlang.passes.propagate.sequence_trials import tokens_of
 from schedlang.passes.reduce_model.blocks import (

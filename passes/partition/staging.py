@@ -8,6 +8,7 @@ of stages that offload activations to the next rank of the pipeline.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from schedlang.passes.partition.stage_assignment import (
     weight_of,
 )
 from schedlang.passes.propagate.casts import cast_modules
+from schedlang.passes.propagate.equal_units import equally_sharded_units
 from schedlang.passes.propagate.propagate import Traced
 
 if TYPE_CHECKING:
@@ -223,9 +225,7 @@ def _record_graph(
 
     Runs another forward to count calls where the trace does not have each unit called once.
     """
-    from schedlang.runtime.pipeline.stage import RecordedOutputs
     from schedlang.runtime.tracing.module_calls import calls_from_counts
-    from schedlang.runtime.tracing.recording import record_forward
     from schedlang.runtime.tracing.units import units_of
 
     starts = [fqn for c in plan.cuts for fqn in c.before]
@@ -234,11 +234,30 @@ def _record_graph(
     if calls is not None:
         try:
             names = units_of(skeleton, batch, starts, trunks=trunks, unrolled=unrolled, calls=calls)
-            recorded = RecordedOutputs(skeleton, names)
-            return record_forward(skeleton, names, batch, loss=loss, met=recorded), recorded
+            return _record_units(skeleton, names, batch, loss, equally_sharded_units(traced))
         except Refusal:
             pass  # a forward called by name is no unit; the next lines refuse where necessary
     names = units_of(skeleton, batch, starts, trunks=trunks, unrolled=unrolled)
+    return _record_units(skeleton, names, batch, loss, {})
+
+
+def _record_units(
+    skeleton: nn.Module,
+    names: Sequence[str],
+    batch: Mapping[str, Any],
+    loss: Loss | None,
+    equal: Mapping[str, object],
+) -> tuple[StageGraph, RecordedOutputs]:
+    """Record a forward; of `equal` units (unit -> its kind) two run, or all if they differ here."""
+    from schedlang.runtime.pipeline.stage import RecordedOutputs
+    from schedlang.runtime.tracing.equal_units import DifferentUnits
+    from schedlang.runtime.tracing.recording import record_forward
+
+    if equal:
+        recorded = RecordedOutputs(skeleton, names)
+        with suppress(DifferentUnits):
+            graph = record_forward(skeleton, names, batch, loss=loss, met=recorded, equal=equal)
+            return graph, recorded
     recorded = RecordedOutputs(skeleton, names)
     return record_forward(skeleton, names, batch, loss=loss, met=recorded), recorded
 

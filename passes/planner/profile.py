@@ -39,7 +39,7 @@ from schedlang.passes.planner.values import (
     UnitRun,
     Work,
 )
-from schedlang.passes.propagate.original_forward import batch_refusal
+from schedlang.passes.propagate.batch_refusals import batch_refusal
 from schedlang.passes.propagate.propagate import propagate
 from schedlang.passes.propagate.sequence_trials import is_on_meta, slicing_of
 from schedlang.passes.reduce_model.blocks import Blocks, blocks_of, fewest_layers

@@ -20,6 +20,12 @@ from schedlang.diagnostics.user_errors import refusal_of
 from schedlang.ir.model import is_inside, quote_module
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
+from schedlang.passes.propagate.batch_refusals import (
+    batch_refusal,
+    find_unused_keys,
+    is_about_values,
+)
+from schedlang.passes.propagate.equal_units import units_to_record
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,6 +38,7 @@ if TYPE_CHECKING:
     )
     from schedlang.runtime.propagation.dry_run import ShardedLeaf
     from schedlang.runtime.propagation.trace import Call, LabelRule, ModuleStack, RecordedForward
+    from schedlang.runtime.tracing.equal_units import EqualUnits
 
 Loss = Callable[..., Any]
 
@@ -74,6 +81,8 @@ class Original:
                              modules then
     call_counts              modules in the order of their first call, and how often each is called
     choosing_modules         modules that choose by values (a top-k) -> the call that does
+    equal_units              units that do the same with their arguments and parameters -> the
+                             number of their kind
     """
 
     labels: tuple[LabelRule, ...] = ()
@@ -98,6 +107,7 @@ class Original:
     varying_modules: frozenset[str] = frozenset()
     call_counts: Mapping[str, int] = field(default_factory=dict)
     choosing_modules: Mapping[str, str] = field(default_factory=dict)
+    equal_units: Mapping[str, int] = field(default_factory=dict)
 
 
 class Recording(NamedTuple):
@@ -135,11 +145,15 @@ def record_original(
     draws = draws or any(isinstance(module, Dropout) and module.p > 0 for module in model.modules())
     draws_seen, read_keys = DrawObserver(lambda: stack.frames[-1][0]) if draws else None, set[str]()
     loss_function = None if loss is None else partial(_call_loss, loss, read_keys)
-    failure: Exception | None = None
+    failure, units = None, units_to_record(plan, model)
     with restore_global_state(plan.model.model, loss), without_values(batch) as (inputs, values):
         recorded = RecordedForward(stack, inputs, values, draws)
-        values.drew = values.drew if draws_seen is None else draws_seen.observe_operator
-        with draws_seen or nullcontext(), Trace(stack, recorded, asked=truths) as trace:
+        values.drew = draws_seen and draws_seen.observe_operator
+        with (
+            draws_seen or nullcontext(),
+            Trace(stack, recorded, asked=truths) as trace,
+            units.recording(values, trace),
+        ):
             try:
                 output, value = run_forward(model, inputs, loss_function)
             except Refusal:
@@ -176,6 +190,7 @@ def record_original(
         uses_batch_conditions=truths,
         call_counts=stack.turns,
         choosing_modules=recorded.choices,
+        equal_units=units.equal_units((output, value), recorded.frames, stack),
     )
     if values.read_unknown or values.read_known or trace.answered:
         original = _with_other_values(plan, batch, loss, leaves, original)
@@ -223,11 +238,14 @@ def _with_other_values(
 
     from schedlang.runtime.batch import run_forward
     from schedlang.runtime.global_state import restore_global_state
+    from schedlang.runtime.propagation.imitated_units import EqualTurns
     from schedlang.runtime.propagation.trace import Trace
+    from schedlang.runtime.tracing.equal_units import EqualUnits
     from schedlang.runtime.tracing.meta_runs import without_values
 
     model, stack = _watched_copy(plan, leaves)
     trace = Trace(stack, other=True)
+    units = EqualUnits(model, original.equal_units, observer=EqualTurns(stack))
     try:
         state_restored = restore_global_state(plan.model.model, loss)
         with (
@@ -235,10 +253,16 @@ def _with_other_values(
             fork_rng(devices=[]),
             without_values(batch, True) as (inputs, _),
             trace,
+            units.using(),
         ):
             run_forward(model, inputs, loss)
     except Exception:  # an impossible shape, an index out of range
-        return replace(original, reads_values=True)
+        if not (units.imitated or units.different):
+            return replace(original, reads_values=True)
+        units.different = True
+    if units.different:  # all units have to run
+        other = _with_other_values(plan, batch, loss, leaves, replace(original, equal_units={}))
+        return replace(other, equal_units=original.equal_units)
     counts, other_counts = original.call_counts, stack.turns
     varying = {fqn for fqn in (*counts, *other_counts) if counts.get(fqn) != other_counts.get(fqn)}
     if [fqn for fqn in counts if fqn not in varying] != [
@@ -303,31 +327,64 @@ class ManyRows(NamedTuple):
     sums: LossSums | None
 
 
-def record_many_rows(plan: Plan, batch: Mapping[str, Any], loss: Loss | None) -> ManyRows | None:
+def record_many_rows(
+    plan: Plan,
+    batch: Mapping[str, Any],
+    loss: Loss | None,
+    equal: Mapping[str, object] | None = None,
+) -> ManyRows | None:
     """Record a forward with a unique number of rows, once for a batch of these shapes.
 
-    Returns None if the model accepts no other number of rows.
+    Returns None if the model accepts no other number of rows. `equal`: unit of the model -> its
+    kind; two units of each kind run, if these neither draw nor get or return sums of rows.
     """
-    from schedlang.runtime.batch import run_forward
     from schedlang.runtime.global_state import restore_loss_state
-    from schedlang.runtime.grad_reduction.batch_statistics import BatchSumLattice
     from schedlang.runtime.pipeline.stage import signature
-    from schedlang.runtime.propagation.trace import RecordedForward, Trace, run_with_prime_rows
-
-    def run(bare: nn.Module, inputs: dict[str, Any], stack: ModuleStack, rows: int) -> ManyRows:
-        recorded = RecordedForward(stack, inputs, draws=True, calls=False)
-        sums = BatchSumLattice(stack, rows, recorded.means)
-        with Trace(stack, recorded, sums):
-            _, value = run_forward(bare, inputs, sums.wrap_loss(loss))
-        return ManyRows(recorded.drawn, None if value is None else sums.sums_of(value))
+    from schedlang.runtime.propagation.trace import run_with_prime_rows
 
     cached: Any = plan.model.cache.setdefault("many rows", {})
     key = signature(batch), id(loss)
     if key not in cached:  # the cache holds the loss, so that its id is not used again
         with restore_loss_state(loss):
-            cached[key] = run_with_prime_rows(plan.model.model, batch, run), loss
-    many_rows: ManyRows | None = cached[key][0]
-    return many_rows
+            run = _ManyRowsRun(loss, equal or {})
+            many_rows = run_with_prime_rows(plan.model.model, batch, run)
+            if run.is_different(failed=many_rows is None):
+                run = _ManyRowsRun(loss, {})
+                many_rows = run_with_prime_rows(plan.model.model, batch, run)
+        cached[key] = many_rows, loss
+    result: ManyRows | None = cached[key][0]
+    return result
+
+
+@dataclass
+class _ManyRowsRun:
+    """One forward with many rows; `equal`: unit -> its kind, of which two run."""
+
+    loss: Loss | None
+    equal: Mapping[str, object]
+    units: EqualUnits | None = None
+
+    def __call__(
+        self, bare: nn.Module, inputs: dict[str, Any], stack: ModuleStack, rows: int
+    ) -> ManyRows:
+        """Run the forward, and return what was recorded."""
+        from schedlang.runtime.batch import run_forward
+        from schedlang.runtime.grad_reduction.batch_statistics import BatchSumLattice
+        from schedlang.runtime.propagation.imitated_units import Unmarked
+        from schedlang.runtime.propagation.trace import RecordedForward, Trace
+        from schedlang.runtime.tracing.equal_units import EqualUnits
+
+        recorded = RecordedForward(stack, inputs, draws=True, calls=False)
+        sums = BatchSumLattice(stack, rows, recorded.means)
+        self.units = EqualUnits(bare, self.equal, observer=Unmarked(sums, recorded.drawn))
+        with Trace(stack, recorded, sums), self.units.using():
+            _, value = run_forward(bare, inputs, sums.wrap_loss(self.loss))
+        return ManyRows(recorded.drawn, None if value is None else sums.sums_of(value))
+
+    def is_different(self, failed: bool) -> bool:
+        """Return whether all units have to run: they differ, or the run with a few has failed."""
+        units = self.units
+        return units is not None and (units.different or failed and units.imitated > 0)
 
 
 def _unbatched(
@@ -373,78 +430,9 @@ def _call_loss(loss: Loss, read: set[str], output: Any, batch: Mapping[str, Any]
     try:
         return loss(output, ObservedBatch(batch, read))
     except Exception as error:
-        if _is_about_values(error):
+        if is_about_values(error):
             raise
         raise refusal_of(error, "loss", loss) from error
-
-
-def _is_about_values(error: Exception) -> bool:
-    """Return whether an error says that values of a meta tensor were needed."""
-    text = str(error)
-    is_match = "on meta tensors" in text or "CPU" in text and "but got" in text and " meta " in text
-    is_match |= "unallocated storage" in text or "meta tensor without output_size" in text
-    return isinstance(error, NotImplementedError) or is_match
-
-
-def find_unused_keys(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a batch that the forward does not take."""
-    from schedlang.runtime.batch import accepted_inputs
-
-    return [key for key in batch if key not in accepted_inputs(model, batch)]
-
-
-def describe_packed_tensors(batch: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return notes on tensors of a batch with several entries per row, such as packed patches.
-
-    These tensors are not split: each part of the batch has the full tensor.
-    """
-    from schedlang.runtime.batch import named_tensors, row_count
-
-    try:
-        rows = row_count(batch)
-    except Refusal:  # a batch without rows: the model's own error is reported first
-        return ()
-    sizes = {name: tensor.shape[:1] for name, tensor in named_tensors(batch).items()}
-    oversized = [(name, size[0]) for name, size in sizes.items() if size and size[0] > max(1, rows)]
-    return tuple(
-        f"`{name}` has {count} entries in dim 0 where the batch has {rows} rows: it is not split"
-        " by rows, and each part has all of it"
-        for name, count in oversized
-    )
-
-
-def batch_refusal(
-    error: Exception, unused_keys: Sequence[str] = (), batch: Mapping[str, Any] | None = None
-) -> Refusal:
-    """Return the refusal for an error that the model raised on the meta device.
-
-    `unused_keys`: keys of the batch that the forward does not take; one may be misspelled.
-    `batch`: the batch with which the model ran.
-    """
-    from schedlang.runtime.tracing.module_calls import line_of, value_refusal
-
-    if _is_about_values(error):
-        return value_refusal(error)
-    text, line = f"{type(error).__name__}: {error}".split("\n")[0], line_of(error)
-    packed = describe_packed_tensors(batch) if batch else ()
-    helps = ["return the keyword arguments of the model's forward from `batch(seed)`"]
-    if "more than 1 value per channel" in text:  # torch's batch norm, in training
-        helps = ["give more rows, or fewer parts: ranks on the axes of `zero`, microbatches"]
-    if packed:
-        helps += [
-            "give one entry for each row, `[rows, ...]`, and flatten it in the forward",
-            "or do not split the batch: 1 rank on the axes of `zero`, 1 microbatch",
-        ]
-    return Refusal.of(
-        "S604",
-        "the model rejects this batch",
-        notes=(
-            f"on the meta device it raised `{text}`{line and f', at {line}'}",
-            *(f"its forward does not take `{key}` of the batch" for key in unused_keys),
-            *packed,
-        ),
-        helps=tuple(helps),
-    )
 
 
 Weight = Callable[[Mapping[str, Any]], float]
@@ -495,21 +483,26 @@ def with_statistics(
     Refuses (S668) sums that microbatches split. `weighed`: the user gave a weight function.
     """
     if plan.micro > 1 and not is_statistics_relaxed(plan) and not weighed:
-        sums = _known_sums(plan, sample, loss)
+        sums = _known_sums(plan, sample, loss, traced.equal_units)
         # with a mean over labels, no other sum is a mean of means, for any number of rows
         nonlinear = [term for term, linear in sums.sums.items() if not linear] if sums else []
         if sums is not None and sums.labels and nonlinear:
             raise _split_statistics(plan, nonlinear[0])
-    return replace(traced, statistics=statistics_of(plan, sample, loss, weighed))
+    statistics = statistics_of(plan, sample, loss, weighed, traced.equal_units)
+    return replace(traced, statistics=statistics)
 
 
 def statistics_of(
-    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, weighed: bool
+    plan: Plan,
+    sample: Mapping[str, Any],
+    loss: Loss | None,
+    weighed: bool,
+    equal: Mapping[str, object] | None = None,
 ) -> BatchStatistics | None:
     """Return the sums to be reduced over the ranks that share a batch; None where there are none.
 
-    `weighed`: the user gave a weight function. With several microbatches the result is None: a
-    microbatch cannot know the values of later ones.
+    `weighed`: the user gave a weight function. `equal`: equal units of the model. With several
+    microbatches the result is None: a microbatch cannot know the values of later ones.
     """
     from schedlang.runtime.comm.collectives import Group
     from schedlang.runtime.grad_reduction.batch_statistics import BatchStatistics
@@ -517,7 +510,7 @@ def statistics_of(
     axes = tuple(axis for axis in plan.data_axes if plan.mesh.size(axis) > 1)
     if not axes or plan.micro > 1 or is_statistics_relaxed(plan):
         return None
-    sums = find_shared_sums(plan, sample, loss, weighed)
+    sums = find_shared_sums(plan, sample, loss, weighed, equal)
     if (
         not sums
         or plan.mesh.size(plan.context_axes) > 1
@@ -558,23 +551,32 @@ def is_statistics_relaxed(plan: Plan) -> bool:
 
 
 def find_shared_sums(
-    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, weighed: bool
+    plan: Plan,
+    sample: Mapping[str, Any],
+    loss: Loss | None,
+    weighed: bool,
+    equal: Mapping[str, object] | None = None,
 ) -> tuple[BatchSum, ...]:
     """Return the sums over rows in the loss that need all rows of the batch.
 
     A loss with labels is weighted by labels: any other sum in the loss needs all rows. A loss
     without labels is weighted by rows: a mean over rows (a linear sum) needs no other rows.
     """
-    loss_sums = _known_sums(plan, sample, loss)
+    loss_sums = _known_sums(plan, sample, loss, equal)
     if loss_sums is None:
         return ()
     counted = weighed or loss_sums.labels
     return tuple(batch_sum for batch_sum, linear in loss_sums.sums.items() if counted or not linear)
 
 
-def _known_sums(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> LossSums | None:
+def _known_sums(
+    plan: Plan,
+    sample: Mapping[str, Any],
+    loss: Loss | None,
+    equal: Mapping[str, object] | None = None,
+) -> LossSums | None:
     """Return the sums over rows in the loss; None where they are unknown."""
-    many_rows = record_many_rows(plan, sample, loss)
+    many_rows = record_many_rows(plan, sample, loss, equal)
     return many_rows.sums if many_rows is not None else None
 
 

@@ -18,6 +18,7 @@ from schedlang.ir.model import is_inside
 from schedlang.ir.placement import Replicate, S
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
+from schedlang.passes.propagate.imitating_run import attempt_sharded_run
 from schedlang.passes.propagate.original_forward import Original, Recording, record_original
 from schedlang.passes.propagate.saved_splits import SavedSplits
 from schedlang.passes.propagate.sharded_run import (
@@ -152,9 +153,10 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
         divided, reached = (tries or pairs).pop()
         if not single and any((divided - {number}, reached) in unhelpful for number in divided):
             continue  # one of the two numbers changes nothing here
-        attempt_run = ShardedRun(plan, batch, loss, leaves, recording, divided)
         try:
-            failure = attempt_run.attempt()
+            attempt_run, failure = attempt_sharded_run(
+                plan, batch, loss, leaves, recording, divided
+            )
         except Hoist as hoist:
             for fqn in same_module_of_layers(plan, hoist.fqn):
                 leaves[fqn] = hoist_gather(fqn, leaves.get(fqn), hoist.axis)

@@ -54,6 +54,11 @@ class AttributeSnapshot:
                     self._filled.append((value, content))
         self._noted.clear()
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether changes are stored."""
+        return bool(self._set or self._filled)
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore, within the block, the attributes from before the forward."""

@@ -25,10 +25,29 @@ class DifferentUnits(Exception):
     """Raised if a unit is called differently from those of its kind: then all units have to run."""
 
 
-@dataclass(frozen=True)
-class _Shown:
-    """One call of a unit that ran: the leaves of its arguments, and its output."""
+class UnitObserver:
+    """Observer of the units of a forward: it notes for imitated ones what those that ran have left.
 
+    A method raises DifferentUnits where the units are not equal to the observer.
+    """
+
+    def before(self, name: str, leaves: Sequence[Any]) -> None:
+        """Observe the arguments of a unit that is about to run."""
+
+    def ran(self, name: str, leaves: Sequence[Any], made: Sequence[Tensor]) -> None:
+        """Observe a unit that has run, and the tensors that it has made and returned."""
+
+    def imitated(
+        self, name: str, shown: ShownCall, leaves: Sequence[Any], made: Sequence[Tensor]
+    ) -> None:
+        """Observe a unit that did not run: the call that stands for it, and its new tensors."""
+
+
+@dataclass(frozen=True)
+class ShownCall:
+    """One call of a unit that ran: its name, the leaves of its arguments, and its output."""
+
+    name: str
     given: Sequence[Any]
     gave: Any
 
@@ -36,26 +55,39 @@ class _Shown:
     def made(self) -> list[Tensor]:
         """The tensors of the output that are not among the arguments."""
         input_ids = set(map(id, self.given))
-        return [t for t in _leaves(self.gave) if isinstance(t, Tensor) and id(t) not in input_ids]
+        return [
+            t
+            for t in argument_leaves(self.gave)
+            if isinstance(t, Tensor) and id(t) not in input_ids
+        ]
 
 
 class EqualUnits:
     """Runs two units of each kind, and imitates the others: calls `passed(name, backward)`.
 
-    kinds    unit -> its kind
-    reached  unit -> the numbers of its results that have got a gradient
-    Raises Unlike if a unit is not called once, or if its arguments differ from those of the second
-    unit of its kind: tensors of another form, other numbers, or neither tensors nor plain values.
+    kinds      unit -> its kind
+    reached    unit -> the numbers of its results that have got a gradient
+    imitated   the number of imitated units
+    different  whether DifferentUnits was raised, which a model's own code may catch
+    Raises DifferentUnits if a unit is not called once, or if its arguments differ from those of the
+    second unit of its kind: tensors of another form, other numbers, or neither tensors nor plain
+    values; or where the observer does.
     """
 
     def __init__(
-        self, model: nn.Module, kinds: Mapping[str, object], passed: Callable[[str, bool], None]
+        self,
+        model: nn.Module,
+        kinds: Mapping[str, object],
+        passed: Callable[[str, bool], None] | None = None,
+        observer: UnitObserver | None = None,
     ) -> None:
         self.model, self.names, self.kinds, self.passed = model, tuple(kinds), kinds, passed
+        self.observer = observer or UnitObserver()
+        self.imitated, self.different = 0, False
         self.reached: dict[str, set[int]] = {name: set() for name in kinds}
         self._calls: Counter[object] = Counter()
         self._called: set[str] = set()
-        self._shown: dict[object, _Shown] = {}
+        self._shown: dict[object, ShownCall] = {}
 
     @contextmanager
     def using(self) -> Iterator[None]:
@@ -68,26 +100,35 @@ class EqualUnits:
             switch.remove()
 
     def _call(self, unit: int, original: Any, args: Any, kwargs: Any) -> Any:
-        name = self.names[unit]
+        try:
+            return self._run(self.names[unit], original, args, kwargs)
+        except DifferentUnits:
+            self.different = True
+            raise
+
+    def _run(self, name: str, original: Any, args: Any, kwargs: Any) -> Any:
         if name in self._called:
             raise DifferentUnits
         self._called.add(name)
-        kind, leaves = self.kinds[name], list(_leaves((args, kwargs)))
+        kind, leaves = self.kinds[name], list(argument_leaves((args, kwargs)))
         self._calls[kind] += 1
         if self._calls[kind] > RUNS_PER_KIND:
             return self._imitate(name, self._shown[kind], leaves)
+        with torch._C.DisableTorchFunction():
+            self.observer.before(name, leaves)
         output = original(*args, **kwargs)
-        self._shown[kind] = shown = _Shown(leaves, output)
+        self._shown[kind] = shown = ShownCall(name, leaves, output)
         with torch._C.DisableTorchFunction():  # not seen by function modes
             for output_index, tensor in enumerate(shown.made):
-                if tensor.requires_grad:
+                if tensor.requires_grad and self.passed is not None:
                     tensor.register_hook(partial(self._reach, name, output_index))  # type: ignore[no-untyped-call]
+            self.observer.ran(name, leaves, shown.made)
         return output
 
     def _reach(self, name: str, output_index: int, grad: object) -> None:
         self.reached[name].add(output_index)
 
-    def _imitate(self, name: str, shown: _Shown, leaves: Sequence[Any]) -> Any:
+    def _imitate(self, name: str, shown: ShownCall, leaves: Sequence[Any]) -> Any:
         """Return the imitated output of a unit whose arguments equal those of a unit that ran."""
         with torch._C.DisableTorchFunction():  # not seen by function modes
             if not (
@@ -99,15 +140,20 @@ class EqualUnits:
             forms = list(map(_form, shown.made))
             if any(form[3] for form in forms) and not learns:
                 raise DifferentUnits
-            self.passed(name, False)
+            self.imitated += 1
+            if self.passed is not None:
+                self.passed(name, False)
             on_backward = partial(self._pass_back, name)
             outputs = _Imitated.apply(on_backward, forms, *learns) if forms else ()  # type: ignore[no-untyped-call]
             replacements |= {id(old): output for old, output in zip(shown.made, outputs)}
-            return _replaced(shown.gave, replacements)
+            output = _replaced(shown.gave, replacements)
+            self.observer.imitated(name, shown, leaves, outputs)
+            return output
 
     def _pass_back(self, name: str, output_indices: Iterable[int]) -> None:
         self.reached[name].update(output_indices)
-        self.passed(name, True)
+        if self.passed is not None:
+            self.passed(name, True)
 
 
 class _Imitated(torch.autograd.Function):
@@ -144,27 +190,27 @@ def _same_argument(new: Any, old: Any) -> bool:
     if isinstance(new, Tensor):
         are_floats = type(new) is type(old) is Tensor and new.is_floating_point()
         return are_floats and new.is_meta and old.is_meta and _form(new) == _form(old)
-    return type(new) is type(old) and isinstance(new, (*PLAIN, _Container)) and bool(new == old)
+    return type(new) is type(old) and isinstance(new, (*PLAIN, Container)) and bool(new == old)
 
 
 @dataclass(frozen=True)
-class _Container:
+class Container:
     """A tuple, list or dict among arguments: its type, and its keys or its length."""
 
     kind: type
     keys: tuple[object, ...]
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the leaves of nested tuples, lists and dicts, and a `_Container` for each of these."""
+def argument_leaves(value: Any) -> Iterator[Any]:
+    """Yield the leaves of nested tuples, lists and dicts, and a `Container` for each of these."""
     if type(value) in (tuple, list):
-        yield _Container(type(value), (len(value),))
+        yield Container(type(value), (len(value),))
         for item in value:
-            yield from _leaves(item)
+            yield from argument_leaves(item)
     elif type(value) is dict:
-        yield _Container(dict, tuple(value))
+        yield Container(dict, tuple(value))
         for item in value.values():
-            yield from _leaves(item)
+            yield from argument_leaves(item)
     else:
         yield value
 

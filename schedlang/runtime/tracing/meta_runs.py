@@ -509,6 +509,7 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     `real` and `meta` are the model's arguments, whose values are known; others are 0 (or nearly).
     `other`: every value that is read, known or not, is replaced with another one.
+    `drew` is called for every random operator before it runs, `ran` returns every result.
     """
 
     def __init__(self, real: Any = (), meta: Any = (), other: bool = False) -> None:
@@ -519,16 +520,18 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.read_unknown = False  # whether an unknown value was read
         self.read_known = False  # whether a known value was read
         self.random = False  # whether a random operator has run
-        # called for every random operator that runs
-        self.drew: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] = _ignore
+        self.drew: Callable[[Any, Any, Mapping[str, Any]], None] | None = None
+        self.ran: Callable[[Any, Any, Mapping[str, Any], Any], Any] | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if is_random(func):
             self.random = True
-            self.drew(func, args, kwargs or {})
-        return self.constants.run(func, args, kwargs or {}, self._zero)
+            if self.drew is not None:
+                self.drew(func, args, kwargs or {})
+        output = self.constants.run(func, args, kwargs or {}, self._zero)
+        return output if self.ran is None else self.ran(func, args, kwargs or {}, output)
 
     def _zero(self, func: Any) -> int:
         self.read_unknown = True
@@ -542,10 +545,6 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _another(value: float) -> float:
     """Return another number of the same type."""
     return type(value)(not value)
-
-
-def _ignore(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Do nothing for a random operator."""
 
 
 @cache

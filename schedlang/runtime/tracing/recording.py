@@ -21,7 +21,14 @@ from torch.utils._pytree import tree_leaves
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
+from schedlang.ir.model import is_inside
 from schedlang.runtime.batch import run_forward
+from schedlang.runtime.tracing.equal_units import (
+    DifferentUnits,
+    EqualUnits,
+    ShownCall,
+    UnitObserver,
+)
 from schedlang.runtime.tracing.meta_runs import KnownValues, LiteralsMode, meta_batch, meta_model
 from schedlang.runtime.tracing.stage_graph import (
     OutputLeaf,
@@ -153,6 +160,7 @@ ONCE = "S601"
 # (unit, its arguments, leaves of its output, their structure, numbers of leaves it has written to)
 OnUnit = Callable[[int, Any, list[Any], Any, frozenset[int]], None]
 NONE: Marks = frozenset()
+HELD = ("param", "buffer")
 
 # the result depends on the shapes of the tensor arguments, not on their values
 SHAPE_ONLY = {
@@ -176,6 +184,7 @@ def record_forward(
     loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None = None,
     meta: bool = True,
     met: OnUnit | None = None,
+    equal: Mapping[str, object] | None = None,
 ) -> StageGraph:
     """Run the model once, and record what each unit reads of the others.
 
@@ -183,30 +192,45 @@ def record_forward(
     the meta device, so weights are neither needed nor changed.  The loss is `loss(output, kwargs)`,
     else the output's `.loss`, else a scalar output.  `met` is called for each unit whose output's
     form is decided by the shapes of its arguments, and not by values or random draws.
-    Raises Refusal S601 if a unit is not called exactly once, or not in the order of `units`, and
-    S611 if code between units reads an unknown value.
+    `equal`: unit -> its kind; two units of each kind run, and the others are imitated.
+    Raises DifferentUnits if these turn out to differ; Refusal S601 if a unit is not called exactly
+    once, or not in the order of `units`, and S611 if code between units reads an unknown value.
     """
     recorded = meta_model(model, {}) if meta else model
     recorder = _Recorder(recorded, units, met)
+    kinds = {name: kind for name, kind in (equal or {}).items() if recorder.units.count(name) == 1}
+    imitation = EqualUnits(recorded, kinds, observer=_EqualReads(recorder))
     inputs = dict(meta_batch(dict(kwargs)) if meta else kwargs)
     if meta:
         recorder.constants.store_values(kwargs, inputs)
-    switch = CallSwitch(recorded, units)
     try:
-        # random draws here must not change the program's later draws
-        same_rng = torch.random.fork_rng(devices=[])
-        device = torch.device("meta") if meta else nullcontext()
-        literals = LiteralsMode(recorder.constants)
-        calls = switch.using(recorder.call)
-        with same_rng, torch.enable_grad(), device, calls, recorder, literals:
-            output, value = run_forward(recorded, inputs, loss)
+        # the switch of the recorder is the outer one: it sees imitated units too
+        with imitation.using(), _calls_recorded(recorder), torch.enable_grad():
+            device = torch.device("meta") if meta else nullcontext()
+            with device, recorder, LiteralsMode(recorder.constants):
+                output, value = run_forward(recorded, inputs, loss)
+            graph = recorder.graph(output, value)
     except Exception as error:
+        if imitation.imitated or imitation.different:
+            raise DifferentUnits from error
         if recorder.guessed is not None:
             raise recorder.guessed from error
         raise
+    if imitation.different or graph.inner_units & {recorder.units.index(name) for name in kinds}:
+        raise DifferentUnits
+    return graph
+
+
+@contextmanager
+def _calls_recorded(recorder: _Recorder) -> Iterator[None]:
+    """Context in which a recorder handles the calls of units; the generators are restored."""
+    switch = CallSwitch(recorder.model, recorder.units)
+    try:
+        # random draws here must not change the program's later draws
+        with torch.random.fork_rng(devices=[]), switch.using(recorder.call):
+            yield
     finally:
         switch.remove()
-    return recorder.graph(output, value)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -301,7 +325,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return a copy of a returned tensor, whose new storage has the unit's mark."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        self.read[unit] |= self._of(leaf) - {("inner", unit)}  # an input that is passed through
+        self.read[unit] |= self.marks_of(leaf) - {
+            ("inner", unit)
+        }  # an input that is passed through
         self.quiet = True
         copied = leaf.clone()
         self.quiet = False
@@ -316,7 +342,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _by_shapes(func):
+        if not is_decided_by_shapes(func):
             self.unsure.add(self.inside)
         output = self.constants.run(func, args, kwargs, self._unknown)
         if not self.quiet:
@@ -334,12 +360,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fresh = [t for t in outputs if _storage(t) not in read_from]
         segment = 2 * len(self.called) if self.inside is None else 2 * self.inside + 1
         self.ran[segment].append((id(func), *((t.shape, t.dtype) for t in outputs)))
-        written = _written(func, args, kwargs)
+        written = written_tensors(func, args, kwargs)
         name = func._schema.name
         if name in SHAPE_ONLY or not (fresh or written or name in CONTROL):
             read = NONE  # a view reads nothing yet
         else:
-            read = NONE.union(*(self._of(t) for t in inputs))
+            read = NONE.union(*(self.marks_of(t) for t in inputs))
         unit = self.inside
         if unit is None:
             marks = read
@@ -362,9 +388,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = _storage(tensor)
         if storage in self.owner:
             self.mutated.add(self.owner[storage])
-        self._set(tensor, self._of(tensor) | marks)
+        self._set(tensor, self.marks_of(tensor) | marks)
 
-    def _of(self, tensor: torch.Tensor) -> Marks:
+    def marks_of(self, tensor: torch.Tensor) -> Marks:
+        """Return the marks of a tensor."""
         storage = _storage(tensor)
         return NONE if storage is None else self.marks.get(storage, NONE)
 
@@ -397,7 +424,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.guessed = self.guessed or between
             return 0
         for tensor in self.arguments:
-            self.read[self.inside] |= self._of(tensor)
+            self.read[self.inside] |= self.marks_of(tensor)
         return 0
 
     def graph(self, output: Any, loss: torch.Tensor | None) -> StageGraph:
@@ -407,11 +434,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise refusal(ONCE, name, "is not called in this forward")
         final, partial = self.control, {}
         if loss is not None:
-            final |= self._of(loss)
+            final |= self.marks_of(loss)
         for path, leaf in pytree.tree_flatten_with_path(output)[0]:
             if not isinstance(leaf, torch.Tensor) or leaf is loss:
                 continue
-            marks = self._of(leaf)
+            marks = self.marks_of(leaf)
             inner = frozenset(value for kind, value in marks if kind == "inner")
             # tensors that hooks got are sent if the loss needs them, but not for an output alone
             inner |= {value[0] for kind, value in marks - final if kind == "out" and value[1] < 0}
@@ -439,8 +466,49 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
 
+class _EqualReads(UnitObserver):
+    """Notes for imitated units what the second unit of their kind has read, and its costs."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        self.recorder = recorder
+        self.numbers = {name: unit for unit, name in enumerate(recorder.units)}
+        self.given: dict[str, list[Marks]] = {}  # unit -> the marks of its arguments
+
+    def before(self, name: str, leaves: Sequence[Any]) -> None:
+        """Note the marks of the arguments of a unit."""
+        tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        self.given[name] = [self.recorder.marks_of(tensor) for tensor in tensors]
+
+    def imitated(
+        self, name: str, shown: ShownCall, leaves: Sequence[Any], made: Sequence[torch.Tensor]
+    ) -> None:
+        """Note what a unit would read of its own arguments, parameters and buffers."""
+        recorder, old, unit = self.recorder, shown.name, self.numbers[name]
+        number, old_given = self.numbers[old], self.given[old]
+        self.before(name, leaves)
+        given, read = self.given[name], recorder.read[number]
+        held = {mark for mark in read if mark[0] in HELD and is_inside(mark[1], old)}
+        taken = [k for k, marks in enumerate(old_given) if marks and marks <= read]
+        owned = [param for param, units in recorder.owners.items() if number in units]
+        known = read == held.union(*(old_given[k] for k in taken))
+        known = known and not recorder.control and number not in recorder.unsure
+        if not known or not all(is_inside(param, old) for param in owned):
+            raise DifferentUnits
+        for k, marks in enumerate(old_given):
+            others = NONE.union(*(old_given[:k] + old_given[k + 1 :]))
+            if marks != given[k] and (not marks or marks & others):
+                raise DifferentUnits  # it is not known which of the arguments was read
+        renamed = {(kind, name + param[len(old) :]) for kind, param in held}
+        recorder.read[unit] = recorder.read[unit].union(renamed, *(given[k] for k in taken))
+        for param in owned:
+            recorder.owners.setdefault(name + param[len(old) :], set()).add(unit)
+        recorder.ran[2 * unit + 1] = recorder.ran[2 * number + 1]
+        for costs in (recorder.burden.flops, recorder.burden.saved):
+            costs[unit] = costs[number]
+
+
 @cache
-def _by_shapes(func: Any) -> bool:
+def is_decided_by_shapes(func: Any) -> bool:
     """Return whether shapes alone decide the form of an operator's result, without random draws."""
     tags = torch.Tag
     unsure = {tags.nondeterministic_seeded, tags.data_dependent_output, tags.dynamic_output_shape}
@@ -462,7 +530,7 @@ def _storage(tensor: torch.Tensor) -> int | None:
         return None  # sparse and wrapper tensors have none
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensor arguments that an operator writes into, by its schema."""
     if not func._schema.is_mutable:
         return []

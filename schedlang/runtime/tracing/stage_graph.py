@@ -114,6 +114,12 @@ class StageGraph:
         return unit_labels(self.units)
 
     @property
+    def inner_units(self) -> frozenset[int]:
+        """The units of which a value is read that they do not return."""
+        inner = (reads.inner for reads in (*self.reads, self.final, *self.between))
+        return frozenset().union(*inner, *self.partial.values())
+
+    @property
     def glue_parameters(self) -> tuple[str, ...]:
         """Parameters that only code between units reads: of containers, or of repeated modules."""
         used = set(self.final.params).union(*(r.params for r in self.reads))

@@ -1,0 +1,80 @@
+"""Refusals of a batch that the model rejects on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostics.diagnostic import Refusal
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def is_about_values(error: Exception) -> bool:
+    """Return whether an error says that values of a meta tensor were needed."""
+    text = str(error)
+    is_match = "on meta tensors" in text or "CPU" in text and "but got" in text and " meta " in text
+    is_match |= "unallocated storage" in text or "meta tensor without output_size" in text
+    return isinstance(error, NotImplementedError) or is_match
+
+
+def find_unused_keys(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a batch that the forward does not take."""
+    from schedlang.runtime.batch import accepted_inputs
+
+    return [key for key in batch if key not in accepted_inputs(model, batch)]
+
+
+def describe_packed_tensors(batch: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return notes on tensors of a batch with several entries per row, such as packed patches.
+
+    These tensors are not split: each part of the batch has the full tensor.
+    """
+    from schedlang.runtime.batch import named_tensors, row_count
+
+    try:
+        rows = row_count(batch)
+    except Refusal:  # a batch without rows: the model's own error is reported first
+        return ()
+    sizes = {name: tensor.shape[:1] for name, tensor in named_tensors(batch).items()}
+    oversized = [(name, size[0]) for name, size in sizes.items() if size and size[0] > max(1, rows)]
+    return tuple(
+        f"`{name}` has {count} entries in dim 0 where the batch has {rows} rows: it is not split"
+        " by rows, and each part has all of it"
+        for name, count in oversized
+    )
+
+
+def batch_refusal(
+    error: Exception, unused_keys: Sequence[str] = (), batch: Mapping[str, Any] | None = None
+) -> Refusal:
+    """Return the refusal for an error that the model raised on the meta device.
+
+    `unused_keys`: keys of the batch that the forward does not take; one may be misspelled.
+    `batch`: the batch with which the model ran.
+    """
+    from schedlang.runtime.tracing.module_calls import line_of, value_refusal
+
+    if is_about_values(error):
+        return value_refusal(error)
+    text, line = f"{type(error).__name__}: {error}".split("\n")[0], line_of(error)
+    packed = describe_packed_tensors(batch) if batch else ()
+    helps = ["return the keyword arguments of the model's forward from `batch(seed)`"]
+    if "more than 1 value per channel" in text:  # torch's batch norm, in training
+        helps = ["give more rows, or fewer parts: ranks on the axes of `zero`, microbatches"]
+    if packed:
+        helps += [
+            "give one entry for each row, `[rows, ...]`, and flatten it in the forward",
+            "or do not split the batch: 1 rank on the axes of `zero`, 1 microbatch",
+        ]
+    return Refusal.of(
+        "S604",
+        "the model rejects this batch",
+        notes=(
+            f"on the meta device it raised `{text}`{line and f', at {line}'}",
+            *(f"its forward does not take `{key}` of the batch" for key in unused_keys),
+            *packed,
+        ),
+        helps=tuple(helps),
+    )
