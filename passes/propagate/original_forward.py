@@ -148,7 +148,7 @@ def record_original(
     failure, units = None, units_to_record(plan, model)
     with restore_global_state(plan.model.model, loss), without_values(batch) as (inputs, values):
         recorded = RecordedForward(stack, inputs, values, draws)
-        values.drew = draws_seen and draws_seen.observe_operator
+        values.drew = None if draws_seen is None else draws_seen.observe_operator
         with (
             draws_seen or nullcontext(),
             Trace(stack, recorded, asked=truths) as trace,
