@@ -10,7 +10,7 @@ WIDTH, HEADS, WORDS, LONGEST = 16, 2, 61, 32
 
 
 class Mixer(nn.Module):
-    """One block; `attend`: `flag` is_causal, `mask` a table of its own, `products`, `where` neither.
+    """One block; `attend`: `flag` is_causal, `mask` a table, `products` and `where` no fused call.
 
     `full` attends to every token, `conv` also mixes neighbouring tokens by a convolution.
     """

@@ -281,7 +281,7 @@ class PositionLines(AmbientMode):
 def calling_line(within: Callable[..., Any] | None = None) -> Place:
     """Return the running line of the model: the innermost outside of torch and of schedlang.
 
-    `("", 0)` while the line runs `within`, a function of schedlang: the model has not made the call.
+    `("", 0)` while the line runs `within`, a function of schedlang: the model has not called.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
