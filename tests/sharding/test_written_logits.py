@@ -39,6 +39,21 @@ def _scaled(z: Any) -> Any:
     return z
 
 
+def _read(z: Any) -> None:
+    with torch.no_grad():
+        z.argmax(-1)
+
+
+def _read_and_added(z: Any) -> Any:
+    _read(z)
+    return z + 1
+
+
+def _written_without_gradients(z: Any) -> None:
+    with torch.no_grad():
+        z.clamp_(-0.1, 0.1)
+
+
 def _arithmetic(z: Any) -> Any:
     return 1 - z + 2 * (-z) ** 2 - (z > 0) * 0.1 + (z == 0) * 1.0 + abs(z + 1) * len(z)
 
@@ -57,6 +72,9 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "scaled": _scaled,
     "scaled behind a view": _scaled_behind_a_view,
     "arithmetic": _arithmetic,
+    "read": _read,
+    "read and added": _read_and_added,
+    "written without gradients": _written_without_gradients,
 }
 
 

@@ -78,7 +78,8 @@ class LogitsStandIn:
         """Return the full logits, as a plain tensor that is computed once."""
         if self.computed is None:
             source, view = self._source, self._view
-            full = self.compute() if source is None or view is None else view(source.full())
+            with torch.enable_grad():  # whoever reads it first may do so without gradients
+                full = self.compute() if source is None or view is None else view(source.full())
             self._version = -1 if full.is_inference() else full._version
             self.computed = full
         return self.computed
