@@ -38,6 +38,7 @@ def test_many_other_rows_are_right_or_refused(threads: Threads, tens: int) -> No
     [
         (5, 17),  # a kernel that cast float64 under `cast(fp16)`, and an accuracy before the loss
         (5, 1),  # `program.module` beside two `zero` rows
+        (5, 31),  # a GRU whose saved products were written into
     ],
 )
 def test_what_other_rows_have_found(threads: Threads, seed: int, number: int) -> None:
