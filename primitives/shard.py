@@ -286,20 +286,20 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
     def _check_consistent(self, site: Site) -> None:
         """Refuse parameters with another layout than the weight, and classes in several blocks."""
         splits = {(name, site.dims[name][dim]) for name, _, dim in self._splits(site)}
+        if "weight" not in site.parameters and (splits or self.style is not None):
+            refuse(
+                "S407",
+                f"`{site}` computes its weight, and has no parameter `weight` to shard",
+                "its bias alone would be sharded" if splits else "nothing would be sharded",
+                helps=(
+                    f"leave `{site}` out, and the row that it feeds",
+                    "or make it a parameter before: `remove_parametrizations`,"
+                    " `remove_weight_norm` or `remove_spectral_norm` of torch",
+                ),
+            )
         for name, names in site.dims.items():
             for dim in ("out", "in") if name in site.parameters and name != "weight" else ():
                 if dim in names and (("weight", dim) in splits) != ((name, dim) in splits):
-                    if "weight" not in site.parameters:
-                        refuse(
-                            "S407",
-                            f"`{site}` computes its weight, and has no parameter `weight` to shard",
-                            "its bias alone would be sharded",
-                            helps=(
-                                f"leave `{site}` out, and the row that it feeds",
-                                "or make it a parameter before: `remove_parametrizations`,"
-                                " `remove_weight_norm` or `remove_spectral_norm` of torch",
-                            ),
-                        )
                     refuse(
                         "S407",
                         f"only one of weight and {name} of `{site}` is sharded along `{dim}`",

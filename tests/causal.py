@@ -10,7 +10,7 @@ WIDTH, HEADS, WORDS, LONGEST = 16, 2, 61, 32
 
 
 class Mixer(nn.Module):
-    """One block; `attend`: `flag` is_causal, `mask` a table of its own, `products` no fused call.
+    """One block; `attend`: `flag` is_causal, `mask` a table, `products` and `where` no fused call.
 
     `full` attends to every token, `conv` also mixes neighbouring tokens by a convolution.
     """
@@ -30,6 +30,10 @@ class Mixer(nn.Module):
         if self.attend == "products":
             scores = (q @ k.mT).masked_fill(~self.seen[:tokens, :tokens], -1e9)
             y = scores.softmax(-1) @ v
+        elif self.attend == "where":
+            scores = q @ k.mT
+            scores /= 2.0
+            y = torch.where(~self.seen[:tokens, :tokens], -1e9, scores).softmax(-1) @ v
         elif self.attend == "mask":
             mask = self.seen[:tokens, :tokens]
             mask = mask if keep is None else mask & keep.bool()[:, None, None, :]

@@ -473,6 +473,11 @@ def weight_of(traced: Original, parts: int) -> Weight:
 
 
 HELP_RELAX = 'or allow statistics of each part: `step "..." relax(batch_stats) {`'
+HELPS_NORM = (HELP_RELAX.removeprefix("or "), "or replace it by a norm of each row")
+HELPS_WEIGHT = (
+    "define `weight(batch)` in the model file: the weight of a part of the batch",
+    'or allow it: `step "..." relax(batch_stats) {`',
+)
 
 
 def with_statistics(

@@ -30,6 +30,7 @@ from schedlang.passes.reduce_model.sizes import (
     SizedQuantity,
     SizeRules,
     SizeSearch,
+    dropout_rates,
     find_free_sizes,
     find_layer_sizes,
     find_recipes,
@@ -183,10 +184,8 @@ def codes_of(refusals: Sequence[Refusal]) -> set[str]:
 
 
 MAX_FREE_SIZE = 64  # bound of sizes on which no shape depends, such as the longest sequence
-MAX_MADE, MAX_PLANNED = (
-    200,
-    12,
-)  # choices of sizes that are made, and planned, before the search stops
+# choices of sizes that are made, and planned, before the search stops
+MAX_MADE, MAX_PLANNED = 200, 12
 
 
 @dataclass(frozen=True)
@@ -563,6 +562,8 @@ def _gaps(old: Plan, new: Plan) -> tuple[Gap, ...]:
             )
         if new_size == 1 < size:
             gaps.append(Gap(f"the axis `{axis}`", "every mistake of the rows that use it"))
+    for name in sorted(dropout_rates(old.model.model) - dropout_rates(new.model.model)):
+        gaps.append(Gap(f"`{name}`, which is 0 in the reduced model", "mistakes of random numbers"))
     return tuple(gaps)
 
 

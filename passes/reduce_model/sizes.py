@@ -292,6 +292,18 @@ def plain_attributes(model: nn.Module) -> list[tuple[object, ...]]:
     return attributes
 
 
+def dropout_rates(model: nn.Module) -> set[str]:
+    """Return the positive rates of dropout, by class and attribute."""
+    return {
+        f"{type(module).__name__}.{name}"
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if type(value) is float
+        and value > 0
+        and "drop" in f"{type(module).__name__}.{name}".lower()
+    }
+
+
 def learn_quantities(recipe: ModelRecipe, fixed: Mapping[str, int]) -> list[SizedQuantity]:
     """Return the quantities that depend on sizes outside `fixed`, found by trying other sizes.
 

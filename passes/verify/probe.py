@@ -28,7 +28,8 @@ from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.expert_capacity import without_capacity
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.propagate.original_forward import (
-    HELP_RELAX,
+    HELPS_NORM,
+    HELPS_WEIGHT,
     check_microbatches,
     is_statistics_relaxed,
     weight_of,
@@ -430,6 +431,8 @@ def check_parts(case: Case) -> Case:
                 "divide it by the number of its terms, in `loss(output, batch)`, or by an option",
             ),
         )
+    ready = case.prepared  # no weights of parts make their statistics those of the batch
+    norm = None if ready is None else find_batch_norm(case.plan.model.model, ready.traced)
     raise Refusal(
         Diagnostic(
             "S703",
@@ -439,10 +442,7 @@ def check_parts(case: Case) -> Case:
                 "statistics over the batch (batch norm, router losses) would differ by rank",
                 *mixing_note,
             ),
-            helps=(
-                "define `weight(batch)` in the model file: the weight of a part of the batch",
-                'or allow it: `step "..." relax(batch_stats) {`',
-            ),
+            helps=HELPS_WEIGHT if norm is None else HELPS_NORM,
         )
     )
 
@@ -512,7 +512,7 @@ def _check_batch_norms(plan: Plan, ready: Prepared) -> None:
             "S703",
             "splitting the batch changes the loss of this model",
             notes=("`{}`, a `{}`, takes statistics over the rows of a part".format(*norm),),
-            helps=(HELP_RELAX.removeprefix("or "), "or replace it by a norm of each row"),
+            helps=HELPS_NORM,
         )
 
 

@@ -114,12 +114,12 @@ def can_run_kernel(x: Tensor, *others: Tensor | None, longest: int | None = MAX_
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the dtype that autocast would give a product of `x` here; None without autocast.
+    """Return the dtype that autocast would give a product of `x` here; None where it casts nothing.
 
-    torch raises for types of device without autocast, meta among them.
+    It casts no float64.  torch raises for types of device without autocast, meta among them.
     """
     kind = x.device.type
-    if not _has_autocast(kind) or not torch.is_autocast_enabled(kind):
+    if x.dtype == torch.float64 or not _has_autocast(kind) or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
 

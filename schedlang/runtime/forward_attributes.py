@@ -29,10 +29,12 @@ class AttributeSnapshot:
 
     def __init__(self, inside: Modules) -> None:
         # torch's own modules set no attributes in a forward
-        spaces = (
+        self._spaces = [
             (p, vars(m)) for p, m in inside if not m.__module__.startswith("torch.nn.modules")
-        )
-        self._noted = [(path, space, space.copy(), _contents(space)) for path, space in spaces]
+        ]
+        self._noted = [
+            (path, space, space.copy(), _contents(space)) for path, space in self._spaces
+        ]
         self._set: list[tuple[Space, str, Any]] = []
         self._filled: list[tuple[Any, Any]] = []
 
@@ -46,7 +48,7 @@ class AttributeSnapshot:
                 self._set += [old for old in previous if old[2] is not space.get(old[1], MISSING)]
             for key, value, content in contents:
                 if isinstance(value, Tensor):
-                    if value._version != content and torch.is_grad_enabled():
+                    if torch.is_grad_enabled() and _noted(value) != content:
                         raise _in_place_refusal(name, f"{path}.{key}".lstrip("."))
                 elif len(value) != len(content) or not all(
                     map(is_, _entries(value), _entries(content))
@@ -58,6 +60,19 @@ class AttributeSnapshot:
     def has_changes(self) -> bool:
         """Whether changes are stored."""
         return bool(self._set or self._filled)
+
+    def undo(self) -> str:
+        """Restore the attributes from before the forward; return the name of a changed one."""
+        names = [key for _, key, _ in self._set]
+        names += [
+            key
+            for value, _ in self._filled
+            for _, space in self._spaces
+            for key, other in space.items()
+            if other is value
+        ]
+        _restore(self._set, self._filled)
+        return names[0] if names else ""
 
     @contextmanager
     def restored(self) -> Iterator[None]:

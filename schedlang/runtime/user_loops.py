@@ -143,6 +143,7 @@ def _check_stepping(parameters: LocalParameters, name: str) -> Callable[[Tensor]
         if not parameters.stepping:
             raise own_backward(name).at(python_span())
 
+    check.is_guard = True  # type: ignore[attr-defined]  # no hook of the user
     return check
 
 

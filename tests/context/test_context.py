@@ -147,6 +147,13 @@ def test_a_model_of_ones_own(positions: str, threads: Threads) -> None:
     assert_same_training(threads, make_plan(model, row, "cp=2"), model, batches(mask=False))
 
 
+def test_scores_that_are_scaled_in_place_and_chosen_second(threads: Threads) -> None:
+    """`scores /= 2`, and `torch.where(hidden, low, scores)`."""
+    model = Causal("where", layers=2)
+    plan = make_plan(model, OWN.format("ring, over=cp"), "cp=2")
+    assert_same_training(threads, plan, model, batches(mask=False))
+
+
 def test_a_model_that_sees_both_ways(threads: Threads) -> None:
     """Bidirectional attention sees all keys in any layout."""
     model = Causal("full", shift=False, layers=2)

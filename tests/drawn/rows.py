@@ -392,9 +392,15 @@ ONE_RANK_ORDERS = (
 ALL_KINDS = ("parts", "data", "stages", "memory", "kernels", "numbers")  # as methods of Drawing
 
 
-def text(name: str, rng: Random, axes: Axes, kinds: Sequence[str] = ALL_KINDS) -> str:
+def text(
+    name: str,
+    rng: Random,
+    axes: Axes,
+    kinds: Sequence[str] = ALL_KINDS,
+    drawing_class: type[Drawing] = Drawing,
+) -> str:
     """Draw the text of a schedule: mostly legal, sometimes not."""
-    drawing = Drawing(name, rng, axes)
+    drawing = drawing_class(name, rng, axes)
     for kind in kinds:
         getattr(drawing, kind)()
     rows = sorted(drawing.rows, key=lambda r: PHASES.index(r.verb))

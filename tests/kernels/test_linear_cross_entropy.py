@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.kernels.check import run_kernel_check
+from schedlang.kernels.kernel_device import autocast_dtype
 from schedlang.kernels.linear_cross_entropy import (
     Case,
     Form,
@@ -305,3 +306,10 @@ def test_rows_in_parts_are_the_same_bits(monkeypatch):
             result = rows.gradient_(buffer, target, actual[0], actual, 0.5, cap)
         assert result is buffer and torch.equal(result, gradient)
         assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_autocast_casts_no_float64() -> None:
+    """As in torch: in float64, a head under `cast(bf16)` computes what it computes alone."""
+    x = torch.ones(2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert autocast_dtype(x) == torch.bfloat16 and autocast_dtype(x.double()) is None

@@ -24,7 +24,7 @@ from schedlang.runtime.fusion.dataflow import (
     trace_flow,
 )
 from schedlang.runtime.fusion.fuse import FuseRequest, fuse_pattern, why_unavailable
-from schedlang.runtime.fusion.rewrite import find_matches
+from schedlang.runtime.fusion.rewrite import RegionOptions, find_matches
 from schedlang.schedule import Schedule, create_schedule
 from tests.engine import Threads
 from tests.kernels.kernels_in_use import regions_of
@@ -453,3 +453,55 @@ def test_in_python_and_from_a_library(tmp_path: Any) -> None:
     (tmp_path / "a.sched").write_text(text)
     plan = create_schedule(Net(), tmp_path / "a.sched").plan()
     assert plan.actions[-1].primitive == sch.plan().actions[-1].primitive.__class__(BIAS_GELU)
+
+
+class Partly(Mid):
+    """The same, of which a part runs without gradients, or sets an attribute; `calls` a list."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls = how, [0]
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        if self.how == "no gradients":
+            with torch.no_grad():
+                x = x.tanh()
+        elif self.how == "another autocast":
+            with torch.autocast("cpu"):
+                x = x @ x.mT @ x
+        elif self.how == "an attribute":
+            self.scale = x.detach()
+        elif self.how == "an entry":
+            self.calls.append(1)
+        with torch.set_grad_enabled(self.training):
+            return self.act(self.dense(x))
+
+
+@pytest.mark.parametrize("how", ["no gradients", "another autocast", "an attribute", "an entry"])
+def test_what_a_data_flow_does_not_hold_is_refused(how: str) -> None:
+    """A region of a forward under a context manager, and what a forward leaves behind (S883)."""
+    module = Partly(how)
+    arguments = flow_arguments_of(module, (torch.randn(2, 8, 8),), {})
+    before = {**vars(module), "calls": [0]}
+    with pytest.raises(Refusal) as refusal:
+        trace_flow(module, arguments, TraceDepth())
+    text = refusal.value.render()
+    assert refusal.value.diagnostic.code == "S883"
+    assert "changes the attribute" in text or "runs without gradients" in text, text
+    assert vars(module) == before
+
+
+def test_a_flow_is_traced_anew_with_gradients() -> None:
+    """Gradients that are on in training only: evaluated first, the trained module has them."""
+    fused, module = Partly(""), Partly("")
+    fused.load_state_dict(module.state_dict())
+    pattern = parse_pattern(BIAS_GELU)
+    depth = TraceDepth(decomposed=frozenset({"dense"}))
+    fuse_pattern(fused, FuseRequest(pattern, depth, RegionOptions(backend="rowwise")))
+    x = torch.randn(2, 8, 8)
+    for training in (False, True):
+        fused.train(training), module.train(training)
+        with torch.set_grad_enabled(training):
+            out, expected = fused(x), module(x)
+        torch.testing.assert_close(out, expected)
+        assert out.requires_grad == expected.requires_grad

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.lower.build import build
 from schedlang.passes.partition.recomputed_chains import CostSubject, costs_of
 from schedlang.remat import places_of
 from schedlang.remat.rotor import peak_saved
@@ -236,3 +237,32 @@ def test_a_module_that_is_called_with_other_weights() -> None:
         prepare(make_plan(model, "fast.*.layer  checkpoint()"), batch)
     with Threads() as ranks:
         assert_proven(ranks, make_plan(model, "fast.*  checkpoint()"), (batch,))
+
+
+class Noting(nn.Module):
+    """Keeps a tensor of its forward, which it computes with gradients on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            self.seen = self.inner(x)
+        return self.seen.tanh()
+
+
+@pytest.mark.parametrize("verb", ["checkpoint()", "offload(activations)"])
+@pytest.mark.parametrize("path", ["1", "1.inner"])
+def test_modules_evaluate_in_inference_mode(path: str, verb: str) -> None:
+    """Twice, where a module keeps a tensor of its first call, and switches gradients on."""
+    model = nn.Sequential(nn.Linear(4, 4), Noting(), nn.Linear(4, 4))
+    x = torch.ones(2, 4)
+    plan = make_plan(model, f"{path}  {verb}")
+    program = build(plan, {"input": x}, loss=lambda output, batch: output.sum())
+    program.module.eval()
+    model.eval()
+    with torch.inference_mode():
+        for _ in range(2):
+            assert torch.equal(program.module(x), model(x))
+    assert torch.equal(program.module(x), model(x))  # the tensor that is kept is of that mode

@@ -271,3 +271,32 @@ def test_chosen_operators_train_as_the_original(threads: Threads, rows: str, mes
     assert_proven(
         threads, make_plan(models.gpt2(dropout=0.1), ROW.format("400KiB") + rows, mesh), BATCHES
     )
+
+
+class Chunked(nn.Module):
+    """A product whose parts are written one by one, as in torch's recurrent cells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """Return the product of the parts, and no state."""
+        first, second, third = self.up(x).unsafe_chunk(3, -1)
+        first.mul_(0.5)
+        return first * second.sigmoid_() + third.tanh_(), None
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN, Chunked])
+def test_a_saved_product_whose_parts_were_written_is_computed_again(kind: type[nn.Module]) -> None:
+    """Parts by `unsafe_chunk` count their writes themselves: gradients equal the plain ones."""
+    torch.manual_seed(0)
+    plain = (kind() if kind is Chunked else kind(8, 8, batch_first=True)).double()
+    recomputed = copy.deepcopy(plain)
+    checkpoint(recomputed, ("linear",))
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    for module in (plain, recomputed):
+        module(x)[0].square().sum().backward()
+    for one, other in zip(recomputed.parameters(), plain.parameters(), strict=True):
+        assert other.grad is not None
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)

@@ -14,7 +14,7 @@ import re
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
@@ -110,6 +110,9 @@ class User(nn.Module):
         self.skip = rng.random() < 0.3
         self.by_rows = rng.random() < 0.5
         self.pooled = not self.words and rng.random() < 0.3
+        # not by `rng`: numbers that were drawn before stay the same models
+        names = sorted(WRITES) if self.words else ["nothing"]
+        self.written = Random(f"{width} {self.by_rows} {rng.getstate()}").choice(names)
 
     def _freeze(self, block: nn.Module) -> None:
         frozen_modules = {"": [], "enter": [self.enter], "block": [block], "norm": [self.norm]}[
@@ -141,7 +144,7 @@ class User(nn.Module):
         if self.skip:
             h = torch.cat([h, embedded], -1).unflatten(-1, (2, -1)).mean(-2)
         h = self.norm(h)
-        scores = self.head(h.mean(1, keepdim=True) if self.pooled else h)
+        scores = WRITES[self.written](self.head(h.mean(1, keepdim=True) if self.pooled else h))
         extra_outputs = [h] if self.other is None else [h, self.other(h)]
         if self.returns == "out":
             return scores
@@ -164,6 +167,28 @@ class User(nn.Module):
             if self.returns == "tuple"
             else {"loss": loss, "out": scores, "more": extra_outputs}
         )
+
+
+def _measured(scores: Tensor) -> Tensor:
+    with torch.no_grad():
+        scores.argmax(-1)
+    return scores
+
+
+def _lowered(scores: Tensor) -> Tensor:
+    scores[..., 0] -= 1.0
+    return scores
+
+
+# what a model does with its scores before the loss
+WRITES: dict[str, Callable[[Tensor], Tensor]] = {
+    "nothing": lambda scores: scores,
+    "again nothing": lambda scores: scores,
+    "measured": _measured,
+    "lowered": _lowered,
+    "bounded": lambda scores: scores.clamp_(-2.0, 2.0),
+    "scaled": lambda scores: scores.mul_(0.5),
+}
 
 
 def token_loss(scores: Tensor, labels: Tensor | None, y: Tensor | None) -> Tensor:
@@ -331,7 +356,7 @@ def train_plainly(tested_model: Subject, recipe: TrainingRecipe, batches: Sequen
         if tested_model.loss is not None:
             loss = tested_model.loss(output, batch)
         else:
-            loss = output if isinstance(output, Tensor) else _loss_in(output)
+            loss = loss_of(output)
         loss.backward()
         results[f"loss {step}"] = loss.detach().clone()
         for name, p in model.named_parameters():
@@ -350,7 +375,10 @@ def train_plainly(tested_model: Subject, recipe: TrainingRecipe, batches: Sequen
     return results | ({} if scores is None else {"out ": scores})
 
 
-def _loss_in(output: Any) -> Tensor:
+def loss_of(output: Any) -> Tensor:
+    """Return the loss in an output that has one."""
+    if isinstance(output, Tensor):
+        return output
     loss: Tensor = output["loss"] if isinstance(output, dict) else output.loss
     return loss
 

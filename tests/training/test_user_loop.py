@@ -251,6 +251,22 @@ def test_a_loop_that_is_right(rows: str, mesh: str, way: Loop, threads: Threads)
         torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
 
 
+def test_steps_after_the_module_was_read(threads: Threads) -> None:
+    """The guards of the module's own backward are no hooks of the user (S867)."""
+
+    def body() -> Any:
+        rows = f"{SLICED}\nzero(stage=0, over=node)"
+        program = build(make_plan(Net(), rows, "node=2, dp=2"), batch(0), optimizer=make_sgd)
+        for seed in range(3):
+            with torch.no_grad():
+                program.module(**batch(seed))
+            program.train_step(batch(seed))
+        return program.state_dict()
+
+    for name, value in threads.run(body, 4)[0].items():
+        torch.testing.assert_close(value, plain_loop()[name], rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("rows, mesh, way, code", REFUSED)
 def test_a_loop_that_would_be_wrong(
     rows: str, mesh: str, way: Loop, code: str, threads: Threads

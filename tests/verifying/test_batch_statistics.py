@@ -295,6 +295,16 @@ def test_parts_without_a_finite_loss_are_no_error_of_ours(pool: Pool) -> None:
     assert caught.value.diagnostics[0].code == "S668"
 
 
+def test_a_batch_norm_is_not_told_to_define_weights(pool: Pool) -> None:
+    """No weights of parts make the statistics of a part those of the batch."""
+    plan = _make_plan(BatchNormed(), RELAXED.replace(" relax(batch_stats)", ""))
+    with pytest.raises(Refusal) as caught:
+        prove(Case(plan, tuple(BATCHES), dtype="none"), pool=pool)
+    assert caught.value.diagnostics[0].code == "S703"
+    helps = caught.value.diagnostics[0].helps
+    assert "relax(batch_stats)" in helps[0] and "weight(batch)" not in "".join(helps)
+
+
 def _expect_own_error(spread: bool, drops: float, pool: Pool) -> None:
     plan = _make_plan(MeanLoss(spread, drops), RELAXED.replace(" relax(batch_stats)", ""))
     with pytest.raises(Refusal if spread else OwnError) as caught:

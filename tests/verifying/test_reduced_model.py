@@ -24,7 +24,12 @@ from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.state import Settings
 from schedlang.passes.prove import prove
 from schedlang.passes.reduce_model.blocks import adjacent_kinds
-from schedlang.passes.reduce_model.shrink import ReducedModel, shrink, small_meshes
+from schedlang.passes.reduce_model.shrink import (
+    ReducedModel,
+    reduce_to_given,
+    shrink,
+    small_meshes,
+)
 from schedlang.passes.reduce_model.sizes import (
     AxisRanks,
     ModelRecipe,
@@ -348,6 +353,18 @@ def test_a_function_of_sizes() -> None:
     eyes, width = small_one.blocks[0].gaze.eyes, small_one.blocks[0].gaze.span
     assert reduced.plan.mesh.sizes == {"pp": 2, "tp": 3}
     assert eyes % 3 == 0 and eyes >= 2 * 3 and width % eyes == 0 and width < 100
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_a_small_model_without_dropout_is_a_gap(rate: float) -> None:
+    """Where `small()` drops nothing and the full model does, the report says so."""
+    full_model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))
+    smaller = nn.Sequential(nn.Linear(4, 4), nn.Dropout(rate))
+    text = step_text("  0  shard(col, output=R, over=tp)\n", "tp=2")
+    tree = parse(Source("big.sched", f"schedule 1\n\n{text}"))
+    batches = [{"input": torch.ones(2, 4)}]
+    reduced = reduce_to_given(tree, Settings(), full_model, smaller, batches)
+    assert any("Dropout.p" in gap.condition for gap in reduced.gaps) == (rate == 0)
 
 
 MODEL = """

@@ -214,8 +214,10 @@ class SelectiveModes:
         if key is not None and (self.chosen is None or key in self.chosen):
             self.store[key] = tree_map_only(Tensor, self.save, value)
             self.kept |= {storage(saved.saved): saved for saved in _plain_results(self.store[key])}
-        elif name_of(func) == _UNSAFE_VIEW and (saved := self.kept.get(storage(value))) is not None:
-            saved.watch(value)
+        elif name_of(func) in _UNSAFE_VIEWS:
+            for view in tree_leaves(value):
+                if (saved := self.kept.get(storage(view))) is not None:
+                    saved.watch(view)
         return value
 
     def save(self, tensor: Tensor) -> VersionedTensor | _CodedResult:
@@ -270,9 +272,13 @@ class _CodedResult:
         return unpack(self.packed)
 
 
-# a view without alias information, with a version counter of its own: `matmul` ends with it, so
-# that writes into its result do not show in the counter of the product
-_UNSAFE_VIEW = "aten::_unsafe_view"
+# views without alias information, with version counters of their own: `matmul` ends with the first,
+# recurrent cells split their products by the others, and writes into their results do not show in
+# the counter of the product
+_UNSAFE_VIEWS = frozenset(
+    f"aten::{name}"
+    for name in ("_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")
+)
 
 
 def name_of(operator: Any) -> str:
@@ -286,7 +292,7 @@ def is_functional(operator: Any) -> bool:
     schema = getattr(operator, "_schema", None)
     if schema is None:  # a higher-order operator
         return True
-    if schema.name == _UNSAFE_VIEW:
+    if schema.name in _UNSAFE_VIEWS:
         return False
     return all(argument.alias_info is None for argument in (*schema.arguments, *schema.returns))
 

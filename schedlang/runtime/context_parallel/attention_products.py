@@ -240,7 +240,7 @@ RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("add", "radd", "iadd"), _add),
     **dict.fromkeys(("sub", "isub"), _sub),
     **dict.fromkeys(("mul", "rmul", "imul"), _mul),
-    **dict.fromkeys(("div", "truediv", "itruediv"), _div),
+    **dict.fromkeys(("div", "truediv", "idiv", "itruediv"), _div),
     **dict.fromkeys(("view", "reshape"), _view),
     **dict.fromkeys(
         ("to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"),
@@ -298,7 +298,7 @@ class ProductLines(AmbientMode):
 # -- recorded scores -----------------------------------------------------------------------------
 
 _REFLECTED = {"add": "add", "radd": "add", "mul": "mul", "rmul": "mul", "where": "where"}
-_IN_PLACE = {"iadd", "isub", "imul", "itruediv"}
+_IN_PLACE = {"iadd", "isub", "imul", "idiv", "itruediv"}  # torch names `/=` __idiv__
 
 
 class Scores:
@@ -392,6 +392,8 @@ def apply_to_scores(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             f"`{name}` on its scores is not supported: pass it to torch's attention"
         )
     scores, rest = scores_args[0], tuple(x for x in args if x is not scores_args[0])
+    if rule_name == "where" and args[-1] is scores:  # where(hidden, low, scores)
+        rest = (~args[0], args[1])
     result = RULES[rule_name](scores.state, *rest, **kwargs)
     written = name.endswith("_") and not name.startswith("__")
     if (written or rule_name in _IN_PLACE) and isinstance(result, ScoresState):

@@ -199,7 +199,11 @@ class PositionsMode(AmbientMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         shard = current_shard()
-        if shard is not None and func in _COUNTED and calling_line() in self.places:
+        if (
+            shard is not None
+            and func in _COUNTED
+            and calling_line(SequenceShard.attend) in self.places
+        ):
             counted = _COUNTED[func](shard, args, kwargs, self.follow)
             if counted is not None:
                 return counted

@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.language.patterns import FUNCTIONS
 from schedlang.runtime.forward import layers_of
+from schedlang.runtime.forward_attributes import AttributeSnapshot
 
 # -- arguments by name -----------------------------------------------------------------------------
 
@@ -411,8 +412,8 @@ def _holds(value: Any) -> bool:
 
 def trace_flow(module: nn.Module, arguments: FlowArguments, depth: TraceDepth) -> fx.Graph:
     """Trace one call; return its data flow, or raise Refusal S883."""
-    tracer = Tracer(module, arguments, depth)
-    with _lock, without_function_modes():
+    with _lock, without_function_modes(), _unchanged_attributes(module):
+        tracer = Tracer(module, arguments, depth)
         try:
             while True:
                 try:
@@ -428,6 +429,28 @@ def trace_flow(module: nn.Module, arguments: FlowArguments, depth: TraceDepth) -
             raise
         except Exception as error:  # a forward may raise anything for proxies
             raise _refusal(module, error) from error
+
+
+@contextmanager
+def _unchanged_attributes(module: nn.Module) -> Iterator[None]:
+    """Restore the plain attributes of modules after a trace; refuse (S883) one that it has set.
+
+    A rewritten forward would not set it again.
+    """
+    snapshot = AttributeSnapshot(list(module.named_modules()))
+    try:
+        yield
+    finally:
+        snapshot.store_changes(type(module).__name__)
+        changed = snapshot.undo()
+    if changed:
+        raise _flow_refusal(module, [f"its forward changes the attribute `{changed}`"])
+
+
+def _torch_state() -> tuple[Any, ...]:
+    """Return what context managers of torch set for the calls inside of them."""
+    casts = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *casts
 
 
 def _with_plain_inputs(graph: fx.Graph) -> fx.Graph:
@@ -447,8 +470,8 @@ def _refusal(module: nn.Module, error: Exception) -> Refusal:
     frames = traceback.extract_tb(error.__traceback__)
     outside = [f for f in frames if "/torch/" not in f.filename and "/schedlang/" not in f.filename]
     lines = [f"{f.filename.rpartition('/')[2]}:{f.lineno}: {f.line}" for f in outside[-1:]]
-    message = f"{type(error).__name__}: {error}".split("\n")[0]
-    return _flow_refusal(module, [message, *lines])
+    kind = "" if isinstance(error, _OtherState) else f"{type(error).__name__}: "
+    return _flow_refusal(module, [f"{kind}{error}".split("\n")[0], *lines])
 
 
 def _flow_refusal(module: nn.Module, notes: Iterable[str]) -> Refusal:
@@ -463,6 +486,10 @@ class _DrawsRandom(Exception):
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self.path = path
+
+
+class _OtherState(Exception):
+    """Raised if a part of a forward runs without gradients, or under another autocast."""
 
 
 class Tracer(fx.Tracer):
@@ -481,6 +508,7 @@ class Tracer(fx.Tracer):
         self.module, self.given, self.looked = module, arguments, depth
         self.whole = depth.calls | opaque
         self.inside: list[str] = []
+        self.state = _torch_state()
 
     def create_args_for_root(self, root_fn: Any, *args: Any) -> Any:
         """Return the function to trace, and its arguments."""
@@ -522,6 +550,8 @@ class Tracer(fx.Tracer):
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Create a node; raise `_DrawsRandom` if it draws random numbers inside a traced child."""
+        if kind != "output" and _torch_state() != self.state:
+            raise _OtherState("a part of it runs without gradients, or under another autocast")
         draws = "dropout" in getattr(target, "__name__", str(target))
         if kind == "call_function" and draws and self.inside:
             raise _DrawsRandom(self.inside[-1])

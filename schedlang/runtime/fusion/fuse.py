@@ -328,7 +328,8 @@ class FusedRegions:
             note_declined(self.module, "fuse", self.eager)
             return inner(*args, **kwargs)
         arguments = flow_arguments_of(self.module, args, kwargs)
-        key = arguments.key, tuple(m.training for m in self.module.modules())
+        training = tuple(m.training for m in self.module.modules())
+        key = arguments.key, training, torch.is_grad_enabled()
         if key not in self.made:
             graph, matches = matches_in_module(self.module, self.told, arguments)
             self.made[key] = rewrite_flow(graph, matches, self.module, self.told.options)

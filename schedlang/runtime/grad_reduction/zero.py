@@ -312,7 +312,8 @@ def gradient_flags(
     Raises Refusal S867 for a hook on one of them, because no backward of the shard would run it.
     """
     for name in names:
-        if name in parameters and parameters[name]._backward_hooks:
+        hooks = (name in parameters and parameters[name]._backward_hooks) or {}
+        if not all(getattr(hook, "is_guard", False) for hook in hooks.values()):
             raise _hook_refusal(name)
     used = {parameter for stage in sliced.values() for parameter in stage.used}
     for stage in sliced.values():

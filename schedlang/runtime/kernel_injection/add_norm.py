@@ -208,8 +208,8 @@ class FusedAddNorm:
         return rewritten.run(module, self, *(arguments[name] for name in rewritten.names))
 
     def training_flags(self) -> tuple[bool, ...]:
-        """Return the training flags of the module and all modules inside."""
-        return tuple(m.training for m in self.module.modules())
+        """Return the training flags of the module and all inside, and whether gradients are on."""
+        return *(m.training for m in self.module.modules()), torch.is_grad_enabled()
 
     def rewrite(self, inside: ArgumentStructures, constants: Constants) -> None:
         """Rewrite the forward for such calls, if not done yet; raises Refusal S883 if

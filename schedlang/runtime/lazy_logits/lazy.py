@@ -31,12 +31,8 @@ from schedlang.runtime.adapters.torch_compile import patch_loss_modules
 from schedlang.runtime.comm import collectives, world
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.forward import layer_of, the_input
-from schedlang.runtime.lazy_logits.vocab_parallel import (
-    LogitsStandIn,
-    reduce_losses,
-    to_full,
-    with_torch_signature,
-)
+from schedlang.runtime.lazy_logits.stand_in import LogitsStandIn, is_number, to_full
+from schedlang.runtime.lazy_logits.vocab_parallel import reduce_losses, with_torch_signature
 
 Statistics = tuple[Tensor, Tensor, Tensor]
 
@@ -103,7 +99,6 @@ class LazyLogits(LogitsStandIn):
     scale: float = 1.0
     cap: float = 0.0
     steps: tuple[Callable[[Tensor], Tensor], ...] = ()
-    computed: Tensor | None = None  # the logits once computed; may be written into
 
     # -- attributes of a tensor --------------------------------------------------------------------
 
@@ -134,28 +129,36 @@ class LazyLogits(LogitsStandIn):
     def __len__(self) -> int:
         return self.shape[0]
 
-    def full(self) -> Tensor:
-        """Return the logits as the head and the later steps compute them; computed once."""
-        if self.computed is None:
-            z = F.linear(self.x, self.weight, self.bias)
-            if self.part.group is not None:
-                z = collectives.gather(z, -1, self.part.group, consumers_differ=False)
-                z = z[..., : self.part.classes]
-            for step in self.steps:
-                z = step(z)
-            self.computed = z
-        return self.computed
+    def compute(self) -> Tensor:
+        """Return the logits as the head and the later steps compute them."""
+        z = F.linear(self.x, self.weight, self.bias)
+        if self.part.group is not None:
+            z = collectives.gather(z, -1, self.part.group, consumers_differ=False)
+            z = z[..., : self.part.classes]
+        for step in self.steps:
+            z = step(z)
+        return z
 
     # -- steps that stay lazy ----------------------------------------------------------------------
 
     def _add_step(self, step: Callable[[Tensor], Tensor], **changes: Any) -> Any:
         """Record one more step, or apply it if the logits are computed already."""
-        if self.computed is not None:
-            return step(self.computed)
+        if not self.has_loss():
+            return step(self.full())
         return replace(self, steps=(*self.steps, step), like=step(self.like), **changes)
 
+    def become(self, other: Any) -> None:
+        """Take over the steps of other logits of the same head."""
+        self.steps, self.like, self.scale, self.cap = (
+            other.steps,
+            other.like,
+            other.scale,
+            other.cap,
+        )
+
     def _cast(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return self._add_step(lambda z: getattr(z, name)(*args, **kwargs))
+        cast = self._add_step(lambda z: getattr(z, name)(*args, **kwargs))
+        return self if name != "clone" and getattr(cast, "like", None) is self.like else cast
 
     def _times(self, factor: float, step: Callable[[Tensor], Tensor]) -> Any:
         if not factor:
@@ -165,17 +168,17 @@ class LazyLogits(LogitsStandIn):
         return self._add_step(step, scale=self.scale * factor)
 
     def __mul__(self, other: Any) -> Any:
-        if _is_number(other):
+        if is_number(other):
             return self._times(float(other), lambda z: z * other)
-        return self.full() * other
+        return self.full() * to_full(other)
 
     __rmul__ = __mul__
     mul = __mul__
 
     def __truediv__(self, other: Any) -> Any:
-        if _is_number(other) and other:
+        if is_number(other) and other:
             return self._times(1 / float(other), lambda z: z / other)
-        return self.full() / other
+        return self.full() / to_full(other)
 
     div = __truediv__
 
@@ -186,9 +189,10 @@ class LazyLogits(LogitsStandIn):
     def detach(self) -> Any:
         """Detach as Tensor.detach."""
         bias = None if self.bias is None else self.bias.detach()
-        if self.computed is not None:
-            return self.computed.detach()
-        return replace(self, x=self.x.detach(), weight=self.weight.detach(), bias=bias)
+        if not self.has_loss():
+            return self.full().detach()
+        detached = replace(self, x=self.x.detach(), weight=self.weight.detach(), bias=bias)
+        return self.linked(detached, lambda full: full.detach())
 
     @property
     def base(self) -> Tensor:
@@ -199,14 +203,11 @@ class LazyLogits(LogitsStandIn):
         """Return the logits of other inputs of the head."""
         return replace(self, x=lines)
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.full()[index] = value
-
     # -- the losses ------------------------------------------------------------------------------
 
     def has_loss(self) -> bool:
         """Return whether the fused loss can be used: the logits are not computed yet."""
-        return self.computed is None
+        return self.computed is None and super().has_loss()
 
     def statistics(self, target: Tensor, form: Form) -> Statistics:
         """Return the statistics of full rows for the loss.
@@ -268,10 +269,6 @@ def cross_entropy(
     return reduce_losses(loss.to(logits.dtype), counts, reduction)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _casting(name: str) -> Callable[..., Any]:
     def cast(self: LazyLogits, *args: Any, **kwargs: Any) -> Any:
         return self._cast(name, *args, **kwargs)
@@ -280,20 +277,8 @@ def _casting(name: str) -> Callable[..., Any]:
     return cast
 
 
-def _computing(name: str) -> Callable[..., Any]:
-    def compute(self: LazyLogits, *args: Any) -> Any:
-        return getattr(self.full(), name)(*map(to_full, args))
-
-    return compute
-
-
 for _name in ("float", "double", "half", "bfloat16", "to", "contiguous", "clone"):
     setattr(LazyLogits, _name, _casting(_name))
-for _name in (
-    *("add", "radd", "sub", "rsub", "rtruediv", "neg", "pow", "matmul", "lt", "le", "gt", "ge"),
-):
-    setattr(LazyLogits, f"__{_name}__", _computing(f"__{_name}__"))
-
 _LAZY: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: cross_entropy,
     torch.flatten: LazyLogits.flatten,

@@ -1,136 +1,26 @@
-"""Stand-ins for logits in a model's own loss code, and logits that are sharded over the vocabulary.
+"""Logits that are sharded over the vocabulary, and the signature of a loss for stand-ins.
 
-* `LogitsStandIn`: the base class.  A stand-in passes through the model's code in place of logits
-  that no rank has as one tensor.  It implements a few functions; any other function gets the full
-  logits.
-* `ShardedLogits`: logits that are split over the vocabulary.  Their cross-entropy needs three
-  numbers per token from each rank, never the full row (Shoeybi et al. 2019, section 3).  The
-  stand-in follows casts, views, scaling and slices of the leading dims, and computes the parallel
-  loss at `cross_entropy`; for any other function the logits are gathered first.
+The cross-entropy of `ShardedLogits` needs three numbers per token from each rank, never the full
+row (Shoeybi et al. 2019, section 3).  The stand-in follows casts, views, scaling and slices of the
+leading dims, and computes the parallel loss at `cross_entropy`; for any other function the logits
+are gathered first.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Size, Tensor
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from schedlang.runtime.comm import collectives, world
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.index_bounds import check_indices
-from schedlang.runtime.modes import reenter_modes
-
-
-class LogitsStandIn:
-    """Logits [..., classes] that do not exist as one tensor."""
-
-    @property
-    def ndim(self) -> int:
-        """The number of dims, as Tensor.ndim."""
-        return len(self.shape)
-
-    @property
-    def shape(self) -> Size:
-        """The shape of the full logits."""
-        raise NotImplementedError
-
-    def full(self) -> Tensor:
-        """Return the full logits, as a plain tensor."""
-        raise NotImplementedError
-
-    @property
-    def base(self) -> Tensor:
-        """The tensor with the same leading dims, from whose last dim the logits are computed."""
-        raise NotImplementedError
-
-    def with_base(self, lines: Tensor) -> Any:
-        """Return the logits of `lines` in place of those of `base`."""
-        raise NotImplementedError
-
-    def view(self, *shape: Any) -> Any:
-        """View as Tensor.view; a stand-in if the last dim is kept, else of the full logits."""
-        sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
-        if self.has_loss() and sizes and _keeps_last(sizes, self.shape):
-            return self.with_base(self.base.reshape(*sizes[:-1], self.base.shape[-1]))
-        return self.full().reshape(*shape)
-
-    reshape = view
-
-    def __getitem__(self, index: Any) -> Any:
-        if self.has_loss() and _takes_rows(index, self.ndim):
-            return self.with_base(self.base[index])
-        return self.full()[index]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or not hasattr(Tensor, name):
-            raise AttributeError(name)
-        return getattr(self.full(), name)
-
-    def has_loss(self) -> bool:
-        """Return whether the loss can be computed without the full logits."""
-        return True
-
-    @classmethod
-    def replacements(cls) -> Mapping[Any, Callable[..., Any]]:
-        """Return functions of torch that accept a stand-in as first argument -> replacements."""
-        raise NotImplementedError
-
-    def size(self, dim: int | None = None) -> Any:
-        """Return the size, as Tensor.size."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
-        """Flatten as Tensor.flatten; a stand-in if the last dim is kept."""
-        first, last = start_dim % self.ndim, end_dim % self.ndim
-        if not first <= last < self.ndim - 1:
-            return self.full().flatten(start_dim, end_dim)
-        sizes = tuple(self.shape)
-        return self.view(*sizes[:first], math.prod(sizes[first : last + 1]), *sizes[last + 1 :])
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call the function's replacement, or the function with the full logits."""
-        kwargs, replacement = dict(kwargs or {}), cls.replacements().get(func)
-        if "input" in kwargs and replacement is not None:
-            args = (kwargs.pop("input"), *args)
-        with reenter_modes():  # a function mode that called this is off inside
-            if replacement is not None and args and isinstance(args[0], cls):
-                return replacement(*args, **kwargs)
-            full_kwargs = {name: to_full(value) for name, value in kwargs.items()}
-            return func(*(to_full(value) for value in args), **full_kwargs)
-
-
-def to_full(value: Any) -> Any:
-    """Return an argument with full logits in place of stand-ins."""
-    if isinstance(value, LogitsStandIn):
-        return value.full()
-    return type(value)(map(to_full, value)) if type(value) in (list, tuple) else value
-
-
-def _takes_rows(index: Any, ndim: int) -> bool:
-    """Return whether an index keeps the last dim, and indexes others by integers and slices."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if not all(isinstance(part, slice | int) or part is Ellipsis for part in parts):
-        return False
-    return len(parts) < ndim and Ellipsis not in parts or parts[-1] == slice(None)
-
-
-def _keeps_last(sizes: list[Any], shape: torch.Size) -> bool:
-    """Return whether a view with these sizes keeps the last dim."""
-    if sizes.count(-1) > 1 or sizes[-1] not in (-1, shape[-1]):
-        return False
-    kept_rows = torch.Size(s for s in sizes[:-1] if s != -1).numel()
-    rows = shape[:-1].numel()
-    return kept_rows == rows if -1 not in sizes[:-1] else bool(kept_rows) and rows % kept_rows == 0
-
+from schedlang.runtime.lazy_logits.stand_in import LogitsStandIn, is_number, to_full
 
 Loss = Callable[[Any, Tensor, Tensor, str, float], Tensor]
 
@@ -266,11 +156,11 @@ class ShardedLogits(LogitsStandIn):
     def __getattr__(self, name: str) -> Any:
         if name in ("dtype", "device", "requires_grad", "is_floating_point", "dim"):
             return getattr(self.local, name)
-        if name in _ALONG:
-            return lambda *a, **k: self.with_base(getattr(self.local, name)(*a, **k))
+        if name in _ALONG and self.has_loss():
+            return lambda *args, **kwargs: self._along(name, *args, **kwargs)
         return super().__getattr__(name)
 
-    def full(self) -> Tensor:
+    def compute(self) -> Tensor:
         """All-gather the full logits."""
         full_logits = collectives.gather(self.local, -1, self.group, consumers_differ=False)
         return full_logits[..., : self.classes]
@@ -286,17 +176,30 @@ class ShardedLogits(LogitsStandIn):
         """Return sharded logits with another local shard."""
         return ShardedLogits(lines, self.group, self.classes)
 
+    def become(self, other: Any) -> None:
+        """Take over the values of other sharded logits."""
+        self.local = other.local
+
+    def _along(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        local = getattr(self.local, name)(*args, **kwargs)
+        if local is self.local:
+            return self
+        copied = self.with_base(local)
+        if name == "detach":  # the same memory
+            return self.linked(copied, lambda full: full.detach())
+        return copied
+
     def __mul__(self, other: Any) -> Any:
-        if isinstance(other, int | float):
+        if is_number(other) and self.has_loss():
             return self.with_base(self.local * other)
-        return self.full() * other
+        return self.full() * to_full(other)
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:
-        if isinstance(other, int | float):
+        if is_number(other) and self.has_loss():
             return self.with_base(self.local / other)
-        return self.full() / other
+        return self.full() / to_full(other)
 
     @classmethod
     def replacements(cls) -> Mapping[Any, Callable[..., Any]]:
@@ -309,12 +212,14 @@ _ALONG = frozenset(["float", "double", "half", "bfloat16", "to", "contiguous", "
 
 
 def _parts(logits: ShardedLogits) -> tuple[list[Any], Any]:
+    if not logits.has_loss():
+        return [logits.full()], None
     return [logits.local], (logits.group, logits.classes)
 
 
-def _made(children: Iterable[Any], context: Any) -> ShardedLogits:
-    (local,) = children
-    return ShardedLogits(local, *context)
+def _made(children: Iterable[Any], context: Any) -> Any:
+    (tensor,) = children
+    return tensor if context is None else ShardedLogits(tensor, *context)
 
 
 # code that looks for tensors in an output (hooks of fully_shard, stages) finds the local shard
@@ -322,5 +227,8 @@ pytree.register_pytree_node(
     ShardedLogits,
     _parts,
     _made,
-    flatten_with_keys_fn=lambda x: ([(pytree.GetAttrKey("local"), x.local)], (x.group, x.classes)),
+    flatten_with_keys_fn=lambda x: (
+        [(pytree.GetAttrKey("local"), part) for part in _parts(x)[0]],
+        _parts(x)[1],
+    ),
 )

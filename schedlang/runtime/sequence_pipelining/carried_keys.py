@@ -278,10 +278,15 @@ class PositionLines(AmbientMode):
         return self.run(func, types, args, kwargs)
 
 
-def calling_line() -> Place:
-    """Return the running line of the model: the innermost outside of torch and of schedlang."""
+def calling_line(within: Callable[..., Any] | None = None) -> Place:
+    """Return the running line of the model: the innermost outside of torch and of schedlang.
+
+    `("", 0)` while the line runs `within`, a function of schedlang: the model has not called.
+    """
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        if within is not None and frame.f_code is within.__code__:
+            return "", 0
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
 

@@ -38,7 +38,8 @@ class SavedTensorPolicy(ABC):
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `inner` under the policy; without it if no gradient is recorded, or in a replay."""
-        if policies.replayed or not torch.is_grad_enabled():
+        recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if policies.replayed or not recorded:
             return inner(*args, **kwargs)
         return self.run_recorded(inner, args, kwargs)
 
