@@ -42,6 +42,7 @@ from schedlang.runtime.checkpointing.index import (
     index_state,
 )
 from schedlang.runtime.checkpointing.optimizer_state import (
+    RARE,
     SavedOptimizer,
     describe_optimizer,
     describe_residue,
@@ -53,6 +54,7 @@ from schedlang.runtime.checkpointing.optimizer_state import (
     restore_residue,
     trained_parameters,
 )
+from schedlang.runtime.checkpointing.plain_values import is_plain, is_table, plain_tree
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.grad_reduction.zero import reshard_all
 from schedlang.runtime.storage.folder import run_on_all_ranks
@@ -109,13 +111,16 @@ def _check_optimizer_entries(optim: dict[str, Any]) -> None:
         optim,
         "optimizer.",
         kind=lambda kind: kind is None or _is_text(kind),
-        groups=_list_of(_table_of(_is_plain)),
+        groups=_list_of(_table_of(is_plain)),
         of=_table_of(_is_count),
         parts=_table_of(_table_of(_is_dtype)),
-        values=_table_of(_table_of(_is_plain)),
+        values=_table_of(_table_of(is_plain)),
     )
-    if extra := optim.keys() - {"kind", "groups", "of", "parts", "values"}:
+    if extra := optim.keys() - {"kind", "groups", "of", "parts", "values", *RARE}:
         raise Unreadable(f"`optimizer` has an unknown entry: `{min(map(str, extra))}`")
+    for section in RARE:
+        if not (optim.get(section, {}) == {} or is_table(optim[section])):
+            raise Unreadable(f"`optimizer.{section}` has a wrong type")
     if any(number >= len(optim["groups"]) for number in optim["of"].values()):
         raise Unreadable("`optimizer.of` names a group that does not exist")
     if any({"params", "param_names"} & group.keys() for group in optim["groups"]):
@@ -170,16 +175,6 @@ def _is_start(value: Any) -> bool:
 
 def _is_scale(value: Any) -> bool:
     return isinstance(value, float | int) and math.isfinite(value) and value > 0
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether an optimizer's state has such values: number, text, tensor, lists of these."""
-    if isinstance(value, dict):
-        tensor, moved = value.get("tensor"), value.get("moved")
-        return len(value) == 2 and type(tensor) is Tensor and isinstance(moved, bool)
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _table_of(check: Predicate) -> Predicate:
@@ -308,7 +303,7 @@ def _check_beside(beside: Mapping[str, Any] | None) -> dict[str, Any] | None:
         try:
             with without_function_modes():
                 data = io.BytesIO()
-                torch.save(value, data)
+                torch.save(plain_tree(value), data)
                 data.seek(0)
                 checked[name] = torch.load(data, "cpu", weights_only=True)
         except Exception as error:  # any error of pickle or of the loader of plain data
