@@ -226,7 +226,16 @@ def full_state_dict(a: Assembly, receivers: ReceiverChoice | None = None) -> dic
     }
     for names in a.ties:
         tensors.update({name: tensors[names[0]] for name in names if names[0] in tensors})
-    return {key: tensors[key] for key in a.keys if receivers is None or key in tensors}
+    keys = (*a.keys, *_added_names(a))
+    return {key: tensors[key] for key in keys if receivers is None or key in tensors}
+
+
+def _added_names(a: Assembly) -> list[str]:
+    """Return the names of saved buffers that forwards have added since the build, of all ranks."""
+    local = list(a.added_buffers)
+    if a.stage_axis is None:
+        return local
+    return list(dict.fromkeys(name for names in world.distinct_objects(local) for name in names))
 
 
 def full_buffers(a: Assembly) -> dict[str, Tensor]:
@@ -241,8 +250,9 @@ def full_buffers(a: Assembly) -> dict[str, Tensor]:
         return local
     stage_rank = a.ranks.mesh.index(a.ranks.rank, a.stage_axis)
     primary = {n: v for n, v in local.items() if stage_rank == a.buffer_homes.get(n, stage_rank)}
+    loaded = {n: primary.pop(n) for n, v in a.added_buffers.items() if a.is_as_loaded(n, v)}
     merged: dict[str, Tensor] = {}
-    for values in reversed(world.distinct_objects(primary)):
+    for values in reversed([*world.distinct_objects(primary), *world.distinct_objects(loaded)]):
         merged.update(values)
     return merged
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, quote_names
-from schedlang.runtime.checkpointing import checkpoint_folders
+from schedlang.runtime.checkpointing import added_buffers, checkpoint_folders
 from schedlang.runtime.checkpointing.boxes import (
     BoxedTensor,
     describe_failure,
@@ -88,6 +88,7 @@ def check_contents(table: Any) -> dict[str, Any]:
         dtypes=_table_of(_is_dtype),
         ties=_list_of(_list_of(_is_text)),
     )
+    added_buffers.check_added(table)
     missing = (table["parameters"].keys() | table["buffers"].keys()) - table["dtypes"].keys()
     if missing:
         raise Unreadable(f"the dtype of `{min(missing)}` is missing")
@@ -286,10 +287,12 @@ def prepare_checkpoint(
         "sums": describe_residue(program),
         "loss scale": program.loss_scale.state() if program.loss_scale is not None else None,
     }
+    added_buffers.describe_added(a, contents)
     values: dict[tuple[str, ...], Any] = {CONTENTS: contents} if rank == 0 else {}
     if beside_data is not None:
         values[*BESIDE, str(rank)] = beside_data
-    tensors = _box_tensors(program, model_parts(program), optimizer_tensors(program))
+    parts = model_parts(program) | a.added_buffers
+    tensors = _box_tensors(program, parts, optimizer_tensors(program))
     tensors += residue_tensors(program)
     return PreparedCheckpoint(target, id_, program.step, rank, world, keep, tensors, values)
 
@@ -358,6 +361,7 @@ def load(program: Program, path: str | os.PathLike[str], fresh: bool = False) ->
             if not comm.broadcast_object(0, retries):
                 raise
     contents, optim, model, moments, sums = contents_read
+    added_buffers.set_added(program.assembly, contents, model)
     if not fresh:
         _copy_values(program, model)
     load_optimizer(program, optim, moments)
@@ -423,6 +427,7 @@ def _allocate(
     model = model_parts(program)
     if not fresh:
         model = {name: zeros(part.shape, part.dtype) for name, part in model.items()}
+    model |= added_buffers.empty_added(contents)
     moments = {
         (name, key): zeros(local_tensor(parameter).shape, DTYPES[dtype])
         for name, parameter in trained_parameters(program).items()
@@ -484,7 +489,7 @@ def _check_fit(program: Program, contents: Mapping[str, Any], optim: SavedOptimi
     a = program.assembly
     shapes = {name: list(holding.layout.shape) for name, holding in a.holdings.items()}
     shapes |= {name: list(buffer.shape) for name, buffer in a.saved_buffers.items()}
-    saved = {**contents["parameters"], **contents["buffers"]}
+    saved = added_buffers.other_shapes(a, contents)
     _same_names("S634", "the checkpoint does not fit this model", saved, shapes, SAME_MODEL)
     dtypes = tensor_dtypes(program)
     for name, shape in shapes.items():
