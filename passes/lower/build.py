@@ -327,6 +327,7 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
         reductions=sums,
         sliced=sliced,
         keys=tuple(plan.model.model.state_dict()),
+        built_buffers=frozenset(name for name, _ in module.named_buffers()),
         adapter_changes=tuple(c for c in plan.model.changes if isinstance(c, AdapterChange)),
         loss_dtype=torch.float64 if has_double else torch.float32,  # losses are sums of many terms
         weight=options.weight or weigh(traced, plan.shares * plan.micro),

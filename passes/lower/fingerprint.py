@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -166,11 +167,13 @@ def check_optimizer_settings(
 
 def _plain_settings(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return settings as text, without functions; a tensor (a captured learning rate) by value."""
-    return {
-        name: repr(value.item() if hasattr(value, "item") and value.numel() == 1 else value)
-        for name, value in settings.items()
-        if not callable(value)
-    }
+    return {name: repr(_number(value)) for name, value in settings.items() if not callable(value)}
+
+
+def _number(value: Any) -> Any:
+    """Return a tensor of one element, or a number of numpy, as a plain number."""
+    single = hasattr(value, "item") and math.prod(value.shape) == 1
+    return value.item() if single else value
 
 
 # -- items -------------------------------------------------------------------------------------

@@ -71,6 +71,11 @@ class Assembly:
     # name -> coordinate on the stage axis of the stage whose buffer counts; of stages that are
     # placed twice, the first replica's
     buffer_homes: Mapping[str, int] = field(default_factory=dict)
+    built_buffers: frozenset[str] | None = None  # names of all buffers when it was built
+    # buffers that a forward has added since -> the stage that counts
+    added_homes: dict[str, int] = field(default_factory=dict)
+    # such buffers as a load has put them into all ranks -> the tensor and its version
+    loaded_buffers: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
     region: CastRegion | None = None
     early_reductions: OverlappedReduction | None = None
     compressor: Compressor | None = None  # does the remaining reductions, in fewer bytes
@@ -201,9 +206,27 @@ class Assembly:
         """Buffers of the state dict."""
         return {name: buffer for name, buffer in self.buffers.items() if name in self.keys}
 
+    @property
+    def added_buffers(self) -> dict[str, Tensor]:
+        """The buffers that forwards on this rank have added since the build, and that are saved."""
+        if self.built_buffers is None:
+            return {}
+        added = {n: buffer for n, buffer in self.buffers.items() if n not in self.built_buffers}
+        owners = {name: name.rpartition(".") for name in added}
+        return {
+            name: added[name]
+            for name, (owner, _, local_name) in owners.items()
+            if local_name not in self.module.get_submodule(owner)._non_persistent_buffers_set
+        }
+
+    def is_as_loaded(self, name: str, buffer: Tensor) -> bool:
+        """Return whether an added buffer is as a load has put it here: its stage may be another."""
+        loaded, version = self.loaded_buffers.get(name, (None, 0))
+        return buffer is loaded and buffer._version == version
+
     def buffer_holding(self, name: str, shape: Sequence[int]) -> Holding:
         """Return the holding of a buffer: where the value that counts is; every rank has a copy."""
-        stage = self.buffer_homes.get(name)
+        stage = self.buffer_homes.get(name, self.added_homes.get(name))
         stages = None if stage is None else frozenset([stage])
         return Holding(name, Layout.whole(shape), (), self.stage_axis, stages)
 

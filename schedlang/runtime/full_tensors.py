@@ -226,7 +226,16 @@ def full_state_dict(a: Assembly, receivers: ReceiverChoice | None = None) -> dic
     }
     for names in a.ties:
         tensors.update({name: tensors[names[0]] for name in names if names[0] in tensors})
-    return {key: tensors[key] for key in a.keys if receivers is None or key in tensors}
+    keys = (*a.keys, *_added_names(a))
+    return {key: tensors[key] for key in keys if receivers is None or key in tensors}
+
+
+def _added_names(a: Assembly) -> list[str]:
+    """Return the names of saved buffers that forwards have added since the build, of all ranks."""
+    local = list(a.added_buffers)
+    if a.stage_axis is None:
+        return local
+    return list(dict.fromkeys(name for names in world.distinct_objects(local) for name in names))
 
 
 def full_buffers(a: Assembly) -> dict[str, Tensor]:
@@ -241,8 +250,9 @@ def full_buffers(a: Assembly) -> dict[str, Tensor]:
         return local
     stage_rank = a.ranks.mesh.index(a.ranks.rank, a.stage_axis)
     primary = {n: v for n, v in local.items() if stage_rank == a.buffer_homes.get(n, stage_rank)}
+    loaded = {n: primary.pop(n) for n, v in a.added_buffers.items() if a.is_as_loaded(n, v)}
     merged: dict[str, Tensor] = {}
-    for values in reversed(world.distinct_objects(primary)):
+    for values in reversed([*world.distinct_objects(primary), *world.distinct_objects(loaded)]):
         merged.update(values)
     return merged
 
@@ -269,26 +279,40 @@ def load_full_state(a: Assembly, state: Mapping[str, Tensor]) -> None:
     if not isinstance(state, Mapping):
         message = f"a state dict is a dict, not {kind_of(state)}"
         raise Refusal.of("S641", message, helps=("`program.load` takes the path of a checkpoint",))
-    shapes = {name: h.layout.shape for name, h in a.holdings.items()}
     problems = [f"`{k}` is missing" for k in a.keys if k not in state]
     problems += [f"`{k}` is unknown" for k in state if k not in a.keys]
-    problems += [
-        f"`{name}` is {list(state[name].shape)}, not {list(shape)}"
-        for name, shape in shapes.items()
-        if name in state and tuple(state[name].shape) != shape
-    ]
+    shapes: dict[str, Sequence[int]] = {n: h.layout.shape for n, h in a.holdings.items()}
+    shapes |= {name: buffer.shape for name, buffer in a.saved_buffers.items()}
+    shapes |= {n: shapes[names[0]] for names in a.ties for n in names if names[0] in shapes}
+    given = {name: state[name] for name in shapes if name in state}
+    problems += filter(None, (_misfit(n, value, shapes[n]) for n, value in given.items()))
     if problems:
         rest = (f"and {len(problems) - 8} more like these",) * (len(problems) > 8)
         helps = ("give the full state dict of this model, as `model.state_dict()` returns it",)
         notes = (*problems[:8], *rest)
         raise Refusal.of("S641", "the state dict is not of this model", notes=notes, helps=helps)
+    values = dict(given)
+    for names in a.ties:  # as torch, which copies one name after the other: the last one counts
+        for name in filter(given.__contains__, names):
+            values[names[0]] = given[name]
     with torch.no_grad(), open_quantized(a.parameters.values()):
         for name, parameter in a.parameters.items():
-            part = shard_of(state[name], a.holdings[name], a.ranks.mesh, a.ranks.rank)
-            local_tensor(parameter).copy_(part)
+            if name in values:
+                part = shard_of(values[name], a.holdings[name], a.ranks.mesh, a.ranks.rank)
+                local_tensor(parameter).copy_(part)
         for name, buffer in a.buffers.items():
-            if name in state:
-                buffer.copy_(state[name])
+            if name in values:
+                buffer.copy_(values[name])
+
+
+def _misfit(name: str, value: Any, shape: Sequence[int]) -> str:
+    """Return why a value of a state dict is not the full tensor of this name; "" if it is."""
+    if not isinstance(value, Tensor):
+        return f"`{name}` is {kind_of(value)}, not a tensor"
+    if value.is_meta:
+        return f"`{name}` has no values: it is on the meta device"
+    given, wanted = list(value.shape), list(shape)
+    return "" if given == wanted else f"`{name}` is {given}, not {wanted}"
 
 
 @torch.no_grad()

@@ -130,6 +130,27 @@ def _check_model(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         )
 
 
+def _check_dtypes(target: Path, state: Mapping[str, Tensor]) -> None:
+    """Refuse (S631) a tensor of a dtype that no safetensors file has."""
+    for name, tensor in state.items():
+        if tensor.dtype not in _DTYPES:
+            reason = f"`{name}` is {DTYPE_NAMES[tensor.dtype]}, which safetensors do not have"
+            raise Refusal(_write_error(target, reason, "`program.save` writes any dtype"))
+
+
+def _untied(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return a tensor for each parameter of the model, also where rows have tied several.
+
+    A library writes a tensor once, and loads the other name of it only if its model ties the two.
+    """
+    parameters, untied = model.state_dict(keep_vars=True), dict[tuple[int, int], Tensor]()
+    for name, lazy in state.items():
+        assert isinstance(lazy, LazyTensor)
+        own = LazyTensor(lazy.part, lazy.shape, lazy.dtype, lazy.leaves)
+        untied.setdefault((id(lazy), id(parameters[name])), own)
+    return {name: untied[id(lazy), id(parameters[name])] for name, lazy in state.items()}
+
+
 def _write_error(target: Path, reason: str, *helps: str) -> Diagnostic:
     """Describe why weights cannot be written (S631)."""
     return Diagnostic(
@@ -172,6 +193,8 @@ def export_weights(
         state = change.merge_values(state)
     run_on_all_ranks(lambda: _check_model(model, state), diagnose, (Exception,))
     run_on_all_ranks(lambda: source.check_ties(target, state, model), diagnose, (Exception,))
+    _check_dtypes(target, state)
+    state = _untied(state, model)
 
     def fill(folder: Path) -> None:
         plan = lambda: _plan_files(folder, a.ranks.rank, state, model, file_bytes)  # noqa: E731

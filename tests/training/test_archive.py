@@ -12,17 +12,23 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from schedlang import last_checkpoint
+from schedlang.ir.plan import Plan
+from schedlang.passes.lower.build import build
 from schedlang.runtime.checkpointing import archive
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.program import Program
+from tests.engine import Threads
 from tests.layouts import (
+    SEED,
     OddModel,
+    adamw,
     assert_equal,
     assert_refused,
     batch_of,
     newest_checkpoint,
     odd_program,
+    points,
     program_of,
     program_state,
     program_under,
@@ -30,6 +36,7 @@ from tests.layouts import (
     trained_program,
 )
 from tests.models import gpt2
+from tests.proofs import make_plan
 from tests.ranks import run_ranks
 
 WORLDS = {1: ["one"], 2: ["tp2", "dp2", "dp2z1", "dp2z3", "pp2"], 4: ["dp2tp2"]}
@@ -264,3 +271,70 @@ def test_saves_that_are_quicker_than_a_load(
         monkeypatch.setattr(archive, "PATIENCE", 0.0)
         assert_refused(lambda: loader.load(tmp_path / "a"), "S633")
         assert remaining == [19]
+
+
+class Scaled(nn.Module):
+    """A layer behind a scale that its first batch sets, and each later one moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(7, 7)
+        self.register_buffer("scale", None)
+        self.register_buffer("latest", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.latest = x.detach().abs().amax(0)
+        if self.scale is None:
+            self.scale = self.latest
+        elif self.training:
+            self.scale = self.scale * 1.25
+        return x + torch.tanh(self.layer(x / (1 + self.scale)))
+
+
+class ScaledNet(nn.Module):
+    """Two such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Scaled() for _ in range(2))
+        self.double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return ((x.sum(1) - y) ** 2).mean()
+
+
+def run_scaled(plan: Plan, saved: Path, load: bool, steps: range) -> dict[str, Tensor]:
+    """On this rank: train some steps, and save; return the state."""
+    program = build(plan, points(0), optimizer=adamw, seed=SEED)
+    if load:
+        program.load(saved)
+    for step in steps:
+        program.train_step(points(step))
+    program.save(saved)
+    return program.state_dict()
+
+
+def test_buffers_that_a_forward_adds(tmp_path: Path, threads: Threads) -> None:
+    """They are saved and loaded under stages and without, as torch's state dict has them."""
+    stages = 'blocks  pipeline_split(over=pp)\npipeline(order="GPipe", micro=1)'
+    plans = [
+        make_plan(ScaledNet(), *rows) for rows in ((stages, "pp=2"), ("", ""), (stages, "pp=2"))
+    ]
+    model = ScaledNet()
+    optimizer = adamw(list(model.named_parameters()))
+    for step in range(6):
+        model(**points(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for part, plan in enumerate(plans):
+        steps = range(2 * part, 2 * part + 2)
+        args = plan, tmp_path / "a", part > 0, steps
+        states = threads.run(run_scaled, plan.mesh.world, *args)
+    assert "blocks.1.scale" in model.state_dict() and "blocks.1.latest" not in model.state_dict()
+    for state in states:
+        assert state.keys() == model.state_dict().keys()
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)

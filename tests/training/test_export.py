@@ -171,3 +171,40 @@ def test_what_cannot_be_exported(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="exists, and is not a checkpoint") as caught:
         program.export(tmp_path / "else", models.gpt2(1, tied=False))
     assert caught.value.diagnostic.code == "S632"
+
+
+def test_a_weight_that_rows_have_tied(tmp_path: Path, threads: Threads) -> None:
+    """A model that does not tie the two finds the one value under both names."""
+    model = models.gpt2(2, tied=False)
+    rows = (
+        "transformer.wte, lm_head  tie(weight)\n"
+        'transformer.h  pipeline_split(over=pp)\npipeline(order="GPipe", micro=2)'
+    )
+    plan = make_plan(model, rows, "pp=2", "model")
+    state = threads.run(export_step, 2, plan, str(tmp_path / "out"), model)[0]
+    loaded: Any = type(model).from_pretrained(tmp_path / "out", dtype=torch.float64)
+    values = loaded.state_dict()
+    assert not [key for key in state if not torch.equal(values[key], state[key])]
+
+
+class Waves(nn.Module):
+    """Complex parameters, as no safetensors file has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waves = nn.Parameter(torch.ones(4, dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.waves).abs().mean()
+
+
+def export_waves(plan: Plan, path: str) -> None:
+    build(plan, {"x": torch.ones(4, 4)}, optimizer=sgd).export(path, Waves())
+
+
+def test_a_dtype_that_no_file_has(tmp_path: Path, threads: Threads) -> None:
+    """It is refused by name before a rank writes (S631): ranks would wait for the first one."""
+    plan = make_plan(Waves(), "zero(stage=0, over=dp)", "dp=2")
+    with pytest.raises(Refusal, match="`waves` is complex128") as caught:
+        threads.run(export_waves, 2, plan, str(tmp_path / "out"))
+    assert caught.value.diagnostic.code == "S631" and not (tmp_path / "out").exists()

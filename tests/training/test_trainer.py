@@ -8,13 +8,15 @@ import os
 import random
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import schedlang
 from examples.custom.model import Watcher, loss
@@ -218,6 +220,56 @@ def fixed_batches() -> list[dict[str, Tensor]]:
         {key: torch.stack([row[key] for row in rows[start : start + 4]]) for key in rows[0]}
         for start in range(0, 19, 4)
     ]
+
+
+class StreamedRows(IterableDataset[dict[str, Tensor]]):
+    """The rows as a stream, which has no length."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        yield from (RandomRows()[row] for row in range(19))
+
+
+def test_a_stream_of_rows(tmp_path: Path) -> None:
+    """A loader of a data set without length begins again, and a stopped run resumes within it."""
+    losses = []
+    for stops in ((8,), (3, 8)):
+        random.seed(0)
+        torch.manual_seed(0)
+        heard = LossFile(tmp_path / f"heard {len(stops)}")
+        for steps in stops:
+            data = DataLoader(StreamedRows(), batch_size=4)
+            make_trainer(tmp_path / f"saved {len(stops)}", heard.file, steps, data=data).fit()
+        losses.append(heard.losses)
+    assert len(losses[0]) == 8 and losses[0] == losses[1]
+
+
+class OwnDraws(RandomRows):
+    """The same, with generators of its own."""
+
+    def __init__(self) -> None:
+        self.python, self.numpy = random.Random(1), np.random.default_rng(2)
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        noise = 0.01 * self.python.random() + 0.01 * self.numpy.random()
+        series = super().__getitem__(row)["series"] + noise
+        return {"series": series, "lengths": torch.tensor(6)}
+
+
+def falling(optimizer: torch.optim.Optimizer) -> Any:
+    """Return a scheduler whose factors are numbers of numpy."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.exp(-step / 9))
+
+
+def test_generators_of_the_data_set_and_rates_of_numpy(tmp_path: Path) -> None:
+    """A run that is stopped in its second epoch resumes the draws of the data set, too."""
+    losses = []
+    for stops in ((9,), (7, 9)):
+        heard = LossFile(tmp_path / f"heard {len(stops)}")
+        for steps in stops:
+            folder, data = tmp_path / f"saved {len(stops)}", DataLoader(OwnDraws(), 4, shuffle=True)
+            make_trainer(folder, heard.file, steps, data=data, scheduler=falling).fit()
+        losses.append(heard.losses)
+    assert len(losses[0]) == 9 and losses[0] == losses[1]
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, quote_names
-from schedlang.runtime.checkpointing import checkpoint_folders
+from schedlang.runtime.checkpointing import added_buffers, checkpoint_folders
 from schedlang.runtime.checkpointing.boxes import (
     BoxedTensor,
     describe_failure,
@@ -42,6 +42,7 @@ from schedlang.runtime.checkpointing.index import (
     index_state,
 )
 from schedlang.runtime.checkpointing.optimizer_state import (
+    RARE,
     SavedOptimizer,
     describe_optimizer,
     describe_residue,
@@ -53,6 +54,7 @@ from schedlang.runtime.checkpointing.optimizer_state import (
     restore_residue,
     trained_parameters,
 )
+from schedlang.runtime.checkpointing.plain_values import is_plain, is_table, plain_tree
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.grad_reduction.zero import reshard_all
 from schedlang.runtime.storage.folder import run_on_all_ranks
@@ -86,6 +88,7 @@ def check_contents(table: Any) -> dict[str, Any]:
         dtypes=_table_of(_is_dtype),
         ties=_list_of(_list_of(_is_text)),
     )
+    added_buffers.check_added(table)
     missing = (table["parameters"].keys() | table["buffers"].keys()) - table["dtypes"].keys()
     if missing:
         raise Unreadable(f"the dtype of `{min(missing)}` is missing")
@@ -109,13 +112,16 @@ def _check_optimizer_entries(optim: dict[str, Any]) -> None:
         optim,
         "optimizer.",
         kind=lambda kind: kind is None or _is_text(kind),
-        groups=_list_of(_table_of(_is_plain)),
+        groups=_list_of(_table_of(is_plain)),
         of=_table_of(_is_count),
         parts=_table_of(_table_of(_is_dtype)),
-        values=_table_of(_table_of(_is_plain)),
+        values=_table_of(_table_of(is_plain)),
     )
-    if extra := optim.keys() - {"kind", "groups", "of", "parts", "values"}:
+    if extra := optim.keys() - {"kind", "groups", "of", "parts", "values", *RARE}:
         raise Unreadable(f"`optimizer` has an unknown entry: `{min(map(str, extra))}`")
+    for section in RARE:
+        if not (optim.get(section, {}) == {} or is_table(optim[section])):
+            raise Unreadable(f"`optimizer.{section}` has a wrong type")
     if any(number >= len(optim["groups"]) for number in optim["of"].values()):
         raise Unreadable("`optimizer.of` names a group that does not exist")
     if any({"params", "param_names"} & group.keys() for group in optim["groups"]):
@@ -170,16 +176,6 @@ def _is_start(value: Any) -> bool:
 
 def _is_scale(value: Any) -> bool:
     return isinstance(value, float | int) and math.isfinite(value) and value > 0
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether an optimizer's state has such values: number, text, tensor, lists of these."""
-    if isinstance(value, dict):
-        tensor, moved = value.get("tensor"), value.get("moved")
-        return len(value) == 2 and type(tensor) is Tensor and isinstance(moved, bool)
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _table_of(check: Predicate) -> Predicate:
@@ -291,10 +287,12 @@ def prepare_checkpoint(
         "sums": describe_residue(program),
         "loss scale": program.loss_scale.state() if program.loss_scale is not None else None,
     }
+    added_buffers.describe_added(a, contents)
     values: dict[tuple[str, ...], Any] = {CONTENTS: contents} if rank == 0 else {}
     if beside_data is not None:
         values[*BESIDE, str(rank)] = beside_data
-    tensors = _box_tensors(program, model_parts(program), optimizer_tensors(program))
+    parts = model_parts(program) | a.added_buffers
+    tensors = _box_tensors(program, parts, optimizer_tensors(program))
     tensors += residue_tensors(program)
     return PreparedCheckpoint(target, id_, program.step, rank, world, keep, tensors, values)
 
@@ -308,7 +306,7 @@ def _check_beside(beside: Mapping[str, Any] | None) -> dict[str, Any] | None:
         try:
             with without_function_modes():
                 data = io.BytesIO()
-                torch.save(value, data)
+                torch.save(plain_tree(value), data)
                 data.seek(0)
                 checked[name] = torch.load(data, "cpu", weights_only=True)
         except Exception as error:  # any error of pickle or of the loader of plain data
@@ -363,6 +361,7 @@ def load(program: Program, path: str | os.PathLike[str], fresh: bool = False) ->
             if not comm.broadcast_object(0, retries):
                 raise
     contents, optim, model, moments, sums = contents_read
+    added_buffers.set_added(program.assembly, contents, model)
     if not fresh:
         _copy_values(program, model)
     load_optimizer(program, optim, moments)
@@ -428,6 +427,7 @@ def _allocate(
     model = model_parts(program)
     if not fresh:
         model = {name: zeros(part.shape, part.dtype) for name, part in model.items()}
+    model |= added_buffers.empty_added(contents)
     moments = {
         (name, key): zeros(local_tensor(parameter).shape, DTYPES[dtype])
         for name, parameter in trained_parameters(program).items()
@@ -489,7 +489,7 @@ def _check_fit(program: Program, contents: Mapping[str, Any], optim: SavedOptimi
     a = program.assembly
     shapes = {name: list(holding.layout.shape) for name, holding in a.holdings.items()}
     shapes |= {name: list(buffer.shape) for name, buffer in a.saved_buffers.items()}
-    saved = {**contents["parameters"], **contents["buffers"]}
+    saved = added_buffers.other_shapes(a, contents)
     _same_names("S634", "the checkpoint does not fit this model", saved, shapes, SAME_MODEL)
     dtypes = tensor_dtypes(program)
     for name, shape in shapes.items():

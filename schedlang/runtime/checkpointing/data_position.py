@@ -54,7 +54,8 @@ class BatchStream:
         """Return the next batch, of a new epoch after the end of one. Raises Ended."""
         if self._peeked:
             return self._peeked.pop()
-        batch = next(self._it or self._begin(), self)
+        # never by its truth: that asks an iterator for a length, which may be 0 or missing
+        batch = next(self._begin() if self._it is None else self._it, self)
         if batch is self:  # the end of an epoch
             if not self.taken or self._it is self.data:
                 raise DataEnded
@@ -188,11 +189,10 @@ def generator_states(data: Any = None) -> PlainData:
         "numpy": None,
         "device": None if kind is None else devices.default_generator(kind).get_state(),
         "loader": [generator.get_state() for generator in _loader_generators(data)],
+        "own": [_own_state(generator) for generator in _own_generators(data)],
     }
     if (numpy := sys.modules.get("numpy")) is not None:
-        saved = numpy.random.get_state(legacy=False)
-        state = {key: _as_list(value) for key, value in saved["state"].items()}
-        states["numpy"] = {**saved, "state": state}
+        states["numpy"] = _as_lists(numpy.random.get_state(legacy=False))
     return states
 
 
@@ -208,19 +208,49 @@ def restore_generators(data: Any, saved: Mapping[str, Any]) -> None:
         devices.default_generator(kind).set_state(saved["device"])
     for generator, state in zip(_loader_generators(data), saved["loader"]):
         generator.set_state(state)
+    for generator, state in zip(_own_generators(data), saved.get("own", ())):
+        if isinstance(generator, random.Random):
+            version, numbers, gauss = state
+            generator.setstate((version, tuple(numbers), gauss))
+        else:
+            generator.bit_generator.state = state
 
 
-def _as_list(value: Any) -> Any:
+def _as_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_lists(item) for key, item in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _own_generators(data: Any) -> list[Any]:
+    """Return the generators of Python and numpy that are attributes of a loader, of its samplers or
+    of its data set, each once."""
+    numpy = sys.modules.get("numpy")
+    kinds = (random.Random, *((numpy.random.Generator,) if numpy is not None else ()))
+    values = (v for owner in _owners(data) for v in getattr(owner, "__dict__", {}).values())
+    return list({id(value): value for value in values if isinstance(value, kinds)}.values())
+
+
+def _own_state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return _as_lists(generator.bit_generator.state)
+
+
+def _owners(data: Any) -> Iterator[Any]:
+    """Yield a loader, its samplers and its data set, if it has them."""
+    for path in _GENERATOR_PATHS:
+        owner = data
+        for name in filter(None, path.split(".")):
+            owner = getattr(owner, name, None)
+        if owner is not None:
+            yield owner
 
 
 def _loader_generators(data: Any) -> list[torch.Generator]:
     """Return the generators of a loader and its samplers, each once."""
     generators: dict[int, torch.Generator] = {}
-    for path in _GENERATOR_PATHS:
-        owner = data
-        for name in filter(None, path.split(".")):
-            owner = getattr(owner, name, None)
+    for owner in _owners(data):
         generator = getattr(owner, "generator", None)
         if isinstance(generator, torch.Generator):
             generators[id(generator)] = generator

@@ -15,6 +15,13 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, quote_names
 from schedlang.runtime.checkpointing.boxes import BoxedTensor, replicated_tensor, zeros
 from schedlang.runtime.checkpointing.index import DTYPE_NAMES, DTYPES
+from schedlang.runtime.checkpointing.plain_values import (
+    can_replace,
+    equal_values,
+    from_plain,
+    tensors_within,
+    to_plain,
+)
 from schedlang.runtime.comm import world
 from schedlang.runtime.storage.folder import run_on_all_ranks
 from schedlang.runtime.storage.offloaded_gradients import local_tensor
@@ -26,6 +33,7 @@ if TYPE_CHECKING:
 
 
 NOT_SAVED = ("params", "param_names")  # entries of a group that are no hyperparameters
+RARE = ("common", "own")  # fields of `SavedOptimizer`
 Hyper = dict[str, Any]
 
 
@@ -37,6 +45,8 @@ class SavedOptimizer:
     groups  hyperparameters, once for each distinct set; `of` has the index of each parameter's set
     parts   parameter -> state key -> dtype, of tensors that are sharded as the parameter
     values  parameter -> state key -> other values (the number of steps)
+    common  state that belongs to no parameter, equal on all ranks
+    own     what the `state_dict` of the optimizer's class has beside state and groups, as well
     """
 
     kind: str | None = None
@@ -44,10 +54,13 @@ class SavedOptimizer:
     of: dict[str, int] = field(default_factory=dict)
     parts: dict[str, dict[str, str]] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    common: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
-        """Return the fields as plain data."""
-        return dict(vars(self))
+        """Return the fields as plain data; few optimizers have the last two, and older versions of
+        schedlang do not know them."""
+        return {key: value for key, value in vars(self).items() if value or key not in RARE}
 
 
 def describe_optimizer(program: Program | None) -> SavedOptimizer:
@@ -70,12 +83,21 @@ def describe_optimizer(program: Program | None) -> SavedOptimizer:
         for name, values in state.values.items():
             for key, value in values.items():
                 first_value = merged.values.setdefault(name, {}).setdefault(key, value)
-                if not _equal(first_value, value):
-                    raise _differing(name, key)
+                if not equal_values(first_value, value):
+                    raise _differing(f"`{key}` of the optimizer for `{name}`")
+    _merge_common(merged, [state for state in local_states if state.kind is not None])
     for name, values in merged.values.items():
         for key in values.keys() & merged.parts.get(name, {}).keys():
-            raise _differing(name, key)
+            raise _differing(f"`{key}` of the optimizer for `{name}`")
     return merged
+
+
+def _merge_common(merged: SavedOptimizer, states: Sequence[SavedOptimizer]) -> None:
+    """Take the state that belongs to no parameter; refuse (S637) ranks that differ in it."""
+    for state in states:
+        if not equal_values([state.common, state.own], [states[0].common, states[0].own]):
+            raise _differing("the optimizer's state that belongs to no parameter")
+        merged.common, merged.own = state.common, state.own
 
 
 def trained_parameters(program: Program) -> dict[str, nn.Parameter]:
@@ -118,6 +140,7 @@ def load_optimizer(
     """Load state into this rank's optimizer: `parts` are local tensors by name and key."""
     if program.optimizer is None:
         return
+    _load_common(program.optimizer, saved)
     owned = trained_parameters(program)
     names = {id(parameter): name for name, parameter in owned.items()}
     for group in program.optimizer.param_groups:
@@ -128,7 +151,8 @@ def load_optimizer(
         program.optimizer.state.pop(parameter, None)
         values = saved.values.get(name, {})
         state = {
-            key: mark_unsharded(_from_plain(value, parameter)) for key, value in values.items()
+            key: mark_unsharded(from_plain(value, parameter.device))
+            for key, value in values.items()
         }
         for key in saved.parts.get(name, {}):
             state[key] = sharded_like(parts[name, key], parameter)
@@ -147,24 +171,24 @@ def group_mismatch(program: Program, saved: SavedOptimizer) -> str:
             return f"its parameter groups differ: {quote_names([names[0], other_name])} were in two"
     for group, names in named_groups:
         for key, value in saved.groups[saved.of[names[0]]].items() if names else ():
-            if key in group and not _can_replace(group[key], value):
+            if key in group and not can_replace(group[key], value):
                 return f"`{key}` of its groups has a different type here"
+    return _full_tensor_mismatch(program, saved)
+
+
+def _full_tensor_mismatch(program: Program, saved: SavedOptimizer) -> str:
+    """Return which saved list holds full tensors, of which this rank could not take its shard."""
+    holdings = program.assembly.holdings
+    for name, parameter in trained_parameters(program).items() if program.whole is None else ():
+        shape = torch.Size(holdings[name].layout.shape)
+        for key, value in saved.values.get(name, {}).items():
+            full = any(tensor.shape == shape for tensor in tensors_within(value))
+            if full and local_tensor(parameter).shape != shape:
+                return f"`{key}` of `{name}` is a list of full tensors, and this rank has a shard"
+    several = program.assembly.ranks.mesh.world > 1
+    if several and any(t.numel() > 1 for v in (saved.common, saved.own) for t in tensors_within(v)):
+        return "it has tensors that belong to no parameter, which only one rank can load"
     return ""
-
-
-def _can_replace(current: Any, saved: Any) -> bool:
-    """Return whether a saved value may replace this one."""
-    if isinstance(saved, dict) and isinstance(current, Tensor):
-        return bool(saved["tensor"].shape == current.shape)
-    number = (isinstance(saved, dict) and saved["tensor"].numel() == 1) or type(saved) in (
-        int,
-        float,
-    )
-    if isinstance(current, Tensor) or type(current) in (int, float):
-        return number
-    if isinstance(current, list | tuple) and isinstance(saved, list | tuple):
-        return len(current) == len(saved) and all(map(_can_replace, current, saved))
-    return current is None or saved is None or type(current) is type(saved)
 
 
 def _local_state(program: Program) -> SavedOptimizer:
@@ -173,73 +197,74 @@ def _local_state(program: Program) -> SavedOptimizer:
     if optimizer is None:
         return state
     state.kind = type(optimizer).__qualname__
+    common = {key: v for key, v in optimizer.state.items() if not isinstance(key, Tensor)}
+    state.common = to_plain("state", common) if common else {}
+    own = _own_entries(optimizer)
+    state.own = to_plain("state_dict()", own) if own else {}
     owned = trained_parameters(program)
     names = {id(parameter): name for name, parameter in owned.items()}
     for group in optimizer.param_groups:
-        hyper = {key: _to_plain(key, v) for key, v in group.items() if key not in NOT_SAVED}
+        hyper = {key: to_plain(key, v) for key, v in group.items() if key not in NOT_SAVED}
         number = _group_number(state.groups, hyper)
         state.of.update({names[id(p)]: number for p in group["params"] if id(p) in names})
     for name, parameter in owned.items():
         if not a.holdings[name].is_primary(a.ranks.mesh, a.ranks.rank):
             continue
         for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(key, str):
+                raise _bad_key(name, key)
             if is_sharded_like(value, parameter):
                 kind = DTYPE_NAMES[value.dtype]
                 state.parts.setdefault(name, {})[key] = kind
             else:
-                state.values.setdefault(name, {})[key] = _to_plain(f"{name}.{key}", value)
+                state.values.setdefault(name, {})[key] = to_plain(f"{name}.{key}", value)
     return state
+
+
+def _bad_key(name: str, key: Any) -> Refusal:
+    return Refusal.of(
+        "S637",
+        f"the optimizer's state of `{name}` has the key {key!r}",
+        notes=("state of a parameter is saved by the names of its entries",),
+        helps=("use text as keys: `state['momentum']`",),
+    )
+
+
+def _own_entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what a `state_dict` of the user has beside state and groups."""
+    base, kind = torch.optim.Optimizer, type(optimizer)
+    changed = kind.state_dict is not base.state_dict
+    if not changed and not getattr(optimizer, "_optimizer_state_dict_post_hooks", None):
+        return {}
+    entries = optimizer.state_dict().items()
+    return {key: value for key, value in entries if key not in ("state", "param_groups")}
+
+
+def _load_common(optimizer: torch.optim.Optimizer, saved: SavedOptimizer) -> None:
+    """Load the state that belongs to no parameter; that of parameters is lost."""
+    cpu = torch.device("cpu")
+    if saved.own:
+        groups = optimizer.state_dict()["param_groups"]
+        own = from_plain(saved.own, cpu)
+        optimizer.load_state_dict({**own, "state": {}, "param_groups": groups})
+    for key in [key for key in optimizer.state if not isinstance(key, Tensor)]:
+        del optimizer.state[key]
+    optimizer.state.update(from_plain(saved.common, cpu) if saved.common else {})
 
 
 def _group_number(groups: list[Hyper], hyper: Hyper) -> int:
     """Return the index of these hyperparameters in the list; append them if they are new."""
     for number, group in enumerate(groups):
-        if _equal(group, hyper):
+        if equal_values(group, hyper):
             return number
     groups.append(hyper)
     return len(groups) - 1
 
 
-def _to_plain(name: str, value: Any) -> Any:
-    """Return a value as plain data; tensors go to the CPU, with a note if they were elsewhere."""
-    if isinstance(value, Tensor):
-        return {"tensor": local_tensor(value).cpu().clone(), "moved": not value.is_cpu}
-    if isinstance(value, list | tuple):
-        return type(value)(_to_plain(name, item) for item in value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise Refusal.of(
-        "S637",
-        f"`{name}` of the optimizer is a `{type(value).__name__}`",
-        notes=("a checkpoint may hold tensors, numbers and strings",),
-        helps=("remove it from the optimizer's state before saving",),
-    )
-
-
-def _from_plain(value: Any, parameter: nn.Parameter) -> Any:
-    """Return the value of `_to_plain`, on the parameter's device if it was not on the CPU."""
-    if isinstance(value, dict):
-        copy: Tensor = value["tensor"].clone()
-        return copy.to(parameter.device) if value["moved"] else copy
-    if isinstance(value, list | tuple):
-        return type(value)(_from_plain(item, parameter) for item in value)
-    return value
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
-    if isinstance(a, Sequence) and isinstance(b, Sequence) and not isinstance(a, str):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    return type(a) is type(b) and bool(a == b)
-
-
 def _set_group(group: dict[str, Any], hyper: Hyper) -> None:
     parameter = group["params"][0]
     for key, value in hyper.items():
-        restored, current = _from_plain(value, parameter), group.get(key)
+        restored, current = from_plain(value, parameter.device), group.get(key)
         if isinstance(current, Tensor) and isinstance(restored, Tensor):
             current.copy_(restored)  # a compiled step may refer to this tensor
         else:
@@ -258,10 +283,10 @@ def sharded_like(part: Tensor, parameter: nn.Parameter) -> Tensor:
     return sharded
 
 
-def _differing(name: str, key: str) -> Refusal:
+def _differing(what: str) -> Refusal:
     return Refusal.of(
         "S637",
-        f"ranks differ in `{key}` of the optimizer for `{name}`",
+        f"ranks differ in {what}",
         notes=("it does not have the shape of the parameter: it must be equal on all ranks",),
         helps=(
             "compute it only from values that are equal on all ranks",
