@@ -92,8 +92,8 @@ def guard_state(a: Assembly, shards: Collection[str]) -> None:
             and (isinstance(parameter, DTensor) or names[id(parameter)] in shards)
         }
         if own:
-            module.register_load_state_dict_pre_hook(_FullValues(a, own))
-            module.register_state_dict_post_hook(partial(_mark_values, own))
+            module.register_load_state_dict_pre_hook(_FullValues(a, own))  # type: ignore[no-untyped-call]
+            module.register_state_dict_post_hook(partial(_mark_values, own))  # type: ignore[no-untyped-call]
 
 
 class _FullValues:

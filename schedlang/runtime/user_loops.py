@@ -142,6 +142,8 @@ def _guard_slices(a: Assembly) -> None:
     parameters, root, calls = a.local_parameters, a.module, list[None]()
 
     def before(*unused: object) -> None:
+        if torch.compiler.is_compiling():
+            return
         calls.append(None)
         name = None if parameters.stepping or len(calls) > 1 else replaced_parameter(root)
         if name is not None:
@@ -153,12 +155,15 @@ def _guard_slices(a: Assembly) -> None:
             ).at(python_span())
 
     def after(*unused: object) -> None:
+        if torch.compiler.is_compiling():
+            return
         if calls:
             calls.pop()
         if not (parameters.stepping or calls):
             reshard_all(a.sliced)
 
-    for unit in (unit for stage in a.sliced.values() for unit in stage.units):
+    units: list[Any] = [unit for stage in a.sliced.values() for unit in stage.units]
+    for unit in units:
         unit.register_forward_pre_hook(before, prepend=True)
         unit.register_forward_hook(after, always_call=True)
 

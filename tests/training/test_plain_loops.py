@@ -25,6 +25,7 @@ LAYOUTS = {
     "tp zero3": (TENSOR + "zero(stage=3, over=dp)", "dp=2, tp=2"),
 }
 ALL, TP = tuple(LAYOUTS), ("tp",)
+DATA = ("dp", "zero2", "zero3")
 
 
 class Net(nn.Module):
@@ -251,14 +252,14 @@ def hessian_products(program: Any) -> list[Any]:
 Loop = Callable[[Any], list[Any]]
 LOOPS: tuple[tuple[Loop, tuple[str, ...]], ...] = (
     (clamping_hooks, ALL),
-    (optimizers_in_hooks, ALL),
-    (looking_hooks, ALL),
-    (kept_gradients, ALL),
-    (inference_first, ALL),
-    (inference_first_step, ALL),
-    (evaluations_between, ALL),
+    (optimizers_in_hooks, ("tp", "dp", "zero2")),
+    (looking_hooks, ("tp", "dp", "zero3")),
+    (kept_gradients, DATA),
+    (inference_first, DATA),
+    (inference_first_step, ("zero3",)),
+    (evaluations_between, DATA),
     (loading_full_values, ALL),
-    (averages_and_snapshots, ALL),
+    (averages_and_snapshots, ("tp", "zero3")),
     (modules_inside, TP),
     (penalties_of_inputs, TP),
     (hessian_products, TP),

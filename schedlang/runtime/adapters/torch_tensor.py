@@ -82,7 +82,7 @@ def wrap_gradients(around: Around) -> None:
         run = partial(_engine, roots, grads, retain, creates, inputs, *args, **more)
         return around(run, roots, inputs or (), creates, more.get("accumulate_grad", False))
 
-    torch.autograd._engine_run_backward = engine  # type: ignore[attr-defined]
+    torch.autograd._engine_run_backward = engine  # type: ignore[assignment, attr-defined]
 
 
 def in_backward_pass() -> bool:

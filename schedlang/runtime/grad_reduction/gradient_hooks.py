@@ -42,7 +42,7 @@ class GradientHooks:
         hooked = [
             p
             for p in self._parameters.values()
-            if p._backward_hooks or p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            if p._backward_hooks or p._post_accumulate_grad_hooks
         ]
         for parameter in reversed(hooked):  # as backward meets them
             users = tuple(_take_hooks(getattr(parameter, slot)) for slot in _SLOTS)
@@ -96,11 +96,11 @@ def _run_on_shard(hook: Callable[..., Any], gradient: Tensor, name: str) -> Tens
     return changed
 
 
-class _Reductions(TorchDispatchMode):
+class _Reductions(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Finds an operator that makes something smaller of a tensor of a shape."""
 
     def __init__(self, shape: torch.Size) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.shape, self.found = shape, ""
 
     def __torch_dispatch__(
