@@ -123,6 +123,7 @@ CALLING_PACKAGES = {
     "contextlib",
     "copy",
     "functools",
+    "safetensors",
     "schedlang",  # code without a file
     "torch",
 }

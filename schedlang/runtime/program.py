@@ -382,9 +382,8 @@ class Program:
         drawing = a.dropout.enter_step(moment) if a.dropout is not None else _NOTHING
         if region is not None:
             region.begin_step()
-        a.local_parameters.stepping = True
         try:
-            with drawing:
+            with drawing, a.local_parameters.step():
                 results = a.pipeline.run(
                     [part.inputs for part in parts],
                     scale,
@@ -394,7 +393,6 @@ class Program:
                     keep_outputs=self.keep_output or not train,
                 )
         finally:
-            a.local_parameters.stepping = False
             if region is not None:
                 region.end_step()
         for item in a.sliced.values():
@@ -417,6 +415,7 @@ class Program:
             a.compressor.sum(a.parameters)
         if self.loss_scale is not None:
             self.loss_scale.unscale(a.parameters)
+        a.local_parameters.hooks.run(a.local_parameters.shapes)
 
     def _clip_and_reduce(
         self, results: Mapping[int, MicrobatchResult], weights: Sequence[Number], total: Number

@@ -2,7 +2,7 @@
 
 * A backward outside of a step that reaches parameters whose gradients a step all-reduces after its
   last backward.
-* A term of the loss that a loop makes of parameters where a rank has shards.
+* A term of the loss that a loop makes of parameters where a rank has shards: `loop_terms`.
 * The norm of gradients, a loss scale that depends on gradients, or an optimizer that needs full
   tensors, where a rank has shards.
 * A copy of a module with slices, new parameters in place of those that a step trains, and full
@@ -14,8 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakSet
@@ -30,39 +29,26 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import python_span
-from schedlang.runtime.adapters.fully_shard import refuse_copies
-from schedlang.runtime.adapters.torch_clip import check_clipping, check_unscaling
-from schedlang.runtime.adapters.torch_tensor import (
-    check_backwards,
-    has_tangent,
-    in_transform,
-    sequence_number,
-)
+from schedlang.runtime.adapters.fully_shard import refuse_copies, replaced_parameter
+from schedlang.runtime.adapters.torch_clip import check_norms, check_unscaling
+from schedlang.runtime.adapters.torch_tensor import check_backwards, wrap_gradients
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.grad_reduction.gradient import GradientReduction, LocalParameters
-from schedlang.runtime.grad_reduction.zero import own_backward
+from schedlang.runtime.grad_reduction.zero import own_backward, reshard_all
+from schedlang.runtime.loop_terms import (
+    check_terms,
+    mark_shard,
+    name_of_gradient,
+    note_forwards,
+    run_gradients,
+    shard_name,
+)
 from schedlang.runtime.optim.full_tensor_step import SAMPLE_DIMS, is_elementwise
+from schedlang.runtime.shard_state import guard_state
+from schedlang.runtime.storage.offloaded_gradients import in_backward
 
 _STEP = "use `train_step` and `eval_step`"
-_SHARD = "_schedlang_part"  # of parameters that are shards of a tensor: the name
-# nodes of autograd with which terms of a loss begin; one that begins a layer is none of these
-_TERMS = (
-    *("Abs", "Add", "Cat", "Div", "Exp", "LinalgVectorNorm", "Log", "Max", "Mean", "Min", "Mul"),
-    *("Neg", "Norm", "Pow", "Prod", "Sqrt", "Stack", "Std", "Sub", "Sum", "Var", "View"),
-)
 
-
-class _Forwards(threading.local):
-    """Numbers of the nodes that the last forwards of programs have made in a thread: first, end.
-
-    torch numbers the nodes of each thread apart.
-    """
-
-    def __init__(self) -> None:
-        self.made: deque[tuple[float, float]] = deque(maxlen=1000)
-
-
-_forwards = _Forwards()
 _checked: WeakSet[torch.optim.Optimizer] = WeakSet()  # optimizers that have been checked
 _user_modules: WeakSet[nn.Module] = WeakSet()  # modules of programs that user loops have got
 
@@ -89,6 +75,7 @@ def module_of(a: Assembly, offloads_gradients: bool) -> nn.Module:
         _register_replacement_hooks()
         _guard_sums(a.local_parameters, a.reductions)
         _guard_shards(a)
+        _guard_slices(a)
     return a.module
 
 
@@ -143,8 +130,42 @@ def _check_stepping(parameters: LocalParameters, name: str) -> Callable[[Tensor]
         if not parameters.stepping:
             raise own_backward(name).at(python_span())
 
-    check.is_guard = True  # type: ignore[attr-defined]  # no hook of the user
-    return check
+    return in_backward(check)
+
+
+def _guard_slices(a: Assembly) -> None:
+    """Free what a call of the module outside of a step has gathered: torch keeps it, and an update
+    of the slices would not reach it.
+
+    Refuse (S617) calls in which other tensors stand for parameters that it gathers.
+    """
+    parameters, root, calls = a.local_parameters, a.module, list[None]()
+
+    def before(*unused: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        calls.append(None)
+        name = None if parameters.stepping or len(calls) > 1 else replaced_parameter(root)
+        if name is not None:
+            raise Refusal.of(
+                "S617",
+                f"another tensor stands for `{name}`, but `zero` would gather its own slices",
+                notes=("`torch.func.functional_call` puts tensors there for one call",),
+                helps=("set values in place: `with torch.no_grad(): parameter.copy_(value)`",),
+            ).at(python_span())
+
+    def after(*unused: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if calls:
+            calls.pop()
+        if not (parameters.stepping or calls):
+            reshard_all(a.sliced)
+
+    units: list[Any] = [unit for stage in a.sliced.values() for unit in stage.units]
+    for unit in units:
+        unit.register_forward_pre_hook(before, prepend=True)
+        unit.register_forward_hook(after, always_call=True)
 
 
 def check_shapes(parameters: LocalParameters) -> None:
@@ -174,106 +195,41 @@ def _guard_shards(a: Assembly) -> None:
         if (
             not everything or parameter.numel() < full_size
         ):  # for a DTensor, numel counts all shards
-            setattr(parameter, _SHARD, name)
+            mark_shard(parameter, name)
             a.local_parameters.shapes[name] = parameter.shape
             _register_checks()
+    guard_state(a, a.local_parameters.shapes)
     if a.local_parameters.shapes:
-        _note_forwards(a.module)
+        note_forwards(a.module)
 
 
 @functools.cache
 def _register_checks() -> None:
-    """Check from now on the arguments of `clip_grad_norm_`, and optimizers that step."""
-    check_clipping(_check_norm)
+    """Check norms of gradients from now on, terms of losses, and optimizers that step."""
+    check_norms(_check_norm)
     check_unscaling(_check_scaler)
-    check_backwards(_check_terms)
+    check_backwards(check_terms)
+    wrap_gradients(run_gradients)
     register_optimizer_step_pre_hook(_check_optimizer)
-
-
-def _check_transforms(inputs: Iterable[Any]) -> None:
-    """Raise Refusal S617 in a transform of torch.func and for forward-mode gradients.
-
-    The collectives of a sharded module have neither.
-    """
-    transform = "a transform of `torch.func`" if in_transform() else ""
-    transform = transform or ("a forward-mode gradient" if any(map(has_tangent, inputs)) else "")
-    if transform:
-        raise Refusal.of(
-            "S617",
-            f"{transform} cannot go through the collectives of sharded modules",
-            helps=(
-                "`torch.autograd.grad`, with `create_graph=True` for a second derivative",
-                "or put it around the original, on one rank",
-            ),
-        ).at(python_span())
-
-
-def _note_forwards(module: nn.Module) -> None:
-    """Record from now on which nodes of autograd the forwards of a program's module make."""
-
-    def before(unused: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_compiling():
-            _check_transforms((*args, *kwargs.values()))
-            _forwards.made.append((sequence_number(), math.inf))
-
-    def after(*unused: object) -> None:
-        if not torch.compiler.is_compiling() and _forwards.made:
-            _forwards.made[-1] = _forwards.made[-1][0], sequence_number()
-
-    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    module.register_forward_hook(after, always_call=True)
-
-
-def _check_terms(roots: Iterable[Any]) -> None:
-    """Raise Refusal S622 at a backward from a term that a loop made of shards of parameters.
-
-    The term has the value, and perhaps the gradient, of this rank's shard only. Terms inside the
-    forward are seen where the model is traced.
-    """
-    nodes = (root.grad_fn if isinstance(root, Tensor) else root.node for root in roots)
-    pending: list[Any] = list(nodes)
-    visited = {None, *pending}
-    while pending:
-        node = pending.pop()
-        for parent, _ in () if node is None else node.next_functions:
-            name = vars(parent.variable).get(_SHARD) if hasattr(parent, "variable") else None
-            if name is not None and _is_term(node):
-                raise Refusal.of(
-                    "S622",
-                    f"a term of your own takes this rank's shard of `{name}` for the parameter",
-                    notes=(f"`{node.name()}` reads it, outside of the forward of the program",),
-                    helps=(
-                        "`weight_decay=` of the optimizer, for a sum of squares",
-                        "or compute the term in the model's forward, and build a program of it",
-                    ),
-                ).at(python_span())
-            if parent not in visited:
-                visited.add(parent)
-                pending.append(parent)
-
-
-def _is_term(node: Any) -> bool:
-    """Return whether a node was made outside of all forwards, as terms of a loss are made."""
-    number = node._sequence_nr()
-    if not node.name().startswith(_TERMS) or not _forwards.made or number < _forwards.made[0][0]:
-        return False
-    return not any(first <= number < end for first, end in reversed(_forwards.made))
 
 
 def _shard_name(parameters: Iterable[Any]) -> str | None:
     """Return the name of the first parameter that is a shard; None if there is none."""
-    return next((vars(p)[_SHARD] for p in parameters if _SHARD in vars(p)), None)
+    return next((name for p in parameters if (name := shard_name(p))), None)
 
 
-def _check_norm(parameters: Iterable[Any]) -> None:
+def _check_norm(gradients: Iterable[Tensor]) -> None:
     """Raise Refusal S622 where the norm would be that of this rank's shards only."""
-    name = _shard_name(parameters)
+    name = name_of_gradient(gradients)
     if name is not None:
         raise Refusal.of(
             "S622",
-            "`clip_grad_norm_` would clip by the norm of this rank's gradients only",
+            "the norm would be that of this rank's gradients only",
             notes=(f"this rank has a shard of `{name}`; other ranks have other shards and norms",),
-            helps=("`build(clip=1.0)`: a step clips by the norm of all gradients",),
+            helps=(
+                "`build(clip=1.0)`: a step clips by the norm of all gradients",
+                "`program.grad_norm` is that norm, after a step",
+            ),
         ).at(python_span())
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from schedlang.runtime import loop_terms
 from schedlang.runtime.comm import collectives, world
 from schedlang.runtime.fusion import fuse, rewrite
 from schedlang.runtime.kernel_injection import blind_queries
@@ -21,6 +22,7 @@ PER_RANK: tuple[tuple[ModuleType, str], ...] = (
     (collectives, "_listeners"),
     (fuse, "_counting_layers"),
     (launch, "_launchers"),
+    (loop_terms, "_shards"),
     (offloaded_activations, "_listener"),
     (rewrite, "_watchers"),
     (world, "_entered"),

@@ -16,6 +16,7 @@ from schedlang.runtime.float64 import Float64
 from schedlang.runtime.grad_reduction import gradient
 from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.pipeline import overlapped_reduction
+from schedlang.runtime.storage.offloaded_gradients import in_backward
 from tests.engine.threads import Threads
 from tests.proofs import adamw, assert_near, make_plan, train_on_ranks, train_sequential
 from tests.ranks import run_ranks
@@ -108,7 +109,7 @@ def record_sums(rank: int, plan: Plan, steps: int) -> list[list[tuple[int, int]]
     with enter_modes(Float64()):
         program = build(plan, batch())
         for parameter in program.assembly.parameters.values():
-            parameter.register_post_accumulate_grad_hook(added)
+            parameter.register_post_accumulate_grad_hook(in_backward(added))
         overlapped_reduction.begin_bucket = begin_one  # type: ignore[assignment]
         try:
             for seed in range(steps):

@@ -115,23 +115,6 @@ def test_a_hook_on_a_gradient(way: str) -> None:
     assert create_schedule(model).build(batch=batch(), loss=loss).train_step(batch()).isfinite()
 
 
-def refusal_of_hook() -> str:
-    sch = create_schedule(net())
-    sch.mesh(dp=2)
-    sch.zero(stage=2, over="dp")
-    program = sch.build(batch=batch(), loss=loss)
-    program.train_step(batch())
-    program.module[0].weight.register_hook(lambda grad: 2 * grad)
-    with pytest.raises(Refusal) as caught:
-        program.train_step(batch())
-    return caught.value.diagnostic.code
-
-
-def test_a_hook_on_a_slice(threads: Threads) -> None:
-    """No backward writes the gradient of a slice: the hook would never be called."""
-    assert threads.run(refusal_of_hook, 2) == ["S867", "S867"]
-
-
 class MappedLayer(nn.Module):
     """Calls a layer for each row by `torch.vmap`."""
 

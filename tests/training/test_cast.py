@@ -21,6 +21,7 @@ from schedlang.passes.prove import Case, prove
 from schedlang.passes.simulate.traffic import list_collectives
 from schedlang.report import Report
 from schedlang.runtime.comm.collectives import listen_to_collectives
+from schedlang.runtime.storage.offloaded_gradients import in_backward
 from tests import models
 from tests.docs.test_page_contents import ROOT, fenced_blocks
 from tests.engine import Threads
@@ -168,7 +169,7 @@ def train_with_overflow(rank: int, step: int, plan: Plan, batches: Sequence[Any]
         handles = []
         if dist.get_rank() == rank and number == step:
             parameter = next(p for p in program.assembly.parameters.values() if p.requires_grad)
-            handles.append(parameter.register_post_accumulate_grad_hook(make_infinite))
+            handles.append(parameter.register_post_accumulate_grad_hook(in_backward(make_infinite)))
         program.train_step(batch)
         for handle in handles:
             handle.remove()

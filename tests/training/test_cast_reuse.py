@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.passes.lower.build import build
+from schedlang.runtime.storage.offloaded_gradients import in_backward
 from tests.engine import Threads
 from tests.proofs import make_plan
 
@@ -89,7 +90,8 @@ def test_gradients_do_not_pile_up() -> None:
     program, events = build_program(f"{CAST_ALL}\n{MICRO}"), list[str]()
     module = program.module
     for name, parameter in module.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
+        hook = in_backward(lambda _, name=name: events.append(name))
+        parameter.register_post_accumulate_grad_hook(hook)
     module.up.register_full_backward_hook(lambda *_: events.append("backward of up"))
     program.train_step(batch())
     down_names = ["down.weight", "down.bias"]

@@ -14,6 +14,7 @@ from schedlang.pipeline.timeline.table import Kind, split_backwards
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.pipeline import overlapped_reduction
+from schedlang.runtime.storage.offloaded_gradients import in_backward
 from tests import models
 from tests.engine.threads import Threads
 from tests.proofs import (
@@ -89,7 +90,7 @@ def grads_by_half(plan: Any, batch: Any) -> dict[str, set[str]]:
         arrived: dict[str, set[str]] = {"I": set(), "W": set()}
         for parameter in program.assembly.parameters.values():
             parameter.register_post_accumulate_grad_hook(
-                lambda p: arrived[half[-1]].add(names[id(p)])
+                in_backward(lambda p: arrived[half[-1]].add(names[id(p)]))
             )
         original = program.assembly.pipeline.run
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from safetensors import torch as safetensors
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.utils import get_total_norm
 from torch.optim.swa_utils import AveragedModel
 
 from schedlang.diagnostics.diagnostic import Refusal
@@ -144,6 +147,86 @@ def by_squares(program: Any) -> None:
     loss.backward()  # here
 
 
+def by_a_gradient_of_a_term(program: Any) -> None:
+    """The gradient of a norm of all parameters."""
+    parameters = list(program.module.parameters())
+    loss = program.module(**batch(0)) + 0.1 * torch.stack([p.norm() for p in parameters]).sum()
+    torch.autograd.grad(loss, parameters)  # here
+
+
+def by_another_operator(program: Any) -> None:
+    """A term that begins with a product."""
+    weight = program.module.up.weight
+    loss = program.module(**batch(0)) + (weight @ weight.T).square().sum()
+    loss.backward()  # here
+
+
+def by_gradients(program: Any) -> None:
+    """The norm of all gradients, added to the loss."""
+    loss = program.module(**batch(0))
+    grads = torch.autograd.grad(loss, list(program.module.parameters()), create_graph=True)
+    loss = loss + 0.1 * torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+    loss.backward()  # here
+
+
+def by_gradients_of_a_norm(program: Any) -> None:
+    """The same, whose value nobody reads: the sum is not all of the norm."""
+    parameters = list(program.module.parameters())
+    grads = torch.autograd.grad(program.module(**batch(0)), parameters, create_graph=True)
+    norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+    torch.autograd.grad(norm, parameters)  # here
+
+
+def by_a_graph_of_gradients(program: Any) -> None:
+    """The same, of the gradients that a backward has left."""
+    program.module(**batch(0)).backward(create_graph=True)
+    norms = [parameter.grad.norm() for parameter in program.module.parameters()]
+    torch.stack(norms).sum().backward()  # here
+
+
+def by_an_output_inside(program: Any) -> None:
+    """A term of the output of a module that leaves it split over ranks."""
+    program.module.up(batch(0)["x"]).square().mean().backward()  # here
+
+
+def by_a_total_norm(program: Any) -> None:
+    """The norm of gradients, without a clip."""
+    program.train_step(batch(0))
+    get_total_norm([parameter.grad for parameter in program.module.parameters()])  # here
+
+
+def by_a_norm_in_a_hook(program: Any) -> None:
+    """A hook that divides each gradient by its norm."""
+    program.module.up.weight.register_hook(lambda grad: grad / grad.norm())
+    try:
+        program.train_step(batch(0))  # here
+    finally:
+        program.module.up.weight._backward_hooks.clear()
+
+
+def by_torch_save(program: Any) -> None:
+    """The module's own state, halved, in a file of torch."""
+    state = {name: 0.5 * value.cpu() for name, value in program.module.state_dict().items()}
+    torch.save({"model": state}, io.BytesIO())  # here
+
+
+def by_safetensors(program: Any) -> None:
+    """The same, in another file."""
+    safetensors.save(program.module.state_dict())  # here
+
+
+def by_saving_the_module(program: Any) -> None:
+    """The module itself, in a file."""
+    torch.save(program.module, io.BytesIO())  # here
+
+
+def by_a_functional_call(program: Any) -> None:
+    """A forward with other values."""
+    state = {name: 0.5 * value for name, value in program.module.state_dict().items()}
+    with torch.no_grad():
+        torch.func.functional_call(program.module, state, (batch(0)["x"],))  # here
+
+
 def by_terms_of_the_output(program: Any) -> None:
     """Two forwards in one loss, and a second backward through the gradient of the input."""
     steps = sgd(program.module)
@@ -221,6 +304,18 @@ REFUSED: tuple[tuple[str, str, Loop, str], ...] = (
     (TENSOR_ROWS, "tp=2", by_squares, "S622"),
     (TENSOR_ROWS, "tp=2", by_transforming, "S617"),
     (TENSOR_ROWS, "tp=2", by_tangents, "S617"),
+    (TENSOR_ROWS, "tp=2", by_a_gradient_of_a_term, "S622"),
+    (TENSOR_ROWS, "tp=2", by_another_operator, "S622"),
+    (TENSOR_ROWS, "tp=2", by_gradients, "S622"),
+    (TENSOR_ROWS, "tp=2", by_gradients_of_a_norm, "S622"),
+    (TENSOR_ROWS, "tp=2", by_a_graph_of_gradients, "S622"),
+    (TENSOR_ROWS, "tp=2", by_an_output_inside, "S622"),
+    (TENSOR_ROWS, "tp=2", by_a_total_norm, "S622"),
+    (TENSOR_ROWS, "tp=2", by_a_norm_in_a_hook, "S622"),
+    (TENSOR_ROWS, "tp=2", by_torch_save, "S617"),
+    (TENSOR_ROWS, "tp=2", by_safetensors, "S617"),
+    (TENSOR_ROWS, "tp=2", by_saving_the_module, "S617"),
+    (SLICED, "dp=2", by_a_functional_call, "S617"),
     (TENSOR_ROWS, "tp=2", own_tensorwise, "S622"),
     (TENSOR_ROWS, "tp=2", own_scaler, "S622"),
     (SLICED, "dp=2", own_average, "S617"),

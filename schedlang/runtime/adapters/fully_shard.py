@@ -232,6 +232,26 @@ def _note_first_node(group: Any, first_node: list[int]) -> None:
 _collect: Any = getattr(_fsdp_state, "collect_grad_tensors", None)
 
 
+def gather_in_inference(unit: FSDPModule) -> None:
+    """Let a unit make tensors that can be trained when `torch.inference_mode` gathers first.
+
+    torch keeps what the first gather made for all later ones.
+    """
+    for group in groups_of(unit):
+        group.unshard = _outside_of_inference(group.unshard)
+        group.wait_for_unshard = _outside_of_inference(group.wait_for_unshard)
+
+
+def _outside_of_inference(gather: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return gather(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return gather(*args, **kwargs)
+
+    return run
+
+
 def _gradient_outputs(output: Any) -> Iterable[Tensor]:
     """Return the tensors of an output that need a gradient, as torch finds them."""
     if _collect is not None:
@@ -254,6 +274,19 @@ def parameter_name(unit: FSDPModule, fsdp_param: Any) -> str:
     modules = unit.named_modules()  # type: ignore[attr-defined]
     prefix = next((name for name, child in modules if child is info.module), "")
     return f"{prefix}.{info.param_name}" if prefix else str(info.param_name)
+
+
+def replaced_parameter(module: nn.Module) -> str | None:
+    """Return the name of a parameter of units for which another tensor stands in its module."""
+    for unit in module.modules():
+        for group in groups_of(unit) if isinstance(unit, FSDPModule) else ():
+            for param in group.fsdp_params:
+                info = param._module_info
+                present = info.module._parameters.get(info.param_name)
+                own = param.sharded_param, getattr(param, "_unsharded_param", None)
+                if all(present is not one for one in own):
+                    return parameter_name(cast(FSDPModule, module), param)
+    return None
 
 
 class ZeroSlice:

@@ -1,29 +1,35 @@
-"""Patches of torch's `clip_grad_norm_` and `GradScaler.unscale_` that report calls."""
+"""Patches of torch's norm of gradients and `GradScaler.unscale_` that report calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 
-_plain = clip_grad._clip_grads_with_norm_
 _unscale: Any = GradScaler._unscale_grads_
 
 
-def check_clipping(check: Callable[[Iterable[Any]], None]) -> None:
-    """Let `check` see the parameters before `clip_grad_norm_` scales gradients, from now on.
+def check_norms(check: Callable[[Iterable[Tensor]], None]) -> None:
+    """Let `check` see the tensors before torch takes their total norm, from now on.
 
-    This works however the function was imported, because the function that it calls is looked up in
-    its module. `clip_grads_with_norm_`, with a norm given by the caller, is not reported.
+    That is `clip_grad_norm_` and `get_total_norm`, however they were imported: both run a function
+    that a wrapper of torch holds. `clip_grads_with_norm_`, with a norm of the caller, is not
+    reported.
     """
+    wrapper: Any = clip_grad._get_total_norm
+    cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
+    total_norm = cell.cell_contents
 
-    def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
-        check(parameters)
-        _plain(parameters, *args, **kwargs)
+    def norm(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        check(tensors)
+        result: Tensor = total_norm(tensors, *args, **kwargs)
+        return result
 
-    clip_grad._clip_grads_with_norm_ = clip
+    cell.cell_contents = norm
 
 
 def check_unscaling(check: Callable[[Iterable[Any]], None]) -> None:

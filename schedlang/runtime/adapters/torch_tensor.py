@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -66,6 +66,30 @@ def check_backwards(check: Callable[[Sequence[Any]], None]) -> None:
     torch.autograd.backward = backward
 
 
+Around = Callable[[Callable[[], Any], Sequence[Any], Sequence[Any], bool, bool], Any]
+_engine: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+
+def wrap_gradients(around: Around) -> None:
+    """Let `around(run, roots, inputs, creates_graph, accumulates)` run each backward from now on.
+
+    That is `torch.autograd.grad`, however it was imported, and `backward`, which accumulates.
+    """
+
+    def engine(
+        roots: Any, grads: Any, retain: Any, creates: bool, inputs: Any, *args: Any, **more: Any
+    ) -> Any:
+        run = partial(_engine, roots, grads, retain, creates, inputs, *args, **more)
+        return around(run, roots, inputs or (), creates, more.get("accumulate_grad", False))
+
+    torch.autograd._engine_run_backward = engine  # type: ignore[assignment, attr-defined]
+
+
+def in_backward_pass() -> bool:
+    """Return whether this thread runs a backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def unchecked(func: Any) -> Any:
     """Return torch's own function of one that `check_backwards` has put in its place.
 
@@ -77,6 +101,11 @@ def unchecked(func: Any) -> Any:
 def sequence_number() -> int:
     """Return the number of this thread's next node of autograd."""
     return int(torch._C._autograd._get_sequence_nr())
+
+
+def storage_uses(tensor: torch.Tensor) -> int:
+    """Return how many tensors share the storage of a tensor, itself included."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def in_transform() -> bool:

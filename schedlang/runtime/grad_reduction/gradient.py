@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from schedlang.runtime.adapters.torch_tensor import storage_uses
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.collectives import Group, count
 from schedlang.runtime.device import HOST, on_accelerator, on_host, send_to_device
+from schedlang.runtime.grad_reduction.gradient_hooks import GradientHooks
 from schedlang.runtime.storage.offloaded_gradients import (
     OFFLOADED,
     as_dtensor_like,
@@ -69,22 +73,49 @@ class FlatGradients:
         self._flat: Tensor | None = None
         self._counts: Tensor | None = None
         self._before: list[int] = []
+        self._references: list[int] = []  # to each view, when it was made
+        self._aliases = 0  # tensors of the storage
         self._unsettled = False  # backward runs: who gets a gradient is not known yet
 
     def _flat_tensor(self) -> Tensor:
         if self._flat is None:
-            sizes = [parameter.numel() for parameter in self.parameters]
-            template = self.parameters[0].detach()
-            self._flat = template.new_zeros(sum(sizes) + len(sizes))
-            *parts, self._counts = torch.split(self._flat, [*sizes, len(sizes)])
-            # `.data` has a version counter of its own
-            pairs = zip(parts, self.parameters)
-            self.views = [part.data.view(parameter.shape) for part, parameter in pairs]
+            self._flat = self._make_views()
+            self._references = self._count_references()
+            self._aliases = storage_uses(self._flat)
         return self._flat
 
+    def _make_views(self) -> Tensor:
+        """Return a new flat tensor; gradients and counts are views of it."""
+        sizes = [parameter.numel() for parameter in self.parameters]
+        template = self.parameters[0].detach()
+        flat = template.new_zeros(sum(sizes) + len(sizes))
+        *parts, self._counts = torch.split(flat, [*sizes, len(sizes)])
+        # `.data` has a version counter of its own
+        pairs = zip(parts, self.parameters)
+        self.views = [part.data.view(parameter.shape) for part, parameter in pairs]
+        return flat
+
+    def _is_held(self) -> bool:
+        """Return whether a loop has kept gradients of the last step, which zeros would replace."""
+        if self._flat is None:
+            return False
+        references = self._count_references()
+        return references != self._references or storage_uses(self._flat) > self._aliases
+
+    def _count_references(self) -> list[int]:
+        """Return the references to each view in Python, without that of its parameter."""
+        counts = list(map(sys.getrefcount, self.views))
+        kept = [p.grad is view for p, view in zip(self.parameters, self.views)]
+        return [count - by_parameter for count, by_parameter in zip(counts, kept)]
+
     def zero(self) -> None:
-        """Zero all gradients for a step; autograd adds to them."""
+        """Zero all gradients for a step; autograd adds to them.
+
+        Gradients that a loop has kept stay as they are: the step gets another tensor.
+        """
         with torch._C.DisableTorchFunction():
+            if self._is_held():
+                self._flat, self.views = None, []
             self._flat_tensor().zero_()
             for parameter, view in zip(self.parameters, self.views):
                 parameter.grad = view
@@ -155,8 +186,19 @@ class LocalParameters(dict[str, nn.Parameter]):
         self._loose: list[nn.Parameter] | None = None
         self._buckets: dict[object, list[FlatGradients | list[nn.Parameter]]] = {}
         self.stepping = False  # a step runs: its gradients will be reduced
+        self.hooks = GradientHooks(self)
         self.guarded = False  # the module was handed out: see `user_loops`
         self.shapes: dict[str, torch.Size] = {}  # of its shards, from then on
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Mark the block as the forwards and backwards of a step; hooks wait until its end."""
+        self.stepping = True
+        try:
+            with self.hooks.held_back():
+                yield
+        finally:
+            self.stepping = False
 
     def flatten(self, reductions: Sequence[GradientReduction]) -> None:
         """Make gradients that are reduced together views of one tensor, replicas first.

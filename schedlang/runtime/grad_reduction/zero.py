@@ -32,6 +32,7 @@ from schedlang.pipeline.timeline.table import Kind
 from schedlang.runtime.adapters.fully_shard import (
     end_unused_gather,
     gather_for_views,
+    gather_in_inference,
     groups_of,
     keep_containers,
     offloaded_gradients,
@@ -147,6 +148,7 @@ class ShardedStage:
         record_outputs(module)  # fully_shard has changed its class
         keep_containers(module, unit.overwrites)
         gather_for_views(module)
+        gather_in_inference(module)
         refuse_data_assignment(module, _data_refusal)
         self._zero_missing(module, places)
         module.set_gradient_divide_factor(1.0)
@@ -307,14 +309,7 @@ def join_stages(stages: Sequence[ShardedStage]) -> None:
 def gradient_flags(
     sliced: Mapping[int, ShardedStage], parameters: Mapping[str, nn.Parameter], names: Sequence[str]
 ) -> list[float]:
-    """Return 1 for each sharded parameter (by name) with a gradient on this rank, else 0.
-
-    Raises Refusal S867 for a hook on one of them, because no backward of the shard would run it.
-    """
-    for name in names:
-        hooks = (name in parameters and parameters[name]._backward_hooks) or {}
-        if not all(getattr(hook, "is_guard", False) for hook in hooks.values()):
-            raise _hook_refusal(name)
+    """Return 1 for each sharded parameter (by name) with a gradient on this rank, else 0."""
     used = {parameter for stage in sliced.values() for parameter in stage.used}
     for stage in sliced.values():
         stage.used.clear()
@@ -365,14 +360,6 @@ def _data_refusal(parameter: nn.Parameter) -> Refusal:
             "or set full values: `program.load_state_dict({**program.state_dict(), name: value})`",
         ),
     ).at(python_span())
-
-
-def _hook_refusal(name: str) -> Refusal:
-    return Refusal.of(
-        "S867",
-        f"`{name}` has a hook, which would not run on the gradient of its slice",
-        helps=("remove the hook, and let the forward do it",),
-    )
 
 
 def _check_calls(counts: Sequence[int]) -> None:

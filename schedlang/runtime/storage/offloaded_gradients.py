@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ from schedlang.runtime.storage import copies
 from schedlang.runtime.storage.quantized_parameters import quantized_of
 from schedlang.runtime.storage.tiers import CPU, ScratchFiles, set_tier
 
+F = TypeVar("F", bound=Callable[..., Any])
+_IN_BACKWARD = "_schedlang_in_backward"  # of a hook
 _SLOT, OFFLOADED = "_schedlang_gradient", "_schedlang_gradient_leaves"
 # limits of pending copies in host memory: bytes, and batches of gradients
 _MAX_BYTES, _MAX_BATCHES = 25 * 2**20, 4
@@ -170,7 +172,7 @@ def offload_gradients(
             vars(parameter)[OFFLOADED] = pending
             if parameter in tells:
                 continue
-            hook = partial(_offload, scratch)
+            hook = in_backward(partial(_offload, scratch))
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
@@ -210,6 +212,17 @@ def accumulate_offloaded(parameter: Tensor, event: torch.Event | None) -> None:
             setattr(parameter, _SLOT, _Offloaded(copies.to_host(part)))
         else:
             offloaded.total().add_(part)
+
+
+def in_backward(hook: F) -> F:
+    """Mark a hook on gradients that runs in each backward of a step; a user's waits for its end."""
+    setattr(hook, _IN_BACKWARD, True)
+    return hook
+
+
+def runs_in_backward(hook: object) -> bool:
+    """Return whether `in_backward` has marked a hook."""
+    return getattr(hook, _IN_BACKWARD, False)
 
 
 def run_hooks(parameter: Tensor) -> None:
