@@ -6,7 +6,7 @@ Costs are operations, and bytes that are saved for backward.  `record_forward` g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from itertools import count
@@ -238,7 +238,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ran: list[list[Any]] = [[] for _ in range(2 * len(units) + 1)]
         for name, parameter in model.named_parameters():
             self._hold(parameter, ("param", name))
-        for name, buffer in model.named_buffers():
+        self.buffers = dict(model.named_buffers())
+        for name, buffer in self.buffers.items():
             self._hold(buffer, ("buffer", name))
 
     def _hold(self, tensor: torch.Tensor, mark: Mark) -> None:
@@ -287,6 +288,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self.burden.counting(unit, self.arguments), intercept_hooks(module, on_hook):
             output = original(*args, **kwargs)
         self.inside = None
+        self.read[unit] |= self._replaced(module.named_buffers(self.units[unit]))
         leaves, spec = pytree.tree_flatten(output)
         if self.met is not None and unit not in self.unsure:
             changed = {id(t) for t, version in versions if t._version != version}
@@ -296,6 +298,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.quiet = False
         marked = [self._return(unit, k, leaf) for k, leaf in enumerate(leaves)]
         return pytree.tree_unflatten(marked, spec)
+
+    def _replaced(self, buffers: Iterable[tuple[str, torch.Tensor]]) -> Marks:
+        """Return the marks of the buffers that the forward has replaced, whether it reads them or
+        not: a stage that replaces one has its value."""
+        replaced = (
+            name for name, tensor in buffers if self.buffers.get(name, tensor) is not tensor
+        )
+        return frozenset(("buffer", name) for name in replaced)
 
     def _return(self, unit: int, index: int, leaf: Any) -> Any:
         """Return a copy of a returned tensor, whose new storage has the unit's mark."""
@@ -346,6 +356,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.between[len(self.called)] |= {self.held[s] for s in read_from if s in self.held}
             if name in CONTROL:
                 self.control |= read
+            if self.called and any(
+                self.held.get(_storage(t), ("",))[0] == "buffer" for t in written
+            ):
+                self.read[self.called[-1]] |= read  # the stage that runs this code needs the values
         else:
             self.burden.count_operations(unit, func, args, kwargs, output)
             marks = frozenset({("inner", unit)})
@@ -408,6 +422,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         final, partial = self.control, {}
         if loss is not None:
             final |= self._of(loss)
+        for name in self._replaced(self.model.named_buffers()) - NONE.union(*self.read):
+            final |= self._of(self.model.get_buffer(name[1])) | {name}
         for path, leaf in pytree.tree_flatten_with_path(output)[0]:
             if not isinstance(leaf, torch.Tensor) or leaf is loss:
                 continue
