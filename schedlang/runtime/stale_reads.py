@@ -79,7 +79,7 @@ def _mark(leaf: Any) -> Any:
 
 
 def _observe(
-    cls: type, names: dict[int, tuple[str, frozenset[str]]], found: list[str]
+    cls: Any, names: dict[int, tuple[str, frozenset[str]]], found: list[str]
 ) -> Callable[[], None]:
     """Let a class report reads of attributes; return the function that ends it."""
     own, inner = vars(cls).get("__getattribute__"), cls.__getattribute__
@@ -94,7 +94,7 @@ def _observe(
         if own is None:
             del cls.__getattribute__
         else:
-            cls.__getattribute__ = own  # type: ignore[method-assign]
+            cls.__getattribute__ = own
 
-    cls.__getattribute__ = read  # type: ignore[method-assign]
+    cls.__getattribute__ = read
     return end

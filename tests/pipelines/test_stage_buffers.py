@@ -35,6 +35,8 @@ class Net(nn.Module):
     def __init__(self, layers: int = 4) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.added: Tensor
+        self.last: Tensor
         for name in ("given", "first", "last", "added"):
             self.register_buffer(name, torch.zeros(WIDTH))
         self.register_buffer("means", torch.zeros(layers, WIDTH))

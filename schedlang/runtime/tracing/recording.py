@@ -216,6 +216,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.met = met
         self.unsure: set[int | None] = set()  # units that draw, or read values
+        self.guesses: set[int] = set()  # units that read values which are not known
         self.model, self.units, self.labels = model, tuple(units), unit_labels(units)
         self.marks: dict[int, Marks] = {}
         self.owner: dict[int, Token] = {}  # storage of a returned leaf -> its token
@@ -313,14 +314,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return leaf
         self.read[unit] |= self._of(leaf) - {("inner", unit)}  # an input that is passed through
         self.quiet = True
-        copied = leaf.clone()
+        copied = self._with_grad(unit, leaf).clone()
         self.quiet = False
         token = (unit, index)
         self._set(copied, frozenset({("out", token)}))
         self.owner[copied.untyped_storage()._cdata] = token
         dtype = str(leaf.dtype).removeprefix("torch.")
-        self.leaves[token] = OutputLeaf(tuple(leaf.shape), dtype, leaf.requires_grad)
+        self.leaves[token] = OutputLeaf(tuple(leaf.shape), dtype, copied.requires_grad)
         return copied
+
+    def _with_grad(self, unit: int, leaf: torch.Tensor) -> torch.Tensor:
+        """Return an output that requires a gradient if other values may give it one.
+
+        Values that the unit reads may choose weights that it uses: none here, some in a step.
+        """
+        if leaf.requires_grad or unit not in self.guesses or not leaf.is_floating_point():
+            return leaf
+        parameters = self.model.get_submodule(self.units[unit]).parameters()
+        return leaf.detach().requires_grad_(any(p.requires_grad for p in parameters))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -356,9 +367,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.between[len(self.called)] |= {self.held[s] for s in read_from if s in self.held}
             if name in CONTROL:
                 self.control |= read
-            if self.called and any(
-                self.held.get(_storage(t), ("",))[0] == "buffer" for t in written
-            ):
+            held = (self.held[s] for t in written if (s := _storage(t)) in self.held)
+            if self.called and any(kind == "buffer" for kind, _ in held):
                 self.read[self.called[-1]] |= read  # the stage that runs this code needs the values
         else:
             self.burden.count_operations(unit, func, args, kwargs, output)
@@ -410,6 +420,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise between
             self.guessed = self.guessed or between
             return 0
+        self.guesses.add(self.inside)
         for tensor in self.arguments:
             self.read[self.inside] |= self._of(tensor)
         return 0
@@ -422,8 +433,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         final, partial = self.control, {}
         if loss is not None:
             final |= self._of(loss)
-        for name in self._replaced(self.model.named_buffers()) - NONE.union(*self.read):
-            final |= self._of(self.model.get_buffer(name[1])) | {name}
+        for mark in self._replaced(self.model.named_buffers()) - NONE.union(*self.read):
+            final |= self._of(self.model.get_buffer(mark[1])) | {mark}
         for path, leaf in pytree.tree_flatten_with_path(output)[0]:
             if not isinstance(leaf, torch.Tensor) or leaf is loss:
                 continue
