@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from schedlang.ir.annotations import Replicas
@@ -45,7 +46,29 @@ def holdings_of(plan: Plan, staged: Staged) -> dict[str, Holding]:
         unsliced_here = not axes or name in unsliced or not param.shape
         cut = () if unsliced_here else _sliced_axes(plan, name, axes)
         holdings[name] = Holding(name, plan.effective_layout(name), cut, staged.axis, stages)
+    for name in _of_other_dtypes(plan, staged, holdings) if axes else ():
+        holdings[name] = replace(holdings[name], sliced=())
     return holdings
+
+
+def _of_other_dtypes(plan: Plan, staged: Staged, holdings: Mapping[str, Holding]) -> frozenset[str]:
+    """Return trained parameters whose dtype is not that of most bytes of their unit.
+
+    fully_shard reduces the gradients of a unit as one tensor: these parameters stay replicated.
+    """
+    facts = plan.model.unique_parameters
+    if len({fact.dtype for fact in facts.values() if fact.requires_grad}) < 2:
+        return frozenset()
+    others: set[str] = set()
+    for stage in range(staged.cut.stages):
+        for names in sliced_names_by_unit(plan, staged, holdings, stage).values():
+            trained = [facts[name] for name in names if facts[name].requires_grad]
+            sizes = Counter[str]()
+            for fact in trained:
+                sizes[fact.dtype] += fact.numel * fact.itemsize
+            most = sizes.most_common(1)
+            others |= {fact.name for fact in trained if fact.dtype != most[0][0]}
+    return frozenset(others)
 
 
 def _sliced_axes(plan: Plan, name: str, axes: tuple[str, ...]) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from schedlang.runtime.propagation.dry_run import ShardedLeaf
     from schedlang.runtime.propagation.trace import Call, LabelRule, ModuleStack, RecordedForward
+    from schedlang.runtime.stale_reads import WrittenAttributes
     from schedlang.runtime.tracing.equal_units import EqualUnits
 
 Loss = Callable[..., Any]
@@ -138,13 +139,17 @@ def record_original(
     from schedlang.runtime.global_state import restore_global_state
     from schedlang.runtime.propagation.trace import RecordedForward, Trace, find_reached_parameters
     from schedlang.runtime.rng.logical_dropout import DrawObserver
+    from schedlang.runtime.stale_reads import WrittenAttributes
     from schedlang.runtime.tracing.meta_runs import without_values
 
     parts = plan.data_axes or plan.cuts or plan.order or plan.stores
     model, stack = _watched_copy(plan, leaves, accesses=bool(parts))
     draws = draws or any(isinstance(module, Dropout) and module.p > 0 for module in model.modules())
     draws_seen, read_keys = DrawObserver(lambda: stack.frames[-1][0]) if draws else None, set[str]()
-    loss_function = None if loss is None else partial(_call_loss, loss, read_keys)
+    loss_function = None
+    if loss is not None:
+        written = WrittenAttributes(model, (plan.model.model, plan.model.base.model))
+        loss_function = partial(_call_loss, loss, read_keys, written)
     failure, units = None, units_to_record(plan, model)
     with restore_global_state(plan.model.model, loss), without_values(batch) as (inputs, values):
         recorded = RecordedForward(stack, inputs, values, draws)
@@ -424,15 +429,17 @@ class ObservedBatch(dict[str, Any]):
     keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
 
 
-def _call_loss(loss: Loss, read: set[str], output: Any, batch: Mapping[str, Any]) -> Any:
-    """Call the user's loss and add the keys that it reads to `read`; its errors become
-    S865."""
-    try:
-        return loss(output, ObservedBatch(batch, read))
-    except Exception as error:
-        if is_about_values(error):
-            raise
-        raise refusal_of(error, "loss", loss) from error
+def _call_loss(
+    loss: Loss, read: set[str], written: WrittenAttributes, output: Any, batch: Mapping[str, Any]
+) -> Any:
+    """Call the user's loss and add the keys that it reads to `read`; its errors become S865."""
+    with written.unread():
+        try:
+            return loss(output, ObservedBatch(batch, read))
+        except Exception as error:
+            if is_about_values(error):
+                raise
+            raise refusal_of(error, "loss", loss) from error
 
 
 Weight = Callable[[Mapping[str, Any]], float]

@@ -61,7 +61,11 @@ from schedlang.report import Row
 from schedlang.runtime.batch import BatchPart, named_tensors, run_model, split_batch
 from schedlang.runtime.device import generators_restored, has_float64
 from schedlang.runtime.global_state import restore_global_state
-from schedlang.runtime.grad_reduction.batch_statistics import ThreadSum, gather_statistics
+from schedlang.runtime.grad_reduction.batch_statistics import (
+    UNEQUAL_SUMS,
+    ThreadSum,
+    gather_statistics,
+)
 from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.rng.logical_dropout import RowDraws, SourceMode
 from schedlang.runtime.tracing.meta_runs import meta_model, model_line, name_of
@@ -116,7 +120,7 @@ class Probe:
         shared = case.prepared.traced.statistics
         if shared is None:
             return None
-        meeting = ThreadSum(len(parts))
+        meeting, errors = ThreadSum(len(parts)), list[BaseException]()
 
         def run(index: int) -> LossAndGradients:
             part, share = parts[index], self.weights[index] / total
@@ -126,13 +130,14 @@ class Probe:
                     zero_unlabelled_loss(share),
                 ):
                     gather_statistics(subject.module, shared.sums, meeting.sum_at(index))
-                    return {
-                        "": subject.forward_backward(part.inputs, part.rows),
-                        **subject.gradients(),
-                    }
-            except BaseException:
+                    loss = subject.forward_backward(part.inputs, part.rows)
+                    meeting.end(index)
+                    return {"": loss, **subject.gradients()}
+            except BaseException as error:
+                mixed = "through the graph a second time" in str(error)  # another thread's
+                errors.append(Refusal(UNEQUAL_SUMS) if mixed else error)
                 meeting.barrier.abort()  # otherwise the other threads wait forever
-                raise
+                raise errors[0] from None  # what follows in other threads is no cause
 
         state_restored = restore_global_state(case.plan.model.model, case.loss)
         with state_restored, ThreadPoolExecutor(len(parts)) as threads:

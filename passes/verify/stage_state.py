@@ -58,9 +58,11 @@ def check_across_stages(case: Case) -> None:
         changed = [name for name, value in initial.items() if not is_close(final[name], value, 0.0)]
         changed = changed or [*snapshot.changed()]
         for homes in staged.homes if changed else ():
-            stage_losses = _losses(loss, part, _stage_forward(case, staged, homes, part))
+            copies = _copies(case, homes)
+            stage_losses = _losses(loss, part, _stage_forward(copies, staged, homes, part))
             if not all(is_close(a, b, RTOL) for a, b in zip(stage_losses, full_losses)):
-                raise _refusal(changed)
+                raise _refusal(changed, "the loss differs from that of the unsplit model")
+            _check_buffers(staged, homes, copies, final)
 
 
 def _prepare_module(module: nn.Module) -> nn.Module:
@@ -94,11 +96,35 @@ def _run_in_one_piece(module: nn.Module, part: Mapping[str, Any]) -> Any:
         return run_model(module, part)
 
 
+def _copies(case: Case, homes: tuple[int, ...]) -> dict[int, nn.Module]:
+    """Return a copy of the original for each place; stages at one place share it."""
+    return {position: _prepare_module(copy_original(case)) for position in sorted(set(homes))}
+
+
+def _check_buffers(
+    staged: Staged,
+    homes: tuple[int, ...],
+    copies: Mapping[int, nn.Module],
+    final: Mapping[str, Tensor],
+) -> None:
+    """Refuse (S708) buffers with another value than in one piece, at the place that saves it."""
+    places: dict[str, int] = {}
+    for stage, position in enumerate(homes):
+        for name in staged.cut.buffers(stage):
+            places[name] = min(places.get(name, position), position)
+    wrong = [
+        name
+        for name, position in places.items()
+        if not is_close(dict(copies[position].named_buffers())[name], final[name], RTOL)
+    ]
+    if wrong:
+        raise _refusal(sorted(wrong), "the value that is saved differs from the unsplit model's")
+
+
 def _stage_forward(
-    case: Case, staged: Staged, homes: tuple[int, ...], part: Mapping[str, Any]
+    copies: Mapping[int, nn.Module], staged: Staged, homes: tuple[int, ...], part: Mapping[str, Any]
 ) -> Callable[[], Any]:
-    """Return a forward through all stages in order; stages at one place share a copy."""
-    copies = {position: _prepare_module(copy_original(case)) for position in sorted(set(homes))}
+    """Return a forward through all stages in order."""
     cut = staged.cut
     switches = {position: CallSwitch(copy, cut.graph.units) for position, copy in copies.items()}
     stub = Stub(meta_model(copies[homes[0]], {}), cut)
@@ -122,14 +148,13 @@ def _stage_forward(
     return forward
 
 
-def _refusal(names: list[str]) -> Refusal:
+def _refusal(names: list[str], difference: str) -> Refusal:
     names_text = ", ".join(f"`{name}`" for name in names[:3])
     return Refusal.of(
         "S708",
         f"a forward leaves different values in {names_text} on different stages",
         notes=(
-            "one forward writes it and a later one reads it: stage by stage the loss differs from"
-            " that of the unsplit model",
+            f"one forward writes it and a later one reads it: stage by stage {difference}",
             "each stage has a copy, and writes only what its own part of the model writes",
         ),
         helps=(

@@ -146,10 +146,10 @@ def _is_users_class(kind: type) -> bool:
 
 
 def _plain_entries(space: Space) -> dict[str, Any]:
-    return {k: v for k, v in space.items() if k not in MODULE_ATTRIBUTES and _is_plain(v)}
+    return {k: v for k, v in space.items() if k not in MODULE_ATTRIBUTES and is_plain(v)}
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Return whether a value is plain; tables of data, which no forward changes, are excluded."""
     if isinstance(value, (list, dict, tuple)):
         return len(value) <= MAX_ENTRIES

@@ -111,6 +111,39 @@ def test_what_nobody_uses_in_one_step(threads: Threads, stage: int) -> None:
     assert_near(observed, train_sequential(Chosen().double(), batches))
 
 
+class Counted(Block):
+    """The same, by the number of rows of each layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the chosen layers."""
+        chosen, output = (x[:, 0] > 0).long(), x
+        counts = torch.bincount(chosen, minlength=2)
+        for number, layer in enumerate(self.experts):
+            if counts[number].item() == 0:
+                continue
+            (rows,) = torch.where(chosen == number)
+            output = output.index_add(0, rows, layer(x[rows]))
+        return output.tanh()
+
+
+@pytest.mark.parametrize("order", ["GPipe", "ZB-H1"])
+def test_a_first_stage_whose_values_choose_all_its_weights(threads: Threads, order: str) -> None:
+    """It gets gradients, although a forward without values reaches none of its weights."""
+
+    def counted() -> nn.Module:
+        model = Chosen()
+        model.blocks = nn.ModuleList(Counted() for _ in range(2))
+        return model.double()
+
+    rows = f'blocks  pipeline_split(over=pp)\npipeline(order="{order}", micro=2)'
+    torch.manual_seed(0)
+    model, batches = counted(), chosen_batches()
+    observed = threads.run(
+        train_steps, 2, make_plan(model, rows, "pp=2"), tuple(batches), sgd, None, {}
+    )[0]
+    assert_near(observed, train_sequential(model, batches))
+
+
 class Parallel(nn.Module):
     """Parallel layers in the outermost list; values choose one for each row."""
 

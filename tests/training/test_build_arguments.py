@@ -104,6 +104,59 @@ def test_a_loss_whose_gradient_nobody_sees(given: Any, said: str) -> None:
     assert caught.value.diagnostic.code == "S615" and said in caught.value.render()
 
 
+class Balanced(nn.Module):
+    """Keeps a number for the loss in an attribute, a list, or a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 1)
+        self.aux: Any = 0.0
+        self.losses: list[torch.Tensor] = []
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the prediction."""
+        y: torch.Tensor = self.lin(x)
+        self.aux = y.square().mean()
+        self.losses[:] = [self.aux]
+        self.count += 1
+        return y
+
+
+BALANCED = Balanced()
+READS: dict[str, Any] = {
+    "aux": lambda: BALANCED.aux,
+    "losses": lambda: sum(BALANCED.losses),
+    "count": lambda: BALANCED.count,
+    "aux again": lambda: next(m for m in BALANCED.modules() if type(m) is Balanced).aux,
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_loss_that_reads_what_the_forward_writes(name: str) -> None:
+    """What a copy of the model writes is not what the loss reads of the model: refused."""
+    x = {"x": torch.ones(2, 4)}
+
+    def reading(output: Any, batch: Any) -> torch.Tensor:
+        value: torch.Tensor = output.square().mean() + 0.1 * READS[name]()
+        return value
+
+    with pytest.raises(Refusal) as caught:
+        create_schedule(BALANCED).build(batch=x, loss=reading)
+    said = f"the loss reads `{name.split()[0]}` of the model, which no program writes"
+    assert caught.value.diagnostic.code == "S615" and said in caught.value.render()
+    assert "__getattribute__" not in vars(Balanced)
+
+
+def test_a_loss_that_reads_a_setting_of_the_model() -> None:
+    """What a forward does not write is read."""
+    program = create_schedule(BALANCED).build(
+        batch={"x": torch.ones(2, 4)},
+        loss=lambda y, batch: y.square().mean() * BALANCED.lin.in_features,
+    )
+    assert program.train_step({"x": torch.ones(2, 4)}).isfinite()
+
+
 @pytest.mark.parametrize("way", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_on_a_gradient(way: str) -> None:
     """A copy does not have the hook, so the program would train without it."""

@@ -167,6 +167,46 @@ def test_another_way_through_the_model() -> None:
     assert caught.value.diagnostic.code == "S669"
 
 
+ROUTER_LOSSES: list[Tensor] = []
+
+
+class Remembering(models.LoggingMixture):
+    """A mixture that puts a loss of its router into a global list."""
+
+    def forward(self, x: Tensor) -> Any:
+        """Return the output of the experts."""
+        output, logits = super().forward(x)
+        ROUTER_LOSSES.append(logits.logsumexp(-1).pow(2).mean())
+        return output
+
+
+class GlobalLosses(models.Tiny):
+    """A model with such losses; `early`: it empties the list before the layers, not after them."""
+
+    def __init__(self, early: bool) -> None:
+        super().__init__()
+        self.early = early
+        self.layers = nn.ModuleList(Remembering(models.EXPERTS) for _ in range(2))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Return the loss and the logits."""
+        if self.early:
+            ROUTER_LOSSES.clear()
+        output = super().forward(ids, labels)
+        output["loss"] = output["loss"] + 0.1 * sum(ROUTER_LOSSES)
+        if not self.early:
+            ROUTER_LOSSES.clear()
+        return output
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_losses_in_a_global_list(early: bool, threads: Any) -> None:
+    """Parts that run in one process share the list: refused, at once."""
+    torch.manual_seed(0)
+    refusal = refusal_of(GlobalLosses(early).double(), ZERO.format(0), "dp=2", threads)
+    assert refusal.diagnostic.code == "S669" and "a global list" in refusal.render()
+
+
 class MaskedLosses(nn.Module):
     """A masked mean and an overlap (Dice), beside a mean."""
 

@@ -272,6 +272,48 @@ def test_refusals(row: str, code: str) -> None:
         plan_blocks(row, "dp=2")
 
 
+class Mixing(nn.Module):
+    """A filter with complex parameters and real ones of two dtypes, beside the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wave = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128))
+        self.gate = nn.Parameter(torch.rand(WIDTH, dtype=torch.float32))
+        self.lin = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the filtered input."""
+        mixed = torch.fft.ifft(torch.fft.fft(x) * self.wave.exp()).real
+        return x + torch.tanh(self.lin(mixed)) * self.gate
+
+
+class MixedBlocks(Blocks):
+    """Blocks with parameters of several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mixing() for _ in range(BLOCKS))
+
+
+@pytest.mark.parametrize("rows", ["zero(stage=1, over=dp)", "zero(stage=3, over=dp)"])
+def test_units_of_several_dtypes(rows: str, threads: Threads) -> None:
+    """Gradients are a plain loop's; parameters of the rarer dtypes stay replicated."""
+
+    def body() -> Any:
+        program = build(make_plan(MixedBlocks(), rows, "dp=2"), _batch(), optimizer=sgd)
+        program.train_step(_batch())
+        cut = {name for name, held in program.assembly.holdings.items() if held.sliced}
+        return program.gradients(), cut
+
+    model = MixedBlocks()
+    model(**_batch()).backward()
+    for gradients, cut in threads.run(body, 2):
+        for name, parameter in model.named_parameters():
+            rtol = 1e-5 if parameter.dtype == torch.float32 else 1e-9
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=rtol, atol=1e-12)
+        assert cut == {f"blocks.{k}.lin.{n}" for k in range(BLOCKS) for n in ("weight", "bias")}
+
+
 class OuterCalls(nn.Module):
     """Calls a submodule of a block outside of the block too, as diffusers' DiT does."""
 

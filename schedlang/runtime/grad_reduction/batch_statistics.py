@@ -213,11 +213,25 @@ def sum_over(group: Group) -> Total:
 
 
 class ThreadSum:
-    """A sum over threads of one process, which must call in the same order."""
+    """A sum over threads of one process, which must call in the same order, and as often.
+
+    Raises Refusal S669 in threads that would wait for one that has ended.
+    """
 
     def __init__(self, parts: int) -> None:
         self.barrier = threading.Barrier(parts, timeout=600)  # seconds
         self.held: list[Tensor | None] = [None] * parts
+        self._lock = threading.Lock()
+        self._begun = [0] * parts  # sums that each thread has begun
+        self._limit: int | None = None  # fewest sums of a thread that has ended
+
+    def end(self, index: int) -> None:
+        """Note that the thread at a place makes no more sums."""
+        with self._lock:
+            begun = self._begun[index]
+            self._limit = begun if self._limit is None else min(begun, self._limit)
+            if max(self._begun) > self._limit:
+                self.barrier.abort()
 
     def sum_at(self, index: int) -> Total:
         """Return the sum function of the thread at a place."""
@@ -230,10 +244,17 @@ class ThreadSum:
 
     def sum(self, x: Tensor, index: int) -> Tensor:
         """Wait for all threads, and return the sum."""
+        with self._lock:
+            self._begun[index] += 1
+            if self._limit is not None and self._begun[index] > self._limit:
+                self.barrier.abort()
         self.held[index] = x.detach()
-        self.barrier.wait()
-        total = torch.stack([part for part in self.held if part is not None]).sum(0)
-        self.barrier.wait()
+        try:
+            self.barrier.wait()
+            total = torch.stack([part for part in self.held if part is not None]).sum(0)
+            self.barrier.wait()
+        except threading.BrokenBarrierError as error:
+            raise Refusal(UNEQUAL_SUMS) from error
         return total
 
 
@@ -389,11 +410,20 @@ def _changed_forward(recorded: BatchSum) -> Diagnostic:
         f"`{recorded.name}` in the forward of {quote_module(recorded.fqn)} is not the sum that was"
         " recorded there",
         notes=("statistics are summed over ranks at the calls recorded at build",),
-        helps=(
-            "let the model make the same calls for every batch",
-            'or allow statistics of each part: `step "..." relax(batch_stats) {`',
-        ),
+        helps=_SAME_SUMS,
     )
+
+
+_SAME_SUMS = (
+    "let the model make the same calls for every batch",
+    'or allow statistics of each part: `step "..." relax(batch_stats) {`',
+)
+UNEQUAL_SUMS = Diagnostic(
+    "S669",
+    "parts of the batch, run together, do not use the same sums over the batch",
+    notes=("they share what a forward keeps in a global list: the check runs them in one process",),
+    helps=("let modules return such values, or keep them as attributes", *_SAME_SUMS),
+)
 
 
 # ---- A scaled loss, to train as with a loss scale.

@@ -6,7 +6,7 @@ Costs are operations, and bytes that are saved for backward.  `record_forward` g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from itertools import count
@@ -240,6 +240,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.met = met
         self.unsure: set[int | None] = set()  # units that draw, or read values
+        self.guesses: set[int] = set()  # units that read values which are not known
         self.model, self.units, self.labels = model, tuple(units), unit_labels(units)
         self.marks: dict[int, Marks] = {}
         self.owner: dict[int, Token] = {}  # storage of a returned leaf -> its token
@@ -262,7 +263,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ran: list[list[Any]] = [[] for _ in range(2 * len(units) + 1)]
         for name, parameter in model.named_parameters():
             self._hold(parameter, ("param", name))
-        for name, buffer in model.named_buffers():
+        self.buffers = dict(model.named_buffers())
+        for name, buffer in self.buffers.items():
             self._hold(buffer, ("buffer", name))
 
     def _hold(self, tensor: torch.Tensor, mark: Mark) -> None:
@@ -311,6 +313,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self.burden.counting(unit, self.arguments), intercept_hooks(module, on_hook):
             output = original(*args, **kwargs)
         self.inside = None
+        self.read[unit] |= self._replaced(module.named_buffers(self.units[unit]))
         leaves, spec = pytree.tree_flatten(output)
         if self.met is not None and unit not in self.unsure:
             changed = {id(t) for t, version in versions if t._version != version}
@@ -321,6 +324,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         marked = [self._return(unit, k, leaf) for k, leaf in enumerate(leaves)]
         return pytree.tree_unflatten(marked, spec)
 
+    def _replaced(self, buffers: Iterable[tuple[str, torch.Tensor]]) -> Marks:
+        """Return the marks of the buffers that the forward has replaced, whether it reads them or
+        not: a stage that replaces one has its value."""
+        replaced = (
+            name for name, tensor in buffers if self.buffers.get(name, tensor) is not tensor
+        )
+        return frozenset(("buffer", name) for name in replaced)
+
     def _return(self, unit: int, index: int, leaf: Any) -> Any:
         """Return a copy of a returned tensor, whose new storage has the unit's mark."""
         if not isinstance(leaf, torch.Tensor):
@@ -329,14 +340,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ("inner", unit)
         }  # an input that is passed through
         self.quiet = True
-        copied = leaf.clone()
+        copied = self._with_grad(unit, leaf).clone()
         self.quiet = False
         token = (unit, index)
         self._set(copied, frozenset({("out", token)}))
         self.owner[copied.untyped_storage()._cdata] = token
         dtype = str(leaf.dtype).removeprefix("torch.")
-        self.leaves[token] = OutputLeaf(tuple(leaf.shape), dtype, leaf.requires_grad)
+        self.leaves[token] = OutputLeaf(tuple(leaf.shape), dtype, copied.requires_grad)
         return copied
+
+    def _with_grad(self, unit: int, leaf: torch.Tensor) -> torch.Tensor:
+        """Return an output that requires a gradient if other values may give it one.
+
+        Values that the unit reads may choose weights that it uses: none here, some in a step.
+        """
+        if leaf.requires_grad or unit not in self.guesses or not leaf.is_floating_point():
+            return leaf
+        parameters = self.model.get_submodule(self.units[unit]).parameters()
+        return leaf.detach().requires_grad_(any(p.requires_grad for p in parameters))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -372,6 +393,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.between[len(self.called)] |= {self.held[s] for s in read_from if s in self.held}
             if name in CONTROL:
                 self.control |= read
+            held = (self.held[s] for t in written if (s := _storage(t)) in self.held)
+            if self.called and any(kind == "buffer" for kind, _ in held):
+                self.read[self.called[-1]] |= read  # the stage that runs this code needs the values
         else:
             self.burden.count_operations(unit, func, args, kwargs, output)
             marks = frozenset({("inner", unit)})
@@ -423,6 +447,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise between
             self.guessed = self.guessed or between
             return 0
+        self.guesses.add(self.inside)
         for tensor in self.arguments:
             self.read[self.inside] |= self.marks_of(tensor)
         return 0
@@ -435,6 +460,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         final, partial = self.control, {}
         if loss is not None:
             final |= self.marks_of(loss)
+        for mark in self._replaced(self.model.named_buffers()) - NONE.union(*self.read):
+            final |= self.marks_of(self.model.get_buffer(mark[1])) | {mark}
         for path, leaf in pytree.tree_flatten_with_path(output)[0]:
             if not isinstance(leaf, torch.Tensor) or leaf is loss:
                 continue
