@@ -133,9 +133,7 @@ def record_original(
     they are false. It is used for a model that fails otherwise (because it asserts). Raises
     Refusal where the model or the user's loss does not run.
     """
-    from torch.nn import Dropout
-
-    from schedlang.runtime.batch import accepted_inputs, is_loss, run_forward
+    from schedlang.runtime.batch import is_loss, run_forward
     from schedlang.runtime.global_state import restore_global_state
     from schedlang.runtime.propagation.trace import RecordedForward, Trace, find_reached_parameters
     from schedlang.runtime.rng.logical_dropout import DrawObserver
@@ -144,7 +142,7 @@ def record_original(
 
     parts = plan.data_axes or plan.cuts or plan.order or plan.stores
     model, stack = _watched_copy(plan, leaves, accesses=bool(parts))
-    draws = draws or any(isinstance(module, Dropout) and module.p > 0 for module in model.modules())
+    draws = draws or _has_dropout(model)
     draws_seen, read_keys = DrawObserver(lambda: stack.frames[-1][0]) if draws else None, set[str]()
     loss_function = None
     if loss is not None:
@@ -154,13 +152,10 @@ def record_original(
     with restore_global_state(plan.model.model, loss), without_values(batch) as (inputs, values):
         recorded = RecordedForward(stack, inputs, values, draws)
         values.drew = None if draws_seen is None else draws_seen.observe_operator
-        with (
-            draws_seen or nullcontext(),
-            Trace(stack, recorded, asked=truths) as trace,
-            units.recording(values, trace),
-        ):
+        with draws_seen or nullcontext(), Trace(stack, recorded, asked=truths) as trace:
             try:
-                output, value = run_forward(model, inputs, loss_function)
+                with units.recording(values, trace):
+                    output, value = run_forward(model, inputs, loss_function)
             except Refusal:
                 raise
             except Exception as error:
@@ -176,12 +171,12 @@ def record_original(
         model, loss_value, plan.model.base.model, loss
     )
     no_loss = loss_value is None or foreign or not loss_value.requires_grad
-    input_names = accepted_inputs(plan.model.model, batch)
+    unused_keys = find_unused_keys(plan.model.model, batch)
     original = Original(
         labels=tuple(recorded.labels),
         label_counts=tuple(recorded.counted),
         loss_keys=frozenset(read_keys),
-        unread_keys=tuple(key for key in batch if key not in input_names and key not in read_keys),
+        unread_keys=tuple(key for key in unused_keys if key not in read_keys),
         is_random=draws_seen is not None and draws_seen.random,
         mask_shapes=recorded.drawn,
         unbatched_masks=_unbatched(plan, batch, loss, recorded) if recorded.sourceless else {},
@@ -202,6 +197,13 @@ def record_original(
     if stack.access is not None:
         original = replace(original, **stack.access.as_arguments())
     return Recording(recorded.frames, original)
+
+
+def _has_dropout(model: nn.Module) -> bool:
+    """Return whether a model has a dropout that draws."""
+    from torch.nn import Dropout
+
+    return any(isinstance(module, Dropout) and module.p > 0 for module in model.modules())
 
 
 def _watched_copy(

@@ -154,9 +154,7 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
         if not single and any((divided - {number}, reached) in unhelpful for number in divided):
             continue  # one of the two numbers changes nothing here
         try:
-            attempt_run, failure = attempt_sharded_run(
-                plan, batch, loss, leaves, recording, divided
-            )
+            run, failure = attempt_sharded_run(plan, batch, loss, leaves, recording, divided)
         except Hoist as hoist:
             for fqn in same_module_of_layers(plan, hoist.fqn):
                 leaves[fqn] = hoist_gather(fqn, leaves.get(fqn), hoist.axis)
@@ -169,7 +167,7 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
             if divided and divided not in successful:
                 successful.append(divided)
             hoists[key] = tuple(gathers)
-            return _traced(recording, attempt_run)
+            return _traced(recording, run)
         if best is None or _report_key(failure) > _report_key(best):
             best = failure
         if failure.place <= reached[0]:  # this division alone did not help
@@ -177,12 +175,12 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
             if (failure.place, failure.reason) == reached:
                 unhelpful.add((divided, reached))
             elif single:
-                larger = [divided | {number} for number in attempt_run.candidates(failure)]
+                larger = [divided | {number} for number in run.candidates(failure)]
                 pairs += [(union, reached) for union in larger if union not in tried]
                 tried.update(larger)
             continue
         progress = failure.place, failure.reason
-        tries += [(divided | {number}, progress) for number in attempt_run.candidates(failure)]
+        tries += [(divided | {number}, progress) for number in run.candidates(failure)]
     assert best is not None
     raise _refusal(plan, best)
 
