@@ -415,7 +415,8 @@ class Program:
             a.compressor.sum(a.parameters)
         if self.loss_scale is not None:
             self.loss_scale.unscale(a.parameters)
-        a.local_parameters.hooks.run(a.local_parameters.shapes)
+        if a.local_parameters.hooks is not None:
+            a.local_parameters.hooks.run(a.local_parameters.shapes)
 
     def _clip_and_reduce(
         self, results: Mapping[int, MicrobatchResult], weights: Sequence[Number], total: Number

@@ -141,7 +141,7 @@ THREAD_STATE = {
     "runtime/offload/offloaded_activations.py: _all_sizes": "a proof's builds: never in a step",
     "runtime/comm/world.py: _by_thread": "the thread of a save in the background: never in a step",
     "runtime/launch/rank_job.py: _limit": "a time that a command has: never in a step",
-    "runtime/user_loops.py: _Forwards": "torch numbers nodes by thread, in a loop of the user's",
+    "runtime/loop_terms.py: _Forwards": "torch numbers nodes by thread, in a loop of the user's",
     "runtime/launch/pool.py: _threads": "of a proof, which starts ranks: never in a step",
 }
 

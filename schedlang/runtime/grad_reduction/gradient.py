@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -186,7 +186,7 @@ class LocalParameters(dict[str, nn.Parameter]):
         self._loose: list[nn.Parameter] | None = None
         self._buckets: dict[object, list[FlatGradients | list[nn.Parameter]]] = {}
         self.stepping = False  # a step runs: its gradients will be reduced
-        self.hooks = GradientHooks(self)
+        self.hooks: GradientHooks | None = None  # a user's, in this step
         self.guarded = False  # the module was handed out: see `user_loops`
         self.shapes: dict[str, torch.Size] = {}  # of its shards, from then on
 
@@ -194,8 +194,14 @@ class LocalParameters(dict[str, nn.Parameter]):
     def step(self) -> Iterator[None]:
         """Mark the block as the forwards and backwards of a step; hooks wait until its end."""
         self.stepping = True
+        hooked = [
+            parameter
+            for parameter in self.values()
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        ]
+        self.hooks = GradientHooks(self, hooked) if hooked else None
         try:
-            with self.hooks.held_back():
+            with nullcontext() if self.hooks is None else self.hooks.held_back():
                 yield
         finally:
             self.stepping = False

@@ -7,7 +7,7 @@ clamp) would change the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,22 +29,22 @@ _SLOTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class GradientHooks:
-    """The hooks of a user on the gradients of a rank's parameters."""
+    """The hooks of a user on gradients, in one step.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = parameters
+    parameters  those of this rank, by name
+    hooked      those of them with hooks, of a user or our own
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], hooked: Sequence[nn.Parameter]
+    ) -> None:
+        self._parameters, self._hooked = parameters, hooked
         self._waiting: list[tuple[nn.Parameter, tuple[_Hooks, ...]]] = []
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
         """Let no backward within the block run them; `run` does so afterwards."""
-        self._waiting = []
-        hooked = [
-            p
-            for p in self._parameters.values()
-            if p._backward_hooks or p._post_accumulate_grad_hooks
-        ]
-        for parameter in reversed(hooked):  # as backward meets them
+        for parameter in reversed(self._hooked):  # as backward meets them
             users = tuple(_take_hooks(getattr(parameter, slot)) for slot in _SLOTS)
             self._waiting.append((parameter, users))
         try:
@@ -61,8 +61,6 @@ class GradientHooks:
         Parameters without a gradient are left out, as in a backward. Raises Refusal S622 for a hook
         that makes a gradient from a sum over one of the `shards`: it would need the full tensor.
         """
-        if not self._waiting:
-            return
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         for parameter, (before, after) in self._waiting:
             gradient = given = gradient_of(parameter)
