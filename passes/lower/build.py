@@ -310,9 +310,8 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
     loss = cast_loss(plan, options.loss) if plan.casts else options.loss
     early = build_early_reductions(plan, staged, parameters, sums) if plan.overlaps else None
     has_double = any(param.dtype == "float64" for param in plan.model.unique_parameters.values())
-    compressor = None
-    if plan.compression:
-        compressor = build_compressor(plan, needed, holdings, parameters, ranks)
+    compressing = (plan, needed, holdings, parameters, ranks)
+    compressor = build_compressor(*compressing) if plan.compression else None
     # by labels that count; without any by rows, and by tokens where sequences are split
     weigh = weight_of if prepared.tokens is None else weight_by_tokens
     assembly = Assembly(

@@ -7,14 +7,16 @@ A stage of a pipeline adds those of its own modules, so ranks agree on them befo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.checkpointing.index import DTYPE_NAMES, DTYPES, Unreadable
 from schedlang.runtime.comm import world
+
+if TYPE_CHECKING:
+    from schedlang.runtime.assembly import Assembly
 
 ENTRY = "added"  # of the contents of a checkpoint: the names of these buffers, if there are any
 
