@@ -137,17 +137,13 @@ def record_original(
     from schedlang.runtime.global_state import restore_global_state
     from schedlang.runtime.propagation.trace import RecordedForward, Trace, find_reached_parameters
     from schedlang.runtime.rng.logical_dropout import DrawObserver
-    from schedlang.runtime.stale_reads import WrittenAttributes
     from schedlang.runtime.tracing.meta_runs import without_values
 
     parts = plan.data_axes or plan.cuts or plan.order or plan.stores
     model, stack = _watched_copy(plan, leaves, accesses=bool(parts))
     draws = draws or _has_dropout(model)
     draws_seen, read_keys = DrawObserver(lambda: stack.frames[-1][0]) if draws else None, set[str]()
-    loss_function = None
-    if loss is not None:
-        written = WrittenAttributes(model, (plan.model.model, plan.model.base.model))
-        loss_function = partial(_call_loss, loss, read_keys, written)
+    loss_function = None if loss is None else _watched_loss(loss, read_keys, plan, model)
     failure, units = None, units_to_record(plan, model)
     with restore_global_state(plan.model.model, loss), without_values(batch) as (inputs, values):
         recorded = RecordedForward(stack, inputs, values, draws)
@@ -429,6 +425,14 @@ class ObservedBatch(dict[str, Any]):
 
     get, pop, __contains__ = Mapping.get, MutableMapping.pop, Mapping.__contains__  # type: ignore[assignment]
     keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
+
+
+def _watched_loss(loss: Loss, read: set[str], plan: Plan, model: nn.Module) -> Loss:
+    """Return the user's loss for a copy of the model: see `_call_loss`."""
+    from schedlang.runtime.stale_reads import WrittenAttributes
+
+    written = WrittenAttributes(model, (plan.model.model, plan.model.base.model))
+    return partial(_call_loss, loss, read, written)
 
 
 def _call_loss(
