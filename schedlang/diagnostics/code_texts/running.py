@@ -197,8 +197,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S883": (
         "a data flow that cannot be followed",
-        "The module's forward cannot be traced, for example because it reads values to choose, runs\n"
-        "a part without gradients or under another autocast, or sets attributes of modules.\n"
+        "The module's forward cannot be traced, for example because it reads values to choose,\n"
+        "runs a part without gradients or under another autocast, or sets attributes of modules.\n"
         "Select a smaller module.",
     ),
     "S884": (
