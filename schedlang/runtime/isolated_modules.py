@@ -207,7 +207,7 @@ def tensors_of(tree: Any) -> tuple[list[Tensor], ShardStarts, tuple[list[Any], A
     leaves, spec = pytree.tree_flatten(tree, is_leaf=lambda v: isinstance(v, ShardedLogits))
     # a head that runs alone passes on its logits
     full = lambda v: isinstance(v, LazyLogits) or isinstance(v, ShardedLogits) and v.is_written()  # noqa: E731
-    leaves = [leaf.full() if full(leaf) else leaf for leaf in leaves]
+    leaves = [leaf.full() if full(leaf) else leaf for leaf in leaves]  # type: ignore[no-untyped-call]
     tensors: list[Tensor] = []
     starts: list[int | None] = []
     for leaf in leaves:
