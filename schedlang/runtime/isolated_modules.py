@@ -206,7 +206,8 @@ def tensors_of(tree: Any) -> tuple[list[Tensor], ShardStarts, tuple[list[Any], A
     """
     leaves, spec = pytree.tree_flatten(tree, is_leaf=lambda v: isinstance(v, ShardedLogits))
     # a head that runs alone passes on its logits
-    leaves = [leaf.full() if _is_lazy_or_written(leaf) else leaf for leaf in leaves]
+    full = lambda v: isinstance(v, LazyLogits) or isinstance(v, ShardedLogits) and v.is_written()  # noqa: E731
+    leaves = [leaf.full() if full(leaf) else leaf for leaf in leaves]  # type: ignore[no-untyped-call]
     tensors: list[Tensor] = []
     starts: list[int | None] = []
     for leaf in leaves:
@@ -219,10 +220,6 @@ def tensors_of(tree: Any) -> tuple[list[Tensor], ShardStarts, tuple[list[Any], A
             tensors.append(leaf)
             starts.append(None)
     return tensors, starts, (leaves, spec)
-
-
-def _is_lazy_or_written(leaf: Any) -> bool:
-    return isinstance(leaf, LazyLogits) or isinstance(leaf, ShardedLogits) and leaf.is_written()
 
 
 def replace_tensors(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:

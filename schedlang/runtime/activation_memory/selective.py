@@ -211,13 +211,13 @@ class SelectiveModes:
             return value
         key = calls.turns.next_key(func, args, kwargs)
         value = func(*args, **kwargs)
-        if key is not None and (self.chosen is None or key in self.chosen):
-            self.store[key] = tree_map_only(Tensor, self.save, value)
-            self.kept |= {storage(saved.saved): saved for saved in _plain_results(self.store[key])}
-        elif name_of(func) in _UNSAFE_VIEWS:
+        if name_of(func) in _UNSAFE_VIEWS:
             for view in tree_leaves(value):
                 if (saved := self.kept.get(storage(view))) is not None:
                     saved.watch(view)
+        if key is not None and (self.chosen is None or key in self.chosen):
+            self.store[key] = tree_map_only(Tensor, self.save, value)
+            self.kept |= {storage(saved.saved): saved for saved in _plain_results(self.store[key])}
         return value
 
     def save(self, tensor: Tensor) -> VersionedTensor | _CodedResult:
@@ -292,7 +292,7 @@ def is_functional(operator: Any) -> bool:
     schema = getattr(operator, "_schema", None)
     if schema is None:  # a higher-order operator
         return True
-    if schema.name in _UNSAFE_VIEWS:
+    if schema.name == "aten::_unsafe_view":
         return False
     return all(argument.alias_info is None for argument in (*schema.arguments, *schema.returns))
 

@@ -17,10 +17,10 @@ from schedlang.kernels.norm_probes import NormForm, probe_norm
 from schedlang.kernels.probe import Mismatch, module_key
 from schedlang.runtime.declined_calls import note_declined
 from schedlang.runtime.forward import change_innermost
+from schedlang.runtime.fusion.call_arguments import arguments_of
 from schedlang.runtime.fusion.dataflow import (
     FlowArguments,
     TraceDepth,
-    arguments_of,
     describe_node,
     function_name,
     has_changed_call,
