@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, quote_names
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     )
     from schedlang.runtime.propagation.dry_run import ShardedLeaf
     from schedlang.runtime.propagation.trace import Call, LabelRule, ModuleStack, RecordedForward
-    from schedlang.runtime.stale_reads import WrittenAttributes
     from schedlang.runtime.tracing.equal_units import EqualUnits
 
 Loss = Callable[..., Any]
@@ -428,24 +426,24 @@ class ObservedBatch(dict[str, Any]):
 
 
 def _watched_loss(loss: Loss, read: set[str], plan: Plan, model: nn.Module) -> Loss:
-    """Return the user's loss for a copy of the model: see `_call_loss`."""
+    """Return the user's loss for a copy of the model: it adds the keys that it reads to `read`.
+
+    Its errors become S865.
+    """
     from schedlang.runtime.stale_reads import WrittenAttributes
 
     written = WrittenAttributes(model, (plan.model.model, plan.model.base.model))
-    return partial(_call_loss, loss, read, written)
 
+    def call_loss(output: Any, batch: Mapping[str, Any]) -> Any:
+        with written.unread():
+            try:
+                return loss(output, ObservedBatch(batch, read))
+            except Exception as error:
+                if is_about_values(error):
+                    raise
+                raise refusal_of(error, "loss", loss) from error
 
-def _call_loss(
-    loss: Loss, read: set[str], written: WrittenAttributes, output: Any, batch: Mapping[str, Any]
-) -> Any:
-    """Call the user's loss and add the keys that it reads to `read`; its errors become S865."""
-    with written.unread():
-        try:
-            return loss(output, ObservedBatch(batch, read))
-        except Exception as error:
-            if is_about_values(error):
-                raise
-            raise refusal_of(error, "loss", loss) from error
+    return call_loss
 
 
 Weight = Callable[[Mapping[str, Any]], float]
