@@ -426,10 +426,7 @@ class ObservedBatch(dict[str, Any]):
 
 
 def _watched_loss(loss: Loss, read: set[str], plan: Plan, model: nn.Module) -> Loss:
-    """Return the user's loss for a copy of the model: it adds the keys that it reads to `read`.
-
-    Its errors become S865.
-    """
+    """Return the user's loss, which adds the keys that it reads to `read`; errors become S865."""
     from schedlang.runtime.stale_reads import WrittenAttributes
 
     written = WrittenAttributes(model, (plan.model.model, plan.model.base.model))
