@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +40,11 @@ class RecordedUnits:
     """
 
     kinds: Mapping[str, object]
-    recorder: UnitRecorder | None
+    recorder: UnitRecorder
 
     def recording(self, values: MetaMode, trace: Trace) -> AbstractContextManager[None]:
         """Context in which units are recorded, under two modes of a forward."""
-        return nullcontext() if self.recorder is None else self.recorder.recording(values, trace)
+        return self.recorder.recording(values, trace)
 
     def equal_units(
         self, results: Any, frames: Mapping[tuple[str, int], Sequence[Call]], stack: ModuleStack
@@ -53,8 +53,6 @@ class RecordedUnits:
 
         `results` are those of the forward, `frames` the recorded calls of its modules.
         """
-        if self.recorder is None:
-            return {}
         calls: dict[str, list[object]] = {name: [] for name in self.kinds}
         for (fqn, turn), recorded in frames.items():
             if (unit := _unit_around(fqn, calls)) is not None:
@@ -78,10 +76,11 @@ class RecordedUnits:
         }
 
 
-def units_to_record(plan: Plan, model: nn.Module) -> RecordedUnits:
+def units_to_record(plan: Plan, model: nn.Module) -> RecordedUnits | None:
     """Return the elements of module lists that may be equal units of a copy of the plan's model.
 
-    They have equal modules with equal rows, no hooks, and no tied parameters.
+    They have equal modules with equal rows, no hooks, and no tied parameters; None if there are
+    none.
     """
     from torch.nn import ModuleList
 
@@ -109,7 +108,7 @@ def units_to_record(plan: Plan, model: nn.Module) -> RecordedUnits:
         for name, kind in kinds.items()
         if counts[kind] >= MIN_EQUAL and name not in tied_units
     }
-    return RecordedUnits(kinds, UnitRecorder(model, tuple(kinds)) if kinds else None)
+    return RecordedUnits(kinds, UnitRecorder(model, tuple(kinds))) if kinds else None
 
 
 def _unit_around(fqn: str, units: Mapping[str, object]) -> str | None:

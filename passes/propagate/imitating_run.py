@@ -40,7 +40,7 @@ class ImitatingRun(ShardedRun):
         return model
 
 
-def attempt_sharded_run(
+def attempt_imitating_run(
     plan: Plan,
     batch: Mapping[str, Any],
     loss: Loss | None,
@@ -48,27 +48,27 @@ def attempt_sharded_run(
     recording: Recording,
     divided: frozenset[Choice],
 ) -> tuple[ShardedRun, Mismatch | None]:
-    """Run the sharded copy; return the run, and its first mismatch with the original, or None.
+    """Run the sharded copy of a model with equal units; return the run, and its first mismatch
+    with the original, or None.
 
     A run with imitated units counts only if it agrees with the original, or fails before the first
     of these.
     """
     from schedlang.runtime.propagation.trace import Hoist
 
-    if recording.original.equal_units:
-        run = ImitatingRun(plan, batch, loss, leaves, recording, divided)
-        try:
-            failure = run.attempt()
-        except Hoist:
+    run = ImitatingRun(plan, batch, loss, leaves, recording, divided)
+    try:
+        failure = run.attempt()
+    except Hoist:
+        raise
+    except Exception:
+        if not _is_imitated(run):
             raise
-        except Exception:
-            if not _is_imitated(run):
-                raise
-        else:
-            if failure is None and not (run.units and run.units.different):
-                return run, None
-            if not _is_imitated(run):
-                return run, failure
+    else:
+        if failure is None and not (run.units and run.units.different):
+            return run, None
+        if not _is_imitated(run):
+            return run, failure
     full_run = ShardedRun(plan, batch, loss, leaves, recording, divided)
     return full_run, full_run.attempt()
 

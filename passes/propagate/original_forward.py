@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, quote_names
@@ -24,12 +25,13 @@ from schedlang.passes.propagate.batch_refusals import (
     find_unused_keys,
     is_about_values,
 )
-from schedlang.passes.propagate.equal_units import units_to_record
+from schedlang.passes.propagate.equal_units import MIN_EQUAL, units_to_record
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from schedlang.passes.propagate.propagate import Traced
+    from schedlang.runtime.global_state import WrittenAttributes
     from schedlang.runtime.grad_reduction.batch_statistics import (
         BatchStatistics,
         BatchSum,
@@ -127,28 +129,30 @@ def record_original(
     """Run the unchanged model on the meta device, without values, and record its calls.
 
     `draws`: random draws are recorded, too; a model that turns out to draw is run again with it.
-    `truths`: conditions on tensors get the truth that the batch decides; otherwise
-    they are false. It is used for a model that fails otherwise (because it asserts). Raises
-    Refusal where the model or the user's loss does not run.
+    `truths`: conditions on tensors get the truth that the batch decides, for a model that fails
+    where they are false (an assert). Raises Refusal where the model or the user's loss fails.
     """
-    from schedlang.runtime.batch import is_loss, run_forward
-    from schedlang.runtime.global_state import restore_global_state
+    from schedlang.runtime.batch import accepted_inputs, is_loss, run_forward
+    from schedlang.runtime.global_state import WrittenAttributes, restore_global_state
     from schedlang.runtime.propagation.trace import RecordedForward, Trace, find_reached_parameters
     from schedlang.runtime.rng.logical_dropout import DrawObserver
     from schedlang.runtime.tracing.meta_runs import without_values
 
     parts = plan.data_axes or plan.cuts or plan.order or plan.stores
     model, stack = _watched_copy(plan, leaves, accesses=bool(parts))
-    draws = draws or _has_dropout(model)
+    facts, own = plan.model, plan.model.base.model
+    draws |= any(s.is_a("Dropout") and model.get_submodule(s.fqn).p for s in facts.sites.values())
     draws_seen, read_keys = DrawObserver(lambda: stack.frames[-1][0]) if draws else None, set[str]()
-    loss_function = None if loss is None else _watched_loss(loss, read_keys, plan, model)
-    failure, units = None, units_to_record(plan, model)
+    failure, written = None, WrittenAttributes(model, (facts.model, own))
+    loss_function = None if loss is None else partial(_call_loss, loss, read_keys, written)
+    repeats = any(len(site.children) >= MIN_EQUAL for site in facts.sites.values())
+    units = units_to_record(plan, model) if repeats else None
     with restore_global_state(plan.model.model, loss), without_values(batch) as (inputs, values):
         recorded = RecordedForward(stack, inputs, values, draws)
         values.drew = None if draws_seen is None else draws_seen.observe_operator
         with draws_seen or nullcontext(), Trace(stack, recorded, asked=truths) as trace:
             try:
-                with units.recording(values, trace):
+                with nullcontext() if units is None else units.recording(values, trace):
                     output, value = run_forward(model, inputs, loss_function)
             except Refusal:
                 raise
@@ -161,16 +165,13 @@ def record_original(
     if values.random and not draws:
         return record_original(plan, batch, loss, leaves, True, truths)
     loss_value = value if loss is None or is_loss(value) else None
-    trained, reentrant, foreign = find_reached_parameters(
-        model, loss_value, plan.model.base.model, loss
-    )
+    trained, reentrant, foreign = find_reached_parameters(model, loss_value, own, loss)
     no_loss = loss_value is None or foreign or not loss_value.requires_grad
-    unused_keys = find_unused_keys(plan.model.model, batch)
     original = Original(
         labels=tuple(recorded.labels),
         label_counts=tuple(recorded.counted),
         loss_keys=frozenset(read_keys),
-        unread_keys=tuple(key for key in unused_keys if key not in read_keys),
+        unread_keys=tuple(sorted(batch.keys() - accepted_inputs(facts.model, batch) - read_keys)),
         is_random=draws_seen is not None and draws_seen.random,
         mask_shapes=recorded.drawn,
         unbatched_masks=_unbatched(plan, batch, loss, recorded) if recorded.sourceless else {},
@@ -184,20 +185,13 @@ def record_original(
         uses_batch_conditions=truths,
         call_counts=stack.turns,
         choosing_modules=recorded.choices,
-        equal_units=units.equal_units((output, value), recorded.frames, stack),
+        equal_units=units.equal_units((output, value), recorded.frames, stack) if units else {},
     )
     if values.read_unknown or values.read_known or trace.answered:
         original = _with_other_values(plan, batch, loss, leaves, original)
     if stack.access is not None:
         original = replace(original, **stack.access.as_arguments())
     return Recording(recorded.frames, original)
-
-
-def _has_dropout(model: nn.Module) -> bool:
-    """Return whether a model has a dropout that draws."""
-    from torch.nn import Dropout
-
-    return any(isinstance(module, Dropout) and module.p > 0 for module in model.modules())
 
 
 def _watched_copy(
@@ -425,22 +419,17 @@ class ObservedBatch(dict[str, Any]):
     keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
 
 
-def _watched_loss(loss: Loss, read: set[str], plan: Plan, model: nn.Module) -> Loss:
-    """Return the user's loss, which adds the keys that it reads to `read`; errors become S865."""
-    from schedlang.runtime.stale_reads import WrittenAttributes
-
-    written = WrittenAttributes(model, (plan.model.model, plan.model.base.model))
-
-    def call_loss(output: Any, batch: Mapping[str, Any]) -> Any:
-        with written.unread():
-            try:
-                return loss(output, ObservedBatch(batch, read))
-            except Exception as error:
-                if is_about_values(error):
-                    raise
-                raise refusal_of(error, "loss", loss) from error
-
-    return call_loss
+def _call_loss(
+    loss: Loss, read: set[str], written: WrittenAttributes, output: Any, batch: Mapping[str, Any]
+) -> Any:
+    """Call the user's loss and add the keys that it reads to `read`; its errors become S865."""
+    with written.unread():
+        try:
+            return loss(output, ObservedBatch(batch, read))
+        except Exception as error:
+            if is_about_values(error):
+                raise
+            raise refusal_of(error, "loss", loss) from error
 
 
 Weight = Callable[[Mapping[str, Any]], float]

@@ -18,7 +18,7 @@ from schedlang.ir.model import is_inside
 from schedlang.ir.placement import Replicate, S
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.propagate.imitating_run import attempt_sharded_run
+from schedlang.passes.propagate.imitating_run import attempt_imitating_run
 from schedlang.passes.propagate.original_forward import Original, Recording, record_original
 from schedlang.passes.propagate.saved_splits import SavedSplits
 from schedlang.passes.propagate.sharded_run import (
@@ -119,6 +119,10 @@ class Traced(Original):
     is_shared_input_written: bool = False
 
 
+# divided numbers; the call and the reason of the failure without the last of them
+Division = tuple[frozenset[Choice], tuple[int, str]]
+
+
 def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) -> Traced:
     """Trace a plan with one microbatch on the meta device.
 
@@ -138,13 +142,8 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
     gathers: list[tuple[str, str]] = [*hoists.get(key, ())]  # by which module, over which axis
     for fqn, axis in gathers:
         leaves[fqn] = hoist_gather(fqn, leaves.get(fqn), axis)
-    # divided numbers; the call and the reason of the failure without the last of them
-    tries: list[tuple[frozenset[Choice], tuple[int, str]]] = [
-        (division, (-1, "")) for division in (frozenset(), *successful)
-    ]
-    pairs: list[tuple[frozenset[Choice], tuple[int, str]]] = []
-    tried: set[frozenset[Choice]] = set()
-    unhelpful: set[tuple[frozenset[Choice], tuple[int, str]]] = set()
+    tries: list[Division] = [(division, (-1, "")) for division in (frozenset(), *successful)]
+    pairs, tried, unhelpful = list[Division](), set[frozenset[Choice]](), set[Division]()
     best: Mismatch | None = None
     for _ in range(MOST_RUNS + len(plan.model.sites)):
         if not tries and not pairs:
@@ -154,7 +153,12 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
         if not single and any((divided - {number}, reached) in unhelpful for number in divided):
             continue  # one of the two numbers changes nothing here
         try:
-            run, failure = attempt_sharded_run(plan, batch, loss, leaves, recording, divided)
+            arguments = plan, batch, loss, leaves, recording, divided
+            if recording.original.equal_units:
+                run, failure = attempt_imitating_run(*arguments)
+            else:
+                run = ShardedRun(*arguments)
+                failure = run.attempt()
         except Hoist as hoist:
             for fqn in same_module_of_layers(plan, hoist.fqn):
                 leaves[fqn] = hoist_gather(fqn, leaves.get(fqn), hoist.axis)

@@ -74,35 +74,26 @@ def convert(kind: Any, value: Any, axes: Mapping[str, int]) -> Any:
     if value is UNKNOWN:
         return UNKNOWN
     if kind is Axis:
-        return _convert_axis(value, axes)
+        name = value.name if isinstance(value, AxisSize) else value
+        if not isinstance(name, str):
+            raise Mismatch(describe(Axis))
+        if name not in axes and name is value:
+            raise UnknownAxis(name)
+        return str(name)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         return convert(args[0], value, axes)
     if origin is Literal:
-        return _convert_literal(args, value)
+        literal = value.name if isinstance(value, AxisSize) and value.name in args else value
+        for choice in args:
+            if choice == literal and isinstance(choice, bool) == isinstance(literal, bool):
+                return choice
+        raise Mismatch(f"one of {quote_names(map(str, args), 12)}", [str(c) for c in args])
     if origin in (Union, types.UnionType):
         return _convert_union(args, value, axes)
     if origin is tuple:
         return _convert_tuple(args, value, axes)
     return _convert_plain(kind, value)
-
-
-def _convert_axis(value: Any, axes: Mapping[str, int]) -> str:
-    if isinstance(value, AxisSize):
-        return value.name
-    if not isinstance(value, str):
-        raise Mismatch(describe(Axis))
-    if value not in axes:
-        raise UnknownAxis(str(value))
-    return str(value)
-
-
-def _convert_literal(choices: tuple[Any, ...], value: Any) -> Any:
-    literal: Any = value.name if isinstance(value, AxisSize) and value.name in choices else value
-    for choice in choices:
-        if choice == literal and isinstance(choice, bool) == isinstance(literal, bool):
-            return choice
-    raise Mismatch(f"one of {quote_names(map(str, choices), 12)}", [str(c) for c in choices])
 
 
 def _convert_union(kinds: tuple[Any, ...], value: Any, axes: Mapping[str, int]) -> Any:

@@ -41,6 +41,14 @@ class RandomGenerator(Protocol):
 # ---- which device ---------------------------------------------------------------------------
 
 
+def operator_context() -> tuple[object, ...]:
+    """Return what context managers of torch set for operators: gradients, inference, autocast."""
+    autocasts = [
+        (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICE_METHODS
+    ]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocasts
+
+
 def accelerator() -> torch.device | None:
     """Return the kind of this machine's accelerator, without an index; None: it has none."""
     return torch.accelerator.current_accelerator(check_available=True)

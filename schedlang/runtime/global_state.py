@@ -1,6 +1,7 @@
 """Restore state that a model's code keeps in globals and caches, after a run of the model.
 
-Also: the state of a loss, and the states of the generators of Python and numpy.
+Also: the state of a loss, and the states of the generators of Python and numpy; and reads, by a
+loss, of what a forward has written into its modules.
 """
 
 from __future__ import annotations
@@ -8,23 +9,31 @@ from __future__ import annotations
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import is_
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from schedlang.diagnostics.diagnostic import Refusal, quote_names
 from schedlang.ir import pytree
-from schedlang.runtime.module_state import LIBRARY_PACKAGES, MODEL_LIBRARIES, StateSnapshot
+from schedlang.runtime.module_state import (
+    LIBRARY_PACKAGES,
+    MODEL_LIBRARIES,
+    MODULE_ATTRIBUTES,
+    StateSnapshot,
+)
 
 CACHED_FUNCTION = type(functools.cache(lambda: None))
 _OPENED = (dict, list, CACHED_FUNCTION)
 MAX_DEPTH = 3  # nested containers
 MAX_ENTRIES = 4096  # entries of a container that is searched: larger ones are tables
 MISSING = object()  # value of a name that did not exist before
+_NUMBERS = (bool, int, float, str, type(None))  # values that are compared as they are
 _closed: set[type] = set()  # classes of values that are no container, cached
 
 Setter = Callable[[Any, Any], None]
@@ -204,3 +213,87 @@ def _holds(value: Any) -> bool:
     if isinstance(value, (Tensor, tuple, list, dict)):
         return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
     return False
+
+
+class WrittenAttributes:
+    """Attributes and buffers of a copy before its forward; the `originals` have them, too.
+
+    A program runs a copy of the model. A loss that reads `model.layers[0].aux` of the user's own
+    model (by a closure, a global, or as its method) would read what no forward of the program
+    writes.
+    """
+
+    def __init__(self, copied: nn.Module, originals: Iterable[nn.Module]) -> None:
+        self._copied, self._originals = copied, list({id(m): m for m in originals}.values())
+        self._before: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {}
+        for name, module in copied.named_modules():
+            state = {**vars(module), **module._buffers}  # is held: marks have ids of its values
+            self._before[name] = state, _marks(state)
+
+    @contextmanager
+    def unread(self) -> Iterator[None]:
+        """Refuse (S615) reads, in the block, of what the forward has written, of an original."""
+        found: list[str] = []
+        names: dict[int, tuple[str, frozenset[str]]] = {}
+        classes: dict[type, None] = {}
+        for fqn, module in self._copied.named_modules():
+            before, current = self._before[fqn][1], _marks({**vars(module), **module._buffers})
+            written = frozenset(k for k, mark in current.items() if before.get(k) != mark)
+            written -= MODULE_ATTRIBUTES
+            for original in self._originals if written else ():
+                of_user = original.get_submodule(fqn)
+                names[id(of_user)] = fqn, written
+                classes[type(of_user)] = None
+        try:
+            with ExitStack() as undo:
+                for cls in classes:
+                    undo.callback(_observe(cls, names, found))
+                yield
+        finally:
+            if found:
+                raise Refusal.of(
+                    "S615",
+                    f"the loss reads {quote_names(found)} of the model, which no program writes",
+                    notes=(
+                        "the forward writes it, and what a program runs is a copy of the model",
+                    ),
+                    helps=("let the model's forward compute this part, and return it",),
+                )
+
+
+def _marks(state: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return what changes with a value: other tensors, writes into them, other objects, numbers."""
+    marks: dict[str, list[Any]] = {}
+    for key, value in state.items():
+        is_open = isinstance(value, (list, dict, tuple)) and len(value) <= MAX_ENTRIES
+        marks[key] = [
+            (id(leaf), leaf._version)
+            if isinstance(leaf, Tensor)
+            else leaf
+            if isinstance(leaf, _NUMBERS)
+            else id(leaf)
+            for leaf in (tree_leaves(value) if is_open else [value])
+        ]
+    return marks
+
+
+def _observe(
+    cls: Any, names: dict[int, tuple[str, frozenset[str]]], found: list[str]
+) -> Callable[[], None]:
+    """Let a class report reads of attributes; return the function that ends it."""
+    own, inner = vars(cls).get("__getattribute__"), cls.__getattribute__
+
+    def read(self: Any, key: str) -> Any:
+        fqn, written = names.get(id(self), ("", frozenset()))
+        if key in written and (name := f"{fqn}.{key}".lstrip(".")) not in found:
+            found.append(name)
+        return inner(self, key)
+
+    def end() -> None:
+        if own is None:
+            del cls.__getattribute__
+        else:
+            cls.__getattribute__ = own
+
+    cls.__getattribute__ = read
+    return end

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.language.patterns import FUNCTIONS
+from schedlang.runtime.device import operator_context
 from schedlang.runtime.forward import layers_of
 from schedlang.runtime.forward_attributes import AttributeSnapshot
 from schedlang.runtime.fusion.call_arguments import arguments_of
@@ -414,12 +415,6 @@ def _unchanged_attributes(module: nn.Module) -> Iterator[None]:
         raise _flow_refusal(module, [f"its forward changes the attribute `{changed}`"])
 
 
-def _torch_state() -> tuple[Any, ...]:
-    """Return what context managers of torch set for the calls inside of them."""
-    casts = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *casts
-
-
 def _with_plain_inputs(graph: fx.Graph) -> fx.Graph:
     """Return a graph with plain inputs and outputs, where fx made one of flat lists."""
     codegen = graph._codegen
@@ -475,7 +470,7 @@ class Tracer(fx.Tracer):
         self.module, self.given, self.looked = module, arguments, depth
         self.whole = depth.calls | opaque
         self.inside: list[str] = []
-        self.state = _torch_state()
+        self.state = operator_context()
 
     def create_args_for_root(self, root_fn: Any, *args: Any) -> Any:
         """Return the function to trace, and its arguments."""
@@ -517,7 +512,7 @@ class Tracer(fx.Tracer):
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Create a node; raise `_DrawsRandom` if it draws random numbers inside a traced child."""
-        if kind != "output" and _torch_state() != self.state:
+        if kind != "output" and operator_context() != self.state:
             raise _OtherState("a part of it runs without gradients, or under another autocast")
         draws = "dropout" in getattr(target, "__name__", str(target))
         if kind == "call_function" and draws and self.inside:

@@ -216,10 +216,6 @@ class Edge:
 Compute = Callable[[nn.Module, Tensor, bool], Tensor]
 
 
-def _linear(module: nn.Module, x: Tensor, with_bias: bool) -> Tensor:
-    return F.linear(x, module.weight, module.bias if with_bias else None)  # type: ignore[arg-type]
-
-
 def _conv1d(module: nn.Module, x: Tensor, with_bias: bool) -> Tensor:
     weight = module._parameters["weight"]
     assert weight is not None
@@ -230,7 +226,10 @@ def _conv1d(module: nn.Module, x: Tensor, with_bias: bool) -> Tensor:
 
 
 CLASSES = ("Linear", "Conv1D", "Embedding")
-PRODUCTS_BY_KIND: Mapping[str, Compute] = {"Linear": _linear, "Conv1D": _conv1d}
+PRODUCTS_BY_KIND: Mapping[str, Compute] = {
+    "Linear": lambda m, x, with_bias: F.linear(x, m.weight, m.bias if with_bias else None),  # type: ignore[arg-type]
+    "Conv1D": _conv1d,
+}
 
 
 Forward = Callable[..., Any]

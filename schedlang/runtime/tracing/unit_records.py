@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.device import operator_context
 from schedlang.runtime.forward_attributes import AttributeSnapshot
 from schedlang.runtime.submodules import modules_in
 from schedlang.runtime.tracing.equal_units import PLAIN, Container, argument_leaves
@@ -80,7 +81,7 @@ class UnitRecorder:
             return original(*args, **kwargs)
         read_before, states = self._take_flags(), _generator_states()
         inside, held = self._inside[unit], self._held[unit]
-        attributes, context = AttributeSnapshot(inside), _context()
+        attributes, context = AttributeSnapshot(inside), operator_context()
         replaced = _is_replaced(inside, held)  # as by `torch.func.functional_call`
         self._unit, self._operators, self._origins = unit, [], {}
         with torch._C.DisableTorchFunction():
@@ -219,12 +220,6 @@ def _hooks(inside: Sequence[tuple[str, nn.Module]]) -> list[int]:
         len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
         for _, module in inside
     ]
-
-
-def _context() -> tuple[object, ...]:
-    """Return the state of torch that decides what operators do and save."""
-    autocast = tuple(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
 
 
 def _is_replaced(inside: Sequence[tuple[str, nn.Module]], held: Mapping[str, Tensor]) -> bool:
