@@ -1,10 +1,12 @@
 """Layers as users write them, which shapes alone once did not get through; found by random models.
 
-One module under two names, a module that itself refuses a shard, and divisions by numbers that are
-read from tensors.
+One module under two names, a module that itself refuses a shard, divisions by numbers that are
+read from tensors, and an `autograd.Function` that computes with a parameter.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +41,32 @@ class Read(nn.Module):
         if self.way == "mean":
             x = x / float(x.detach().square().mean())
         return x + self.down(self.norm(x))
+
+
+class ClipFunction(torch.autograd.Function):
+    """Clip elements to a learned bound."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bound: Tensor) -> Tensor:
+        ctx.save_for_backward(x, bound)
+        return torch.minimum(torch.maximum(x, -bound), bound)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, bound = ctx.saved_tensors
+        inside = x.abs() <= bound
+        return grads[0] * inside, (grads[0] * x.sign() * ~inside).sum().view_as(bound)
+
+
+class Clipped(nn.Module):
+    """A residual layer that clips what it adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bound, self.down = nn.Parameter(torch.tensor(0.3)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + ClipFunction.apply(self.down(x), self.bound)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Layered(nn.Module):
@@ -102,3 +130,11 @@ def test_what_divides_by_what_it_reads(threads: Threads, way: str, rows: str, me
     torch.manual_seed(0)
     model = Layered(Read(way), Read(way)).double()
     assert_proven(threads, make_plan(model, rows, mesh), _batches(6, 4))
+
+
+def test_a_function_of_the_user_uses_a_parameter_in_a_sharded_region(threads: Threads) -> None:
+    """In its forward torch builds no graph, but the parameter's gradient is a part on each rank."""
+    torch.manual_seed(0)
+    rows = "layers.0  shard(input=S(1), over=tp)\nlayers.1  shard(output=R, over=tp)"
+    model = Layered(Clipped(), Clipped()).double()
+    assert_proven(threads, make_plan(model, rows, "tp=2"), _batches(3, 6, 4))

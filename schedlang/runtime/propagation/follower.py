@@ -25,6 +25,7 @@ from schedlang.ir.placement import EVEN, Placement, Uneven
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.propagation import call_rules, shard_trials
 from schedlang.runtime.propagation.call_rules import check_operands, mixed_dims
+from schedlang.runtime.propagation.parameter_access import calling_function
 from schedlang.runtime.propagation.trace import (
     Call,
     Frame,
@@ -346,8 +347,11 @@ class ComparedCall(RunningCall):
         with torch._C.DisableTorchFunction():  # not seen by function modes
             learns = [t.requires_grad and t.is_floating_point() for t in self.inputs]
             shapes = [tuple(t.shape) for t in outputs]
+        needs_graph = not torch.is_grad_enabled() and bool(calling_function())
+        if needs_graph:  # torch builds none in the forward of a function of the user's
+            learns = [learned or note.learns for learned, note in zip(learns, notes)]
         for learned, note in zip(learns, notes):
-            if not (learned and torch.is_grad_enabled()):
+            if not (learned and (needs_graph or torch.is_grad_enabled())):
                 continue
             # a full tensor beside a split one gets only a part of its gradient on each rank
             parts = (axes | entered) - note.entered - note.tags.keys()
@@ -365,7 +369,8 @@ class ComparedCall(RunningCall):
         self._check_by_parts(axes, all_tags)
         for tensor, tags in zip(outputs, all_tags):
             kept_roots = frozenset() if tags or data else roots
-            output_note = Note(tags, kept_roots, data, entered - tags.keys())
+            learned = needs_graph and any(learns)
+            output_note = Note(tags, kept_roots, data, entered - tags.keys(), learned)
             self.follower.put(tensor, output_note)
         if self.follower.draws and draws_logically(self.func, self.args, self.kwargs):
             self._remember_mask()

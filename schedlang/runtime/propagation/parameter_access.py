@@ -84,7 +84,7 @@ class ParameterAccess:
         if muted or isinstance(module, torch.jit.ScriptModule):
             return
         if not torch.is_grad_enabled():
-            self.ungraded[fqn] = _calling_function()
+            self.ungraded[fqn] = calling_function()
         if not called or torch._C._are_functorch_transforms_active():
             # `.forward` was called directly, so no hook runs, and none gathers the parameters; or a
             # transform of torch.func calls the module, where torch's own hooks drop gradients
@@ -117,7 +117,7 @@ class ParameterAccess:
             self.lent.update((name, m) for name, idle in zip(names, away) for m in idle)
 
 
-def _calling_function() -> str:
+def calling_function() -> str:
     """Return the class of the innermost `torch.autograd.Function` whose forward runs; "": none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -523,13 +523,15 @@ class Note:
     """The layout of a tensor: its splits by axis, and where its gradient is partial.
 
     `entered` are axes over which the value is full and the gradient partial; the gradient is summed
-    where the tensor entered the sharded region.
+    where the tensor entered the sharded region. `learns`: it was computed from a tensor that needs
+    a gradient, in the forward of an `autograd.Function`, where torch builds no graph.
     """
 
     tags: Mapping[str, Tag] = field(default_factory=dict)
     roots: frozenset[str] = frozenset()  # parameters, if the tensor is computed from them alone
     data: bool = False  # computed from the batch
     entered: frozenset[str] = frozenset()
+    learns: bool = False
 
 
 class Hoist(Exception):
