@@ -43,23 +43,15 @@ _TERMS = (
 # how a term combines what it reads, from the root: by sums of anything, elementwise beneath a sum,
 # or otherwise. The gradient of a sum over ranks is, on each rank, that of its own summand.
 _ADDS, _SUMS, _ELEMENTWISE, _OTHERWISE = range(4)
-_ADDITIVE = ("Add", "Sub", "Neg", "Stack", "Cat", "Unbind", "Select", "View", "Squeeze") + (
-    *("Unsqueeze", "Reshape", "ToCopy"),
+_ADDITIVE = (
+    *("Add", "Cat", "Neg", "Reshape", "Select", "Squeeze", "Stack", "Sub", "ToCopy", "Unbind"),
+    *("Unsqueeze", "View"),
 )
 _SCALING = ("MulBackward", "DivBackward")
 _BY_ELEMENTS = (
-    "Abs",
-    "Add",
-    "Clamp",
-    "Div",
-    "Exp",
-    "Log",
-    "Mul",
-    "Neg",
-    "Pow",
-    "Relu",
-    "Sigmoid",
-) + (*("Sqrt", "Sub", "Tanh", "ToCopy"),)
+    *("Abs", "Add", "Clamp", "Div", "Exp", "Log", "Mul", "Neg", "Pow", "Relu", "Sigmoid", "Sqrt"),
+    *("Sub", "Tanh", "ToCopy"),
+)
 _FORWARDS = 1000  # the forwards that are known; older nodes are taken for parts of one
 
 
