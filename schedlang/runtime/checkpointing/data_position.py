@@ -22,7 +22,9 @@ from schedlang.runtime import device as devices
 PlainData = dict[str, Any]
 _LINES = 20  # lines of a difference of schedules in a message
 # attributes where torch's loaders and samplers have generators
-_GENERATOR_PATHS = ("", "sampler", "batch_sampler", "batch_sampler.sampler", "dataset")
+_GENERATOR_PATHS = (
+    *((), ("sampler",), ("batch_sampler",), ("batch_sampler", "sampler"), ("dataset",)),
+)
 
 
 class DataEnded(Exception):
@@ -182,17 +184,18 @@ def restore_scheduler(scheduler: Any, saved: Mapping[str, Any] | None) -> None:
 
 def generator_states(data: Any = None) -> PlainData:
     """Return the states of the generators of torch, Python, numpy, and of a loader."""
-    kind = devices.accelerator()
+    kind, (of_loader, own) = devices.accelerator(), _generators(data)
     states: PlainData = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
         "numpy": None,
         "device": None if kind is None else devices.default_generator(kind).get_state(),
-        "loader": [generator.get_state() for generator in _loader_generators(data)],
-        "own": [_own_state(generator) for generator in _own_generators(data)],
+        "loader": [generator.get_state() for generator in of_loader],
+        "own": [_own_state(generator) for generator in own],
     }
     if (numpy := sys.modules.get("numpy")) is not None:
-        states["numpy"] = _as_lists(numpy.random.get_state(legacy=False))
+        saved = numpy.random.get_state(legacy=False)
+        states["numpy"] = {**saved, "state": _as_lists(saved["state"])}
     return states
 
 
@@ -206,9 +209,10 @@ def restore_generators(data: Any, saved: Mapping[str, Any]) -> None:
     kind = devices.accelerator()
     if saved["device"] is not None and kind is not None:
         devices.default_generator(kind).set_state(saved["device"])
-    for generator, state in zip(_loader_generators(data), saved["loader"]):
+    of_loader, own = _generators(data)
+    for generator, state in zip(of_loader, saved["loader"]):
         generator.set_state(state)
-    for generator, state in zip(_own_generators(data), saved.get("own", ())):
+    for generator, state in zip(own, saved.get("own", ())):
         if isinstance(generator, random.Random):
             version, numbers, gauss = state
             generator.setstate((version, tuple(numbers), gauss))
@@ -217,41 +221,31 @@ def restore_generators(data: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _as_lists(value: Any) -> Any:
-    if isinstance(value, dict):
+    if value.__class__ is dict:
         return {key: _as_lists(item) for key, item in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _own_generators(data: Any) -> list[Any]:
-    """Return the generators of Python and numpy that are attributes of a loader, of its samplers or
-    of its data set, each once."""
+def _generators(data: Any) -> tuple[list[torch.Generator], list[Any]]:
+    """Return generators of torch, of a loader and its samplers; and those of Python and numpy that
+    are attributes of these or of the data set; each once."""
     numpy = sys.modules.get("numpy")
-    kinds = (random.Random, *((numpy.random.Generator,) if numpy is not None else ()))
-    values = (v for owner in _owners(data) for v in getattr(owner, "__dict__", {}).values())
-    return list({id(value): value for value in values if isinstance(value, kinds)}.values())
+    kinds = (random.Random,) if numpy is None else (random.Random, numpy.random.Generator)
+    of_loader, own = dict[int, torch.Generator](), dict[int, Any]()
+    for path in _GENERATOR_PATHS:
+        owner = data
+        for name in path:
+            owner = getattr(owner, name, None)
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator):
+            of_loader[id(generator)] = generator
+        for value in getattr(owner, "__dict__", {}).values():
+            if value.__class__ in kinds:  # of many attributes, at each epoch
+                own[id(value)] = value
+    return list(of_loader.values()), list(own.values())
 
 
 def _own_state(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
     return _as_lists(generator.bit_generator.state)
-
-
-def _owners(data: Any) -> Iterator[Any]:
-    """Yield a loader, its samplers and its data set, if it has them."""
-    for path in _GENERATOR_PATHS:
-        owner = data
-        for name in filter(None, path.split(".")):
-            owner = getattr(owner, name, None)
-        if owner is not None:
-            yield owner
-
-
-def _loader_generators(data: Any) -> list[torch.Generator]:
-    """Return the generators of a loader and its samplers, each once."""
-    generators: dict[int, torch.Generator] = {}
-    for owner in _owners(data):
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator):
-            generators[id(generator)] = generator
-    return list(generators.values())

@@ -215,7 +215,8 @@ def sum_over(group: Group) -> Total:
 class ThreadSum:
     """A sum over threads of one process, which must call in the same order, and as often.
 
-    Raises Refusal S669 in threads that would wait for one that has ended.
+    Raises Refusal S669 in threads that would wait for one that has ended, and in a backward that
+    goes through another thread's forward.
     """
 
     def __init__(self, parts: int) -> None:
@@ -224,6 +225,7 @@ class ThreadSum:
         self._lock = threading.Lock()
         self._begun = [0] * parts  # sums that each thread has begun
         self._limit: int | None = None  # fewest sums of a thread that has ended
+        self._places: dict[int, int] = {}  # of threads, by their identifiers
 
     def end(self, index: int) -> None:
         """Note that the thread at a place makes no more sums."""
@@ -234,7 +236,8 @@ class ThreadSum:
                 self.barrier.abort()
 
     def sum_at(self, index: int) -> Total:
-        """Return the sum function of the thread at a place."""
+        """Return the sum function of this thread, at a place."""
+        self._places[threading.get_ident()] = index
 
         def total(x: Tensor) -> Tensor:
             value: Tensor = _ThreadSumFunction.apply(x, self, index)  # type: ignore[no-untyped-call]
@@ -246,7 +249,8 @@ class ThreadSum:
         """Wait for all threads, and return the sum."""
         with self._lock:
             self._begun[index] += 1
-            if self._limit is not None and self._begun[index] > self._limit:
+            beyond = self._limit is not None and self._begun[index] > self._limit
+            if beyond or self._places.get(threading.get_ident(), index) != index:
                 self.barrier.abort()
         self.held[index] = x.detach()
         try:

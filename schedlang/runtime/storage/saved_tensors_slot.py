@@ -38,8 +38,9 @@ class SavedTensorPolicy(ABC):
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `inner` under the policy; without it if no gradient is recorded, or in a replay."""
-        recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        if policies.replayed or not recorded:
+        # a compiler cannot ask for inference mode, which ends where gradients are enabled
+        ignores = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+        if policies.replayed or ignores or not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         return self.run_recorded(inner, args, kwargs)
 
