@@ -34,6 +34,7 @@ from schedlang.runtime.context_parallel.local_tokens import (
 from schedlang.runtime.context_parallel.plain_run import is_model_fault
 from schedlang.runtime.context_parallel.token_layout import SequenceLayout, TokenTags, visible_keys
 from schedlang.runtime.sequence_pipelining.probe import (
+    LossesDiffer,
     compare_runs,
     draws_along,
     find_head,
@@ -265,7 +266,10 @@ MIXED_TOKENS = (
 
 
 def find_fault(trial: Trial, tokens: TokenSplit, error: Exception, sites: Sequence[str]) -> Refusal:
-    """Return the refusal of a model whose run by shards, as `tokens` describes, gave `error`."""
+    """Return the refusal of a model whose run by shards, as `tokens` describes, gave `error`.
+
+    Raises the refusal of a loss: the model itself computes each token as in the full sequence.
+    """
     if isinstance(error, Refusal):
         return error
     kind = type(trial.model).__name__
@@ -295,7 +299,23 @@ def find_fault(trial: Trial, tokens: TokenSplit, error: Exception, sites: Sequen
                 f"`{name}` computes a token differently than in the full sequence",
                 _describe_window(trial.model, names_up_to(full_outputs, name)) or MIXED_TOKENS,
             )
+    if trial.rule is None and isinstance(error, LossesDiffer):
+        raise _loss_refusal(kind, error)
     return split_refusal(f"`{kind}` cannot be split by tokens", str(error))
+
+
+def _loss_refusal(kind: str, error: LossesDiffer) -> Refusal:
+    """Return the refusal S659 of a model whose outputs are right in shards, but not its loss."""
+    return Refusal.of(
+        "S659",
+        f"the loss of `{kind}` is not a mean over its tokens",
+        notes=(f"{error}: a rank has some tokens of each row",),
+        helps=(
+            "give counted tokens equal weights:"
+            " `F.cross_entropy(scores.flatten(0, 1), labels.flatten())`",
+            "or split its rows: `zero(stage=0, over=cp)`",
+        ),
+    )
 
 
 def unrunnable_refusal(model: nn.Module, message: str, attempt: str) -> Refusal:

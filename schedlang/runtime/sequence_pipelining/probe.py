@@ -140,6 +140,10 @@ class RunsDiffer(Exception):
     """Raised if the run by slices differs from the run of full sequences."""
 
 
+class LossesDiffer(RunsDiffer):
+    """Raised if the losses of the two runs differ."""
+
+
 def probe(trial: Trial, count: int) -> Slicing:
     """Find how a trial's model runs on slices; raise Refusal S655 if it cannot.
 
@@ -272,7 +276,7 @@ def compare_runs(full: RunResult, parts: RunResult) -> None:
     """Raise Differs unless losses and all gradients are equal up to rounding."""
     gate = 1e-9 if full.loss.dtype == torch.float64 else 1e-3
     if not torch.allclose(parts.loss, full.loss, rtol=gate, atol=0.0):
-        raise RunsDiffer(f"the loss is {parts.loss:.6g} in slices, {full.loss:.6g} without")
+        raise LossesDiffer(f"the loss is {parts.loss:.6g} in slices, {full.loss:.6g} without")
     if parts.gradients.keys() != full.gradients.keys():
         name = min(parts.gradients.keys() ^ full.gradients.keys())
         raise RunsDiffer(f"only one of the two has a gradient of `{name}`")

@@ -144,6 +144,7 @@ def _draw_parameters(model: nn.Module, generator: torch.Generator) -> None:
 
 
 SLICE_LENGTHS = (3, 2, 4)  # lengths of slices; all lengths and ends differ
+_INTEGERS = (torch.int64, torch.int32)
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,8 @@ def _small_batch(
 ) -> dict[str, Any]:
     """Return two rows of `total` tokens of a sample, with labels and constant inputs drawn anew.
 
-    Masks pad the last row.  `ignoring`: one label does not count.
+    Masks pad the last row.  `ignoring`: one label does not count. Without a rule, integers below
+    zero are taken for labels that do not count, and one of them stands in the first row.
     """
     rows, length = row_count(sample), sequence_length(sample)
     keep, masks, labels = min(rows, 2), token_masks(sample), rule.source if rule else None
@@ -277,6 +279,9 @@ def _small_batch(
         if rule and ignoring and name == labels and cut.dim() == 2 and cut.shape[1] > 2:
             # so that counts of labels and of tokens differ in all layouts
             cut[0, 1] = rule.ignore_index
+        is_label = rule is None and value.dtype in _INTEGERS and cut.shape == (keep, total)
+        if is_label and total > 2 and bool((value < 0).any()) and not bool((cut < 0).any()):
+            cut[0, 1] = value[value < 0][0]
         return cut
 
     def each(name: str, value: Any) -> Any:
@@ -286,7 +291,7 @@ def _small_batch(
 
 
 def _constant(value: Tensor) -> bool:
-    kinds = value.dtype in (torch.int64, torch.int32) and value.dim() == 2
+    kinds = value.dtype in _INTEGERS and value.dim() == 2
     return kinds and bool((value == value[:1, :1]).all())
 
 
