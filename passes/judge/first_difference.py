@@ -36,6 +36,7 @@ from schedlang.passes.judge.subject import ProgramSubject
 from schedlang.passes.judge.trial import RankTask, Trial
 from schedlang.passes.localize.diagnosis import is_close
 from schedlang.passes.verify.conditioning import IN_DTYPE, PerturbedRounding
+from schedlang.passes.verify.linear_backward import autograd_nodes
 from schedlang.passes.verify.observe import Batch, Condition
 from schedlang.passes.verify.original import Sequential, count_rows
 from schedlang.passes.verify.proof_case import copy_original
@@ -273,13 +274,7 @@ def _first_leading(
 
 def _leads_to(first: Tensor, last: Tensor) -> bool:
     """Return whether `last` was computed from `first`, by the autograd graph."""
-    visited, pending = set(), [last.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in visited:
-            visited.add(node)
-            pending += [parent for parent, _ in node.next_functions]
-    return first.grad_fn in visited
+    return last.grad_fn is not None and first.grad_fn in autograd_nodes(last.grad_fn)
 
 
 Copies = Mapping[str, Sequence[RankCopy]]  # ranks' copies of gradients, by parameter

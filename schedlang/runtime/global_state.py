@@ -233,7 +233,7 @@ class WrittenAttributes:
     @contextmanager
     def unread(self) -> Iterator[None]:
         """Refuse (S615) reads, in the block, of what the forward has written, of an original."""
-        found: list[str] = []
+        reads: list[str] = []
         names: dict[int, tuple[str, frozenset[str]]] = {}
         classes: dict[type, None] = {}
         for fqn, module in self._copied.named_modules():
@@ -247,13 +247,13 @@ class WrittenAttributes:
         try:
             with ExitStack() as undo:
                 for cls in classes:
-                    undo.callback(_observe(cls, names, found))
+                    undo.callback(_observe(cls, names, reads))
                 yield
         finally:
-            if found:
+            if reads:
                 raise Refusal.of(
                     "S615",
-                    f"the loss reads {quote_names(found)} of the model, which no program writes",
+                    f"the loss reads {quote_names(reads)} of the model, which no program writes",
                     notes=(
                         "the forward writes it, and what a program runs is a copy of the model",
                     ),
@@ -278,15 +278,15 @@ def _marks(state: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def _observe(
-    cls: Any, names: dict[int, tuple[str, frozenset[str]]], found: list[str]
+    cls: Any, names: dict[int, tuple[str, frozenset[str]]], reads: list[str]
 ) -> Callable[[], None]:
     """Let a class report reads of attributes; return the function that ends it."""
     own, inner = vars(cls).get("__getattribute__"), cls.__getattribute__
 
     def read(self: Any, key: str) -> Any:
         fqn, written = names.get(id(self), ("", frozenset()))
-        if key in written and (name := f"{fqn}.{key}".lstrip(".")) not in found:
-            found.append(name)
+        if key in written and (name := f"{fqn}.{key}".lstrip(".")) not in reads:
+            reads.append(name)
         return inner(self, key)
 
     def end() -> None:

@@ -62,20 +62,20 @@ class _Forwards(threading.local):
     """
 
     def __init__(self) -> None:
-        self.made: deque[tuple[float, float]] = deque(maxlen=_FORWARDS)
+        self.ranges: deque[tuple[float, float]] = deque(maxlen=_FORWARDS)
         self.depth = 0
 
     def begin(self) -> None:
         """Begin a call, of which only the outermost is recorded."""
         if self.depth == 0:
-            self.made.append((sequence_number(), math.inf))
+            self.ranges.append((sequence_number(), math.inf))
         self.depth += 1
 
     def end(self) -> None:
         """End a call."""
         self.depth -= 1
         if self.depth == 0:
-            self.made[-1] = self.made[-1][0], sequence_number()
+            self.ranges[-1] = self.ranges[-1][0], sequence_number()
 
 
 _forwards = _Forwards()
@@ -151,7 +151,7 @@ def _check_transforms(inputs: Iterable[Any]) -> None:
 
 def check_terms(roots: Iterable[Any]) -> None:
     """Raise Refusal S622 at a backward from a term that a loop made of shards of parameters."""
-    if not _forwards.made or in_backward_pass():
+    if not _forwards.ranges or in_backward_pass():
         return
     ranges = _Ranges()
     nodes = _nodes_of(roots)
@@ -180,7 +180,7 @@ def run_gradients(
 
     `torch.autograd.grad` (`accumulates` is false) returns no value: terms that add up are right.
     """
-    if not (accumulates or not _forwards.made or in_backward_pass()):
+    if not (accumulates or not _forwards.ranges or in_backward_pass()):
         _check_outside(_nodes_of(roots), _Ranges(), values=False)
     if not creates_graph:
         return run()
@@ -215,7 +215,7 @@ class _Ranges:
     """The numbers of the nodes that the modules of programs have made, as they are now."""
 
     def __init__(self) -> None:
-        self.firsts, self.ends = zip(*_forwards.made)
+        self.firsts, self.ends = zip(*_forwards.ranges)
 
     def is_outside(self, node: Any) -> bool:
         """Return whether a node was made after the first known forward, and in none."""

@@ -345,6 +345,31 @@ def _scores_of(output: Any) -> Tensor | None:
     return scores
 
 
+def step_plainly(
+    step: int, model: nn.Module, loss: Tensor, optimizer: Any, clip: float | None
+) -> Seen:
+    """Take the step of a plain loop; returns its loss, its gradients and their norm."""
+    loss.backward()
+    results: Seen = {f"loss {step}": loss.detach().clone()}
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.grad is not None:
+            results[f"grad {step} {name}"] = p.grad.clone()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))
+    results[f"norm {step}"] = norm.detach().clone()
+    optimizer.step()
+    optimizer.zero_grad()
+    return results
+
+
+def step_program(step: int, program: Any, batch: Batch) -> Seen:
+    """Take a step of a program; returns the same, with gradients as clipped."""
+    results: Seen = {f"loss {step}": program.train_step(batch).clone()}
+    results[f"norm {step}"] = torch.tensor(program.grad_norm, dtype=torch.float64)
+    for name, grad in program.gradients().items():
+        results[f"grad {step} {name}"] = grad.clone()
+    return results
+
+
 def train_plainly(tested_model: Subject, recipe: TrainingRecipe, batches: Sequence[Batch]) -> Seen:
     """Train in a plain loop; returns values of each step and the final state."""
     model = tested_model.model().double().train()
@@ -357,15 +382,7 @@ def train_plainly(tested_model: Subject, recipe: TrainingRecipe, batches: Sequen
             loss = tested_model.loss(output, batch)
         else:
             loss = loss_of(output)
-        loss.backward()
-        results[f"loss {step}"] = loss.detach().clone()
-        for name, p in model.named_parameters():
-            if p.requires_grad and p.grad is not None:
-                results[f"grad {step} {name}"] = p.grad.clone()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), recipe.clip or float("inf"))
-        results[f"norm {step}"] = norm.detach().clone()
-        optimizer.step()
-        optimizer.zero_grad()
+        results |= step_plainly(step, model, loss, optimizer, recipe.clip)
         if scheduler is not None:
             scheduler.step()
     results |= {f"state {name}": value.clone() for name, value in model.state_dict().items()}
@@ -403,10 +420,7 @@ def train_on_rank(
     scheduler = recipe.scheduler(program.optimizer) if recipe.scheduled else None
     results: Seen = {}
     for step, batch in enumerate(batches):
-        results[f"loss {step}"] = program.train_step(batch).clone()
-        results[f"norm {step}"] = torch.tensor(program.grad_norm, dtype=torch.float64)
-        for name, grad in program.gradients().items():  # as clipped
-            results[f"grad {step} {name}"] = grad.clone()
+        results |= step_program(step, program, batch)
         if scheduler is not None:
             scheduler.step()
     results |= {f"state {name}": value.clone() for name, value in program.state_dict().items()}

@@ -197,15 +197,7 @@ def train_plainly(
             torch.manual_seed(step)
         output = model(**batch)
         loss = subject.loss(output, batch) if subject.loss else user_models.loss_of(output)
-        loss.backward()
-        results[f"loss {step}"] = loss.detach().clone()
-        for name, p in model.named_parameters():
-            if p.requires_grad and p.grad is not None:
-                results[f"grad {step} {name}"] = p.grad.clone()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), recipe.clip or float("inf"))
-        results[f"norm {step}"] = norm.detach().clone()
-        optimizer.step()
-        optimizer.zero_grad()
+        results |= user_models.step_plainly(step, model, loss, optimizer, recipe.clip)
         if scheduler is not None:
             scheduler.step()
     return results | {f"state {name}": value for name, value in model.state_dict().items()}
@@ -249,10 +241,7 @@ def train_on_rank(
             results |= evaluate(program, other_batches(batches[0]))
         if seeded:
             torch.manual_seed(step)
-        results[f"loss {step}"] = program.train_step(batch).clone()
-        results[f"norm {step}"] = torch.tensor(program.grad_norm, dtype=torch.float64)
-        for name, grad in program.gradients().items():  # as clipped
-            results[f"grad {step} {name}"] = grad.clone()
+        results |= user_models.step_program(step, program, batch)
         if scheduler is not None:
             scheduler.step()
     return results | {f"state {name}": value for name, value in program.state_dict().items()}

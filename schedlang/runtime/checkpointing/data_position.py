@@ -23,7 +23,11 @@ PlainData = dict[str, Any]
 _LINES = 20  # lines of a difference of schedules in a message
 # attributes where torch's loaders and samplers have generators
 _GENERATOR_PATHS = (
-    *((), ("sampler",), ("batch_sampler",), ("batch_sampler", "sampler"), ("dataset",)),
+    (),
+    ("sampler",),
+    ("batch_sampler",),
+    ("batch_sampler", "sampler"),
+    ("dataset",),
 )
 
 

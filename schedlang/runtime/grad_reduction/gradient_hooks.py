@@ -63,14 +63,14 @@ class GradientHooks:
         """
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         for parameter, (before, after) in self._waiting:
-            gradient = given = gradient_of(parameter)
+            gradient = original = gradient_of(parameter)
             if gradient is None:
                 continue
             name = names[id(parameter)]
             for hook in before.values():
                 changed = _run_on_shard(hook, gradient, name) if name in shards else hook(gradient)
                 gradient = gradient if changed is None else changed
-            if gradient is not given:
+            if gradient is not original:
                 set_gradient(parameter, gradient)
             for hook in after.values():
                 hook(parameter)
@@ -80,11 +80,11 @@ def _run_on_shard(hook: Callable[..., Any], gradient: Tensor, name: str) -> Tens
     """Return what a hook makes of the gradient of a shard; refuse one that is not elementwise."""
     with _Reductions(gradient.shape) as reductions:
         changed: Tensor | None = hook(gradient)
-    if reductions.found and changed is not None and changed is not gradient:
+    if reductions.operator and changed is not None and changed is not gradient:
         raise Refusal.of(
             "S622",
             f"a hook changes the gradient of `{name}` by this rank's shard of it",
-            notes=(f"`{reductions.found}` reads the shard; other ranks have other shards",),
+            notes=(f"`{reductions.operator}` reads the shard; other ranks have other shards",),
             helps=(
                 "`build(optimizer=lambda named: ...)`: an optimizer that reads full tensors gets"
                 " them",
@@ -99,7 +99,7 @@ class _Reductions(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, shape: torch.Size) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.shape, self.found = shape, ""
+        self.shape, self.operator = shape, ""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -108,7 +108,7 @@ class _Reductions(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         smaller = isinstance(output, Tensor) and output.numel() < self.shape.numel()
         if smaller and any(tensor.shape == self.shape for tensor in read):
-            self.found = str(func.overloadpacket).rpartition(".")[2]
+            self.operator = str(func.overloadpacket).rpartition(".")[2]
         return output
 
 

@@ -28,20 +28,21 @@ _OF_THE_TENSOR = frozenset(
 class LogitsStandIn:
     """Logits [..., classes] that do not exist as one tensor until a function needs one.
 
-    computed      the full logits once computed; may be written into
-    _version      the version of `computed` when it was computed
-    _taken        whether other code may write into `computed` unseen
-    _source       the logits of which these are a view, `_view` of their full tensor
-    _edits        how often the values were replaced; `_seen`: those of `_source` at the view
+    computed        the full logits once computed; may be written into
+    _version        the version of `computed` when it was computed
+    _is_exposed     whether other code may write into `computed` unseen
+    _source         the logits of which these are a view, `_view` of their full tensor
+    _edits          how often the values were replaced
+    _source_edits   the edits of `_source` when the view was made
     """
 
     computed: Tensor | None = None
     _version: int = 0
-    _taken: bool = False
+    _is_exposed: bool = False
     _source: LogitsStandIn | None = None
     _view: Callable[[Tensor], Tensor] | None = None
     _edits: int = 0
-    _seen: int = 0
+    _source_edits: int = 0
 
     # -- what a class defines ----------------------------------------------------------------------
 
@@ -91,22 +92,22 @@ class LogitsStandIn:
     def is_written(self) -> bool:
         """Return whether the full logits, or those of which these are a view, were written into."""
         source, full = self._source, self.computed
-        if source is not None and (self._seen != source._edits or source.is_written()):
+        if source is not None and (self._source_edits != source._edits or source.is_written()):
             return True
         if full is None:
             return False
-        return self._taken or full.is_inference() or full._version != self._version
+        return self._is_exposed or full.is_inference() or full._version != self._version
 
     def linked(self, view: Any, step: Callable[[Tensor], Tensor]) -> Any:
         """Return `view` as a view of these logits: `step` makes its full logits from these."""
-        view._source, view._view, view._seen = self, step, self._edits
+        view._source, view._view, view._source_edits = self, step, self._edits
         return view
 
-    def _take(self) -> None:
+    def _expose(self) -> None:
         self.full()
-        self._taken = True
+        self._is_exposed = True
         if self._source is not None:
-            self._source._take()
+            self._source._expose()
 
     # -- attributes and methods of a tensor --------------------------------------------------------
 
@@ -141,7 +142,7 @@ class LogitsStandIn:
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(name)
         if name in _OF_THE_TENSOR:
-            self._take()
+            self._expose()
         return getattr(self.full(), name)
 
     def _scale(self, name: str, scaled: Callable[[], Any], other: Any) -> Any:

@@ -22,7 +22,7 @@ class EqualTurns(UnitObserver):
     stack: ModuleStack
     calls: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
 
-    def ran(self, name: str, leaves: Sequence[Any], made: Sequence[Tensor]) -> None:
+    def ran(self, name: str, leaves: Sequence[Any], results: Sequence[Tensor]) -> None:
         """Note the calls of the modules of a unit."""
         if any(is_inside(around, name) for _, around in self.stack.outside):
             raise DifferentUnits
@@ -30,7 +30,7 @@ class EqualTurns(UnitObserver):
         self.calls[name] = [(fqn[len(name) :], n) for fqn, n in turns if is_inside(fqn, name)]
 
     def imitated(
-        self, name: str, shown: ShownCall, leaves: Sequence[Any], made: Sequence[Tensor]
+        self, name: str, shown: ShownCall, leaves: Sequence[Any], results: Sequence[Tensor]
     ) -> None:
         """Note the same calls for another unit."""
         self.stack.turns.update({name + path: count for path, count in self.calls[shown.name]})
@@ -51,14 +51,14 @@ class Unmarked(UnitObserver):
         if any(self.lattice.of(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
             raise DifferentUnits
 
-    def ran(self, name: str, leaves: Sequence[Any], made: Sequence[Tensor]) -> None:
+    def ran(self, name: str, leaves: Sequence[Any], results: Sequence[Tensor]) -> None:
         """Check the results and the draws of a unit."""
-        self.before(name, made)
+        self.before(name, results)
         if any(is_inside(fqn, name) for fqn, _ in self.drawn):
             raise DifferentUnits
 
     def imitated(
-        self, name: str, shown: ShownCall, leaves: Sequence[Any], made: Sequence[Tensor]
+        self, name: str, shown: ShownCall, leaves: Sequence[Any], results: Sequence[Tensor]
     ) -> None:
         """Check the arguments of a unit that does not run."""
         self.before(name, leaves)
@@ -83,7 +83,7 @@ class EqualLayouts(UnitObserver):
         if self.follower.after_logits or self.follower.left_out:
             raise DifferentUnits
 
-    def ran(self, name: str, leaves: Sequence[Any], made: Sequence[Tensor]) -> None:
+    def ran(self, name: str, leaves: Sequence[Any], results: Sequence[Tensor]) -> None:
         """Refuse a unit that draws, or whose arguments are narrowed."""
         self.before(name, leaves)
         named = (*self.narrowed, *(fqn for fqn, _ in self.arguments))
@@ -92,14 +92,14 @@ class EqualLayouts(UnitObserver):
             raise DifferentUnits
 
     def imitated(
-        self, name: str, shown: ShownCall, leaves: Sequence[Any], made: Sequence[Tensor]
+        self, name: str, shown: ShownCall, leaves: Sequence[Any], results: Sequence[Tensor]
     ) -> None:
         """Note the layouts of the call that stands for a unit; its arguments must have the same."""
         follower, old = self.follower, shown.name
-        for new_leaf, old_leaf in zip(leaves, shown.given):
+        for new_leaf, old_leaf in zip(leaves, shown.arguments):
             if isinstance(new_leaf, Tensor) and follower.of(new_leaf) != follower.of(old_leaf):
                 raise DifferentUnits
-        for new_tensor, old_tensor in zip(made, shown.made):
+        for new_tensor, old_tensor in zip(results, shown.results):
             note: Note = follower.of(old_tensor)
             if any(is_inside(root, old) for root in note.roots):
                 raise DifferentUnits

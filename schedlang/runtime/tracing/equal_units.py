@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from schedlang.runtime.tracing.units import CallSwitch
 
-RUNS_PER_KIND = (
-    2  # units of a kind that run: the first may get other arguments, the second shows whether
-)
+# units of a kind that run: the first may get other arguments than the rest, as the second shows
+RUNS_PER_KIND = 2
 PLAIN = (bool, int, float, str, type(None))
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
 
@@ -34,30 +33,30 @@ class UnitObserver:
     def before(self, name: str, leaves: Sequence[Any]) -> None:
         """Observe the arguments of a unit that is about to run."""
 
-    def ran(self, name: str, leaves: Sequence[Any], made: Sequence[Tensor]) -> None:
+    def ran(self, name: str, leaves: Sequence[Any], results: Sequence[Tensor]) -> None:
         """Observe a unit that has run, and the tensors that it has made and returned."""
 
     def imitated(
-        self, name: str, shown: ShownCall, leaves: Sequence[Any], made: Sequence[Tensor]
+        self, name: str, shown: ShownCall, leaves: Sequence[Any], results: Sequence[Tensor]
     ) -> None:
         """Observe a unit that did not run: the call that stands for it, and its new tensors."""
 
 
 @dataclass(frozen=True)
 class ShownCall:
-    """One call of a unit that ran: its name, the leaves of its arguments, and its output."""
+    """One call of a unit that ran: its name, the leaves of its arguments, its output."""
 
     name: str
-    given: Sequence[Any]
-    gave: Any
+    arguments: Sequence[Any]
+    output: Any
 
     @property
-    def made(self) -> list[Tensor]:
+    def results(self) -> list[Tensor]:
         """The tensors of the output that are not among the arguments."""
-        input_ids = set(map(id, self.given))
+        input_ids = set(map(id, self.arguments))
         return [
             t
-            for t in argument_leaves(self.gave)
+            for t in argument_leaves(self.output)
             if isinstance(t, Tensor) and id(t) not in input_ids
         ]
 
@@ -119,10 +118,10 @@ class EqualUnits:
         output = original(*args, **kwargs)
         self._shown[kind] = shown = ShownCall(name, leaves, output)
         with torch._C.DisableTorchFunction():  # not seen by function modes
-            for output_index, tensor in enumerate(shown.made):
+            for output_index, tensor in enumerate(shown.results):
                 if tensor.requires_grad and self.passed is not None:
                     tensor.register_hook(partial(self._reach, name, output_index))  # type: ignore[no-untyped-call]
-            self.observer.ran(name, leaves, shown.made)
+            self.observer.ran(name, leaves, shown.results)
         return output
 
     def _reach(self, name: str, output_index: int, grad: object) -> None:
@@ -131,13 +130,13 @@ class EqualUnits:
     def _imitate(self, name: str, shown: ShownCall, leaves: Sequence[Any]) -> Any:
         """Return the imitated output of a unit whose arguments equal those of a unit that ran."""
         with torch._C.DisableTorchFunction():  # not seen by function modes
-            if not (
-                len(leaves) == len(shown.given) and all(map(_same_argument, leaves, shown.given))
-            ):
+            arguments = shown.arguments
+            same_count = len(leaves) == len(arguments)
+            if not (same_count and all(map(_same_argument, leaves, arguments))):
                 raise DifferentUnits
-            replacements = {id(old): new for old, new in zip(shown.given, leaves)}
+            replacements = {id(old): new for old, new in zip(arguments, leaves)}
             learns = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
-            forms = list(map(_form, shown.made))
+            forms = list(map(_form, shown.results))
             if any(form[3] for form in forms) and not learns:
                 raise DifferentUnits
             self.imitated += 1
@@ -145,8 +144,8 @@ class EqualUnits:
                 self.passed(name, False)
             on_backward = partial(self._pass_back, name)
             outputs = _Imitated.apply(on_backward, forms, *learns) if forms else ()  # type: ignore[no-untyped-call]
-            replacements |= {id(old): output for old, output in zip(shown.made, outputs)}
-            output = _replaced(shown.gave, replacements)
+            replacements |= {id(old): output for old, output in zip(shown.results, outputs)}
+            output = _replaced(shown.output, replacements)
             self.observer.imitated(name, shown, leaves, outputs)
             return output
 
@@ -164,7 +163,7 @@ class _Imitated(torch.autograd.Function):
         ctx: Any, on_backward: Callable[[Iterable[int]], None], forms: Any, *inputs: Tensor
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.on_backward, ctx.given = on_backward, [(t.shape, t.dtype) for t in inputs]
+        ctx.on_backward, ctx.inputs = on_backward, [(t.shape, t.dtype) for t in inputs]
         outputs = [
             torch.empty_strided(size, stride, dtype=dtype, device="meta")
             for size, stride, dtype, _ in forms
@@ -175,7 +174,7 @@ class _Imitated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         ctx.on_backward(index for index, grad in enumerate(grads) if grad is not None)
-        input_grads = [torch.empty(size, dtype=dtype, device="meta") for size, dtype in ctx.given]
+        input_grads = [torch.empty(size, dtype=dtype, device="meta") for size, dtype in ctx.inputs]
         return None, None, *input_grads
 
 

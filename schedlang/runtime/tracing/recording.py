@@ -499,36 +499,36 @@ class _EqualReads(UnitObserver):
     def __init__(self, recorder: _Recorder) -> None:
         self.recorder = recorder
         self.numbers = {name: unit for unit, name in enumerate(recorder.units)}
-        self.given: dict[str, list[Marks]] = {}  # unit -> the marks of its arguments
+        self.argument_marks: dict[str, list[Marks]] = {}  # unit -> the marks of its arguments
 
     def before(self, name: str, leaves: Sequence[Any]) -> None:
         """Note the marks of the arguments of a unit."""
         tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-        self.given[name] = [self.recorder.marks_of(tensor) for tensor in tensors]
+        self.argument_marks[name] = [self.recorder.marks_of(tensor) for tensor in tensors]
 
     def imitated(
-        self, name: str, shown: ShownCall, leaves: Sequence[Any], made: Sequence[torch.Tensor]
+        self, name: str, shown: ShownCall, leaves: Sequence[Any], results: Sequence[torch.Tensor]
     ) -> None:
         """Note what a unit would read of its own arguments, parameters and buffers."""
         recorder, old, unit = self.recorder, shown.name, self.numbers[name]
-        number, old_given = self.numbers[old], self.given[old]
+        number, old_marks = self.numbers[old], self.argument_marks[old]
         self.before(name, leaves)
-        given, read = self.given[name], recorder.read[number]
+        new_marks, read = self.argument_marks[name], recorder.read[number]
         held = {mark for mark in read if mark[0] in HELD and is_inside(mark[1], old)}
-        taken = [k for k, marks in enumerate(old_given) if marks and marks <= read]
+        taken = [k for k, marks in enumerate(old_marks) if marks and marks <= read]
         owned = [param for param, units in recorder.owners.items() if number in units]
-        known = read == held.union(*(old_given[k] for k in taken))
+        known = read == held.union(*(old_marks[k] for k in taken))
         known = known and not recorder.control and number not in recorder.unsure
         # without hooks inside, whose arguments are sent
         known = known and (number, -1) not in recorder.leaves
         if not known or not all(is_inside(param, old) for param in owned):
             raise DifferentUnits
-        for k, marks in enumerate(old_given):
-            others = NONE.union(*(old_given[:k] + old_given[k + 1 :]))
-            if marks != given[k] and (not marks or marks & others):
+        for k, marks in enumerate(old_marks):
+            others = NONE.union(*(old_marks[:k] + old_marks[k + 1 :]))
+            if marks != new_marks[k] and (not marks or marks & others):
                 raise DifferentUnits  # it is not known which of the arguments was read
         renamed = {(kind, name + param[len(old) :]) for kind, param in held}
-        recorder.read[unit] = recorder.read[unit].union(renamed, *(given[k] for k in taken))
+        recorder.read[unit] = recorder.read[unit].union(renamed, *(new_marks[k] for k in taken))
         for param in owned:
             recorder.owners.setdefault(name + param[len(old) :], set()).add(unit)
         recorder.ran[2 * unit + 1] = recorder.ran[2 * number + 1]
