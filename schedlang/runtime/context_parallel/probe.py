@@ -35,6 +35,7 @@ from schedlang.runtime.context_parallel.plain_run import is_model_fault
 from schedlang.runtime.context_parallel.token_layout import SequenceLayout, TokenTags, visible_keys
 from schedlang.runtime.sequence_pipelining.probe import (
     LossesDiffer,
+    check_ignored_labels,
     compare_runs,
     draws_along,
     find_head,
@@ -391,6 +392,7 @@ def probe(trial: Trial, kind: str, ranks: int, sites: Sequence[str]) -> TokenSpl
             tokens = _with_draws(trial, tokens, full, sites)
             parts = run_shards(trial, tokens, sites)
             compare_runs(full, parts)
+            check_ignored_labels(trial, partial(run_shards, tokens=tokens, sites=sites))
         except Exception as error:  # the model's own code may raise anything
             first_error = first_error or (tokens, error)
             continue

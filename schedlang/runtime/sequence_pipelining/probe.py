@@ -29,6 +29,7 @@ from schedlang.runtime.sequence_pipelining.trial import (
     run_forward,
     run_full,
     take_tokens,
+    trials_ignoring_a_label,
 )
 from schedlang.runtime.submodules import remove_hooks_after
 from schedlang.runtime.tracing.meta_runs import meta_model, without_values
@@ -155,6 +156,7 @@ def probe(trial: Trial, count: int) -> Slicing:
         try:
             tagged = _with_draws(trial, slicing, full)
             compare_runs(full, run_by_slices(trial, tagged))
+            check_ignored_labels(trial, partial(run_by_slices, slicing=tagged))
         except Exception as error:  # the model's own code may raise anything
             first_failure = first_failure or (slicing, error)
             continue
@@ -274,9 +276,8 @@ def _run_once(trial: Trial, batch: Mapping[str, Any]) -> None:
 
 def compare_runs(full: RunResult, parts: RunResult) -> None:
     """Raise Differs unless losses and all gradients are equal up to rounding."""
-    gate = 1e-9 if full.loss.dtype == torch.float64 else 1e-3
-    if not torch.allclose(parts.loss, full.loss, rtol=gate, atol=0.0):
-        raise LossesDiffer(f"the loss is {parts.loss:.6g} in slices, {full.loss:.6g} without")
+    compare_losses(full, parts)
+    gate = _gate(full)
     if parts.gradients.keys() != full.gradients.keys():
         name = min(parts.gradients.keys() ^ full.gradients.keys())
         raise RunsDiffer(f"only one of the two has a gradient of `{name}`")
@@ -287,6 +288,31 @@ def compare_runs(full: RunResult, parts: RunResult) -> None:
             raise RunsDiffer(
                 f"the gradient of `{name}` differs by {gap / float(full_gradient.norm()):.1g}"
             )
+
+
+def compare_losses(full: RunResult, parts: RunResult) -> None:
+    """Raise LossesDiffer unless losses are equal up to rounding."""
+    if not torch.allclose(parts.loss, full.loss, rtol=_gate(full), atol=0.0):
+        raise LossesDiffer(f"the loss is {parts.loss:.6g} in slices, {full.loss:.6g} without")
+
+
+def _gate(full: RunResult) -> float:
+    return 1e-9 if full.loss.dtype == torch.float64 else 1e-3
+
+
+def check_ignored_labels(trial: Trial, run_parts: Callable[[Trial], RunResult]) -> None:
+    """Raise LossesDiffer if parts have another loss where a label does not count.
+
+    Later batches may have such labels: with counts of their own, parts are not weighted by tokens.
+    """
+    for ignoring in trials_ignoring_a_label(trial):
+        try:
+            full = run_full(ignoring)
+            parts = run_parts(ignoring) if full.loss.isfinite() else full
+        except Exception:  # the model's own code refuses this number: these are not labels
+            continue
+        if full.loss.isfinite():
+            compare_losses(full, parts)
 
 
 def _with_draws(trial: Trial, slicing: Slicing, full: RunResult) -> Slicing:

@@ -145,6 +145,7 @@ def _draw_parameters(model: nn.Module, generator: torch.Generator) -> None:
 
 SLICE_LENGTHS = (3, 2, 4)  # lengths of slices; all lengths and ends differ
 _INTEGERS = (torch.int64, torch.int32)
+IGNORED_LABEL = -100  # the default of torch's losses
 
 
 @dataclass(frozen=True)
@@ -288,6 +289,21 @@ def _small_batch(
         return pytree.tree_map(lambda leaf: small(name, leaf), value)
 
     return {name: each(name, value) for name, value in sample.items()}
+
+
+def trials_ignoring_a_label(trial: Trial) -> Iterator[Trial]:
+    """Yield a trial with one label of -100 for each input that may be labels.
+
+    These are inputs of an integer for each token, none below zero. None where a rule finds labels.
+    """
+    shape = (row_count(trial.batch), sum(trial.lengths))
+    known = token_masks(trial.batch) | {"position_ids"}
+    for name, value in () if trial.rule else trial.batch.items():
+        is_plain = isinstance(value, Tensor) and value.dtype in _INTEGERS and name not in known
+        if is_plain and value.shape == shape and shape[1] > 2 and bool((value >= 0).all()):
+            labels = value.clone()
+            labels[0, 1] = IGNORED_LABEL
+            yield replace(trial, batch={**trial.batch, name: labels})
 
 
 def _constant(value: Tensor) -> bool:
