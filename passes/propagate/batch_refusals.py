@@ -47,17 +47,20 @@ def describe_packed_tensors(batch: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def batch_refusal(
-    error: Exception, unused_keys: Sequence[str] = (), batch: Mapping[str, Any] | None = None
+    error: Exception,
+    unused_keys: Sequence[str] = (),
+    batch: Mapping[str, Any] | None = None,
+    read_line: str = "",
 ) -> Refusal:
     """Return the refusal for an error that the model raised on the meta device.
 
     `unused_keys`: keys of the batch that the forward does not take; one may be misspelled.
-    `batch`: the batch with which the model ran.
+    `batch`: the batch with which the model ran. `read_line`: where it got values that are unknown.
     """
     from schedlang.runtime.tracing.module_calls import line_of, value_refusal
 
-    if is_about_values(error):
-        return value_refusal(error)
+    if read_line or is_about_values(error):
+        return value_refusal(error, read_line)
     text, line = f"{type(error).__name__}: {error}".split("\n")[0], line_of(error)
     packed = describe_packed_tensors(batch) if batch else ()
     helps = ["return the keyword arguments of the model's forward from `batch(seed)`"]

@@ -161,7 +161,8 @@ def record_original(
     if failure is not None:
         if trace.answered:
             return record_original(plan, batch, loss, leaves, draws, truths=True)
-        raise batch_refusal(failure, find_unused_keys(plan.model.model, batch), batch) from failure
+        listed, unused = values.constants.listed, find_unused_keys(plan.model.model, batch)
+        raise batch_refusal(failure, unused, batch, listed) from failure
     if values.random and not draws:
         return record_original(plan, batch, loss, leaves, True, truths)
     loss_value = value if loss is None or is_loss(value) else None
@@ -253,7 +254,7 @@ def _with_other_values(
             run_forward(model, inputs, loss)
     except Exception:  # an impossible shape, an index out of range
         if not (units.imitated or units.different):
-            return replace(original, reads_values=True)
+            return _with_varying(replace(original, reads_values=True), plan, set(), stack.outside)
         units.different = True
     if units.different:  # all units have to run
         other = _with_other_values(plan, batch, loss, leaves, replace(original, equal_units={}))
@@ -264,13 +265,22 @@ def _with_other_values(
         f for f in other_counts if f not in varying
     ]:
         varying = {*counts, *other_counts}
-    if not varying:
+    return _with_varying(original, plan, varying, stack.outside)
+
+
+def _with_varying(
+    original: Original, plan: Plan, varying: set[str], outside: set[tuple[str, str]]
+) -> Original:
+    """Add modules whose calls depend on values, and those that no forward without values calls.
+
+    Values may choose these, too: with all numbers zero no expert has rows.
+    """
+    uncalled = {fqn for fqn in plan.model.sites if fqn not in original.call_counts}
+    owners = {name.rpartition(".")[0] for name in plan.model.unique_parameters}
+    if not varying and uncalled.isdisjoint(owners):
         return original
-    varying |= {fqn for fqn in plan.model.sites if fqn not in counts}
-    outside = original.outside_calls | stack.outside
-    return replace(
-        original, reads_values=True, varying_modules=frozenset(varying), outside_calls=outside
-    )
+    names, pairs = frozenset(varying | uncalled), original.outside_calls | outside
+    return replace(original, reads_values=True, varying_modules=names, outside_calls=pairs)
 
 
 def _missing_loss(

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.prepare import prepare
 from tests.engine import Threads
 from tests.proofs import assert_near, assert_proven, make_plan, sgd, train_sequential, train_steps
 
@@ -169,6 +171,90 @@ def test_units_that_not_every_rank_calls(threads: Threads, stage: int) -> None:
     """Modules that values choose are no ZeRO units: ranks would gather different ones."""
     plan = make_plan(Parallel().double(), f"  zero(stage={stage}, over=dp)", "dp=2")
     assert_proven(threads, plan, chosen_batches())
+
+
+class Guarded(Block):
+    """The same, behind two conditions, of which numbers without values meet one at a time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the chosen layers."""
+        chosen, output = (x[:, 0] > 0).long(), x
+        counts = torch.bincount(chosen, minlength=2)
+        for number, layer in enumerate(self.experts):
+            (rows,) = torch.where(chosen == number)
+            if counts[number].item() > 0 and len(rows) > 0:
+                output = output.index_add(0, rows, layer(x[rows]))
+        return output.tanh()
+
+
+class Listed(Block):
+    """The same, by lists of numbers: which layers are chosen, and by how many rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the chosen layers."""
+        chosen, output = (x[:, 0] > 0).long(), x
+        counts = torch.bincount(chosen, minlength=2)
+        for number in (counts > 0).nonzero().flatten().tolist():
+            if counts.tolist()[number] == 0:
+                continue
+            (rows,) = torch.where(chosen == number)
+            output = output.index_add(0, rows, self.experts[number](x[rows]))
+        return output.tanh()
+
+
+class Cut(Block):
+    """Rows that are sorted by their layer, and cut by the numbers of rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the chosen layers."""
+        chosen = (x[:, 0] > 0).long()
+        parts = x[chosen.argsort()].split(torch.bincount(chosen, minlength=2).tolist())
+        return torch.cat([layer(part) for layer, part in zip(self.experts, parts)]).tanh()
+
+
+class Offset(Block):
+    """The same rows, cut by running sums of numbers of rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the chosen layers."""
+        chosen = (x[:, 0] > 0).long()
+        ends = torch.bincount(chosen, minlength=2).cumsum(0).tolist()
+        parts = zip([0, *ends], ends, self.experts)
+        in_order = x[chosen.argsort()]
+        outputs = torch.cat([layer(in_order[start:end]) for start, end, layer in parts])
+        return (outputs + in_order).tanh()
+
+
+GPIPE = 'blocks  pipeline_split(over=pp)\npipeline(order="GPipe", micro=2)'
+CHOSEN_BY_NUMBERS = [
+    *((kind, f"zero(stage={stage}, over=dp)") for kind in (Guarded, Listed) for stage in (0, 1, 3)),
+    (Listed, GPIPE),
+    (Cut, "zero(stage=0, over=dp)"),
+    (Cut, "zero(stage=3, over=dp)"),
+    (Cut, GPIPE),
+]
+
+
+@pytest.mark.parametrize(("kind", "rows"), CHOSEN_BY_NUMBERS)
+def test_layers_that_numbers_choose(threads: Threads, kind: type[Block], rows: str) -> None:
+    """Layers that a forward without values does not call are trained as in a plain loop."""
+    torch.manual_seed(0)
+    model = Chosen()
+    model.blocks = nn.ModuleList(kind() for _ in range(2))
+    plan = make_plan(model.double(), rows, "pp=2" if rows == GPIPE else "dp=2")
+    batches = chosen_batches()
+    observed = threads.run(train_steps, 2, plan, tuple(batches), sgd, None, {})[0]
+    assert_near(observed, train_sequential(model, batches))
+
+
+def test_numbers_of_rows_are_not_known(threads: Threads) -> None:
+    """A forward that needs them to run is refused at the line that reads them."""
+    model = Chosen()
+    model.blocks = nn.ModuleList(Offset() for _ in range(2))
+    with pytest.raises(Refusal) as caught:
+        prepare(make_plan(model.double(), "zero(stage=1, over=dp)", "dp=2"), chosen_batches()[0])
+    assert caught.value.diagnostic.code == "S612" and "torch.where" in caught.value.render()
+    assert "test_uneven_use.py" in caught.value.render()
 
 
 class Turned(nn.Module):

@@ -70,7 +70,8 @@ def _versions(cells: Cells) -> str:
         f" {'not ' * (not _is_installed('timm'))}installed and none of its models is in the table."
     )
     if older:
-        text += f" {older} of {len(cells)} cells were run with an earlier version of this code."
+        text += f" {older} of {len(cells)} cells were run with earlier versions of this code and"
+        text += " of transformers."
     return f"{text}\n"
 
 

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental import _config as shapes
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
@@ -33,6 +32,7 @@ from schedlang.ir import pytree
 from schedlang.ir.module_copies import deepcopy_module
 from schedlang.runtime.adapters.hook_numbers import number_hooks_from
 from schedlang.runtime.tracing import meta_shapes as meta_shapes
+from schedlang.runtime.tracing.literals import LiteralsMode as LiteralsMode
 
 
 def copy_with(
@@ -230,6 +230,7 @@ SCALAR = torch.ops.aten._local_scalar_dense.default
 SMALLEST = sys.float_info.min  # an unknown floating-point number
 # bytes of a value; padding masks and positions are small, larger ones are dropped
 MAX_BYTES = 1 << 22
+MAX_UNKNOWN = 1 << 12  # the most unknown values that become a list
 
 
 @dataclass(eq=False)
@@ -243,6 +244,8 @@ class KnownValues:
     values: dict[int, Tensor] = field(default_factory=dict)  # meta storage -> flat real tensor
     cache: ResultCache = field(default_factory=ResultCache)
     on_read: Callable[[Any], Any] = lambda value: value  # known value -> what a model gets
+    listed: str = ""  # line of the model that got a list of unknown values, if one did
+    unknown_lists: list[Any] = field(default_factory=list)
     _alive: dict[int, Any] = field(default_factory=dict)  # weak references of the storages
 
     def store_values(self, real: Any, meta: Any) -> None:
@@ -405,6 +408,27 @@ class KnownValues:
             flat = flat.view(bare.dtype)
         return flat.as_strided(bare.shape, bare.stride(), bare.storage_offset())
 
+    def list_of(self, bare: torch.Tensor) -> Any:
+        """Return the numbers of a tensor on the meta device as lists.
+
+        Unknown ones are all as `item` gives the first; None if these are too many.
+        """
+        real = self.values_of(bare)
+        if real is not None:
+            return self.on_read(real.tolist())
+        if bare.numel() > MAX_UNKNOWN:
+            return None
+        self.listed = model_line()
+        first = bare.flatten()[0].item() if bare.numel() else 0
+        numbers = torch.full(bare.shape, first, dtype=bare.dtype, device="cpu").tolist()
+        self.unknown_lists.append(numbers)
+        return numbers
+
+    def is_unknown(self, numbers: Any) -> bool:
+        """Return whether `list_of` made this list, without knowing its numbers."""
+        is_list = isinstance(numbers, list)
+        return is_list and any(numbers is unknown for unknown in self.unknown_lists)
+
     def _store(self, bare: torch.Tensor, value: torch.Tensor) -> None:
         size = bare.untyped_storage().nbytes() // max(1, bare.element_size())
         if bare.untyped_storage().nbytes() > MAX_BYTES or bare.shape != value.shape:
@@ -450,58 +474,6 @@ def on_meta(real: Any, meta: Any) -> Iterator[MetaMode]:
     mode = MetaMode(real, meta)
     with mode, LiteralsMode(mode.constants):
         yield mode
-
-
-@dataclass(eq=False)
-class LiteralsMode(TorchFunctionMode):
-    """Mode that stores the numbers of literals in `constants`: on the meta device they are lost.
-
-    Literals become tensors below dispatch: the arguments of `torch.tensor`, and lists of indices.
-    The conversions back are below dispatch, too: `tolist`, whose result only the batch decides, and
-    `format` of a scalar.
-    """
-
-    constants: KnownValues
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        reads = func in READING_CALLS and args[0].is_meta
-        if reads and (value := self._read(func, args)) is not None:
-            return value
-        if func in INDEXING_CALLS and args[0].is_meta:
-            index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            literal = tuple(self._tensor(i) if isinstance(i, list) else i for i in index)
-            args = (args[0], literal, *args[2:])
-        output = func(*args, **kwargs)
-        if func in TENSOR_CALLS and output.is_meta and _plain(args[0]):
-            self.constants.store_values(func(*args, **{**kwargs, "device": "cpu"}), output)
-        return output
-
-    def _read(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """Return the numbers of a tensor; None if they are not known: then torch raises."""
-        if func is torch.Tensor.tolist:
-            real = self.constants.values_of(args[0])
-            return None if real is None else self.constants.on_read(real.tolist())
-        return format(args[0].item(), *args[1:]) if args[0].ndim == 0 else None
-
-    def _tensor(self, numbers: list[Any]) -> Any:
-        if not _plain(numbers):
-            return numbers
-        real = torch.tensor(numbers, device="cpu")
-        bare = real.to("meta")
-        self.constants.store_values(real, bare)
-        return bare
-
-
-INDEXING_CALLS = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
-TENSOR_CALLS = (torch.tensor, torch.as_tensor)
-READING_CALLS = (torch.Tensor.tolist, torch.Tensor.__format__)
-
-
-def _plain(data: Any) -> bool:
-    return all(isinstance(value, int | bool) for value in _pytree.tree_leaves(data))
 
 
 class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

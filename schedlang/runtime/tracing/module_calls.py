@@ -97,8 +97,11 @@ def record_calls(model: nn.Module, kwargs: Mapping[str, Any], meta: bool) -> Mod
     return ModuleCalls(tuple(order), second_calls)
 
 
-def value_refusal(error: Exception) -> Refusal:
-    """Return the refusal (S612) of a model that reads values of tensors on the meta device."""
+def value_refusal(error: Exception, line: str = "") -> Refusal:
+    """Return the refusal (S612) of a model that reads values of tensors on the meta device.
+
+    `line`: the line that reads them, where it is not the one that fails.
+    """
     message = str(error).split("\n")[0]
     lacks = re.match(r"(\w+::\w+)[\w.]*: attempted to run this operator with Meta tensors", message)
     if lacks:
@@ -108,8 +111,10 @@ def value_refusal(error: Exception) -> Refusal:
     helps: tuple[str, ...] = ()
     if "lengths" in message:  # of `pack_padded_sequence`
         helps = ("pad instead of packing, and take the last state of each row by its length",)
+    if line:
+        helps = ("use masks, or `torch.where(chosen == expert)`, in place of numbers of rows",)
     reason = "reads the value of a tensor while it is recorded without data"
-    return refusal("S612", line_of(error), reason, *helps, note=message)
+    return refusal("S612", line or line_of(error), reason, *helps, note=message)
 
 
 def line_of(error: BaseException) -> str:
