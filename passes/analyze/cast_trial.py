@@ -50,7 +50,7 @@ def check_forward(plan: Plan, run: Run) -> None:
 
 def _refusal(plan: Plan, failure: ForwardFailure, remedies: tuple[str, ...]) -> Refusal:
     """Return the refusal of a failure, at the row of the innermost cast around the module."""
-    from schedlang.runtime.tracing.module_calls import line_of
+    from schedlang.runtime.tracing.model_lines import line_of
 
     error, site = failure.error, failure.site
     cast = _innermost_cast(tuple(plan.casts), site or "")

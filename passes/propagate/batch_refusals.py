@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Refusal
@@ -48,21 +48,23 @@ def describe_packed_tensors(batch: Mapping[str, Any]) -> tuple[str, ...]:
 
 def batch_refusal(
     error: Exception,
-    unused_keys: Sequence[str] = (),
+    model: nn.Module | None = None,
     batch: Mapping[str, Any] | None = None,
     read_line: str = "",
 ) -> Refusal:
     """Return the refusal for an error that the model raised on the meta device.
 
-    `unused_keys`: keys of the batch that the forward does not take; one may be misspelled.
-    `batch`: the batch with which the model ran. `read_line`: where it got values that are unknown.
+    `model` and `batch`: what ran, if keys of the batch may be misspelled. `read_line`: where the
+    model got values that are unknown.
     """
-    from schedlang.runtime.tracing.module_calls import line_of, value_refusal
+    from schedlang.runtime.tracing.model_lines import line_of
+    from schedlang.runtime.tracing.module_calls import value_refusal
 
     if read_line or is_about_values(error):
         return value_refusal(error, read_line)
     text, line = f"{type(error).__name__}: {error}".split("\n")[0], line_of(error)
     packed = describe_packed_tensors(batch) if batch else ()
+    unused_keys = find_unused_keys(model, batch) if model is not None and batch else []
     helps = ["return the keyword arguments of the model's forward from `batch(seed)`"]
     if "more than 1 value per channel" in text:  # torch's batch norm, in training
         helps = ["give more rows, or fewer parts: ranks on the axes of `zero`, microbatches"]

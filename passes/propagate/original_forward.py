@@ -22,7 +22,6 @@ from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.propagate.batch_refusals import (
     batch_refusal,
-    find_unused_keys,
     is_about_values,
 )
 from schedlang.passes.propagate.equal_units import MIN_EQUAL, units_to_record
@@ -161,8 +160,7 @@ def record_original(
     if failure is not None:
         if trace.answered:
             return record_original(plan, batch, loss, leaves, draws, truths=True)
-        listed, unused = values.constants.listed, find_unused_keys(plan.model.model, batch)
-        raise batch_refusal(failure, unused, batch, listed) from failure
+        raise batch_refusal(failure, facts.model, batch, values.constants.listed) from failure
     if values.random and not draws:
         return record_original(plan, batch, loss, leaves, True, truths)
     loss_value = value if loss is None or is_loss(value) else None

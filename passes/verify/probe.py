@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import DisableTorchFunction
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
@@ -68,7 +67,8 @@ from schedlang.runtime.grad_reduction.batch_statistics import (
 )
 from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.rng.logical_dropout import RowDraws, SourceMode
-from schedlang.runtime.tracing.meta_runs import meta_model, model_line, name_of
+from schedlang.runtime.tracing.meta_runs import meta_model, name_of
+from schedlang.runtime.tracing.model_lines import model_line
 from schedlang.runtime.training_mode import TrainingMode
 from schedlang.runtime.zero_weight_loss import zero_unlabelled_loss
 
@@ -346,7 +346,7 @@ def _record_calls(case: Case, batch: Batch, rows: Sequence[int]) -> list[Recorde
         ) -> Any:
             out = func(*args, **(kwargs or {}))
             if isinstance(out, Tensor) and out.is_floating_point() and self.kept <= MOST_STORED:
-                with DisableTorchFunction():
+                with torch._C.DisableTorchFunction():
                     self.kept += out.numel()
                     calls.append((name_of(func), model_line(), out.detach().clone()))
             return out

@@ -30,7 +30,7 @@ from schedlang.runtime.context_parallel.local_tokens import (
 from schedlang.runtime.context_parallel.token_layout import AttentionMask, PositionMask
 from schedlang.runtime.kernel_injection.sdpa_attention import attention_name, set_attention_name
 from schedlang.runtime.scope import current_site
-from schedlang.runtime.tracing.meta_runs import model_line
+from schedlang.runtime.tracing.model_lines import model_line
 
 NAME = "schedlang_context"
 SLOT = "_schedlang_context"

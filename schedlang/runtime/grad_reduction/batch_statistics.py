@@ -26,7 +26,8 @@ from schedlang.runtime.comm.collectives import Group, sum_over_ranks
 from schedlang.runtime.forward import layer_of
 from schedlang.runtime.propagation.call_rules import ADDS, LINEAR, SUMMING, TIMES
 from schedlang.runtime.propagation.trace import Lattice, ModuleStack, RunningCall
-from schedlang.runtime.tracing.meta_runs import model_line, name_of, tensors_in
+from schedlang.runtime.tracing.meta_runs import name_of, tensors_in
+from schedlang.runtime.tracing.model_lines import model_line
 
 # ---- Finds the sums over all rows of a batch from which a loss is made, except that of its labels.
 # One forward on the meta device, with a number of rows that divides no other size: a dim of rows is

@@ -47,7 +47,7 @@ from schedlang.runtime.sharding.module_sizes import (
     sliced_block,
 )
 from schedlang.runtime.tracing.meta_runs import tensors_in
-from schedlang.runtime.tracing.module_calls import line_of
+from schedlang.runtime.tracing.model_lines import line_of
 
 Shape = tuple[int, ...]
 RESHAPES = {"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"}

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.runtime.adapters.torch_tensor import unchecked
-from schedlang.runtime.tracing.meta_runs import model_line, tensors_in
+from schedlang.runtime.tracing.meta_runs import tensors_in
+from schedlang.runtime.tracing.model_lines import model_line
 
 if TYPE_CHECKING:
     from schedlang.runtime.propagation.trace import RunningCall

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from schedlang.runtime.batch import run_forward
 from schedlang.runtime.global_state import restore_global_state
 from schedlang.runtime.propagation.trace import Lattice, ModuleStack, RunningCall, Trace
-from schedlang.runtime.tracing.meta_runs import meta_model, model_line, tensors_in, without_values
+from schedlang.runtime.tracing.meta_runs import meta_model, tensors_in, without_values
+from schedlang.runtime.tracing.model_lines import model_line
 
 STREAM = ""  # source: the residual stream between blocks, embeddings and the batch included
 MIXED = "@"  # source: tokens were mixed on the way, as in attention

@@ -32,11 +32,11 @@ from schedlang.runtime.sharding.module_sizes import factors_of
 from schedlang.runtime.tracing.meta_runs import (
     MetaMode,
     meta_model,
-    model_line,
     name_of,
     tensors_in,
     without_values,
 )
+from schedlang.runtime.tracing.model_lines import model_line
 
 Frame = tuple[str, int]  # a module, and the number of its call, from 0
 

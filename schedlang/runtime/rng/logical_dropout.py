@@ -47,7 +47,7 @@ from schedlang.runtime.rng.logical_functions import (
     is_drawing,
     may_draw,
 )
-from schedlang.runtime.tracing.meta_runs import model_line
+from schedlang.runtime.tracing.model_lines import model_line
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))

@@ -11,19 +11,18 @@
 from __future__ import annotations
 
 import copy
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental import _config as shapes
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
@@ -32,7 +31,7 @@ from schedlang.ir import pytree
 from schedlang.ir.module_copies import deepcopy_module
 from schedlang.runtime.adapters.hook_numbers import number_hooks_from
 from schedlang.runtime.tracing import meta_shapes as meta_shapes
-from schedlang.runtime.tracing.literals import LiteralsMode as LiteralsMode
+from schedlang.runtime.tracing.model_lines import model_line
 
 
 def copy_with(
@@ -245,7 +244,7 @@ class KnownValues:
     cache: ResultCache = field(default_factory=ResultCache)
     on_read: Callable[[Any], Any] = lambda value: value  # known value -> what a model gets
     listed: str = ""  # line of the model that got a list of unknown values, if one did
-    unknown_lists: list[Any] = field(default_factory=list)
+    unknown_lists: list[Any] = field(default_factory=list)  # these lists
     _alive: dict[int, Any] = field(default_factory=dict)  # weak references of the storages
 
     def store_values(self, real: Any, meta: Any) -> None:
@@ -409,25 +408,20 @@ class KnownValues:
         return flat.as_strided(bare.shape, bare.stride(), bare.storage_offset())
 
     def list_of(self, bare: torch.Tensor) -> Any:
-        """Return the numbers of a tensor on the meta device as lists.
-
-        Unknown ones are all as `item` gives the first; None if these are too many.
-        """
-        real = self.values_of(bare)
-        if real is not None:
+        """Return a tensor's numbers as lists, unknown ones as `item` gives them; None: too many."""
+        if (real := self.values_of(bare)) is not None:
             return self.on_read(real.tolist())
         if bare.numel() > MAX_UNKNOWN:
             return None
         self.listed = model_line()
         first = bare.flatten()[0].item() if bare.numel() else 0
-        numbers = torch.full(bare.shape, first, dtype=bare.dtype, device="cpu").tolist()
-        self.unknown_lists.append(numbers)
-        return numbers
+        numbers = torch.full(bare.shape, first, dtype=bare.dtype, device="cpu")
+        self.unknown_lists.append(numbers.tolist())
+        return self.unknown_lists[-1]
 
     def is_unknown(self, numbers: Any) -> bool:
         """Return whether `list_of` made this list, without knowing its numbers."""
-        is_list = isinstance(numbers, list)
-        return is_list and any(numbers is unknown for unknown in self.unknown_lists)
+        return isinstance(numbers, list) and any(numbers is made for made in self.unknown_lists)
 
     def _store(self, bare: torch.Tensor, value: torch.Tensor) -> None:
         size = bare.untyped_storage().nbytes() // max(1, bare.element_size())
@@ -474,6 +468,66 @@ def on_meta(real: Any, meta: Any) -> Iterator[MetaMode]:
     mode = MetaMode(real, meta)
     with mode, LiteralsMode(mode.constants):
         yield mode
+
+
+@dataclass(eq=False)
+class LiteralsMode(TorchFunctionMode):
+    """Mode that stores the numbers of literals in `constants`: on the meta device they are lost.
+
+    Literals become tensors below dispatch: the arguments of `torch.tensor`, and lists of indices.
+    The conversions back are below dispatch, too: `tolist`, and `format` of a scalar. Sizes of parts
+    that are not known are replaced: one part is the whole tensor, the others are empty.
+    """
+
+    constants: KnownValues
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        reads = func in READING_CALLS and args[0].is_meta
+        if reads and (value := self._read(func, args)) is not None:
+            return value
+        if func in INDEXING_CALLS and args[0].is_meta:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            literal = tuple(self._tensor(i) if isinstance(i, list) else i for i in index)
+            args = (args[0], literal, *args[2:])
+        if func in SPLITTING_CALLS and len(args) > 1 and self.constants.is_unknown(args[1]):
+            args = (args[0], _add_up(*args, **kwargs), *args[2:])
+        output = func(*args, **kwargs)
+        if func in TENSOR_CALLS and output.is_meta and _plain(args[0]):
+            self.constants.store_values(func(*args, **{**kwargs, "device": "cpu"}), output)
+        return output
+
+    def _read(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """Return the numbers of a tensor; None if they are not known: then torch raises."""
+        if func is torch.Tensor.tolist:
+            return self.constants.list_of(args[0])
+        return format(args[0].item(), *args[1:]) if args[0].ndim == 0 else None
+
+    def _tensor(self, numbers: list[Any]) -> Any:
+        if not _plain(numbers):
+            return numbers
+        real = torch.tensor(numbers, device="cpu")
+        bare = real.to("meta")
+        self.constants.store_values(real, bare)
+        return bare
+
+
+INDEXING_CALLS = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+TENSOR_CALLS = (torch.tensor, torch.as_tensor)
+SPLITTING_CALLS = (torch.split, torch.Tensor.split, torch.Tensor.split_with_sizes)
+READING_CALLS = (torch.Tensor.tolist, torch.Tensor.__format__)
+
+
+def _add_up(value: Tensor, sizes: list[int], dim: int = 0) -> list[int]:
+    """Return sizes of parts that add up, for sizes that are not known."""
+    whole = len(sizes) - 1 if any(sizes) else 0
+    return [value.shape[dim] if part == whole else 0 for part in range(len(sizes))]
+
+
+def _plain(data: Any) -> bool:
+    return all(isinstance(value, int | bool) for value in _pytree.tree_leaves(data))
 
 
 class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -543,29 +597,3 @@ def tensors_in(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree]
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-ROOT = Path(__file__).resolve().parents[3]  # the folder of schedlang/, passes/ and primitives/
-LIBRARY_PATHS = (
-    *(str(ROOT / part) + os.sep for part in ("schedlang", "passes", "primitives")),
-    str(Path(torch.__file__).resolve().parent) + os.sep,
-)
-# (file, function) that runs a model
-MODEL_RUNNERS = {("batch.py", "run_forward"), ("original_forward.py", "record_original")}
-
-
-def model_line() -> str:
-    """Return file and line of the innermost frame outside of torch and schedlang; "" if none.
-
-    The search ends at schedlang's code that runs a model: frames further out are not the model's.
-    """
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_back is not None:
-        code = frame.f_code
-        if (Path(code.co_filename).name, code.co_name) in MODEL_RUNNERS:
-            return ""
-        library = os.path.realpath(code.co_filename).startswith(LIBRARY_PATHS)
-        if not library and code.co_filename[:1] != "<":
-            return f"{Path(code.co_filename).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

@@ -7,7 +7,6 @@ import linecache
 import os
 import re
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -23,7 +22,8 @@ from torch import nn
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.batch import run_model
 from schedlang.runtime.global_state import restore_global_state
-from schedlang.runtime.tracing.meta_runs import LIBRARY_PATHS, meta_model, without_values
+from schedlang.runtime.tracing.meta_runs import meta_model, without_values
+from schedlang.runtime.tracing.model_lines import line_of
 from schedlang.runtime.tracing.stage_graph import refusal
 
 TORCH = os.path.join("torch", "nn", "modules", "")
@@ -115,13 +115,6 @@ def value_refusal(error: Exception, line: str = "") -> Refusal:
         helps = ("use masks, or `torch.where(chosen == expert)`, in place of numbers of rows",)
     reason = "reads the value of a tensor while it is recorded without data"
     return refusal("S612", line or line_of(error), reason, *helps, note=message)
-
-
-def line_of(error: BaseException) -> str:
-    """Return file and line of the model's own code that raised an error; "" if there is none."""
-    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-    model_frames = [f for f in frames if not os.path.realpath(f[0]).startswith(LIBRARY_PATHS)]
-    return f"{Path(model_frames[-1][0]).name}:{model_frames[-1][1]}" if model_frames else ""
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
