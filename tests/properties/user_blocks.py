@@ -346,8 +346,15 @@ class Viewed(nn.Module):
         return x.add(h)
 
 
+ROUTES = ("soft", "soft", "guards", "list", "split", "masks")
+
+
 class Mixture(nn.Module):
-    """Layers weighted by a router, whose auxiliary loss is stored on the module."""
+    """Layers weighted by a router, whose auxiliary loss is stored on the module.
+
+    All layers for each token (`soft`), or one, found by guarded numbers of tokens, by a list of
+    chosen layers, by tokens that are sorted and split, or by masks.
+    """
 
     def __init__(self, width: int, rate: float, rng: Random) -> None:
         super().__init__()
@@ -356,13 +363,38 @@ class Mixture(nn.Module):
         self.weights = nn.ParameterList([torch.ones(width) for _ in range(3)])
         self.balanced = rng.random() < 0.5
         self.aux: Any = 0.0
+        # not by `rng`: numbers that were drawn before stay the same models
+        self.route = Random(f"{width} {rng.getstate()}").choice(ROUTES)
 
     def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
         logits = self.router(x)
         shares = logits.softmax(-1)
-        outputs = [expert(x) * w for expert, w in zip(self.experts.values(), self.weights)]
         self.aux = logits.square().flatten(1).mean(1).mean() * 0.1 if self.balanced else 0.0
+        if self.route != "soft":
+            tokens, (best, chosen) = x.flatten(0, 1), shares.flatten(0, 1).max(-1)
+            return x + (self._by_choice(tokens, chosen) * best[:, None]).view_as(x)
+        outputs = [expert(x) * w for expert, w in zip(self.experts.values(), self.weights)]
         return x + (torch.stack(outputs, -1) * shares[..., None, :]).sum(-1)
+
+    def _by_choice(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        """Return the outputs of the chosen layers for tokens [tokens, width]."""
+        layers = list(zip(self.experts.values(), self.weights))
+        counts, output = torch.bincount(chosen, minlength=3), torch.zeros_like(tokens)
+        if self.route == "split":
+            order = chosen.argsort(stable=True)
+            parts = zip(layers, tokens[order].split(counts.tolist()))
+            results = torch.cat([layer(part) * w for (layer, w), part in parts])
+            return output.index_copy(0, order, results)
+        if self.route == "masks":
+            masks = ((chosen == k)[:, None] for k in range(3))
+            return sum((m * layer(tokens) * w for m, (layer, w) in zip(masks, layers)), output)
+        for k in chosen.unique().tolist() if self.route == "list" else range(3):
+            (rows,) = torch.where(chosen == k)
+            if self.route == "guards" and (counts[k].item() == 0 or len(rows) == 0):
+                continue
+            layer, w = layers[k]
+            output = output.index_add(0, rows, layer(tokens[rows]) * w)
+        return output
 
 
 class Drawing(nn.Module):
