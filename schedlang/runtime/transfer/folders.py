@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.checkpointing import checkpoint_folders
-from schedlang.runtime.checkpointing.archive import CONTENTS, check_contents
+from schedlang.runtime.checkpointing.archive import check_contents
 from schedlang.runtime.checkpointing.boxes import (
     BoxedTensor,
     read_together,
@@ -18,7 +18,7 @@ from schedlang.runtime.checkpointing.boxes import (
     without_function_modes,
     zeros,
 )
-from schedlang.runtime.checkpointing.index import Unreadable
+from schedlang.runtime.checkpointing.index import CONTENTS, Unreadable
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.initial.lazy_tensors import KINDS, lazy_tensor, read_part
 from schedlang.runtime.initial.library_loading import load_names, other_names
