@@ -310,6 +310,9 @@ def test_data_that_end(tmp_path: Path) -> None:
 def test_wrong_arguments() -> None:
     """Each is named, with a legal value."""
     assert "optimizer=lambda" in refusal_text("S691", scheduler=3)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    assert "evaluation=" in refusal_text("S691", scheduler=plateau)
+    assert "without `step`" in refusal_text("S691", scheduler=lambda optimizer: optimizer.defaults)
     refusal_text("S691", data=5)
     refusal_text("S691", save_every=3)
     assert "did you mean `skip`" in refusal_text("S691", on_spike="skp")
