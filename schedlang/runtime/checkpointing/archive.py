@@ -580,7 +580,8 @@ def _unread(folder: Path, target: Path, error: BaseException) -> Diagnostic:
         "S633",
         f"cannot read the checkpoint `{target}`",
         notes=(describe_failure(error), "the program is unchanged"),
-        helps=("give the folder that `program.save` wrote",)
+        helps=checkpoint_folders.convert_helps(folder)
+        or ("give the folder that `program.save` wrote",)
         if older is None
         else (f"load another checkpoint of this folder: `{older}`",),
     )

@@ -313,3 +313,39 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
 def is_dcp_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is a folder that torch.distributed.checkpoint has written."""
     return (Path(path) / DCP_INDEX_FILE).is_file() and not is_checkpoint(path)
+
+
+# -- folders of other programs ---------------------------------------------------------------------
+
+
+def is_of_others(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is a folder of torch.distributed.checkpoint that `save` did not
+    write."""
+    return is_dcp_checkpoint(path) and not _holds_former(Path(path))
+
+
+def convert_helps(path: Path) -> tuple[str, ...]:
+    """Return how weights are taken from a folder that another program has written; empty if
+    unknown."""
+    try:
+        names = [entry.name for entry in path.iterdir()] if path.is_dir() else [path.name]
+    except OSError:
+        return ()
+    if "zero_to_fp32.py" in names or any(name.startswith("zero_pp_rank_") for name in names):
+        return (
+            "it is of DeepSpeed, which writes full weights from it: "
+            "`python zero_to_fp32.py . weights --safe_serialization`",
+            'and `schedlang.transfer("weights", program)` reads these',
+        )
+    if "latest_checkpointed_iteration.txt" in names:
+        return (
+            "it is of Megatron: convert it with Megatron's tools to the names and files of the "
+            "model, for `save_pretrained` or as a `state_dict`",
+            "and `schedlang.transfer(weights, program)` reads these",
+        )
+    if files := sorted(name for name in names if name.endswith((".bin", ".pt", ".pth"))):
+        return (
+            f'read it with torch: `state = torch.load("{files[0]}", mmap=True)`',
+            "and `schedlang.transfer(state, program)` takes a `state_dict`",
+        )
+    return ()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
@@ -46,7 +47,7 @@ class Checkpoint:
     """A checkpoint of `program.save`, the last of several in a folder, or a folder of DCP.
 
     Checkpoints that others wrote with torch.distributed.checkpoint have the model's names, or these
-    names with the prefix `model.`: the variant with more of the wanted names is used.
+    names below others, such as `model.`.
     """
 
     def __init__(self, folder: Path, requested: Iterable[str], fresh: bool = False) -> None:
@@ -54,9 +55,7 @@ class Checkpoint:
         self.folder, id_ = checkpoint_folders.find_checkpoint(folder)
         self.index = checkpoint_folders.checked_index(self.folder, id_)
         self.also: dict[str, str] = {}
-        names, tensor_names = set(requested), self.index.tensors.keys()
-        prefixed = sum(f"{MODEL_PREFIX}{name}" in tensor_names for name in names)
-        self.head = MODEL_PREFIX if prefixed > len(names & tensor_names) else ""
+        self.head = find_head(set(requested), self.index.tensors)
         if ".".join(CONTENTS) in self.index.values:
             contents = check_contents(read_value(self.folder, self.index, CONTENTS))
             self.also = {o: names[0] for names in contents["ties"] for o in names[1:]}
@@ -89,6 +88,19 @@ class Checkpoint:
         for box, (_, local, part) in zip(boxed, requests):
             if box.local is not local:
                 copy_overlap(box.local, part, local, part)
+
+
+def find_head(names: Set[str], keys: Iterable[str]) -> str:
+    """Return the prefix under which keys have most of these names: "", `model.`, or another one if
+    no name is under these and no second prefix (of averaged weights) has as many."""
+    counts = Counter[str]()
+    for key in keys:
+        ends = [i + 1 for i, letter in enumerate(key) if letter == "."]
+        counts.update(key[:end] for end in (0, *ends) if key[end:] in names)
+    if counts[""] or counts[MODEL_PREFIX]:
+        return MODEL_PREFIX if counts[MODEL_PREFIX] > counts[""] else ""
+    best = [*counts.most_common(2), ("", 0), ("", 0)]
+    return best[0][0] if best[0][1] > best[1][1] else ""
 
 
 class Safetensors:
