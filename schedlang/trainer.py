@@ -273,6 +273,8 @@ class Trainer:
             )
         try:
             inspect.signature(self._lr.step).bind(*[0.0] * self._on_plateau)
+        except ValueError:  # a function that does not tell its arguments
+            pass
         except TypeError as error:
             raise refusal_of(
                 f"`step` of the scheduler cannot be called without arguments: {error}",

@@ -145,14 +145,14 @@ def test_training_goes_on_where_fsdp_stopped(tmp_path: Path) -> None:
 
 
 def test_which_prefix_names_have() -> None:
-    """The model's own names or `model.` first; else the one that has more names than others."""
+    """The model's own names or `model.` first; else another, if the rest is optimizer state."""
     names = {"a.weight", "b.weight"}
     assert find_head(names, ["a.weight", "model.a.weight", "model.b.weight"]) == "model."
     assert find_head(names, ["model.a.weight", "ema.a.weight", "ema.b.weight"]) == "model."
-    assert find_head(names, ["app.model.a.weight", "app.model.b.weight", "ema.a.weight"]) == (
-        "app.model."
-    )
+    state = "app.optim.state.a.weight.exp_avg"
+    assert find_head(names, ["app.model.a.weight", "app.model.b.weight", state]) == "app.model."
     assert find_head(names, ["x.a.weight", "y.a.weight"]) == find_head(names, ["c"]) == ""
+    assert find_head({"weight"}, ["up.weight", "down.scale"]) == ""
 
 
 @pytest.mark.parametrize(

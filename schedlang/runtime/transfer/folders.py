@@ -91,16 +91,20 @@ class Checkpoint:
 
 
 def find_head(names: Set[str], keys: Iterable[str]) -> str:
-    """Return the prefix under which keys have most of these names: "", `model.`, or another one if
-    no name is under these and no second prefix (of averaged weights) has as many."""
-    counts = Counter[str]()
-    for key in keys:
+    """Return the prefix under which keys have most of these names: "" or `model.`.
+
+    If no name is under these, another one, unless it leaves out more than optimizer state and its
+    like: it could be a part of the model.
+    """
+    counts, all_keys = Counter[str](), list(keys)
+    for key in all_keys:
         ends = [i + 1 for i, letter in enumerate(key) if letter == "."]
         counts.update(key[:end] for end in (0, *ends) if key[end:] in names)
-    if counts[""] or counts[MODEL_PREFIX]:
+    if not counts or counts[""] or counts[MODEL_PREFIX]:
         return MODEL_PREFIX if counts[MODEL_PREFIX] > counts[""] else ""
-    best = [*counts.most_common(2), ("", 0), ("", 0)]
-    return best[0][0] if best[0][1] > best[1][1] else ""
+    head = counts.most_common(1)[0][0]
+    others = [key.split(".") for key in all_keys if not key.startswith(head)]
+    return head if all(set(OTHER_ENTRIES) & {*parts} for parts in others) else ""
 
 
 class Safetensors:
