@@ -321,7 +321,6 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
     has_double = any(param.dtype == "float64" for param in plan.model.unique_parameters.values())
     compressing = (plan, needed, holdings, parameters, ranks)
     compressor = build_compressor(*compressing) if plan.compression else None
-    # by labels that count; without any by rows, and by tokens where sequences are split
     weigh = weight_of if prepared.tokens is None else weight_by_tokens
     assembly = Assembly(
         module=module,
