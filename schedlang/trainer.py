@@ -195,13 +195,15 @@ class Trainer:
         the program exists.
         """
         from schedlang.runtime.checkpointing import archive
+        from schedlang.runtime.checkpointing.data_generators import (
+            generator_states,
+            restore_generators,
+        )
         from schedlang.runtime.checkpointing.data_position import (
             BatchStream,
             DataEnded,
             check_parts,
             check_schedule,
-            generator_states,
-            restore_generators,
             restore_scheduler,
         )
         from schedlang.runtime.comm import world

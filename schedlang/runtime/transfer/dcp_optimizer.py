@@ -160,11 +160,11 @@ class _Reader:
             if key.startswith(f"{whole}."):
                 owner, _, hyper = key.removeprefix(f"{whole}.").rpartition(".")
                 tables.setdefault(owner, {})[hyper] = self._value(key)
-        hypers = {}
+        hypers: dict[str, dict[str, Any]] = {}
         for owner, table in tables.items():  # of a group with its parameters, or of a parameter
-            hyper = {key: to_plain(key, v) for key, v in table.items() if key not in NOT_SAVED}
+            group = {key: to_plain(key, v) for key, v in table.items() if key not in NOT_SAVED}
             names = table.get("params", [owner])
-            hypers |= {self.aliases.get(name, name): hyper for name in names}
+            hypers |= {self.aliases.get(name, name): group for name in names}
         return hypers
 
     def _value(self, key: str) -> Any:
