@@ -194,11 +194,7 @@ class Trainer:
         Data, scheduler and generators are restored before the first batch is taken, parameters once
         the program exists.
         """
-        from schedlang.runtime.checkpointing import archive
-        from schedlang.runtime.checkpointing.data_generators import (
-            generator_states,
-            restore_generators,
-        )
+        from schedlang.runtime.checkpointing import archive, data_generators
         from schedlang.runtime.checkpointing.data_position import (
             BatchStream,
             DataEnded,
@@ -227,7 +223,7 @@ class Trainer:
             first = self._stream.peek()
         except DataEnded:
             raise self._refuse_ended(0) from None
-        states = generator_states(self.data)
+        states = data_generators.generator_states(self.data)
         options = dict(loss=self.loss, optimizer=self.optimizer, clip=self.clip, **self.build)
         self.schedule, self._setting, drawing = meeting.fit_schedule(self, sch, first, saved_state)
         with waits_for_ranks():
@@ -247,7 +243,7 @@ class Trainer:
         if saved_state is not None:
             self._mean = saved_state["mean"]
             restore_scheduler(self._lr, saved_state["scheduler"])
-        restore_generators(self.data, states)
+        data_generators.restore_generators(self.data, states)
         if self.on_spike == "skip":
             assembly = self.program.assembly
             if assembly.pipeline.timeline.stale or assembly.compressor is not None:
