@@ -327,7 +327,7 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
         pipeline=build_pipeline(plan, module, ranks, prepared, loss, options.weight, sliced),
         ranks=ranks,
         replicas=plan.data_axes,
-        replica_buffers=_replica_buffers(plan, ranks),
+        replica_buffers=_replica_buffers(plan, ranks) if plan.relaxed else None,
         microbatches=plan.micro,
         parameters=parameters,
         holdings=holdings,

@@ -47,7 +47,7 @@ def of_ddp(replicas: int) -> Results:
             model.load_state_dict(models[0].state_dict())
             model(**{name: value.chunk(replicas)[k] for name, value in batch.items()}).backward()
         for parameters in zip(*(model.parameters() for model in models)):
-            mean = torch.stack([p.grad for p in parameters]).mean(0)  # type: ignore[misc]
+            mean = torch.stack([p.grad for p in parameters]).mean(0)
             for parameter in parameters:
                 parameter.grad = mean.clone()
         for optimizer in optimizers:

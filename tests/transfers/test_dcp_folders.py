@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import save as dcp_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -100,10 +100,10 @@ def save_sliced(rank: int, folder: Path) -> None:
         optimizer.zero_grad()
     weights, flat = get_model_state_dict(model), StateDictOptions(flatten_optimizer_state_dict=True)
     listed = {"model": weights, "optim": get_optimizer_state_dict(model, optimizer)}
-    dcp.save({"app": listed}, checkpoint_id=folder / "app")
+    dcp_save({"app": listed}, checkpoint_id=folder / "app")
     flattened = get_optimizer_state_dict(model, optimizer, options=flat)
-    dcp.save({**weights, "optimizer": flattened}, checkpoint_id=folder / "flat")
-    dcp.save({"a": weights, "b": weights}, checkpoint_id=folder / "two")
+    dcp_save({**weights, "optimizer": flattened}, checkpoint_id=folder / "flat")
+    dcp_save({"a": weights, "b": weights}, checkpoint_id=folder / "two")
 
 
 def go_on(rank: int, folder: Path) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def test_which_prefix_names_have() -> None:
 @pytest.mark.parametrize(
     "name, help_",
     [
-        ("zero_to_fp32.py", "--safe_serialization"),
+        ("zero_to_fp32.py", "`python zero_to_fp32.py . weights`"),
         ("latest_checkpointed_iteration.txt", "of Megatron"),
         ("pytorch_model.bin", 'torch.load("pytorch_model.bin"'),
     ],

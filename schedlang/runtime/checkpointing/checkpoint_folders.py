@@ -333,9 +333,8 @@ def convert_helps(path: Path) -> tuple[str, ...]:
         return ()
     if "zero_to_fp32.py" in names or any(name.startswith("zero_pp_rank_") for name in names):
         return (
-            "it is of DeepSpeed, which writes full weights from it: "
-            "`python zero_to_fp32.py . weights --safe_serialization`",
-            'and `schedlang.transfer("weights", program)` reads these',
+            "it is of DeepSpeed: in it, `python zero_to_fp32.py . weights` writes full weights",
+            "`schedlang.transfer(state, program)` takes what `torch.load` reads of these",
         )
     if "latest_checkpointed_iteration.txt" in names:
         return (
