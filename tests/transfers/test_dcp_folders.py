@@ -14,6 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,6 +23,7 @@ from torch.nn import functional as F
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.lower.build import build
+from schedlang.runtime.program import Program
 from schedlang.runtime.transfer.folders import find_head
 from schedlang.runtime.transfer.transfer import transfer
 from tests.layouts import assert_equal
@@ -86,18 +89,40 @@ def train_plainly(steps: int) -> tuple[dict[str, Tensor], list[float]]:
     return model.state_dict(), losses
 
 
-def save_sliced(rank: int, folder: Path) -> None:
-    """Train two steps under FSDP2, and save them as torch's tutorial and as torchtitan do."""
+def make_sliced() -> tuple[Any, torch.optim.Optimizer]:
     model: Any = Tied()
     mesh = init_device_mesh("cpu", (2,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = adamw(model.named_parameters())
-    for step in range(2):
+    return model, adamw(model.named_parameters())
+
+
+def train_sliced(rank: int, model: Any, optimizer: torch.optim.Optimizer, *steps: int) -> None:
+    for step in steps:
         model(**{name: value.chunk(2)[rank] for name, value in batch(step).items()}).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def go_back(rank: int, program: Program) -> dict[str, Tensor]:
+    """Take the full state of a program into FSDP2, and train two more steps there."""
+    state, moments = program.state_dict(), program.optimizer_state()
+    model, optimizer = make_sliced()
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, state, options=options)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [{**g, "params": [names[p] for p in g["params"]]} for g in optimizer.param_groups]
+    saved: Any = {"state": moments, "param_groups": groups}
+    set_optimizer_state_dict(model, optimizer, saved, options=options)
+    train_sliced(rank, model, optimizer, 2, 3)
+    return {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+
+def save_sliced(rank: int, folder: Path) -> None:
+    """Train two steps under FSDP2, and save them as torch's tutorial and as torchtitan do."""
+    model, optimizer = make_sliced()
+    train_sliced(rank, model, optimizer, 0, 1)
     weights, flat = get_model_state_dict(model), StateDictOptions(flatten_optimizer_state_dict=True)
     listed = {"model": weights, "optim": get_optimizer_state_dict(model, optimizer)}
     dcp_save({"app": listed}, checkpoint_id=folder / "app")
@@ -114,6 +139,8 @@ def go_on(rank: int, folder: Path) -> dict[str, Any]:
     for layout, (rows, mesh) in LAYOUTS.items():
         program = build(make_plan(Tied(), rows, mesh), batch(0), optimizer=adamw)
         transfer(folder / ("flat" if layout == "z3" else "app"), program, optimizer=True)
+        if layout == "tp":
+            results["back"] = go_back(rank, program)
         losses = [float(program.train_step(batch(step))) for step in (2, 3)]
         results[layout] = program.step, losses, program.state_dict()
     rows, mesh = LAYOUTS["z3"]
@@ -136,6 +163,7 @@ def test_training_goes_on_where_fsdp_stopped(tmp_path: Path) -> None:
         assert "S636" in results["flat"] and "`momentum`" in results["flat"]
         assert "S634" in results["two"]
         assert "S633" in results["app"] and "__1_0.distcp" in results["app"]
+        torch.testing.assert_close(results["back"], state, rtol=1e-9, atol=1e-12)
         for layout in LAYOUTS:
             step, further_losses, further_state = results[layout]
             assert step == 4
