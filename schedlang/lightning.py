@@ -31,7 +31,7 @@ from torch.utils import _pytree
 from schedlang.ir.module_copies import deepcopy_module
 from schedlang.language.syntax import parse, source_of
 from schedlang.passes.elaborate.state import Settings
-from schedlang.runtime.checkpointing.data_position import generator_states, restore_generators
+from schedlang.runtime.checkpointing.data_generators import generator_states, restore_generators
 from schedlang.schedule import Schedule
 from schedlang.trainer import refusal_of
 

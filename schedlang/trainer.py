@@ -8,6 +8,7 @@ callbacks: plain objects with some of the methods `on_begin`, `on_step`, `on_log
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -55,7 +56,8 @@ class Trainer:
                     their end.  Full batches, equal on all ranks, or (`local`) this rank's own rows
     steps           the step after which the run ends, counted from the first start of the run
     optimizer       a function from (name, parameter) pairs to an optimizer
-    scheduler       a function from the optimizer to a scheduler of torch, stepped once a step
+    scheduler       a function from the optimizer to a scheduler of torch, stepped once a step;
+                    `ReduceLROnPlateau` with the loss of each evaluation
     loss            loss(output, batch), for a model that returns no loss
     clip            bound for the global norm of the gradients
     folder          of checkpoints: the run continues from the last, and saves every `save_every`
@@ -106,6 +108,7 @@ class Trainer:
     meter: Meter = field(default_factory=Meter, init=False)
     _mean: float = field(default=math.nan, init=False)  # running mean of the losses
     _lr: Any = field(default=None, init=False)
+    _on_plateau: bool = field(default=False, init=False)  # the scheduler looks at a loss
     _stream: BatchStream = field(init=False)
     _saved_at: int = field(default=-1, init=False)
     _setting: dict[str, Any] | None = field(default=None, init=False)  # chosen for these ranks
@@ -145,8 +148,10 @@ class Trainer:
             loss = program.train_step(batch, local=self.local)
             self.meter.add(batch, times)
             if self._lr is not None:
-                self.rate = self._lr.optimizer.param_groups[0]["lr"]
-                self._lr.step()
+                assert program.optimizer is not None
+                self.rate = program.optimizer.param_groups[0]["lr"]
+                if not self._on_plateau:
+                    self._lr.step()
             for callback in callbacks:
                 callback(self)
             if program.step >= next_due:
@@ -189,14 +194,12 @@ class Trainer:
         Data, scheduler and generators are restored before the first batch is taken, parameters once
         the program exists.
         """
-        from schedlang.runtime.checkpointing import archive
+        from schedlang.runtime.checkpointing import archive, data_generators
         from schedlang.runtime.checkpointing.data_position import (
             BatchStream,
             DataEnded,
             check_parts,
             check_schedule,
-            generator_states,
-            restore_generators,
             restore_scheduler,
         )
         from schedlang.runtime.comm import world
@@ -220,7 +223,7 @@ class Trainer:
             first = self._stream.peek()
         except DataEnded:
             raise self._refuse_ended(0) from None
-        states = generator_states(self.data)
+        states = data_generators.generator_states(self.data)
         options = dict(loss=self.loss, optimizer=self.optimizer, clip=self.clip, **self.build)
         self.schedule, self._setting, drawing = meeting.fit_schedule(self, sch, first, saved_state)
         with waits_for_ranks():
@@ -233,13 +236,14 @@ class Trainer:
                 self.program = built._program
             if self.scheduler is not None and self.program.optimizer is not None:
                 self._lr = self.scheduler(self.program.optimizer)
+                self._check_scheduler()
             if last is not None:
                 self.program.load(last)
                 self._saved_at = self.program.step
         if saved_state is not None:
             self._mean = saved_state["mean"]
             restore_scheduler(self._lr, saved_state["scheduler"])
-        restore_generators(self.data, states)
+        data_generators.restore_generators(self.data, states)
         if self.on_spike == "skip":
             assembly = self.program.assembly
             if assembly.pipeline.timeline.stale or assembly.compressor is not None:
@@ -248,6 +252,32 @@ class Trainer:
                     'without `compress(gradients)` and stale weights, or `on_spike="stop"`',
                 )
             self.program.allowed = self._may_update
+
+    def _check_scheduler(self) -> None:
+        """Refuse (S691) a scheduler that this loop cannot step or save."""
+        from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+        self._on_plateau = isinstance(self._lr, ReduceLROnPlateau)
+        if self._on_plateau and not (self.evaluate_every and self.evaluation is not None):
+            raise refusal_of(
+                "`ReduceLROnPlateau` looks at a loss, and this run evaluates none",
+                "give `evaluation=` and `evaluate_every=`: it steps with the loss of each",
+            )
+        wanted = ("step", "state_dict", "load_state_dict")
+        if missing := [name for name in wanted if not hasattr(self._lr, name)]:
+            raise refusal_of(
+                f"`scheduler` returned {kind_of(self._lr)} without `{missing[0]}`",
+                "return a scheduler of `torch.optim.lr_scheduler`, or one with these methods",
+            )
+        try:
+            inspect.signature(self._lr.step).bind(*[0.0] * self._on_plateau)
+        except ValueError:  # a function that does not tell its arguments
+            pass
+        except TypeError as error:
+            raise refusal_of(
+                f"`step` of the scheduler cannot be called without arguments: {error}",
+                "step it yourself, in a callback: `on_step(trainer)`",
+            ) from None
 
     def _load_schedule(self) -> Schedule:
         if isinstance(self.schedule, Schedule):
@@ -309,7 +339,9 @@ class Trainer:
         if step % self.log_every == 0 or step == self.steps:
             self._notify("on_log", self.meter.figures(self, value))
         if self.evaluate_every and step % self.evaluate_every == 0:
-            self._notify("on_evaluate", self.evaluate())
+            self._notify("on_evaluate", figures := self.evaluate())
+            if self._on_plateau:
+                self._lr.step(figures["evaluation loss"])
         if self._save_interval() and step % self.save_every == 0:
             self.save()
             self.rolled_back = 0

@@ -50,7 +50,7 @@ from schedlang.passes.propagate.casts import (
     has_stable_parameters,
     initial_loss_scale,
 )
-from schedlang.passes.propagate.original_forward import weight_of
+from schedlang.passes.propagate.original_forward import is_statistics_relaxed, weight_of
 from schedlang.passes.propagate.propagate import Traced
 from schedlang.passes.propagate.sequence_trials import install_attention, weight_by_tokens
 
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.grad_reduction.gradient import LocalParameters
     from schedlang.runtime.mixed_precision import CastRegion
     from schedlang.runtime.program import Program
+    from schedlang.runtime.replica_buffers import ReplicaBuffers
 
 
 # Independent of the order of rows: first the computation of modules; then layouts, whose layers
@@ -285,6 +286,14 @@ def _load_weights(program: Program, weights: str | os.PathLike[str]) -> None:
             load_initial_values(program, weights)
 
 
+def _replica_buffers(plan: Plan, ranks: RankGroups) -> ReplicaBuffers | None:
+    from schedlang.runtime.replica_buffers import ReplicaBuffers
+
+    if plan.shares == 1 or not is_statistics_relaxed(plan):
+        return None
+    return ReplicaBuffers(ranks.group(plan.data_axes))
+
+
 def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
     import torch
 
@@ -312,13 +321,13 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
     has_double = any(param.dtype == "float64" for param in plan.model.unique_parameters.values())
     compressing = (plan, needed, holdings, parameters, ranks)
     compressor = build_compressor(*compressing) if plan.compression else None
-    # by labels that count; without any by rows, and by tokens where sequences are split
     weigh = weight_of if prepared.tokens is None else weight_by_tokens
     assembly = Assembly(
         module=module,
         pipeline=build_pipeline(plan, module, ranks, prepared, loss, options.weight, sliced),
         ranks=ranks,
         replicas=plan.data_axes,
+        replica_buffers=_replica_buffers(plan, ranks) if plan.relaxed else None,
         microbatches=plan.micro,
         parameters=parameters,
         holdings=holdings,

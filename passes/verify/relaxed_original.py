@@ -127,7 +127,7 @@ class SequentialByParts(Sequential):
     This is the oracle for statistics over parts. Each part is a separate batch for code that looks
     at the full batch. Each replica has its own buffers and other state that its forward writes,
     like its ranks; so has each direction of stages placed in two directions. Evaluation uses the
-    first direction.
+    first replica and direction.
     """
 
     def __init__(
@@ -192,16 +192,28 @@ class SequentialByParts(Sequential):
         return torch.stack(losses).sum()
 
     def eval_step(self, batch: Batch) -> Any:
-        """Return the output in eval mode, each replica's rows with its own buffers."""
+        """Return the output in eval mode, with the buffers of the first replica, which are
+        saved."""
         self._training.evaluate()
         outputs, evaluation, members = [], self._next_evaluation(), self._split_batch(batch)
+        self._enter_replica(0)
+        buffers = self._current_buffers()
+        saved = {name: buffer.clone() for name, buffer in buffers.items()}
+        after = saved
         for member in members:
-            self._enter_replica(member.replica)
+            if member.replica:  # what forwards of other replicas write is lost
+                self._set_buffers(saved)
             with torch.no_grad(), enter_scope(Scope(self._steps, 0, member.part.rows, evaluation)):
                 outputs.append(run_model(self.module, member.part.inputs))
-        self._enter_replica(0)
+            if not member.replica:
+                after = {name: buffer.clone() for name, buffer in buffers.items()}
+        self._set_buffers(after)
         rows = [len(member.part.rows) for member in members]
         return stack_outputs(outputs, rows, [member.weight for member in members])
+
+    def _set_buffers(self, values: Mapping[str, Tensor]) -> None:
+        for name, buffer in self._current_buffers().items():
+            buffer.copy_(values[name])
 
     def _enter_replica(self, replica: int, direction: int = 0) -> None:
         """Put the buffers of a replica and direction in place, and store the previous ones."""

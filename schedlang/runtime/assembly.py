@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -30,6 +31,7 @@ from schedlang.runtime.grad_reduction.zero import ShardedStage
 from schedlang.runtime.mixed_precision import CastRegion
 from schedlang.runtime.pipeline.executor import Pipeline
 from schedlang.runtime.pipeline.overlapped_reduction import OverlappedReduction
+from schedlang.runtime.replica_buffers import ReplicaBuffers
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.runtime.rng.native_dropout import NativeDropout
 
@@ -76,6 +78,8 @@ class Assembly:
     added_homes: dict[str, int] = field(default_factory=dict)
     # such buffers as a load has put them into all ranks -> the tensor and its version
     loaded_buffers: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
+    # of replicas that have statistics of their own; None: all have the same
+    replica_buffers: ReplicaBuffers | None = None
     region: CastRegion | None = None
     early_reductions: OverlappedReduction | None = None
     compressor: Compressor | None = None  # does the remaining reductions, in fewer bytes
@@ -101,6 +105,12 @@ class Assembly:
     )  # routes by which shards have been gathered, cached
     # batches as they were dealt, shared by dry runs of several ranks
     split_batches: dict[object, Any] | None = None
+
+    def enter_evaluation(self, step: int) -> AbstractContextManager[None]:
+        """Return the context of an evaluation after a step: with the buffers that are saved."""
+        if self.replica_buffers is None:
+            return nullcontext()
+        return self.replica_buffers.of_first_replica(self.buffers, step)
 
     @cached_property
     def primary_parameters(self) -> frozenset[str]:

@@ -247,7 +247,7 @@ def full_buffers(a: Assembly) -> dict[str, Tensor]:
     """
     local = {name: value.detach().cpu().clone() for name, value in a.buffers.items()}
     if a.stage_axis is None:
-        return local
+        return local if a.replica_buffers is None else world.distinct_objects(local)[0]
     stage_rank = a.ranks.mesh.index(a.ranks.rank, a.stage_axis)
     primary = {n: v for n, v in local.items() if stage_rank == a.buffer_homes.get(n, stage_rank)}
     loaded = {n: primary.pop(n) for n, v in a.added_buffers.items() if a.is_as_loaded(n, v)}

@@ -311,7 +311,7 @@ class Program:
         parts, weights, _ = self._parts(batch, local, whole)
         if prepare is not None:
             parts = [prepare(k, part) for k, part in enumerate(parts)]
-        with torch.no_grad():
+        with torch.no_grad(), self.assembly.enter_evaluation(self.step):
             results = self._run(parts, None, train=False)
         reshard_all(self.assembly.sliced)
         if self.offloaded is not None:

@@ -9,11 +9,14 @@ import resource
 import socket
 import subprocess
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
+from torch.distributed.checkpoint import save as dcp_save
 
 from schedlang import last_checkpoint
 from schedlang.diagnostics.diagnostic import Refusal
@@ -56,6 +59,34 @@ def test_places_that_are_no_checkpoints(tmp_path: Path) -> None:
     assert last_checkpoint(tmp_path / "empty") is None
     program.save(tmp_path / "empty")
     program.load(tmp_path / "empty")
+
+
+def test_checkpoints_of_other_programs_stay(tmp_path: Path) -> None:
+    """A folder of torch's, of DeepSpeed's, or with a step of another program is not saved into."""
+    program, state = trained_program(), {"model": nn.Linear(2, 2).state_dict()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        for name in ("torch", "steps/step-00000010"):
+            dcp_save(state, checkpoint_id=tmp_path / name, no_dist=True)
+    (tmp_path / "deepspeed" / "global_step10").mkdir(parents=True)
+    (tmp_path / "deepspeed" / "latest").write_text("global_step10")
+    for name in ("torch", "steps", "deepspeed"):
+        contents = files_in(tmp_path / name)
+        assert_refused(partial(program.save, tmp_path / name), "S632", "of other programs")
+        assert files_in(tmp_path / name) == contents
+    program.save(tmp_path / "ours")
+    for path in (tmp_path / "torch").iterdir():  # written beside a save, later
+        (tmp_path / "ours" / path.name).write_bytes(path.read_bytes())
+    program.save(tmp_path / "ours")
+    assert files_in(tmp_path / "torch").items() <= files_in(tmp_path / "ours").items()
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def checkpoint_names(folder: Path) -> list[str]:

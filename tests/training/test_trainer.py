@@ -135,7 +135,7 @@ def test_a_run_that_is_stopped_goes_on_bit_by_bit(tmp_path: Path) -> None:
 
 def test_another_state_gives_other_losses(tmp_path: Path) -> None:
     """Each part of the resumed state counts: without it the losses differ."""
-    from schedlang.runtime.checkpointing import data_position
+    from schedlang.runtime.checkpointing import data_generators, data_position
 
     expected = run_losses(1, None, tmp_path / "whole", 8)
     for name in ("generators", "taken", "scheduler"):
@@ -147,7 +147,7 @@ def test_another_state_gives_other_losses(tmp_path: Path) -> None:
         def other(self: Any, position: Any, name: str = name, go_to: Any = go_to) -> None:
             changed = {"taken": 0} if name == "taken" else {}
             if name == "generators":
-                changed = {"generators": data_position.generator_states(self.data)}
+                changed = {"generators": data_generators.generator_states(self.data)}
             go_to(self, {**position, **changed})
 
         with pytest.MonkeyPatch.context() as patched:
@@ -310,6 +310,9 @@ def test_data_that_end(tmp_path: Path) -> None:
 def test_wrong_arguments() -> None:
     """Each is named, with a legal value."""
     assert "optimizer=lambda" in refusal_text("S691", scheduler=3)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    assert "evaluation=" in refusal_text("S691", scheduler=plateau)
+    assert "without `step`" in refusal_text("S691", scheduler=lambda optimizer: optimizer.defaults)
     refusal_text("S691", data=5)
     refusal_text("S691", save_every=3)
     assert "did you mean `skip`" in refusal_text("S691", on_spike="skp")

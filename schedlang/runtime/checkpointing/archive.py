@@ -35,6 +35,7 @@ from schedlang.runtime.checkpointing.boxes import (
 )
 from schedlang.runtime.checkpointing.holdings import Holding
 from schedlang.runtime.checkpointing.index import (
+    CONTENTS,
     DTYPE_NAMES,
     DTYPES,
     Index,
@@ -192,7 +193,6 @@ def _list_of(predicate: Predicate) -> Predicate:
 # ---- Saving and loading.
 
 
-CONTENTS = ("schedlang",)  # path of the contents that are no tensors
 BESIDE = ("beside",)  # path of data of a caller, by rank
 _Model = dict[str, Tensor]  # parts of this rank
 _Moments = dict[tuple[str, str], Tensor]
@@ -580,7 +580,8 @@ def _unread(folder: Path, target: Path, error: BaseException) -> Diagnostic:
         "S633",
         f"cannot read the checkpoint `{target}`",
         notes=(describe_failure(error), "the program is unchanged"),
-        helps=("give the folder that `program.save` wrote",)
+        helps=checkpoint_folders.convert_helps(folder)
+        or ("give the folder that `program.save` wrote",)
         if older is None
         else (f"load another checkpoint of this folder: `{older}`",),
     )

@@ -19,6 +19,7 @@ from pathlib import Path
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of
 from schedlang.runtime.checkpointing.boxes import check_files
 from schedlang.runtime.checkpointing.index import (
+    CONTENTS,
     DCP_INDEX_FILE,
     INDEX_FILE,
     Index,
@@ -140,7 +141,10 @@ def _make_folder(target: Path, step: int, locks: ExitStack) -> Path:
         raise Refusal.of(
             "S632",
             f"`{target}` exists, and is not a folder of checkpoints",
-            notes=("a checkpoint is saved into a folder of checkpoints, or into an empty folder",),
+            notes=(
+                "a checkpoint is saved into a folder of checkpoints, or into an empty folder",
+                "checkpoints of other programs are left alone",
+            ),
             helps=("give the path of another folder",),
         )
     target.mkdir(parents=True, exist_ok=True)
@@ -181,11 +185,27 @@ def _name(step: int, k: int) -> str:
 
 
 def _can_hold_checkpoints(target: Path) -> bool:
-    """Return whether checkpoints may be saved in a folder: it holds some, or is empty."""
-    marks = (LATEST, LOCK, DCP_INDEX_FILE)
+    """Return whether checkpoints may be saved in a folder: it holds some of `save`, or is empty.
+
+    Other programs have a file `latest` (DeepSpeed) or `.metadata` (torch), too: theirs stay.
+    """
     return target.is_dir() and (
-        any((target / mark).is_file() for mark in marks) or not any(target.iterdir())
+        (target / LOCK).is_file()
+        or bool(_latest_lines(target))
+        or any((target / name / INDEX_FILE).is_file() for name in _names(target))
+        or _holds_former(target)
+        or not any(target.iterdir())
     )
+
+
+def _holds_former(target: Path) -> bool:
+    """Return whether the files of a folder are a checkpoint of `save` in the former format."""
+    try:
+        return (target / DCP_INDEX_FILE).is_file() and (
+            ".".join(CONTENTS) in read_index(target).values
+        )
+    except (OSError, Unreadable):
+        return False
 
 
 # -- the file that names the last ------------------------------------------------------------------
@@ -276,9 +296,10 @@ def _remove(folder: Path) -> None:
 def _remove_former(target: Path) -> None:
     """Remove a checkpoint of the former format, in the folder itself, and leftovers of its
     saves."""
-    for path in list(target.iterdir()):
-        if _FORMER.fullmatch(path.name):
-            path.unlink(missing_ok=True)
+    if _holds_former(target):  # the index last: without it, the others could be anyone's
+        for path in sorted(target.iterdir(), key=lambda path: path.name == DCP_INDEX_FILE):
+            if _FORMER.fullmatch(path.name):
+                path.unlink(missing_ok=True)
     for ending in (SAVING, REPLACED):
         for leftover in leftovers(target, ending):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -292,3 +313,38 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
 def is_dcp_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is a folder that torch.distributed.checkpoint has written."""
     return (Path(path) / DCP_INDEX_FILE).is_file() and not is_checkpoint(path)
+
+
+# -- folders of other programs ---------------------------------------------------------------------
+
+
+def is_of_others(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is a folder of torch.distributed.checkpoint that `save` did not
+    write."""
+    return is_dcp_checkpoint(path) and not _holds_former(Path(path))
+
+
+def convert_helps(path: Path) -> tuple[str, ...]:
+    """Return how weights are taken from a folder that another program has written; empty if
+    unknown."""
+    try:
+        names = [entry.name for entry in path.iterdir()] if path.is_dir() else [path.name]
+    except OSError:
+        return ()
+    if "zero_to_fp32.py" in names or any(name.startswith("zero_pp_rank_") for name in names):
+        return (
+            "it is of DeepSpeed: in it, `python zero_to_fp32.py . weights` writes full weights",
+            "`schedlang.transfer(state, program)` takes what `torch.load` reads of these",
+        )
+    if "latest_checkpointed_iteration.txt" in names:
+        return (
+            "it is of Megatron: convert it with Megatron's tools to the names and files of the "
+            "model, for `save_pretrained` or as a `state_dict`",
+            "and `schedlang.transfer(weights, program)` reads these",
+        )
+    if files := sorted(name for name in names if name.endswith((".bin", ".pt", ".pth"))):
+        return (
+            f'read it with torch: `state = torch.load("{files[0]}", mmap=True)`',
+            "and `schedlang.transfer(state, program)` takes a `state_dict`",
+        )
+    return ()

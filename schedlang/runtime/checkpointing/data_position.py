@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import difflib
 import platform
-import random
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,18 +15,14 @@ import torch
 
 import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime import device as devices
+from schedlang.runtime.checkpointing.data_generators import (
+    PersistentLoader,
+    generator_states,
+    restore_generators,
+)
 
 PlainData = dict[str, Any]
 _LINES = 20  # lines of a difference of schedules in a message
-# attributes where torch's loaders and samplers have generators
-_GENERATOR_PATHS = (
-    (),
-    ("sampler",),
-    ("batch_sampler",),
-    ("batch_sampler", "sampler"),
-    ("dataset",),
-)
 
 
 class DataEnded(Exception):
@@ -51,6 +45,7 @@ class BatchStream:
         self.epoch, self.taken = 0, 0
         self.data: Any = data
         self.stateful = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+        self._loader = None if self.stateful else PersistentLoader.of(data)
         self._began: PlainData = {}
         self._it: Iterator[Any] | None = None
         self._peeked: list[Any] = []  # the batch that `peek` has returned
@@ -103,6 +98,8 @@ class BatchStream:
                 self._begin()
         elif saved["taken"]:
             restore_generators(self.data, saved["began"])
+            if self._loader is not None:
+                self._loader.restore(saved["began"].get("workers"))
             self._begin()
             for _ in range(saved["taken"]):
                 next(self)
@@ -111,10 +108,12 @@ class BatchStream:
     def _begin(self) -> Iterator[Any]:
         if not self.stateful:
             self._began = generator_states(self.data)
+        if self._loader is not None:
+            self._began["workers"] = self._loader.state()
         for source in (self.data, getattr(self.data, "sampler", None)):
             if (set_epoch := getattr(source, "set_epoch", None)) is not None:
                 set_epoch(self.epoch)
-        self._it = iter(self.data)
+        self._it = iter(self.data if self._loader is None else self._loader)
         return self._it
 
 
@@ -181,75 +180,3 @@ def restore_scheduler(scheduler: Any, saved: Mapping[str, Any] | None) -> None:
         if isinstance(value, list) and len(value) != len(saved.get(key) or value)
     }
     scheduler.load_state_dict({**saved, **current})
-
-
-# -- generators ------------------------------------------------------------------------------------
-
-
-def generator_states(data: Any = None) -> PlainData:
-    """Return the states of the generators of torch, Python, numpy, and of a loader."""
-    kind, (of_loader, own) = devices.accelerator(), _generators(data)
-    states: PlainData = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": None,
-        "device": None if kind is None else devices.default_generator(kind).get_state(),
-        "loader": [generator.get_state() for generator in of_loader],
-        "own": [_own_state(generator) for generator in own],
-    }
-    if (numpy := sys.modules.get("numpy")) is not None:
-        saved = numpy.random.get_state(legacy=False)
-        states["numpy"] = {**saved, "state": _as_lists(saved["state"])}
-    return states
-
-
-def restore_generators(data: Any, saved: Mapping[str, Any]) -> None:
-    """Restore the states of `generator_states`; other generators are unchanged."""
-    torch.set_rng_state(saved["torch"])
-    version, numbers, gauss = saved["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    if saved["numpy"] is not None and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(saved["numpy"])
-    kind = devices.accelerator()
-    if saved["device"] is not None and kind is not None:
-        devices.default_generator(kind).set_state(saved["device"])
-    of_loader, own = _generators(data)
-    for generator, state in zip(of_loader, saved["loader"]):
-        generator.set_state(state)
-    for generator, state in zip(own, saved.get("own", ())):
-        if isinstance(generator, random.Random):
-            version, numbers, gauss = state
-            generator.setstate((version, tuple(numbers), gauss))
-        else:
-            generator.bit_generator.state = state
-
-
-def _as_lists(value: Any) -> Any:
-    if value.__class__ is dict:
-        return {key: _as_lists(item) for key, item in value.items()}
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _generators(data: Any) -> tuple[list[torch.Generator], list[Any]]:
-    """Return generators of torch, of a loader and its samplers; and those of Python and numpy that
-    are attributes of these or of the data set; each once."""
-    numpy = sys.modules.get("numpy")
-    kinds = (random.Random,) if numpy is None else (random.Random, numpy.random.Generator)
-    of_loader, own = dict[int, torch.Generator](), dict[int, Any]()
-    for path in _GENERATOR_PATHS:
-        owner = data
-        for name in path:
-            owner = getattr(owner, name, None)
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator):
-            of_loader[id(generator)] = generator
-        for value in getattr(owner, "__dict__", {}).values():
-            if value.__class__ in kinds:  # of many attributes, at each epoch
-                own[id(value)] = value
-    return list(of_loader.values()), list(own.values())
-
-
-def _own_state(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return _as_lists(generator.bit_generator.state)

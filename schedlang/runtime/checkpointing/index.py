@@ -124,6 +124,7 @@ CHECKSUMS: dict[str, Callable[[bytes], int]] = {
 
 
 INDEX_FILE, DCP_INDEX_FILE = "schedlang.json", ".metadata"
+CONTENTS = ("schedlang",)  # path of the contents that are no tensors
 VERSION, VERSIONS = 4, (2, 3, 4)  # of our own index: written, and readable
 NO_SUM = -1  # the checksum of a box in folders without checksums
 _FILE = re.compile(r"__\d+_\d+\.distcp")

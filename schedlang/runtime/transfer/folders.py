@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.checkpointing import checkpoint_folders
-from schedlang.runtime.checkpointing.archive import CONTENTS, check_contents
+from schedlang.runtime.checkpointing.archive import check_contents
 from schedlang.runtime.checkpointing.boxes import (
     BoxedTensor,
     read_together,
@@ -18,7 +19,7 @@ from schedlang.runtime.checkpointing.boxes import (
     without_function_modes,
     zeros,
 )
-from schedlang.runtime.checkpointing.index import Unreadable
+from schedlang.runtime.checkpointing.index import CONTENTS, Unreadable
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.initial.lazy_tensors import KINDS, lazy_tensor, read_part
 from schedlang.runtime.initial.library_loading import load_names, other_names
@@ -46,7 +47,7 @@ class Checkpoint:
     """A checkpoint of `program.save`, the last of several in a folder, or a folder of DCP.
 
     Checkpoints that others wrote with torch.distributed.checkpoint have the model's names, or these
-    names with the prefix `model.`: the variant with more of the wanted names is used.
+    names below others, such as `model.`.
     """
 
     def __init__(self, folder: Path, requested: Iterable[str], fresh: bool = False) -> None:
@@ -54,9 +55,7 @@ class Checkpoint:
         self.folder, id_ = checkpoint_folders.find_checkpoint(folder)
         self.index = checkpoint_folders.checked_index(self.folder, id_)
         self.also: dict[str, str] = {}
-        names, tensor_names = set(requested), self.index.tensors.keys()
-        prefixed = sum(f"{MODEL_PREFIX}{name}" in tensor_names for name in names)
-        self.head = MODEL_PREFIX if prefixed > len(names & tensor_names) else ""
+        self.head = find_head(set(requested), self.index.tensors)
         if ".".join(CONTENTS) in self.index.values:
             contents = check_contents(read_value(self.folder, self.index, CONTENTS))
             self.also = {o: names[0] for names in contents["ties"] for o in names[1:]}
@@ -89,6 +88,23 @@ class Checkpoint:
         for box, (_, local, part) in zip(boxed, requests):
             if box.local is not local:
                 copy_overlap(box.local, part, local, part)
+
+
+def find_head(names: Set[str], keys: Iterable[str]) -> str:
+    """Return the prefix under which keys have most of these names: "" or `model.`.
+
+    If no name is under these, another one, unless it leaves out more than optimizer state and its
+    like: it could be a part of the model.
+    """
+    counts, all_keys = Counter[str](), list(keys)
+    for key in all_keys:
+        ends = [i + 1 for i, letter in enumerate(key) if letter == "."]
+        counts.update(key[:end] for end in (0, *ends) if key[end:] in names)
+    if not counts or counts[""] or counts[MODEL_PREFIX]:
+        return MODEL_PREFIX if counts[MODEL_PREFIX] > counts[""] else ""
+    head = counts.most_common(1)[0][0]
+    others = [key.split(".") for key in all_keys if not key.startswith(head)]
+    return head if all(set(OTHER_ENTRIES) & {*parts} for parts in others) else ""
 
 
 class Safetensors:

@@ -50,6 +50,7 @@ from schedlang.runtime.redistribution.route import (
 from schedlang.runtime.storage.folder import run_on_all_ranks
 from schedlang.runtime.storage.offloaded_gradients import local_tensor
 from schedlang.runtime.storage.quantized_parameters import open_quantized
+from schedlang.runtime.transfer.dcp_optimizer import DcpOptimizer
 from schedlang.runtime.transfer.ends import (
     EndTensors,
     ProgramEnd,
@@ -524,7 +525,8 @@ def _read(a: Any, b: object, optimizer: bool, bucket: int, fresh: bool = False) 
     if len({str(value) for value in comm.distinct_objects(a)}) > 1:
         raise end_refusal("ranks have passed different things as `a`", "pass one path on all ranks")
     if optimizer and isinstance(b, Program):
-        run_on_all_ranks(lambda: b.load(a), lambda error: Diagnostic("S633", str(error)), ())
+        load = partial(_load_dcp, b, bucket) if checkpoint_folders.is_of_others(a) else b.load
+        run_on_all_ranks(lambda: load(a), lambda error: Diagnostic("S633", str(error)), ())
     elif optimizer:
         run_on_all_ranks(lambda: _end(b, True), lambda error: Diagnostic("S633", str(error)), ())
     ends = _Ends.met({}, b, False, False, bucket)
@@ -550,6 +552,17 @@ def _read(a: Any, b: object, optimizer: bool, bucket: int, fresh: bool = False) 
     return replace(_result_of(no_route, traffic, ends.bucket, 0), tensors=len(ends.target.layouts))
 
 
+def _load_dcp(b: Program, bucket: int, path: str | os.PathLike[str]) -> None:
+    """Read weights and optimizer state that another program has written, on all ranks of `b`."""
+    folder = Path(os.path.realpath(path))
+    diagnose = partial(_read_diagnostic, folder)
+    with comm.enter_ranks(b.assembly.ranks.world.ranks_in_job):
+        state = DcpOptimizer.of(b, folder, diagnose) if b.optimizer is not None else None
+        _read(path, b, False, bucket)
+        if state is not None:
+            state.load(b, diagnose)
+
+
 def _model(b: object) -> tuple[nn.Module | None, bool]:
     """Return the model of the target, if it has one, and whether it has shards of parameters."""
     if isinstance(b, Program):
@@ -562,7 +575,9 @@ def _model(b: object) -> tuple[nn.Module | None, bool]:
 def _read_diagnostic(path: Path, error: BaseException) -> Diagnostic:
     if is_out_of_memory(error):
         return out_of_memory(path, error)
-    helps = ("give a folder that `program.save`, `program.export` or `save_pretrained` wrote",)
+    helps = checkpoint_folders.convert_helps(path) or (
+        "give a folder that `program.save`, `program.export` or `save_pretrained` wrote",
+    )
     return Diagnostic(
         "S633", f"cannot read `{path}`", notes=(describe_failure(error),), helps=helps
     )
