@@ -399,6 +399,7 @@ class OriginalDropout:
     numbers  the batch number of a condition's step; the file of the batch has that name
     sites    modules that drop
     others   modules that draw other random numbers, with the function
+    still    modules that are in eval mode in every training step
     off      modules that drop nothing on both sides
     """
 
@@ -407,6 +408,7 @@ class OriginalDropout:
     numbers: Mapping[tuple[str, int], int]
     sites: tuple[str, ...] = ()
     others: tuple[tuple[str, str], ...] = ()
+    still: frozenset[str] = frozenset()
     off: frozenset[str] = frozenset()
 
     def batch_number(self, condition: Condition, step: int) -> int:
@@ -419,6 +421,10 @@ class OriginalDropout:
             f"{self.folder}/{number}", weights_only=False, mmap=True
         )
         return drops
+
+
+EVALUATING = "ranks drop there, and the original has it in eval mode"
+NO_DROPOUT = "ranks drop there, and the original drops nothing"
 
 
 @dataclass(frozen=True)
@@ -438,6 +444,14 @@ class RankDropoutSites:
         """Return the original's modules to disable: those of which some place is unknown."""
         originals = frozenset(self.unknown.values())
         return frozenset(drops.sites) if "?" in originals else originals | drops.off
+
+    def extra_modules(self, drops: OriginalDropout) -> dict[str, str]:
+        """Return modules that drop on ranks though the original drops nothing there, and why."""
+        evaluating = drops.still.intersection(self.unknown.values()).difference(drops.sites)
+        extra = dict.fromkeys(evaluating, EVALUATING)
+        if not drops.sites and not drops.others:
+            extra |= {n: NO_DROPOUT for n, name in self.unknown.items() if name not in extra}
+        return dict(sorted(extra.items()))
 
     def missing_modules(self, drops: OriginalDropout) -> list[str]:
         """Return the original's modules that drop on no rank; none if that cannot be determined."""

@@ -38,6 +38,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.model import ModelFacts
 from schedlang.ir.modelfile import load_model_file
 from schedlang.ir.plan import Plan
+from schedlang.ir.pytree import make_picklable
 from schedlang.passes.judge import async_collectives
 from schedlang.passes.judge.batch_parts import BatchParts
 from schedlang.passes.judge.explanations import explain_rows
@@ -311,12 +312,31 @@ def _float64_case(task: Task) -> Case:
     if any(t.is_meta for t in (*task.original.parameters(), *task.original.buffers())):
         message = "the model has no values: it is on the meta device"
         raise Refusal(Diagnostic("S623", message, helps=("make a small one with values",)))
+    _check_weights(task.original)
     module = randomise(as_float64(task.original), task.seed)
     case = _plain_case(task, module)
     return replace(case, batches=tuple(to_float64(dict(batch)) for batch in case.batches))
 
 
+def _check_weights(module: nn.Module) -> None:
+    """Refuse complex weights (S763), and tables with sparse gradients (S868)."""
+    for name, p in module.named_parameters():
+        if p.is_complex():
+            message = f"`{name}` is complex: weights are looked up by real values"
+            helps = (
+                "keep its real and imaginary parts as a real weight, and call "
+                f"`torch.view_as_complex(self.{name.rpartition('.')[2]})` in the forward",
+            )
+            raise Refusal(Diagnostic("S763", message, helps=helps))
+    for name, submodule in module.named_modules():
+        if getattr(submodule, "sparse", False) is True:
+            message = f"the gradient of `{name}.weight` would be sparse: dense ones are compared"
+            helps = ("make it with `sparse=False` in `model()`: it is the same gradient",)
+            raise Refusal(Diagnostic("S868", message, helps=helps))
+
+
 def _plain_case(task: Task, module: nn.Module) -> Case:
+    make_picklable(module)
     return Case(Plan(ModelFacts(module)), task.batches, task.loss, None, task.seed, "none")
 
 
@@ -352,7 +372,8 @@ def _norm(case: Case, batch: Batch) -> float | None:
     """Return the original's gradient norm for a batch; None if the original rejects the batch."""
     try:
         with enter_modes(Float64(), NoDropout(ConstantDraws())):
-            norm = Sequential(copy_original(case), loss=case.loss).gradient_norm(batch)
+            original = Sequential(copy_original(case), loss=case.loss, follow=False)
+            norm = original.gradient_norm(batch)
     except Refusal:
         raise
     except Exception as error:  # any error of the model for a derived batch

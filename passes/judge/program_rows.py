@@ -46,10 +46,11 @@ def align_observations(
         if key.kind not in _OUTPUTS or key.kind in missing:
             continue
         parts = list(_rank_outputs(actual, key))
-        full = _assemble_output(parts, expected_value) if expected_value is not None else None
+        given = bool(parts) and expected_value is not None
+        full = _assemble_output(parts, expected_value) if given else None
         if full is not None:
             tensors[key] = full
-        elif parts and expected_value is not None and not _may_be_pieces(parts, expected_value):
+        elif given and not _may_be_pieces(parts, expected_value):
             tensors[key] = parts[0]  # another shape: the row fails and shows both
         else:
             text = "parts of ranks do not make it"
@@ -151,7 +152,9 @@ def initial_rows(original: nn.Module, record: RunRecord) -> Iterator[Row]:
 
 
 def dropout_rows(drops: OriginalDropout, record: RunRecord) -> Iterator[Row]:
-    """Yield a row for each of the original's dropout modules: whether ranks drop there."""
+    """Yield a row for each module that drops: whether ranks and the original both do."""
+    for site, note in record.dropout_sites.extra_modules(drops).items():
+        yield Row("", DROPOUT, site, math.inf, 0.0, False, None, note)
     lost = record.dropout_sites.missing_modules(drops)
     for site in drops.sites:
         note = "no rank drops there" if site in lost else record.masks.get(site, "")

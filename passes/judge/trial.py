@@ -208,6 +208,7 @@ class Trial:
         numbers: dict[tuple[str, int], int] = {}
         sites: dict[str, None] = {}
         others: dict[tuple[str, str], None] = {}
+        still: set[str] | None = None
         for condition, step, batch in _all_steps(self.conditions):
             same_batch = (k for k, earlier in enumerate(batches) if earlier is batch)
             number = next(same_batch, len(batches))
@@ -217,13 +218,15 @@ class Trial:
             batches.append(batch)
             recorder = DropoutRecorder()
             with enter_modes(*self.modes[:-1], recorder):
-                Sequential(copy_original(self.case), loss=self.case.loss).forward_backward(
-                    batch, range(count_rows(batch))
-                )
+                original = Sequential(copy_original(self.case), loss=self.case.loss, follow=False)
+                original.forward_backward(batch, range(count_rows(batch)))
             torch.save(recorder.drops, f"{folder}/{number}")
             sites |= dict.fromkeys(drop.site for drop in recorder.drops)
             others |= dict.fromkeys(sorted(recorder.others))
-        return OriginalDropout(folder, self.case.seed, numbers, tuple(sites), tuple(others))
+            evaluating = {n for n, m in original.module.named_modules() if not m.training}
+            still = evaluating if still is None else still & evaluating
+        facts = tuple(sites), tuple(others), frozenset(still or ())
+        return OriginalDropout(folder, self.case.seed, numbers, *facts)
 
     def _train_on_ranks(self, progress: Progress) -> tuple[Observation, RunRecord]:
         steps = sum(len(condition.batches) for condition in self.conditions)

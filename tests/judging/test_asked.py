@@ -166,6 +166,17 @@ def test_how_a_step_is_another(now: Tensor, said: str) -> None:
     assert all(said in text for text in texts) and bool(texts) == bool(said), texts
 
 
+@pytest.mark.parametrize("share, said", [(0.99, "0.01 of each weight too much"), (1.01, "little")])
+def test_another_weight_decay_is_told(share: float, said: str) -> None:
+    """A step that differs by a share of the weight itself has another weight decay."""
+    before = BEFORE.double()
+    key = Key("SGD", "parameters", 0, "w")
+    sides = [Observation({key: factor * before + CHANGE}) for factor in (1.0, share)]
+    record = RunRecord(initial={"w": before})
+    (text,) = [text for _, text in explain_steps([ROW], ROW, *sides, record, {"ranks": 2})]
+    assert said in text and "another weight decay" in text, text
+
+
 def test_copies_that_a_step_leaves_apart() -> None:
     """Copies that differ after a step are named although rank 0 is right."""
     later = Row("SGD", "loss", "loss", 0.1, 1e-9, False, 1)
