@@ -14,7 +14,8 @@ How a verdict is made:
   `discrete_choices.py`). `program_rows.py` makes the rows and gaps that only such programs have.
 * Where rows fail, sentences explain them. `explanations.py` names the arithmetic that makes a wrong
   gradient (`gradient_errors.py`), loss or norm from values of ranks or of parts of the batch
-  (`batch_parts.py`); `low_dtype_errors.py` does so in a low dtype. `first_difference.py` runs one
+  (`batch_parts.py`), or a later loss from earlier weights (`stale_weights.py`);
+  `low_dtype_errors.py` does so in a low dtype. `first_difference.py` runs one
   step again on both sides and names the first module that differs (`module_calls.py`,
   `module_comparison.py`). Then it looks for the cause: terms of the gradient (`gradient_terms.py`),
   elements that one rank owns, the module's inputs, the positions it depends on

@@ -236,6 +236,27 @@ def layers(p: float = 0.0) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(p), nn.Linear(WIDTH, WIDTH))
 
 
+def copied(renewed: bool) -> Any:
+    """Return a program that computes with a copy of a weight, renewed in each step or not."""
+
+    def program(model: Any) -> TrainingProgram:
+        weight, copies = model[2].weight, list[Tensor]()
+
+        def step(batch: Any) -> Tensor:
+            if renewed or not copies:
+                copies[:] = [weight.detach().clone()]
+            held = {"inner.2.weight": weight + (copies[0] - weight).detach()}
+            local = batch_part(batch, dist.get_rank(), world_size())
+            value = squared(torch.func.functional_call(model, held, (local["x"],)), local)
+            value.backward()
+            average(model)
+            return value
+
+        return TrainingProgram(model, step)
+
+    return program
+
+
 class Rows(nn.Module):
     """Layers whose input has the name of the batches."""
 
@@ -337,6 +358,7 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "a teacher in eval mode": (taught(training=False), Distilled),
     "two towers": (contrasting(), Towers, numbers, contrast),
     "join, and outputs with names": (joining, Named),
+    "a copy that is renewed": (copied(renewed=True), lambda: Rows(layers())),
     "a norm of weights": (
         replicated(),
         lambda: Rows(nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))),
@@ -360,6 +382,10 @@ WRONG: dict[str, tuple[tuple[Any, ...], str]] = {
     "dropout that the original does not have": (
         (more_dropout, lambda: Rows(layers())),
         "ranks drop there, and the original drops nothing",
+    ),
+    "a copy that is not renewed": (
+        (copied(renewed=False), lambda: Rows(layers())),
+        "step 1 computes with `inner.2.weight` as before step 0: what is gathered or copied",
     ),
     "rows of others without a gradient": (
         (contrasting("no gradient"), Towers, numbers, contrast),
