@@ -176,6 +176,12 @@ def in_training_step() -> bool:
     return current is not None and not current.evaluation
 
 
+def in_evaluation() -> bool:
+    """Return whether an evaluation runs here."""
+    current = scope.current()
+    return current is not None and bool(current.evaluation)
+
+
 MaskPlace = tuple[str, int, "Tensor | None"]  # original's module, call, mask places
 
 
@@ -249,13 +255,15 @@ def _digest(*tensors: Tensor) -> bytes:
 class DropoutByMasks(WithoutDropout):
     """Mode that drops by masks that depend on the step, the module, the call and the place.
 
-    off   modules that drop nothing
-    rows  the batch's row numbers that are present, in order; None: all
+    off        modules that drop nothing
+    rows       the batch's row numbers that are present, in order; None: all
+    evaluated  modules that would drop in evaluation; they do not
     """
 
     def __init__(self, seed: int, off: frozenset[str], rows: Sequence[int] | None = None) -> None:
         super().__init__()
         self.seed, self.off, self.rows = seed, off, rows
+        self.evaluated: set[str] = set()
         self._drawn_place: tuple[str, int, Tensor | None] = "", 0, None
         self._drawn_count = 0
 
@@ -267,8 +275,10 @@ class DropoutByMasks(WithoutDropout):
             return func(*args, **kwargs)
         if func not in _DRAWS:
             return self.run(func, types, args, kwargs)
-        drops = func in DROPOUTS and in_training_step() and draws_logically(func, args, kwargs)
-        if not drops or draws_illogically(func, args, kwargs):
+        drops = func in DROPOUTS and draws_logically(func, args, kwargs)
+        if drops and in_evaluation():
+            self.evaluated.add(scope.current_site())
+        if not drops or not in_training_step() or draws_illogically(func, args, kwargs):
             return super().__torch_function__(func, types, args, kwargs)
         place = self.next_place(dropout_inputs(func, args, kwargs)[1])
         if place is None or place[0] in self.off:
@@ -425,6 +435,7 @@ class OriginalDropout:
 
 EVALUATING = "ranks drop there, and the original has it in eval mode"
 NO_DROPOUT = "ranks drop there, and the original drops nothing"
+IN_EVALUATION = "ranks drop there in `evaluate`, and the original drops nothing in evaluation"
 
 
 @dataclass(frozen=True)

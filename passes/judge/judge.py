@@ -52,6 +52,7 @@ from schedlang.passes.judge.program_rows import (
     align_observations,
     dropout_gaps,
     dropout_rows,
+    evaluation_rows,
     initial_rows,
     saved_gaps,
     saved_rows,
@@ -176,6 +177,7 @@ class _Judging:
             (
                 *initial_rows(trial.case.plan.model.model, record),
                 *dropout_rows(trial.drops, record),
+                *evaluation_rows(trial, record),
                 *async_collectives.unwaited_rows(record.unwaited),
                 *result.rows,
                 *saved_rows(trial.case, result.actual, record, conditions),

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.passes.judge.dropout_masks import OriginalDropout
+from schedlang.passes.judge.dropout_masks import IN_EVALUATION, OriginalDropout
 from schedlang.passes.judge.explanations import DROPOUT, INITIAL, SAVED
 from schedlang.passes.judge.layouts import ElementIndex
 from schedlang.passes.judge.program import check_optimizer
 from schedlang.passes.judge.record import RunRecord
+from schedlang.passes.judge.trial import Trial
 from schedlang.passes.localize.diagnosis import is_close
 from schedlang.passes.verify.observe import HIDDEN_BUFFERS, Condition, Key, Observation
 from schedlang.passes.verify.proof_case import Case
@@ -161,6 +162,13 @@ def dropout_rows(drops: OriginalDropout, record: RunRecord) -> Iterator[Row]:
         if site in drops.off and not note:
             continue
         yield Row("", DROPOUT, site, math.inf if note else 0.0, 0.0, not note, None, note)
+
+
+def evaluation_rows(trial: Trial, record: RunRecord) -> Iterator[Row]:
+    """Yield a failing row for each module that drops in evaluation, if the original drops none."""
+    if record.evaluated and not trial.drops_in_evaluation():
+        for site in sorted(record.evaluated):
+            yield Row("", DROPOUT, site, math.inf, 0.0, False, None, IN_EVALUATION)
 
 
 def saved_rows(

@@ -317,7 +317,7 @@ class ProgramSubject:
             return None
         for mode in self._training:
             mode.evaluate()
-        with torch.no_grad():
+        with torch.no_grad(), enter_scope(Scope(self._step, 0, (), evaluation=1)):
             return self._by_rank(self._call_user("evaluate", self.program.evaluate, batch))
 
     def _by_rank(self, output: Any) -> dict[str, list[Tensor]]:

@@ -228,6 +228,14 @@ class Trial:
         facts = tuple(sites), tuple(others), frozenset(still or ())
         return OriginalDropout(folder, self.case.seed, numbers, *facts)
 
+    def drops_in_evaluation(self) -> bool:
+        """Return whether the original would drop something in evaluation."""
+        mode = DropoutByMasks(self.drops.seed, self.drops.off)
+        original = Sequential(copy_original(self.case), loss=self.case.loss, follow=False)
+        with enter_modes(*self.modes[:-1], mode):
+            original.eval_step(self.conditions[0].batches[0])
+        return bool(mode.evaluated)
+
     def _train_on_ranks(self, progress: Progress) -> tuple[Observation, RunRecord]:
         steps = sum(len(condition.batches) for condition in self.conditions)
         counter = itertools.count(1)
@@ -260,14 +268,19 @@ def _train(task: RankTask) -> tuple[Observation, RunRecord] | None:
             )
         record.choices = recorder.gather()
         record.loaded = check_loading(made[0], step=task.float64)
-    recomputed = {made[0].original_module(site) or site for site in dropping.unequal_recomputations}
+    recomputed, evaluated = (
+        {made[0].original_module(site) or site for site in sites}
+        for sites in (dropping.unequal_recomputations, dropping.evaluated)
+    )
     calls = dropping.calls
     call_facts = calls.low_dtypes, sorted({*calls.unwaited.values()}), calls.strided
     rank_facts = comm.all_gather_object(
-        (dropping.irregular_modules, recomputed, dropping.generator_states, *call_facts)
+        (dropping.irregular_modules, recomputed, dropping.generator_states, evaluated, *call_facts)
     )
-    for rank, (irregular, recomputed, _, low_dtypes, unwaited, strided) in enumerate(rank_facts):
+    for rank, (irregular, recomputed, _, evaluated, *facts) in enumerate(rank_facts):
+        low_dtypes, unwaited, strided = facts
         record.irregular_modules |= irregular
+        record.evaluated |= evaluated
         record.masks |= dict.fromkeys(recomputed, OTHER_MASK)
         record.low_dtypes |= low_dtypes if task.float64 else set()
         record.strided |= strided

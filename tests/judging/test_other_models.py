@@ -224,6 +224,19 @@ def taught(training: bool) -> Any:
     return program
 
 
+def evaluating(training: bool) -> Any:
+    """Return a program that evaluates in one of the modes."""
+
+    def program(model: Any) -> TrainingProgram:
+        def evaluate(batch: Any) -> Tensor:
+            output: Tensor = model.train(training)(batch["x"])
+            return output
+
+        return TrainingProgram(model, averaged_step(model), evaluate=evaluate)
+
+    return program
+
+
 def more_dropout(model: Any) -> TrainingProgram:
     """Wrong: drop in a model without dropout."""
     model[1].p = 0.5
@@ -356,6 +369,7 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "tables on ranks": (divided_tables(), Recommender, items),
     "a teacher that follows": (following(all_rows=True), Followed),
     "a teacher in eval mode": (taught(training=False), Distilled),
+    "an evaluation": (evaluating(training=False), lambda: Rows(layers(0.5))),
     "two towers": (contrasting(), Towers, numbers, contrast),
     "join, and outputs with names": (joining, Named),
     "a copy that is renewed": (copied(renewed=True), lambda: Rows(layers())),
@@ -378,6 +392,10 @@ WRONG: dict[str, tuple[tuple[Any, ...], str]] = {
     "a teacher that drops": (
         (taught(training=True), Distilled),
         "`teacher.1`: ranks drop there, and the original has it in eval mode",
+    ),
+    "an evaluation in training mode": (
+        (evaluating(training=True), lambda: Rows(layers(0.5))),
+        "`inner.1`: ranks drop there in `evaluate`, and the original drops nothing in evaluation",
     ),
     "dropout that the original does not have": (
         (more_dropout, lambda: Rows(layers())),
