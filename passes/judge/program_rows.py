@@ -47,15 +47,14 @@ def align_observations(
         if key.kind not in _OUTPUTS or key.kind in missing:
             continue
         parts = list(_rank_outputs(actual, key))
-        given = bool(parts) and expected_value is not None
-        full = _assemble_output(parts, expected_value) if given else None
-        if full is not None:
+        if not parts or expected_value is None:
+            left_out[key.name] = _NOT_MADE if parts else "the program does not give it"
+        elif (full := _assemble_output(parts, expected_value)) is not None:
             tensors[key] = full
-        elif given and not _may_be_pieces(parts, expected_value):
+        elif not _may_be_pieces(parts, expected_value):
             tensors[key] = parts[0]  # another shape: the row fails and shows both
         else:
-            text = "parts of ranks do not make it"
-            left_out[key.name] = text if parts else "the program does not give it"
+            left_out[key.name] = _NOT_MADE
     lost = {
         k
         for k in expected.tensors
@@ -80,6 +79,7 @@ def align_observations(
 
 
 _OUTPUTS = ("outputs", "training outputs")
+_NOT_MADE = "parts of ranks do not make it"
 
 
 def _rank_outputs(actual: Observation, key: Key) -> Iterator[Tensor]:

@@ -83,8 +83,8 @@ def _loss(trial: Trial, run: Condition, step: int, weights: Weights) -> float:
     with torch.no_grad():
         for name, p in module.named_parameters():
             p.copy_(weights.get(name, p))
-    options = {"evaluate": run.evaluate, "follow": False, "step": step}
-    original = Sequential(module, loss=trial.case.loss, **options)
+    loss = trial.case.loss
+    original = Sequential(module, loss=loss, evaluate=run.evaluate, follow=False, step=step)
     batch = run.batches[step]
     with enter_modes(Float64(), DropoutByMasks(trial.drops.seed, trial.drops.off)):
         return float(original.forward_backward(batch, range(count_rows(batch))))

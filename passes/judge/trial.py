@@ -275,10 +275,10 @@ def _train(task: RankTask) -> tuple[Observation, RunRecord] | None:
     calls = dropping.calls
     call_facts = calls.low_dtypes, sorted({*calls.unwaited.values()}), calls.strided
     rank_facts = comm.all_gather_object(
-        (dropping.irregular_modules, recomputed, dropping.generator_states, evaluated, *call_facts)
+        (dropping.irregular_modules, recomputed, dropping.generator_states, evaluated, call_facts)
     )
-    for rank, (irregular, recomputed, _, evaluated, *facts) in enumerate(rank_facts):
-        low_dtypes, unwaited, strided = facts
+    for rank, (irregular, recomputed, _, evaluated, call_facts) in enumerate(rank_facts):
+        low_dtypes, unwaited, strided = call_facts
         record.irregular_modules |= irregular
         record.evaluated |= evaluated
         record.masks |= dict.fromkeys(recomputed, OTHER_MASK)

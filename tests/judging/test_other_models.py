@@ -69,18 +69,31 @@ def replicated(loss: Any = squared, **options: Any) -> Any:
 # ---- A recommender: each rank has some of the tables, for all rows.
 
 
+class Score(nn.Linear):
+    """A layer with one number for each row."""
+
+    def __init__(self) -> None:
+        super().__init__(2 * TABLES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the numbers in one dim."""
+        return super().forward(x)[:, 0]
+
+
 class Recommender(nn.Module):
     """Tables of items and a top layer, with one score for each row."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(ITEMS, 2) for _ in range(TABLES))
-        self.top = nn.Linear(2 * TABLES, 1)
+        self.top = Score()
 
     def forward(self, items: Tensor) -> Tensor:
         """Return the scores."""
-        found = torch.cat([table(items[:, k]) for k, table in enumerate(self.tables)], -1)
-        return self.top(found)[:, 0]
+        scores: Tensor = self.top(
+            torch.cat([t(items[:, k]) for k, t in enumerate(self.tables)], -1)
+        )
+        return scores
 
 
 def items(seed: int) -> dict[str, Tensor]:
@@ -123,7 +136,7 @@ def divided_tables(mistake: str = "") -> Any:
         def step(batch: Any) -> Tensor:
             found = [table(batch["items"][:, int(k)]) for k, table in own.items()]
             features = Exchange.apply(torch.cat(found, -1))
-            value = F.mse_loss(model.top(features)[:, 0], local_part(batch["y"]))
+            value = F.mse_loss(model.top(features), local_part(batch["y"]))
             value.backward()
             average(model.top)
             for p in own.parameters():
