@@ -14,6 +14,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,7 +27,11 @@ from schedlang.report import Gap, Row
 
 COLLECTIVES, WORK = "collectives", Work
 _UNWAITED_NOTE = "nobody waits for it: what it gives may be read before it is there"
-_TORCH_FOLDER = os.path.dirname(torch.__file__)
+_TORCH_FOLDER = os.path.dirname(os.path.realpath(torch.__file__))
+_DDP_FILES = {
+    os.path.join(_TORCH_FOLDER, *path)
+    for path in (("nn", "parallel", "distributed.py"), ("distributed", "algorithms", "join.py"))
+}
 _LOW_DTYPES = {torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2}
 _CAST_METHODS = {Tensor.bfloat16: torch.bfloat16, Tensor.half: torch.float16}
 CASTS = {Tensor.to, Tensor.type, *_CAST_METHODS}
@@ -81,23 +86,38 @@ class CallMonitor:
                 self.strided.add((func.__name__, _user_line()))
 
     def monitor(self, func: Any, work: Any) -> Any:
-        """Wrap a function's work; a send is not wrapped, because its tensor is complete before."""
-        if func.__name__ == "isend":
+        """Wrap a function's work; some need no wait.
+
+        The tensor of a send is complete before. DDP's `join` sends notices, and gives some of them
+        to the reducer, which accepts no wrapped work.
+        """
+        if func.__name__ == "isend" or _is_call_of_ddp():
             return work
         number = next(self._numbers)
         self.unwaited[number] = func.__name__, _user_line()
         return MonitoredWork(work, lambda: self.unwaited.pop(number, None))
 
 
+def _calls() -> Iterator[tuple[str, int]]:
+    """Yield the file and line of the current call's frames, the user's last."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = os.path.realpath(frame.f_code.co_filename)
+        yield file, frame.f_lineno
+        if not file.startswith((*OURS, _TORCH_FOLDER)):
+            return
+        frame = frame.f_back
+
+
 def _user_line() -> str:
     """Return the user's line of the current call."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        file = os.path.realpath(frame.f_code.co_filename)
-        if not file.startswith((*OURS, _TORCH_FOLDER)):
-            break
-        frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    *_, (file, line) = _calls()
+    return f"{os.path.basename(file)}:{line}"
+
+
+def _is_call_of_ddp() -> bool:
+    """Return whether torch's DDP itself makes the current call, not a module inside it."""
+    return any(file in _DDP_FILES for file, _ in _calls())
 
 
 def unwaited_rows(unwaited: Mapping[tuple[str, str], list[int]]) -> Iterator[Row]:

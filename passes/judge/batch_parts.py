@@ -146,8 +146,8 @@ class BatchParts:
         for places in parts:
             part = select_labels(batch, places, label) if label else select_rows(batch, places)
             rows = range(count) if label else places
-            original = Sequential(copy_original(self.trial.case), loss=self.trial.case.loss)
-            drops = self.trial.drops
+            case, drops = self.trial.case, self.trial.drops
+            original = Sequential(copy_original(case), loss=case.loss, follow=False)
             with enter_modes(Float64(), DropoutByMasks(drops.seed, drops.off, tuple(rows))):
                 try:
                     original.forward_backward(part, rows)

@@ -176,6 +176,12 @@ def in_training_step() -> bool:
     return current is not None and not current.evaluation
 
 
+def in_evaluation() -> bool:
+    """Return whether an evaluation runs here."""
+    current = scope.current()
+    return current is not None and bool(current.evaluation)
+
+
 MaskPlace = tuple[str, int, "Tensor | None"]  # original's module, call, mask places
 
 
@@ -249,13 +255,15 @@ def _digest(*tensors: Tensor) -> bytes:
 class DropoutByMasks(WithoutDropout):
     """Mode that drops by masks that depend on the step, the module, the call and the place.
 
-    off   modules that drop nothing
-    rows  the batch's row numbers that are present, in order; None: all
+    off        modules that drop nothing
+    rows       the batch's row numbers that are present, in order; None: all
+    evaluated  modules that would drop in evaluation; they do not
     """
 
     def __init__(self, seed: int, off: frozenset[str], rows: Sequence[int] | None = None) -> None:
         super().__init__()
         self.seed, self.off, self.rows = seed, off, rows
+        self.evaluated: set[str] = set()
         self._drawn_place: tuple[str, int, Tensor | None] = "", 0, None
         self._drawn_count = 0
 
@@ -267,8 +275,10 @@ class DropoutByMasks(WithoutDropout):
             return func(*args, **kwargs)
         if func not in _DRAWS:
             return self.run(func, types, args, kwargs)
-        drops = func in DROPOUTS and in_training_step() and draws_logically(func, args, kwargs)
-        if not drops or draws_illogically(func, args, kwargs):
+        drops = func in DROPOUTS and draws_logically(func, args, kwargs)
+        if drops and in_evaluation():
+            self.evaluated.add(scope.current_site())
+        if not drops or not in_training_step() or draws_illogically(func, args, kwargs):
             return super().__torch_function__(func, types, args, kwargs)
         place = self.next_place(dropout_inputs(func, args, kwargs)[1])
         if place is None or place[0] in self.off:
@@ -399,6 +409,7 @@ class OriginalDropout:
     numbers  the batch number of a condition's step; the file of the batch has that name
     sites    modules that drop
     others   modules that draw other random numbers, with the function
+    still    modules that are in eval mode in every training step
     off      modules that drop nothing on both sides
     """
 
@@ -407,6 +418,7 @@ class OriginalDropout:
     numbers: Mapping[tuple[str, int], int]
     sites: tuple[str, ...] = ()
     others: tuple[tuple[str, str], ...] = ()
+    still: frozenset[str] = frozenset()
     off: frozenset[str] = frozenset()
 
     def batch_number(self, condition: Condition, step: int) -> int:
@@ -419,6 +431,11 @@ class OriginalDropout:
             f"{self.folder}/{number}", weights_only=False, mmap=True
         )
         return drops
+
+
+EVALUATING = "ranks drop there, and the original has it in eval mode"
+NO_DROPOUT = "ranks drop there, and the original drops nothing"
+IN_EVALUATION = "ranks drop there in `evaluate`, and the original drops nothing in evaluation"
 
 
 @dataclass(frozen=True)
@@ -438,6 +455,14 @@ class RankDropoutSites:
         """Return the original's modules to disable: those of which some place is unknown."""
         originals = frozenset(self.unknown.values())
         return frozenset(drops.sites) if "?" in originals else originals | drops.off
+
+    def extra_modules(self, drops: OriginalDropout) -> dict[str, str]:
+        """Return modules that drop on ranks though the original drops nothing there, and why."""
+        evaluating = drops.still.intersection(self.unknown.values()).difference(drops.sites)
+        extra = dict.fromkeys(evaluating, EVALUATING)
+        if not drops.sites and not drops.others:
+            extra |= {n: NO_DROPOUT for n, name in self.unknown.items() if name not in extra}
+        return dict(sorted(extra.items()))
 
     def missing_modules(self, drops: OriginalDropout) -> list[str]:
         """Return the original's modules that drop on no rank; none if that cannot be determined."""

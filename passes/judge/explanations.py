@@ -20,6 +20,7 @@ from schedlang.passes.judge.optimizer_steps import (
 )
 from schedlang.passes.judge.rank_copies import RankCopy
 from schedlang.passes.judge.record import RunRecord
+from schedlang.passes.judge.stale_weights import explain_stale_weights
 from schedlang.passes.judge.state_loading import LOADED_STATE, STEP_AFTER_LOADING
 from schedlang.passes.localize.diagnosis import NO_PATTERN, Pattern, diagnose, explain_row, is_close
 from schedlang.passes.verify.compare import FLOOR
@@ -85,6 +86,7 @@ def explain_rows(
         text = f"{names}: with right gradients ranks hold different values after "
         lines = [("parameters", f"{text}the step: what one does is not done, or sent, on others")]
     lines = lines or [*explain_steps(failing, first, expected, actual, record, sizes)]
+    lines = lines or [*explain_stale_weights(first, expected, actual, parts.trial)]
     if not lines and first is not None and first.kind not in (*_STATE_KINDS, COLLECTIVES):
         text = _explain_first(first, expected, actual, sizes)
         lines = [(first.kind.split(" (")[0][:17], text)] if text else []

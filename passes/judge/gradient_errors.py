@@ -36,8 +36,7 @@ def explain_gradient(
     if actual is None:
         return Pattern("no rank has one: detached, or never computed")
     flat = expected.reshape(-1).double()
-    text = explain_copies(flat, copies)
-    if text:
+    if text := explain_copies(flat, copies) or _explain_absent(flat, copies):
         return Pattern(text)
     texts = (
         _explain_by_parts(expected.double(), actual.double(), cut)
@@ -171,6 +170,19 @@ def _explain_group(expected: Tensor, group: Sequence[RankCopy]) -> str:
             f"{holders} is missing{tie}"
         )
     return f"{holders} differ, and neither their sum nor their mean is right{tie}"
+
+
+def _explain_absent(expected: Tensor, copies: Sequence[RankCopy]) -> str:
+    """Describe the ranks that have no gradient of their part, if all others are right."""
+    held = [copy for copy in copies if len(copy.original_region)]
+    present = [copy for copy in held if copy.values is not None]
+    absent = [copy for copy in held if copy.values is None]
+    if not present or not absent:
+        return ""
+    if not all(is_close(copy.values.double(), expected[copy.places]) for copy in present):  # type: ignore[union-attr]
+        return ""
+    where = _list_ranks(absent)
+    return f"right on {_list_ranks(present)}; there is none on {where}: frozen or detached there"
 
 
 def _explain_ranks(

@@ -14,7 +14,8 @@ How a verdict is made:
   `discrete_choices.py`). `program_rows.py` makes the rows and gaps that only such programs have.
 * Where rows fail, sentences explain them. `explanations.py` names the arithmetic that makes a wrong
   gradient (`gradient_errors.py`), loss or norm from values of ranks or of parts of the batch
-  (`batch_parts.py`); `low_dtype_errors.py` does so in a low dtype. `first_difference.py` runs one
+  (`batch_parts.py`), or a later loss from earlier weights (`stale_weights.py`);
+  `low_dtype_errors.py` does so in a low dtype. `first_difference.py` runs one
   step again on both sides and names the first module that differs (`module_calls.py`,
   `module_comparison.py`). Then it looks for the cause: terms of the gradient (`gradient_terms.py`),
   elements that one rank owns, the module's inputs, the positions it depends on
@@ -38,6 +39,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.model import ModelFacts
 from schedlang.ir.modelfile import load_model_file
 from schedlang.ir.plan import Plan
+from schedlang.ir.pytree import make_picklable
 from schedlang.passes.judge import async_collectives
 from schedlang.passes.judge.batch_parts import BatchParts
 from schedlang.passes.judge.explanations import explain_rows
@@ -50,6 +52,7 @@ from schedlang.passes.judge.program_rows import (
     align_observations,
     dropout_gaps,
     dropout_rows,
+    evaluation_rows,
     initial_rows,
     saved_gaps,
     saved_rows,
@@ -174,6 +177,7 @@ class _Judging:
             (
                 *initial_rows(trial.case.plan.model.model, record),
                 *dropout_rows(trial.drops, record),
+                *evaluation_rows(trial, record),
                 *async_collectives.unwaited_rows(record.unwaited),
                 *result.rows,
                 *saved_rows(trial.case, result.actual, record, conditions),
@@ -311,12 +315,31 @@ def _float64_case(task: Task) -> Case:
     if any(t.is_meta for t in (*task.original.parameters(), *task.original.buffers())):
         message = "the model has no values: it is on the meta device"
         raise Refusal(Diagnostic("S623", message, helps=("make a small one with values",)))
+    _check_weights(task.original)
     module = randomise(as_float64(task.original), task.seed)
     case = _plain_case(task, module)
     return replace(case, batches=tuple(to_float64(dict(batch)) for batch in case.batches))
 
 
+def _check_weights(module: nn.Module) -> None:
+    """Refuse complex weights (S763), and tables with sparse gradients (S868)."""
+    for name, p in module.named_parameters():
+        if p.is_complex():
+            message = f"`{name}` is complex: weights are looked up by real values"
+            helps = (
+                "keep its real and imaginary parts as a real weight, and call "
+                f"`torch.view_as_complex(self.{name.rpartition('.')[2]})` in the forward",
+            )
+            raise Refusal(Diagnostic("S763", message, helps=helps))
+    for name, submodule in module.named_modules():
+        if getattr(submodule, "sparse", False) is True:
+            message = f"the gradient of `{name}.weight` would be sparse: dense ones are compared"
+            helps = ("make it with `sparse=False` in `model()`: it is the same gradient",)
+            raise Refusal(Diagnostic("S868", message, helps=helps))
+
+
 def _plain_case(task: Task, module: nn.Module) -> Case:
+    make_picklable(module)
     return Case(Plan(ModelFacts(module)), task.batches, task.loss, None, task.seed, "none")
 
 
@@ -352,7 +375,8 @@ def _norm(case: Case, batch: Batch) -> float | None:
     """Return the original's gradient norm for a batch; None if the original rejects the batch."""
     try:
         with enter_modes(Float64(), NoDropout(ConstantDraws())):
-            norm = Sequential(copy_original(case), loss=case.loss).gradient_norm(batch)
+            original = Sequential(copy_original(case), loss=case.loss, follow=False)
+            norm = original.gradient_norm(batch)
     except Refusal:
         raise
     except Exception as error:  # any error of the model for a derived batch

@@ -70,11 +70,11 @@ class ElementIndex:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle names and shapes, without values."""
-        return {k: v for k, v in vars(self).items() if k not in ("parameters", "_found")}
+        return {k: v for k, v in vars(self).items() if k not in ("parameters", "_sorted_values")}
 
     def clear_cache(self) -> None:
         """Free the sorted values; the next lookup builds them again."""
-        self.__dict__.pop("_found", None)
+        self.__dict__.pop("_sorted_values", None)
 
     def represents(self, dtype: torch.dtype) -> bool:
         """Return whether a dtype represents some original dtype exactly; it may be wider."""

@@ -18,7 +18,11 @@ from torch import Tensor
 from schedlang.diagnostics.diagnostic import quote_names
 from schedlang.passes.judge.batch_parts import BatchParts, PartGradients
 from schedlang.passes.judge.explanations import MOST_GROUPS, FirstModule, explain_initial_weights
-from schedlang.passes.judge.gradient_errors import describe_part_counts, describe_part_mean
+from schedlang.passes.judge.gradient_errors import (
+    SPARE_EQUATIONS,
+    describe_part_counts,
+    describe_part_mean,
+)
 from schedlang.passes.judge.optimizer_steps import MOST_NAMES
 from schedlang.passes.judge.record import RunRecord
 from schedlang.passes.localize.diagnosis import named_factors
@@ -220,6 +224,8 @@ def _part_corrections(
             if key not in cut or expected is None:
                 return None
             columns = torch.stack([part.reshape(-1) for part in cut[key].parts], 1)
+            if len(columns) < len(times) + SPARE_EQUATIONS:
+                return None  # a few numbers are explained by any weights
             weights = torch.linalg.lstsq(columns, expected.reshape(-1, 1)).solution[:, 0]
             combined = (columns @ (weights * torch.tensor(times, dtype=torch.float64))).reshape(
                 expected.shape

@@ -5,8 +5,11 @@ Used on both sides to find the first module that differs (`module_comparison.py`
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from schedlang.passes.judge.layouts import local_tensor
 from schedlang.runtime.isolated_modules import CallFrame, tensors_of
 from schedlang.runtime.submodules import remove_hooks_after
 
+_STAGE_FILE = os.path.join("distributed", "pipelining", "stage.py")
 OutputKey = tuple[CallFrame, int]  # a module's call, and the number of its output
 
 
@@ -60,8 +64,8 @@ def record_step(
 
     def hook(name: str) -> Any:
         def after(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if torch._C._current_graph_task_id() >= 0:
-                return  # a recomputation
+            if torch._C._current_graph_task_id() >= 0 or _infers_shapes():
+                return  # a recomputation, or a call on a dummy input
             frame = name, call_counts[name]
             call_counts[name] += 1
             if taken:
@@ -98,6 +102,16 @@ def record_settled_step(modules: Mapping[str, nn.Module], step: Callable[[], Any
     """
     first, second = (record_step(modules, step) for _ in range(2))
     return first if first.calls.keys() == second.calls.keys() else second
+
+
+def _infers_shapes() -> bool:
+    """Return whether torch's pipelining runs a stage on dummy inputs, to learn shapes."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code, frame = frame.f_code, frame.f_back
+        if code.co_filename.endswith(_STAGE_FILE) and code.co_name.endswith("_inference"):
+            return True
+    return False
 
 
 def _gradient_hook(run: RecordedStep, frame: CallFrame, k: int) -> Callable[[Tensor], None]:

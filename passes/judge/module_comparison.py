@@ -380,7 +380,8 @@ class StepComparison:
         if len(wrong) > 1 and all(_same_place(part, first) for part in wrong):
             alike = all(self.comparison.are_copies(part.value, first.value) for part in wrong)
             notes.append(f"they are {'alike' if alike else 'different'} on these ranks")
-            if not alike and not grad and _has_equal_rows(_sum(wrong) - self.right.tensor(key)):
+            expected = self.right.tensor(key, grad).reshape(-1)[first.places]
+            if not alike and not grad and _has_equal_rows(_sum(wrong) - expected):
                 notes.append("their sum is right but for one row in all places: each adds a bias")
         elif grad and self._are_misplaced(key, wrong, factors or {}):
             notes.append("their sum is right: parts of them belong to the places of other ranks")
@@ -514,10 +515,10 @@ def _covers_dims(places: Tensor, shape: torch.Size) -> bool:
 def find_rows(part: RankOutput, anchors: Sequence[RankOutput], shape: torch.Size) -> Tensor | None:
     """Return a part's rows (of the first two dims), known from right outputs before it."""
     lead = part.value.shape[:2]
-    for prior in anchors:
-        if (prior.rank, prior.frame[1], prior.value.shape[:2]) != (part.rank, part.frame[1], lead):
-            continue
-        if prior.places is not None and prior.places.dim() > 2:
+    wanted = part.rank, part.frame[1], lead, shape[:2]
+    for prior in anchors:  # whose first dims may be others, as rows and heads
+        facts = prior.rank, prior.frame[1], prior.value.shape[:2], prior.shape[:2]
+        if facts == wanted and prior.places is not None and prior.places.dim() > 2:
             return prior.places.flatten(2)[..., 0] // prior.shape[2:].numel()
     full = torch.arange(shape[:2].numel()).reshape(shape[:2])
     return full if lead == shape[:2] else None
@@ -561,7 +562,7 @@ def _describe_permutation(value: Tensor, expected: Tensor) -> str:
     for dim, size in enumerate(expected.shape):
         if not 2 <= size <= MOST_PLACES:
             continue
-        slices, right_slices = (x.movedim(dim, 0).flatten(1) for x in (value, expected))
+        slices, right_slices = (x.movedim(dim, 0).reshape(size, -1) for x in (value, expected))
         matches = torch.stack([(x - right_slices).abs().amax(1) <= tolerance for x in slices])
         order: list[int] = []
         for index, row in enumerate(

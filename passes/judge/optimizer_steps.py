@@ -54,9 +54,8 @@ def explain_steps(
         before = before if first_row.step else (record.initial or {}).get(row.name)
         if current is None or target is None or before is None or current.shape != before.shape:
             return
-        groups.setdefault(_explain_step(current - before, target - before, sizes), []).append(
-            row.name
-        )
+        text = _explain_step(current - before, target - before, before, sizes)
+        groups.setdefault(text, []).append(row.name)
     if not groups.pop("", None):
         for text, names in groups.items():
             count = sum(key[:3] == _key_of(first_row) for key in expected.tensors)
@@ -67,13 +66,23 @@ def _key_of(row: Row) -> tuple[str, str, int | None]:
     return row.condition, row.kind, row.step
 
 
-def _explain_step(change: Tensor, right_change: Tensor, sizes: Mapping[str, int]) -> str:
-    """Explain a parameter's change by the right change; "" if no rule fits."""
+def _explain_step(
+    change: Tensor, right_change: Tensor, before: Tensor, sizes: Mapping[str, int]
+) -> str:
+    """Explain a parameter's change by the right change, and by its value before the step.
+
+    "" if no rule fits.
+    """
     if not change.any():
         return "not stepped: they are what they were before"
     unstepped = (change == 0) & (right_change != 0)
     if unstepped.any() and is_close(change[~unstepped], right_change[~unstepped]):
         return f"{int(unstepped.sum())} of {right_change.numel()} elements are not stepped"
+    extra, weight = change.double() - right_change.double(), before.double()
+    share = float((extra * weight).sum() / weight.square().sum()) if weight.any() else 0.0
+    if share and weight.numel() > 1 and is_close(extra, share * weight):
+        amount = "much" if share < 0 else "little"
+        return f"{abs(share):.4g} of each weight too {amount} is taken off: another weight decay"
     diagnosis = diagnose(change, right_change, sizes)
     if not diagnosis.explains or "times the right value" not in diagnosis.text:
         return ""

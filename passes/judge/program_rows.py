@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.passes.judge.dropout_masks import OriginalDropout
+from schedlang.passes.judge.dropout_masks import IN_EVALUATION, OriginalDropout
 from schedlang.passes.judge.explanations import DROPOUT, INITIAL, SAVED
 from schedlang.passes.judge.layouts import ElementIndex
 from schedlang.passes.judge.program import check_optimizer
 from schedlang.passes.judge.record import RunRecord
+from schedlang.passes.judge.trial import Trial
 from schedlang.passes.localize.diagnosis import is_close
 from schedlang.passes.verify.observe import HIDDEN_BUFFERS, Condition, Key, Observation
 from schedlang.passes.verify.proof_case import Case
@@ -46,14 +47,14 @@ def align_observations(
         if key.kind not in _OUTPUTS or key.kind in missing:
             continue
         parts = list(_rank_outputs(actual, key))
-        full = _assemble_output(parts, expected_value) if expected_value is not None else None
-        if full is not None:
+        if not parts or expected_value is None:
+            left_out[key.name] = _NOT_MADE if parts else "the program does not give it"
+        elif (full := _assemble_output(parts, expected_value)) is not None:
             tensors[key] = full
-        elif parts and expected_value is not None and not _may_be_pieces(parts, expected_value):
+        elif not _may_be_pieces(parts, expected_value):
             tensors[key] = parts[0]  # another shape: the row fails and shows both
         else:
-            text = "parts of ranks do not make it"
-            left_out[key.name] = text if parts else "the program does not give it"
+            left_out[key.name] = _NOT_MADE
     lost = {
         k
         for k in expected.tensors
@@ -78,6 +79,7 @@ def align_observations(
 
 
 _OUTPUTS = ("outputs", "training outputs")
+_NOT_MADE = "parts of ranks do not make it"
 
 
 def _rank_outputs(actual: Observation, key: Key) -> Iterator[Tensor]:
@@ -151,13 +153,22 @@ def initial_rows(original: nn.Module, record: RunRecord) -> Iterator[Row]:
 
 
 def dropout_rows(drops: OriginalDropout, record: RunRecord) -> Iterator[Row]:
-    """Yield a row for each of the original's dropout modules: whether ranks drop there."""
+    """Yield a row for each module that drops: whether ranks and the original both do."""
+    for site, note in record.dropout_sites.extra_modules(drops).items():
+        yield Row("", DROPOUT, site, math.inf, 0.0, False, None, note)
     lost = record.dropout_sites.missing_modules(drops)
     for site in drops.sites:
         note = "no rank drops there" if site in lost else record.masks.get(site, "")
         if site in drops.off and not note:
             continue
         yield Row("", DROPOUT, site, math.inf if note else 0.0, 0.0, not note, None, note)
+
+
+def evaluation_rows(trial: Trial, record: RunRecord) -> Iterator[Row]:
+    """Yield a failing row for each module that drops in evaluation, if the original drops none."""
+    if record.evaluated and not trial.drops_in_evaluation():
+        for site in sorted(record.evaluated):
+            yield Row("", DROPOUT, site, math.inf, 0.0, False, None, IN_EVALUATION)
 
 
 def saved_rows(

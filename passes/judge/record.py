@@ -38,6 +38,7 @@ class RunRecord:
     irregular_modules: set[str] = field(
         default_factory=set
     )  # modules whose dropout calls differ by step
+    evaluated: set[str] = field(default_factory=set)  # modules that would drop in evaluation
     masks: dict[str, str] = field(default_factory=dict)  # modules with wrong own masks, and why
     low_dtypes: set[str] = field(default_factory=set)  # low dtypes that float64 replaces
     strided: set[tuple[str, str]] = field(default_factory=set)  # see `CallMonitor.strided`

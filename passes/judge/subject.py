@@ -225,9 +225,9 @@ class ProgramSubject:
         return loss
 
     def _parameter_sums(self) -> dict[str, float]:
-        """Return the sum of each local parameter, to detect a step that changes parameters."""
-        parts = {tensor.name: local_tensor(p.detach()) for tensor, p in self._parameters}
-        return {name: float(value.double().sum()) for name, value in parts.items()}
+        """Return the sum of each local trained parameter, to detect a step that changes them."""
+        trained = [(tensor.name, p.detach()) for tensor, p in self._parameters if p.requires_grad]
+        return {name: float(local_tensor(p).double().sum()) for name, p in trained}
 
     def forward_backward(self, batch: Batch) -> Any:
         """Run the program's step on a batch and return its result; no optimizer step.
@@ -317,7 +317,7 @@ class ProgramSubject:
             return None
         for mode in self._training:
             mode.evaluate()
-        with torch.no_grad():
+        with torch.no_grad(), enter_scope(Scope(self._step, 0, (), evaluation=1)):
             return self._by_rank(self._call_user("evaluate", self.program.evaluate, batch))
 
     def _by_rank(self, output: Any) -> dict[str, list[Tensor]]:

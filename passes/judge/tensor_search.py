@@ -56,7 +56,9 @@ class FullTensor:
         divided = [dim for dim, (p, w) in enumerate(zip(part.shape, shape)) if p < w]
         if len(divided) != 1 or not part.numel() or part.shape[divided[0]] > MOST_SLICES:
             return None
-        parts, full = (t.movedim(divided[0], 0).flatten(1) for t in (part, self.values))
+        parts, full = (
+            t.movedim(divided[0], 0).reshape(t.shape[divided[0]], -1) for t in (part, self.values)
+        )
         matches = [((full - row).abs().amax(1) <= self.atol).nonzero() for row in parts.detach()]
         if any(len(match) != 1 for match in matches):
             return None

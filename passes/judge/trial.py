@@ -208,6 +208,7 @@ class Trial:
         numbers: dict[tuple[str, int], int] = {}
         sites: dict[str, None] = {}
         others: dict[tuple[str, str], None] = {}
+        still: set[str] | None = None
         for condition, step, batch in _all_steps(self.conditions):
             same_batch = (k for k, earlier in enumerate(batches) if earlier is batch)
             number = next(same_batch, len(batches))
@@ -217,13 +218,23 @@ class Trial:
             batches.append(batch)
             recorder = DropoutRecorder()
             with enter_modes(*self.modes[:-1], recorder):
-                Sequential(copy_original(self.case), loss=self.case.loss).forward_backward(
-                    batch, range(count_rows(batch))
-                )
+                original = Sequential(copy_original(self.case), loss=self.case.loss, follow=False)
+                original.forward_backward(batch, range(count_rows(batch)))
             torch.save(recorder.drops, f"{folder}/{number}")
             sites |= dict.fromkeys(drop.site for drop in recorder.drops)
             others |= dict.fromkeys(sorted(recorder.others))
-        return OriginalDropout(folder, self.case.seed, numbers, tuple(sites), tuple(others))
+            evaluating = {n for n, m in original.module.named_modules() if not m.training}
+            still = evaluating if still is None else still & evaluating
+        facts = tuple(sites), tuple(others), frozenset(still or ())
+        return OriginalDropout(folder, self.case.seed, numbers, *facts)
+
+    def drops_in_evaluation(self) -> bool:
+        """Return whether the original would drop something in evaluation."""
+        mode = DropoutByMasks(self.drops.seed, self.drops.off)
+        original = Sequential(copy_original(self.case), loss=self.case.loss, follow=False)
+        with enter_modes(*self.modes[:-1], mode):
+            original.eval_step(self.conditions[0].batches[0])
+        return bool(mode.evaluated)
 
     def _train_on_ranks(self, progress: Progress) -> tuple[Observation, RunRecord]:
         steps = sum(len(condition.batches) for condition in self.conditions)
@@ -257,14 +268,19 @@ def _train(task: RankTask) -> tuple[Observation, RunRecord] | None:
             )
         record.choices = recorder.gather()
         record.loaded = check_loading(made[0], step=task.float64)
-    recomputed = {made[0].original_module(site) or site for site in dropping.unequal_recomputations}
+    recomputed, evaluated = (
+        {made[0].original_module(site) or site for site in sites}
+        for sites in (dropping.unequal_recomputations, dropping.evaluated)
+    )
     calls = dropping.calls
     call_facts = calls.low_dtypes, sorted({*calls.unwaited.values()}), calls.strided
     rank_facts = comm.all_gather_object(
-        (dropping.irregular_modules, recomputed, dropping.generator_states, *call_facts)
+        (dropping.irregular_modules, recomputed, dropping.generator_states, evaluated, call_facts)
     )
-    for rank, (irregular, recomputed, _, low_dtypes, unwaited, strided) in enumerate(rank_facts):
+    for rank, (irregular, recomputed, _, evaluated, call_facts) in enumerate(rank_facts):
+        low_dtypes, unwaited, strided = call_facts
         record.irregular_modules |= irregular
+        record.evaluated |= evaluated
         record.masks |= dict.fromkeys(recomputed, OTHER_MASK)
         record.low_dtypes |= low_dtypes if task.float64 else set()
         record.strided |= strided

@@ -40,6 +40,7 @@ class Sequential:
     evaluate  train in eval mode
     follow    float inputs require gradients
     dropout   the mode under which the module runs; it reports the draws
+    step      number of the next step
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Sequential:
         evaluate: bool = False,
         follow: bool = True,
         dropout: LogicalDropout | None = None,
+        step: int = 0,
     ) -> None:
         self.module, self.loss, self.clip = module, loss or returned_loss, clip
         self.scale, self.evaluate, self.follow = scale, evaluate, follow
@@ -69,7 +71,7 @@ class Sequential:
         self.output: Any = None  # of the last training step
         self._training = TrainingMode(module)
         self._inputs: dict[str, Any] = {}
-        self._steps = 0
+        self._steps = step
         self._evaluated = (0, 0)  # step, number of evaluations
         named_sites(module)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from schedlang import TrainingProgram, verify_program
-from schedlang.passes.judge import async_collectives, module_comparison
+from schedlang.passes.judge import async_collectives, gradient_errors, module_comparison
 from schedlang.passes.judge.explanations import (
     INITIAL,
     _miscounts,
@@ -111,6 +111,20 @@ def test_a_work_that_is_asked_counts_as_waited_for() -> None:
     assert monitor.monitor(dist.isend, work) is work
 
 
+def test_a_rank_without_a_gradient_of_its_part() -> None:
+    """Ranks whose part has no gradient are named, if the parts of all others are right."""
+    full = torch.tensor([1.0, 2.0, 5.0, 7.0], dtype=torch.float64)
+    regions = [Region.from_numbers(torch.tensor(numbers)) for numbers in ([0, 1], [2, 3])]
+    part = Region.from_numbers(torch.arange(2))
+    for held, said in ((full[:2], "right on rank 0; there is none on rank 1"), (-full[:2], "")):
+        copies = [
+            RankCopy(rank, "w", part, region, map_tensor(held, None) if rank == 0 else None)
+            for rank, region in enumerate(regions)
+        ]
+        text = gradient_errors._explain_absent(full, copies)
+        assert text.startswith(said) and bool(text) == bool(said), text
+
+
 def test_a_norm_of_slices_that_ranks_have_twice() -> None:
     """On a hybrid mesh: norms that miss slices, or count each rank's copy."""
     slices = {0: [0, 1], 1: [2], 2: [0, 1], 3: [2]}
@@ -164,6 +178,17 @@ def test_how_a_step_is_another(now: Tensor, said: str) -> None:
     record = RunRecord(initial=dict(initial))
     texts = [text for _, text in explain_steps([ROW], ROW, *sides, record, {"ranks": 2})]
     assert all(said in text for text in texts) and bool(texts) == bool(said), texts
+
+
+@pytest.mark.parametrize("share, said", [(0.99, "0.01 of each weight too much"), (1.01, "little")])
+def test_another_weight_decay_is_told(share: float, said: str) -> None:
+    """A step that differs by a share of the weight itself has another weight decay."""
+    before = BEFORE.double()
+    key = Key("SGD", "parameters", 0, "w")
+    sides = [Observation({key: factor * before + CHANGE}) for factor in (1.0, share)]
+    record = RunRecord(initial={"w": before})
+    (text,) = [text for _, text in explain_steps([ROW], ROW, *sides, record, {"ranks": 2})]
+    assert said in text and "another weight decay" in text, text
 
 
 def test_copies_that_a_step_leaves_apart() -> None:

@@ -125,6 +125,16 @@ def test_one_changed_element_is_no_padding() -> None:
         assert torch.equal(tensor.pieces["q.weight"][1].numbers, torch.arange(24))
 
 
+def test_values_are_freed_after_the_lookup() -> None:
+    """An index keeps no sorted copy of all weights, and sends none to other ranks."""
+    original = Original()
+    table = ElementIndex(original)
+    assert bool((table.find(original.q.weight) >= 0).all()) and "_sorted_values" in vars(table)
+    assert "_sorted_values" not in table.__getstate__()
+    match_parameters(program_of(w=original.q.weight.detach()), table)
+    assert "_sorted_values" not in vars(table)
+
+
 def test_rows_that_nobody_has_are_missing() -> None:
     """Elements that no rank holds are counted."""
     original = Original()

@@ -14,7 +14,7 @@ from schedlang.passes.judge.module_comparison import ValueComparison
 from schedlang.passes.verify.observe import Key, Observation
 from schedlang.report import Report, Row
 from schedlang.runtime.launch.pool import Pool
-from tests.judging import net
+from tests.judging import by_hand, net
 from tests.judging.catches import lost_window, pipeline_accumulated
 from tests.judging.catches.collectives import GatherFromSplit, local_part, rank_sum
 from tests.judging.catches.language_model import WIDTH, LanguageModel, batch, loss, original
@@ -36,6 +36,23 @@ def test_what_a_pipeline_makes_to_learn_shapes_is_no_output(pool: Pool) -> None:
     messages = _bug_messages(pipeline_accumulated, pool)
     assert "first module" not in messages, messages
     assert "2 parts of the batch count 0.5, 1 times what they should" in messages["gradients"]
+
+
+def test_a_stage_that_is_made_in_each_step_learns_shapes_in_each(pool: Pool) -> None:
+    """A pipeline with wrong labels has right modules: only the loss is wrong."""
+
+    def program(model: Any) -> TrainingProgram:
+        right = by_hand.torch_pipeline(model)
+
+        def step(batch: Any) -> Any:
+            return right.step({**batch, "labels": batch["labels"].roll(1, 0)})
+
+        return TrainingProgram(right.module, step)
+
+    torch.manual_seed(0)
+    inputs: Any = {"model": net.Net(), "batch": net.batch, "loss": net.loss}
+    message = _messages(verify_program(program, **inputs, ranks=2, pool=pool))["first module"]
+    assert message.startswith("the loss: "), message
 
 
 def test_places_that_are_wrong_are_no_rounding(pool: Pool) -> None:
@@ -193,6 +210,13 @@ def test_rows_beside_an_output_that_is_split() -> None:
     )
     rows = module_comparison.find_rows(wrong_output, [split_output], torch.Size((4, 3, 2)))
     assert rows is not None and rows.tolist() == [[6, 7, 8], [9, 10, 11]]
+    heads = torch.Size((4, 6, 3, 2))  # as many heads on a rank as it has tokens
+    numbers = torch.arange(heads.numel()).reshape(heads)[2:, :3]
+    heads_output = module_comparison.RankOutput(
+        1, ("mix", 0), 0, torch.zeros(2, 3, 3, 2), numbers, heads
+    )
+    anchors = [heads_output, split_output]
+    assert torch.equal(module_comparison.find_rows(wrong_output, anchors, wrong_output.shape), rows)
 
 
 def test_a_step_that_is_another_after_right_gradients() -> None:

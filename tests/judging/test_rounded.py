@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,20 +14,23 @@ from torch import nn
 
 from schedlang import TrainingProgram, verify_program
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.judge.batch_parts import PartGradients
 from schedlang.passes.judge.low_dtype_errors import (
     _cluster_factors,
     _copy_correction,
     _factor_correction,
+    _part_corrections,
 )
 from schedlang.passes.judge.rank_copies import RankCopy
 from schedlang.passes.judge.record import RunRecord
 from schedlang.passes.judge.regions import Region
 from schedlang.passes.verify.mapped_tensors import map_tensor
-from schedlang.passes.verify.observe import Key
+from schedlang.passes.verify.observe import Key, Observation
 from schedlang.runtime.launch.pool import Pool
 from tests.judging import by_hand, net, saving, wrapped
 from tests.judging.catches import mean_of_means, pipeline_accumulated
 from tests.judging.catches.language_model import original
+from tests.judging.test_causes import FixedGradients
 
 
 def low_only(model: nn.Module) -> TrainingProgram:
@@ -252,6 +256,18 @@ def test_a_factor_that_is_nearly_one_is_no_cause() -> None:
     assert _factor_correction({"ranks": 2}, {key: 1.03})(key, value) is None
     correction = _factor_correction({"ranks": 2}, {key: 1.99})(key, value)
     assert correction is not None and correction[0].startswith("ranks = 2 times")
+
+
+@pytest.mark.parametrize("count", [4, 8])
+def test_a_few_numbers_do_not_tell_how_parts_count(count: int) -> None:
+    """Any four numbers are a weighted sum of four parts: eight are not."""
+    key, draw = Key("SGD", "gradients", 0, "w"), torch.Generator().manual_seed(0)
+    *parts, actual = torch.randn(5, count, dtype=torch.float64, generator=draw)
+    exact = Observation({key: torch.stack(parts).sum(0)})
+    cuts = FixedGradients([PartGradients(parts)])
+    bounds: Any = SimpleNamespace(exact=exact)
+    _, weighted = _part_corrections(bounds, Observation({key: actual}), [key], cuts)  # type: ignore[arg-type]
+    assert (weighted(key, actual) is None) == (count == 4)
 
 
 def test_parts_that_ranks_have_twice_are_averaged() -> None:
