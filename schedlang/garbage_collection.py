@@ -9,10 +9,14 @@ from contextlib import contextmanager
 
 
 class ProcessState:
-    """State of the process: `own` is true if it runs only a schedlang command, so that no other
-    code's garbage is in it."""
+    """State of the process.
+
+    `own` is true if it runs only a schedlang command, so that no other code's garbage is in it.
+    `may_unfreeze` is true if its owner has frozen objects only to save time, and freezes them again.
+    """
 
     own = False
+    may_unfreeze = False
 
 
 @contextmanager
