@@ -12,11 +12,11 @@ class ProcessState:
     """State of the process.
 
     `own` is true if it runs only a schedlang command, so that no other code's garbage is in it.
-    `may_unfreeze` is true if its owner has frozen objects only to save time, and freezes them again.
+    `keeps_frozen` is true if its owner freezes what is imported, and wants it left so.
     """
 
     own = False
-    may_unfreeze = False
+    keeps_frozen = False
 
 
 @contextmanager

@@ -33,9 +33,8 @@ register()
 Pool._executed = staticmethod(forks.start_server)  # type: ignore[method-assign]
 # the parser of the command line is made once, and not for each command that a test runs
 typer_testing._get_command = functools.cache(typer_testing._get_command)
-# a dry run collects garbage at each operation, and must not visit what was imported since the
-# tests were collected; after each file everything is frozen again
-ProcessState.may_unfreeze = True
+# a dry run need not count what is frozen: that takes longer than many a step
+ProcessState.keeps_frozen = True
 
 # imported once, before the ranks are forked
 PRELOAD = (
