@@ -9,10 +9,14 @@ from contextlib import contextmanager
 
 
 class ProcessState:
-    """State of the process: `own` is true if it runs only a schedlang command, so that no other
-    code's garbage is in it."""
+    """State of the process.
+
+    `own` is true if it runs only a schedlang command, so that no other code's garbage is in it.
+    `keeps_frozen` is true if its owner freezes what is imported, and wants it left so.
+    """
 
     own = False
+    keeps_frozen = False
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import sys
@@ -13,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from _pytest.assertion import rewrite
 from hypothesis import settings
+from typer import testing as typer_testing
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.garbage_collection import collect_less_often, without_collector
+from schedlang.garbage_collection import ProcessState, collect_less_often, without_collector
 from schedlang.runtime.launch.pool import Pool
 from tests import forks
 from tests.properties.profiles import register
@@ -29,6 +31,10 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 register()
 Pool._executed = staticmethod(forks.start_server)  # type: ignore[method-assign]
+# the parser of the command line is made once, and not for each command that a test runs
+typer_testing._get_command = functools.cache(typer_testing._get_command)
+# a dry run need not count what is frozen: that takes longer than many a step
+ProcessState.keeps_frozen = True
 
 # imported once, before the ranks are forked
 PRELOAD = (

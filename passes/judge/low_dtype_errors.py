@@ -135,8 +135,7 @@ def _find_corrected(
     if not fixes:
         return {}
     steps = (k for k in bounds.exact.tensors if k[:2] in {one[:2] for one in fixes})
-    exact = {k: bounds.exact.tensors[k] for k in steps if k in fixes or k.kind != "gradients"}
-    gate = replace(bounds, exact=replace(bounds.exact, tensors=exact))
+    gate = bounds.limited_to(k for k in steps if k in fixes or k.kind != "gradients")
     trial = replace(actual, tensors={k: value for k, (_, value) in fixes.items()})
     valid = {Key(r.condition, k.kind, 0, r.name) for r in gate.rows(trial) for k in fixes if r.ok}
     return {key: sentence for key, (sentence, _) in fixes.items() if key in valid}

@@ -246,8 +246,10 @@ def fitted_to_runs(
     def fit(names: Sequence[str]) -> Fit:
         def model(logs: Array) -> Array:
             machine = _with_constants(base, names, logs)
-            pairs = zip(chains, runs, strict=True)
-            predicted = [price(chain, run.setting, machine, recipe).seconds for chain, run in pairs]
+            predicted = [
+                price(chain, run.setting, machine, recipe, seconds_only=True).seconds
+                for chain, run in zip(chains, runs, strict=True)
+            ]
             shares: Array = np.array(predicted) / actual
             return shares
 

@@ -145,8 +145,9 @@ def price(
     cluster: Cluster,
     recipe: Recipe = DEFAULT_RECIPE,
     weights: Causes = NO_WEIGHTS,
+    seconds_only: bool = False,
 ) -> Price:
-    """Price a setting: seconds of a step, and bytes of the rank of each place.
+    """Price a setting: seconds of a step, and bytes of the rank of each place, if wanted.
 
     `weights` are factors by cause from a fit to measured runs; 1 for other causes.  Raises
     ValueError for a chain that is split into another number of stages than the setting has,
@@ -161,8 +162,8 @@ def price(
         parts["idle"] = step.span - sum(parts.values())
     parts["gradients"] = _total(step.data, weights)
     parts["optimizer"] = _total(step.update, weights)
-    fullest = peak_bytes(chain, setting, recipe, step.made, step.again)
-    return Price(sum(parts.values()), fullest, parts)
+    sizes = (chain, setting, recipe, step.made, step.again)
+    return Price(sum(parts.values()), () if seconds_only else peak_bytes(*sizes), parts)
 
 
 def step_seconds_by_cause(

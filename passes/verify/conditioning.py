@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -186,27 +186,44 @@ class ErrorBound:
         return max(ratio(float(error.norm()), self.norm), ratio(_largest(error), self.element))
 
 
+@dataclass(frozen=True)
+class ErrorSize:
+    """The size of an error: its norm, and its largest element."""
+
+    norm: float
+    element: float
+
+    @classmethod
+    def of(cls, error: Tensor, factor: float = 1.0) -> ErrorSize:
+        """Return the size of an error times a factor."""
+        return cls(factor * float(error.norm()), factor * _largest(error))
+
+
 def error_bound(errors: Sequence[Tensor], chance: float) -> ErrorBound | None:
     """Return the size that one more error exceeds with this chance; None: too few errors."""
+    freedom = estimate_freedom(errors)
+    return freedom and bound_with_freedom([ErrorSize.of(e) for e in errors], chance, freedom)
+
+
+def estimate_freedom(errors: Sequence[Tensor]) -> float | None:
+    """Estimate degrees of freedom, at least 1; None: too few errors, all zero, or not finite."""
     norms = [float(e @ e) for e in errors]
     mean = math.fsum(norms) / max(1, len(norms))
     if len(errors) < LEAST_ERRORS or not mean or not math.isfinite(mean):
         return None
     unit = [e / math.sqrt(mean) for e in errors]
     dots = [[float(e @ f) for f in unit] for e in unit]
-    return bound_with_freedom(
-        errors, chance, degrees_of_freedom([norm / mean for norm in norms], dots)
-    )
+    return degrees_of_freedom([norm / mean for norm in norms], dots)
 
 
 def bound_with_freedom(
-    errors: Sequence[Tensor], chance: float, n: float, draws: int = 0
+    sizes: Sequence[ErrorSize], chance: float, n: float, draws: int = 0
 ) -> ErrorBound:
     """Return the bound of errors with `n` degrees of freedom, as if there were `draws` errors."""
-    times = math.sqrt(quantile(chance / 2, n, n * (draws or len(errors))))
+    times = math.sqrt(quantile(chance / 2, n, n * (draws or len(sizes))))
     further = math.sqrt(1 + math.log(2 / chance) / math.log(2 * n))
-    norm = _mean_square([float(e.norm()) for e in errors])
-    max_element = _mean_square([_largest(e) for e in errors])
+    norm = _mean_square([size.norm for size in sizes])
+    max_element = _mean_square([size.element for size in sizes])
     return ErrorBound(times * norm, max(times, further) * max_element)
 
 
@@ -287,6 +304,27 @@ OVERFLOWS = "the original itself is not finite"
 RunOriginal = Callable[[int], Observation]
 
 
+class RunErrors(NamedTuple):
+    """The errors of one run for a tensor; `lost`: the tensor is there, and not finite."""
+
+    sizes: tuple[ErrorSize, ...]
+    lost: bool
+
+
+@dataclass(frozen=True)
+class KnownErrors:
+    """What is known of the runs: many programs may be compared with them, as a judge does.
+
+    runs     draw and tensor -> the errors
+    freedom  tensor, and whether under casts -> degrees of freedom of the errors of all draws
+    least    tensor -> the size of one rounding
+    """
+
+    runs: dict[tuple[int, Key], RunErrors] = field(default_factory=dict)
+    freedom: dict[tuple[Key, bool], float | None] = field(default_factory=dict)
+    least: dict[Key, ErrorSize] = field(default_factory=dict)
+
+
 @dataclass
 class ErrorBounds:
     """Bounds of each tensor's distance from float64, estimated from runs of the original.
@@ -301,6 +339,7 @@ class ErrorBounds:
     draws: int = DRAWS
     state: bool = False
     _plain: Observation | None = None
+    _known: KnownErrors = field(init=False, default_factory=KnownErrors)
 
     def rows(
         self, program: Observation, *, rtol: Mapping[str, float] | None = None, casts: bool = False
@@ -398,6 +437,16 @@ class ErrorBounds:
         state = key.kind in _BUFFERS or key.kind.startswith("optimizer ")
         return key.kind in KINDS or (self.state and state)
 
+    def limited_to(self, keys: Iterable[Key]) -> ErrorBounds:
+        """Return the bounds of some tensors; what is known of the runs is shared.
+
+        Of a number, the keys of all steps must be among them.
+        """
+        tensors = {key: self.exact.tensors[key] for key in keys}
+        limited = replace(self, exact=replace(self.exact, tensors=tensors))
+        limited._known = self._known
+        return limited
+
     def _ratios(
         self, errors_left: Mapping[Key, Tensor], chance: float, casts: bool = False
     ) -> dict[Key, float]:
@@ -408,44 +457,53 @@ class ErrorBounds:
         that an error exceeds its bound, and roundings alone make some run of the original not
         finite.
         """
-        shares, unmoved, perturbed = dict[Key, float](), dict[Key, list[Tensor]](), dict[Key, Any]()
-        lost = set[Key]()
+        shares, lost, known = dict[Key, float](), set[Key](), self._known
+        unmoved, moved = (
+            {key: list[ErrorSize]() for key in errors_left} for _ in range(2)
+        )  # the sizes of errors of the unperturbed run, and of the others
+        perturbed = {key: list[Tensor]() for key in errors_left}
         for draw in range(self.draws + 1):
             observed = self.run(draw) if draw else self._unperturbed
             if casts and draw and self.overflows_elsewhere(observed):
                 continue  # a step that only this run skips shows no rounding
             for key in errors_left:
-                error = _error(self.exact, observed, key)
-                if error is not None and not bool(error.isfinite().all()):
-                    lost.add(key)
-                errors = [_error(self.exact, observed, law_key) for law_key in self._same_law(key)]
-                finite = [e for e in errors if e is not None and bool(e.isfinite().all())]
-                if draw:
-                    perturbed.setdefault(key, []).extend(finite)
-                else:
-                    unmoved[key] = [PLAIN_FACTOR * e for e in finite]
+                if (key, casts) not in known.freedom:
+                    known.runs[draw, key], finite = self._run_errors(draw, observed, key)
+                    perturbed[key] += finite if draw else ()
+                run_errors = known.runs[draw, key]
+                (moved if draw else unmoved)[key].extend(run_errors.sizes)
+                lost |= {key} if run_errors.lost else set()
             for key, x in errors_left.items():
-                finite, draws = (
-                    unmoved[key] + perturbed.get(key, []),
-                    DRAWS * len(self._same_law(key)),
-                )
+                sizes, draws = unmoved[key] + moved[key], DRAWS * len(self._same_law(key))
                 freedom = min(max(1, x.numel()), MANY_FREEDOM)
-                law_key = (
-                    bound_with_freedom(finite, chance, freedom, draws)
-                    if finite
+                law_bound = (
+                    bound_with_freedom(sizes, chance, freedom, draws)
+                    if sizes
                     else ErrorBound(0.0, 0.0)
                 )
-                shares[key] = self._with_least_rounding(key, law_key).share(x)
+                shares[key] = self._with_least_rounding(key, law_bound).share(x)
             errors_left = {key: x for key, x in errors_left.items() if not shares[key] <= 1.0}
             if not errors_left:
                 break
         for key, x in errors_left.items():
-            final = error_bound(perturbed.get(key, []), chance)
-            if final is not None:
+            if (key, casts) not in known.freedom:
+                known.freedom[key, casts] = estimate_freedom(perturbed[key])
+            if n := known.freedom[key, casts]:
+                final = bound_with_freedom(moved[key], chance, n)
                 shares[key] = self._with_least_rounding(key, final).share(x)
             if key in lost and not shares[key] <= 1.0:
                 shares[key] = math.nan
         return shares
+
+    def _run_errors(
+        self, draw: int, observed: Observation, key: Key
+    ) -> tuple[RunErrors, list[Tensor]]:
+        """Return the errors of a run for a tensor: their sizes, and those that are finite."""
+        errors = {k: _error(self.exact, observed, k) for k in self._same_law(key)}
+        finite = {k: e for k, e in errors.items() if e is not None and bool(e.isfinite().all())}
+        factor = 1.0 if draw else PLAIN_FACTOR
+        sizes = tuple(ErrorSize.of(e, factor) for e in finite.values())
+        return RunErrors(sizes, errors[key] is not None and key not in finite), [*finite.values()]
 
     def _same_law(self, key: Key) -> list[Key]:
         """Return the key; for a number the keys of all steps: one draw says little of its law."""
@@ -455,13 +513,13 @@ class ErrorBounds:
 
     def _with_least_rounding(self, key: Key, bound: ErrorBound) -> ErrorBound:
         """Return the bound, at least one rounding: a result may be exact by luck."""
-        r, s = self.exact.tensors[key], self._unperturbed.tensors[key]
-        assert r is not None and s is not None
-        unit = _unit(s.dtype)
-        r = torch.ones(1) if key.kind in _NUMBERS else torch.where(r.isfinite(), r, 0).double()
-        return ErrorBound(
-            max(bound.norm, unit * float(r.norm())), max(bound.element, unit * _largest(r))
-        )
+        least = self._known.least.get(key)
+        if least is None:
+            r, s = self.exact.tensors[key], self._unperturbed.tensors[key]
+            assert r is not None and s is not None
+            r = torch.ones(1) if key.kind in _NUMBERS else torch.where(r.isfinite(), r, 0).double()
+            least = self._known.least[key] = ErrorSize.of(r, _unit(s.dtype))
+        return ErrorBound(max(bound.norm, least.norm), max(bound.element, least.element))
 
 
 def _is_lost(key: Key, exact: Tensor, original: Tensor) -> bool:

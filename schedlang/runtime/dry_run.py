@@ -241,7 +241,8 @@ def _collect_at_marks() -> Iterator[None]:
     Each collection looks only at new objects: a model and its modules are very many.
     """
     # a command has frozen its imports; otherwise the caller disables the collector
-    freezes = ProcessState.own or not gc.get_freeze_count()
+    # (the count visits all frozen objects)
+    freezes = ProcessState.own or not (ProcessState.keeps_frozen or gc.get_freeze_count())
     with without_collector():
         if freezes:
             gc.freeze()

@@ -146,3 +146,28 @@ def test_a_command_looks_once_at_what_it_imported(monkeypatch: pytest.MonkeyPatc
     with without_collector(imports=True):
         pass
     assert gc.isenabled() and frozen == [False]
+
+
+@pytest.mark.parametrize(
+    ("keeps_frozen", "count", "calls"),
+    [(True, 9, []), (False, 9, ["count"]), (False, 0, ["count", "freeze", "unfreeze"])],
+)
+def test_what_a_process_keeps_frozen_is_not_visited(
+    monkeypatch: pytest.MonkeyPatch, keeps_frozen: bool, count: int, calls: list[str]
+) -> None:
+    """A dry run counts frozen objects only where nobody says that they stay, and lets none go."""
+    from schedlang.runtime.dry_run import _collect_at_marks
+
+    seen: list[str] = []
+
+    def counted() -> int:
+        seen.append("count")
+        return count
+
+    monkeypatch.setattr(ProcessState, "keeps_frozen", keeps_frozen)
+    monkeypatch.setattr(gc, "get_freeze_count", counted)
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda name=name: seen.append(name))
+    with _collect_at_marks():
+        assert not gc.isenabled()
+    assert gc.isenabled() and seen == calls

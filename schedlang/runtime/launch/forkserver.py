@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from schedlang.garbage_collection import collect_less_often
+from schedlang.garbage_collection import ProcessState, collect_less_often
 from schedlang.ir.modelfile import module_of
 from schedlang.runtime.launch import pickling
 from schedlang.runtime.launch.frames import call_in_one_piece
@@ -173,7 +173,7 @@ class ServerProcess:
 
 def main(control_fd: int, preload: Sequence[str], files: Mapping[str, str], scratch: str) -> None:
     """Serve on an inherited socket until its other end is closed or the parent has ended."""
-    ServerProcess.is_server = True
+    ServerProcess.is_server = ProcessState.keeps_frozen = True
     collect_less_often()  # collect garbage rarely; ranks do a full collection after each job
     control = socket.socket(fileno=control_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
