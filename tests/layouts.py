@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import warnings
 import zlib
 from collections.abc import Callable
@@ -23,12 +24,15 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.model import ModelFacts
 from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.prepare import Prepared, prepare
 from schedlang.passes.lower.build import build
 from schedlang.primitives.pad import pad
 from schedlang.primitives.pipeline import pipeline
 from schedlang.primitives.pipeline_split import pipeline_split
 from schedlang.primitives.shard import shard
 from schedlang.primitives.zero import zero
+from schedlang.runtime.batch import largest_part
+from schedlang.runtime.launch.pickling import dump_job
 from schedlang.runtime.program import Program
 from tests.models import gpt2, tokens
 
@@ -114,6 +118,19 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-2)
 
 
+_prepared: dict[tuple[str, bool], bytes] = {}
+
+
+def prepared_for(name: str, plan: Plan, odd: bool = False) -> Prepared:
+    """The plan of a layout prepared: once in this process, and a copy for each program, as `verify`
+    sends it to each rank."""
+    if (name, odd) not in _prepared:
+        sample = largest_part(batch_of(odd)(0), plan.share_weights, plan.micro)
+        _prepared[name, odd] = dump_job(prepare(plan, sample, trains=False))
+    prepared: Prepared = pickle.loads(_prepared[name, odd])
+    return prepared
+
+
 def program_under(
     name: str, odd: bool = False, *, fresh: bool = False, optimizer: Any = adamw
 ) -> Program:
@@ -126,8 +143,14 @@ def program_under(
                     tensor.copy_(torch.rand_like(tensor))
         if odd:
             model.unsaved.fill_(1.0)
+    plan = plan_of(name, model)
     program = build(
-        plan_of(name, model), batch_of(odd)(0), optimizer=optimizer, clip=1.0, seed=SEED
+        plan,
+        batch_of(odd)(0),
+        optimizer=optimizer,
+        clip=1.0,
+        seed=SEED,
+        prepared=prepared_for(name, plan, odd),
     )
     if fresh and program.optimizer is not None:
         for group in program.optimizer.param_groups:

@@ -180,6 +180,8 @@ def _contents(space: Any) -> dict[Any, Any]:
         return dict(enumerate(space))
     if isinstance(space, tuple):
         return dict(enumerate(map(_content, space)))
+    if type(space) is dict:  # nearly always: without a pair for each name
+        return space.copy()
     # some make a value when it is looked up, such as transformers' table of activations
     return dict(dict.items(space)) if isinstance(space, dict) else dict(space)
 
@@ -239,7 +241,6 @@ class WrittenAttributes:
         for fqn, module in self._copied.named_modules():
             before, current = self._before[fqn][1], _marks({**vars(module), **module._buffers})
             written = frozenset(k for k, mark in current.items() if before.get(k) != mark)
-            written -= MODULE_ATTRIBUTES
             for original in self._originals if written else ():
                 of_user = original.get_submodule(fqn)
                 names[id(of_user)] = fqn, written
@@ -262,9 +263,14 @@ class WrittenAttributes:
 
 
 def _marks(state: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return what changes with a value: other tensors, writes into them, other objects, numbers."""
+    """Return what changes with a value: other tensors, writes into them, other objects, numbers.
+
+    Attributes that every module has are left out: hooks, submodules, parameters.
+    """
     marks: dict[str, list[Any]] = {}
     for key, value in state.items():
+        if key in MODULE_ATTRIBUTES:
+            continue
         is_open = isinstance(value, (list, dict, tuple)) and len(value) <= MAX_ENTRIES
         marks[key] = [
             (id(leaf), leaf._version)

@@ -25,8 +25,8 @@ from tests.proofs import (
     make_plan,
     refusal_text,
     static_holds,
+    train_on_ranks,
     train_sequential,
-    train_steps,
 )
 from tests.properties.engine import check
 from tests.properties.models import Block, Config
@@ -53,9 +53,7 @@ def assert_same_training(
 ) -> None:
     """Assert that steps of AdamW equal the plain loop's: losses, gradients, norms, state."""
     options = {"seed": SEED, **options}
-    observed = threads.run(train_steps, plan.mesh.world, plan, tuple(given), adamw, None, options)[
-        0
-    ]
+    observed = train_on_ranks(threads, plan, given, adamw, **options)
     assert_near(
         observed, train_sequential(model, given, adamw, loss=options.get("loss"), seed=SEED)
     )

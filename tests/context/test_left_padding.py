@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests import models
 from tests.engine.threads import Threads
-from tests.proofs import assert_near, make_plan, sgd, train_sequential, train_steps
+from tests.proofs import assert_near, make_plan, sgd, train_on_ranks, train_sequential, train_steps
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -74,7 +74,7 @@ def test_padding_on_the_left(name: str, way: str, threads: Threads) -> None:
     make, attention = MODELS[name]
     rows = f"  model.layers.*.self_attn  context_parallel({way}, over=cp)"
     plan = make_plan(make(attention), rows, "cp=2")
-    observed = threads.run(train_steps, 2, plan, tuple(batches()), sgd, None, {})[0]
+    observed = train_on_ranks(threads, plan, batches())
     assert_near(observed, train_sequential(make(attention), batches()))
 
 
@@ -99,5 +99,5 @@ def test_capped_scores_of_blind_queries(threads: Threads) -> None:
     unlearned = [dict(batch) for batch in batches()]
     for batch in unlearned:
         batch["labels"][0, 5] = batch["labels"][2, 1] = -100
-    observed = threads.run(train_steps, 2, plan, tuple(unlearned), sgd, None, {})[0]
+    observed = train_on_ranks(threads, plan, unlearned)
     assert_near(observed, train_sequential(gemma2("eager"), unlearned))

@@ -21,7 +21,14 @@ from schedlang.runtime.activation_memory.quantized import (
 from schedlang.runtime.storage.saved_tensors_slot import unpack
 from tests import models
 from tests.engine import Threads
-from tests.proofs import assert_near, assert_proven, make_plan, sgd, train_sequential, train_steps
+from tests.proofs import (
+    assert_near,
+    assert_proven,
+    make_plan,
+    sgd,
+    train_on_ranks,
+    train_sequential,
+)
 from tests.tiers import thin_out
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -304,7 +311,7 @@ def test_in_the_limit_it_is_the_original(threads: Threads, before: str, how: str
     batches = [{"x": random_tensor(7, 8, seed=seed)} for seed in range(3)]
     rows = f"{before}second  compress(activations, {how}, block=16)\nzero(stage=0, over=dp)"
     plan = make_plan(Signs().double(), rows, "dp=3", "lossy")
-    actual = threads.run(train_steps, 3, plan, batches, sgd, None, {})[0]
+    actual = train_on_ranks(threads, plan, batches)
     assert_near(actual, train_sequential(Signs().double(), batches, sgd))
 
 
@@ -312,7 +319,7 @@ def test_it_is_lossy(threads: Threads) -> None:
     """Gradients differ from the original's by about what two bits lose."""
     plan = make_plan(models.gpt2(2), ROW.format("int2"), "", "lossy")
     batch = models.tokens(rows=6)
-    actual = threads.run(train_steps, 1, plan, [batch], sgd, None, {})[0]
+    actual = train_on_ranks(threads, plan, [batch])
     expected = train_sequential(models.gpt2(2), [batch], sgd)
     name = "grad 0 transformer.h.0.mlp.c_fc.weight"
     error = float((actual[name] - expected[name]).norm() / expected[name].norm())

@@ -18,7 +18,14 @@ from schedlang.pipeline.timeline.table import Kind
 from tests import models
 from tests.causal import WIDTH, Causal
 from tests.engine.threads import Threads
-from tests.proofs import adamw, assert_near, assert_proven, make_plan, train_sequential, train_steps
+from tests.proofs import (
+    adamw,
+    assert_near,
+    assert_proven,
+    make_plan,
+    train_on_ranks,
+    train_sequential,
+)
 
 BATCHES = [models.tokens(rows=7, length=11, seed=seed) for seed in (1, 2, 3)]
 PLAIN = [models.tokens(rows=7, length=11, mask=False, seed=seed) for seed in (1, 2, 3)]
@@ -36,8 +43,7 @@ def sliced_plan(model: Any, blocks: str, mesh: str, order: str, *rows: str) -> P
 
 def assert_trains_equal(threads: Threads, plan: Plan, model: Any, batches: Any) -> None:
     """Assert that three steps of AdamW equal the plain loop's."""
-    arguments = (plan, tuple(batches), adamw, None, {"seed": SEED})
-    observed = threads.run(train_steps, plan.mesh.world, *arguments)[0]
+    observed = train_on_ranks(threads, plan, batches, adamw, seed=SEED)
     assert_near(observed, train_sequential(model, batches, adamw, seed=SEED))
 
 

@@ -273,12 +273,14 @@ def test_11_gradients_are_linear_in_the_loss(threads: Threads, drawn: Drawn) -> 
 # -- 13 --------------------------------------------------------------------------------------------
 
 
-def _round_trip(drawn: Drawn, batches: Sequence[Batch]) -> list[list[Tensor]]:
+def _round_trip(
+    plan: Plan, prepared: Prepared, loss: Any, batches: Sequence[Batch]
+) -> list[list[Tensor]]:
     """Return outputs of the first batch on this rank, before and after training."""
     from schedlang.passes.lower.build import build
     from schedlang.runtime.tracing.meta_runs import tensors_in
 
-    program = build(engine.plan_of(drawn), batches[0], loss=drawn.config.loss, seed=engine.SEED)
+    program = build(plan, batches[0], loss=loss, seed=engine.SEED, prepared=prepared)
     outputs = [tensors_in(program.eval_step(batches[0]))]
     program.train_step(batches[1])
     program.eval_step(batches[1])
@@ -302,7 +304,8 @@ def test_13_evaluation_remembers_nothing(threads: Threads, drawn: Drawn) -> None
     steps = tuple(s for s in drawn.steps if s in offers)
     drawn = replace(drawn, config=config, steps=allowed(steps, config, drawn.axes))
     batches = engine.batches_of(drawn, 2)
-    for outputs in threads.run(_round_trip, drawn.world, drawn, batches):
+    prepared = prepare_plan(engine.plan_of(drawn), batches, config.loss)
+    for outputs in threads.run(_round_trip, drawn.world, *prepared, config.loss, batches):
         first, second, third = outputs
         assert len(first) == len(second) == len(third) > 0
         assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*outputs))

@@ -15,9 +15,8 @@ from tests.proofs import (
     assert_proven,
     make_plan,
     refusal_text,
-    sgd,
+    train_on_ranks,
     train_sequential,
-    train_steps,
 )
 
 RAGGED = [0, 2, 2, 7]  # the second bag is empty
@@ -76,7 +75,7 @@ def test_equals_the_whole_table(threads: Threads, case: str, style: str) -> None
     net = Net(**CASES[case])
     second_row = "\nhead  shard(row, over=tp)" if style == "col" else ""
     plan = make_plan(net, f"bag  shard({style}, over=tp){second_row}", "tp=2")
-    observed = threads.run(train_steps, 2, plan, tuple(batches()), sgd, None, {})[0]
+    observed = train_on_ranks(threads, plan, batches())
     assert_near(observed, train_sequential(net, batches()))
 
 
@@ -84,7 +83,7 @@ def test_the_largest_of_a_bag(threads: Threads) -> None:
     """`max` bags can be split by columns; a split by rows is refused."""
     net = Net(mode="max")
     plan = make_plan(net, "bag  shard(col, output=R, over=tp)", "tp=2")
-    observed = threads.run(train_steps, 2, plan, tuple(batches()), sgd, None, {})[0]
+    observed = train_on_ranks(threads, plan, batches())
     assert_near(observed, train_sequential(net, batches()))
     message = refusal_text(net, "bag  shard(vocab, over=tp)", "tp=2")
     assert "S404" in message and "`bag shard(col, over=tp)`" in message
@@ -97,7 +96,7 @@ def test_rows_that_do_not_divide(threads: Threads, row: str) -> None:
     uneven = "" if row else ", uneven=pad"
     rows = f"bag  {row}\n" * bool(row) + f"bag  shard(vocab, over=tp{uneven})"
     plan = make_plan(net, rows, "tp=4")
-    observed = threads.run(train_steps, 4, plan, tuple(batches()), sgd, None, {})[0]
+    observed = train_on_ranks(threads, plan, batches())
     assert_near(observed, train_sequential(net, batches()))
 
 
@@ -121,7 +120,7 @@ def test_columns_of_an_embedding(threads: Threads) -> None:
     plan = make_plan(net, "`0`  shard(col, over=tp)\n`1`  shard(row, over=tp)", "tp=2")
     inputs = [{"input": batch["ids"]} for batch in batches()]
     options = {"loss": squared_loss}
-    observed = threads.run(train_steps, 2, plan, tuple(inputs), sgd, None, options)[0]
+    observed = train_on_ranks(threads, plan, inputs, **options)
     assert_near(observed, train_sequential(net, inputs, loss=squared_loss))
 
 

@@ -20,9 +20,8 @@ from tests.proofs import (
     assert_proven,
     make_plan,
     refusal_text,
-    sgd,
+    train_on_ranks,
     train_sequential,
-    train_steps,
 )
 
 SIDE = {"Conv1d": 24, "Conv2d": 12, "Conv3d": 6}
@@ -153,9 +152,7 @@ def test_any_split_equals_the_whole(
     net = Net(dims, kernel, dilation, groups, norm, pool, stride).double()
     mesh = {"tp": f"tp={ranks}", "sp": f"sp={ranks}", "both": "tp=2, sp=2"}[how]
     plan = make_plan(net, _rows(net, how != "sp", how != "tp"), mesh)
-    observed = threads.run(train_steps, plan.mesh.world, plan, tuple(batches(dims)), sgd, None, {})[
-        0
-    ]
+    observed = train_on_ranks(threads, plan, batches(dims))
     expected = train_sequential(copy.deepcopy(net), batches(dims))
     assert_near(observed, expected)
 
@@ -225,7 +222,7 @@ def test_repeated_positions_are_followed(threads: Threads) -> None:
     """Nearest-neighbour upsampling by an integer factor needs no other rank."""
     net = Functional(lambda h: F.interpolate(h, scale_factor=2)).double()
     plan = make_plan(net, SPATIAL, "sp=2")
-    observed = threads.run(train_steps, 2, plan, tuple(batches(2)), sgd, None, {})[0]
+    observed = train_on_ranks(threads, plan, batches(2))
     assert_near(observed, train_sequential(copy.deepcopy(net), batches(2)))
 
 

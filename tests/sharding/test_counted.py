@@ -14,7 +14,7 @@ from schedlang.passes.propagate.propagate import propagate
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.sharding.module_sizes import SizeArgument, SizesLayer
 from tests.engine.threads import Threads
-from tests.proofs import assert_near, make_plan, refusal_text, sgd, train_sequential, train_steps
+from tests.proofs import assert_near, make_plan, refusal_text, train_on_ranks, train_sequential
 
 
 class Nano(nn.Module):
@@ -97,7 +97,7 @@ def test_equals_the_original(
     """Losses, gradients and steps equal the original's, with dropout and recomputation."""
     net = Net(make)
     plan = make_plan(net, rows + more, "tp=2")
-    observed = threads.run(train_steps, 2, plan, tuple(batches(*shape)), sgd, None, {"seed": 3})[0]
+    observed = train_on_ranks(threads, plan, batches(*shape), seed=3)
     assert_near(observed, train_sequential(net, batches(*shape), seed=3))
 
 

@@ -15,7 +15,7 @@ from schedlang.runtime.propagation.follower import (
 )
 from schedlang.runtime.propagation.trace import RunningCall, Tag
 from tests.engine.threads import Threads
-from tests.proofs import assert_near, make_plan, sgd, train_sequential, train_steps
+from tests.proofs import assert_near, make_plan, train_on_ranks, train_sequential
 
 
 def test_both_orders_fit_where_sizes_are_equal() -> None:
@@ -78,7 +78,7 @@ def test_two_axes_of_one_size_on_a_square(threads: Threads) -> None:
         for _ in range(2)
     ]
     plan = make_plan(net, rows, "tp=2, sp=2")
-    observed = threads.run(train_steps, 4, plan, tuple(batches), sgd, None, {})[0]
+    observed = train_on_ranks(threads, plan, batches)
     assert_near(observed, train_sequential(net, batches))
 
 
@@ -109,5 +109,5 @@ def test_weights_that_see_some_positions(threads: Threads) -> None:
     generator = torch.Generator().manual_seed(1)
     batches = [{"x": torch.randn(3, 6, 4, generator=generator).double()} for _ in range(2)]
     plan = make_plan(net, rows, "tp=2, sp=2")
-    observed = threads.run(train_steps, 4, plan, tuple(batches), sgd, None, {})[0]
+    observed = train_on_ranks(threads, plan, batches)
     assert_near(observed, train_sequential(net, batches))

@@ -14,7 +14,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.autoshard.propose import propose
 from tests.engine.threads import Threads
 from tests.models import Stack
-from tests.proofs import assert_near, sgd, train_sequential, train_steps
+from tests.proofs import assert_near, train_on_ranks, train_sequential
 from tests.sharding.test_propose import plan_from_text
 
 FILE = Path(__file__).name
@@ -108,7 +108,7 @@ def batches(count: int = 2) -> list[dict[str, Tensor]]:
 def assert_trains_equal(threads: Threads, net: nn.Module, text: str, ranks: int) -> None:
     """Assert that a proposed schedule trains as the original."""
     plan = plan_from_text(net, text)
-    observed = threads.run(train_steps, ranks, plan, tuple(batches()), sgd, None, {})[0]
+    observed = train_on_ranks(threads, plan, batches())
     assert_near(observed, train_sequential(net, batches()))
 
 
@@ -193,9 +193,7 @@ def test_convolutions_are_a_pair_like_projections(threads: Threads) -> None:
     line = inspect.getsourcelines(Mixer.forward)[1] + 3
     note = f"head: no column/row pair found: its output is used elsewhere, at {FILE}:{line}"
     assert f"replicated: {note}" in proposal.notes
-    observed = threads.run(
-        train_steps, 2, plan_from_text(net, proposal.text), tuple(inputs), sgd, None, {}
-    )[0]
+    observed = train_on_ranks(threads, plan_from_text(net, proposal.text), inputs)
     assert_near(observed, train_sequential(net, inputs))
 
 
@@ -223,9 +221,7 @@ def test_a_model_without_lists_is_cut_between_its_modules(threads: Threads) -> N
     net = Recurrent()
     proposal = propose(net, WORDS[0], {"pp": 2})
     assert "head  pipeline_split(over=pp)" in proposal.text
-    observed = threads.run(
-        train_steps, 2, plan_from_text(net, proposal.text), tuple(WORDS), sgd, None, {}
-    )[0]
+    observed = train_on_ranks(threads, plan_from_text(net, proposal.text), WORDS)
     assert_near(observed, train_sequential(net, WORDS))
     with pytest.raises(Refusal, match=r"S212(.|\n)*3 modules of the list cannot be cut into 4"):
         propose(net, WORDS[0], {"pp": 4})
@@ -266,7 +262,5 @@ def test_bags_are_split_by_rows_or_by_columns(threads: Threads, mode: str) -> No
     assert f"bags[0:3] {expected_row}" in " ".join(proposal.text.split())
     padded = "bags.1 pad(vocab, multiple=2)" in " ".join(proposal.text.split())
     assert padded == (mode != "max")
-    observed = threads.run(
-        train_steps, 2, plan_from_text(net, proposal.text), tuple(inputs), sgd, None, {}
-    )[0]
+    observed = train_on_ranks(threads, plan_from_text(net, proposal.text), inputs)
     assert_near(observed, train_sequential(net, inputs))

@@ -16,7 +16,14 @@ from schedlang.passes.simulate.traffic import list_collectives
 from schedlang.runtime.comm.collectives import listen_to_collectives
 from tests import models
 from tests.engine import Threads
-from tests.proofs import assert_near, assert_proven, make_plan, sgd, train_sequential, train_steps
+from tests.proofs import (
+    assert_near,
+    assert_proven,
+    make_plan,
+    sgd,
+    train_on_ranks,
+    train_sequential,
+)
 from tests.tiers import thin_out
 
 METHODS = {"powersgd": "powersgd, rank=2", "int8": "int8", "onebit": "onebit, block=64"}
@@ -95,7 +102,7 @@ def test_beside_other_rows(threads: Threads, how: str, more: str, mesh: str) -> 
 def test_in_the_limit_it_is_the_original(threads: Threads) -> None:
     """With a rank that leaves nothing out, gradients and training are those of the original."""
     plan, model = compressed_plan("powersgd, rank=100", "dp=3"), Net().double()
-    results = threads.run(train_steps, 3, plan, BATCHES, sgd, None, {})[0]
+    results = train_on_ranks(threads, plan, BATCHES)
     assert_near(results, train_sequential(model, BATCHES, sgd))
 
 

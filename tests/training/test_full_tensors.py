@@ -14,7 +14,15 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.lower.build import build
 from schedlang.runtime.optim.full_tensor_step import SAMPLE_DIMS, is_elementwise, is_tensorwise
 from tests.engine import Threads
-from tests.proofs import adamw, assert_near, assert_same, make_plan, train_sequential, train_steps
+from tests.proofs import (
+    adamw,
+    assert_near,
+    assert_same,
+    make_plan,
+    train_on_ranks,
+    train_sequential,
+    train_steps,
+)
 
 Named = Iterable[tuple[str, nn.Parameter]]
 
@@ -201,7 +209,7 @@ def blocks_only(named: Named) -> torch.optim.Optimizer:
 def test_names_choose_what_is_stepped_on(threads: Threads) -> None:
     """A function that selects by the model's own names: the others do not change."""
     plan = make_plan(Net().double(), TENSOR_ROWS + "zero(stage=1, over=dp)", "dp=2, tp=2")
-    results = threads.run(train_steps, 4, plan, BATCHES, blocks_only, 0.5, {})[0]
+    results = train_on_ranks(threads, plan, BATCHES, blocks_only, clip=0.5)
     assert_near(results, train_sequential(Net().double(), BATCHES, blocks_only, clip=0.5))
 
 
@@ -223,7 +231,7 @@ def test_parts_are_updated_as_the_whole_is(
     """Split, sliced, in stages: parameters, gradients and optimizer state after three steps equal
     those of the plain loop."""
     plan = make_plan(Net().double(), rows, mesh)
-    results = threads.run(train_steps, 4, plan, BATCHES, OPTIMIZERS[make], 0.5, {})[0]
+    results = train_on_ranks(threads, plan, BATCHES, OPTIMIZERS[make], clip=0.5)
     assert_near(results, train_sequential(Net().double(), BATCHES, OPTIMIZERS[make], clip=0.5))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from fractions import Fraction
 from typing import Any
 
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from torch import Tensor, nn
 
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.placement import Layout, Uneven
+from schedlang.runtime.checkpointing import holdings
 from schedlang.runtime.checkpointing.holdings import (
     Holding,
     rounds_of,
@@ -25,6 +28,7 @@ from schedlang.runtime.redistribution.execution import redistribute_by_route
 from schedlang.runtime.redistribution.route import TensorLayout, find_route, group_by_layout
 from schedlang.runtime.redistribution.sharding import replicate_on
 from tests.engine import Threads
+from tests.proofs import assert_near, assert_same, make_plan, train_on_ranks, train_sequential
 from tests.transfers.test_route import SHAPES, Side, dtype_at, fewest_bytes, sides, values_of
 
 
@@ -130,3 +134,27 @@ def test_messages_of_many_ranks(name: str, stage: int | None) -> None:
             messages += np.bincount(route.pairs[0], minlength=world)
     assert (received == direct.bound).all() and (direct.received == direct.bound).all()
     assert messages.max() <= 20
+
+
+def mean_square(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Return a loss whose gradients are not zero."""
+    return (output - 1).square().mean()
+
+
+def test_programs_with_equal_holdings_are_planned_once(threads: Threads) -> None:
+    """Ranks of one process, and its later programs, share the plans by which they gather; a program
+    with other slices has its own. All of them give the tensors of the original."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 7)).double()
+    batches = [{"input": torch.randn(4, 5, dtype=torch.float64)}]
+    planned, results = [0], []
+    holdings._recent_assembly.cache_clear()
+    for stage in (3, 3, 0):
+        plan = make_plan(copy.deepcopy(model), f"zero(stage={stage}, over=dp)", "dp=2")
+        results.append(train_on_ranks(threads, plan, batches, loss=mean_square))
+        planned.append(holdings._recent_assembly.cache_info().misses)
+        assert_near(results[-1], train_sequential(model, batches, loss=mean_square))
+    assert_same(results[0], results[1])
+    assert 0 < planned[1] == planned[2] < planned[3], planned
+    # two ranks twice: without this, each of them would make each plan itself
+    assert holdings._recent_assembly.cache_info().hits >= 3 * planned[1]

@@ -17,7 +17,15 @@ from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.transfer.transfer import transfer
 from tests.engine import Threads
-from tests.layouts import LAYOUTS, adamw, assert_equal, ids, plan_of, program_state
+from tests.layouts import (
+    LAYOUTS,
+    adamw,
+    assert_equal,
+    ids,
+    plan_of,
+    prepared_for,
+    program_state,
+)
 from tests.models import gpt2
 from tests.ranks import run_ranks
 from tests.transfers.test_route import fill_held
@@ -33,8 +41,10 @@ def program_on(ranks: Sequence[int], name: str, fresh: bool = False) -> Any:
                 tensor.uniform_()
     if world.rank() not in ranks:
         return None
+    plan = plan_of(name, model)
     with enter_given_ranks(ranks):
-        return build(plan_of(name, model), ids(0), optimizer=adamw, clip=1.0)
+        prepared = prepared_for(name, plan)
+        return build(plan, ids(0), optimizer=adamw, clip=1.0, prepared=prepared)
 
 
 def transfer_float64(

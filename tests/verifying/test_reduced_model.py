@@ -122,10 +122,16 @@ def step_text(rows: str, mesh: str) -> str:
 # -- what is kept --------------------------------------------------------------------------------
 
 
-def test_llama_70b() -> None:
+@pytest.fixture(scope="module")
+def reduced_70b() -> ReducedModel:
+    """Return the reduction of the model of 80 layers under three axes, which tests only read."""
+    return reduce_model(llama_70b(), step_text(BLOCK + PIPELINE, "dp=16, pp=8, tp=8"))
+
+
+def test_llama_70b(reduced_70b: ReducedModel) -> None:
     """The reduction keeps ratios of heads, divisibility, order of widths, two layers per stage and
     all rows at all kinds of sites; everything else becomes small."""
-    reduced = reduce_model(llama_70b(), step_text(BLOCK + PIPELINE, "dp=16, pp=8, tp=8"))
+    reduced = reduced_70b
     config = reduced.plan.model.model.config
     assert dict(reduced.plan.mesh.axes) == {"dp": 2, "pp": 2, "tp": 2}
     assert config.num_attention_heads == 8 * config.num_key_value_heads
@@ -143,11 +149,10 @@ def test_llama_70b() -> None:
     assert any("ranks along `dp`" in gap.condition for gap in reduced.gaps)
 
 
-def test_special_ids_and_padding() -> None:
+def test_special_ids_and_padding(reduced_70b: ReducedModel) -> None:
     """Ids fit the reduced vocabulary; ignored labels and padding are kept, labels still match their
     tokens, and special ids stay different."""
-    reduced = reduce_model(llama_70b(), step_text(BLOCK + PIPELINE, "dp=16, pp=8, tp=8"))
-    config = reduced.plan.model.model.config
+    reduced, config = reduced_70b, reduced_70b.plan.model.model.config
     assert len({0, config.bos_token_id, config.eos_token_id}) == 3
     assert config.eos_token_id < config.vocab_size
     for batch in reduced.batches:

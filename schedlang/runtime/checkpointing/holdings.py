@@ -301,8 +301,8 @@ class TransferPlan:
     receivers: Mapping[Any, Sequence[int]] = field(default_factory=dict)
 
 
-PartOwners = Sequence[
-    tuple[Mapping[Any, torch.dtype], tuple[int, ...]]
+PartOwners = tuple[
+    tuple[tuple[tuple[Any, torch.dtype], ...], tuple[int, ...]], ...
 ]  # parts with their dtypes, ranks that have them
 ReceiverChoice = Callable[[Sharding], Sequence[int]]
 TransferPlans = dict[Any, TransferPlan]  # plans depend only on holdings, which never change
@@ -391,10 +391,20 @@ def assemble_tensors(
     to    returns the receivers of a tensor; None: all ranks
     ways  cached plans of this program
     """
-    owners = world.ranks_by_object({name: part.dtype for name, part in parts.items()})
-    owner_key = tuple((tuple(dtypes.items()), owner_ranks) for dtypes, owner_ranks in owners)
-    key = "whole", receivers, tuple(holdings), owner_key
-    plan = _cached_plan(plans, key, lambda: _plan_assembly(holdings, owners, ranks.mesh, receivers))
+    owners = tuple(
+        (tuple(dtypes.items()), owner_ranks)
+        for dtypes, owner_ranks in world.ranks_by_object(
+            {name: part.dtype for name, part in parts.items()}
+        )
+    )
+    key = "whole", receivers, tuple(holdings), owners
+
+    def made() -> TransferPlan:
+        is_short = plans is not None and len(holdings) * ranks.mesh.world <= _SHORT
+        make = _recent_assembly if is_short else _plan_assembly
+        return make(tuple(holdings.items()), owners, ranks.mesh, world.size(), receivers)
+
+    plan = _cached_plan(plans, key, made)
     local = {name: part.detach() for name, part in parts.items()}
     with torch._C.DisableTorchFunction():  # function modes need not see copies
         full = {
@@ -414,17 +424,22 @@ def assemble_tensors(
 
 
 def _plan_assembly(
-    holdings: Mapping[Any, Holding],
+    holdings: tuple[tuple[Any, Holding], ...],
     part_owners: PartOwners,
     mesh: Mesh,
+    job: int,
     choice: ReceiverChoice | None,
 ) -> TransferPlan:
-    dtypes = {name: dtype for owned, _ in part_owners for name, dtype in owned.items()}
+    """Return the plan of an assembly in a job of `job` ranks; the arguments decide it alone."""
+    parts_of_ranks = [(dict(owned), owner_ranks) for owned, owner_ranks in part_owners]
+    dtypes = {name: dtype for owned, _ in parts_of_ranks for name, dtype in owned.items()}
     source, target, shapes, receivers = {}, {}, {}, {}
-    for name in (name for name in holdings if name in dtypes):
-        sharding, dtype = holdings[name].sharding(mesh), dtypes[name]
+    for name, holding in holdings:
+        if name not in dtypes:
+            continue
+        sharding, dtype = holding.sharding(mesh), dtypes[name]
         owners = [
-            rank for owned, owner_ranks in part_owners if name in owned for rank in owner_ranks
+            rank for owned, owner_ranks in parts_of_ranks if name in owned for rank in owner_ranks
         ]
         receivers[name] = choice(sharding) if choice is not None else range(mesh.world)
         source[name] = TensorLayout(sharding.restrict_to(owners), dtype.itemsize)
@@ -435,5 +450,10 @@ def _plan_assembly(
     if choice is None:
         return TransferPlan(rounds_of(source, tuple(mesh.sizes.values())), shapes, receivers)
     return TransferPlan(
-        (find_route(group_by_layout(source, target), world.size(), gaps=True),), shapes, receivers
+        (find_route(group_by_layout(source, target), job, gaps=True),), shapes, receivers
     )
+
+
+# plans of this process, for programs with equal holdings that share no `TransferPlans`: those of a
+# later proof in a warm rank, and those of ranks that are threads
+_recent_assembly = lru_cache(maxsize=64)(_plan_assembly)
