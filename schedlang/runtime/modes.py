@@ -25,6 +25,7 @@ from torch.overrides import (
 )
 
 from schedlang.runtime import scope
+from schedlang.runtime.adapters.torch_checkpoint import recompute_within
 from schedlang.runtime.adapters.torch_tensor import unchecked
 from schedlang.runtime.device import HOST
 
@@ -275,3 +276,11 @@ def _entered_with(
 ) -> Iterator[None]:
     with context, _enter_all(modes):
         yield
+
+
+def _context_of_forward() -> restore_forward_context | None:
+    """Return the context of a checkpoint that the model makes itself; None outside of programs."""
+    return restore_forward_context() if _active.modes or scope.is_entered() else None
+
+
+recompute_within(_context_of_forward)

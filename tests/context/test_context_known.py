@@ -88,6 +88,13 @@ def t5() -> nn.Module:
     )
 
 
+def checkpointing_opt() -> nn.Module:
+    """OPT that recomputes its layers itself, by torch's checkpoint."""
+    model = opt()
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    return model
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "bloom, gather": (bloom, BLOOM.format("gather, over=cp"), "cp=2"),
     "bloom with dropout, zigzag ring": (lambda: bloom(dropout=0.2), BLOOM.format(RING), "cp=2"),
@@ -98,11 +105,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "t5, zigzag ring": (t5, T5.format(RING), "cp=2"),
     "t5, ulysses": (t5, T5.format("ulysses, over=cp"), "cp=2"),
     "opt, zigzag ring": (opt, OPT.format(RING), "cp=2"),
+    "opt that recomputes, ring": (checkpointing_opt, OPT.format(RING), "cp=2"),
     "roberta, ring of three": (roberta, ROBERTA.format("ring, over=cp, layout=striped"), "cp=3"),
 }
 
 
-QUICK = ("bloom with dropout, zigzag ring", "mpt, ulysses", "t5, zigzag ring", "opt, zigzag ring")
+QUICK = (
+    *("bloom with dropout, zigzag ring", "mpt, ulysses", "t5, zigzag ring", "opt, zigzag ring"),
+    "opt that recomputes, ring",
+)
 
 
 @pytest.mark.parametrize(

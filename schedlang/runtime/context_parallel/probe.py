@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import OwnError, Refusal
 from schedlang.ir import pytree
+from schedlang.runtime.adapters.torch_checkpoint import without_checkpoints
 from schedlang.runtime.batch import BatchPart, dotted_path, loss_of, row_count, run_model
 from schedlang.runtime.context_parallel.attention_products import ProductLines
 from schedlang.runtime.context_parallel.installation import ShardContext, install_context
@@ -175,7 +176,8 @@ def run_shards(trial: Trial, tokens: TokenSplit, sites: Sequence[str]) -> Sharde
     def one(part: BatchPart, weight: float) -> tuple[Any, Tensor]:
         assert part.token_shard is not None
         within_shard = context.enter_shard(part.token_shard, nullcontext())
-        with run_context(trial, draws, inner), within_shard, zero_unlabelled_loss(weight):
+        counted = zero_unlabelled_loss(weight)
+        with run_context(trial, draws, inner), within_shard, counted, without_checkpoints():
             output = run_model(model, part.inputs)
             value = loss_of(output, part.inputs, trial.loss)
         assert value is not None, "the model returns no loss"
