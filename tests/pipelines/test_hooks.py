@@ -137,6 +137,7 @@ class Capturing(nn.Module):
         for block in self.blocks:
             x = torch.tanh(block(x))
         states = [*self.states, x]
+        assert len(states) == len(self.blocks) + 2
         self.states.clear()
         return states
 
@@ -170,6 +171,7 @@ def _two_steps(plan: Plan, batches: list[Batch]) -> list[Tensor]:
     [
         ('trunk.blocks  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)', "pp=2"),
         ("trunk  checkpoint()", ""),
+        ("trunk.blocks.*  checkpoint()", ""),
         ("zero(stage=1, over=dp)", "dp=2"),
     ],
 )

@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils import checkpoint
 
 Function = Callable[..., Any]
+Context = AbstractContextManager[None]
 
 
 class _Forward(threading.local):
@@ -33,11 +34,11 @@ def without_checkpoints() -> Iterator[None]:
         _forward.saves_all = before
 
 
-def recompute_within(capture: Callable[[], AbstractContextManager[Any] | None]) -> None:
+def recompute_within(capture: Callable[[], Callable[[], Context] | None]) -> None:
     """Let torch recompute each checkpoint within the context of its forward, from now on.
 
-    `capture` is called in forward and returns that context; None: there is none. Both forms, with
-    `use_reentrant` and without.
+    `capture` is called in forward, and what it returns makes that context; None: there is none.
+    Both forms, with `use_reentrant` and without.
     """
     module: Any = checkpoint
     generate, run = (
@@ -73,7 +74,7 @@ def _within(function: Function, capture: Callable[[], Any]) -> Function:
         return function
 
     def again(*args: Any, **kwargs: Any) -> Any:
-        with context:
+        with context():
             return function(*args, **kwargs)
 
     return again
