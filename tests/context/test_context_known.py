@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +132,16 @@ def test_it_trains_as_alone(name: str, threads: Threads) -> None:
             for b in batches_given
         ]
     assert_same_training(threads, make_plan(model, rows, mesh), model, batches_given)
+
+
+def test_reentrant_checkpoints() -> None:
+    """A model that recomputes by torch's reentrant checkpoint is refused with what is legal."""
+    model: Any = opt()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(Refusal, match="reentrant checkpoints") as caught:
+        prepare(make_plan(model, OPT.format(RING), "cp=2"), batches()[0])
+    assert caught.value.diagnostic.code == "S659"
+    assert "use_reentrant=False" in caught.value.diagnostic.helps[0]
 
 
 TP = """

@@ -16,22 +16,24 @@ Context = AbstractContextManager[None]
 
 class _Forward(threading.local):
     saves_all = False
+    reentrant: Exception | None = None
 
 
 _forward = _Forward()
 
 
 @contextmanager
-def without_checkpoints() -> Iterator[None]:
-    """Let checkpoints without `use_reentrant` save what they would recompute, in this thread.
+def without_checkpoints(reentrant: Exception) -> Iterator[None]:
+    """Let checkpoints save what they would recompute, in this thread; raise at a reentrant one.
 
     For forwards that meet those of other threads at collectives: their backward is one call.
     """
-    before, _forward.saves_all = _forward.saves_all, True
+    before = _forward.saves_all, _forward.reentrant
+    _forward.saves_all, _forward.reentrant = True, reentrant
     try:
         yield
     finally:
-        _forward.saves_all = before
+        _forward.saves_all, _forward.reentrant = before
 
 
 def recompute_within(capture: Callable[[], Callable[[], Context] | None]) -> None:
@@ -54,7 +56,9 @@ def recompute_within(capture: Callable[[], Callable[[], Context] | None]) -> Non
 
     @wraps(run)
     def run_within(ctx: Any, run_function: Function, *args: Any) -> Any:
-        again = run_function if _forward.saves_all else _within(run_function, capture)
+        if _forward.reentrant is not None:
+            raise _forward.reentrant
+        again = _within(run_function, capture)
         output = run(ctx, run_function, *args)
         ctx.run_function = again
         return output

@@ -176,8 +176,8 @@ def run_shards(trial: Trial, tokens: TokenSplit, sites: Sequence[str]) -> Sharde
     def one(part: BatchPart, weight: float) -> tuple[Any, Tensor]:
         assert part.token_shard is not None
         within_shard = context.enter_shard(part.token_shard, nullcontext())
-        counted = zero_unlabelled_loss(weight)
-        with run_context(trial, draws, inner), within_shard, counted, without_checkpoints():
+        counted, saving = zero_unlabelled_loss(weight), without_checkpoints(_reentrant())
+        with run_context(trial, draws, inner), within_shard, counted, saving:
             output = run_model(model, part.inputs)
             value = loss_of(output, part.inputs, trial.loss)
         assert value is not None, "the model returns no loss"
@@ -191,6 +191,19 @@ def run_shards(trial: Trial, tokens: TokenSplit, sites: Sequence[str]) -> Sharde
         with run_context(trial, {}):
             torch.autograd.backward(value)
     return ShardedRun(value.detach(), gradients_of(model), draws, [output for output, _ in results])
+
+
+REENTRANT = "the model has reentrant checkpoints"
+
+
+def _reentrant() -> Refusal:
+    """Return the refusal S659 of a reentrant checkpoint: its forward has no graph."""
+    return Refusal.of(
+        "S659",
+        REENTRANT,
+        notes=("they cannot be tried by shards of tokens: their forward makes no graph",),
+        helps=("let the model say `torch.utils.checkpoint.checkpoint(.., use_reentrant=False)`",),
+    )
 
 
 def _ready(trial: Trial, tokens: TokenSplit, sites: Sequence[str]) -> AbstractContextManager[None]:
@@ -394,6 +407,8 @@ def probe(trial: Trial, kind: str, ranks: int, sites: Sequence[str]) -> TokenSpl
             parts = run_shards(trial, tokens, sites)
             compare_runs(full, parts)
         except Exception as error:  # the model's own code may raise anything
+            if isinstance(error, Refusal) and error.diagnostic.title == REENTRANT:
+                raise
             first_error = first_error or (tokens, error)
             continue
         return replace(tokens, outputs=_outputs(output, parts.outputs, trial))
