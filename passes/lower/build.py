@@ -392,7 +392,7 @@ def _make_program(
     if any(site.is_a("TransformerEncoderLayer") for site in plan.model.sites.values()):
         from schedlang.runtime.inference_paths import evaluate_by_calls
 
-        evaluate_by_calls(a.module)
+        evaluate_by_calls(a.module, a.stage_axis is not None)
     full_step = optimizer = comparing = None
     if options.optimizer is not None:
         if a.stage_axis is not None or any(h.layout.splits for h in a.holdings.values()):

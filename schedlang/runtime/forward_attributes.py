@@ -1,7 +1,8 @@
 """Restore plain attributes of modules for a second run of a forward (activation checkpointing).
 
-A forward may set attributes (a count, a running mean, a list). The second run of the forward begins
-with the attributes from before the first run, and after it they are as the first run left them.
+A forward may set attributes (a count, a running mean, a list) and register hooks. The second run of
+the forward begins with those from before the first run, and after it they are as the first run left
+them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.submodules import Modules
+from schedlang.runtime.submodules import Modules, hooks_since, next_hook
 
 MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
 MISSING = object()  # value of a name that did not exist before
@@ -28,6 +29,7 @@ class AttributeSnapshot:
     changes."""
 
     def __init__(self, inside: Modules) -> None:
+        self._inside, self._next_hook = inside, next_hook()
         # torch's own modules set no attributes in a forward
         self._spaces = [
             (p, vars(m)) for p, m in inside if not m.__module__.startswith("torch.nn.modules")
@@ -54,6 +56,7 @@ class AttributeSnapshot:
                     map(is_, _entries(value), _entries(content))
                 ):
                     self._filled.append((value, content))
+        self._filled += hooks_since([module for _, module in self._inside], self._next_hook)
         self._noted.clear()
 
     @property

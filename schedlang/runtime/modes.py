@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from types import FunctionType
 from typing import Any, Self
@@ -25,6 +25,7 @@ from torch.overrides import (
 )
 
 from schedlang.runtime import scope
+from schedlang.runtime.adapters.torch_checkpoint import recompute_within
 from schedlang.runtime.adapters.torch_tensor import unchecked
 from schedlang.runtime.device import HOST
 
@@ -37,6 +38,8 @@ _COMPOSED = ("torch.nn.functional", "torch.functional", "torch.autograd")
 
 
 class _Active(threading.local):
+    restored: Any = None  # the modes of the forward whose context is restored now
+
     def __init__(self) -> None:
         self.modes: tuple[ModeOrFactory, ...] = ()
 
@@ -244,10 +247,15 @@ class restore_forward_context:  # noqa: N801  (reads as a function: `context_fn=
         self._modes = _active.modes
         self._device = _default_device()
         self._place = scope.capture_scope()
-        self._entered: list[tuple[AbstractContextManager[None], tuple[ModeOrFactory, ...]]] = []
+        self._entered: list[tuple[AbstractContextManager[None], tuple[Any, Any]]] = []
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether this thread is inside the same context already."""
+        return _active.restored is self._modes
 
     def __enter__(self) -> None:
-        context, before = self._place(), _active.modes
+        context, before = self._place(), (_active.modes, _active.restored)
         modes: tuple[ModeOrFactory, ...] = self._modes
         if self._device != _default_device():
             modes = (*modes, self._device)
@@ -257,8 +265,9 @@ class restore_forward_context:  # noqa: N801  (reads as a function: `context_fn=
         try:
             context.__enter__()
         except BaseException:
-            _active.modes = before
+            _active.modes = before[0]
             raise
+        _active.restored = self._modes
         self._entered.append((context, before))
 
     def __exit__(self, *error: Any) -> None:
@@ -266,7 +275,7 @@ class restore_forward_context:  # noqa: N801  (reads as a function: `context_fn=
         try:
             context.__exit__(*error)
         finally:
-            _active.modes = before
+            _active.modes, _active.restored = before
 
 
 @contextmanager
@@ -275,3 +284,17 @@ def _entered_with(
 ) -> Iterator[None]:
     with context, _enter_all(modes):
         yield
+
+
+def _context_of_forward() -> Callable[[], AbstractContextManager[None]] | None:
+    """Return what makes the context of a checkpoint of the model's own; None outside of programs.
+
+    Its `context_fn` may restore the context, too.
+    """
+    if not _active.modes and not scope.is_entered():
+        return None
+    context = restore_forward_context()
+    return lambda: nullcontext() if context.is_restored else context
+
+
+recompute_within(_context_of_forward)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.ir import pytree
+from schedlang.runtime.submodules import hooks_since, next_hook
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 PLAIN_TYPES = (bool, int, float, complex, str, type(None), Tensor, list, dict, tuple)
@@ -28,9 +29,12 @@ Space = MutableMapping[str, Any]
 
 
 class StateSnapshot:
-    """A snapshot of the plain attributes of a model's modules, and of the state of its loss."""
+    """A snapshot of the plain attributes and hooks of a model's modules, and of the state of its
+    loss."""
 
     def __init__(self, model: nn.Module | None, loss: Any = None) -> None:
+        self._modules = [] if model is None else [*model.modules()]
+        self._next_hook = next_hook()
         self._before = [(name, space, _snapshot(space)) for name, space in _spaces(model, loss)]
 
     def changed(self) -> dict[str, Any]:
@@ -38,12 +42,15 @@ class StateSnapshot:
         return {name: value for name, _, _, value in self._changes()}
 
     def restore(self) -> None:
-        """Restore all values."""
+        """Restore all values; remove hooks that were registered since."""
         for _, space, (old_values, key), _ in [*self._changes()]:
             if key in old_values:
                 space[key] = _restored(*old_values[key])
             else:
                 del space[key]
+        for table, hooks in hooks_since(self._modules, self._next_hook):
+            table.clear()
+            table.update(hooks)
 
     def _changes(self) -> Iterator[tuple[str, Space, tuple[Mapping[str, Any], str], Any]]:
         for name, space, old_values in self._before:

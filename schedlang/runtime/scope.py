@@ -75,6 +75,11 @@ def current() -> Scope | None:
     return _here.scope
 
 
+def is_entered() -> bool:
+    """Return whether this thread runs anything in a scope or a slice, or a module with a path."""
+    return bool(_here.scope is not None or _here.slice is not None or _here.frame.modules)
+
+
 def current_site() -> str:
     """Return the path of the innermost module that is running; "" for the root or outside any."""
     return _here.frame.modules[-1][1] if _here.frame.modules else ""

@@ -1,6 +1,7 @@
 """Walk the modules inside a module fast, without a Python call for each: used within steps.
 
-Also: hooks for the time of a block, and the arguments of first calls.
+Also: hooks for the time of a block, hooks that a forward registers, and the arguments of first
+calls.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+Hooks = dict[int, Any]  # by number: torch counts up
 CallArguments = tuple[Any, Any]  # positional arguments, and keyword arguments
 Modules = list[tuple[str, nn.Module]]  # by path, outermost first
 
@@ -49,6 +52,34 @@ class ModuleWalk:
             self.found = modules_in(self.module)
             self._children = [dict(child._modules) for _, child in self.found]
         return self.found
+
+
+HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"),
+    "_forward_hooks_always_called",
+)
+
+
+def next_hook() -> int:
+    """Return the number that torch gives to the next hook."""
+    return RemovableHandle.next_id
+
+
+def hooks_since(modules: Iterable[nn.Module], first: int) -> list[tuple[Hooks, Hooks]]:
+    """Return the tables of hooks in modules that have hooks numbered from `first` on, each with
+    the hooks that it has besides.
+
+    transformers registers hooks when a forward is first asked for hidden states.
+    """
+    if RemovableHandle.next_id == first:
+        return []
+    tables: list[Hooks] = [vars(module)[name] for module in modules for name in HOOKS]
+    return [
+        (table, {number: hook for number, hook in table.items() if number < first})
+        for table in tables
+        if any(number >= first for number in table)
+    ]
 
 
 @contextmanager

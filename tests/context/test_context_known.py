@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,13 @@ def t5() -> nn.Module:
     )
 
 
+def checkpointing_opt() -> nn.Module:
+    """OPT that recomputes its layers itself, by torch's checkpoint."""
+    model = opt()
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    return model
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "bloom, gather": (bloom, BLOOM.format("gather, over=cp"), "cp=2"),
     "bloom with dropout, zigzag ring": (lambda: bloom(dropout=0.2), BLOOM.format(RING), "cp=2"),
@@ -98,11 +106,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "t5, zigzag ring": (t5, T5.format(RING), "cp=2"),
     "t5, ulysses": (t5, T5.format("ulysses, over=cp"), "cp=2"),
     "opt, zigzag ring": (opt, OPT.format(RING), "cp=2"),
+    "opt that recomputes, ring": (checkpointing_opt, OPT.format(RING), "cp=2"),
     "roberta, ring of three": (roberta, ROBERTA.format("ring, over=cp, layout=striped"), "cp=3"),
 }
 
 
-QUICK = ("bloom with dropout, zigzag ring", "mpt, ulysses", "t5, zigzag ring", "opt, zigzag ring")
+QUICK = (
+    *("bloom with dropout, zigzag ring", "mpt, ulysses", "t5, zigzag ring", "opt, zigzag ring"),
+    "opt that recomputes, ring",
+)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +132,16 @@ def test_it_trains_as_alone(name: str, threads: Threads) -> None:
             for b in batches_given
         ]
     assert_same_training(threads, make_plan(model, rows, mesh), model, batches_given)
+
+
+def test_reentrant_checkpoints() -> None:
+    """A model that recomputes by torch's reentrant checkpoint is refused with what is legal."""
+    model: Any = opt()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(Refusal, match="reentrant checkpoints") as caught:
+        prepare(make_plan(model, OPT.format(RING), "cp=2"), batches()[0])
+    assert caught.value.diagnostic.code == "S659"
+    assert "use_reentrant=False" in caught.value.diagnostic.helps[0]
 
 
 TP = """

@@ -99,3 +99,15 @@ def test_alike_ones_are_the_same_bytes() -> None:
     assert pickle_packed([torch.ones(3), torch.zeros(2)]) == pickle_packed(
         [torch.ones(3), torch.zeros(2)]
     )
+
+
+def test_a_model_that_has_collected_hidden_states() -> None:
+    """A model of transformers with the hooks of its first such run is sent, and collects again."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "vocab_size": 9}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = transformers.LlamaModel(transformers.LlamaConfig(**sizes, **heads)).eval()
+    ids = torch.arange(6)[None]
+    expected = model(ids, output_hidden_states=True).hidden_states
+    sent = pickle.loads(pickling.dump_job(model))
+    torch.testing.assert_close(sent(ids, output_hidden_states=True).hidden_states, expected)

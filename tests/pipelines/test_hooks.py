@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.plan import Plan
+from schedlang.passes.lower.build import build
 from tests.engine import Threads
-from tests.proofs import assert_proven, make_plan
+from tests.proofs import Batch, assert_proven, make_plan, sgd
 from tests.single_process import cut_evenly
 from tests.zoo.networks import DroppedAgain, HookLoss, module_maker, points
 
@@ -109,6 +112,92 @@ def test_a_unit_reads_what_its_own_hooks_keep(order: str, threads: Threads) -> N
     generator = torch.Generator().manual_seed(0)
     batch = {name: torch.randn(4, 6, generator=generator) for name in "xy"}
     assert_proven(threads, make_plan(Kept(), ROWS.format(order), "pp=2"), [batch])
+
+
+class Capturing(nn.Module):
+    """Blocks that return all hidden states; hooks, registered by the first forward, collect them.
+
+    transformers does so for `output_hidden_states`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.states: list[Tensor] = []
+
+    def _collect(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.states += [output] if self.states else [args[0], output]
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        if not getattr(self, "is_hooked", False):
+            for block in self.blocks:
+                block.register_forward_hook(self._collect)
+            self.is_hooked = True
+        self.states.clear()
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        states = [*self.states, x]
+        assert len(states) == len(self.blocks) + 2
+        self.states.clear()
+        return states
+
+
+class Captured(nn.Module):
+    """A model whose loss weighs each of its hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.trunk = nn.Linear(6, 6), Capturing()
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = self.trunk(2 * self.enter(x))
+        terms = [(k + 1) * state.square().mean() for k, state in enumerate(states)]
+        return torch.stack(terms).sum()
+
+
+def _two_steps(plan: Plan, batches: list[Batch]) -> list[Tensor]:
+    """On a rank: losses and gradients of two steps."""
+    program, values = build(plan, batches[0], optimizer=sgd), list[Tensor]()
+    for batch in batches:
+        values.append(program.train_step(batch).clone())
+        values += [grad.clone() for _, grad in sorted(program.gradients().items())]
+    return values
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize(
+    "rows, mesh",
+    [
+        ('trunk.blocks  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)', "pp=2"),
+        ("trunk  checkpoint()", ""),
+        ("trunk.blocks.*  checkpoint()", ""),
+        ("zero(stage=1, over=dp)", "dp=2"),
+    ],
+)
+def test_hooks_that_a_forward_registers(
+    rows: str, mesh: str, has_run: bool, threads: Threads
+) -> None:
+    """What they collect, inputs too, is what they collect in a plain loop, also in later steps."""
+    torch.manual_seed(0)
+    model = Captured()
+    batches: list[Batch] = [{"x": torch.randn(4, 6, dtype=torch.float64)} for _ in range(2)]
+    if has_run:
+        model(**batches[0])
+    plain, expected = copy.deepcopy(model), list[Tensor]()
+    optimizer = sgd(plain.named_parameters())
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = plain(**batch)
+        loss.backward()
+        expected += [loss.detach()]
+        expected += [
+            p.grad.clone() for _, p in sorted(plain.named_parameters()) if p.grad is not None
+        ]
+        optimizer.step()
+    plan = make_plan(model, rows, mesh)
+    for values in threads.run(_two_steps, plan.mesh.world, plan, batches):
+        torch.testing.assert_close(values, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_what_a_hook_computes() -> None:

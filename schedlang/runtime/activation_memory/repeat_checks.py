@@ -27,7 +27,7 @@ from schedlang.runtime.pipeline.argument_templates import fill_template, split_t
 from schedlang.runtime.scope import capture_scope, current_site
 from schedlang.runtime.submodules import modules_in
 from schedlang.runtime.tracing.meta_runs import name_of
-from schedlang.runtime.tracing.units import CallSwitch
+from schedlang.runtime.tracing.units import CallHook, CallSwitch, intercept_hooks
 
 if TYPE_CHECKING:
     from schedlang.remat import RecomputedRegion
@@ -103,10 +103,10 @@ class RepeatCheck:
         # state made at the first call exists after it
         output, draw_differences = self._run_recorded(name, original, args, kwargs)
         before = AttributeSnapshot(modules_in(module))
-        with draws:
+        with draws, intercept_hooks(module, _call_inner_hook):
             first = _calls(original, fill_template(template, tensors))
         before.store_changes(name)
-        with draws, before.restored():
+        with draws, before.restored(), intercept_hooks(module, _call_inner_hook):
             second = _calls(original, fill_template(template, tensors))
         self.found += list(_differences(name, first, second))[:1] or draw_differences
         return output
@@ -125,6 +125,14 @@ class RepeatCheck:
         after = _generator_states(module)
         changed = [label for label, state in after.items() if before.get(label, state) != state]
         return output, [Difference(name, "", "", "", "", label) for label in changed[:1]]
+
+
+def _call_inner_hook(name: str, _: int, call: CallHook, arguments: Any, output: Any) -> Any:
+    """Call a hook of a module inside; those of the module itself are called once, see `checkpoint`.
+
+    They may count the module's calls, or keep its outputs in order.
+    """
+    return call(arguments, output) if name else None
 
 
 def _generator_states(module: nn.Module) -> dict[str, object]:

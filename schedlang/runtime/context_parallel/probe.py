@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import OwnError, Refusal
 from schedlang.ir import pytree
+from schedlang.runtime.adapters.torch_checkpoint import without_checkpoints
 from schedlang.runtime.batch import BatchPart, dotted_path, loss_of, row_count, run_model
 from schedlang.runtime.context_parallel.attention_products import ProductLines
 from schedlang.runtime.context_parallel.installation import ShardContext, install_context
@@ -176,7 +177,8 @@ def run_shards(trial: Trial, tokens: TokenSplit, sites: Sequence[str]) -> Sharde
     def one(part: BatchPart, weight: float) -> tuple[Any, Tensor]:
         assert part.token_shard is not None
         within_shard = context.enter_shard(part.token_shard, nullcontext())
-        with run_context(trial, draws, inner), within_shard, zero_unlabelled_loss(weight):
+        counted, saving = zero_unlabelled_loss(weight), without_checkpoints(_reentrant())
+        with run_context(trial, draws, inner), within_shard, counted, saving:
             output = run_model(model, part.inputs)
             value = loss_of(output, part.inputs, trial.loss)
         assert value is not None, "the model returns no loss"
@@ -190,6 +192,19 @@ def run_shards(trial: Trial, tokens: TokenSplit, sites: Sequence[str]) -> Sharde
         with run_context(trial, {}):
             torch.autograd.backward(value)
     return ShardedRun(value.detach(), gradients_of(model), draws, [output for output, _ in results])
+
+
+REENTRANT = "the model has reentrant checkpoints"
+
+
+def _reentrant() -> Refusal:
+    """Return the refusal S659 of a reentrant checkpoint: its forward has no graph."""
+    return Refusal.of(
+        "S659",
+        REENTRANT,
+        notes=("they cannot be tried by shards of tokens: their forward makes no graph",),
+        helps=("let the model say `torch.utils.checkpoint.checkpoint(.., use_reentrant=False)`",),
+    )
 
 
 def _ready(trial: Trial, tokens: TokenSplit, sites: Sequence[str]) -> AbstractContextManager[None]:
@@ -394,6 +409,8 @@ def probe(trial: Trial, kind: str, ranks: int, sites: Sequence[str]) -> TokenSpl
             compare_runs(full, parts)
             check_ignored_labels(trial, partial(run_shards, tokens=tokens, sites=sites))
         except Exception as error:  # the model's own code may raise anything
+            if isinstance(error, Refusal) and error.diagnostic.title == REENTRANT:
+                raise
             first_error = first_error or (tokens, error)
             continue
         return replace(tokens, outputs=_outputs(output, parts.outputs, trial))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import marshal
 import pickle
@@ -10,6 +11,8 @@ import types
 from typing import IO, Any
 
 from schedlang.diagnostics.diagnostic import Refusal
+
+LIBRARIES = frozenset({"transformers", "diffusers"})  # installed alike where the ranks run
 
 
 def dumps(value: Any) -> bytes:
@@ -50,10 +53,43 @@ def dump(value: Any, file: IO[bytes]) -> None:
         def reducer_override(self, value: Any) -> Any:
             if isinstance(value, types.CodeType):
                 return marshal.loads, (marshal.dumps(value),)
+            if isinstance(value, types.FunctionType) and _is_inner_of_library(value):
+                return _make_function, _parts_of(value)
             reduced = reduce(value)
             return super().reducer_override(value) if reduced is NotImplemented else reduced
 
     Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+
+
+def _is_inner_of_library(function: types.FunctionType) -> bool:
+    """Return whether this is a function inside a function of a library of models: a hook, say.
+
+    cloudpickle would copy the library's globals with it, among them a context variable, which
+    cannot be pickled, and of which there must be one.
+    """
+    library = (function.__module__ or "").split(".")[0]
+    return library in LIBRARIES and "<locals>" in function.__qualname__
+
+
+def _parts_of(function: types.FunctionType) -> tuple[Any, ...]:
+    state = function.__qualname__, function.__kwdefaults__, function.__dict__
+    return (
+        function.__module__,
+        function.__code__,
+        function.__defaults__,
+        function.__closure__,
+        state,
+    )
+
+
+def _make_function(
+    module: str, code: types.CodeType, defaults: Any, closure: Any, state: tuple[Any, ...]
+) -> types.FunctionType:
+    space = vars(importlib.import_module(module))
+    function = types.FunctionType(code, space, code.co_name, defaults, closure)
+    function.__qualname__, function.__kwdefaults__, attributes = state
+    function.__dict__.update(attributes)
+    return function
 
 
 def _reduce_tensor(value: Any) -> Any:

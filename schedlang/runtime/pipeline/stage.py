@@ -112,14 +112,12 @@ class CallOrder:
 
 @dataclass(frozen=True)
 class _HookCall:
-    """A call of a hook inside a unit: leaves of the output and of the arguments of the hook."""
+    """A call of a hook inside a unit: the leaves of its output, then of its arguments."""
 
     name: str
     hook: int
     leaves: list[Any]
     spec: Any
-    arguments: list[Any]
-    arguments_spec: Any
 
 
 # Key: unit, default dtype, autocast's dtype, training flag, signature of the arguments.
@@ -131,7 +129,7 @@ Outputs = Mapping[Any, _UnitOutput]
 
 def _is_transferable(output: _UnitOutput) -> bool:
     leaves, _, _, hook_calls, _ = output
-    values = [*leaves, *(leaf for call in hook_calls for leaf in (*call.leaves, *call.arguments))]
+    values = [*leaves, *(leaf for call in hook_calls for leaf in call.leaves)]
     return all(type(leaf) is Tensor or type(leaf) in SIMPLE for leaf in values)
 
 
@@ -304,24 +302,19 @@ class Stub:
         received: Mapping[Token, torch.Tensor],
     ) -> None:
         """Call the hooks inside a unit of another stage with the values that its stage sent."""
-        index, device = -1, next(iter(received.values())).device
+        sides, device = count(1), next(iter(received.values())).device
         for call in hook_calls:
             values = []
             for leaf in call.leaves:
-                token = (unit, index)
+                token = (unit, -next(sides))
                 arrived = token in received
                 values.append(
-                    received[token] if arrived else self._filler(unit, index, leaf, device)
+                    received[token] if arrived else self._filler(unit, token[1], leaf, device)
                 )
-                index -= 1
-            arguments = [self._filler(unit, None, leaf, device) for leaf in call.arguments]
-            module = owner.get_submodule(call.name)
-            output = pytree.tree_unflatten(values, call.spec)
-            call_foreign_hook(
-                module, call.hook, pytree.tree_unflatten(arguments, call.arguments_spec), output
-            )
+            output, arguments = pytree.tree_unflatten(values, call.spec)
+            call_foreign_hook(owner.get_submodule(call.name), call.hook, arguments, output)
 
-    def _filler(self, unit: int, k: int | None, leaf: Any, device: Any) -> Any:
+    def _filler(self, unit: int, k: int, leaf: Any, device: Any) -> Any:
         """Return a placeholder for a leaf that nothing may read: NaN without memory: a read shows.
 
         Placeholders are cached, except under modes that tell tensors apart by their operation.
@@ -329,8 +322,8 @@ class Stub:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         dtype, shape = leaf.dtype, leaf.shape
-        leaf_info = self.leaves.get((unit, k)) if k is not None else None
-        written = k is not None and (leaf_info is None or leaf_info.mutated)
+        leaf_info = self.leaves.get((unit, k))
+        written = leaf_info is None or leaf_info.mutated
         key, unshared = (dtype, shape, device), written or _is_observed()
         if not unshared and (blank := self._placeholders.get(key)) is not None:
             return blank.detach()
@@ -345,9 +338,7 @@ class Stub:
         counted, hook_calls = DrawCounter(), list[_HookCall]()
 
         def on_hook(name: str, hook: int, call: CallHook, arguments: Any, output: Any) -> None:
-            hook_calls.append(
-                _HookCall(name, hook, *pytree.tree_flatten(output), *pytree.tree_flatten(arguments))
-            )
+            hook_calls.append(_HookCall(name, hook, *pytree.tree_flatten((output, arguments))))
 
         try:
             part = current_visit()
@@ -525,11 +516,11 @@ class Stage:
     def _catch_hooks(
         self, unit: int, sent: dict[Token, torch.Tensor], edges: dict[Token, GradientEdge]
     ) -> Iterator[None]:
-        """Capture the arguments of hooks inside a unit, because other stages need them."""
+        """Capture what hooks inside a unit are given, because other stages need it."""
         sides = count(1)
 
         def on_hook(name: str, hook: int, call: CallHook, arguments: Any, output: Any) -> Any:
-            for leaf in pytree.tree_leaves(output):
+            for leaf in pytree.tree_leaves((output, arguments)):
                 self._send((unit, -next(sides)), leaf, sent, edges)
             return call(arguments, output)
 

@@ -305,9 +305,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def on_hook(name: str, index: int, call: CallHook, arguments: Any, output: Any) -> Any:
             self.unsure.add(unit)  # the output does not show what hooks get
-            leaves, spec = pytree.tree_flatten(output)
-            marked = [self._return(unit, -1 - next(sides), leaf) for leaf in leaves]
-            return call(arguments, pytree.tree_unflatten(marked, spec))
+            outputs = len(pytree.tree_leaves(output))
+            leaves, spec = pytree.tree_flatten((output, arguments))
+            marked = [
+                # whether the unit's own arguments have gradients is known
+                self._return(unit, -1 - next(sides), leaf, guess=name != "" or k < outputs)
+                for k, leaf in enumerate(leaves)
+            ]
+            output, arguments = pytree.tree_unflatten(marked, spec)
+            return call(arguments, output)
 
         module = self.model.get_submodule(self.units[unit])
         with self.burden.counting(unit, self.arguments), intercept_hooks(module, on_hook):
@@ -332,15 +338,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         return frozenset(("buffer", name) for name in replaced)
 
-    def _return(self, unit: int, index: int, leaf: Any) -> Any:
-        """Return a copy of a returned tensor, whose new storage has the unit's mark."""
+    def _return(self, unit: int, index: int, leaf: Any, guess: bool = True) -> Any:
+        """Return a copy of a returned tensor, whose new storage has the unit's mark.
+
+        `guess`: it may require a gradient although it does not here, see `_with_grad`.
+        """
         if not isinstance(leaf, torch.Tensor):
             return leaf
         self.read[unit] |= self.marks_of(leaf) - {
             ("inner", unit)
         }  # an input that is passed through
         self.quiet = True
-        copied = self._with_grad(unit, leaf).clone()
+        copied = (self._with_grad(unit, leaf) if guess else leaf).clone()
         self.quiet = False
         token = (unit, index)
         self._set(copied, frozenset({("out", token)}))
