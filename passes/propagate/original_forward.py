@@ -143,8 +143,10 @@ def record_original(
     facts, own = plan.model, plan.model.base.model
     draws |= any(s.is_a("Dropout") and model.get_submodule(s.fqn).p for s in facts.sites.values())
     draws_seen, read_keys = DrawObserver(lambda: stack.frames[-1][0]) if draws else None, set[str]()
-    failure, written = None, WrittenAttributes(model, (facts.model, own))
-    loss_function = None if loss is None else partial(_call_loss, loss, read_keys, written)
+    failure, loss_function = None, None
+    if loss is not None:
+        written = WrittenAttributes(model, (facts.model, own))
+        loss_function = partial(_call_loss, loss, read_keys, written)
     repeats = any(len(site.children) >= MIN_EQUAL for site in facts.sites.values())
     units = units_to_record(plan, model) if repeats else None
     with restore_global_state(plan.model.model, loss), without_values(batch) as (inputs, values):
