@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from schedlang.garbage_collection import ProcessState
 from schedlang.ir.memory import ADAMW_MOMENTS, CLASSES, STATE, OperationMemory, RankMemory
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import Prepared
@@ -160,6 +163,7 @@ def _turn(turn: int, run_count: int, simulated_count: int) -> int:
 
 MIN_MICROBATCHES = 3  # microbatches: the first, one between, the last
 ON_DEVICE = "device"
+MANY_MODULES = 500  # of a model: a fork costs as much as the step of a smaller one
 
 
 def simulate_ranks(
@@ -177,6 +181,7 @@ def simulate_ranks(
     it cannot be simulated.
     """
     from schedlang.runtime.batch import largest_part
+    from schedlang.runtime.launch.forked_calls import call_side_by_side
 
     sample = largest_part(batch, plan.share_weights, plan.micro)
     short_plan, staged = _short(plan, prepared.staged)
@@ -184,15 +189,27 @@ def simulate_ranks(
     step = SimulatedStep(short_plan, replace(prepared, staged=staged), sample, loss)
     kinds = representative_places(plan, prepared)
     classes = classes or rank_classes(plan, prepared.staged, prepared.holdings)
-    simulated: dict[int | None, SimulatedRank] = {}
-    by_class = {}
-    for rank_class in classes:
-        kind = None if rank_class.place is None else kinds[rank_class.place]
-        if kind not in simulated:
-            representative = next(c for c in classes if c.place == kind)
-            simulated[kind] = _play(step, representative, works)
-        by_class[rank_class] = simulated[kind]
+    kind_of = {c: None if c.place is None else kinds[c.place] for c in classes}
+    representatives = {
+        kind: next(c for c in classes if c.place == kind)
+        for kind in dict.fromkeys(kind_of.values())
+    }
+    plays = [partial(_play, step, rank_class, works) for rank_class in representatives.values()]
+    if ProcessState.own and len(plan.model.sites) >= MANY_MODULES:
+        _prepare_forks(step)
+        results = call_side_by_side(plays)
+    else:
+        results = [play() for play in plays]
+    simulated = dict(zip(representatives, results))
+    by_class = {rank_class: simulated[kind] for rank_class, kind in kind_of.items()}
     return SimulatedRanks(classes, by_class, _parked(prepared, kinds, simulated))
+
+
+def _prepare_forks(step: SimulatedStep) -> None:
+    """Do once, before forks of this process simulate a step, what each of them would do."""
+    for name in ("runtime.dry_run", "runtime.adapters.fully_shard"):  # import nearly all others
+        import_module(f"schedlang.{name}")
+    _ = step.batch
 
 
 def _parked(
