@@ -57,22 +57,45 @@ def test_a_fork_that_fails_or_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
         return os.getpid()
 
     monkeypatch.setattr(forked_calls, "PATIENCE", 0.2)
-    for action in (lambda: 1 / 0, lambda: os._exit(1), lambda: time.sleep(60)):
+    end, late = partial(os._exit, 1), partial(time.sleep, 60)
+    actions: list[Callable[[], object]] = [lambda: 1 / 0, end, late]
+    for action in actions:
         assert call_side_by_side([os.getpid, partial(in_forks, action)]) == [HERE, HERE]
-    assert call_side_by_side([os.getpid, lambda: lambda: 1])[1]() == 1  # type: ignore[operator]
+    functions: list[Callable[[], Callable[[], int]]] = [lambda: os.getpid, lambda: lambda: 1]
+    assert call_side_by_side(functions)[1]() == 1  # a function of this test cannot be sent
 
 
-def test_errors_are_raised_here() -> None:
+def test_no_process_can_be_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All calls are made here where the system forks no process."""
+
+    def fail() -> int:
+        raise OSError
+
+    monkeypatch.setattr(os, "fork", fail)
+    assert call_side_by_side([os.getpid, os.getpid]) == [HERE, HERE]
+
+
+def test_errors_are_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of a call, in a fork or here, is raised, and no fork is left."""
+    forks, fork = list[int](), os.fork
+
+    def noted_fork() -> int:
+        forks.append(fork())
+        return forks[-1]
 
     def fail() -> int:
         raise LookupError
 
-    for calls in ([os.getpid, fail], [fail, partial(time.sleep, 60)]):
+    def wait() -> int:
+        time.sleep(60)
+        return 0
+
+    monkeypatch.setattr(os, "fork", noted_fork)
+    for functions in ([os.getpid, fail], [fail, wait]):
         with pytest.raises(LookupError):
-            call_side_by_side(calls)
+            call_side_by_side(functions)
         with pytest.raises(ChildProcessError):
-            os.waitpid(-1, os.WNOHANG)
+            os.waitpid(forks[-1], os.WNOHANG)
 
 
 PLAN = """

@@ -55,7 +55,9 @@ class _Fork:
         self._results, sending = os.pipe()
         sys.stdout.flush()  # else the fork would write it again
         sys.stderr.flush()
-        self._pid = os.fork()
+        self._pid = -1
+        with suppress(OSError):  # too many processes, or no memory: it sends nothing
+            self._pid = os.fork()
         if self._pid == 0:
             _send_results(functions, sending)
         os.close(sending)
@@ -80,9 +82,9 @@ class _Fork:
     def end(self) -> None:
         """End the fork."""
         os.close(self._results)
-        with suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
-        os.waitpid(self._pid, 0)
+        if self._pid > 0:
+            os.kill(self._pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
+            os.waitpid(self._pid, 0)
 
 
 def _send_results(functions: Sequence[Callable[[], Any]], sending: int) -> NoReturn:
