@@ -60,7 +60,8 @@ def test_a_fork_that_fails_or_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     end, late = partial(os._exit, 1), partial(time.sleep, 60)
     actions: list[Callable[[], object]] = [lambda: 1 / 0, end, late]
     for action in actions:
-        assert call_side_by_side([os.getpid, partial(in_forks, action)]) == [HERE, HERE]
+        calls: list[Callable[[], int]] = [os.getpid, partial(in_forks, action)]
+        assert call_side_by_side(calls) == [HERE, HERE]
     functions: list[Callable[[], Callable[[], int]]] = [lambda: os.getpid, lambda: lambda: 1]
     assert call_side_by_side(functions)[1]() == 1  # a function of this test cannot be sent
 
