@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from schedlang.ir.annotations import Replicas
 from schedlang.ir.plan import Plan
+from schedlang.ir.sharing import parents_of
 from schedlang.passes.partition.staging import Staged
 
 if TYPE_CHECKING:
@@ -117,9 +118,9 @@ def _unsliced(plan: Plan, staged: Staged) -> frozenset[str]:
     }
     if staged.axis is None:
         return frozenset(_shared_with_trunk(plan, staged)) | outside
-    units = [f"{name}." for name in staged.cut.graph.units]
+    calls = Counter(unit for unit in staged.cut.graph.units if unit)
     unit_counts = {
-        name: sum(any(n.startswith(unit) for n in fact.names) for unit in units)
+        name: sum(calls[unit] for unit in {unit for n in fact.names for unit in parents_of(n)})
         for name, fact in plan.model.unique_parameters.items()
     }
     not_one_unit = {name for name, count in unit_counts.items() if count != 1}

@@ -537,7 +537,8 @@ def _local_copy(plan: Plan, prepared: Prepared, ranks: RankGroups, options: Opti
             targets.append(TargetPart(names, parameter, part.detach(), holding.part(mesh, rank)))
         return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
-    saved = {id(b): n for n, b in model.named_buffers() if n in model.state_dict(keep_vars=True)}
+    keys = model.state_dict(keep_vars=True).keys() if source is not None else ()
+    saved = {id(buffer): name for name, buffer in model.named_buffers() if name in keys}
 
     def other(tensor: torch.Tensor) -> torch.Tensor:
         if on_meta:

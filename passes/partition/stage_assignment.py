@@ -5,7 +5,7 @@ The weight of a run of units on a stage is its parameters, its time or its memor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
@@ -110,10 +110,15 @@ def balanced_stages(
     ]  # units before the trunk belong to its first unit, units after it to its last
     count, sums = len(trunk), [0, *accumulate(unit.params for unit in units)]
 
-    def menu(first: int, last: int, devices: range, after: int) -> Iterator[StageOption]:
-        """Yield the option of a stage; the order of units is reversed."""
+    options: dict[float, tuple[StageOption]] = {}  # by weight, as many stages weigh the same
+
+    def menu(first: int, last: int, devices: range, after: int) -> tuple[StageOption]:
+        """Return the option of a stage; the order of units is reversed."""
         begin, end = bounds[count - last], bounds[count - first]
-        yield StageOption(weight(after, begin, end) if weight else sums[end] - sums[begin], 0.0)
+        seconds = weight(after, begin, end) if weight else sums[end] - sums[begin]
+        if seconds not in options:
+            options[seconds] = (StageOption(seconds, 0.0),)
+        return options[seconds]
 
     partition = find_partition(
         PartitionProblem(count, menu, devices=stages, stages=stages, prefer_long_first=True),

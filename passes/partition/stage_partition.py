@@ -226,11 +226,12 @@ class PartitionProblem:
     def fitting_options(
         self, first: int, last: int, devices: range, after: int
     ) -> Iterator[StageOption]:
-        """Yield the options of a stage that fit in the memory of its devices."""
+        """Return the options of a stage that fit in the memory of its devices."""
+        options = self.menu(first, last, devices, after)
+        if self.memory == math.inf:
+            return iter(options)
         flight = self.in_flight_at(after)
-        for option in self.menu(first, last, devices, after):
-            if option.held + flight * option.kept <= self.memory:
-                yield option
+        return (o for o in options if o.held + flight * o.kept <= self.memory)
 
 
 @dataclass(frozen=True)

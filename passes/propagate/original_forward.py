@@ -132,7 +132,7 @@ def record_original(
     where they are false (an assert). Raises Refusal where the model or the user's loss fails.
     """
     from schedlang.runtime.batch import accepted_inputs, is_loss, run_forward
-    from schedlang.runtime.global_state import WrittenAttributes, restore_global_state
+    from schedlang.runtime.global_state import restore_global_state
     from schedlang.runtime.propagation.trace import RecordedForward, Trace, find_reached_parameters
     from schedlang.runtime.rng.logical_dropout import DrawObserver
     from schedlang.runtime.tracing.meta_runs import without_values
@@ -142,8 +142,7 @@ def record_original(
     facts, own = plan.model, plan.model.base.model
     draws |= any(s.is_a("Dropout") and model.get_submodule(s.fqn).p for s in facts.sites.values())
     draws_seen, read_keys = DrawObserver(lambda: stack.frames[-1][0]) if draws else None, set[str]()
-    failure, written = None, WrittenAttributes(model, (facts.model, own))
-    loss_function = None if loss is None else partial(_call_loss, loss, read_keys, written)
+    failure, loss_function = None, _watched_loss(loss, read_keys, model, (facts.model, own))
     repeats = any(len(site.children) >= MIN_EQUAL for site in facts.sites.values())
     units = units_to_record(plan, model) if repeats else None
     with restore_global_state(plan.model.model, loss), without_values(batch) as (inputs, values):
@@ -425,6 +424,17 @@ class ObservedBatch(dict[str, Any]):
 
     get, pop, __contains__ = Mapping.get, MutableMapping.pop, Mapping.__contains__  # type: ignore[assignment]
     keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
+
+
+def _watched_loss(
+    loss: Loss | None, read: set[str], model: nn.Module, originals: Sequence[nn.Module]
+) -> Loss | None:
+    """Return a function that calls the user's loss as `_call_loss` does; None without a loss."""
+    from schedlang.runtime.global_state import WrittenAttributes
+
+    if loss is None:
+        return None
+    return partial(_call_loss, loss, read, WrittenAttributes(model, originals))
 
 
 def _call_loss(

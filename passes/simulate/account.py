@@ -174,7 +174,11 @@ def _of_a_step(
         notes.append("microbatches differ in rows; bytes are those of the largest")
     if reason := why_logical(plan, prepared, row_count(sample)):
         notes.append(f"dropout is drawn logically in training, too: {reason}")
-    simulate = cache(lambda: simulate_ranks(plan, batch, loss, prepared))  # at most once
+    staged = prepared.staged
+    classes = rank_classes(plan, staged, prepared.holdings)
+    simulate = cache(  # at most once
+        lambda: simulate_ranks(plan, batch, loss, prepared, classes=classes)
+    )
     collectives = list_collectives(plan, prepared, sample, loss)
     peer_sends, reason = _try_simulation(
         lambda: [*peer_activation_sends(plan, prepared, simulate)], _UNSENT
@@ -198,9 +202,8 @@ def _of_a_step(
         )
         notes += [reason] if reason else []
         notes += dict.fromkeys(f"W703: {calls}" for item in memories or () for calls in item.left)
-    staged = prepared.staged
     return Account(
-        rank_classes(plan, staged, prepared.holdings),
+        classes,
         collectives,
         _timeline(staged),
         _stages(staged),

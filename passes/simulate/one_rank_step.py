@@ -7,7 +7,7 @@ operator; `static_checks.roles` simulates several ranks, with the sends of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.ir.annotations import Order
 from schedlang.ir.plan import Plan
+from schedlang.ir.sharing import parents_of
 from schedlang.passes.analyze.holdings import state_slicing
 from schedlang.passes.analyze.prepare import Prepared
 
@@ -128,28 +129,36 @@ def representative_places(plan: Plan, prepared: Prepared) -> dict[int, int]:
         return {0: 0}
     first_alike: dict[object, int] = {}
     representatives = {}
+    looks = _module_looks(plan, staged)
     for position in range(plan.mesh.size(staged.axis)):
-        look = tuple(_look(plan, prepared, stage) for stage in staged.stages_at(position))
+        look = tuple(_look(looks, staged, stage) for stage in staged.stages_at(position))
         representatives[position] = first_alike.setdefault(look, position)
     return representatives
 
 
-def _look(plan: Plan, prepared: Prepared, stage: int) -> object:
-    """Return a key that is equal for stages that run the same modules and send the same values."""
-    cut = prepared.staged.cut
-    units = [cut.graph.units[unit] for unit in cut.units(stage)]
-    modules = tuple(
-        (
-            fqn[len(unit) :],
-            site.kind,
-            tuple(param.requires_grad for param in site.parameters.values()),
-            plan.boundaries.get(fqn, ()),
-            tuple(a.row for a in plan.actions if fqn in a.sites),
-        )
-        for unit in units
-        for fqn, site in plan.model.sites.items()
-        if fqn == unit or fqn.startswith(f"{unit}.")
-    )
+def _module_looks(plan: Plan, staged: Staged) -> dict[str, list[object]]:
+    """Return, for each unit, keys of the modules in it that are equal for equal modules."""
+    rows: dict[str, list[int]] = {}
+    for action in plan.actions:
+        for fqn in dict.fromkeys(action.sites):
+            rows.setdefault(fqn, []).append(action.row)
+    looks: dict[str, list[object]] = {unit: [] for unit in staged.cut.graph.units}
+    for fqn, site in plan.model.sites.items():
+        trained = tuple(param.requires_grad for param in site.parameters.values())
+        look = site.kind, trained, plan.boundaries.get(fqn, ()), tuple(rows.get(fqn, ()))
+        for unit in (fqn, *filter(None, parents_of(fqn))):
+            if unit in looks:
+                looks[unit].append((fqn[len(unit) :], *look))
+    return looks
+
+
+def _look(looks: Mapping[str, Sequence[object]], staged: Staged, stage: int) -> object:
+    """Return a key that is equal for stages that run the same modules and send the same values.
+
+    `looks`: those of `_module_looks`.
+    """
+    cut = staged.cut
+    modules = tuple(look for unit in cut.units(stage) for look in looks[cut.graph.units[unit]])
     routes = tuple(
         (source - stage, target - stage, tuple(cut.graph.leaves[t] for t in tokens))
         for (source, target), tokens in cut.routes.items()

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from schedlang.garbage_collection import ProcessState
 from schedlang.ir.memory import ADAMW_MOMENTS, CLASSES, STATE, OperationMemory, RankMemory
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import Prepared
@@ -84,12 +87,11 @@ class SimulatedRanks:
     partner_bytes: Mapping[int, int]
 
 
-def operation_key(staged: Staged, position: int | None, op: Op) -> tuple[Any, ...]:
+def operation_key(stages: Sequence[int], op: Op) -> tuple[Any, ...]:
     """Return a key that is equal for operations of equal stages that differ in their microbatch
-    alone."""
+    alone; `stages` are those of the operation's place."""
     from schedlang.pipeline.timeline.table import TRANSFER_KINDS
 
-    stages = staged.stages_at(position or 0)
     peer_offset = op.peer - op.stage if op.kind in TRANSFER_KINDS else 0
     return op.kind, stages.index(op.stage), op.slice, peer_offset
 
@@ -108,10 +110,8 @@ def runs_in_order(
 
     `parked`: stage -> bytes that a partner holds for it.
     """
-    rows = _rows(plan, staged, position)
-    counts = Counter(
-        operation_key(staged, position, op) for op in rows if op.kind not in PARTNER_KINDS
-    )
+    rows, stages = _rows(plan, staged, position), staged.stages_at(position or 0)
+    counts = Counter(operation_key(stages, op) for op in rows if op.kind not in PARTNER_KINDS)
     turn_counts: Counter[Any] = Counter()
     moves = {
         (stage, kind): _taken_in(size * sign, simulated.start)
@@ -122,7 +122,7 @@ def runs_in_order(
         if op.kind in PARTNER_KINDS:
             yield op, moves[op.stage, op.kind]
             continue
-        key = operation_key(staged, position, op)
+        key = operation_key(stages, op)
         runs = simulated.ops.get(key)
         if runs is not None:
             yield op, runs[_turn(turn_counts[key], counts[key], len(runs))]
@@ -163,6 +163,7 @@ def _turn(turn: int, run_count: int, simulated_count: int) -> int:
 
 MIN_MICROBATCHES = 3  # microbatches: the first, one between, the last
 ON_DEVICE = "device"
+MANY_MODULES = 500  # of a model: a fork costs as much as the step of a smaller one
 
 
 def simulate_ranks(
@@ -171,29 +172,44 @@ def simulate_ranks(
     loss: Loss | None,
     prepared: Prepared,
     works: bool = False,
+    classes: tuple[RankClass, ...] | None = None,
 ) -> SimulatedRanks:
     """Simulate a short step of each kind of rank, with AdamW's optimizer state.
 
     `batch` is that of a full step; with `works` FLOPs and bytes of every operator are counted too.
-    Raises what the model raises where it cannot be simulated.
+    `classes` are those of `rank_classes`, if they are known.  Raises what the model raises where
+    it cannot be simulated.
     """
     from schedlang.runtime.batch import largest_part
+    from schedlang.runtime.launch.forked_calls import call_side_by_side
 
     sample = largest_part(batch, plan.share_weights, plan.micro)
     short_plan, staged = _short(plan, prepared.staged)
     # one step for all kinds: their programs share the stand-ins for other stages
     step = SimulatedStep(short_plan, replace(prepared, staged=staged), sample, loss)
     kinds = representative_places(plan, prepared)
-    classes = rank_classes(plan, prepared.staged, prepared.holdings)
-    simulated: dict[int | None, SimulatedRank] = {}
-    by_class = {}
-    for rank_class in classes:
-        kind = None if rank_class.place is None else kinds[rank_class.place]
-        if kind not in simulated:
-            representative = next(c for c in classes if c.place == kind)
-            simulated[kind] = _play(step, representative, works)
-        by_class[rank_class] = simulated[kind]
+    classes = classes or rank_classes(plan, prepared.staged, prepared.holdings)
+    kind_of = {c: None if c.place is None else kinds[c.place] for c in classes}
+    representatives = {
+        kind: next(c for c in classes if c.place == kind)
+        for kind in dict.fromkeys(kind_of.values())
+    }
+    plays = [partial(_play, step, rank_class, works) for rank_class in representatives.values()]
+    if ProcessState.own and len(plan.model.sites) >= MANY_MODULES:
+        _prepare_forks(step)
+        results = call_side_by_side(plays)
+    else:
+        results = [play() for play in plays]
+    simulated = dict(zip(representatives, results))
+    by_class = {rank_class: simulated[kind] for rank_class, kind in kind_of.items()}
     return SimulatedRanks(classes, by_class, _parked(prepared, kinds, simulated))
+
+
+def _prepare_forks(step: SimulatedStep) -> None:
+    """Do once, before forks of this process simulate a step, what each of them would do."""
+    for name in ("runtime.dry_run", "runtime.adapters.fully_shard"):  # import nearly all others
+        import_module(f"schedlang.{name}")
+    _ = step.batch
 
 
 def _parked(
@@ -220,7 +236,9 @@ def _play(step: SimulatedStep, rank_class: RankClass, works: bool) -> SimulatedR
 
     short_plan, staged = step.plan, step.prepared.staged
     footprint = Footprint("meta", works)
-    with build_one_rank(step, rank_class.first, _adamw, footprint) as (program, _):
+    with build_one_rank(step, rank_class.first, footprint=footprint) as (program, _):
+        # not by `build`, which would try whether AdamW updates elements independently
+        program.optimizer = _adamw(program.assembly.parameters.values())
         away = {
             name for name, item in tiers_of(short_plan).items() if item.as_tuple[2] != ON_DEVICE
         }
@@ -255,10 +273,11 @@ def _short(plan: Plan, staged: Staged) -> tuple[Plan, Staged]:
         min_micro *= 2
 
 
-def _adamw(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
     from torch.optim import AdamW
 
-    return AdamW([parameter for _, parameter in named_parameters])
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return AdamW(trained) if trained else None
 
 
 def record_state(program: Program, footprint: Footprint, off_device: Collection[str]) -> None:
@@ -302,11 +321,12 @@ def _table(
     ]
     ops: dict[Any, list[OperationRun]] = {}
     other_runs: list[OperationRun] = []
+    stages = staged.stages_at(rank_class.place or 0)
     for item, run in zip(segments[1:], runs):
         if item.operation is None:
             other_runs.append(run)
         elif item.operation.kind not in PARTNER_KINDS:  # a partner's bytes are not known here
-            ops.setdefault(operation_key(staged, rank_class.place, item.operation), []).append(run)
+            ops.setdefault(operation_key(stages, item.operation), []).append(run)
     return SimulatedRank(
         rank_class, segments[0].end, ops, other_runs, footprint.host, declined, parked
     )

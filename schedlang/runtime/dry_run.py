@@ -39,6 +39,7 @@ from schedlang.runtime.tracing.meta_runs import (
     tensors_in,
 )
 from schedlang.runtime.tracing.stage_graph import StageSplit
+from schedlang.runtime.training_mode import TrainingMode
 
 # functions that multiply (True) or divide in place
 SCALES: dict[Any, bool] = {
@@ -133,6 +134,10 @@ class DryRunProgram(Program):
     messages: list[SimulatedMessage] = field(default_factory=list)
     invented: InventedValues = field(default_factory=lambda: InventedValues({}))
     footprint: Footprint | None = None  # is told what runs, and which gradients exist
+    training: TrainingMode | None = None  # that of the built program
+
+    def _make_training_mode(self) -> TrainingMode:
+        return self.training or super()._make_training_mode()
 
     def _run(
         self, parts: Sequence[BatchPart], scale: Sequence[Number] | None, *, train: bool
@@ -192,7 +197,9 @@ def dry_run(
     assembly = replace(program.assembly, dropout=None, split_batches=dealings)
     optimizer = program.optimizer if footprint is not None else None
     answers = InventedValues(assembly.parameters if footprint is None else {})
-    dry = DryRunProgram(assembly, optimizer, footprint=footprint, invented=answers)
+    dry = DryRunProgram(
+        assembly, optimizer, footprint=footprint, invented=answers, training=program._training
+    )
     pipeline = assembly.pipeline
     pipeline.mail.device = torch.device("meta")
     if pipeline.parking is not None:

@@ -107,11 +107,14 @@ class Program:
     allowed: Callable[[Tensor, Tensor | float], bool] | None = None
 
     def __post_init__(self) -> None:
-        self._training = TrainingMode(self.assembly.module)
+        self._training = self._make_training_mode()
         if self.offloaded is not None:
             self.offloaded.check_full_step(self.whole)
         a = self.assembly
         self._at = ShardContext(a.tokens) if a.tokens is not None else None
+
+    def _make_training_mode(self) -> TrainingMode:
+        return TrainingMode(self.assembly.module)
 
     def __repr__(self) -> str:
         facts = self._facts()

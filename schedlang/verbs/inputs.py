@@ -53,6 +53,14 @@ def _parse_pair(option: str, text: str) -> tuple[str, str]:
     return name, value
 
 
+def use_one_thread() -> None:
+    """Let libraries that this process will import start no threads: only a process with one thread
+    can be forked, and a verb without values computes nothing with them."""
+    for library, variable in (("numpy", "OPENBLAS_NUM_THREADS"), ("torch", "OMP_NUM_THREADS")):
+        if library not in sys.modules:
+            os.environ.setdefault(variable, "1")
+
+
 def is_saved_plan(file: Path) -> bool:
     """Return whether a file begins as JSON does: a saved plan, not a schedule."""
     try:

@@ -114,9 +114,11 @@ def plan(
     It prints bytes per rank by class at the peak of a step, the collectives of one step, and the
     timeline at unit cost.  Exit 1 if an `expect` does not hold.
     """
+    from schedlang.verbs.inputs import account_costs, check_folders, plan_schedule, use_one_thread
+
+    use_one_thread()  # before numpy is imported
     from schedlang.diagnostics.tables import message_columns, terminal_columns
     from schedlang.verbs.costs import check_expectations, simulate_step
-    from schedlang.verbs.inputs import account_costs, check_folders, plan_schedule
     from schedlang.verbs.lockfile import check_lock, write_lock
     from schedlang.viz.show import format_view, make_view
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -77,6 +77,7 @@ class EqualLayouts(UnitObserver):
     layouts: dict[tuple[str, int], list[tuple[Note, ...] | None]]
     narrowed: Mapping[str, object]
     arguments: Mapping[tuple[str, str], object]
+    _noted: dict[str, _NotedNames] = field(default_factory=dict)  # of units that have run
 
     def before(self, name: str, leaves: Sequence[Any]) -> None:
         """Refuse units that a state of the follower may distinguish."""
@@ -104,12 +105,15 @@ class EqualLayouts(UnitObserver):
             if any(is_inside(root, old) for root in note.roots):
                 raise DifferentUnits
             follower.put(new_tensor, note)
-        for fqn in [fqn for fqn in self.edges if is_inside(fqn, old)]:
+        if old not in self._noted:  # all that is noted for a unit is noted while it runs
+            self._noted[old] = _NotedNames.of(self, old)
+        noted = self._noted[old]
+        for fqn in noted.edges:
             renamed = name + fqn[len(old) :]
             self.edges[renamed] = tuple(labelled(edge, renamed) for edge in self.edges[fqn])
-        for frame in [frame for frame in self.layouts if is_inside(frame[0], old)]:
+        for frame in noted.frames:
             self.layouts[name + frame[0][len(old) :], frame[1]] = self.layouts[frame]
-        _follow_renamed(follower, old, name)
+        _follow_renamed(follower, noted, old, name)
 
 
 def labelled(edge: Edge, label: str) -> Edge:
@@ -117,14 +121,42 @@ def labelled(edge: Edge, label: str) -> Edge:
     return replace(edge, group=replace(edge.group, label=label))
 
 
-def _follow_renamed(follower: Follower, old: str, name: str) -> None:
+@dataclass(frozen=True)
+class _NotedNames:
+    """The parameters and modules of a unit for which something is noted."""
+
+    edges: Sequence[str]
+    frames: Sequence[tuple[str, int]]
+    partial: Sequence[str]
+    used: Sequence[str]
+    tokens: Sequence[tuple[str, str]]
+    sharing: Sequence[str]
+
+    @classmethod
+    def of(cls, layouts: EqualLayouts, unit: str) -> Self:
+        """Return those of a unit that has run."""
+        follower = layouts.follower
+
+        def inside(names: Iterable[str]) -> list[str]:
+            return [name for name in names if is_inside(name, unit)]
+
+        return cls(
+            inside(layouts.edges),
+            [frame for frame in layouts.layouts if is_inside(frame[0], unit)],
+            inside(follower.partial),
+            inside(follower.used),
+            [token for token in follower.tokens if is_inside(token[0], unit)],
+            inside(follower.arrivals.sharing),
+        )
+
+
+def _follow_renamed(follower: Follower, noted: _NotedNames, old: str, name: str) -> None:
     """Note for the parameters and modules of unit `name` what a follower has noted for `old`."""
-    for param in [param for param in follower.partial if is_inside(param, old)]:
+    for param in noted.partial:
         renamed = name + param[len(old) :]
         follower.partial.setdefault(renamed, set()).update(follower.partial[param])
-    for param in [param for param in follower.used if is_inside(param, old)]:
+    for param in noted.used:
         follower.used[name + param[len(old) :]] = follower.used[param]
-    for fqn, axis in [token for token in follower.tokens if is_inside(token[0], old)]:
+    for fqn, axis in noted.tokens:
         follower.tokens.add((name + fqn[len(old) :], axis))
-    sharing = [fqn for fqn in follower.arrivals.sharing if is_inside(fqn, old)]
-    follower.arrivals.sharing.update(name + fqn[len(old) :] for fqn in sharing)
+    follower.arrivals.sharing.update(name + fqn[len(old) :] for fqn in noted.sharing)
