@@ -132,17 +132,18 @@ def record_original(
     where they are false (an assert). Raises Refusal where the model or the user's loss fails.
     """
     from schedlang.runtime.batch import accepted_inputs, is_loss, run_forward
-    from schedlang.runtime.global_state import restore_global_state
+    from schedlang.runtime.global_state import WrittenAttributes, restore_global_state
     from schedlang.runtime.propagation.trace import RecordedForward, Trace, find_reached_parameters
     from schedlang.runtime.rng.logical_dropout import DrawObserver
     from schedlang.runtime.tracing.meta_runs import without_values
 
     parts = plan.data_axes or plan.cuts or plan.order or plan.stores
     model, stack = _watched_copy(plan, leaves, accesses=bool(parts))
-    facts, own = plan.model, plan.model.base.model
+    facts, own, failure = plan.model, plan.model.base.model, None
     draws |= any(s.is_a("Dropout") and model.get_submodule(s.fqn).p for s in facts.sites.values())
     draws_seen, read_keys = DrawObserver(lambda: stack.frames[-1][0]) if draws else None, set[str]()
-    failure, loss_function = None, _watched_loss(loss, read_keys, model, (facts.model, own))
+    watched = None if loss is None else (loss, WrittenAttributes(model, (facts.model, own)))
+    loss_call = watched and partial(_call_loss, read_keys, *watched)
     repeats = any(len(site.children) >= MIN_EQUAL for site in facts.sites.values())
     units = units_to_record(plan, model) if repeats else None
     with restore_global_state(plan.model.model, loss), without_values(batch) as (inputs, values):
@@ -151,7 +152,7 @@ def record_original(
         with draws_seen or nullcontext(), Trace(stack, recorded, asked=truths) as trace:
             try:
                 with nullcontext() if units is None else units.recording(values, trace):
-                    output, value = run_forward(model, inputs, loss_function)
+                    output, value = run_forward(model, inputs, loss_call)
             except Refusal:
                 raise
             except Exception as error:
@@ -426,19 +427,8 @@ class ObservedBatch(dict[str, Any]):
     keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
 
 
-def _watched_loss(
-    loss: Loss | None, read: set[str], model: nn.Module, originals: Sequence[nn.Module]
-) -> Loss | None:
-    """Return a function that calls the user's loss as `_call_loss` does; None without a loss."""
-    from schedlang.runtime.global_state import WrittenAttributes
-
-    if loss is None:
-        return None
-    return partial(_call_loss, loss, read, WrittenAttributes(model, originals))
-
-
 def _call_loss(
-    loss: Loss, read: set[str], written: WrittenAttributes, output: Any, batch: Mapping[str, Any]
+    read: set[str], loss: Loss, written: WrittenAttributes, output: Any, batch: Mapping[str, Any]
 ) -> Any:
     """Call the user's loss and add the keys that it reads to `read`; its errors become S865."""
     with written.unread():

@@ -201,8 +201,9 @@ class ErrorSize:
 
 def error_bound(errors: Sequence[Tensor], chance: float) -> ErrorBound | None:
     """Return the size that one more error exceeds with this chance; None: too few errors."""
-    freedom = estimate_freedom(errors)
-    return freedom and bound_with_freedom([ErrorSize.of(e) for e in errors], chance, freedom)
+    if (freedom := estimate_freedom(errors)) is None:
+        return None
+    return bound_with_freedom([ErrorSize.of(e) for e in errors], chance, freedom)
 
 
 def estimate_freedom(errors: Sequence[Tensor]) -> float | None:
@@ -313,7 +314,7 @@ class RunErrors(NamedTuple):
 
 @dataclass(frozen=True)
 class KnownErrors:
-    """What is known of the runs: many programs may be compared with them, as a judge does.
+    """Errors of the runs that are known: a judge compares many programs with them.
 
     runs     draw and tensor -> the errors
     freedom  tensor, and whether under casts -> degrees of freedom of the errors of all draws

@@ -39,7 +39,6 @@ from schedlang.runtime.tracing.meta_runs import (
     tensors_in,
 )
 from schedlang.runtime.tracing.stage_graph import StageSplit
-from schedlang.runtime.training_mode import TrainingMode
 
 # functions that multiply (True) or divide in place
 SCALES: dict[Any, bool] = {
@@ -134,10 +133,6 @@ class DryRunProgram(Program):
     messages: list[SimulatedMessage] = field(default_factory=list)
     invented: InventedValues = field(default_factory=lambda: InventedValues({}))
     footprint: Footprint | None = None  # is told what runs, and which gradients exist
-    training: TrainingMode | None = None  # that of the built program
-
-    def _make_training_mode(self) -> TrainingMode:
-        return self.training or super()._make_training_mode()
 
     def _run(
         self, parts: Sequence[BatchPart], scale: Sequence[Number] | None, *, train: bool
@@ -198,7 +193,7 @@ def dry_run(
     optimizer = program.optimizer if footprint is not None else None
     answers = InventedValues(assembly.parameters if footprint is None else {})
     dry = DryRunProgram(
-        assembly, optimizer, footprint=footprint, invented=answers, training=program._training
+        assembly, optimizer, footprint=footprint, invented=answers, known_training=program._training
     )
     pipeline = assembly.pipeline
     pipeline.mail.device = torch.device("meta")

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -106,15 +106,14 @@ class Program:
     # decides by loss and norm whether to step
     allowed: Callable[[Tensor, Tensor | float], bool] | None = None
 
-    def __post_init__(self) -> None:
-        self._training = self._make_training_mode()
+    known_training: InitVar[TrainingMode | None] = None  # that of the modules, if it is made
+
+    def __post_init__(self, known_training: TrainingMode | None) -> None:
+        self._training = known_training or TrainingMode(self.assembly.module)
         if self.offloaded is not None:
             self.offloaded.check_full_step(self.whole)
         a = self.assembly
         self._at = ShardContext(a.tokens) if a.tokens is not None else None
-
-    def _make_training_mode(self) -> TrainingMode:
-        return TrainingMode(self.assembly.module)
 
     def __repr__(self) -> str:
         facts = self._facts()
