@@ -313,7 +313,7 @@ class RunErrors(NamedTuple):
 
 @dataclass(frozen=True)
 class KnownErrors:
-    """What is known of the runs: many programs may be compared with them, as a judge does.
+    """The known errors of the runs: many programs may be compared with them, as a judge does.
 
     runs     draw and tensor -> the errors
     freedom  tensor, and whether under casts -> degrees of freedom of the errors of all draws
