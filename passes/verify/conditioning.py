@@ -202,7 +202,9 @@ class ErrorSize:
 def error_bound(errors: Sequence[Tensor], chance: float) -> ErrorBound | None:
     """Return the size that one more error exceeds with this chance; None: too few errors."""
     freedom = estimate_freedom(errors)
-    return freedom and bound_with_freedom([ErrorSize.of(e) for e in errors], chance, freedom)
+    if freedom is None:
+        return None
+    return bound_with_freedom([ErrorSize.of(e) for e in errors], chance, freedom)
 
 
 def estimate_freedom(errors: Sequence[Tensor]) -> float | None:
@@ -469,10 +471,12 @@ class ErrorBounds:
             for key in errors_left:
                 if (key, casts) not in known.freedom:
                     known.runs[draw, key], finite = self._run_errors(draw, observed, key)
-                    perturbed[key] += finite if draw else ()
+                    if draw:
+                        perturbed[key] += finite
                 run_errors = known.runs[draw, key]
                 (moved if draw else unmoved)[key].extend(run_errors.sizes)
-                lost |= {key} if run_errors.lost else set()
+                if run_errors.lost:
+                    lost.add(key)
             for key, x in errors_left.items():
                 sizes, draws = unmoved[key] + moved[key], DRAWS * len(self._same_law(key))
                 freedom = min(max(1, x.numel()), MANY_FREEDOM)
