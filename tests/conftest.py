@@ -15,6 +15,7 @@ import pytest
 from _pytest.assertion import rewrite
 from hypothesis import settings
 from typer import testing as typer_testing
+from typer.main import get_command
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.garbage_collection import ProcessState, collect_less_often, without_collector
@@ -32,7 +33,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 register()
 Pool._executed = staticmethod(forks.start_server)  # type: ignore[method-assign]
 # the parser of the command line is made once, and not for each command that a test runs
-typer_testing._get_command = functools.cache(typer_testing._get_command)
+vars(typer_testing)["_get_command"] = functools.cache(get_command)
 # a dry run need not count what is frozen: that takes longer than many a step
 ProcessState.keeps_frozen = True
 

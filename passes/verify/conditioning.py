@@ -201,7 +201,8 @@ class ErrorSize:
 
 def error_bound(errors: Sequence[Tensor], chance: float) -> ErrorBound | None:
     """Return the size that one more error exceeds with this chance; None: too few errors."""
-    if (freedom := estimate_freedom(errors)) is None:
+    freedom = estimate_freedom(errors)
+    if freedom is None:
         return None
     return bound_with_freedom([ErrorSize.of(e) for e in errors], chance, freedom)
 
@@ -314,7 +315,7 @@ class RunErrors(NamedTuple):
 
 @dataclass(frozen=True)
 class KnownErrors:
-    """Errors of the runs that are known: a judge compares many programs with them.
+    """The known errors of the runs: many programs may be compared with them, as a judge does.
 
     runs     draw and tensor -> the errors
     freedom  tensor, and whether under casts -> degrees of freedom of the errors of all draws
@@ -470,10 +471,12 @@ class ErrorBounds:
             for key in errors_left:
                 if (key, casts) not in known.freedom:
                     known.runs[draw, key], finite = self._run_errors(draw, observed, key)
-                    perturbed[key] += finite if draw else ()
+                    if draw:
+                        perturbed[key] += finite
                 run_errors = known.runs[draw, key]
                 (moved if draw else unmoved)[key].extend(run_errors.sizes)
-                lost |= {key} if run_errors.lost else set()
+                if run_errors.lost:
+                    lost.add(key)
             for key, x in errors_left.items():
                 sizes, draws = unmoved[key] + moved[key], DRAWS * len(self._same_law(key))
                 freedom = min(max(1, x.numel()), MANY_FREEDOM)
