@@ -143,6 +143,7 @@ THREAD_STATE = {
     "runtime/launch/rank_job.py: _limit": "a time that a command has: never in a step",
     "runtime/loop_terms.py: _Forwards": "torch numbers nodes by thread, in a loop of the user's",
     "runtime/launch/pool.py: _threads": "of a proof, which starts ranks: never in a step",
+    "runtime/adapters/torch_checkpoint.py: _Forward": "forwards of a trial: never in a step",
 }
 
 
