@@ -70,9 +70,9 @@ class DcpOptimizer:
             reader = _Reader(folder, index, shapes, aliases)
             return DcpOptimizer(folder, index, *reader.read(current))
 
-        found = run_on_all_ranks(read, diagnose, (Exception,))
-        archive.check_optimizer(program, found.saved)
-        return found
+        state = run_on_all_ranks(read, diagnose, (Exception,))
+        archive.check_optimizer(program, state.saved)
+        return state
 
     def load(self, program: Program, diagnose: Diagnose) -> None:
         """Load the state; all ranks of the program must call this."""
