@@ -246,7 +246,10 @@ class Counting(nn.Module):
 
 
 class Hooked(nn.Module):
-    """Hooks on modules and tensors that change values and gradients."""
+    """Hooks on modules and tensors that change values and gradients.
+
+    One of them may be registered by the first forward, as transformers does for hidden states.
+    """
 
     def __init__(self, width: int, rate: float, rng: Random) -> None:
         super().__init__()
@@ -263,8 +266,13 @@ class Hooked(nn.Module):
         if "module" in hooks:
             self.register_full_backward_hook(lambda m, grads, outs: (grads[0] * 0.9, *grads[1:]))
         self.on_tensor = "tensor" in hooks
+        # not by `rng`: numbers that were drawn before stay the same models
+        self.is_late = Random(f"{width} {rng.getstate()}").random() < 0.4
 
     def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        if self.is_late:
+            self.is_late = False
+            self.one.register_forward_hook(lambda module, args, output: output * 1.25)
         h = F.gelu(self.one(x))
         if self.on_tensor and h.requires_grad:
             h.register_hook(lambda grad: grad * 0.5)
