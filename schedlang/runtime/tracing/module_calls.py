@@ -112,7 +112,10 @@ def value_refusal(error: Exception, line: str = "") -> Refusal:
     if "lengths" in message:  # of `pack_padded_sequence`
         helps = ("pad instead of packing, and take the last state of each row by its length",)
     if line:
-        helps = ("use masks, or `torch.where(chosen == expert)`, in place of numbers of rows",)
+        helps = (
+            "cut rows by the list itself: `rows.split(counts)`",
+            "or use masks, or `torch.where(chosen == expert)`, in place of numbers of rows",
+        )
     reason = "reads the value of a tensor while it is recorded without data"
     return refusal("S612", line or line_of(error), reason, *helps, note=message)
 
