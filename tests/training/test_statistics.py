@@ -309,7 +309,7 @@ def test_compiled_regions_beside_sums_over_the_batch(threads: Any) -> None:
     """A region without such sums is compiled; one with a sum runs eagerly."""
     rows = "up  fuse()\ntail  fuse()\n" + ZERO.format(0)
     state, expected, eager = train_both(rows, threads, torch.float32)
-    assert [(declined.sites, declined.why) for declined in eager] == [
+    assert [(declined.sites, declined.reason) for declined in eager] == [
         (("tail",), "it sums over the rows of all ranks")
     ]
     for name, value in expected.items():
