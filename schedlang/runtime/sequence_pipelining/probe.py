@@ -309,7 +309,9 @@ def check_ignored_labels(trial: Trial, run_parts: Callable[[Trial], RunResult]) 
         try:
             full = run_full(ignoring)
             parts = run_parts(ignoring) if full.loss.isfinite() else full
-        except Exception:  # the model's own code refuses this number: these are not labels
+        except Exception:
+            # the model's own code refuses this number: these are not labels. Should parts alone
+            # refuse it, so will a step with such a batch: nothing is trained wrongly
             continue
         if full.loss.isfinite():
             compare_losses(full, parts)
