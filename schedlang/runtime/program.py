@@ -399,6 +399,8 @@ class Program:
                 region.end_step()
         for item in a.sliced.values():
             item.end_prefetch()
+            if train:
+                item.finish_backwards()
         return results
 
     def _sum(self) -> None:
