@@ -106,7 +106,11 @@ def _draws_by_rows(plan: Plan, sample: Mapping[str, Any]) -> bool:
     were not called when it was recorded would count as unused.
     """
     from schedlang.runtime.batch import run_model
-    from schedlang.runtime.global_state import host_generator_states, restore_global_state
+    from schedlang.runtime.global_state import (
+        host_generator_states,
+        restore_global_state,
+        seed_host_generators,
+    )
     from schedlang.runtime.tracing.meta_runs import meta_model, without_values
 
     model: Any = meta_model(plan.model.model, {})
@@ -115,15 +119,15 @@ def _draws_by_rows(plan: Plan, sample: Mapping[str, Any]) -> bool:
     for name, module in model.named_modules():
         module.register_forward_pre_hook(partial(_note_call, called, name))
     calls = set()
-    with restore_global_state(plan.model.model) as watch:
+    with restore_global_state(plan.model.model):
         for number in range(TRIES):
             called.clear()
-            watch.seed(number)
+            seed_host_generators(number)
             with without_values(sample) as (inputs, _):
                 run_model(model, inputs)
             calls.add(tuple(called))
         drawn = host_generator_states()
-        watch.seed(TRIES - 1)
+        seed_host_generators(TRIES - 1)
         try:
             with without_values(_other_rows(sample)) as (inputs, _):
                 run_model(model, inputs)
@@ -233,10 +237,10 @@ class Prepared:
     tokens: TokenSplit | None = None  # where ranks split sequences
     chains: Chains = field(default_factory=dict)  # of rows with a memory limit
     bits: BitTable = field(default_factory=dict)  # of saved tensors, of rows with a budget
+    draws: bool = False  # the model draws random numbers, by torch, Python or numpy
+    draws_by_rows: bool = False  # more numbers by Python or numpy for more rows
     # outputs of units of earlier stages, where these are known before there are ranks
     outputs: Mapping[Any, Any] = field(default_factory=dict, repr=False)
-    # the model draws more numbers by Python or numpy for more rows
-    draws_by_rows: bool = False
     # cached ways to gather full tensors: the programs of a proof, one per optimizer, share them
     gather_routes: TransferPlans = field(default_factory=dict, repr=False, compare=False)
 
@@ -310,8 +314,8 @@ def prepare(
             check_repeats(plan, recompute_rows, sample, loss, traced.equal_units)
         if bits is None:
             bits = find_bit_table(plan, sample, loss, chains) if plan.activation_codings else {}
-        held = holdings_of(plan, staged)
-        return Prepared(traced, staged, held, slicing, tokens, chains, bits, draws_by_rows=by_rows)
+        held, drawn = holdings_of(plan, staged), traced.is_random or traced.draws_on_host
+        return Prepared(traced, staged, held, slicing, tokens, chains, bits, drawn, by_rows)
 
 
 def _hooked(name: str) -> Refusal:

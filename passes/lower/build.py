@@ -27,7 +27,7 @@ from schedlang.passes.analyze.prepare import Prepared, check_axes, prepare
 from schedlang.passes.analyze.staleness import check_stale_options, find_gathered_step
 from schedlang.passes.complete.complete import complete_plan
 from schedlang.passes.lower import call_record
-from schedlang.passes.lower.dropout import DropoutOptions, dropout_of
+from schedlang.passes.lower.dropout import NO_DRAW, dropout_of
 from schedlang.passes.lower.fingerprint import (
     check_optimizer_settings,
     optimizer_items,
@@ -229,11 +229,6 @@ class Options:
     on_meta: bool = False
     check: Callable[[Plan, Mapping[str, Any], Prepared], None] | None = None
 
-    @property
-    def draws(self) -> DropoutOptions:
-        """The options of random draws."""
-        return DropoutOptions(self.dropout, self.seed, self.local, self.on_meta)
-
 
 DEFAULT_OPTIONS = Options()
 
@@ -315,16 +310,16 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
         options.check(plan, batch, prepared)
     builder = _lowered_copy(plan, prepared, ranks, options)
     sliced = slice_state(plan, builder.module, ranks, prepared) if plan.replicas else {}
-    parameters, module, offloaded = _local_parameters(builder, holdings), builder.module, None
+    params, module, offloaded = _local_parameters(builder, holdings), builder.module, None
     if plan.stores and not options.on_meta:
-        offloaded = offload_state(builder, holdings, parameters, sliced, options.optimizer)
+        offloaded = offload_state(builder, holdings, params, sliced, options.optimizer)
     needed = reductions(plan, traced, holdings)
-    sums = build_reductions(plan, needed, parameters, ranks) if needed or plan.data_axes else ()
-    draws = dropout_of(plan, prepared, ranks, module, batch, options.draws)
+    sums = build_reductions(plan, needed, params, ranks) if needed or plan.data_axes else ()
+    draws = dropout_of(plan, prepared, ranks, module, batch, options) if prepared.draws else NO_DRAW
     loss = cast_loss(plan, options.loss) if plan.casts else options.loss
-    early = build_early_reductions(plan, staged, parameters, sums) if plan.overlaps else None
+    early = build_early_reductions(plan, staged, params, sums) if plan.overlaps else None
     has_double = any(param.dtype == "float64" for param in plan.model.unique_parameters.values())
-    compressor = build_compressor(plan, needed, holdings, parameters, ranks)
+    coder = build_compressor(plan, needed, holdings, params, ranks) if plan.compression else None
     weigh = weight_of if prepared.tokens is None else weight_by_tokens
     assembly = Assembly(
         module=module,
@@ -333,7 +328,7 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
         replicas=plan.data_axes,
         replica_buffers=_replica_buffers(plan, ranks) if plan.relaxed else None,
         microbatches=plan.micro,
-        parameters=parameters,
+        parameters=params,
         holdings=holdings,
         ties=(*plan.model.ties, *plan.model.shared_buffers),
         reductions=sums,
@@ -343,7 +338,7 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
         adapter_changes=tuple(c for c in plan.model.changes if isinstance(c, AdapterChange)),
         loss_dtype=torch.float64 if has_double else torch.float32,  # losses are sums of many terms
         weight=options.weight or weigh(traced, plan.shares * plan.micro),
-        compressor=compressor,
+        compressor=coder,
         region=builder.region,
         early_reductions=early,
         dropout=draws.active,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.passes.analyze.prepare import Prepared
+    from schedlang.passes.lower.build import Options
     from schedlang.runtime.comm.collectives import RankGroups
     from schedlang.runtime.propagation.trace import Tag
     from schedlang.runtime.rng.logical_dropout import LogicalDropout, LogicalWindow, WindowOfDraw
@@ -158,18 +159,21 @@ class RankDropout:
     host: Callable[[Scope], AbstractContextManager[None]] | None = None
 
 
+NO_DRAW = RankDropout()
+
+
 def dropout_of(
     plan: Plan,
     prepared: Prepared,
     ranks: RankGroups,
     module: nn.Module,
     batch: Mapping[str, Any],
-    options: DropoutOptions,
+    options: Options,
 ) -> RankDropout:
     """Return the draws of this rank; wrap the modules that draw from forked generators."""
     from schedlang.runtime.batch import largest_part, row_count
 
-    host, kind = _host_draws(plan, prepared, options), options.kind
+    host, kind = _host_draws(plan, prepared, options), options.dropout
     if kind is None and options.seed is not None:
         kind = "logical"
     if not prepared.traced.is_random or (kind is None and plan.mesh.world == 1):
@@ -189,7 +193,7 @@ def dropout_of(
     )
 
 
-def _host_draws(plan: Plan, prepared: Prepared, options: DropoutOptions) -> Any:
+def _host_draws(plan: Plan, prepared: Prepared, options: Options) -> Any:
     """Return what seeds the draws from Python's and numpy's generators; None: nothing does."""
     from schedlang.passes.propagate.original_forward import is_statistics_relaxed
     from schedlang.runtime.global_state import HostDraws
@@ -200,7 +204,7 @@ def _host_draws(plan: Plan, prepared: Prepared, options: DropoutOptions) -> Any:
     return HostDraws(_shared_seed(options), by_rows).enter
 
 
-def _shared_seed(options: DropoutOptions) -> int:
+def _shared_seed(options: Options) -> int:
     """Return a seed that is equal on all ranks."""
     import torch
 
@@ -213,23 +217,13 @@ def _shared_seed(options: DropoutOptions) -> int:
     return seed
 
 
-@dataclass(frozen=True)
-class DropoutOptions:
-    """The options of dropout: its kind and seed; whether the batch has only this rank's rows."""
-
-    kind: str | None
-    seed: int | None
-    local: bool
-    on_meta: bool = False
-
-
 def _make_native(
     draws: PlanDraws,
     plan: Plan,
     prepared: Prepared,
     ranks: RankGroups,
     module: nn.Module,
-    options: DropoutOptions,
+    options: Options,
 ) -> tuple[NativeDropout | None, str]:
     """Return native dropout of this rank, or None and the reason why it is impossible."""
     from schedlang.runtime.device import default_generators

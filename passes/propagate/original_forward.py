@@ -24,7 +24,7 @@ from schedlang.passes.propagate.batch_refusals import (
     batch_refusal,
     is_about_values,
 )
-from schedlang.passes.propagate.equal_units import units_to_record
+from schedlang.passes.propagate.equal_units import MIN_EQUAL, units_to_record
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -138,15 +138,15 @@ def record_original(
     from schedlang.runtime.rng.logical_dropout import DrawObserver
     from schedlang.runtime.tracing.meta_runs import without_values
 
-    parts = plan.data_axes or plan.cuts or plan.order or plan.stores
-    model, stack = _watched_copy(plan, leaves, accesses=bool(parts))
+    model, stack = _watched_copy(plan, leaves, accesses=True)
     facts, own, failure = plan.model, plan.model.base.model, None
     draws |= any(s.is_a("Dropout") and model.get_submodule(s.fqn).p for s in facts.sites.values())
     draws_seen, read_keys = DrawObserver(lambda: stack.frames[-1][0]) if draws else None, set[str]()
     watched = None if loss is None else (loss, WrittenAttributes(model, (facts.model, own)))
     loss_call = watched and partial(_call_loss, read_keys, *watched)
-    units = units_to_record(plan, model)
-    with restore_global_state(facts.model, loss) as rng, without_values(batch) as (inputs, values):
+    repeats = any(len(site.children) >= MIN_EQUAL for site in facts.sites.values())
+    units = units_to_record(plan, model) if repeats else None
+    with restore_global_state(facts.model, loss) as drew, without_values(batch) as (inputs, values):
         recorded = RecordedForward(stack, inputs, values, draws)
         values.drew = None if draws_seen is None else draws_seen.observe_operator
         with draws_seen or nullcontext(), Trace(stack, recorded, asked=truths) as trace:
@@ -172,7 +172,7 @@ def record_original(
         loss_keys=frozenset(read_keys),
         unread_keys=tuple(sorted(batch.keys() - accepted_inputs(facts.model, batch) - read_keys)),
         is_random=draws_seen is not None and draws_seen.random,
-        draws_on_host=rng.has_drawn,
+        draws_on_host=bool(drew),
         mask_shapes=recorded.drawn,
         unbatched_masks=_unbatched(plan, batch, loss, recorded) if recorded.sourceless else {},
         unequal_draws={} if draws_seen is None else draws_seen.apart,
@@ -199,18 +199,17 @@ def _watched_copy(
 ) -> tuple[nn.Module, ModuleStack]:
     """Return a copy of the model on the meta device, and the stack that records its calls.
 
-    `accesses`: accesses to parameters are recorded, too.
+    `accesses`: accesses to parameters are recorded, too, if the plan splits batch, model or state.
     """
-    from schedlang.runtime.mixed_precision import allow_autocast_on_meta
     from schedlang.runtime.propagation.parameter_access import ParameterAccess
     from schedlang.runtime.propagation.stand_ins import put_stand_ins
     from schedlang.runtime.propagation.trace import ModuleStack
     from schedlang.runtime.tracing.meta_runs import meta_model
 
-    stack = ModuleStack(access=ParameterAccess() if accesses else None)
+    parts = plan.data_axes or plan.cuts or plan.order or plan.stores
+    stack = ModuleStack(access=ParameterAccess() if accesses and parts else None)
     model = meta_model(plan.model.model, {})
     model.train()
-    allow_autocast_on_meta()
     if plan.computes:
         put_stand_ins(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
     stack.watch(model, {fqn for fqn, leaf in leaves.items() if leaf.kind})

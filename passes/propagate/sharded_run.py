@@ -390,10 +390,8 @@ class ShardedRun:
 
     @cached_property
     def inner_splits(self) -> Mapping[str, InnerSplits]:
-        """Return the splits inside every module that holds a sharded module.
-
-        A module that gathers its outputs is split only for itself, not for modules around it.
-        """
+        """Return the splits inside the modules that hold sharded modules; they are also those of
+        modules beside these without parameters.  What gathers its outputs is split for itself."""
         splits_by_module: dict[str, list[Any]] = {}
         for leaf in self.leaves.values():
             names = leaf.fqn.split(".")
@@ -401,9 +399,10 @@ class ShardedRun:
                 fqn, path = ".".join(names[:depth]), ".".join(names[depth:])
                 requests = (r for r in leaf.requests if r.splits and not (path and r.gathers))
                 split = [(path, r.axis, self.sizes[r.axis], r.uneven) for r in requests]
-                if split:
-                    splits_by_module.setdefault(fqn, []).extend(split)
-        return {fqn: tuple(split) for fqn, split in splits_by_module.items()}
+                splits_by_module.setdefault(fqn, []).extend(split)
+        splits = {fqn: tuple(split) for fqn, split in splits_by_module.items() if split}
+        bare = (n for n, s in self.plan.model.sites.items() if not (s.parameters or s.children))
+        return {n: splits.get(n.rpartition(".")[0], ()) for n in bare} | splits
 
     def _note_layouts(self, frame: tuple[str, int], tree: Any) -> None:
         """Note the layouts of a call's inputs, or of its outputs."""

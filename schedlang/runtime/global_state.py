@@ -46,12 +46,12 @@ UndoList = list[Callable[[], None]]
 
 
 @contextmanager
-def restore_global_state(model: nn.Module, loss: Any = None) -> Iterator[GeneratorWatch]:
+def restore_global_state(model: nn.Module, loss: Any = None) -> Iterator[list[str]]:
     """Run a model's code without values, or in another dtype, and restore its outside state
     afterwards.
 
     Python's and numpy's generators have the same states at the beginning of each run, so that ranks
-    record equal runs; the result tells whether the run has drawn from them.
+    record equal runs; the result is not empty if the run has drawn from them.
 
     Models often make masks and tables of positions once, and store them in a global dict, in a
     variable, in a class or by `functools.lru_cache`: later runs of the model itself would find
@@ -71,9 +71,17 @@ def restore_global_state(model: nn.Module, loss: Any = None) -> Iterator[Generat
             if names:
                 _remember(names, put, undo, 0)
         with restore_loss_state(loss) if keeps else restore_generators():
-            watch = GeneratorWatch("recorded")
-            yield watch
-            watch.end()
+            drawn, numpy = list[str](), sys.modules.get("numpy")
+            random.seed("recorded")
+            if numpy is not None:
+                numpy.random.seed(0)
+            # the text has the position in the block of numbers, and ends of the block
+            states = random.getstate(), None if numpy is None else str(numpy.random.get_state())
+            yield drawn
+            if states[0] != random.getstate():
+                drawn.append("Python's `random`")
+            if numpy is not None and states[1] != str(numpy.random.get_state()):
+                drawn.append("`numpy.random`")
     finally:
         for names, put in empty_spaces:
             if names:
@@ -115,27 +123,12 @@ def host_generator_states() -> tuple[object, ...]:
     return random.getstate(), keys.tobytes(), *rest
 
 
-class GeneratorWatch:
-    """Python's and numpy's generators, seeded by words.
-
-    has_drawn  whether something had been drawn from them at the end
-    """
-
-    def __init__(self, *words: object) -> None:
-        self.has_drawn = False
-        self.seed(*words)
-
-    def seed(self, *words: object) -> None:
-        """Seed both generators."""
-        text, numpy = " ".join(map(str, words)), sys.modules.get("numpy")
-        random.seed(text)
-        if numpy is not None:
-            numpy.random.seed(zlib.crc32(text.encode()))
-        self._states = host_generator_states()
-
-    def end(self) -> None:
-        """Note whether something has been drawn."""
-        self.has_drawn = self._states != host_generator_states()
+def seed_host_generators(*words: object) -> None:
+    """Seed the generators of Python and numpy by words."""
+    text, numpy = " ".join(map(str, words)), sys.modules.get("numpy")
+    random.seed(text)
+    if numpy is not None:
+        numpy.random.seed(zlib.crc32(text.encode()))
 
 
 @dataclass(frozen=True)
@@ -155,7 +148,7 @@ class HostDraws:
         """Return a context for one operation in a scope."""
         with restore_generators():
             first = scope.samples[0] if self.by_rows and scope.samples else 0
-            GeneratorWatch(self.seed, scope.moment, first)
+            seed_host_generators(self.seed, scope.moment, first)
             yield
 
 

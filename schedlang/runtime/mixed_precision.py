@@ -153,9 +153,7 @@ class ImitatedAutocast(AmbientMode):
         return self.run(func, types, args, kwargs)
 
 
-def allow_autocast_on_meta() -> None:
-    """Let models run `torch.autocast(x.device.type)` on the meta device: see `ImitatedAutocast`."""
-    imitate_on_meta(ImitatedAutocast)
+imitate_on_meta(ImitatedAutocast)
 
 
 def _cast_float(value: Any, dtype: torch.dtype) -> Any:

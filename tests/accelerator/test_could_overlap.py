@@ -268,10 +268,9 @@ def chained(zero: str) -> tuple[int, bool]:
     return late, sends[-1].after(sums[-1])
 
 
-@pytest.mark.parametrize("zero", [1, 2])
-def test_stages_wait_for_no_gather_and_no_sum(zero: int) -> None:
+def test_stages_wait_for_no_gather_and_no_sum() -> None:
     """Gathers begin before the first values arrive; gradients leave while the last are summed."""
-    for rank, orders in enumerate(spawn(chained, f"stage={zero}", ranks=4, timeline=True)):
+    for rank, orders in enumerate(spawn(chained, "stage=1", ranks=4, timeline=True)):
         if rank % 2:  # of the last stage
             assert orders == (0, False)
 

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.ir.placement import EVEN, Uneven, positions
+from schedlang.runtime import mixed_precision as mixed_precision  # autocast on the meta device
 from schedlang.runtime.batch import named_tensors, row_count
 from schedlang.runtime.propagation.parameter_access import ParameterAccess, idle_modules
 from schedlang.runtime.rng.logical_functions import draws_logically, mask_shapes

@@ -127,20 +127,30 @@ def sliced_block(cut: Any, blocks: Sequence[int], ranks: int) -> int | None:
 def numbers_of(module: nn.Module) -> Iterator[tuple[str, int]]:
     """Yield the path and the value of every integer above 1 of a module: `heads`, `config.heads`.
 
-    Objects with settings are searched; tensors, modules and containers are not.
+    Objects with settings are searched, and the sizes of axes of a layer of einops (`axes_lengths`);
+    tensors, modules and other containers are not.
     """
     for name, value in vars(module).items():
         if _is_count(value):
             yield name, value
-        elif name[:1] != "_" and _has_settings(value):
-            yield from ((f"{name}.{k}", v) for k, v in vars(value).items() if _is_count(v))
+        elif name[:1] != "_" and (_has_settings(value) or name == EINOPS_SIZES):
+            yield from ((f"{name}.{k}", v) for k, v in _settings(value).items() if _is_count(v))
+
+
+EINOPS_SIZES = (
+    "axes_lengths"  # of `Rearrange("b n (h d) -> b h n d", h=heads)`; a tuple has them too
+)
+
+
+def _settings(holder: Any) -> dict[str, Any]:
+    return holder if isinstance(holder, dict) else vars(holder)
 
 
 def number_at(module: nn.Module, path: str) -> Any:
     """Return the integer at a path of `numbers_of`, or None."""
     holder, _, last = path.rpartition(".")
     owner = vars(module).get(holder) if holder else module
-    return vars(owner).get(last) if owner is not None else None
+    return _settings(owner).get(last) if owner is not None else None
 
 
 def set_number(module: nn.Module, path: str, value: int) -> None:
@@ -150,8 +160,10 @@ def set_number(module: nn.Module, path: str, value: int) -> None:
         setattr(module, last, value)
         return
     own_settings = copy.copy(vars(module)[holder])
-    vars(own_settings)[last] = value  # without setters, which may change other settings
+    _settings(own_settings)[last] = value  # without setters, which may change other settings
     setattr(module, holder, own_settings)
+    if holder == EINOPS_SIZES:
+        setattr(module, f"_{holder}", tuple(own_settings.items()))
 
 
 def _is_count(value: Any) -> bool:
