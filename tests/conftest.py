@@ -115,8 +115,8 @@ def pytest_runtest_teardown(
 def _freeze_survivors() -> None:
     """Collect garbage, then freeze what remains: later collections visit only newer objects.
 
-    Between two files no object of a test is alive: modules and caches remain. Only a dry run freezes
-    objects of a running test, so that a test sees what it leaks.
+    Between two files no object of a test is alive: modules and caches remain. Of a running test
+    only a dry run freezes objects, so that a test sees what it leaks.
     """
     if (ProcessState.left_frozen or 0) >= MOST_LEFT:
         gc.unfreeze()
