@@ -37,7 +37,7 @@ vars(typer_testing)["_get_command"] = functools.cache(get_command)
 # a dry run need not count what is frozen, which takes longer than many a step; and it freezes what
 # is there, as in a command: its collections, one for each operation, would visit all of it
 ProcessState.keeps_frozen, ProcessState.left_frozen = True, 0
-MOST_LEFT = 20  # dry runs, before a collection that visits the imports, too: a third of a second
+MOST_LEFT = 50  # dry runs, before a collection that visits the imports, too: a third of a second
 
 # imported once, before the ranks are forked
 PRELOAD = (
