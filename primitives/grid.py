@@ -73,10 +73,10 @@ class grid(Primitive):  # noqa: N801
         else:
             _check_plain(site, kind, plan)
         self._check_output(site, kind, plan)
-        if sum(self._blocks(site, plan)) != self._outer_size(site, plan):
+        if sum(self._blocks(site)) != self._outer_size(site):
             refuse(
                 "S406",
-                f"blocks of {self.blocks} do not add up to {self._outer_size(site, plan)}",
+                f"blocks of {self.blocks} do not add up to {self._outer_size(site)}",
                 f"of `{site}`",
             )
         sides = GridSides(*(plan.mesh.size(axis) for axis in self.over))
@@ -145,15 +145,15 @@ class grid(Primitive):  # noqa: N801
         pair = ("hidden", "vocab") if "vocab" in names else ("in", "out")
         return site.parameters["weight"], names.index(pair[0]), names.index(pair[1])
 
-    def _outer_size(self, site: Site, plan: Plan) -> int:
+    def _outer_size(self, site: Site) -> int:
         if self._kind(site) == "norm":
             return 1
         fact, _, outer = self._weight_dims(site)
         return fact.shape[outer]
 
-    def _blocks(self, site: Site, plan: Plan) -> tuple[int, ...]:
+    def _blocks(self, site: Site) -> tuple[int, ...]:
         """Return the sizes of blocks side by side in the outer dim."""
-        return block_sizes_of(self.blocks, self._outer_size(site, plan))
+        return block_sizes_of(self.blocks, self._outer_size(site))
 
     def _layouts(self, site: Site, plan: Plan) -> dict[str, Layout]:
         """Return the layout of each parameter of the site."""
@@ -163,7 +163,7 @@ class grid(Primitive):  # noqa: N801
             facts = {f.name: _unsplit(plan.layout(f.name)) for f in site.parameters.values()}
             return {name: _split_over(layout, hidden, 0) for name, layout in facts.items()}
         fact, inner, outer = self._weight_dims(site)
-        blocks = self._blocks(site, plan)
+        blocks = self._blocks(site)
         weight = _split_over(_unsplit(plan.layout(fact.name)), [*others[1:], first], inner)
         layouts = {fact.name: weight.split(others[0], outer, blocks)}
         if "bias" in site.parameters:
@@ -181,7 +181,7 @@ class grid(Primitive):  # noqa: N801
         fact, inner, outer = self._weight_dims(site)
         padded = plan.layout(fact.name).padded
         yield padded[inner], sides.inner
-        sizes = self._blocks(site, plan) if padded == fact.shape else (padded[outer],)
+        sizes = self._blocks(site) if padded == fact.shape else (padded[outer],)
         divisor = sides.along if self._kind(site) == "Embedding" else sides.hidden
         yield from ((size, divisor) for size in sizes)
 
@@ -254,7 +254,7 @@ class grid(Primitive):  # noqa: N801
             else ["no grid with equal sides divides it: keep it replicated"]
         )
         is_embedding = self._kind(site) == "Embedding"
-        if size == self._outer_size(site, plan) and (is_embedding or self.output == S("vocab")):
+        if size == self._outer_size(site) and (is_embedding or self.output == S("vocab")):
             dim = "vocab" if is_embedding else "out"
             helps.append(f"or pad it first: `{site} pad({dim}, multiple=128)`")
         mesh = ", ".join(f"{axis}={plan.mesh.size(axis)}" for axis in self.over)

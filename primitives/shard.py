@@ -226,7 +226,7 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
         entry: Placement | None = self.input
         output: Placement | None = self.output
         if any(site.is_a(kind) for kind in CONVOLUTIONS):
-            return self._convolution_edges(site, splits)
+            return self._convolution_edges(splits)
         if "out" in splits:
             head = S("vocab") if self.style == "vocab" else S(-1)
             return entry or R, output or head
@@ -236,9 +236,7 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
             return entry, output or R
         return entry, output
 
-    def _convolution_edges(
-        self, site: Site, splits: set[str]
-    ) -> tuple[Placement | None, Placement | None]:
+    def _convolution_edges(self, splits: set[str]) -> tuple[Placement | None, Placement | None]:
         """Return the placements of a convolution's input and output, whose channels are dim 1."""
         if "out" in splits:  # groups read their own channels: any placement of the input
             return self.input, self.output or S(1)

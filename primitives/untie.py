@@ -40,7 +40,7 @@ class untie(Primitive):  # noqa: N801
             if name not in site.parameters:
                 names = ", ".join(f"`{n}`" for n in site.parameters) or "none"
                 refuse("S305", f"`{site}` has no parameter `{name}`", helps=(f"it has {names}",))
-        if not self._shared(site, plan):
+        if not self._shared(site):
             refuse(
                 "S416",
                 f"`{site}` shares no parameter with another module",
@@ -66,9 +66,9 @@ class untie(Primitive):  # noqa: N801
         """Return the plan of a copy of the model in which the module has its own parameters."""
         from schedlang.runtime.parameter_changes import Untie
 
-        return replace(plan, model=plan.model.with_change(Untie(self._shared(site, plan))))
+        return replace(plan, model=plan.model.with_change(Untie(self._shared(site))))
 
-    def _shared(self, site: Site, plan: Plan) -> tuple[str, ...]:
+    def _shared(self, site: Site) -> tuple[str, ...]:
         """Return the full names of the parameters that become the module's own."""
         shared = (n for n in self.names or site.parameters if len(site.parameters[n].names) > 1)
         return tuple(f"{site.fqn}.{name}".lstrip(".") for name in shared)

@@ -13,10 +13,13 @@ class ProcessState:
 
     `own` is true if it runs only a schedlang command, so that no other code's garbage is in it.
     `keeps_frozen` is true if its owner freezes what is imported, and wants it left so.
+    `left_frozen` counts the blocks that have frozen what was there before them, for an owner that
+    unfreezes and collects all of it now and then; None: blocks leave nothing frozen.
     """
 
     own = False
     keeps_frozen = False
+    left_frozen: int | None = None
 
 
 @contextmanager

@@ -34,8 +34,10 @@ register()
 Pool._executed = staticmethod(forks.start_server)  # type: ignore[method-assign]
 # the parser of the command line is made once, and not for each command that a test runs
 vars(typer_testing)["_get_command"] = functools.cache(get_command)
-# a dry run need not count what is frozen: that takes longer than many a step
-ProcessState.keeps_frozen = True
+# a dry run need not count what is frozen, which takes longer than many a step; and it freezes what
+# is there, as in a command: its collections, one for each operation, would visit all of it
+ProcessState.keeps_frozen, ProcessState.left_frozen = True, 0
+MOST_LEFT = 50  # dry runs, before a collection that visits the imports, too: a third of a second
 
 # imported once, before the ranks are forked
 PRELOAD = (
@@ -113,9 +115,12 @@ def pytest_runtest_teardown(
 def _freeze_survivors() -> None:
     """Collect garbage, then freeze what remains: later collections visit only newer objects.
 
-    Between two files no object of a test is alive: modules and caches remain. Objects of a running
-    test are never frozen, so that a test sees what it leaks.
+    Between two files no object of a test is alive: modules and caches remain. Of a running test
+    only a dry run freezes objects, so that a test sees what it leaks.
     """
+    if (ProcessState.left_frozen or 0) >= MOST_LEFT:
+        gc.unfreeze()
+        ProcessState.left_frozen = 0
     gc.collect()
     gc.freeze()
 

@@ -212,7 +212,7 @@ def _measure_places(
         return find_places(module, blocks, lambda: backward_root(module, inputs, loss))
 
 
-def describe_bits(plan: Plan, bits: BitTable) -> Iterator[str]:
+def describe_bits(bits: BitTable) -> Iterator[str]:
     """Yield the table of bits as text: one line for modules whose tensors have the same bits."""
     lines: dict[str, list[str]] = {}
     for fqn, entries in bits.items():

@@ -7,7 +7,6 @@ what stays replicated and where transformers' own plan differs.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import NOWHERE
 from schedlang.diagnostics.tables import format_count
-from schedlang.ir.model import ModelFacts
+from schedlang.ir.model import ModelFacts, common_parent
 from schedlang.ir.placement import R
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
@@ -92,7 +91,7 @@ def context_rows(finder: RowFinder) -> None:
         parent
         for flow in find_flows(feeds.uses, blocks)
         if flow.mixed
-        for parent in [_parent((*flow.sources, *flow.sinks))]
+        for parent in [common_parent((*flow.sources, *flow.sinks))]
         if parent in blocks.modules_by_name
     ]
     for method in CONTEXT_METHODS:
@@ -109,11 +108,6 @@ def context_rows(finder: RowFinder) -> None:
             return
         if names and method == CONTEXT_METHODS[-1]:
             finder.notes.append(f"not sharded along the sequence: {repaired}")
-
-
-def _parent(names: Sequence[str]) -> str:
-    """Return the module that contains all of these."""
-    return ".".join(os.path.commonprefix([name.split(".")[:-1] for name in names]))
 
 
 PADDED, LARGE = 128, 4096  # pad to a multiple of 128, which kernels prefer, above 4096 rows

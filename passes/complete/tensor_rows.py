@@ -52,7 +52,7 @@ def find_flows(uses: Mapping[str, ProjectionUse], blocks: Blocks) -> tuple[Flow,
     groups: list[_Group] = []
     roles: dict[str, str] = {}
     for fqn, use in sorted(uses.items(), key=lambda item: -item[1].order):
-        reads = _sources_of(fqn, use, uses, blocks)
+        reads = _sources_of(fqn, use, blocks)
         if not reads or roles.get(fqn) == "source" or not can_split_module(blocks.facts, fqn):
             continue
         reads = {name for name in reads if roles.get(name) != "sink"}
@@ -71,9 +71,7 @@ class _Group:
     mixed: bool
 
 
-def _sources_of(
-    fqn: str, use: ProjectionUse, uses: Mapping[str, ProjectionUse], blocks: Blocks
-) -> set[str]:
+def _sources_of(fqn: str, use: ProjectionUse, blocks: Blocks) -> set[str]:
     """Return the projections that a projection reads; empty if it also reads anything else."""
     from schedlang.runtime.propagation.sources import MIXED, STREAM
 

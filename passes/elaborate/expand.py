@@ -25,6 +25,7 @@ from schedlang.diagnostics.diagnostic import (
 from schedlang.diagnostics.source import Span
 from schedlang.garbage_collection import without_collector
 from schedlang.ir.features import Located, Resolved
+from schedlang.ir.model import are_nested
 from schedlang.ir.primitive import Primitive, find
 from schedlang.language import nodes as n
 from schedlang.language import printer
@@ -195,11 +196,7 @@ class RefusedRow:
 
     def is_cause_at(self, plan_sites: Sequence[str]) -> bool:
         """Return whether a site equals, contains or is inside one of `plan_sites`."""
-        return any(
-            a == b or a.startswith(f"{b}." if b else "") or b.startswith(f"{a}." if a else "")
-            for a in self.sites
-            for b in plan_sites
-        )
+        return any(are_nested(a, b) for a in self.sites for b in plan_sites)
 
 
 class Expander:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from schedlang.diagnostics.diagnostic import Refusal, quote_names
-from schedlang.ir.model import is_inside
+from schedlang.ir.model import are_nested
 from schedlang.ir.plan import Action
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.expert_capacity import find_capacities
@@ -276,11 +276,7 @@ def _changes_computation(row: Action) -> bool:
 
 
 def _acts_on(row: Action, fqn: str) -> bool:
-    return any(_touches(site, fqn) for site in row.sites)
-
-
-def _touches(site: str, fqn: str) -> bool:
-    return bool(site) and bool(fqn) and (is_inside(site, fqn) or is_inside(fqn, site))
+    return any(site and fqn and are_nested(site, fqn) for site in row.sites)
 
 
 def minimise_sites(

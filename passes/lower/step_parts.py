@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from schedlang.ir.features import Injected
+from schedlang.ir.model import are_nested
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.holdings import (
@@ -32,7 +33,7 @@ from schedlang.passes.analyze.residence import (
     tier_of_unit,
     tiers_of,
 )
-from schedlang.passes.partition.staging import Staged, are_nested, local_skeleton, peer_stores
+from schedlang.passes.partition.staging import Staged, local_skeleton, peer_stores
 from schedlang.passes.propagate.casts import gather_dtype
 from schedlang.passes.propagate.sequence_trials import install_attention, slices_of
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.annotations import OffloadedTensors
 from schedlang.ir.features import Recomputing
+from schedlang.ir.model import are_nested
 from schedlang.ir.plan import Plan, place_at_row
 from schedlang.ir.primitive import Facet
 from schedlang.passes.elaborate.legality import check_cuts
@@ -487,12 +488,6 @@ def without_eviction(plan: Plan, staged: Staged) -> Staged:
     if not _load_ahead(plan, staged):
         return staged
     return replace(staged, timeline=t.pick((t.kind != Kind.EVICT) & (t.kind != Kind.LOAD)))
-
-
-def are_nested(fqn: str, other_fqn: str) -> bool:
-    """Return whether two modules are equal, or one is inside the other."""
-    a, b = f"{fqn}.".lstrip("."), f"{other_fqn}.".lstrip(".")
-    return a.startswith(b) or b.startswith(a)
 
 
 def _load_ahead(plan: Plan, staged: Staged) -> dict[int, int]:

@@ -50,8 +50,7 @@ class Original:
     labels                     how losses read their labels
     label_counts               number of counted labels, of each mean of cross-entropies whose
                                labels are known
-    loss_keys                  keys of the batch that the user's loss function reads
-    unread_keys                keys of the batch that neither this loss nor the forward takes
+    unread_keys                keys of the batch that neither the user's loss nor the forward takes
     is_random                  whether an operator draws random numbers
     draws_on_host              whether Python or numpy draws random numbers
     mask_shapes                (module, turn) of each random mask -> its full shape; (): unknown
@@ -87,7 +86,6 @@ class Original:
 
     labels: tuple[LabelRule, ...] = ()
     label_counts: tuple[float, ...] = ()
-    loss_keys: frozenset[str] = frozenset()
     unread_keys: tuple[str, ...] = ()
     is_random: bool = False
     draws_on_host: bool = False
@@ -169,7 +167,6 @@ def record_original(
     original = Original(
         labels=tuple(recorded.labels),
         label_counts=tuple(recorded.counted),
-        loss_keys=frozenset(read_keys),
         unread_keys=tuple(sorted(batch.keys() - accepted_inputs(facts.model, batch) - read_keys)),
         is_random=draws_seen is not None and draws_seen.random,
         draws_on_host=bool(drew),

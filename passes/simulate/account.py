@@ -194,7 +194,7 @@ def _of_a_step(
     if memory:
         notes += [
             *describe_chains(plan, prepared.chains),
-            *compressed_activations.describe_bits(plan, prepared.bits),
+            *compressed_activations.describe_bits(prepared.bits),
         ]
         gains = count_gains(plan, sample)
         memories, reason = _try_simulation(

@@ -158,16 +158,6 @@ class Cluster:
         link, network = self.link * self.linked, self.network * self.routed
         return nccl.Fabric(link, network, self.low, self.reducing, self.plateau)
 
-    def ring_bandwidth(self, ranks: Sequence[int]) -> float:
-        """Bytes a second along a ring of these ranks, by the data sheet.
-
-        Across nodes every rank of a node has its own network link, and as many rings run as the
-        node with the fewest ranks has ranks.
-        """
-        nodes = Counter(rank // self.node for rank in ranks)
-        rank_layout = nccl.Ranks(len(ranks), len(nodes), min(nodes.values()))
-        return nccl.Fabric(self.link, self.network, math.inf).ring(rank_layout)
-
 
 def _ring(op: str, ranks: int) -> tuple[int, float]:
     """Return the steps of a ring, and the share of the full tensor that a rank sends.

@@ -198,11 +198,6 @@ class Nodes(Cluster):
             return self._group_seconds("send", message.bytes, message.ends)
         return self._group_seconds(message.op, message.bytes, message.ranks)
 
-    def ring_bandwidth(self, ranks: Sequence[int]) -> float:
-        """Bytes a second along a ring of these ranks, by data sheets."""
-        rank_layout, view = self._view("all_reduce", tuple(ranks))
-        return view._fabric.ring(rank_layout)
-
     def hidden_share(self, op: str, size: float, ranks: Sequence[int]) -> float:
         """Share of a message that is hidden by computing of equal length."""
         if not self.endpoint:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.ir.features import Lowered
 from schedlang.ir.memory import ADAMW_MOMENTS
+from schedlang.ir.model import common_parent
 from schedlang.ir.placement import P, Placement, Replicate, S
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
@@ -180,8 +181,8 @@ def _buckets(
     sizes = [(count * param.itemsize, param.dtype) for count, param in zip(counts, params)]
     for bucket in bucket_indices(sizes, bytes_):
         elements = sum(counts[k] for k in bucket) + len(bucket)
-        owners = [plan.model.owner(names[k]).fqn for k in bucket]
-        yield elements * params[bucket[0]].itemsize, _common(owners)
+        fqn = common_parent(names[k] for k in bucket)
+        yield elements * params[bucket[0]].itemsize, fqn
 
 
 def _coded(
@@ -196,17 +197,6 @@ def _coded(
     for message, size in sizes_of.items():
         kind, description = COMPRESSED_MESSAGES[message]
         yield kind, description, size, ""
-
-
-def _common(owners: list[str]) -> str:
-    """Return the innermost module that contains all of them."""
-    rows = [owner.split(".") for owner in owners]
-    shared = []
-    for column in zip(*rows):
-        if len(set(column)) > 1:
-            break
-        shared.append(column[0])
-    return ".".join(shared)
 
 
 # -- within the forward and backward of a microbatch -----------------------------------------------

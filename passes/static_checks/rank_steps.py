@@ -291,9 +291,7 @@ Logs = Mapping[int, Sequence["LoggedOperation"]]
 def check_matching(plan: Plan, prepared: Prepared, rank_steps: Sequence[RankStep]) -> Claim:
     """Compare the logs of simulated ranks (S714), and pair the messages of all microbatches."""
     logs = {role.rank: role.log for role in rank_steps}
-    problems = [
-        ("all ranks", d) for d in (*_check_groups(plan, logs), *_check_collectives(plan, logs))
-    ]
+    problems = [("all ranks", d) for d in (*_check_groups(logs), *_check_collectives(plan, logs))]
     problems += [
         ("messages", d)
         for d in (
@@ -325,7 +323,7 @@ def _unseen(plan: Plan, prepared: Prepared, logs: Logs) -> tuple[str, ...]:
     return tuple(gaps)
 
 
-def _check_groups(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
+def _check_groups(logs: Logs) -> Iterator[Diagnostic]:
     """Yield a problem unless all ranks make the same groups in the same order, members or not."""
     groups = {rank: [group for group in log if group.lane is None] for rank, log in logs.items()}
     first, *other_ranks = groups

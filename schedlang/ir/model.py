@@ -6,7 +6,8 @@ Selectors resolve paths on these facts, and a plan refers to the model through t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -414,3 +415,13 @@ def quote_module(fqn: str) -> str:
 def is_inside(name: str, fqn: str) -> bool:
     """Return whether a name is the module `fqn`, or is inside of it."""
     return not fqn or name == fqn or name.startswith(f"{fqn}.")
+
+
+def are_nested(fqn: str, other_fqn: str) -> bool:
+    """Return whether two modules are equal, or one is inside the other."""
+    return is_inside(fqn, other_fqn) or is_inside(other_fqn, fqn)
+
+
+def common_parent(names: Iterable[str]) -> str:
+    """Return the innermost module that contains all modules or parameters of these names."""
+    return ".".join(os.path.commonprefix([name.split(".")[:-1] for name in names]))

@@ -244,14 +244,17 @@ def _collect_at_marks() -> Iterator[None]:
     """
     # a command has frozen its imports; otherwise the caller disables the collector
     # (the count visits all frozen objects)
+    leaves = ProcessState.left_frozen is not None
     freezes = ProcessState.own or not (ProcessState.keeps_frozen or gc.get_freeze_count())
     with without_collector():
-        if freezes:
+        if leaves or freezes:
             gc.freeze()
         try:
             yield
         finally:
-            if freezes:
+            if ProcessState.left_frozen is not None:
+                ProcessState.left_frozen += 1
+            elif freezes:
                 gc.unfreeze()
 
 

@@ -58,7 +58,7 @@ def generate(a: Assembly, run: RunForward, inputs: Tensor | None, options: dict[
     model: Any = a.module
     config = options.get("generation_config") or getattr(model, "generation_config", None)
     _check_options(
-        a, model, {name: options.get(name, getattr(config, name, None)) for name in REFUSED_OPTIONS}
+        model, {name: options.get(name, getattr(config, name, None)) for name in REFUSED_OPTIONS}
     )
     samples = options.get("do_sample", getattr(config, "do_sample", False))
     _check_same_on_ranks(inputs, options, default_generators([a.ranks.device]) if samples else [])
@@ -85,7 +85,7 @@ def _encoder_option(model: Any, inputs: Tensor | None, options: Mapping[str, Any
     return {"encoder_outputs": ModelOutput(encoder_inputs)}
 
 
-def _check_options(a: Assembly, model: Any, options: Mapping[str, Any]) -> None:
+def _check_options(model: Any, options: Mapping[str, Any]) -> None:
     if not callable(getattr(model, "generate", None)) or not hasattr(model, "generation_config"):
         raise _refusal(
             f"`{type(model).__name__}` has no `generate` of transformers",

@@ -111,7 +111,7 @@ def diagnose(job: Job, after: float = STUCK_AFTER) -> Diagnosis:
     return Diagnosis(
         *(job, after, never, silent, ended, missing),
         differs=tuple(_find_differences(job)) if stuck else (),
-        causes=_find_causes(job, missing),
+        causes=_find_causes(missing),
         paces=paces,
         slow=tuple(_find_slow(paces)),
         links=tuple(_measure_links(job)),
@@ -160,7 +160,7 @@ def _has_reached(job: Job, rank: int, op: Op) -> bool:
     return ledger.counts.get((op.lane, other, op.ends), 0) >= op.number
 
 
-def _find_causes(job: Job, missing: Sequence[PendingOp]) -> tuple[int, ...]:
+def _find_causes(missing: Sequence[PendingOp]) -> tuple[int, ...]:
     """Return the ranks that others wait for, and that wait for no rank.
 
     An operation counts if ranks have not reached it, or if all its ranks are stuck in it.

@@ -15,6 +15,7 @@ from schedlang.diagnostics.tables import (
     wrap_text,
 )
 from schedlang.ir.memory import CLASSES
+from schedlang.ir.model import are_nested
 from schedlang.ir.placement import Layout
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
@@ -183,14 +184,7 @@ def _lines_of(
 
 def _is_at_modules(comm: Collective, sites: Sequence[str]) -> bool:
     """Return whether a collective happens at one of these modules, below or above it."""
-    return any(
-        comm.fqn == site
-        or not site
-        or comm.fqn.startswith(f"{site}.")
-        or site.startswith(f"{comm.fqn}.")
-        or not comm.fqn
-        for site in sites
-    )
+    return any(are_nested(comm.fqn, site) for site in sites)
 
 
 def _place(action: Action) -> tuple[str, int, int]:

@@ -76,12 +76,12 @@ def _node(
     prefix = f"{site.fqn}." if site.fqn else ""
     nodes = [_node(facts, facts.sites[prefix + c], c, each, note) for c in site.children]
     children = tuple(_join_only_child(child) for child in (nodes if each else _fold_runs(nodes)))
-    tensors = tuple(_tensor(facts, site, n, fact) for n, fact in site.parameters.items())
+    tensors = tuple(_tensor(site, n, fact) for n, fact in site.parameters.items())
     count = facts.numel(site.fqn)
     return Node(name, site.fqn, site.class_name, 1, count, tensors, children, note(site.fqn))
 
 
-def _tensor(facts: ModelFacts, site: Site, name: str, fact: ParameterFact) -> Tensor:
+def _tensor(site: Site, name: str, fact: ParameterFact) -> Tensor:
     full_name = f"{site.fqn}.{name}" if site.fqn else name
     tied = fact.name if fact.name != full_name else ""
     dims = site.dims.get(name, ())

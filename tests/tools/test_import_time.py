@@ -149,13 +149,23 @@ def test_a_command_looks_once_at_what_it_imported(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("keeps_frozen", "count", "calls"),
-    [(True, 9, []), (False, 9, ["count"]), (False, 0, ["count", "freeze", "unfreeze"])],
+    ("keeps_frozen", "left", "count", "calls"),
+    [
+        (True, None, 9, []),
+        (True, 3, 9, ["freeze"]),
+        (False, None, 9, ["count"]),
+        (False, None, 0, ["count", "freeze", "unfreeze"]),
+    ],
 )
 def test_what_a_process_keeps_frozen_is_not_visited(
-    monkeypatch: pytest.MonkeyPatch, keeps_frozen: bool, count: int, calls: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    keeps_frozen: bool,
+    left: int | None,
+    count: int,
+    calls: list[str],
 ) -> None:
-    """A dry run counts frozen objects only where nobody says that they stay, and lets none go."""
+    """A dry run counts frozen objects only where nobody says that they stay, and lets none go; it
+    leaves more of them only to an owner who counts how often."""
     from schedlang.runtime.dry_run import _collect_at_marks
 
     seen: list[str] = []
@@ -165,9 +175,11 @@ def test_what_a_process_keeps_frozen_is_not_visited(
         return count
 
     monkeypatch.setattr(ProcessState, "keeps_frozen", keeps_frozen)
+    monkeypatch.setattr(ProcessState, "left_frozen", left)
     monkeypatch.setattr(gc, "get_freeze_count", counted)
     for name in ("freeze", "unfreeze"):
         monkeypatch.setattr(gc, name, lambda name=name: seen.append(name))
     with _collect_at_marks():
         assert not gc.isenabled()
     assert gc.isenabled() and seen == calls
+    assert ProcessState.left_frozen == (None if left is None else left + 1)

@@ -49,17 +49,6 @@ def peak_live(timeline: Timeline) -> NDArray[np.int64]:
     return _tops(t, added - np.isin(t.kind, (Kind.B, Kind.W, *AWAY)))
 
 
-def held_after_rows(
-    timeline: Timeline, cost: Cost = DEFAULT_COST
-) -> tuple[Timeline, Ticks, Fraction | None]:
-    """Return what each rank holds after each row, in ticks; the timeline includes HOLD and GIVE."""
-    t = with_partner_rows(timeline)
-    steps, tick = _steps(t, cost)
-    total = np.cumsum(steps)
-    before = np.where(t.starts[:-1] > 0, total[t.starts[:-1] - 1], 0)
-    return t, total - before[t.rank], tick
-
-
 def with_partner_rows(timeline: Timeline) -> Timeline:
     """Drop sends and receives, and add the partner's HOLD and GIVE."""
     added = np.isin(timeline.kind, TRANSFER_KINDS)

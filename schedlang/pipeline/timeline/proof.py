@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from schedlang.pipeline.cost import DEFAULT_COST, Cost, Number
-from schedlang.pipeline.timeline.memory import held_after_rows, with_holds
+from schedlang.pipeline.timeline.memory import with_holds
 from schedlang.pipeline.timeline.sharded_weights import check_shards
 from schedlang.pipeline.timeline.simulation import Dependencies, Simulator, describe_deadlock
 from schedlang.pipeline.timeline.table import (
@@ -27,7 +26,7 @@ from schedlang.pipeline.timeline.table import (
     dependencies,
     describe_row,
 )
-from schedlang.pipeline.timeline.versions import check_versions, weight_copies
+from schedlang.pipeline.timeline.versions import check_versions
 
 # -- sends and receives ----------------------------------------------------------------------------
 
@@ -92,18 +91,6 @@ class MatchedMessages:
     send: Rows
     receive: Rows
     used: Rows
-
-    def waits(self, rendezvous: bool) -> list[tuple[Rows, Rows]]:
-        """Return pairs of rows of which the second waits for the first.
-
-        With `rendezvous` a send also waits until its receive is posted; for a HOLD: for the row
-        before it, because HOLD does not end before the send.
-        """
-        pairs = [(self.send, self.used)]
-        if rendezvous:
-            itself = self.receive == self.used
-            pairs += [((self.receive - itself)[self.receive > 0], self.send[self.receive > 0])]
-        return pairs
 
 
 def match_messages(t: Timeline, src: Rows, dst: Rows) -> MatchedMessages | None:
@@ -327,15 +314,7 @@ class _Run:
         return text
 
 
-def check_timeline(
-    timeline: Timeline,
-    *,
-    complete: bool = True,
-    rendezvous: bool = False,
-    memory: Number | None = None,
-    cost: Cost = DEFAULT_COST,
-    versions: int | None = None,
-) -> None:
+def check_timeline(timeline: Timeline) -> None:
     """Raise TimelineError unless every operation occurs once, in a possible order, and the order
     ends.
 
@@ -344,11 +323,6 @@ def check_timeline(
     order and backward in reverse; evicted or offloaded activations come back before their backward.
     A timeline without backwards is an evaluation. Weights are read in versions that a STEP has
     made.  Transfers, if any, are matched in the order in which they were sent.
-
-    complete    False allows (stage, microbatch) pairs to be missing
-    rendezvous  a send does not return before its receive is posted, as with NCCL
-    memory      the most activations that a rank may hold, in M_B at `cost`
-    versions    the most versions of a stage's weights that are kept, the newest included
     """
     t = timeline
     if any(int(c.min(initial=0)) < 0 for c in (t.stage, t.replica, t.microbatch, t.slice)):
@@ -356,17 +330,14 @@ def check_timeline(
     _check_ranks(t)
     table = RowIndex(t)
     forward, backward, weight = (table.rows_of(*kinds) for kinds in COMPUTE_GROUPS)
-    _check_complete(table, forward, backward, weight, complete)
+    _check_complete(table, forward, backward, weight)
     _check_inputs(table, forward, backward, weight)
     check_versions(t)
-    _check_kept(t, versions)
     check_shards(t)
     src, dst = dependencies(t)
     crossing = t.rank[src] != t.rank[dst]
     matched = match_messages(t, src[crossing], dst[crossing])
-    _check_ends(t, src, dst, crossing, matched, rendezvous)
-    if memory is not None:
-        _check_memory(t, memory, cost)
+    _check_ends(t, src, dst, crossing, matched)
 
 
 def _check_ranks(t: Timeline) -> None:
@@ -385,9 +356,7 @@ def _check_ranks(t: Timeline) -> None:
         )
 
 
-def _check_complete(
-    table: RowIndex, forward: Rows, backward: Rows, weight: Rows, complete: bool
-) -> None:
+def _check_complete(table: RowIndex, forward: Rows, backward: Rows, weight: Rows) -> None:
     """Check that every operation occurs once, each microbatch on one replica."""
     through: Any = (forward >= 0).any(axis=(1, 3)) | (backward >= 0).any(axis=(1, 3))
     if (through.sum(axis=0) > 1).any():
@@ -398,7 +367,7 @@ def _check_complete(
         )
     through[0] |= ~through.any(axis=0)
     required = np.broadcast_to(through[:, None, :, None], forward.shape)
-    if complete and (required & (forward < 0)).any():
+    if (required & (forward < 0)).any():
         raise TimelineError(f"{table.name(np.argmax(required & (forward < 0)))} has no forward")
     trained = bool((backward >= 0).any())
     if trained and ((backward >= 0) != (forward >= 0)).any():
@@ -473,19 +442,14 @@ def _check_returns(table: RowIndex, evicted: Rows, returned: Rows, first: Kind, 
 
 
 def _check_ends(
-    t: Timeline,
-    src: Rows,
-    dst: Rows,
-    crossing: Rows,
-    matched: MatchedMessages | None,
-    rendezvous: bool,
+    t: Timeline, src: Rows, dst: Rows, crossing: Rows, matched: MatchedMessages | None
 ) -> None:
     """Check that every rank reaches its end: no operations wait for each other in a circle."""
     pairs = [(src[~crossing], dst[~crossing])]
     if matched is None:
         pairs.append((src[crossing], dst[crossing]))
     else:
-        pairs += matched.waits(rendezvous)
+        pairs.append((matched.send, matched.used))
     if (t.kind == Kind.BARRIER).any():
         pairs += barrier_waits(t, np.zeros(len(t), dtype=bool))
     first, then = (np.concatenate(rows) for rows in zip(*pairs))
@@ -495,27 +459,3 @@ def _check_ends(
     clock = Simulator(t.starts, zeros, Dependencies.of(len(t), first, then, zeros[: len(first)]))
     if waits_for := clock.run():
         raise TimelineError("the order never ends: " + describe_deadlock(t, waits_for))
-
-
-def _check_kept(t: Timeline, versions: int | None) -> None:
-    """Check that no stage keeps more versions of its weights than are allowed."""
-    copies = weight_copies(t) if versions is not None else np.zeros(1)
-    if versions is not None and copies.max(initial=0) > versions:
-        stage = int(copies.argmax())
-        raise TimelineError(
-            f"stage {stage} (rank {t.stage_rank[stage]}) keeps {copies[stage]} versions of its "
-            f"weights for its backwards, and the limit is {versions}"
-        )
-
-
-def _check_memory(t: Timeline, memory: Number, cost: Cost) -> None:
-    """Check that no rank ever holds more than the limit."""
-    rows, ticks, tick = held_after_rows(t, cost)
-    unit = 1.0 if tick is None else tick
-    peak = int(ticks.argmax()) if len(ticks) else 0
-    if len(ticks) and ticks[peak] * unit > memory + (1e-9 if tick is None else 0):
-        row = int(np.argmax(ticks * float(unit) > float(memory) + 1e-9))
-        raise TimelineError(
-            f"{describe_row(rows, row)} makes its rank hold {float(ticks[row] * unit):g} "
-            f"microbatches' activations, and the limit is {float(memory):g}"
-        )

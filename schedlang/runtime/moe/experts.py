@@ -347,7 +347,7 @@ class ShardedExperts:
     ) -> Tensor:
         """Compute experts for rows, one expert each, in the order of the rows."""
         if over or self.routing.dispatch == "fetch":
-            return self._run_experts(rows, experts, dtype, *self._parameters_here(over))
+            return self._run_experts(rows, experts, dtype, *self._parameters_here())
         if not self.shadowed:
             return self._run_dispatched(rows, experts, dtype, counts.counts)
         stay = counts.stay
@@ -358,9 +358,7 @@ class ShardedExperts:
             [stayed, self._run_dispatched(rows[stay:], experts[stay:], dtype, counts.counts)]
         )
 
-    def _parameters_here(
-        self, over: Sequence[Edge]
-    ) -> tuple[Mapping[str, Tensor], tuple[int, ...]]:
+    def _parameters_here(self) -> tuple[Mapping[str, Tensor], tuple[int, ...]]:
         """Return the parameters of the experts on this rank, and their numbers."""
         if self.routing.dispatch == "fetch":
             return self._fetch_experts(), self.reachable
@@ -378,7 +376,7 @@ class ShardedExperts:
         """
         count, choices = index.shape[1], index.numel()
         ranks = 1 if over else math.prod(edge.group.size for edge in self.splitting)
-        parameters, numbers = self._parameters_here(over)
+        parameters, numbers = self._parameters_here()
         capacity = self.routing.capacity
         assert capacity is not None
         limit = min(expert_capacity(choices * ranks, self.count, capacity), choices)

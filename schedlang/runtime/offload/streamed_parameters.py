@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.ir import pytree
+from schedlang.runtime.adapters.torch_tensor import in_backward_pass
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.storage import copies
 from schedlang.runtime.storage.saved_tensors_slot import (
@@ -163,7 +164,7 @@ class StreamedModule:
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `inner` with the parameters on the device of its arguments."""
         self.device = _device((args, kwargs), self.device)
-        if _in_backward():  # a recomputation
+        if in_backward_pass():  # a recomputation
             self.window.advance(self, back=True)
         else:
             self.window.begin_forward(self)
@@ -185,7 +186,7 @@ class StreamedModule:
         for streamed in self.held:
             streamed.uninstall()
         self.working -= 1
-        if not self.working and not _in_backward():
+        if not self.working and not in_backward_pass():
             self.window.drop(self)
 
     def _pack(self) -> Pack:
@@ -226,8 +227,3 @@ def _storage_address(tensor: Tensor) -> int:
 def _device(arguments: Any, default: torch.device) -> torch.device:
     """Return the device of the first tensor among the arguments."""
     return next((v.device for v in pytree.tree_leaves(arguments) if isinstance(v, Tensor)), default)
-
-
-def _in_backward() -> bool:
-    """Return whether autograd runs a backward: then a forward is a recomputation."""
-    return bool(torch._C._current_graph_task_id() != -1)

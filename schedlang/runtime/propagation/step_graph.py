@@ -164,7 +164,7 @@ class GraphRecorder(Lattice):
         )
 
     def wrap_module(
-        self, fqn: str, module: nn.Module, kind: str, inner: Callable[..., Any]
+        self, module: nn.Module, kind: str, inner: Callable[..., Any]
     ) -> Callable[..., Any]:
         """Wrap the forward of a module that is one step."""
 
@@ -269,7 +269,7 @@ def record_graph(
     wiring = GraphRecorder(stack, names)
     for fqn, module in model.named_modules():
         if fqn in kinds:
-            module.forward = wiring.wrap_module(fqn, module, kinds[fqn], module.forward)
+            module.forward = wiring.wrap_module(module, kinds[fqn], module.forward)
     stack.watch(model)
     model.train()
     with restore_global_state(model, loss), without_values(batch) as (inputs, _):
