@@ -49,7 +49,8 @@ WHOLE_BACKWARD_ORDERS = (
 class ChainTimes:
     """Lower bounds of seconds of a chain's units, by runs: forward, backward, and recomputation.
 
-    They depend on how far apart the ranks of the chain's own axes are.
+    They depend on how far apart the ranks of the chain's own axes are.  Chains of equal times share
+    what is known: a copy with another chain has the same caches.
     """
 
     chain: Chain
@@ -67,7 +68,9 @@ class ChainTimes:
         if (cuts := self._cuts.get(key)) is None:
             times = tuple(self.times(setting)[:2].sum(0).tolist())
             cuts = self._cuts[key] = split_evenly(self.chain, setting.pp * setting.chunks, times)
-        split, span_key = replace(setting, cuts=cuts), (*key, setting.order)
+        split = replace(setting, cuts=cuts)
+        ranks = stage_ranks(setting.order, setting.pp, setting.chunks)
+        span_key = *key, ranks.tobytes(), setting.order in WHOLE_BACKWARD_ORDERS
         if (span := self._spans.get(span_key)) is None:
             span = self._spans[span_key] = pipeline_floor(self, split)
         return split, span

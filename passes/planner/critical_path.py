@@ -69,7 +69,22 @@ def find_critical_path(
     [stages, slices].  Raises OrderError for sizes that the order does not have, and for orders that
     cannot be priced.
     """
-    forward, inputs, weights = forward.ravel(), inputs.ravel(), weights.ravel()
+    times = (np.asarray(part, dtype=float).tobytes() for part in (forward, inputs, weights))
+    return _find_path(order, ranks, chunks, micro, *times, send)
+
+
+@lru_cache(2048)  # settings that differ in ZeRO or in the optimizer's place have equal times
+def _find_path(
+    order: str,
+    ranks: int,
+    chunks: int,
+    micro: int,
+    forward_bytes: bytes,
+    inputs_bytes: bytes,
+    weights_bytes: bytes,
+    send: float,
+) -> CriticalPath:
+    forward, inputs, weights = map(np.frombuffer, (forward_bytes, inputs_bytes, weights_bytes))
     backward, slices = inputs + weights, len(forward) // (ranks * chunks)
     if ranks * chunks == 1:
         counts = np.full(slices, float(micro))
@@ -300,16 +315,37 @@ def count_in_flight(
             np.zeros(stages) if grown is None else grown,
         ]
     )
-    held = np.zeros((3, stages))
     line = order, ranks, min(micro, 2 * FEW * ranks), chunks
-    rank = stage_ranks(order, ranks, chunks)
-    split = np.array(apart or (True,) * stages)
-    for own_rank in range(ranks):
-        rank_stages = np.flatnonzero(rank == own_rank)
-        moments = _moments(*line, own_rank, tuple(split[rank_stages].tolist()))
-        best = moments[(moments * sizes[:, rank_stages]).sum((1, 2)).argmax()]
-        held[:, rank_stages] = best
+    split = apart if apart and _has_halves(*line) else (True,) * stages
+    rank_stages, moments = _moments_of_ranks(*line, split)
+    held, rank_sizes = np.zeros((3, stages)), sizes[:, rank_stages].swapaxes(0, 1)
+    fullest = (moments * rank_sizes[:, None]).sum((2, 3)).argmax(1)
+    held[:, rank_stages] = moments[np.arange(ranks), fullest].swapaxes(0, 1)
     return held
+
+
+@lru_cache(256)
+def _has_halves(order: str, ranks: int, micro: int, chunks: int) -> bool:
+    """Whether some backward of an order runs in two halves."""
+    return bool((order_timeline(order, ranks, micro, chunks).kind == Kind.W).any())
+
+
+@lru_cache(1024)
+def _moments_of_ranks(
+    order: str, ranks: int, micro: int, chunks: int, apart: tuple[bool, ...]
+) -> tuple[Rows, Rows]:
+    """Stages of each rank [ranks, chunks], and the moments of `_moments` [ranks, moments, 3,
+    chunks]; ranks with fewer moments repeat their first."""
+    rank_stages = np.argsort(stage_ranks(order, ranks, chunks), kind="stable").reshape(ranks, -1)
+    split = np.array(apart)[rank_stages].tolist()
+    moments = [
+        _moments(order, ranks, micro, chunks, rank, tuple(halves))
+        for rank, halves in enumerate(split)
+    ]
+    padded = np.stack([rows[:1].repeat(max(map(len, moments)), 0) for rows in moments])
+    for padded_rows, rows in zip(padded, moments):
+        padded_rows[: len(rows)] = rows
+    return rank_stages, padded
 
 
 @lru_cache(4096)
