@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.passes.planner.critical_path import stage_ranks
+from schedlang.passes.planner.critical_path import known_paths_floor, stage_ranks
 from schedlang.passes.planner.even_stages import split_evenly
 from schedlang.passes.planner.price import (
     collective_seconds,
@@ -22,6 +22,7 @@ from schedlang.passes.planner.price import (
     replica_stride,
     run_seconds,
     sending_axes,
+    stage_send_seconds,
     units_by_stage,
 )
 from schedlang.passes.planner.search_space import AXIS_ORDERS, Candidates, Floats, Ints, Job
@@ -336,3 +337,17 @@ def pipeline_floor(clock: ChainTimes, setting: Setting) -> float:
     warmup = forward[: setting.pp] + (backward[: setting.pp] if unsplit else 0.0)
     waits = np.concatenate([[0.0], np.cumsum(warmup)[:-1]]) * first_share
     return float((busy + waits).max())
+
+
+def critical_floor(clock: ChainTimes, setting: Setting) -> float:
+    """Lower bound of the seconds of the pipeline of a setting with stages, sends included, by paths
+    that were critical for other settings; 0 where backwards are split or sequences sliced."""
+    if setting.order not in WHOLE_BACKWARD_ORDERS or setting.placement.slices > 1:
+        return 0.0
+    counts, _ = units_by_stage(clock.chain, setting.cuts)
+    forward, backward = clock.times(setting)[:2] @ counts.T
+    send = sum(
+        seconds for _, seconds in stage_send_seconds(clock.chain, setting, clock.job.cluster)
+    )
+    sizes = setting.pp, setting.chunks, setting.micro
+    return known_paths_floor(setting.order, *sizes, forward, backward, send)

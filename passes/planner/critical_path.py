@@ -7,6 +7,7 @@ from few.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -91,17 +92,61 @@ def _find_path(
         return CriticalPath(counts, counts, counts, 0.0)
     if chunks == slices == 1 and order in CLOSED_FORMS and micro > ranks:
         return CLOSED_FORMS[order](forward, backward, micro, send)
-    period = -(-ranks // slices)
-    few = max(FEW, -(-LEAST // ranks)) * period + micro % period
+    fewer, more, factor = _evaluated_counts(ranks, micro, slices)
 
     def path(count: int) -> CriticalPath:
         network = _network(order, ranks, count, chunks, slices)
         return network.longest(forward, inputs, weights, send)
 
+    longer = path(more)
+    shorter = path(fewer) if factor else longer
+    _found_paths(order, ranks, chunks, slices, more).append((longer, shorter))
+    return longer.extrapolate(shorter, factor) if factor else longer
+
+
+def _evaluated_counts(ranks: int, micro: int, slices: int) -> tuple[int, int, float]:
+    """Return the two numbers of microbatches that are evaluated, and how often their difference
+    is added for `micro`; 0 where that many are evaluated."""
+    period = -(-ranks // slices)
+    few = max(FEW, -(-LEAST // ranks)) * period + micro % period
     if micro <= few + period:
-        return path(micro)
-    longer = path(few + period)
-    return longer.extrapolate(path(few), (micro - few - period) / period)
+        return micro, micro, 0.0
+    return few, few + period, (micro - few - period) / period
+
+
+# -- paths that are known --------------------------------------------------------------------------
+
+
+KEPT_PATHS = 16  # of an order and its sizes: the last ones
+EXTRAPOLATED = 1.05  # factor by which an extrapolated path may be too long for other times
+
+
+@cache
+def _found_paths(
+    order: str, ranks: int, chunks: int, slices: int, micro: int
+) -> deque[tuple[CriticalPath, CriticalPath]]:
+    """Return the paths that were critical so far: of `micro` microbatches, and of fewer."""
+    return deque(maxlen=KEPT_PATHS)
+
+
+def known_paths_floor(
+    order: str, ranks: int, chunks: int, micro: int, forward: Array, backward: Array, send: float
+) -> float:
+    """Lower bound of the seconds of the critical path, where backwards are not split.
+
+    A path that was critical for some times exists for all others: it is no longer than the
+    critical one.  0 where none is known.
+    """
+    _, more, factor = _evaluated_counts(ranks, micro, 1)
+    floor = 0.0
+    for longer, shorter in _found_paths(order, ranks, chunks, 1, more):
+        seconds, fewer = (
+            float(path.forward @ forward + path.inputs @ backward + path.sends * send)
+            for path in (longer, shorter)
+        )
+        extrapolated = (seconds + factor * (seconds - fewer)) / EXTRAPOLATED
+        floor = max(floor, extrapolated if factor else seconds)
+    return floor
 
 
 # -- closed forms ----------------------------------------------------------------------------------
