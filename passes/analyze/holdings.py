@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from schedlang.passes.partition.staging import Staged
 
 if TYPE_CHECKING:
     from schedlang.passes.propagate.propagate import Traced
+    from schedlang.pipeline.timeline.table import Timeline
     from schedlang.runtime.checkpointing.holdings import Holding
 
 
@@ -138,20 +139,28 @@ def _shared_with_trunk(plan: Plan, staged: Staged) -> Iterator[str]:
 Places = frozenset[int] | None
 
 
-def gathers_by_rows(plan: Plan, staged: Staged) -> bool:
-    """Return whether rows of the timeline gather parameters: a pipeline with ZeRO stage 3."""
+def gathers_by_rows(plan: Plan, staged: Staged) -> Callable[[Timeline], Timeline] | None:
+    """Return what adds the rows of a timeline that gather parameters; None without such rows.
+
+    A pipeline with ZeRO has them: stages 1 and 2 gather at the beginning of a step, stage 3 once a
+    run of operations of a stage.
+    """
+    from schedlang.pipeline.timeline.sharded_weights import with_early_gathers, with_gathers
+
     sliced, _ = state_slicing(plan)
-    return staged.axis is not None and sliced is not None and sliced.stage == 3
+    if staged.axis is None or sliced is None:
+        return None
+    return with_gathers if sliced.stage == 3 else with_early_gathers
 
 
 def gathers_of(plan: Plan, staged: Staged, stage: int, position: int) -> tuple[int, int] | None:
     """Return the numbers of runs of forwards and backwards during which a stage stays gathered.
 
-    Returns None where rows of the timeline do not gather the stage at this place.
+    Returns None where a stage is not gathered by runs at this place.
     """
-    from schedlang.pipeline.timeline.sharded_weights import find_runs
+    from schedlang.pipeline.timeline.sharded_weights import find_runs, with_gathers
 
-    if not gathers_by_rows(plan, staged):
+    if gathers_by_rows(plan, staged) is not with_gathers:
         return None
     timeline = staged.timeline
     runs = find_runs(timeline)

@@ -6,6 +6,7 @@ modules whose recomputation would compute something else.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -95,6 +96,72 @@ def check_repeats(
     plan.model.cache[key] = True
 
 
+TRIES = 16  # forwards with other draws
+
+
+def _draws_by_rows(plan: Plan, sample: Mapping[str, Any]) -> bool:
+    """Return whether a model draws more numbers by Python or numpy for more rows.
+
+    Raises Refusal (S614) if it decides by draws which modules it calls: parameters of modules that
+    were not called when it was recorded would count as unused.
+    """
+    from schedlang.runtime.batch import run_model
+    from schedlang.runtime.global_state import host_generator_states, restore_global_state
+    from schedlang.runtime.tracing.meta_runs import meta_model, without_values
+
+    model: Any = meta_model(plan.model.model, {})
+    model.train()
+    called: list[str] = []
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(partial(_note_call, called, name))
+    calls = set()
+    with restore_global_state(plan.model.model) as watch:
+        for number in range(TRIES):
+            called.clear()
+            watch.seed(number)
+            with without_values(sample) as (inputs, _):
+                run_model(model, inputs)
+            calls.add(tuple(called))
+        drawn = host_generator_states()
+        watch.seed(TRIES - 1)
+        try:
+            with without_values(_other_rows(sample)) as (inputs, _):
+                run_model(model, inputs)
+        except Exception:  # it accepts no other number of rows
+            drawn = ()
+        by_rows = drawn != host_generator_states()
+    if len(calls) > 1:
+        fewest, most = sorted(calls, key=len)[:: len(calls) - 1]
+        name = next(iter(Counter(most) - Counter(fewest)), most[0])
+        raise Refusal.of(
+            "S614",
+            f"`{name}` is called or not, as Python's `random` or numpy draws",
+            notes=("a plan is made for one sequence of calls",),
+            helps=("draw with torch: `torch.rand(()) < 0.1` instead of `random.random() < 0.1`",),
+        )
+    return by_rows
+
+
+def _other_rows(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the first row of a batch; of a batch of one row, this row twice."""
+    from torch import Tensor, cat
+
+    from schedlang.runtime.batch import row_count
+
+    rows = row_count(sample)
+
+    def change(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.ndim or len(value) != rows:
+            return value
+        return value[:1] if rows > 1 else cat([value, value])
+
+    return {name: change(value) for name, value in sample.items()}
+
+
+def _note_call(called: list[str], name: str, *_: object) -> None:
+    called.append(name)
+
+
 def _label(rows: Sequence[Action], site: str) -> Label:
     row = next(action for action in rows if site in action.sites)
     return Label(row.span) if row.span else Label()
@@ -168,6 +235,8 @@ class Prepared:
     bits: BitTable = field(default_factory=dict)  # of saved tensors, of rows with a budget
     # outputs of units of earlier stages, where these are known before there are ranks
     outputs: Mapping[Any, Any] = field(default_factory=dict, repr=False)
+    # the model draws more numbers by Python or numpy for more rows
+    draws_by_rows: bool = False
     # cached ways to gather full tensors: the programs of a proof, one per optimizer, share them
     gather_routes: TransferPlans = field(default_factory=dict, repr=False, compare=False)
 
@@ -202,6 +271,7 @@ def prepare(
         traced = _traced(plan, sample, loss)
         if traced.unequal_draws and plan.mesh.world > 1:
             raise _unequal_draws(traced)
+        by_rows = traced.draws_on_host and plan.mesh.world > 1 and _draws_by_rows(plan, sample)
         if traced.missing_loss is not None:
             if trains:  # without a loss, any key may be a key that a loss would read
                 raise Refusal(traced.missing_loss)
@@ -240,7 +310,8 @@ def prepare(
             check_repeats(plan, recompute_rows, sample, loss, traced.equal_units)
         if bits is None:
             bits = find_bit_table(plan, sample, loss, chains) if plan.activation_codings else {}
-        return Prepared(traced, staged, holdings_of(plan, staged), slicing, tokens, chains, bits)
+        held = holdings_of(plan, staged)
+        return Prepared(traced, staged, held, slicing, tokens, chains, bits, draws_by_rows=by_rows)
 
 
 def _hooked(name: str) -> Refusal:

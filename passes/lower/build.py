@@ -27,7 +27,7 @@ from schedlang.passes.analyze.prepare import Prepared, check_axes, prepare
 from schedlang.passes.analyze.staleness import check_stale_options, find_gathered_step
 from schedlang.passes.complete.complete import complete_plan
 from schedlang.passes.lower import call_record
-from schedlang.passes.lower.dropout import DropoutOptions, RankDropout, dropout_of
+from schedlang.passes.lower.dropout import DropoutOptions, dropout_of
 from schedlang.passes.lower.fingerprint import (
     check_optimizer_settings,
     optimizer_items,
@@ -229,6 +229,11 @@ class Options:
     on_meta: bool = False
     check: Callable[[Plan, Mapping[str, Any], Prepared], None] | None = None
 
+    @property
+    def draws(self) -> DropoutOptions:
+        """The options of random draws."""
+        return DropoutOptions(self.dropout, self.seed, self.local, self.on_meta)
+
 
 DEFAULT_OPTIONS = Options()
 
@@ -315,12 +320,11 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
         offloaded = offload_state(builder, holdings, parameters, sliced, options.optimizer)
     needed = reductions(plan, traced, holdings)
     sums = build_reductions(plan, needed, parameters, ranks) if needed or plan.data_axes else ()
-    draws = _rank_dropout(builder, prepared, batch, options) if traced.is_random else RankDropout()
+    draws = dropout_of(plan, prepared, ranks, module, batch, options.draws)
     loss = cast_loss(plan, options.loss) if plan.casts else options.loss
     early = build_early_reductions(plan, staged, parameters, sums) if plan.overlaps else None
     has_double = any(param.dtype == "float64" for param in plan.model.unique_parameters.values())
-    compressing = (plan, needed, holdings, parameters, ranks)
-    compressor = build_compressor(*compressing) if plan.compression else None
+    compressor = build_compressor(plan, needed, holdings, parameters, ranks)
     weigh = weight_of if prepared.tokens is None else weight_by_tokens
     assembly = Assembly(
         module=module,
@@ -345,6 +349,7 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
         dropout=draws.active,
         native=draws.native,
         logical_dropout_reason=draws.logical_reason,
+        host_draws=draws.host,
         batch_keys=frozenset(batch),
         gather_routes=prepared.gather_routes,
         no_loss=traced.missing_loss,
@@ -427,19 +432,6 @@ def _prepare(plan: Plan, batch: Mapping[str, Any], options: Options) -> Prepared
     ready = prepare(plan, sample, options.loss, options.weight, trains=False)
     # tables of bits were measured on each rank's machine, and may differ
     return replace(ready, bits=world.broadcast_object(0, ready.bits)) if ready.bits else ready
-
-
-def _rank_dropout(
-    builder: Builder, prepared: Prepared, batch: Mapping[str, Any], options: Options
-) -> RankDropout:
-    """Return the random draws of this rank, of the kind that the options request."""
-    from schedlang.runtime.batch import largest_part, row_count
-
-    plan = builder.plan
-    kind = options.dropout or ("logical" if options.seed is not None else None)
-    sample = largest_part(batch, 1 if options.local else plan.share_weights, plan.micro)
-    requested = DropoutOptions(kind, options.seed, row_count(sample), options.on_meta)
-    return dropout_of(plan, prepared, builder.ranks, builder.module, requested)
 
 
 def _make_optimizer(

@@ -9,7 +9,8 @@ these. Ranks that hold the same shard of a tensor (shared heads of keys) draw eq
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.propagation.trace import Tag
     from schedlang.runtime.rng.logical_dropout import LogicalDropout, LogicalWindow, WindowOfDraw
     from schedlang.runtime.rng.native_dropout import DrawFork, ForkedModule, NativeDropout
+    from schedlang.runtime.scope import Scope
 
 # (axis, for each place along the axis the place whose mask it draws)
 MaskPlaces = tuple[tuple[str, tuple[int, ...]], ...]
@@ -146,53 +148,93 @@ class RankDropout:
     active          the draws in effect; None: torch's default generator
     native          the native draws, also where logical masks are in effect
     logical_reason  the reason for logical masks
+    host            seeds the draws from Python's and numpy's generators; None: the model has none,
+                    or one rank has all rows
     """
 
     active: LogicalDropout | NativeDropout | None = None
     native: NativeDropout | None = None
     logical_reason: str = ""
+    host: Callable[[Scope], AbstractContextManager[None]] | None = None
 
 
 def dropout_of(
-    plan: Plan, prepared: Prepared, ranks: RankGroups, module: nn.Module, options: DropoutOptions
+    plan: Plan,
+    prepared: Prepared,
+    ranks: RankGroups,
+    module: nn.Module,
+    batch: Mapping[str, Any],
+    options: DropoutOptions,
 ) -> RankDropout:
     """Return the draws of this rank; wrap the modules that draw from forked generators."""
-    if not prepared.traced.is_random or (options.kind is None and plan.mesh.world == 1):
-        return RankDropout()
-    logical = options.kind == "logical" or options.on_meta
+    from schedlang.runtime.batch import largest_part, row_count
+
+    host, kind = _host_draws(plan, prepared, options), options.kind
+    if kind is None and options.seed is not None:
+        kind = "logical"
+    if not prepared.traced.is_random or (kind is None and plan.mesh.world == 1):
+        return RankDropout(host=host)
+    logical = kind == "logical" or options.on_meta
     native, reason = None, ""
     if not options.on_meta:
-        native, reason = _make_native(plan, prepared, ranks, module, options)
+        sample = largest_part(batch, 1 if options.local else plan.share_weights, plan.micro)
+        draws = draws_of(plan, prepared, row_count(sample))
+        native, reason = _make_native(draws, plan, prepared, ranks, module, options)
     if native is not None and not logical:
-        return RankDropout(native, native)
+        return RankDropout(native, native, host=host)
     if native is not None:
         native.on = False
     return RankDropout(
-        _make_logical(plan, prepared, ranks, module, options.seed or 0), native, reason
+        _make_logical(plan, prepared, ranks, module, options.seed or 0), native, reason, host
     )
+
+
+def _host_draws(plan: Plan, prepared: Prepared, options: DropoutOptions) -> Any:
+    """Return what seeds the draws from Python's and numpy's generators; None: nothing does."""
+    from schedlang.passes.propagate.original_forward import is_statistics_relaxed
+    from schedlang.runtime.global_state import HostDraws
+
+    if not prepared.traced.draws_on_host or (options.seed is None and plan.mesh.world == 1):
+        return None
+    by_rows = prepared.draws_by_rows or is_statistics_relaxed(plan)
+    return HostDraws(_shared_seed(options), by_rows).enter
+
+
+def _shared_seed(options: DropoutOptions) -> int:
+    """Return a seed that is equal on all ranks."""
+    import torch
+
+    from schedlang.runtime.comm import world
+
+    if options.seed is not None or options.on_meta:
+        return options.seed or 0
+    # ranks may have different seeds, for example for reading data
+    seed: int = world.broadcast_object(0, torch.initial_seed())
+    return seed
 
 
 @dataclass(frozen=True)
 class DropoutOptions:
-    """The options of dropout: its kind and seed, and the number of rows of a microbatch."""
+    """The options of dropout: its kind and seed; whether the batch has only this rank's rows."""
 
     kind: str | None
     seed: int | None
-    rows: int
+    local: bool
     on_meta: bool = False
 
 
 def _make_native(
-    plan: Plan, prepared: Prepared, ranks: RankGroups, module: nn.Module, options: DropoutOptions
+    draws: PlanDraws,
+    plan: Plan,
+    prepared: Prepared,
+    ranks: RankGroups,
+    module: nn.Module,
+    options: DropoutOptions,
 ) -> tuple[NativeDropout | None, str]:
     """Return native dropout of this rank, or None and the reason why it is impossible."""
-    import torch
-
-    from schedlang.runtime.comm import world
     from schedlang.runtime.device import default_generators
     from schedlang.runtime.rng.native_dropout import DrawFork, NativeDropout, install_forks
 
-    draws = draws_of(plan, prepared, options.rows)
     if draws.logical_reason:
         return None, draws.logical_reason
     mesh, rank = plan.mesh, ranks.rank
@@ -208,9 +250,7 @@ def _make_native(
     forks, unforked, reason = _find_forks(module, forks_by_site, prepared.traced.call_counts)
     if reason:
         return None, reason
-    seed = options.seed
-    if seed is None:  # ranks may have different seeds, for example for reading data
-        seed = world.broadcast_object(0, torch.initial_seed())
+    seed = _shared_seed(options)
     base = tuple((axis, mesh.index(rank, axis)) for axis in draws.seed_axes)
     native = NativeDropout(seed, base, default_generators([ranks.device]))
     install_forks(module, native, forks, unforked)

@@ -237,7 +237,8 @@ def build_pipeline(
         slices=slices,
         parks=_eviction_groups(staged, ranks),
         picked=bool(peer_stores(plan, "activations")),
-        handlers=gather_handlers(sliced) if gathers_by_rows(plan, staged) else None,
+        handlers=gather_handlers(sliced),
+        gathers=gathers_by_rows(plan, staged),
     )
 
 

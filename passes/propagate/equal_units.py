@@ -87,6 +87,8 @@ def units_to_record(plan: Plan, model: nn.Module) -> RecordedUnits | None:
     from schedlang.runtime.tracing.unit_records import UnitRecorder
 
     sites, rows = plan.model.sites, dict[str, list[int]]()
+    if all(len(site.children) < MIN_EQUAL for site in sites.values()):
+        return None
     for action in plan.actions:
         for site in action.sites:
             rows.setdefault(site, []).append(action.row)

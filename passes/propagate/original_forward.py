@@ -24,7 +24,7 @@ from schedlang.passes.propagate.batch_refusals import (
     batch_refusal,
     is_about_values,
 )
-from schedlang.passes.propagate.equal_units import MIN_EQUAL, units_to_record
+from schedlang.passes.propagate.equal_units import units_to_record
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -53,11 +53,11 @@ class Original:
     loss_keys                  keys of the batch that the user's loss function reads
     unread_keys                keys of the batch that neither this loss nor the forward takes
     is_random                  whether an operator draws random numbers
+    draws_on_host              whether Python or numpy draws random numbers
     mask_shapes                (module, turn) of each random mask -> its full shape; (): unknown
     unbatched_masks            (module, turn) of each mask -> it has no dim of samples; empty where
                                all have one
-    unequal_draws              draws that several ranks cannot make equal -> module and line of the
-                               model
+    unequal_draws              draws that ranks cannot make equal -> module and line of the model
     reached_parameters         parameters that the loss depends on, for all values
     has_reentrant_checkpoints  whether the model has reentrant checkpoints, whose backward runs
                                another backward
@@ -90,6 +90,7 @@ class Original:
     loss_keys: frozenset[str] = frozenset()
     unread_keys: tuple[str, ...] = ()
     is_random: bool = False
+    draws_on_host: bool = False
     mask_shapes: Mapping[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
     unbatched_masks: Mapping[tuple[str, int], bool] = field(default_factory=dict)
     unequal_draws: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -144,9 +145,8 @@ def record_original(
     draws_seen, read_keys = DrawObserver(lambda: stack.frames[-1][0]) if draws else None, set[str]()
     watched = None if loss is None else (loss, WrittenAttributes(model, (facts.model, own)))
     loss_call = watched and partial(_call_loss, read_keys, *watched)
-    repeats = any(len(site.children) >= MIN_EQUAL for site in facts.sites.values())
-    units = units_to_record(plan, model) if repeats else None
-    with restore_global_state(plan.model.model, loss), without_values(batch) as (inputs, values):
+    units = units_to_record(plan, model)
+    with restore_global_state(facts.model, loss) as rng, without_values(batch) as (inputs, values):
         recorded = RecordedForward(stack, inputs, values, draws)
         values.drew = None if draws_seen is None else draws_seen.observe_operator
         with draws_seen or nullcontext(), Trace(stack, recorded, asked=truths) as trace:
@@ -172,6 +172,7 @@ def record_original(
         loss_keys=frozenset(read_keys),
         unread_keys=tuple(sorted(batch.keys() - accepted_inputs(facts.model, batch) - read_keys)),
         is_random=draws_seen is not None and draws_seen.random,
+        draws_on_host=rng.has_drawn,
         mask_shapes=recorded.drawn,
         unbatched_masks=_unbatched(plan, batch, loss, recorded) if recorded.sourceless else {},
         unequal_draws={} if draws_seen is None else draws_seen.apart,
@@ -200,6 +201,7 @@ def _watched_copy(
 
     `accesses`: accesses to parameters are recorded, too.
     """
+    from schedlang.runtime.mixed_precision import allow_autocast_on_meta
     from schedlang.runtime.propagation.parameter_access import ParameterAccess
     from schedlang.runtime.propagation.stand_ins import put_stand_ins
     from schedlang.runtime.propagation.trace import ModuleStack
@@ -208,6 +210,7 @@ def _watched_copy(
     stack = ModuleStack(access=ParameterAccess() if accesses else None)
     model = meta_model(plan.model.model, {})
     model.train()
+    allow_autocast_on_meta()
     if plan.computes:
         put_stand_ins(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
     stack.watch(model, {fqn for fqn, leaf in leaves.items() if leaf.kind})

@@ -144,11 +144,10 @@ def _rows(plan: Plan, staged: Staged, position: int | None) -> list[Op]:
     """Return the operations of a place in a full step, with sends and gathers."""
     from schedlang.passes.analyze.holdings import gathers_by_rows
     from schedlang.pipeline.timeline.proof import with_transfers
-    from schedlang.pipeline.timeline.sharded_weights import with_gathers
 
     timeline = with_transfers(staged.timeline.with_edges(staged.cut.edges), plan.receive_ahead)
-    if gathers_by_rows(plan, staged):
-        timeline = with_gathers(timeline)
+    if (with_rows := gathers_by_rows(plan, staged)) is not None:
+        timeline = with_rows(timeline)
     return list(timeline.rows(position or 0))
 
 

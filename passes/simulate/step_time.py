@@ -174,10 +174,12 @@ class StepTime:
 
 @dataclass(frozen=True)
 class _Took:
-    """Seconds of an operation: computing, and waiting for communication."""
+    """Seconds of an operation: computing, and waiting for communication; and of a reduction that it
+    begins at its end (`tail`)."""
 
     computing: float
     sending: float
+    tail: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -194,16 +196,17 @@ def time_step(
 
     Collectives between ranks that share their data block: the rank waits.  Gathers of parameters,
     gradient reductions over replicas, and ring sends overlap with computing; they count where they
-    take longer, and with the share that the cluster does not hide.  Operations after the last
-    backward count in full.  Transfers between stages all take as long as the largest.  On unequal
-    nodes each pipeline is timed on its own ranks with its own rows; the slowest pipeline sets the
-    pace of all.
+    take longer, and with the share that the cluster does not hide.  In a pipeline, gathers at the
+    beginning of a step and the last reduction of a backward run beside other operations: no other
+    stage waits for them.  Operations after the last backward count in full.  Transfers between
+    stages all take as long as the largest.  On unequal nodes each pipeline is timed on its own
+    ranks with its own rows; the slowest pipeline sets the pace of all.
     """
-    import numpy as np
-
     from schedlang.pipeline.timeline.simulation import simulate_timeline
+    from schedlang.pipeline.timeline.table import Kind
 
     line = _line(plan, prepared.staged)
+    computes = line.kind != Kind.UNSHARD
     places = [item.place or 0 for item in simulated.classes]
     by_pos = dict(zip(places, map(simulated.by_class.__getitem__, simulated.classes)))
     busy = [_NOTHING] * line.ranks
@@ -217,13 +220,14 @@ def time_step(
             for pos, item in enumerate(clocks)
         ]
         times = [by_op[rank].get(op, _NOTHING) for rank, op in _ops(line)]
+        timeline, seconds = _with_tails(line, times)
         transfer = max((item.transfer(by_pos[pos]) for pos, item in enumerate(clocks)), default=0.0)
-        timed = simulate_timeline(line, np.array([item.seconds for item in times]), transfer)
+        timed = simulate_timeline(timeline, seconds, transfer)
         for pos, clock in enumerate(clocks):
             rest_time = clock.rest(by_pos[pos])
-            own_times = [item for rank, item in zip(line.rank.tolist(), times) if rank == pos]
+            own_times = [item for item, own in zip(times, computes & (line.rank == pos)) if own]
             busy[pos] = max(busy[pos], sum(own_times, rest_time), key=lambda item: item.seconds)
-            ends[pos] = max(ends[pos], float(timed.end[line.rank == pos].max(initial=0.0)))
+            ends[pos] = max(ends[pos], float(timed.end[timeline.rank == pos].max(initial=0.0)))
             rests[pos] = max(rests[pos], rest_time.seconds)
     busiest = max(busy, key=lambda item: item.seconds)
     return StepTime(max(map(sum, zip(ends, rests))), busiest.computing, busiest.sending)
@@ -278,10 +282,23 @@ _NOTHING = _Took(0.0, 0.0)
 def _line(plan: Plan, staged: Staged) -> Timeline:
     """Return the timeline that ranks run, with gathers where its rows include them."""
     from schedlang.passes.analyze.holdings import gathers_by_rows
-    from schedlang.pipeline.timeline.sharded_weights import with_gathers
 
-    line = staged.timeline.with_edges(staged.cut.edges)
-    return with_gathers(line) if gathers_by_rows(plan, staged) else line
+    line, with_rows = staged.timeline.with_edges(staged.cut.edges), gathers_by_rows(plan, staged)
+    return line if with_rows is None else with_rows(line)
+
+
+def _with_tails(line: Timeline, times: Sequence[_Took]) -> tuple[Timeline, Any]:
+    """Add a REDUCE after each operation with a tail; return the timeline, and seconds of its
+    rows."""
+    import numpy as np
+
+    from schedlang.pipeline.timeline.table import Kind
+
+    seconds, tails = (np.array([getattr(t, name) for t in times]) for name in ("seconds", "tail"))
+    rows = np.flatnonzero(tails)
+    copies = rows, 2 * rows + 1, {"kind": Kind.REDUCE, "peer": -1}
+    timeline = line.with_copies(2 * np.arange(len(line)), copies)
+    return timeline, np.insert(seconds, rows + 1, tails[rows])
 
 
 def _ops(line: Timeline) -> Iterable[tuple[int, Op]]:
@@ -323,7 +340,13 @@ class _Clock:
     share: float = 1.0
 
     def took(self, work: SegmentWork) -> _Took:
-        """Time an operation: computing, and waiting for communication."""
+        """Time an operation: computing, and waiting for communication.
+
+        Of a backward in a pipeline the largest reduction is its tail: that of the last unit, which
+        begins when this backward has computed all (as in torch's fully_shard).
+        """
+        last = self._last_reduction(work) if self.staged.axis is not None else None
+        tail = 0.0
         computing, waiting = self.cluster.computing_seconds(work, self.share), 0.0
         overlapped = self.cluster.copy_seconds(work.copied * self.share)
         can_hide = overlapped * self.cluster.overlap
@@ -334,7 +357,10 @@ class _Clock:
             mapped = self._here(
                 message, self.share if message.op not in DATA_PARALLEL_OPS or not overlaps else 1
             )
-            seconds = count * self.cluster.message_seconds(mapped)
+            message_seconds = self.cluster.message_seconds(mapped)
+            if message is last:
+                tail, count = message_seconds, count - 1
+            seconds = count * message_seconds
             if overlaps:
                 overlapped += seconds
                 can_hide += seconds * self.cluster.hidden_share(
@@ -343,7 +369,11 @@ class _Clock:
             else:
                 waiting += seconds
         hidden = can_hide * min(1.0, computing / overlapped) if overlapped else 0.0
-        return _Took(computing, waiting + overlapped - hidden)
+        return _Took(computing, waiting + overlapped - hidden, tail)
+
+    def _last_reduction(self, work: SegmentWork) -> TrafficMessage | None:
+        sums = [m for m in work.messages if m.op != "all_gather" and m.ends is None]
+        return max(filter(self._overlaps, sums), key=lambda m: m.bytes, default=None)
 
     def _here(self, message: TrafficMessage, share: float = 1.0) -> TrafficMessage:
         """Translate a message of the simulated rank to the message of the first of these ranks."""

@@ -18,6 +18,7 @@ from schedlang.passes.verify.observe import Batch, Loss, MakeOptimizer
 from schedlang.passes.verify.randomness import describe_draws, generator_states, repeated_streams
 from schedlang.runtime.batch import named_tensors, no_loss_diagnostic, run_model, with_leaf_tensors
 from schedlang.runtime.device import seeded_generator
+from schedlang.runtime.global_state import HostDraws
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.runtime.scope import Scope, enter_scope, named_sites
 from schedlang.runtime.submodules import remove_hooks_after
@@ -41,6 +42,7 @@ class Sequential:
     follow    float inputs require gradients
     dropout   the mode under which the module runs; it reports the draws
     step      number of the next step
+    apart     parts of a batch have draws of their own from Python and numpy
     """
 
     def __init__(
@@ -55,10 +57,13 @@ class Sequential:
         follow: bool = True,
         dropout: LogicalDropout | None = None,
         step: int = 0,
+        apart: bool = False,
     ) -> None:
         self.module, self.loss, self.clip = module, loss or returned_loss, clip
         self.scale, self.evaluate, self.follow = scale, evaluate, follow
         self.dropout = dropout
+        # as a program seeds the draws of Python and numpy
+        self._seeding = HostDraws(0 if dropout is None else dropout.seed, apart).enter
         if dropout is not None:
             dropout.noted, dropout.begun = {}, {}
         self._parameters = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
@@ -96,7 +101,8 @@ class Sequential:
         self._set_mode()
         self.module.zero_grad(set_to_none=True)
         inputs = self._given(batch)
-        with enter_scope(Scope(self._steps, 0, tuple(samples))), self._record_order():
+        scope = Scope(self._steps, 0, tuple(samples), seeding=self._seeding)
+        with enter_scope(scope), self._record_order():
             self.output = run_model(self.module, inputs)
             loss = self.loss(self.output, inputs) * self.scale
             if not loss.requires_grad:
@@ -121,7 +127,8 @@ class Sequential:
     def eval_step(self, batch: Batch) -> Any:
         """Return the output in eval mode."""
         self._training.evaluate()
-        scope = Scope(self._steps, 0, tuple(range(count_rows(batch))), self._next_evaluation())
+        samples, evaluation = tuple(range(count_rows(batch))), self._next_evaluation()
+        scope = Scope(self._steps, 0, samples, evaluation, seeding=self._seeding)
         with torch.no_grad(), enter_scope(scope):
             return run_model(self.module, batch)
 

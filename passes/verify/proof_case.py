@@ -281,6 +281,7 @@ def _make_loop(
         "split": lambda batch: split_batch(batch, replicas, micro),
         "weigh": weigh,
         "directions": buffer_replicas(case.prepared.staged),
+        "apart": case.by_parts,
     }
     if table is not None:
         return SequentialStale(module, condition.optimizer, **options, table=table)

@@ -169,7 +169,8 @@ class SequentialByParts(Sequential):
         self._enter_replica(member.replica, self.directions.replica(member.microbatch))
         inputs = self._given(member.part.inputs)
         self._use_weights("forward", member.microbatch)
-        with enter_scope(Scope(self._steps, 0, member.part.rows)), self._record_order():
+        scope = Scope(self._steps, 0, member.part.rows, seeding=self._seeding)
+        with enter_scope(scope), self._record_order():
             self.output = run_model(self.module, inputs)
             loss = self.loss(self.output, inputs) * self.scale
             self._use_weights("backward", member.microbatch)
@@ -203,7 +204,9 @@ class SequentialByParts(Sequential):
         for member in members:
             if member.replica:  # what forwards of other replicas write is lost
                 self._set_buffers(saved)
-            with torch.no_grad(), enter_scope(Scope(self._steps, 0, member.part.rows, evaluation)):
+            samples = member.part.rows
+            scope = Scope(self._steps, 0, samples, evaluation, seeding=self._seeding)
+            with torch.no_grad(), enter_scope(scope):
                 outputs.append(run_model(self.module, member.part.inputs))
             if not member.replica:
                 after = {name: buffer.clone() for name, buffer in buffers.items()}

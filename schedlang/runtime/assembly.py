@@ -34,6 +34,7 @@ from schedlang.runtime.pipeline.overlapped_reduction import OverlappedReduction
 from schedlang.runtime.replica_buffers import ReplicaBuffers
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.runtime.rng.native_dropout import NativeDropout
+from schedlang.runtime.scope import Scope
 
 WeightFunction = Callable[[Batch], float]
 
@@ -86,6 +87,8 @@ class Assembly:
     dropout: LogicalDropout | NativeDropout | None = None
     native: NativeDropout | None = None
     logical_dropout_reason: str = ""  # why masks are not drawn natively
+    # of a model that draws from Python's or numpy's generators, on several ranks: see `Scope`
+    host_draws: Callable[[Scope], AbstractContextManager[None]] | None = None
     outputs_missing: tuple[str, ...] = ()
     # no gradient is sent to the first stages, which are frozen from the start
     backward_ends_early: bool = False

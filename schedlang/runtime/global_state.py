@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import random
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from operator import is_
 from types import CellType, FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -27,6 +29,9 @@ from schedlang.runtime.module_state import (
     MODULE_ATTRIBUTES,
     StateSnapshot,
 )
+
+if TYPE_CHECKING:
+    from schedlang.runtime.scope import Scope
 
 CACHED_FUNCTION = type(functools.cache(lambda: None))
 _OPENED = (dict, list, CACHED_FUNCTION)
@@ -41,9 +46,12 @@ UndoList = list[Callable[[], None]]
 
 
 @contextmanager
-def restore_global_state(model: nn.Module, loss: Any = None) -> Iterator[None]:
+def restore_global_state(model: nn.Module, loss: Any = None) -> Iterator[GeneratorWatch]:
     """Run a model's code without values, or in another dtype, and restore its outside state
     afterwards.
+
+    Python's and numpy's generators have the same states at the beginning of each run, so that ranks
+    record equal runs; the result tells whether the run has drawn from them.
 
     Models often make masks and tables of positions once, and store them in a global dict, in a
     variable, in a class or by `functools.lru_cache`: later runs of the model itself would find
@@ -63,7 +71,9 @@ def restore_global_state(model: nn.Module, loss: Any = None) -> Iterator[None]:
             if names:
                 _remember(names, put, undo, 0)
         with restore_loss_state(loss) if keeps else restore_generators():
-            yield
+            watch = GeneratorWatch("recorded")
+            yield watch
+            watch.end()
     finally:
         for names, put in empty_spaces:
             if names:
@@ -94,6 +104,59 @@ def restore_generators() -> Iterator[None]:
         random.setstate(state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
+
+
+def host_generator_states() -> tuple[object, ...]:
+    """Return the states of the generators of Python and numpy."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    _, keys, *rest = numpy.random.get_state()
+    return random.getstate(), keys.tobytes(), *rest
+
+
+class GeneratorWatch:
+    """Python's and numpy's generators, seeded by words.
+
+    has_drawn  whether something had been drawn from them at the end
+    """
+
+    def __init__(self, *words: object) -> None:
+        self.has_drawn = False
+        self.seed(*words)
+
+    def seed(self, *words: object) -> None:
+        """Seed both generators."""
+        text, numpy = " ".join(map(str, words)), sys.modules.get("numpy")
+        random.seed(text)
+        if numpy is not None:
+            numpy.random.seed(zlib.crc32(text.encode()))
+        self._states = host_generator_states()
+
+    def end(self) -> None:
+        """Note whether something has been drawn."""
+        self.has_drawn = self._states != host_generator_states()
+
+
+@dataclass(frozen=True)
+class HostDraws:
+    """Draws of a model from Python's and numpy's generators: equal on all ranks.
+
+    Each operation of a microbatch begins with states that depend on `seed` and the step, as the
+    original draws once for all rows; `by_rows`: also on the first row, so that parts of a batch
+    draw apart.  Afterwards the process has its own states again.
+    """
+
+    seed: int
+    by_rows: bool = False
+
+    @contextmanager
+    def enter(self, scope: Scope) -> Iterator[None]:
+        """Return a context for one operation in a scope."""
+        with restore_generators():
+            first = scope.samples[0] if self.by_rows and scope.samples else 0
+            GeneratorWatch(self.seed, scope.moment, first)
+            yield
 
 
 @functools.lru_cache(maxsize=16)  # one model is run many times

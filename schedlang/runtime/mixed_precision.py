@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.ir import pytree
+from schedlang.runtime.adapters.torch_autocast import imitate_on_meta
 from schedlang.runtime.adapters.torch_tensor import run_first_in_backward
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.modes import AmbientMode, ModeOrFactory, enter_modes
@@ -150,6 +151,11 @@ class ImitatedAutocast(AmbientMode):
             args, kwargs = pytree.tree_map(partial(_cast_float, dtype=dtype), (args, kwargs))
             return func(*args, **kwargs)
         return self.run(func, types, args, kwargs)
+
+
+def allow_autocast_on_meta() -> None:
+    """Let models run `torch.autocast(x.device.type)` on the meta device: see `ImitatedAutocast`."""
+    imitate_on_meta(ImitatedAutocast)
 
 
 def _cast_float(value: Any, dtype: torch.dtype) -> Any:

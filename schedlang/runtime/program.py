@@ -351,7 +351,7 @@ class Program:
             check_shapes(a.local_parameters)
         pass_index = 0 if train else self.evaluated[1]
         scopes = [
-            Scope(self.step, index, part.rows, pass_index, self._same_shapes)
+            Scope(self.step, index, part.rows, pass_index, self._same_shapes, a.host_draws)
             for index, part in enumerate(parts)
         ]
 
@@ -404,10 +404,11 @@ class Program:
     def _sum(self) -> None:
         """Finish the reductions of gradients that remain after the last backward."""
         a = self.assembly
+        for stage in a.sliced.values():
+            stage.finish_backwards()
+            stage.check_calls()
         if self.offloaded is not None:
             self.offloaded.finish_backward()
-        for stage in a.sliced.values():
-            stage.check_calls()
         a.local_parameters.drop_unwritten()
         if a.early_reductions is not None:
             a.early_reductions.finish()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,8 @@ class Scope:
 
     evaluation   the number of this evaluation since the last step, from 1; 0: training
     same_shapes  returns whether the parts of all ranks have the same shapes, where known
+    seeding      returns a context of an operation, in which Python and numpy draw what all ranks
+                 with these samples draw; None: they draw what they draw
     """
 
     step: int
@@ -31,6 +34,9 @@ class Scope:
     samples: tuple[int, ...]
     evaluation: int = 0
     same_shapes: Callable[[], bool] | None = field(default=None, compare=False)
+    seeding: Callable[[Scope], AbstractContextManager[None]] | None = field(
+        default=None, compare=False
+    )
 
     @property
     def moment(self) -> Moment:
@@ -138,29 +144,38 @@ def current_visit() -> Any:
 class ScopeContext:
     """A context that sets the position in the run; one is entered in every operation of a step.
 
-    stays  the current scope stays
+    stays   the current scope stays
+    seeded  the context of the generators of Python and numpy; None: they are unchanged
     """
 
-    __slots__ = ("before", "frame", "part", "scope", "stays")
+    __slots__ = ("before", "frame", "part", "scope", "seeded", "stays")
 
     def __init__(
         self, scope: Scope | None, frame: PassFrame, part: Any, stays: bool = False
     ) -> None:
         self.scope, self.frame, self.part, self.stays = scope, frame, part, stays
+        self.seeded: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
+        if self.seeded is not None:
+            self.seeded.__enter__()
         self.before = _here.scope, _here.frame, _here.slice
         if not self.stays:
             _here.scope = self.scope
         _here.frame, _here.slice = self.frame, self.part
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         _here.scope, _here.frame, _here.slice = self.before
+        if self.seeded is not None:
+            self.seeded.__exit__(*error)
 
 
 def enter_scope(scope: Scope) -> ScopeContext:
     """Return a context for one operation of a microbatch, forward or backward, with a new frame."""
-    return ScopeContext(scope, PassFrame(), None)
+    context = ScopeContext(scope, PassFrame(), None)
+    if scope.seeding is not None:
+        context.seeded = scope.seeding(scope)
+    return context
 
 
 def enter_slice(part: Any) -> ScopeContext:

@@ -16,6 +16,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -29,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import python_span
+from schedlang.runtime import scope
 from schedlang.runtime.adapters.fully_shard import refuse_copies, replaced_parameter
 from schedlang.runtime.adapters.torch_clip import check_norms, check_unscaling
 from schedlang.runtime.adapters.torch_tensor import check_backwards, wrap_gradients
@@ -44,6 +46,7 @@ from schedlang.runtime.loop_terms import (
     shard_name,
 )
 from schedlang.runtime.optim.full_tensor_step import SAMPLE_DIMS, is_elementwise
+from schedlang.runtime.scope import Scope
 from schedlang.runtime.shard_state import guard_state
 from schedlang.runtime.storage.offloaded_gradients import in_backward
 
@@ -76,7 +79,30 @@ def module_of(a: Assembly, offloads_gradients: bool) -> nn.Module:
         _guard_sums(a.local_parameters, a.reductions)
         _guard_shards(a)
         _guard_slices(a)
+        if a.host_draws is not None:
+            _seed_draws(a.module, a.host_draws)
     return a.module
+
+
+def _seed_draws(root: nn.Module, seeding: Callable[[Scope], Any]) -> None:
+    """Let calls outside of a step draw from Python and numpy equally on all ranks.
+
+    Each call takes a number from torch's default generator, which a user's loop seeds equally.
+    """
+    entered: list[Any] = []
+
+    def before(*unused: object) -> None:
+        outside = scope.current() is None and not torch.compiler.is_compiling()
+        number = int(torch.randint(2**62, ())) if outside and root.training else None
+        entered.append(nullcontext() if number is None else seeding(Scope(number, 0, ())))
+        entered[-1].__enter__()
+
+    def after(*unused: object) -> None:
+        if entered:
+            entered.pop().__exit__(None, None, None)
+
+    root.register_forward_pre_hook(before, prepend=True)
+    root.register_forward_hook(after, always_call=True)
 
 
 @functools.cache

@@ -87,6 +87,12 @@ def breadth_first() -> float:
     return training_error("dp=2, pp=2", text)
 
 
+def sharded_stages() -> float:
+    """Stages that gather at the beginning of a step, and whose sums end at its end."""
+    text = STAGE_SPLIT + 'zero(stage=2, over=dp)\npipeline(order="1F1B", micro=4)'
+    return training_error("dp=2, pp=2", text)
+
+
 def ring_of_four() -> float:
     return training_error("cp=4", RING.format("ring", "cp", "cp"))
 
@@ -98,5 +104,5 @@ def nbody_of_eight() -> float:
 
 TWO = (stages, gradient_sums, overlapped_sums, sharded_parameters, ring, experts_in_chunks)
 TWO += (state_on_a_peer, activations_on_a_peer, zigzag)
-FOUR = (ring_of_four, double_ring, nbody, breadth_first)
+FOUR = (ring_of_four, double_ring, nbody, breadth_first, sharded_stages)
 EIGHT = (nbody_of_eight,)

@@ -252,6 +252,30 @@ def test_slices_of_several_stages() -> None:
             assert len(sums) == MICRO * HALF and sums.count((0, 0)) <= 2  # the last of each stage
 
 
+def chained(zero: str) -> tuple[int, bool]:
+    """Return on a rank how many gathers are ordered after its first receive, and whether its last
+    send is ordered after its last sum: for these another stage would wait."""
+    text = f'zero({zero}, over=dp)\npipeline(order="1F1B", micro={MICRO})'
+    plan = make_plan(deep_model(), f"blocks  pipeline_split(over=pp)\n{text}", "dp=2, pp=2")
+    program = build(plan, {"x": rows()}, optimizer=sgd)
+    inputs = {"x": rows().to(local_device())}
+    record_step(lambda: program.train_step(inputs))
+    receives, sends, gathers, sums = (
+        [item for item in current().operations() if item.name == f"simccl.{name}"]
+        for name in ("recv", "send", "all_gather_into_tensor", "reduce_scatter_tensor")
+    )
+    late = sum(item.after(receives[0]) for item in gathers)
+    return late, sends[-1].after(sums[-1])
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_stages_wait_for_no_gather_and_no_sum(zero: int) -> None:
+    """Gathers begin before the first values arrive; gradients leave while the last are summed."""
+    for rank, orders in enumerate(spawn(chained, f"stage={zero}", ranks=4, timeline=True)):
+        if rank % 2:  # of the last stage
+            assert orders == (0, False)
+
+
 # -- every other kind ------------------------------------------------------------------------------
 
 TO_HOST, TO_DEVICE = "copy to the host", "copy to the device"

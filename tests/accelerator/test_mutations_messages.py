@@ -15,7 +15,7 @@ import pytest
 
 from schedlang.runtime.device import HOST
 from schedlang.runtime.launch.rank_job import Hang, RankDied
-from schedlang.testing.accelerator import unavailable
+from schedlang.testing.accelerator import spawn, unavailable
 from tests.accelerator import message_variants
 from tests.accelerator.mutation_runs import (
     TOLERANCE,
@@ -52,6 +52,7 @@ MODULES = tuple(
         "redistribution.execution",
     )
 )
+FINISH = "finish_backwards"
 _KEPT = "the work of a message keeps its tensors until it is done, and nobody writes into these"
 # calls that nothing needs, by their function and text: why that is so
 REDUNDANT = {
@@ -122,6 +123,18 @@ def test_a_wait_for_a_message_that_is_left_out() -> None:
         candidate for candidate in searched_sites() if candidate.function == "PeerChannel.take"
     )
     (outcome,) = run_separately([site], (message_variants.stages,))
+    assert outcome.report, outcome
+
+
+def test_an_update_that_does_not_wait_for_the_sums_of_stages() -> None:
+    """Backwards in a pipeline do not wait for their sums: the step does, or it is reported."""
+    (error, *_) = spawn(message_variants.sharded_stages, ranks=4)
+    assert error < TOLERANCE
+    sites = call_sites(
+        f"{_RUNTIME}program",
+        chosen=lambda _, call: isinstance(call.func, ast.Attribute) and call.func.attr == FINISH,
+    )
+    (outcome,) = run_separately(sites, (message_variants.sharded_stages,), ranks=4)
     assert outcome.report, outcome
 
 

@@ -7,6 +7,7 @@ a width, the rate of dropout and noise, and a random generator.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -267,13 +268,16 @@ class Hooked(nn.Module):
             self.register_full_backward_hook(lambda m, grads, outs: (grads[0] * 0.9, *grads[1:]))
         self.on_tensor = "tensor" in hooks
         # not by `rng`: numbers that were drawn before stay the same models
-        self.is_late = Random(f"{width} {rng.getstate()}").random() < 0.4
+        traits = Random(f"{width} {rng.getstate()}")
+        self.is_late, self.is_wide = traits.random() < 0.4, traits.random() < 0.4
 
     def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
         if self.is_late:
             self.is_late = False
             self.one.register_forward_hook(lambda module, args, output: output * 1.25)
-        h = F.gelu(self.one(x))
+        # as rotary embeddings and norms do, which should not be in a low dtype
+        with torch.autocast(x.device.type, enabled=False) if self.is_wide else nullcontext():
+            h = F.gelu(self.one(x))
         if self.on_tensor and h.requires_grad:
             h.register_hook(lambda grad: grad * 0.5)
         return x + self.two(h)

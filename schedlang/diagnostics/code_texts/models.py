@@ -52,7 +52,7 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S614": (
         "the forward calls other modules than at build",
         "A stage expects the module calls that were recorded at build. The model left one out or\n"
-        "made one more.",
+        "made one more. Or draws from Python or numpy decide which modules are called.",
     ),
     "S615": (
         "no loss",

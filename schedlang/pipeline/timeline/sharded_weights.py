@@ -20,6 +20,8 @@ from schedlang.pipeline.timeline.table import (
 # microbatches of a stage one after the other gathers its weights once for all of them.
 
 
+WEIGHT_KINDS = (Kind.F, Kind.B, Kind.I, Kind.RECOMPUTE)  # kinds that read the weights
+
 # order of rows at one place: UNSHARD before the first row of a run, REDUCE and RESHARD after it
 BEFORE, SELF, REDUCED, AFTER, PLACE = range(5)
 
@@ -41,7 +43,7 @@ def find_runs(t: Timeline) -> StageRuns:
     gathered through the step, which sharded weights should avoid. Runs of one operation save
     nothing.  Separate weight gradients (W) come after the run: their stages are excluded.
     """
-    rows = np.flatnonzero(np.isin(t.kind, (Kind.F, Kind.B, Kind.I, Kind.RECOMPUTE)))
+    rows = np.flatnonzero(np.isin(t.kind, WEIGHT_KINDS))
     stage = t.rank[rows].astype(np.int64) * t.stages + t.stage[rows]
     is_backward = (t.kind[rows] != Kind.F).astype(np.int64)
     starts = np.flatnonzero(np.diff(stage * 2 + is_backward, prepend=-1))
@@ -76,10 +78,24 @@ def with_gathers(t: Timeline) -> Timeline:
     )
 
 
+def with_early_gathers(t: Timeline) -> Timeline:
+    """Add UNSHARD of every stage before all rows of its rank, in the order in which stages run.
+
+    For weights that stay gathered through a step (ZeRO stages 1 and 2).  All ranks gather at once,
+    while microbatches are on their way to them; else each stage would gather after it got its first
+    microbatch, and the later stages would wait for the gathers of all earlier ones.
+    """
+    rows = np.flatnonzero(np.isin(t.kind, WEIGHT_KINDS))
+    _, first = np.unique(
+        t.rank[rows].astype(np.int64) * t.stages + t.stage[rows], return_index=True
+    )
+    first = rows[np.sort(first)]
+    turns = t.starts[:-1][t.rank[first]] * PLACE + BEFORE
+    changes = {"kind": Kind.UNSHARD, "peer": -1}
+    return t.with_copies(np.arange(len(t)) * PLACE + SELF, (first, turns, changes))
+
+
 # -- checks ----------------------------------------------------------------------------------------
-
-
-WEIGHT_KINDS = (Kind.F, Kind.B, Kind.I, Kind.RECOMPUTE)  # kinds that read the weights
 
 
 def check_shards(t: Timeline) -> None:

@@ -92,6 +92,24 @@ def end_unused_gather(unit: FSDPModule) -> None:
             group._to_sharded()
 
 
+def finish_reductions(units: Iterable[FSDPModule]) -> None:
+    """Let the device wait for the reductions that backwards of units have begun; free their
+    inputs.
+
+    torch does this within a backward that is the last one of a step.
+    """
+    for unit in units:
+        for group in groups_of(unit):
+            group.finalize_backward()
+            context = group.comm_ctx
+            context.post_forward_order.clear()
+            # inputs of reductions, which are done where their results are
+            if hasattr(context, "reduce_scatter_states"):
+                context.reduce_scatter_states.clear()
+            else:  # torch 2.11 has one at most
+                context.reduce_scatter_state = None
+
+
 class _WaitOnce:
     """An event that the host waits for once, however often it is called."""
 

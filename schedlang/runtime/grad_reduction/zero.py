@@ -31,6 +31,7 @@ from schedlang.ir.pytree import record_outputs
 from schedlang.pipeline.timeline.table import Kind
 from schedlang.runtime.adapters.fully_shard import (
     end_unused_gather,
+    finish_reductions,
     gather_for_views,
     gather_in_inference,
     groups_of,
@@ -97,6 +98,7 @@ class ShardedStage:
         self.units: list[FSDPModule] = []
         self.waiting: set[FSDPModule] = set()
         self.ahead = 0
+        self.early = False  # rows of this step have begun to gather all units
         self.asked = may_skip  # values may decide which ranks use a parameter in a step
         self.used: set[nn.Parameter] = set()  # parameters with a gradient on this rank in this step
         # for each unit: a hash of its calls in this step, if values decide on them
@@ -190,10 +192,11 @@ class ShardedStage:
             self._new_roots.pop()(lambda: None)
 
     def end_prefetch(self) -> None:
-        """Drop prefetched gathers of units that did not run."""
+        """Drop gathers of units that did not run, which were begun ahead."""
         self._stepping = False
-        for unit in self.units if self.ahead else ():
+        for unit in self.units if self.ahead or self.early else ():
             end_unused_gather(unit)
+        self.early = False
 
     def _zero_missing(self, unit: FSDPModule, names: set[str]) -> None:
         """Set a gradient to zero if only other ranks have one (of an expert without tokens here).
@@ -244,15 +247,30 @@ class ShardedStage:
             return
         self._synced = (last, reduces)
         frees = self._unshards is None and (last or self.stage == 3)
+        # in a pipeline a backward must not wait for its reductions: earlier stages need its result
+        waits = last and self._root is None
         for unit in self.units:
             unit.set_requires_gradient_sync(last or self.stage > 1 and reduces, recurse=False)
-            unit.set_is_last_backward(last)
+            unit.set_is_last_backward(waits)
             unit.set_reshard_after_backward(frees, recurse=False)
 
+    def finish_backwards(self) -> None:
+        """Wait for the reductions that the backwards of a step in a pipeline have begun."""
+        if self._root is not None:
+            finish_reductions(self.units)
+
     def unshard(self) -> None:
-        """Begin to gather all units, and keep them gathered; each unit waits for its own gather."""
-        assert self.stage == 3 and self._unshards is None
+        """Begin to gather all units, and keep them gathered; each unit waits for its own gather.
+
+        In stages 1 and 2 of ZeRO they stay gathered until the last backward of the step.
+        """
         self._set_up()
+        if self.stage < 3:
+            self.early = True
+            for unit in self.units:
+                unit.unshard(async_op=True)
+            return
+        assert self._unshards is None
         self._set_held(True)
         handles = (unit.unshard(async_op=True) for unit in self.units)
         self._unshards = [handle for handle in handles if handle is not None]

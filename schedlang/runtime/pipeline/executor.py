@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from schedlang.pipeline.timeline.proof import check_queues, check_timeline, with_transfers
-from schedlang.pipeline.timeline.sharded_weights import with_gathers
 from schedlang.pipeline.timeline.table import SINGLE_STAGE, Kind, Op, Timeline, timeline_from_rows
 from schedlang.runtime.batch_weights import Number
 from schedlang.runtime.comm import world
@@ -236,8 +235,8 @@ class Pipeline:
     `place`: the place of this rank. Transfers use `group` (and `down`, see Mail); with one rank
     there are none. Receives are posted `lookahead` operations early, so that they overlap with
     computation; on the host, unless `lookahead` is 0, one operation earlier still. `handlers` add
-    or replace handlers of kinds of operations; with a handler for UNSHARD, training gathers sharded
-    weights once for a run of operations of a stage. An unsplit model (one stage) runs as a plain
+    or replace handlers of kinds of operations. `gathers` adds the rows of a training step that
+    gather sharded weights. An unsplit model (one stage) runs as a plain
     loop over microbatches. `slices` split each microbatch along its sequence in training. `parks`
     are the process groups for activations that are parked on partners; if `picked`, only
     activations that some modules save are parked (`offload.saved_tensors`), else all of a forward.
@@ -255,6 +254,7 @@ class Pipeline:
         device: torch.device | str = "cpu",
         lookahead: int = 1,
         handlers: Mapping[Kind, Handler] | None = None,
+        gathers: Callable[[Timeline], Timeline] | None = None,
         slices: SliceRunner | None = None,
         parks: Groups = (),
         picked: bool = False,
@@ -274,7 +274,7 @@ class Pipeline:
                 "S608", "", reason, "leave `slices` out, or keep activations on the device"
             )
         self.sizes = MessageLayouts()
-        self.lookahead = lookahead
+        self.lookahead, self.gathers = lookahead, gathers
         self.handlers = {**HANDLERS, **(handlers or {})}
         self._orders: dict[tuple[int, bool], tuple[ScheduledOp, ...]] = {}
         self._routes: dict[WorkItem, MessageRoute] = {}
@@ -442,7 +442,7 @@ class Pipeline:
                 for k, op in enumerate(rows)
                 if op.kind in BACKWARD and (op.kind is not Kind.W or op.stage in halves)
             }
-            waits = _unreduced_backwards(rows) if Kind.UNSHARD in self.handlers else ()
+            waits = _unreduced_backwards(rows) if self.gathers is not None else ()
             forward = max((k for k, op in enumerate(rows) if op.kind in FORWARD), default=-1)
             self._orders[(count, train)] = tuple(
                 ScheduledOp(
@@ -463,8 +463,8 @@ class Pipeline:
         # gloo sends at once if the receive is posted, and else asks the receiver first
         earlier = bool(self.lookahead) and on_host(self.mail.device)
         order = with_transfers(order, self.lookahead + earlier)
-        if train and Kind.UNSHARD in self.handlers:
-            order = with_gathers(order)
+        if train and self.gathers is not None:
+            order = self.gathers(order)
         check_timeline(order)
         if self.mail.queues:
             check_queues(order, one_way=self.mail.down is not self.mail.group)

@@ -6,8 +6,6 @@ forwards may run two units of each kind, and imitate the others (`equal_units.py
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.device import operator_context
 from schedlang.runtime.forward_attributes import AttributeSnapshot
+from schedlang.runtime.global_state import host_generator_states
 from schedlang.runtime.submodules import modules_in
 from schedlang.runtime.tracing.equal_units import PLAIN, Container, argument_leaves
 from schedlang.runtime.tracing.meta_runs import LEAVES, MetaMode, tensors_in
@@ -79,7 +78,7 @@ class UnitRecorder:
         if self._unit is not None or unit in self._records or self._is_hopeless():
             self._different |= {self._unit, unit}
             return original(*args, **kwargs)
-        read_before, states = self._take_flags(), _generator_states()
+        read_before, states = self._take_flags(), host_generator_states()
         inside, held = self._inside[unit], self._held[unit]
         attributes, context = AttributeSnapshot(inside), operator_context()
         replaced = _is_replaced(inside, held)  # as by `torch.func.functional_call`
@@ -99,7 +98,7 @@ class UnitRecorder:
             returned = self._returned(unit, leaves, output)
         changed = replaced or _is_replaced(inside, held) or _is_changed(attributes)
         hooked = _hooks(inside) != self._hooks[unit]  # some models register hooks when they run
-        if any(read) or changed or hooked or _generator_states() != states:
+        if any(read) or changed or hooked or host_generator_states() != states:
             self._different.add(unit)
         self._records[unit] = context, arguments, tuple(self._operators), returned
         return output
@@ -203,15 +202,6 @@ def _held(inside: Sequence[tuple[str, nn.Module]]) -> dict[str, Tensor]:
         for name, tensor in tensors.items()
         if tensor is not None
     }
-
-
-def _generator_states() -> tuple[object, ...]:
-    """Return the states of the generators of Python and numpy."""
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is None:
-        return (random.getstate(),)
-    _, keys, *rest = numpy.random.get_state()
-    return random.getstate(), keys.tobytes(), *rest
 
 
 def _hooks(inside: Sequence[tuple[str, nn.Module]]) -> list[int]:
