@@ -317,7 +317,7 @@ class _Search:
         expanded = _opened(candidates, group.clocks, self.job, True)
         unchanged = candidates.axes == group.ways.axes[rows]
         expanded.looks = np.where(unchanged, group.looks[rows], 0)
-        expanded.final = np.where(unchanged, group.final[rows], None)
+        expanded.final[unchanged] = group.final[rows][unchanged]
         known_floors = np.where(unchanged, group.floors[rows], 0.0)
         expanded.floors = np.maximum(expanded.floors, known_floors)
         columns = (np.concatenate([getattr(expanded, n), getattr(rest, n)]) for n in BOUND_COLUMNS)
