@@ -27,7 +27,7 @@ from schedlang.passes.elaborate.rows import PLAIN, path_of, selector_path
 from schedlang.passes.partition.staging import stages_of
 from schedlang.passes.propagate.batch_refusals import batch_refusal
 from schedlang.passes.propagate.propagate import propagate
-from schedlang.passes.propagate.sequence_trials import tokens_of
+from schedlang.passes.propagate.sequence_trials import is_on_meta, tokens_of
 from schedlang.passes.reduce_model.blocks import (
     TABLES,
     Blocks,
@@ -408,9 +408,13 @@ class RowTrial:
     def token_split_refusal(
         self, rows: Sequence[ProposedRow], axis: str, ranks: int
     ) -> Refusal | None:
-        """Return the refusal of rows that split sequences; None if legal or without values."""
+        """Return the refusal of rows that split sequences; None if legal or without values.
+
+        All blocks are needed where values are tried; a guess without values needs few.
+        """
+        blocks = self.blocks if is_on_meta(self.facts.model) else self.full_blocks
         try:
-            plan = plan_of_proposal(rows, self.full_blocks, {axis: ranks})
+            plan = plan_of_proposal(rows, blocks, {axis: ranks})
             traced = propagate(plan, self.sample, self.loss)
             tokens_of(plan, traced, self.sample, self.loss, self.weight)
         except Refusal as refusal:

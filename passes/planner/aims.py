@@ -237,7 +237,7 @@ def tune_for_aim(
     Without such a bid nothing is written: the result lists the quickest bids as rejected.  Raises
     Refusal S109 for a cluster without the figure that the aim needs, and what `tuned` raises.
     """
-    auction = ChoiceSearch(profiles, job, aim, lambda job: find(profiles, job))
+    auction = ChoiceSearch(profiles, job, aim, lambda job: find(profiles, job, None))
     best: tuple[float, Job, TuningResult] | None = None
     for tries, bid in enumerate(auction.iter_evaluated(), 1):
         if best is not None and bid.worth >= best[0]:
@@ -269,8 +269,8 @@ def _tuned_bid(
     rejected = (*map(auction.describe, other_bids[: MAX_REASONS - 1]), *bid.found.rejected)
     first_result = replace(bid.found, rejected=rejected)
 
-    def find_first(profiles: Profiles, job: Job) -> SearchResult:
-        return first_result if job is offer.job else find(profiles, job)
+    def find_first(profiles: Profiles, job: Job, before: SearchResult | None) -> SearchResult:
+        return first_result if job is offer.job else find(profiles, job, before)
 
     def say(seconds: float) -> Iterator[str]:
         rows = f"{offer.steps:,} steps of {offer.job.rows} rows"

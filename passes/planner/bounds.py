@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.passes.planner.critical_path import stage_ranks
+from schedlang.passes.planner.critical_path import known_paths_floor, stage_ranks
 from schedlang.passes.planner.even_stages import split_evenly
 from schedlang.passes.planner.price import (
     collective_seconds,
@@ -22,6 +22,7 @@ from schedlang.passes.planner.price import (
     replica_stride,
     run_seconds,
     sending_axes,
+    stage_send_seconds,
     units_by_stage,
 )
 from schedlang.passes.planner.search_space import AXIS_ORDERS, Candidates, Floats, Ints, Job
@@ -49,7 +50,8 @@ WHOLE_BACKWARD_ORDERS = (
 class ChainTimes:
     """Lower bounds of seconds of a chain's units, by runs: forward, backward, and recomputation.
 
-    They depend on how far apart the ranks of the chain's own axes are.
+    They depend on how far apart the ranks of the chain's own axes are.  Chains of equal times share
+    what is known: a copy with another chain has the same caches.
     """
 
     chain: Chain
@@ -67,7 +69,9 @@ class ChainTimes:
         if (cuts := self._cuts.get(key)) is None:
             times = tuple(self.times(setting)[:2].sum(0).tolist())
             cuts = self._cuts[key] = split_evenly(self.chain, setting.pp * setting.chunks, times)
-        split, span_key = replace(setting, cuts=cuts), (*key, setting.order)
+        split = replace(setting, cuts=cuts)
+        ranks = stage_ranks(setting.order, setting.pp, setting.chunks)
+        span_key = *key, ranks.tobytes(), setting.order in WHOLE_BACKWARD_ORDERS
         if (span := self._spans.get(span_key)) is None:
             span = self._spans[span_key] = pipeline_floor(self, split)
         return split, span
@@ -333,3 +337,17 @@ def pipeline_floor(clock: ChainTimes, setting: Setting) -> float:
     warmup = forward[: setting.pp] + (backward[: setting.pp] if unsplit else 0.0)
     waits = np.concatenate([[0.0], np.cumsum(warmup)[:-1]]) * first_share
     return float((busy + waits).max())
+
+
+def critical_floor(clock: ChainTimes, setting: Setting) -> float:
+    """Lower bound of the seconds of the pipeline of a setting with stages, sends included, by paths
+    that were critical for other settings; 0 where backwards are split or sequences sliced."""
+    if setting.order not in WHOLE_BACKWARD_ORDERS or setting.placement.slices > 1:
+        return 0.0
+    counts, _ = units_by_stage(clock.chain, setting.cuts)
+    forward, backward = clock.times(setting)[:2] @ counts.T
+    send = sum(
+        seconds for _, seconds in stage_send_seconds(clock.chain, setting, clock.job.cluster)
+    )
+    sizes = setting.pp, setting.chunks, setting.micro
+    return known_paths_floor(setting.order, *sizes, forward, backward, send)

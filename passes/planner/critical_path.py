@@ -7,6 +7,7 @@ from few.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -69,24 +70,83 @@ def find_critical_path(
     [stages, slices].  Raises OrderError for sizes that the order does not have, and for orders that
     cannot be priced.
     """
-    forward, inputs, weights = forward.ravel(), inputs.ravel(), weights.ravel()
+    times = (np.asarray(part, dtype=float).tobytes() for part in (forward, inputs, weights))
+    return _find_path(order, ranks, chunks, micro, *times, send)
+
+
+@lru_cache(2048)  # settings that differ in ZeRO or in the optimizer's place have equal times
+def _find_path(
+    order: str,
+    ranks: int,
+    chunks: int,
+    micro: int,
+    forward_bytes: bytes,
+    inputs_bytes: bytes,
+    weights_bytes: bytes,
+    send: float,
+) -> CriticalPath:
+    forward, inputs, weights = map(np.frombuffer, (forward_bytes, inputs_bytes, weights_bytes))
     backward, slices = inputs + weights, len(forward) // (ranks * chunks)
     if ranks * chunks == 1:
         counts = np.full(slices, float(micro))
         return CriticalPath(counts, counts, counts, 0.0)
     if chunks == slices == 1 and order in CLOSED_FORMS and micro > ranks:
         return CLOSED_FORMS[order](forward, backward, micro, send)
-    period = -(-ranks // slices)
-    few = max(FEW, -(-LEAST // ranks)) * period + micro % period
+    fewer, more, factor = _evaluated_counts(ranks, micro, slices)
 
     def path(count: int) -> CriticalPath:
         network = _network(order, ranks, count, chunks, slices)
         return network.longest(forward, inputs, weights, send)
 
+    longer = path(more)
+    shorter = path(fewer) if factor else longer
+    _found_paths(order, ranks, chunks, slices, more).append((longer, shorter))
+    return longer.extrapolate(shorter, factor) if factor else longer
+
+
+def _evaluated_counts(ranks: int, micro: int, slices: int) -> tuple[int, int, float]:
+    """Return the two numbers of microbatches that are evaluated, and how often their difference
+    is added for `micro`; 0 where that many are evaluated."""
+    period = -(-ranks // slices)
+    few = max(FEW, -(-LEAST // ranks)) * period + micro % period
     if micro <= few + period:
-        return path(micro)
-    longer = path(few + period)
-    return longer.extrapolate(path(few), (micro - few - period) / period)
+        return micro, micro, 0.0
+    return few, few + period, (micro - few - period) / period
+
+
+# -- paths that are known --------------------------------------------------------------------------
+
+
+KEPT_PATHS = 16  # of an order and its sizes: the last ones
+EXTRAPOLATED = 1.05  # factor by which an extrapolated path may be too long for other times
+
+
+@cache
+def _found_paths(
+    order: str, ranks: int, chunks: int, slices: int, micro: int
+) -> deque[tuple[CriticalPath, CriticalPath]]:
+    """Return the paths that were critical so far: of `micro` microbatches, and of fewer."""
+    return deque(maxlen=KEPT_PATHS)
+
+
+def known_paths_floor(
+    order: str, ranks: int, chunks: int, micro: int, forward: Array, backward: Array, send: float
+) -> float:
+    """Lower bound of the seconds of the critical path, where backwards are not split.
+
+    A path that was critical for some times exists for all others: it is no longer than the
+    critical one.  0 where none is known.
+    """
+    _, more, factor = _evaluated_counts(ranks, micro, 1)
+    floor = 0.0
+    for longer, shorter in _found_paths(order, ranks, chunks, 1, more):
+        seconds, fewer = (
+            float(path.forward @ forward + path.inputs @ backward + path.sends * send)
+            for path in (longer, shorter)
+        )
+        extrapolated = (seconds + factor * (seconds - fewer)) / EXTRAPOLATED
+        floor = max(floor, extrapolated if factor else seconds)
+    return floor
 
 
 # -- closed forms ----------------------------------------------------------------------------------
@@ -300,16 +360,37 @@ def count_in_flight(
             np.zeros(stages) if grown is None else grown,
         ]
     )
-    held = np.zeros((3, stages))
     line = order, ranks, min(micro, 2 * FEW * ranks), chunks
-    rank = stage_ranks(order, ranks, chunks)
-    split = np.array(apart or (True,) * stages)
-    for own_rank in range(ranks):
-        rank_stages = np.flatnonzero(rank == own_rank)
-        moments = _moments(*line, own_rank, tuple(split[rank_stages].tolist()))
-        best = moments[(moments * sizes[:, rank_stages]).sum((1, 2)).argmax()]
-        held[:, rank_stages] = best
+    split = apart if apart and _has_halves(*line) else (True,) * stages
+    rank_stages, moments = _moments_of_ranks(*line, split)
+    held, rank_sizes = np.zeros((3, stages)), sizes[:, rank_stages].swapaxes(0, 1)
+    fullest = (moments * rank_sizes[:, None]).sum((2, 3)).argmax(1)
+    held[:, rank_stages] = moments[np.arange(ranks), fullest].swapaxes(0, 1)
     return held
+
+
+@lru_cache(256)
+def _has_halves(order: str, ranks: int, micro: int, chunks: int) -> bool:
+    """Whether some backward of an order runs in two halves."""
+    return bool((order_timeline(order, ranks, micro, chunks).kind == Kind.W).any())
+
+
+@lru_cache(1024)
+def _moments_of_ranks(
+    order: str, ranks: int, micro: int, chunks: int, apart: tuple[bool, ...]
+) -> tuple[Rows, Rows]:
+    """Stages of each rank [ranks, chunks], and the moments of `_moments` [ranks, moments, 3,
+    chunks]; ranks with fewer moments repeat their first."""
+    rank_stages = np.argsort(stage_ranks(order, ranks, chunks), kind="stable").reshape(ranks, -1)
+    split = np.array(apart)[rank_stages].tolist()
+    moments = [
+        _moments(order, ranks, micro, chunks, rank, tuple(halves))
+        for rank, halves in enumerate(split)
+    ]
+    padded = np.stack([rows[:1].repeat(max(map(len, moments)), 0) for rows in moments])
+    for padded_rows, rows in zip(padded, moments):
+        padded_rows[: len(rows)] = rows
+    return rank_stages, padded
 
 
 @lru_cache(4096)

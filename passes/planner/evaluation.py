@@ -14,7 +14,7 @@ from schedlang.passes.partition.stage_partition import (
     StageOption,
     find_partition,
 )
-from schedlang.passes.planner.bounds import ChainTimes, pipeline_floor
+from schedlang.passes.planner.bounds import ChainTimes, critical_floor, pipeline_floor
 from schedlang.passes.planner.critical_path import count_in_flight, stage_ranks
 from schedlang.passes.planner.limits import satisfies_limits
 from schedlang.passes.planner.price import collective_seconds, peak_bytes, price, units_by_stage
@@ -75,6 +75,8 @@ class Evaluator:
         chain = clock.chain
         cut, span = clock.split_stages(setting)
         least = max(span, during) + after
+        if least < worst:
+            least = max(least, critical_floor(clock, cut) + after)
         if least >= worst:
             return EvaluatedSetting(cut, least, 0.0)
         key = replace(cut, axes=())

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from schedlang.passes.planner.values import Chain
-
-Array = NDArray[np.float64]
 
 
 def split_evenly(chain: Chain, stages: int, times: tuple[float, ...]) -> tuple[int, ...]:
@@ -29,19 +26,22 @@ def _even(counts: tuple[int, ...], stages: int, times: tuple[float, ...]) -> tup
     if count < stages:
         raise ValueError(f"{count} units are too few for {stages} stages")
     total = np.concatenate([[0.0], np.cumsum(flat)])
-    low, high, sums = float(max(flat.max(), total[-1] / stages)), float(total[-1]), total.tolist()
+    low, sums = float(max(flat.max(), total[-1] / stages)), total.tolist()
+    high = low + float(flat.max())  # stages that stop beyond their share reach the end
     while high - low > 1e-6 * low:
         middle = (low + high) / 2
         low, high = (middle, high) if _reached(sums, middle, stages) < count else (low, middle)
     allowed = high * (1 + 1e-9)
-    last = _latest(total, allowed, stages)
+    last = _latest(sums, allowed, stages)
+    shares = total[-1] * np.arange(1, stages) / stages
+    closest = np.abs(total - shares[:, None]).argmin(1).tolist()
     ends = [0]
     for stage in range(1, stages):
         begin = ends[-1]
-        reach = int(np.searchsorted(total, total[begin] + allowed, side="right")) - 1
-        closest = int(np.abs(total - total[-1] * stage / stages).argmin())
+        reach = bisect_right(sums, sums[begin] + allowed) - 1
         minimum = max(begin + 1, last[stage])
-        ends.append(min(max(closest, minimum), max(reach, minimum), count - stages + stage))
+        end = min(max(closest[stage - 1], minimum), max(reach, minimum))
+        ends.append(min(end, count - stages + stage))
     ends.append(count)
     return tuple(b - a for a, b in zip(ends, ends[1:]))
 
@@ -54,10 +54,10 @@ def _reached(total: list[float], allowed: float, stages: int) -> int:
     return unit
 
 
-def _latest(total: Array, allowed: float, stages: int) -> list[int]:
+def _latest(total: list[float], allowed: float, stages: int) -> list[int]:
     """Smallest end of each stage from which the stages behind it can still hold all other units."""
     unit, ends = len(total) - 1, [len(total) - 1]
     for _ in range(stages):
-        unit = int(np.searchsorted(total, total[unit] - allowed, side="left"))
+        unit = bisect_left(total, total[unit] - allowed)
         ends.append(unit)
     return ends[::-1]

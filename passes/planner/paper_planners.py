@@ -435,10 +435,15 @@ def plan_with(
 
 
 def find_setting(
-    profiles: Profiles, job: Job, limits: Limits, planner: str | None = None
+    profiles: Profiles,
+    job: Job,
+    before: SearchResult | None = None,
+    *,
+    limits: Limits,
+    planner: str | None = None,
 ) -> SearchResult:
-    """Search, or let a planner choose where `planner` names one."""
-    *_, full = search(profiles, job, limits)
+    """Search, or let a planner choose where `planner` names one; `before` is that of `search`."""
+    *_, full = search(profiles, job, limits, before=before)
     return full if planner is None else plan_with(planner, profiles, job, full, limits)
 
 

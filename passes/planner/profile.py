@@ -7,18 +7,21 @@ tensors, on a model with few layers; its units then stand for all layers of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.garbage_collection import ProcessState
+from schedlang.ir.limits import Limits
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.model import ModelFacts, is_inside
 from schedlang.ir.module_attributes import module_kind
 from schedlang.ir.plan import Plan
-from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.analyze.prepare import Prepared, prepare
 from schedlang.passes.autoshard.propose import ProposalRequest, rows_by_role
 from schedlang.passes.complete.proposed_rows import (
     ProposedRow,
@@ -28,6 +31,7 @@ from schedlang.passes.complete.proposed_rows import (
 )
 from schedlang.passes.complete.sequence_rows import sequence_rows
 from schedlang.passes.planner.extrapolation import extrapolate_rows, extrapolate_slices
+from schedlang.passes.planner.search_space import Job, iter_placements, microbatch_rows
 from schedlang.passes.planner.values import (
     Chain,
     CollectiveCost,
@@ -46,6 +50,7 @@ from schedlang.passes.reduce_model.blocks import Blocks, blocks_of, fewest_layer
 from schedlang.passes.simulate.one_rank_step import SimulatedStep, repeat_sample
 from schedlang.passes.simulate.unit_profile import HEAD, MICRO, TAIL, UnitProfile, profile_units
 from schedlang.passes.verify.probe import find_batch_norm
+from schedlang.runtime.launch.forked_calls import CallsAhead
 
 if TYPE_CHECKING:
     from schedlang.passes.propagate.original_forward import Weight
@@ -78,6 +83,9 @@ class Profiles:
     _rows: dict[Placement, dict[str, list[ProposedRow]]] = field(default_factory=dict)
     _known: dict[Placement, Chain | Refusal] = field(default_factory=dict)
     names: tuple[str, ...] = ()  # of all units (where stages may start), after the first simulation
+    _ahead: Mapping[Placement, int] = field(default_factory=dict)  # simulated in a fork too
+    _calls: CallsAhead[Chain | Refusal] | None = None
+    _prepared: dict[object, tuple[Plan, Prepared]] = field(default_factory=dict)  # the last one
 
     def __call__(self, placement: Placement) -> Chain | Refusal:
         """Return the chain of a placement, or the refusal why there is none."""
@@ -87,11 +95,40 @@ class Profiles:
         chain = self._known.get(placement)
         if chain is None:
             try:
-                chain = self._of_few(placement) or self.simulate(placement)
+                chain = self._of_few(placement) or self._simulated(placement)
             except Refusal as refusal:
                 chain = refusal
             self._known[placement] = chain
         return chain
+
+    @contextmanager
+    def simulating_ahead(self, placements: Iterable[Placement]) -> Iterator[None]:
+        """Simulate these placements in a fork of this process too, the last first, for a search
+        that asks for them in their order; only in a process that runs a command alone."""
+        if ProcessState.own:
+            self._ahead = {placement: index for index, placement in enumerate(placements)}
+        try:
+            yield
+        finally:
+            if self._calls is not None:
+                self._calls.end()
+            self._ahead, self._calls = {}, None
+
+    def _simulated(self, placement: Placement) -> Chain | Refusal:
+        """Simulate a placement, here or in the fork; the first one here, which finds what others
+        need too."""
+        if placement not in self._ahead or not self.names:
+            return self._simulate_or_refuse(placement)
+        if self._calls is None:
+            calls = [partial(self._simulate_or_refuse, ahead) for ahead in self._ahead]
+            self._calls = CallsAhead(calls)
+        return self._calls(self._ahead[placement])
+
+    def _simulate_or_refuse(self, placement: Placement) -> Chain | Refusal:
+        try:
+            return self.simulate(placement)
+        except Refusal as refusal:
+            return refusal
 
     def _of_few(self, placement: Placement) -> Chain | None:
         """Extrapolate to many rows, or to slices; None for rows that are simulated, and where the
@@ -203,12 +240,22 @@ class Profiles:
     def _seen(
         self, placement: Placement, reduced: ReducedModel, units: Sequence[str]
     ) -> tuple[Plan, Sequence[UnitProfile]]:
-        plan = self._plan(placement, reduced.blocks)
+        plan, prepared = self._prepare(placement, reduced)
         sample = self.sample_rows(placement.rows)
-        prepared = prepare(plan, sample, self.loss, self.weight)
         return plan, profile_units(
             SimulatedStep(plan, prepared, sample, self.loss, self.weight), units
         )
+
+    def _prepare(self, placement: Placement, reduced: ReducedModel) -> tuple[Plan, Prepared]:
+        """Prepare the plan of a placement: with one row, or with two, as for any more rows."""
+        rows = min(placement.rows, SIMULATED_ROWS[0])
+        key = replace(placement, rows=rows), reduced is self.reduced
+        if key not in self._prepared:
+            plan = self._plan(placement, reduced.blocks)
+            prepared = prepare(plan, self.sample_rows(rows), self.loss, self.weight)
+            self._prepared.clear()  # the next one is for other rows of the same placement, or none
+            self._prepared[key] = plan, prepared
+        return self._prepared[key]
 
     def _plan(self, placement: Placement, blocks: Blocks) -> Plan:
         """The plan of a placement for a model with few layers, with one stage."""
@@ -222,10 +269,13 @@ class Profiles:
 
     def sample_rows(self, rows: int) -> Mapping[str, Any]:
         """Return a microbatch: the first row of the batch, repeated."""
+        return repeat_sample(self._first_row, rows)
+
+    @cached_property
+    def _first_row(self) -> Mapping[str, Any]:
         from schedlang.runtime.batch import row_count, split_batch
 
-        first_row = split_batch(self.batch, row_count(self.batch), 1)[0][0].inputs
-        return repeat_sample(first_row, rows)
+        return split_batch(self.batch, row_count(self.batch), 1)[0][0].inputs
 
     # -- from few layers to all --------------------------------------------------------------------
 
@@ -240,6 +290,19 @@ class Profiles:
         units = [units_by_name[name] for name in matched.values()]
         runs = tuple(UnitRun(unit, len(list(group))) for unit, group in groupby(units))
         return Chain(placement, runs, _tied(plan, profiles, runs, units, list(matched.values())))
+
+
+def placements_to_simulate(job: Job, limits: Limits) -> list[Placement]:
+    """List the placements that a search simulates at most, in its order."""
+    few, found = {1, *SIMULATED_ROWS}, dict[Placement, None]()
+    for placement in iter_placements(job, limits):
+        rows = {*microbatch_rows(job, placement, limits)}
+        counts = rows & few
+        if placement.slices > 1 or rows - few:  # extrapolated
+            counts |= {*SIMULATED_ROWS}
+        whole = replace(placement, offload="none", slices=1)
+        found |= dict.fromkeys(replace(whole, rows=count) for count in sorted(counts))
+    return list(found)
 
 
 CAST_RECIPE = Recipe(gradient=4)  # of `cast(bf16, params=true)`: gradients have the masters' dtype

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, repeat
+from itertools import count, groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +50,7 @@ Progress = Callable[[int, int], None]  # candidates done, of all that are known
 NO_LIMITS = Limits()
 TRIES_PER_KIND = 60  # candidates evaluated for the best of another kind
 MAX_MOVES = 60  # moves of a unit from stage to stage, on the best
-BOUND_COLUMNS = ("floors", "hopes", "beside", "after", "looks")
+BOUND_COLUMNS = ("floors", "hopes", "beside", "after", "looks", "laid", "final")
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ class SearchResult:
     rejected     the best of other kinds, each with the reason why it is not the best
     refused      placements that the model does not have, each with its refusal, the first of each
                  code
+    evaluated    all that the search has evaluated, from which one with less memory continues
     """
 
     best: EvaluatedSetting | None
@@ -97,6 +98,7 @@ class SearchResult:
     refused: tuple[tuple[Placement, Refusal], ...] = ()
     done: bool = False
     attribution: tuple[str, ...] = ()
+    evaluated: _Search | None = field(default=None, repr=False, compare=False)
 
     @property
     def gap(self) -> float:
@@ -113,6 +115,7 @@ def search(
     progress: Progress | None = None,
     *,
     moves: int = MAX_MOVES,
+    before: SearchResult | None = None,
 ) -> Iterator[SearchResult]:
     """Search for the quickest setting that fits; each yielded result is better than the one before.
 
@@ -121,11 +124,15 @@ def search(
     candidates, each split into stages so that its slowest stage is as quick as possible, with the
     fewest recomputed units.  After that the dynamic programme splits the best into stages too, and
     up to `moves` moves of a unit between stages are tried on both.  The best is None where nothing
-    fits.  Raises Refusal S109 for a pinned order that cannot be priced.
+    fits.  `before` is the result of the same search with more memory: no setting is quicker with
+    less, so what it has evaluated is not evaluated again.  Raises Refusal S109 for a pinned order
+    that cannot be priced.
     """
     check_pinned_orders(limits)
     evaluator = evaluator_of(profiles, job, limits)
     bound = bounding_job(job, limits)
+    if bound is job and before is not None and before.evaluated is not None:
+        return before.evaluated.with_less_memory(job, evaluator, progress).run()
     if bound is not job:  # the evaluator for unequal nodes tries orders of axes itself
         usual = limits.filter_admitted("axes", map("-".join, AXIS_ORDERS))[:1]
         limits = replace(limits, pinned={**limits.pinned, "axes": tuple(usual)})
@@ -134,7 +141,10 @@ def search(
 
 @dataclass
 class _Opened:
-    """Candidates whose placements split tensors in the same way and which may fit, with bounds."""
+    """Candidates whose placements split tensors in the same way and which may fit, with bounds.
+
+    final  number and result of the evaluation of a candidate that has `looks` 2; else None
+    """
 
     ways: Candidates
     clocks: Sequence[ChainTimes]
@@ -143,6 +153,8 @@ class _Opened:
     beside: Floats  # seconds that replicas send while the pipeline runs
     after: Floats  # seconds that replicas send after the pipeline
     looks: Ints  # 0: not evaluated, 1: evaluated once, 2: final (priced, or too large)
+    laid: NDArray[np.bool_]  # whether all orders of the axes are candidates
+    final: NDArray[np.object_]
 
     def unlike(self, setting: Setting, name: str) -> NDArray[np.bool_]:
         """Find the candidates whose value of `name` differs from the setting's."""
@@ -165,7 +177,8 @@ def _opened(pool: Candidates, clocks: Sequence[ChainTimes], job: Job, with_order
     floors, hopes = (
         np.maximum(seconds, during) + after for seconds in step_bounds(pool, clocks, with_order)
     )
-    return _Opened(pool, clocks, floors, hopes, during, after, np.zeros(len(pool), dtype=np.int64))
+    looks, laid, final = (np.full(len(pool), value) for value in (0, with_order, None))
+    return _Opened(pool, clocks, floors, hopes, during, after, looks, laid, final)
 
 
 @dataclass
@@ -182,6 +195,7 @@ class _Search:
     best: EvaluatedSetting | None = None
     nearest: EvaluatedSetting | None = None
     seen: BestByKind = field(default_factory=BestByKind)
+    numbers: Iterator[int] = field(default_factory=count)  # of evaluations, in their order
     refused: dict[str, tuple[Placement, Refusal]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(vars(Counts()), 0))
 
@@ -189,13 +203,10 @@ class _Search:
         """Open all placements, and evaluate the most promising candidate of each group that splits
         tensors in the same way; then all candidates in all orders of axes; then the best of other
         kinds."""
-        for _, placements in groupby(
-            iter_placements(self.job, self.limits), lambda placement: replace(placement, offload="")
-        ):
-            opened = self._open(list(placements))
-            if opened is not None:
-                self.opened.append(opened)
-                yield from self._glance(opened)
+        if not self.opened:
+            yield from self._open_all()
+        elif self.best is not None:  # of what was evaluated with more memory
+            yield self._found(0.0, False)
         order = sorted(range(len(self.opened)), key=lambda index: self.opened[index].hopes.min())
         for index in order:
             self.opened[index] = self._laid(self.opened[index])
@@ -205,7 +216,52 @@ class _Search:
         self._others()
         yield self._found(self._worst, True)
 
+    def with_less_memory(self, job: Job, filler: Evaluator, progress: Progress | None) -> _Search:
+        """Continue with less memory: bounds stay, and so do settings that still fit."""
+        known = replace(
+            self,
+            job=job,
+            progress=progress,
+            filler=filler,
+            opened=[],
+            best=None,
+            seen=BestByKind(),
+            counts=dict(self.counts),
+        )
+        for group in self.opened:
+            copied = {name: getattr(group, name).copy() for name in BOUND_COLUMNS}
+            known.opened.append(replace(group, **copied))
+        finals = [
+            (group.final[index], group, index)
+            for group in known.opened
+            for index in np.flatnonzero(group.looks == 2).tolist()
+        ]
+        for (_, result), group, index in sorted(finals, key=lambda final: final[0][0]):
+            known._keep_if_it_fits(result, group, index)
+        return known
+
+    def _keep_if_it_fits(self, result: EvaluatedSetting, group: _Opened, index: int) -> None:
+        """Keep what was evaluated with more memory, or let it be evaluated again."""
+        if result.priced is None or result.needs <= self.job.cluster.memory:
+            self.seen.note(result)
+            if result.priced is not None and result.least < self._worst:
+                self.best = result
+            return
+        group.looks[index], group.final[index] = 1, None
+        self.counts["priced"] -= 1
+        self.counts["cut"] += 1
+
     # -- placements ------------------------------------------------------------------------------
+
+    def _open_all(self) -> Iterator[SearchResult]:
+        """Open all placements, and evaluate the most promising candidate of each group."""
+        for _, placements in groupby(
+            iter_placements(self.job, self.limits), lambda placement: replace(placement, offload="")
+        ):
+            opened = self._open(list(placements))
+            if opened is not None:
+                self.opened.append(opened)
+                yield from self._glance(opened)
 
     def _open(self, placements: list[Placement]) -> _Opened | None:
         """Open all candidates of placements that differ in what is offloaded, with any rows.
@@ -228,9 +284,10 @@ class _Search:
             if not fits.any():
                 self._note(expanded, needed)
                 break
-            cache = dict[bool, dict[object, Floats]]()
-            caches = [cache.setdefault(one.placement.offloads_activations, {}) for one in chains]
-            clocks += [ChainTimes(*pair) for pair in zip(chains, repeat(self.job), caches)]
+            first_clocks = dict[bool, ChainTimes]()
+            for chain in chains:  # an offloaded optimizer changes no unit's time
+                hosted, clock = chain.placement.offloads_activations, ChainTimes(chain, self.job)
+                clocks.append(replace(first_clocks.setdefault(hosted, clock), chain=chain))
             kept.append(expanded.select(np.flatnonzero(fits)))
         return _opened(concatenate_candidates(kept), clocks, self.job, False) if kept else None
 
@@ -250,7 +307,7 @@ class _Search:
 
         The other candidates keep one order: they are needed for reasons only.
         """
-        promising = group.floors < self._worst
+        promising = (group.floors < self._worst) & ~group.laid
         if not promising.any():
             return group
         rows, candidates = group.ways.in_all_axis_orders(np.flatnonzero(promising))
@@ -260,6 +317,9 @@ class _Search:
         expanded = _opened(candidates, group.clocks, self.job, True)
         unchanged = candidates.axes == group.ways.axes[rows]
         expanded.looks = np.where(unchanged, group.looks[rows], 0)
+        expanded.final[unchanged] = group.final[rows][unchanged]
+        known_floors = np.where(unchanged, group.floors[rows], 0.0)
+        expanded.floors = np.maximum(expanded.floors, known_floors)
         columns = (np.concatenate([getattr(expanded, n), getattr(rest, n)]) for n in BOUND_COLUMNS)
         return _Opened(candidates.concatenate(rest.ways), group.clocks, *columns)
 
@@ -358,8 +418,10 @@ class _Search:
         group.looks[index] = max(1, group.looks[index])
         room = self.job.cluster.memory if result.room is None else result.room
         if result.priced is not None or result.needs > room:
-            group.looks[index] = 2
+            group.looks[index], group.final[index] = 2, (next(self.numbers), result)
             self.seen.note(result)
+        else:  # too slow, also for another worst and with less memory
+            group.floors[index] = max(group.floors[index], result.least)
         return result
 
     def _better(self, result: EvaluatedSetting, floor: float) -> Iterator[SearchResult]:
@@ -374,7 +436,9 @@ class _Search:
         if self.best is None and self.nearest is not None and not rejected:
             rejected = (describe_smallest(self.nearest, memory),)
         refused = tuple(self.refused.values())
-        return SearchResult(self.best, floor, Counts(**self.counts), rejected, refused, done)
+        known = self if done else None
+        counts = Counts(**self.counts)
+        return SearchResult(self.best, floor, counts, rejected, refused, done, evaluated=known)
 
 
 # -- other limits ----------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from schedlang.language import nodes as n
     from schedlang.passes.simulate.machine import Cluster
 
-FindSetting = Callable[[Profiles, Job], SearchResult]
+# of a job; where the job has less memory than one before, with the result of that one
+FindSetting = Callable[[Profiles, Job, SearchResult | None], SearchResult]
 DescribeStep = Callable[[float], Iterable[str]]  # seconds of a step -> lines of text
 MAX_SEARCHES = 4  # searches, each with less memory if the last one's best did not fit
 MAX_REASONS = 3  # rejected settings in the comments
@@ -105,9 +106,9 @@ def tune_model(
     `describe` adds lines to the comments.  Raises Refusal where the written schedule is refused,
     and where no candidate exists at all.
     """
-    room = job
+    room, result = job, None
     for _ in range(MAX_SEARCHES):
-        result = find(profiles, room)
+        result = find(profiles, room, result)
         if not result.counts.all and result.refused:  # the model is refused under every placement
             raise result.refused[0][1]
         if result.best is None or result.best.priced is None:
@@ -117,6 +118,7 @@ def tune_model(
             return TuningResult(result, written, room)
         share = min(0.99, result.best.priced.peak / written.peak)
         room = replace(room, cluster=room.cluster.with_memory_share(share))
+    assert result is not None
     return TuningResult(result, None, room)
 
 

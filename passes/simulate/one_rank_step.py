@@ -136,6 +136,20 @@ def representative_places(plan: Plan, prepared: Prepared) -> dict[int, int]:
     return representatives
 
 
+def kinds_of_units(plan: Plan, prepared: Prepared) -> list[object]:
+    """Return for each unit of a pipeline a number that is equal for units with equal modules and
+    rows, which ran the same operators on results of the same sizes."""
+    graph, numbers = prepared.staged.cut.graph, dict[object, int]()
+    if not graph.operator_classes or len(set(graph.units)) < len(graph.units):
+        return []
+    looks = _module_looks(plan, prepared.staged)
+    keys = (
+        (tuple(looks[name]), graph.run_key(range(unit, unit + 1)))
+        for unit, name in enumerate(graph.units)
+    )
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
 def _module_looks(plan: Plan, staged: Staged) -> dict[str, list[object]]:
     """Return, for each unit, keys of the modules in it that are equal for equal modules."""
     rows: dict[str, list[int]] = {}

@@ -22,6 +22,7 @@ from schedlang.passes.simulate.memory import RankClass, rank_classes
 from schedlang.passes.simulate.one_rank_step import (
     SimulatedStep,
     build_one_rank,
+    kinds_of_units,
     representative_places,
     with_few_microbatches,
 )
@@ -193,7 +194,11 @@ def simulate_ranks(
         kind: next(c for c in classes if c.place == kind)
         for kind in dict.fromkeys(kind_of.values())
     }
-    plays = [partial(_play, step, rank_class, works) for rank_class in representatives.values()]
+    unit_kinds = kinds_of_units(plan, prepared)
+    plays = [
+        partial(_play, step, rank_class, works, unit_kinds)
+        for rank_class in representatives.values()
+    ]
     if ProcessState.own and len(plan.model.sites) >= MANY_MODULES:
         _prepare_forks(step)
         results = call_side_by_side(plays)
@@ -226,7 +231,9 @@ def _parked(
 # -- one rank ----------------------------------------------------------------------------------
 
 
-def _play(step: SimulatedStep, rank_class: RankClass, works: bool) -> SimulatedRank:
+def _play(
+    step: SimulatedStep, rank_class: RankClass, works: bool, unit_kinds: Sequence[object]
+) -> SimulatedRank:
     """Simulate a short step of the first rank of a class, with its footprint."""
     from schedlang.runtime.adapters.fully_shard import on_meta_device
     from schedlang.runtime.declined_calls import declined_in
@@ -244,7 +251,7 @@ def _play(step: SimulatedStep, rank_class: RankClass, works: bool) -> SimulatedR
         record_state(program, footprint, away)
         units = [unit for item in program.assembly.sliced.values() for unit in item.units]
         with on_meta_device(units):
-            dry_run(program, staged.cut, step.batch, footprint, step.splits)
+            dry_run(program, staged.cut, step.batch, footprint, step.splits, unit_kinds)
     declined = tuple(map(str, declined_in(program.assembly.module)))
     parking = program.assembly.pipeline.parking
     sent = {} if parking is None else dict(parking.sent)

@@ -25,7 +25,7 @@ from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.pipeline.executor import Pipeline, ScheduledOp
 from schedlang.runtime.pipeline.in_flight import StageMessage
 from schedlang.runtime.pipeline.p2p import PeerChannel
-from schedlang.runtime.pipeline.stage import Stub
+from schedlang.runtime.pipeline.stage import Stub, is_same_for_equal_units, signature
 from schedlang.runtime.pipeline.step import MicrobatchResult
 from schedlang.runtime.program import Program
 from schedlang.runtime.propagation.stand_ins import FusedAttention
@@ -181,14 +181,15 @@ def dry_run(
     batch: Batch,
     footprint: Footprint | None = None,
     dealings: dict[object, Any] | None = None,
+    unit_kinds: Sequence[object] = (),
 ) -> DryRunProgram:
     """Run one training step without values; `batch` is the full batch, with real values.
 
     With a footprint, the step of the program's optimizer runs too. Dry runs of one plan on one
-    batch share `dealings`, so that the batch is split and weighted once.
+    batch share `dealings`, so that the batch is split and weighted once. `unit_kinds` are equal
+    for units of the pipeline with equal computation: of those that run on other stages one of each
+    kind is run for its outputs' shapes.
     """
-    from schedlang.runtime.pipeline.stage import signature
-
     assembly = replace(program.assembly, dropout=None, split_batches=dealings)
     optimizer = program.optimizer if footprint is not None else None
     answers = InventedValues(assembly.parameters if footprint is None else {})
@@ -219,15 +220,36 @@ def dry_run(
         footprint.operator = run_cached
         watched = _collect_at_marks(), enter_modes(FusedAttention()), footprint
         for stub in {stage.stub for stage in pipeline.stages.values() if not stage.whole}:
-            vars(stub)["_run_on_meta"] = footprint.without_watching(
-                partial(Stub._run_on_meta, stub)
-            )
+            run_on_meta = partial(Stub._run_on_meta, stub)
+            if unit_kinds:
+                run_on_meta = partial(_run_one_of_each_kind, stub, unit_kinds, {})
+            vars(stub)["_run_on_meta"] = footprint.without_watching(run_on_meta)
     with ExitStack() as stack:
         for mode in (torch.device("meta"), dry.invented, *watched):
             stack.enter_context(mode)
         dry.train_step(batch)
         dry._mark(None)
     return dry
+
+
+def _run_one_of_each_kind(
+    stub: Stub,
+    kinds: Sequence[object],
+    outputs: dict[object, Any],
+    unit: int,
+    args: Any,
+    kwargs: Any,
+    module: Any,
+) -> Any:
+    """Return the outputs of a unit of another stage: those of an equal unit, called alike."""
+    call = signature({"args": args, "kwargs": kwargs})
+    key = kinds[unit], stub.training[unit], torch.get_default_dtype(), call
+    if key in outputs:
+        return outputs[key]
+    output = Stub._run_on_meta(stub, unit, args, kwargs, module)
+    if is_same_for_equal_units(output):
+        outputs[key] = output
+    return output
 
 
 def _copies_of_rows(assembly: Assembly) -> int:

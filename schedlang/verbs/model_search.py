@@ -130,8 +130,8 @@ def search_model(
     job = job_of(profiles, cluster, ranks, _step_rows(batch, options), [limits, *questions])
     aim = aims.read(job.rows, length_of(batch))
 
-    def find(profiles: Profiles, job: Job) -> SearchResult:
-        return _search_best(profiles, job, limits, options.planner, as_json)
+    def find(profiles: Profiles, job: Job, before: SearchResult | None) -> SearchResult:
+        return _search_best(profiles, job, limits, options.planner, as_json, before)
 
     if aim is None:
         tuned = tune_model(profiles, job, find)
@@ -198,11 +198,17 @@ def _step_rows(batch: Mapping[str, Any], options: Search) -> int | None:
 
 
 def _search_best(
-    profiles: Profiles, job: Job, limits: Limits, planner: str | None, quiet: bool
+    profiles: Profiles,
+    job: Job,
+    limits: Limits,
+    planner: str | None,
+    quiet: bool,
+    before: SearchResult | None,
 ) -> SearchResult:
     """Return the best result, or the best so far after an interrupt; shows progress on a
     terminal."""
     from schedlang.passes.planner.paper_planners import plan_with
+    from schedlang.passes.planner.profile import placements_to_simulate
     from schedlang.passes.planner.search import search
 
     is_live = not quiet and sys.stderr.isatty()
@@ -213,11 +219,12 @@ def _search_best(
 
     last: SearchResult | None = None
     try:
-        for result in search(profiles, job, limits, progress):
-            last = result
-            if is_live and result.best is not None:
-                status = f"{result.best.least:.4g} s, at most {result.gap:.0%} above the least"
-                print(f"\r{status}", end="", file=sys.stderr, flush=True)
+        with profiles.simulating_ahead(placements_to_simulate(job, limits)):
+            for result in search(profiles, job, limits, progress, before=before):
+                last = result
+                if is_live and result.best is not None:
+                    status = f"{result.best.least:.4g} s, at most {result.gap:.0%} above the least"
+                    print(f"\r{status}", end="", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         if last is None or last.best is None:
             raise

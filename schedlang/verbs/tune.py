@@ -101,6 +101,9 @@ def tune(
     setting of the knobs.  Settings that need more than `--memory` are left out.  Exit 1 if nothing
     fits.
     """
+    from schedlang.verbs.inputs import use_one_thread
+
+    use_one_thread()  # before numpy is imported
     from schedlang.diagnostics.tables import terminal_columns, wrap_lines
     from schedlang.ir.limits import Limits
     from schedlang.ir.primitive import load_all

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from schedlang.cli import app
 from schedlang.runtime.launch import forked_calls
-from schedlang.runtime.launch.forked_calls import call_side_by_side
+from schedlang.runtime.launch.forked_calls import CallsAhead, call_side_by_side
 
 ROOT = Path(__file__).parents[2]
 HERE = os.getpid()
@@ -66,6 +66,51 @@ def test_a_fork_that_fails_or_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call_side_by_side(functions)[1]() == 1  # a function of this test cannot be sent
 
 
+def test_calls_ahead_meet() -> None:
+    """A fork makes the calls from the last one on, and both processes make each at most once but
+    for the one at which they meet."""
+    calls = CallsAhead([partial(slowly, number) for number in range(8)])
+    try:
+        results = [calls(index) for index in range(8)]
+    finally:
+        calls.end()
+    assert [number for number, _ in results] == [*range(8)]
+    assert results[0][1] == HERE != results[7][1]
+    here = [process == HERE for _, process in results]
+    assert here == sorted(here, reverse=True) and 1 <= sum(here) < 8
+
+
+def slowly(number: int) -> tuple[int, int]:
+    """Return as `numbered`, after a while."""
+    time.sleep(0.05)
+    return numbered(number)
+
+
+def test_calls_ahead_of_a_fork_that_fails_or_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of such a fork are made here, and errors are raised here."""
+
+    def in_forks(action: Callable[[], object]) -> int:
+        if os.getpid() != HERE:
+            action()
+        return os.getpid()
+
+    monkeypatch.setattr(forked_calls, "PATIENCE", 0.2)
+    actions: list[Callable[[], object]] = [
+        lambda: 1 / 0,
+        partial(os._exit, 1),
+        partial(time.sleep, 60),
+    ]
+    for action in actions:
+        calls = CallsAhead([os.getpid, partial(in_forks, action)])
+        assert [calls(0), calls(1)] == [HERE, HERE]
+        calls.end()
+    unsent: CallsAhead[object] = CallsAhead([lambda: os.getpid, lambda: lambda: 1])
+    assert callable(unsent(1)) and unsent(0) is os.getpid
+    failing = CallsAhead([os.getpid, lambda: 1 // 0])
+    with pytest.raises(ZeroDivisionError):
+        failing(1)
+
+
 def test_no_process_can_be_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """All calls are made here where the system forks no process."""
 
@@ -74,6 +119,8 @@ def test_no_process_can_be_forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, "fork", fail)
     assert call_side_by_side([os.getpid, os.getpid]) == [HERE, HERE]
+    calls = CallsAhead([os.getpid, os.getpid])
+    assert [calls(0), calls(1)] == [HERE, HERE]
 
 
 def test_errors_are_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,9 @@ from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import Prepared, prepare
 from schedlang.passes.propagate import equal_units
 from schedlang.passes.propagate.original_forward import record_original
+from schedlang.passes.simulate import simulated_ranks
 from schedlang.passes.simulate.simulated_ranks import estimate_memory
+from schedlang.runtime.pipeline.stage import RecordedOutputs, Stub
 from schedlang.runtime.propagation.imitated_units import EqualLayouts, EqualTurns, Unmarked
 from schedlang.runtime.tracing.equal_units import DifferentUnits, EqualUnits
 from schedlang.runtime.tracing.recording import _EqualReads
@@ -270,6 +272,34 @@ def _replaced(layer: Layer, x: Tensor, result: Tensor) -> Tensor:
     weight = {"weight": layer.up.weight[0]}
     normed: Tensor = torch.func.functional_call(layer.norm, weight, (result,))
     return normed
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_one_of_each_kind_of_layers_stands_for_those_of_other_stages(
+    changed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A simulated step runs one layer of each kind for the shapes of other stages' results: its
+    bytes are those with all layers, and the runs do not grow with the layers."""
+    model = Net()
+    if changed:
+        model.layers[5].change = lambda layer, x, result: result + x.relu()
+    plan = make_plan(model, ROWS, MESH)
+    facts = prepared(plan)
+    ran = list[int]()
+    run_on_meta = Stub._run_on_meta
+
+    def counted(self: Stub, unit: int, *rest: Any) -> Any:
+        ran.append(unit)
+        return run_on_meta(self, unit, *rest)
+
+    monkeypatch.setattr(Stub, "_run_on_meta", counted)
+    monkeypatch.setattr(RecordedOutputs, "outputs_for", lambda self, model: {})
+    few = estimate_memory(plan, BATCH, None, facts)
+    count = len(ran)
+    monkeypatch.setattr(simulated_ranks, "kinds_of_units", lambda *_: [])
+    plan = make_plan(model, ROWS, MESH)
+    assert estimate_memory(plan, BATCH, None, prepared(plan)) == few
+    assert 0 < count < len(ran) - count
 
 
 def test_rows_of_one_layer_exclude_it() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,11 +20,13 @@ from schedlang.ir.modelfile import load_model_file
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.elaborate.expand import expand
+from schedlang.passes.planner import profile
 from schedlang.passes.planner.extrapolation import extrapolate_rows
 from schedlang.passes.planner.heterogeneous import NODE_AXIS_ORDERS, HeterogeneousEvaluator
 from schedlang.passes.planner.price import price
-from schedlang.passes.planner.profile import Profiles
+from schedlang.passes.planner.profile import Profiles, placements_to_simulate
 from schedlang.passes.planner.schedule_writer import stage_units, write_schedule
+from schedlang.passes.planner.search import search
 from schedlang.passes.planner.search_space import ORDERS, Job
 from schedlang.passes.planner.tuning import job_of
 from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting, Work
@@ -257,6 +263,91 @@ def test_layers_are_played_once() -> None:
     assert [run.unit for run in few.runs] == [run.unit for run in many.runs]
     assert (few.length, many.length) == (10, 102)
     assert models.profiles(llama_100, "", 64).names[-2:] == ("model.layers.99", "model.norm")
+
+
+@pytest.mark.parametrize(
+    ("make", "placement"),
+    [(models.llama, P(16, tp=2, sequence=True)), (models.gpt2, P(16, cp=2))],
+    ids=["llama", "gpt2"],
+)
+def test_many_rows_are_prepared_as_two(
+    make: object, placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that was prepared with two rows has the same chain for more as one prepared with
+    these."""
+    chains = [chain_of(models.profiles(make, "bf16", 64), placement)]
+    monkeypatch.setattr(profile, "SIMULATED_ROWS", (16, 32))
+    chains.append(chain_of(models.profiles(make, "bf16", 64), placement))
+    assert chains[0] == chains[1]
+
+
+def test_a_search_simulates_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search simulates at most three steps for each way to split tensors, and prepares two of
+    them, whatever the number of layers and ranks."""
+    prepared, simulated = list[Plan](), list[Placement]()
+    prepare_, simulate_ = prepare, Profiles.simulate
+
+    def preparing(plan: Plan, *rest: object) -> object:
+        prepared.append(plan)
+        return prepare_(plan, *rest)  # type: ignore[arg-type]
+
+    def simulating(self: Profiles, placement: Placement) -> Chain:
+        simulated.append(placement)
+        return simulate_(self, placement)
+
+    monkeypatch.setattr(profile, "prepare", preparing)
+    monkeypatch.setattr(Profiles, "simulate", simulating)
+    limits = Limits({"tp": (1, 2), "order": ("1F1B",), "offload": ("none",)})
+    seen = []
+    for layers, ranks in ((8, 8), (40, 64)):
+        source = models.profiles(partial(models.llama, layers), "bf16", 64)
+        job = job_of(source, A100, ranks, 256, [limits])
+        *_, result = search(source, job, limits)
+        assert result.best is not None and len(simulated) == len(set(simulated))
+        assert {*simulated} <= {*placements_to_simulate(job, limits)}
+        assert len({replace(one, rows=1) for one in simulated}) == 3 and len(prepared) <= 2 * 3
+        seen.append({*simulated})
+        simulated.clear()
+        prepared.clear()
+    assert seen[0] == seen[1] and len(seen[0]) <= 3 * 3
+
+
+AHEAD = """
+import os
+os.sched_getaffinity = lambda pid: {0, 1}
+from schedlang.verbs.inputs import use_one_thread
+use_one_thread()
+from schedlang.garbage_collection import ProcessState
+from schedlang.ir.limits import Limits
+from schedlang.passes.planner.profile import Profiles, placements_to_simulate
+from schedlang.passes.planner.tuning import job_of
+from schedlang.passes.simulate.machine import CLUSTERS
+from tests.planner import models
+
+ProcessState.own = True
+simulate, here = Profiles.simulate, []
+Profiles.simulate = lambda self, placement: here.append(placement) or simulate(self, placement)
+limits = Limits({"tp": (1, 2)})
+ahead, alone = (models.profiles(models.llama, "bf16", 64) for _ in range(2))
+placements = placements_to_simulate(job_of(alone, CLUSTERS["a100"], 8, 64), limits)
+with ahead.simulating_ahead(placements):
+    chains = [ahead(placement) for placement in placements]
+assert 1 < len(here) < len(placements), "some are simulated by the fork, and some here"
+assert chains == [alone(placement) for placement in placements]
+print("equal")
+"""
+
+
+def test_chains_of_a_fork_are_those_of_this_process() -> None:
+    """A command simulates placements in a fork too, and gets the same chains."""
+    process = subprocess.run(
+        [sys.executable, "-c", AHEAD],
+        cwd=EXAMPLES.parent,
+        env={k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")},
+        capture_output=True,
+        text=True,
+    )
+    assert process.stdout == "equal\n", process.stderr
 
 
 def llama_100() -> nn.Module:

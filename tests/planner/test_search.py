@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedlang.ir.limits import AXES, Limits
+from schedlang.passes.planner import search as search_module
 from schedlang.passes.planner.bounds import (
     ChainTimes,
     bytes_floor,
@@ -355,6 +356,50 @@ def test_stages_of_the_programme_give_a_full_rank_fewer_units():
     assert cut.least < 0.95 * even.least
     moved_times = (filler.move_units(clock, start, 60).least for start in (cut, even))
     assert next(moved_times) < 0.98 * next(moved_times)
+
+
+@FEW
+@given(random_jobs(some=True), st.floats(0.3, 1.0))
+def test_a_search_continues_with_less_memory(case, share):
+    """What a continued search finds is as quick as what a new search finds, and as its price says;
+    a third one continues from the second."""
+    profiles, job = case
+    before = search_result(profiles, job)
+    for _ in range(2):
+        job = replace(job, cluster=job.cluster.with_memory_share(share))
+        anew = search_result(profiles, job)
+        *_, before = search(profiles, job, moves=0, before=before)
+        assert before.done and best_seconds(before) == pytest.approx(best_seconds(anew), rel=1e-12)
+        assert before.counts.pruned >= 0
+        if before.best is None:
+            assert before.rejected[0].reason.startswith("needs")
+            continue
+        best = before.best
+        repriced = price(_chain(profiles, best), best.setting, job.cluster, job.recipe)
+        assert repriced.seconds == best.least and repriced.peak <= job.cluster.memory
+
+
+def test_a_continued_search_evaluates_only_what_may_be_the_best(monkeypatch):
+    """Candidates that were too slow with more memory are not evaluated again; reasons stay."""
+    profiles = decoder(24, 4096, 32, 16384, 50304, 2048)
+    job = Job(64, 256, A100, Recipe(), 2048, orders=("1F1B", "Interleaved1F1B"))
+    evaluated = list[Setting]()
+    evaluate = Evaluator.evaluate
+
+    def counted(self, clock, setting, *bounds):
+        evaluated.append(setting)
+        return evaluate(self, clock, setting, *bounds)
+
+    monkeypatch.setattr(Evaluator, "evaluate", counted)
+    monkeypatch.setattr(search_module, "TRIES_PER_KIND", 0)
+    before, counts = search_result(profiles, job), [len(evaluated)]
+    less = replace(job, cluster=job.cluster.with_memory_share(0.98))
+    results = [search_result(profiles, less)]
+    counts.append(len(evaluated) - sum(counts))
+    results += [list(search(profiles, less, moves=0, before=before))[-1]]
+    counts.append(len(evaluated) - sum(counts))
+    assert results[0].best == results[1].best and results[0].best is not None
+    assert counts[2] < 0.3 * counts[1], counts
 
 
 @FEW

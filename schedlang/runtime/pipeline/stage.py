@@ -133,6 +133,13 @@ def _is_transferable(output: _UnitOutput) -> bool:
     return all(type(leaf) is Tensor or type(leaf) in SIMPLE for leaf in values)
 
 
+def is_same_for_equal_units(output: _UnitOutput) -> bool:
+    """Return whether outputs of a unit are those of any equal unit with arguments of the same
+    shapes: nothing in them names the unit's modules."""
+    _, _, draws, hook_calls, written = output
+    return _is_transferable(output) and not (draws or hook_calls or written)
+
+
 def _hidden_write(name: str) -> Refusal:
     """Return the refusal of a write by a unit of another stage into one of its arguments: the
     recorded training forward does not write there, so no stage sends the written tensor."""
