@@ -318,6 +318,35 @@ class DropoutByMasks(WithoutDropout):
         return (starts[:, None] + torch.arange(row_size)).reshape(tuple(shape))
 
 
+class UnknownDropout(DropoutByMasks):
+    """Mode that drops only where a rank's dropout is not found in the original."""
+
+    def __init__(self, seed: int, places: Mapping[str, Sequence[MaskPlace | None]]) -> None:
+        super().__init__(seed, frozenset())
+        self._places = {site: iter(site_places) for site, site_places in places.items()}
+
+    def next_place(self, tensors: Sequence[Tensor]) -> MaskPlace | None:
+        """See Dropping; a recomputation does not drop."""
+        site = scope.current_site()
+        if in_recomputation() or next(self._places.get(site, iter(())), ("", 0, None)) is not None:
+            return None
+        return site, scope.count_call(site), None
+
+
+def covers_all(
+    drops: Sequence[DropoutCall], ranks: Sequence[Mapping[str, Sequence[MaskPlace | None]]]
+) -> bool:
+    """Return whether the places that ranks found are all elements of all masks of the original."""
+    covered = {
+        (drop.site, drop.call): torch.zeros(math.prod(drop.shape), dtype=torch.bool)
+        for drop in drops
+    }
+    for place in (p for found in ranks for calls in found.values() for p in calls):
+        if place is not None and place[2] is not None:
+            covered[place[:2]][place[2].reshape(-1)] = True
+    return all(bool(elements.all()) for elements in covered.values())
+
+
 class RankDropout(DropoutByMasks):
     """Mode that drops on a rank at the places that were found, and monitors other calls.
 
@@ -411,6 +440,7 @@ class OriginalDropout:
     others   modules that draw other random numbers, with the function
     still    modules that are in eval mode in every training step
     off      modules that drop nothing on both sides
+    drawn    by batch number: the generators that a step draws from, and their end states
     """
 
     folder: str
@@ -420,6 +450,12 @@ class OriginalDropout:
     others: tuple[tuple[str, str], ...] = ()
     still: frozenset[str] = frozenset()
     off: frozenset[str] = frozenset()
+    drawn: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
+
+    @property
+    def generators(self) -> list[str]:
+        """The names of the generators that some step draws from."""
+        return sorted({name for drawn in self.drawn.values() for name in drawn})
 
     def batch_number(self, condition: Condition, step: int) -> int:
         """Return the batch number of a step; steps past the last batch start over."""
@@ -435,6 +471,10 @@ class OriginalDropout:
 
 EVALUATING = "ranks drop there, and the original has it in eval mode"
 NO_DROPOUT = "ranks drop there, and the original drops nothing"
+IN_EXCESS = (
+    "ranks drop there, and the original does not: all of its dropout is found elsewhere, and this "
+    "dropout changes the gradients"
+)
 IN_EVALUATION = "ranks drop there in `evaluate`, and the original drops nothing in evaluation"
 
 
@@ -445,11 +485,13 @@ class RankDropoutSites:
     sites    the original's modules whose dropout was found on some rank
     unknown  a rank's module without a known place -> the original's module, "?" if unknown
     others   modules of ranks that draw other random numbers
+    excess   modules of ranks that drop more than the original does
     """
 
     sites: frozenset[str] = frozenset()
     unknown: Mapping[str, str] = field(default_factory=dict)
     others: frozenset[str] = frozenset()
+    excess: frozenset[str] = frozenset()
 
     def disabled_modules(self, drops: OriginalDropout) -> frozenset[str]:
         """Return the original's modules to disable: those of which some place is unknown."""
@@ -460,6 +502,7 @@ class RankDropoutSites:
         """Return modules that drop on ranks though the original drops nothing there, and why."""
         evaluating = drops.still.intersection(self.unknown.values()).difference(drops.sites)
         extra = dict.fromkeys(evaluating, EVALUATING)
+        extra |= {n: IN_EXCESS for n in self.excess if self.unknown.get(n) not in extra}
         if not drops.sites and not drops.others:
             extra |= {n: NO_DROPOUT for n, name in self.unknown.items() if name not in extra}
         return dict(sorted(extra.items()))

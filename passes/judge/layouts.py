@@ -334,6 +334,17 @@ class RankLayouts:
             for (name, p), tensor in zip(current, earlier, strict=True)
         )
 
+    def checked(self, rank: int, modules: Sequence[nn.Module]) -> RankLayouts:
+        """Return the layouts; refuse (S767) modules of a rank that have other parameters."""
+        old = [(tensor.name, tensor.shape) for tensor in self.ranks[rank]]
+        new = [(name, tuple(local_tensor(p).shape)) for name, p in unique_parameters(modules)]
+        if old != new:
+            other = next((name for name, shape in new if (name, shape) not in old), "nothing")
+            message = f"`program` makes a different module when it is called again: `{other}`"
+            helps = ("its result may depend only on the model and the rank",)
+            raise Refusal(Diagnostic("S767", message, helps=helps))
+        return self
+
     @property
     def all_tensors(self) -> Iterator[RankTensor]:
         """All parameters of all ranks."""

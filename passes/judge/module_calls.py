@@ -117,7 +117,11 @@ def _infers_shapes() -> bool:
 def _gradient_hook(run: RecordedStep, frame: CallFrame, k: int) -> Callable[[Tensor], None]:
     def note(gradient: Tensor) -> None:
         with torch.no_grad():
-            run.calls[frame].gradients[k] = _full_copy(gradient)
+            gradients, part = run.calls[frame].gradients, _full_copy(gradient)
+            if k in gradients:  # a step may run several backwards through one output
+                gradients[k] += part
+                return
+            gradients[k] = part
         run.backward_order.append((frame, k))
 
     return note
