@@ -68,8 +68,8 @@ def record_step(
                 return  # a recomputation, or a call on a dummy input
             frame = name, call_counts[name]
             call_counts[name] += 1
+            tensors = tensors_of((args, kwargs))[0]
             if taken:
-                tensors = tensors_of((args, kwargs))[0]
                 numbers = [
                     t for t in tensors if t.dim() and t.dtype != torch.bool and not t.is_complex()
                 ]
@@ -83,7 +83,8 @@ def record_step(
             for k, tensor in enumerate(floats):
                 if live:
                     run.autograd_outputs[frame, k] = tensor
-                if tensor.requires_grad:
+                # the gradient of an input that is passed on is also that of its other uses
+                if tensor.requires_grad and not any(tensor is given for given in tensors):
                     tensor.register_hook(_gradient_hook(run, frame, k))  # type: ignore[no-untyped-call]
 
         return after

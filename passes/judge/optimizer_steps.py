@@ -152,12 +152,12 @@ def _are_of_other_places(
     names: Sequence[str], row: Row, expected: Observation, actual: Observation
 ) -> bool:
     """Return whether every wrong value is right for some other element of a parameter."""
-    moment = _key_of(row)
-    rights = [v for k, v in expected.tensors.items() if k[:3] == moment and v is not None]
+    moment = Key(row.condition, row.kind, row.step or 0, "")
+    rights = [v for k, v in expected.tensors.items() if k[:3] == moment[:3] and v is not None]
     right = torch.cat([v.reshape(-1).double() for v in rights]).sort().values
     count = 0
     for name in names:
-        key = Key(*moment, name)
+        key = moment._replace(name=name)
         value, target = actual.tensors[key], expected.tensors[key]
         assert value is not None and target is not None
         wrong = value.reshape(-1).double()[~_alike(value, target).reshape(-1)]
