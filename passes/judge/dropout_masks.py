@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from schedlang.passes.judge.async_collectives import MONITORED, WORK, CallMonitor
+from schedlang.passes.judge.module_calls import infers_shapes
 from schedlang.passes.judge.tensor_search import FullTensor, find_elements
 from schedlang.passes.verify.observe import Condition
 from schedlang.runtime import scope
@@ -209,9 +210,9 @@ class PlaceFinder(DropoutRecorder):
         self.found: dict[str, list[MaskPlace | None]] = defaultdict(list)
 
     def record(self, kind: str, tensors: list[Tensor]) -> None:
-        """Look a dropout call up, unless it is a recomputation."""
+        """Look a dropout call up, unless it is a recomputation, or learns shapes."""
         site = scope.current_site()
-        if not in_recomputation():
+        if not (in_recomputation() or infers_shapes()):
             self.found[site].append(self._find_place(site, scope.count_call(site), kind, tensors))
 
     def _find_place(
@@ -319,16 +320,22 @@ class DropoutByMasks(WithoutDropout):
 
 
 class UnknownDropout(DropoutByMasks):
-    """Mode that drops only where a rank's dropout is not found in the original."""
+    """Mode that drops only in some modules, where dropout is not found in the original."""
 
-    def __init__(self, seed: int, places: Mapping[str, Sequence[MaskPlace | None]]) -> None:
+    def __init__(
+        self, seed: int, places: Mapping[str, Sequence[MaskPlace | None]], sites: Sequence[str]
+    ) -> None:
         super().__init__(seed, frozenset())
+        self.sites = sites
         self._places = {site: iter(site_places) for site, site_places in places.items()}
 
     def next_place(self, tensors: Sequence[Tensor]) -> MaskPlace | None:
         """See Dropping; a recomputation does not drop."""
         site = scope.current_site()
-        if in_recomputation() or next(self._places.get(site, iter(())), ("", 0, None)) is not None:
+        if in_recomputation() or infers_shapes():
+            return None
+        place = next(self._places.get(site, iter(())), ("", 0, None))
+        if place is not None or site not in self.sites:
             return None
         return site, scope.count_call(site), None
 
@@ -382,6 +389,8 @@ class RankDropout(DropoutByMasks):
     def next_place(self, tensors: Sequence[Tensor]) -> tuple[str, int, Tensor | None] | None:
         """See Dropping; a recomputation drops as before, and is recognised by its values."""
         site, state = scope.current_site(), _next_state()
+        if infers_shapes():
+            return None
         parts = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
         before = self._before[site, _digest(*(tensor.detach().double() for tensor in parts))]
         if in_recomputation():
@@ -450,7 +459,7 @@ class OriginalDropout:
     others: tuple[tuple[str, str], ...] = ()
     still: frozenset[str] = frozenset()
     off: frozenset[str] = frozenset()
-    drawn: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
+    drawn: Mapping[int, Mapping[str, frozenset[object]]] = field(default_factory=dict)
 
     @property
     def generators(self) -> list[str]:

@@ -64,7 +64,7 @@ def record_step(
 
     def hook(name: str) -> Any:
         def after(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if torch._C._current_graph_task_id() >= 0 or _infers_shapes():
+            if torch._C._current_graph_task_id() >= 0 or infers_shapes():
                 return  # a recomputation, or a call on a dummy input
             frame = name, call_counts[name]
             call_counts[name] += 1
@@ -105,7 +105,7 @@ def record_settled_step(modules: Mapping[str, nn.Module], step: Callable[[], Any
     return first if first.calls.keys() == second.calls.keys() else second
 
 
-def _infers_shapes() -> bool:
+def infers_shapes() -> bool:
     """Return whether torch's pipelining runs a stage on dummy inputs, to learn shapes."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

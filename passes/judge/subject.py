@@ -242,7 +242,10 @@ class ProgramSubject:
         for module in self.program.modules:
             module.zero_grad(set_to_none=True)
         self.begin(self._step)
-        with enter_scope(Scope(self._step, 0, ())), seeded_generators(self._step) as drawn:
+        with (
+            enter_scope(Scope(self._step, 0, ())),
+            seeded_generators(self._step, self.program.modules) as drawn,
+        ):
             value = self._call_user("step", self.program.step, batch)
         if self._step == 0:
             self.record.drawn[self.condition.name] = drawn
@@ -334,7 +337,11 @@ class ProgramSubject:
         for mode in self._training:
             mode.evaluate()
         scope = Scope(self._step, 0, (), evaluation=1)
-        with torch.no_grad(), enter_scope(scope), seeded_generators(self._step):
+        with (
+            torch.no_grad(),
+            enter_scope(scope),
+            seeded_generators(self._step, self.program.modules),
+        ):
             return self._by_rank(self._call_user("evaluate", self.program.evaluate, batch))
 
     def _by_rank(self, output: Any) -> dict[str, list[Tensor]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from schedlang.passes.judge.discrete_choices import ChoiceRecorder
 from schedlang.passes.judge.dropout_masks import (
@@ -43,6 +43,7 @@ from schedlang.runtime.float64 import Float64, as_float64, to_float64
 from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.modes import enter_modes
 
+MOST_TRIED = 8  # modules that are examined one by one
 Progress = Callable[..., None]
 PlacesByModule = Mapping[
     str, Sequence[MaskPlace | None]
@@ -138,19 +139,28 @@ class RankTask:
         ranks = comm.all_gather_object(places)
         if not covers_all(self.drops.read_batch(number), ranks):
             return frozenset()
-        steps = []
-        for mode in (WithoutDropout(), UnknownDropout(self.drops.seed, places)):
+
+        def gradients(mode: Any) -> dict[str, Tensor]:
             with enter_modes(*self.modes, mode):
                 subject = ProgramSubject(self.make, self.original, condition, RunRecord())
                 subject.forward_backward(condition.batches[0])
-                steps.append(subject.local_gradients())
-        before, after = steps
-        changed = before.keys() != after.keys() or not all(
-            torch.allclose(after[name], gradient, rtol=1e-6) for name, gradient in before.items()
-        )
-        if not any(comm.all_gather_object(changed)):
+                return subject.local_gradients()
+
+        before = gradients(WithoutDropout())
+
+        def changed(sites: Sequence[str]) -> bool:
+            after = gradients(UnknownDropout(self.drops.seed, places, sites))
+            equal = before.keys() == after.keys() and all(
+                torch.allclose(after[name], value, rtol=1e-6) for name, value in before.items()
+            )
+            return not all(comm.all_gather_object(equal))
+
+        sites = sorted({n for found in ranks for n, calls in found.items() if None in calls})
+        if not changed(sites):
             return frozenset()
-        return frozenset(n for found in ranks for n, calls in found.items() if None in calls)
+        if len(sites) > MOST_TRIED:
+            return frozenset(sites)
+        return frozenset(site for site in sites if changed([site]))
 
 
 def _unequal_draws(task: RankTask, record: RunRecord) -> dict[str, list[int]]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 from schedlang import TrainingProgram, verify_program
@@ -21,6 +22,7 @@ from schedlang.runtime.launch.pool import Pool
 from tests.judging.net import batch_part
 
 WIDTH = 6
+OWN = "its own generator `own`"
 DRAWS: dict[str, Any] = {"Python's `random`": random.random, "`numpy.random`": np.random.rand}
 
 
@@ -41,11 +43,12 @@ class Skipping(nn.Module):
     def __init__(self, of: str) -> None:
         super().__init__()
         self.layers, self.of = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)), of
+        self.own = np.random.default_rng(3)
 
     def forward(self, x: Tensor) -> Tensor:
         """Add the layers that are not skipped."""
         for k, layer in enumerate(self.layers):
-            if self.training and DRAWS[self.of]() < 0.5 and k:
+            if self.training and DRAWS.get(self.of, self.own.random)() < 0.5 and k:
                 continue
             x = x + layer(x).tanh()
         return x
@@ -105,13 +108,14 @@ def judge_program(pool: Pool, program: Any, model: nn.Module, **options: Any) ->
     )
 
 
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("name", [*DRAWS, OWN])
 def test_ranks_draw_what_the_original_draws(name: str, pool: Pool) -> None:
     """Layers are skipped alike on both sides, and mistakes beside that are named."""
     report = judge_program(pool, replicated(), Skipping(name))
     assert report.ok and any(name in gap.condition for gap in report.gaps), str(report)
-    messages = [t for _, t in judge_program(pool, replicated(factor=2), Skipping(name)).localised]
-    assert any("ranks = 2 times the right value everywhere" in t for t in messages), messages
+    localised = judge_program(pool, replicated(factor=2), Skipping(name)).localised
+    assert any("ranks = 2 times the right value everywhere" in t for _, t in localised), localised
+    assert all(head != "first module" for head, _ in localised), localised
 
 
 def test_ranks_draw_alike_in_a_low_dtype(pool: Pool) -> None:
@@ -170,3 +174,38 @@ def test_dropout_without_effect(pool: Pool) -> None:
     """Dropout of rows that count for nothing is a gap, and no mistake."""
     report = judge_program(pool, replicated(drop_nothing), Dropping())
     assert report.ok and any("module.first" in gap.condition for gap in report.gaps), str(report)
+
+
+def staged(model: Any) -> TrainingProgram:
+    """Return a program with stages of torch, which learn shapes on dummy inputs."""
+    rank = dist.get_rank()
+    first, second = (nn.ModuleDict({"layer": layer}) for layer in (model.first, model.second))
+    first["drop"], second["last"] = model.drop, model.third
+
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = second if rank else first
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.held["layer"](x).tanh()
+            last: Tensor = self.held["last"](output) if rank else self.held["drop"](output)
+            return last
+
+    stage = Stage()
+
+    def step(batch: Any) -> Any:
+        pipeline_stage = PipelineStage(stage, rank, 2, torch.device("cpu"))
+        schedule = ScheduleGPipe(pipeline_stage, 2, loss_fn=F.mse_loss)
+        losses: list[Tensor] = []
+        schedule.step(*([] if rank else [batch["x"]]), target=batch["y"], losses=losses)
+        return torch.stack(losses).mean() if rank else None
+
+    return TrainingProgram(stage, step)
+
+
+def test_dropout_of_stages_that_learn_shapes(pool: Pool) -> None:
+    """Calls on dummy inputs are no dropout of the step: all of it is compared."""
+    report = judge_program(pool, staged, Dropping())
+    assert report.ok, str(report)
+    assert not any("is not known" in gap.condition for gap in report.gaps), report.gaps
