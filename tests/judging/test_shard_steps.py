@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import Shard
 
 from schedlang import TrainingProgram, verify_program
 from schedlang.diagnostics.diagnostic import Refusal
@@ -120,8 +119,7 @@ def split(rule: Any, gathers: bool) -> Any:
             return value
 
         optimizer = partial(MatrixOptimizer, rule=rule, gathers=gathers)
-        layouts = {name: Shard(dim) for name, dim in SHARDED.items()}
-        return TrainingProgram(model, step, world_loss="same", optimizer=optimizer, layouts=layouts)
+        return TrainingProgram(model, step, world_loss="same", optimizer=optimizer)
 
     return program
 
@@ -138,7 +136,8 @@ def test_a_step_that_is_computed_from_shards(rule: Any, pool: Pool) -> None:
 
 
 def test_in_a_low_dtype_a_step_from_shards_is_sent_to_float64(pool: Pool) -> None:
-    """A low dtype shows that the step is another, and that float64 says more."""
+    """A low dtype finds shards as a whole, and says that float64 tells more of the step."""
+    assert judge_program(pool, split(orthogonal, gathers=True), dtype="bfloat16").ok
     report = judge_program(pool, split(factored, gathers=False), dtype="bfloat16")
     assert report.exit_code == 1 and "without `--dtype`" in report.localised[0][1], str(report)
 
