@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import pickle
@@ -259,11 +260,13 @@ def check_made_optimizer(optimizer: Any) -> Any:
             own = check_optimizer(optimizer(named), NO_RANKS)
         step = own.step
 
+        @functools.wraps(step)  # schedulers of rates leave marks on it
         def step_or_refuse(*args: Any, **kwargs: Any) -> Any:
             with user_errors(optimizer, "optimizer", None):
                 return step(*args, **kwargs)
 
-        own.step = step_or_refuse
+        with contextlib.suppress(AttributeError):  # of an object that cannot be changed
+            own.step = step_or_refuse
         return own
 
     return made

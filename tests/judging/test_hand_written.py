@@ -112,7 +112,7 @@ def scanning(mistake: str) -> Any:
             part = {name: local_part(value, 1) for name, value in whole.items()}
             start = torch.zeros(len(part["ids"]), WIDTH, requires_grad=True)
             state = FromBefore.apply(start, mistake != "no gradient")
-            output, last = model.run(part["ids"], 0 * state if mistake == "no state" else state)
+            output, last = model.run(part["ids"], state)
             value = loss_share(output, part, whole) + ToNext.apply(last)
             value.backward()
             for p in model.parameters():
@@ -281,10 +281,11 @@ def rewarded(mistake: str) -> Any:
         def step(whole: Any) -> Tensor:
             part = {name: value[rank::size] for name, value in whole.items()}
             rewards = gather_all(part["reward"]).view(size, -1)
-            rewards = rewards.flatten() if mistake == "order" else rewards.T.flatten()
             total = rank_sum(part["counts"].sum()) / size
             own = part["counts"].sum() if mistake == "own count" else total
-            value = policy_loss(module(part["ids"]), part, advantages(rewards)[rank::size], own)
+            value = policy_loss(
+                module(part["ids"]), part, advantages(rewards.T.flatten())[rank::size], own
+            )
             value.backward()
             return value
 
@@ -348,12 +349,10 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
 }
 MISTAKES = {
     ("scan", "no gradient"): "the gradient of the output of `value`: ",
-    ("scan", "no state"): "place 3 does not depend on place 0 of `ids`",
     ("latent", "no copy"): "3 of 9 (`norm.weight`, `norm.bias`, `down.weight`): ranks differ and",
     ("latent", "norm summed"): "2 of 9 (`norm.weight`, `norm.bias`): ranks = 2 times the right",
     ("skip", "detached"): "what `cat` outside of all modules sends back is missing",
     ("skip", "sum"): "6 of 6 (`up.bias`, `up.weight`, `low.bias`, `low.weight` and 2 more): ranks",
-    ("policy", "order"): "the loss: the gradient that it sends back to `head`",
     ("policy", "own count"): "times the right gradient, and these should be equal: each rank",
     ("adapter", "own count"): "`seen`: ranks hold different values: what each of them counts",
 }
