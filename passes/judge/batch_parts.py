@@ -14,9 +14,10 @@ from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.judge.dropout_masks import DropoutByMasks
+from schedlang.passes.judge.step_draws import SeededSequential
 from schedlang.passes.judge.trial import Trial
 from schedlang.passes.verify.observe import Batch, Condition
-from schedlang.passes.verify.original import Sequential, count_rows
+from schedlang.passes.verify.original import count_rows
 from schedlang.passes.verify.proof_case import copy_original
 from schedlang.passes.verify.training_runs import LabelInput
 from schedlang.runtime.batch import split_rows
@@ -147,7 +148,7 @@ class BatchParts:
             part = select_labels(batch, places, label) if label else select_rows(batch, places)
             rows = range(count) if label else places
             case, drops = self.trial.case, self.trial.drops
-            original = Sequential(copy_original(case), loss=case.loss, follow=False)
+            original = SeededSequential(copy_original(case), loss=case.loss, follow=False)
             with enter_modes(Float64(), DropoutByMasks(drops.seed, drops.off, tuple(rows))):
                 try:
                     original.forward_backward(part, rows)

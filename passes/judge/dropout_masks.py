@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from schedlang.passes.judge.async_collectives import MONITORED, WORK, CallMonitor
+from schedlang.passes.judge.module_calls import infers_shapes
 from schedlang.passes.judge.tensor_search import FullTensor, find_elements
 from schedlang.passes.verify.observe import Condition
 from schedlang.runtime import scope
@@ -209,9 +210,9 @@ class PlaceFinder(DropoutRecorder):
         self.found: dict[str, list[MaskPlace | None]] = defaultdict(list)
 
     def record(self, kind: str, tensors: list[Tensor]) -> None:
-        """Look a dropout call up, unless it is a recomputation."""
+        """Look a dropout call up, unless it is a recomputation, or learns shapes."""
         site = scope.current_site()
-        if not in_recomputation():
+        if not (in_recomputation() or infers_shapes()):
             self.found[site].append(self._find_place(site, scope.count_call(site), kind, tensors))
 
     def _find_place(
@@ -318,6 +319,41 @@ class DropoutByMasks(WithoutDropout):
         return (starts[:, None] + torch.arange(row_size)).reshape(tuple(shape))
 
 
+class UnknownDropout(DropoutByMasks):
+    """Mode that drops only in some modules, where dropout is not found in the original."""
+
+    def __init__(
+        self, seed: int, places: Mapping[str, Sequence[MaskPlace | None]], sites: Sequence[str]
+    ) -> None:
+        super().__init__(seed, frozenset())
+        self.sites = sites
+        self._places = {site: iter(site_places) for site, site_places in places.items()}
+
+    def next_place(self, tensors: Sequence[Tensor]) -> MaskPlace | None:
+        """See Dropping; a recomputation does not drop."""
+        site = scope.current_site()
+        if in_recomputation() or infers_shapes():
+            return None
+        place = next(self._places.get(site, iter(())), ("", 0, None))
+        if place is not None or site not in self.sites:
+            return None
+        return site, scope.count_call(site), None
+
+
+def covers_all(
+    drops: Sequence[DropoutCall], ranks: Sequence[Mapping[str, Sequence[MaskPlace | None]]]
+) -> bool:
+    """Return whether the places that ranks found are all elements of all masks of the original."""
+    covered = {
+        (drop.site, drop.call): torch.zeros(math.prod(drop.shape), dtype=torch.bool)
+        for drop in drops
+    }
+    for place in (p for found in ranks for calls in found.values() for p in calls):
+        if place is not None and place[2] is not None:
+            covered[place[:2]][place[2].reshape(-1)] = True
+    return all(bool(elements.all()) for elements in covered.values())
+
+
 class RankDropout(DropoutByMasks):
     """Mode that drops on a rank at the places that were found, and monitors other calls.
 
@@ -353,6 +389,8 @@ class RankDropout(DropoutByMasks):
     def next_place(self, tensors: Sequence[Tensor]) -> tuple[str, int, Tensor | None] | None:
         """See Dropping; a recomputation drops as before, and is recognised by its values."""
         site, state = scope.current_site(), _next_state()
+        if infers_shapes():
+            return None
         parts = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
         before = self._before[site, _digest(*(tensor.detach().double() for tensor in parts))]
         if in_recomputation():
@@ -411,6 +449,7 @@ class OriginalDropout:
     others   modules that draw other random numbers, with the function
     still    modules that are in eval mode in every training step
     off      modules that drop nothing on both sides
+    drawn    by batch number: the generators that a step draws from, and their end states
     """
 
     folder: str
@@ -420,6 +459,12 @@ class OriginalDropout:
     others: tuple[tuple[str, str], ...] = ()
     still: frozenset[str] = frozenset()
     off: frozenset[str] = frozenset()
+    drawn: Mapping[int, Mapping[str, frozenset[object]]] = field(default_factory=dict)
+
+    @property
+    def generators(self) -> list[str]:
+        """The names of the generators that some step draws from."""
+        return sorted({name for drawn in self.drawn.values() for name in drawn})
 
     def batch_number(self, condition: Condition, step: int) -> int:
         """Return the batch number of a step; steps past the last batch start over."""
@@ -435,6 +480,10 @@ class OriginalDropout:
 
 EVALUATING = "ranks drop there, and the original has it in eval mode"
 NO_DROPOUT = "ranks drop there, and the original drops nothing"
+IN_EXCESS = (
+    "ranks drop there, and the original does not: all of its dropout is found elsewhere, and this "
+    "dropout changes the gradients"
+)
 IN_EVALUATION = "ranks drop there in `evaluate`, and the original drops nothing in evaluation"
 
 
@@ -445,11 +494,13 @@ class RankDropoutSites:
     sites    the original's modules whose dropout was found on some rank
     unknown  a rank's module without a known place -> the original's module, "?" if unknown
     others   modules of ranks that draw other random numbers
+    excess   modules of ranks that drop more than the original does
     """
 
     sites: frozenset[str] = frozenset()
     unknown: Mapping[str, str] = field(default_factory=dict)
     others: frozenset[str] = frozenset()
+    excess: frozenset[str] = frozenset()
 
     def disabled_modules(self, drops: OriginalDropout) -> frozenset[str]:
         """Return the original's modules to disable: those of which some place is unknown."""
@@ -460,6 +511,7 @@ class RankDropoutSites:
         """Return modules that drop on ranks though the original drops nothing there, and why."""
         evaluating = drops.still.intersection(self.unknown.values()).difference(drops.sites)
         extra = dict.fromkeys(evaluating, EVALUATING)
+        extra |= {n: IN_EXCESS for n in self.excess if self.unknown.get(n) not in extra}
         if not drops.sites and not drops.others:
             extra |= {n: NO_DROPOUT for n, name in self.unknown.items() if name not in extra}
         return dict(sorted(extra.items()))

@@ -77,6 +77,7 @@ def explain_rows(
     right = bool(patterns) and all(isinstance(pattern, PartPattern) for pattern in patterns)
     lines = [("first module", module.text)] * bool(module.text and (module.explained or not right))
     lines += [("gradients", prefix_names(p.text, n, len(tested))) for p, n in patterns.items() if p]
+    lines += list(_explain_rank_factors(module, patterns))
     lines += list(_explain_loss(failing, expected, actual, record, world, module, parts))
     lines = list(_explain_norm(failing, expected, actual, record)) or lines
     lines = [*_explain_step_changes(failing, record), *lines]
@@ -85,10 +86,10 @@ def explain_rows(
         names = quote_names(diverged, MOST_NAMES)
         text = f"{names}: with right gradients ranks hold different values after "
         lines = [("parameters", f"{text}the step: what one does is not done, or sent, on others")]
-    lines = lines or [*explain_steps(failing, first, expected, actual, record, sizes)]
+    lines = lines or [*explain_steps(failing, first, expected, actual, record, sizes, parts.trial)]
     lines = lines or [*explain_stale_weights(first, expected, actual, parts.trial)]
     if not lines and first is not None and first.kind not in (*_STATE_KINDS, COLLECTIVES):
-        text = _explain_first(first, expected, actual, sizes)
+        text = explain_buffer(first, failing) or _explain_first(first, expected, actual, sizes)
         lines = [(first.kind.split(" (")[0][:17], text)] if text else []
     lines += list(_explain_loading(failing))
     lines = [
@@ -137,6 +138,23 @@ def _explain_gradients(
         guess = cause.short and (large_errors or module.explained and module.text)
         patterns.setdefault(NO_PATTERN if guess else cause, []).append(row.name)
     return patterns
+
+
+def _explain_rank_factors(
+    module: FirstModule, patterns: Mapping[Pattern, Sequence[str]]
+) -> Iterator[tuple[str, str]]:
+    """Report ranks whose losses weigh differently, if nothing else explains the gradients.
+
+    Outputs must be right, and what the loss sends back right but for a factor of each rank.
+    """
+    factors = module.factors
+    unexplained = bool(patterns) and not any(p.explains for p in patterns)
+    if not unexplained or not module.text.startswith(("", "the gradient of")[bool(module.text)]):
+        return
+    if factors and not math.isclose(min(factors.values()), max(factors.values()), rel_tol=1e-6):
+        shown = ", ".join(f"{factor:.4g} (rank {rank})" for rank, factor in factors.items())
+        text = f"what it sends back is {shown} times the right gradient, and these should be equal"
+        yield "loss", f"{text}: each rank divides by a count of its own, or weighs its loss"
 
 
 def _explain_step_changes(failing: Sequence[Row], record: RunRecord) -> Iterator[tuple[str, str]]:
@@ -379,6 +397,21 @@ def _explain_loading(failing: Sequence[Row]) -> Iterator[tuple[str, str]]:
             yield kind, f"{len(names)} ({quote_names(names, MOST_NAMES)}): {note}"
 
 
+def explain_buffer(row: Row, failing: Sequence[Row]) -> str:
+    """Explain a wrong buffer of which ranks hold different values; "" for other rows."""
+    copies = replace(row, kind="replicas", name=f"buffer {row.name}")
+    if not any(_place(r) == _place(copies) for r in failing):
+        return ""
+    return (
+        f"`{row.name}`: ranks hold different values: what each of them counts or measures is not "
+        "summed, averaged or gathered over ranks"
+    )
+
+
+def _place(row: Row) -> tuple[str, str, int | None, str]:
+    return row.condition, row.kind, row.step, row.name
+
+
 def _explain_first(
     row: Row, expected: Observation, actual: Observation, sizes: Mapping[str, int]
 ) -> str:
@@ -387,6 +420,8 @@ def _explain_first(
     if row.kind == "replicas":
         return f"`{row.name}`: ranks hold different values"
     pattern = explain_row(row, expected, actual, sizes)
+    if row.kind == "parameters" and pattern.short and "bfloat16" in pattern.text:
+        pattern = NO_PATTERN  # as large as a step
     suffix = "; its gradient is right: the optimizer's step is another, or a scheduler's before it"
     return f"`{row.name}`: {pattern.text}{suffix * (row.kind == 'parameters')}" if pattern else ""
 

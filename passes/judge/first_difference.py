@@ -32,13 +32,14 @@ from schedlang.passes.judge.module_inputs import (
 )
 from schedlang.passes.judge.rank_copies import RankCopy
 from schedlang.passes.judge.record import RunRecord
+from schedlang.passes.judge.step_draws import SeededSequential
 from schedlang.passes.judge.subject import ProgramSubject
 from schedlang.passes.judge.trial import RankTask, Trial
 from schedlang.passes.localize.diagnosis import is_close
 from schedlang.passes.verify.conditioning import IN_DTYPE, PerturbedRounding
 from schedlang.passes.verify.linear_backward import autograd_nodes
 from schedlang.passes.verify.observe import Batch, Condition
-from schedlang.passes.verify.original import Sequential, count_rows
+from schedlang.passes.verify.original import count_rows
 from schedlang.passes.verify.proof_case import copy_original
 from schedlang.report import Report
 from schedlang.runtime.isolated_modules import CallFrame
@@ -165,7 +166,7 @@ class FirstStep:
         """Run and record the original's step; `live` and `taken` as in
         `module_calls.record_step`."""
         case = self.trial.case
-        original = Sequential(copy_original(case), loss=case.loss, follow=False)
+        original = SeededSequential(copy_original(case), loss=case.loss, follow=False)
         with enter_modes(*self._replay_choices(), *self.trial.modes, *modes):
             run = module_calls.record_step(
                 dict(original.module.named_modules()),

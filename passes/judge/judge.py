@@ -58,7 +58,13 @@ from schedlang.passes.judge.program_rows import (
     saved_rows,
 )
 from schedlang.passes.judge.record import RunRecord
+from schedlang.passes.judge.step_draws import (
+    SeededSequential,
+    describe_extra_draws,
+    refuse_unequal_draws,
+)
 from schedlang.passes.judge.trial import Progress, Trial
+from schedlang.passes.localize.diagnosis import NO_PATTERN
 from schedlang.passes.verify.compare import compare
 from schedlang.passes.verify.observe import (
     Batch,
@@ -67,7 +73,7 @@ from schedlang.passes.verify.observe import (
     observe,
     standard_conditions,
 )
-from schedlang.passes.verify.original import Sequential, randomise
+from schedlang.passes.verify.original import randomise
 from schedlang.passes.verify.original_checks import check_finite, check_trainable
 from schedlang.passes.verify.proof_case import Case, copy_original
 from schedlang.passes.verify.requirements import STEPS
@@ -82,7 +88,7 @@ from schedlang.passes.verify.training_runs import (
     unused_parameters,
     vary_batches,
 )
-from schedlang.report import Gap, Report
+from schedlang.report import Gap, Report, Row
 from schedlang.runtime.batch import split_rows
 from schedlang.runtime.float64 import Float64, as_float64, to_float64
 from schedlang.runtime.launch.forkserver import BASE_MODULES, PROGRAM_MODULES
@@ -189,6 +195,7 @@ class _Judging:
         )
         if all(row.ok for row in report.rows):
             return report
+        refuse_unequal_draws(record.unequal_draws, trial.drops.generators)
         progress("the kind of mistake")
         first = find_first_module(trial, conditions, report, record, self.task.dtype, result.chosen)
         named_trial = replace(trial, conditions=tuple(conditions))
@@ -202,7 +209,38 @@ class _Judging:
         else:
             args = result.bounds, result.actual, record, trial.world, parts, first
             explanation = explain_low_dtype(report.rows, *args)
-        return replace(report, localised=explanation)
+        drawn = describe_extra_draws(record.unequal_draws)
+        alone = self._explain_step_alone(report.first, conditions, explanation, progress)
+        return replace(report, localised=(*(alone or explanation), *drawn))
+
+    def _explain_step_alone(
+        self,
+        row: Row | None,
+        conditions: Sequence[Condition],
+        explanation: Sequence[tuple[str, str]],
+        progress: Progress,
+    ) -> list[tuple[str, str]]:
+        """Explain a later step that nothing explains, by its batch alone, from the first weights.
+
+        If the batch alone is right, the step before left something wrong.
+        """
+        if row is None or not row.step or row.kind not in ("loss", "gradients", "replicas"):
+            return []
+        if self.task.dtype is not None or not all(
+            NO_PATTERN.text in text for _, text in explanation
+        ):
+            return []
+        number = [condition.name for condition in conditions].index(row.condition)
+        trial = self.trial.of_step(self.trial.conditions[number], row.step)
+        with temporary_folder() as folder:
+            report = replace(self, trial=trial).verdict(folder, progress)
+        if report.ok:
+            text = (
+                f"step {row.step} is the first wrong one, and its batch is right with the initial "
+                f"weights: what step {row.step - 1} leaves is wrong (weights, moments, counts)"
+            )
+            return [(row.kind, text)]
+        return [(head, f"{text} (step {row.step})") for head, text in report.localised]
 
     def _facts(self, record: RunRecord) -> Iterator[tuple[str, str]]:
         holdings, ranks = record.holdings, self.task.world
@@ -248,9 +286,11 @@ def _in_float64(
 ) -> Comparison:
     """Train the original under the same conditions, and compare with the gates of `verify`."""
 
-    def make(run: Condition) -> Sequential:
+    def make(run: Condition) -> SeededSequential:
         options: dict[str, Any] = {"clip": run.clip, "evaluate": run.evaluate, "follow": False}
-        return Sequential(copy_original(trial.case), run.optimizer, loss=trial.case.loss, **options)
+        return SeededSequential(
+            copy_original(trial.case), run.optimizer, loss=trial.case.loss, **options
+        )
 
     with enter_modes(*trial.modes):
         original_run = observe(make, conditions, folder=trial.drops.folder)
@@ -375,7 +415,7 @@ def _norm(case: Case, batch: Batch) -> float | None:
     """Return the original's gradient norm for a batch; None if the original rejects the batch."""
     try:
         with enter_modes(Float64(), NoDropout(ConstantDraws())):
-            original = Sequential(copy_original(case), loss=case.loss, follow=False)
+            original = SeededSequential(copy_original(case), loss=case.loss, follow=False)
             norm = original.gradient_norm(batch)
     except Refusal:
         raise

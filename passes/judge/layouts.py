@@ -89,6 +89,24 @@ class ElementIndex:
         elements = region.read(p.reshape(-1)).reshape(values.shape)
         return torch.equal(elements, values.detach())
 
+    def find_window(self, name: str, values: Tensor) -> Tensor | None:
+        """Return the indices of the one window of a parameter, along one dim, with these values.
+
+        Single values may occur many times, as in a low dtype. None if no window or several have
+        them, or if the window starts and ends anywhere else than at a multiple of its size.
+        """
+        p = self.parameters[name].detach().to(values.dtype)
+        dims = [d for d, (n, k) in enumerate(zip(p.shape, values.shape)) if n != k]
+        if p.dim() != values.dim() or len(dims) != 1 or not values.numel():
+            return None
+        dim, size = dims[0], values.shape[dims[0]]
+        starts = [
+            start
+            for start in range(0, p.shape[dim] - size + 1, size)
+            if torch.equal(p.narrow(dim, start, size), values)
+        ]
+        return self.numbers(name).narrow(dim, starts[0], size) if len(starts) == 1 else None
+
     def still_matches(self, tensor: RankTensor, values: Tensor) -> bool:
         """Return whether a rank's tensor still has the values of the elements that it holds."""
         flat = values.reshape(-1)
@@ -240,6 +258,10 @@ def _find_indices(
         by_name = _indices_by_name(program, table, name, table.aliases[original], p)
     if by_name is not None:
         return by_name.reshape(-1), "name"
+    if original is not None:
+        window = table.find_window(table.aliases[original], local)
+        if window is not None:
+            return window.reshape(-1), "values"
     return (index if _is_padding(p, local, index) else None), "values"
 
 
@@ -333,6 +355,17 @@ class RankLayouts:
             and table.still_matches(tensor, local_tensor(p.detach()))
             for (name, p), tensor in zip(current, earlier, strict=True)
         )
+
+    def checked(self, rank: int, modules: Sequence[nn.Module]) -> RankLayouts:
+        """Return the layouts; refuse (S767) modules of a rank that have other parameters."""
+        old = [(tensor.name, tensor.shape) for tensor in self.ranks[rank]]
+        new = [(name, tuple(local_tensor(p).shape)) for name, p in unique_parameters(modules)]
+        if old != new:
+            other = next((name for name, shape in new if (name, shape) not in old), "nothing")
+            message = f"`program` makes a different module when it is called again: `{other}`"
+            helps = ("its result may depend only on the model and the rank",)
+            raise Refusal(Diagnostic("S767", message, helps=helps))
+        return self
 
     @property
     def all_tensors(self) -> Iterator[RankTensor]:

@@ -26,6 +26,7 @@ from schedlang.passes.judge.discrete_choices import (
 from schedlang.passes.judge.low_dtype_errors import CachedRuns
 from schedlang.passes.judge.program_rows import align_observations
 from schedlang.passes.judge.record import RunRecord
+from schedlang.passes.judge.step_draws import SeededSequential
 from schedlang.passes.judge.trial import Trial
 from schedlang.passes.verify.conditioning import ErrorBounds
 from schedlang.passes.verify.observe import HIDDEN_BUFFERS, Condition, Observation
@@ -134,6 +135,7 @@ def compare_low_dtype(
             ranks=trial.world,
             choosing=choosing,
             rounding=rounding_mode(dtype),
+            loop=SeededSequential,
         )
         expected, actual = align_observations(bounds.exact, seen, record)
         run = CachedRuns(bounds.run)

@@ -17,7 +17,12 @@ from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import quote_names
 from schedlang.passes.judge.batch_parts import BatchParts, PartGradients
-from schedlang.passes.judge.explanations import MOST_GROUPS, FirstModule, explain_initial_weights
+from schedlang.passes.judge.explanations import (
+    MOST_GROUPS,
+    FirstModule,
+    explain_buffer,
+    explain_initial_weights,
+)
 from schedlang.passes.judge.gradient_errors import (
     SPARE_EQUATIONS,
     describe_part_counts,
@@ -33,6 +38,10 @@ from schedlang.report import Row
 _KINDS = ("gradients", "loss", "gradient norm")
 FACTOR_RTOL = 0.02  # relative tolerance between a factor and a named number
 LEAST_FACTOR_GAP = 0.05  # factors nearer to 1 are not reported
+_OTHER_STEP = (
+    "an optimizer's step is another, or is computed from shards; without `--dtype` the judge "
+    "examines it in float64"
+)
 _REPLICA_PREFIX = "gradient of "  # begins names of rows about replicas
 Correction = Callable[[Key, Tensor], tuple[str, Tensor] | None]
 
@@ -103,7 +112,16 @@ def explain_low_dtype(
             (k, f"{len(n)} of {many} ({quote_names(n, MOST_NAMES)}): {k}") for k, n in texts.items()
         ]
         return (*first_line, *((kind, text) for sentence, text in lines if sentence))[:MOST_GROUPS]
-    return first_line
+    first = next((row for row in rows if not row.ok), None)
+    if first_line or first is None:
+        return first_line
+    kind = first.kind.removesuffix(IN_DTYPE)
+    if text := explain_buffer(first, [row for row in rows if not row.ok]):
+        return ((kind, text),)
+    if kind == "parameters":
+        return ((kind, f"`{first.name}`: its gradients are within their bounds: {_OTHER_STEP}"),)
+    text = f"step {first.step} is the first beyond its bounds: its batch shows it, or {_OTHER_STEP}"
+    return ((kind, text),) if first.step else ()
 
 
 def _first_step(actual: Observation) -> Observation:

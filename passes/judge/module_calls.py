@@ -64,12 +64,12 @@ def record_step(
 
     def hook(name: str) -> Any:
         def after(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if torch._C._current_graph_task_id() >= 0 or _infers_shapes():
+            if torch._C._current_graph_task_id() >= 0 or infers_shapes():
                 return  # a recomputation, or a call on a dummy input
             frame = name, call_counts[name]
             call_counts[name] += 1
+            tensors = tensors_of((args, kwargs))[0]
             if taken:
-                tensors = tensors_of((args, kwargs))[0]
                 numbers = [
                     t for t in tensors if t.dim() and t.dtype != torch.bool and not t.is_complex()
                 ]
@@ -83,7 +83,8 @@ def record_step(
             for k, tensor in enumerate(floats):
                 if live:
                     run.autograd_outputs[frame, k] = tensor
-                if tensor.requires_grad:
+                # the gradient of an input that is passed on is also that of its other uses
+                if tensor.requires_grad and not any(tensor is given for given in tensors):
                     tensor.register_hook(_gradient_hook(run, frame, k))  # type: ignore[no-untyped-call]
 
         return after
@@ -104,7 +105,7 @@ def record_settled_step(modules: Mapping[str, nn.Module], step: Callable[[], Any
     return first if first.calls.keys() == second.calls.keys() else second
 
 
-def _infers_shapes() -> bool:
+def infers_shapes() -> bool:
     """Return whether torch's pipelining runs a stage on dummy inputs, to learn shapes."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -117,7 +118,11 @@ def _infers_shapes() -> bool:
 def _gradient_hook(run: RecordedStep, frame: CallFrame, k: int) -> Callable[[Tensor], None]:
     def note(gradient: Tensor) -> None:
         with torch.no_grad():
-            run.calls[frame].gradients[k] = _full_copy(gradient)
+            gradients, part = run.calls[frame].gradients, _full_copy(gradient)
+            if k in gradients:  # a step may run several backwards through one output
+                gradients[k] += part
+                return
+            gradients[k] = part
         run.backward_order.append((frame, k))
 
     return note

@@ -23,6 +23,7 @@ from schedlang.diagnostics.diagnostic import (
 )
 from schedlang.diagnostics.user_errors import at_frame, file_of, frames_in
 from schedlang.ir.modelfile import import_file
+from schedlang.runtime.launch import pickling
 from schedlang.runtime.launch.forkserver import is_consequence
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 IMPORT_NAME = "schedlang_program_file"
 LOSS_REDUCTIONS = ("mean", "sum", "same")  # of ranks' losses to the loss of the batch
+NO_RANKS = "in the process of the original, which has no ranks"
 FORM = "def program(model): ... return schedlang.TrainingProgram(module, step)"
 _ALREADY_JOINED = re.compile("env:// rendezvous|initialize the default process group twice")
 _GPU = re.compile("not compiled with cuda|nvidia driver|no cuda gpus|nccl|no hip gpus|xpu")
@@ -211,6 +213,16 @@ def check_optimizer(optimizer: Any, location: str) -> Any:
     raise Refusal(Diagnostic("S767", message, helps=("return `torch.optim.AdamW(named)`",)))
 
 
+def pickle_optimizer(optimizer: Any) -> bytes:
+    """Pickle the program's optimizer for the original's process (S767 if it cannot be pickled)."""
+    try:
+        return pickling.dumps(optimizer)
+    except Exception as error:
+        message = f"`optimizer` of the program cannot be given to the original: {error}"
+        helps = ("write it beside `program`: `def optimizer(named): ...`, without the module",)
+        raise Refusal(Diagnostic("S767", message.split("\n")[0], helps=helps)) from error
+
+
 def check_norm(norm: Any, rank: int) -> float:
     """Return the user's gradient norm; refuse (S767) what is not a number."""
     value = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -248,8 +260,11 @@ def check_ranks(ranks: object) -> None:
 
 
 @contextmanager
-def user_errors(make: Make, part: str, rank: int) -> Iterator[None]:
-    """Turn an error in a user's function into a refusal (S762, S765) at its line, with the rank."""
+def user_errors(make: Make, part: str, rank: int | None) -> Iterator[None]:
+    """Turn an error in a user's function into a refusal (S762, S765) at its line, with the rank.
+
+    The rank is None in the process of the original.
+    """
     try:
         yield
     except Refusal:
@@ -258,8 +273,9 @@ def user_errors(make: Make, part: str, rank: int) -> Iterator[None]:
         raise _refusal_of(error, make, part, rank) from error
 
 
-def _refusal_of(error: BaseException, make: Make, part: str, rank: int) -> Refusal:
+def _refusal_of(error: BaseException, make: Make, part: str, rank: int | None) -> Refusal:
     file = file_of(make)
+    place = f"on rank {rank}" if rank is not None else NO_RANKS
     frames, deeper = frames_in(file, error)
     summary = _summary(error)
     code = getattr(make, "__code__", None)
@@ -271,13 +287,13 @@ def _refusal_of(error: BaseException, make: Make, part: str, rank: int) -> Refus
     if (root := _root_cause(error)) is not error:
         notes.append(f"it comes from {_summary(root)}")
     if _GPU.search(str(error).lower()):
-        message = f"`{part}` asks for a GPU on rank {rank}: {summary}"
+        message = f"`{part}` asks for a GPU {place}: {summary}"
         helps = (
             "the judge runs ranks on CPUs, under gloo: take the device of the model's parameters, "
             "`next(model.parameters()).device`",
         )
         return Refusal(Diagnostic("S765", message, label, notes=tuple(notes), helps=helps))
-    message = f"`{part}` raises {summary} on rank {rank}"
+    message = f"`{part}` raises {summary} {place}"
     helps = (_EXIT_HELP if isinstance(error, SystemExit) else _HELPS[part],)
     if _ALREADY_JOINED.search(str(error)):
         helps = (

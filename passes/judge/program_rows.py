@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import pickle
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 from schedlang.passes.judge.dropout_masks import IN_EVALUATION, OriginalDropout
 from schedlang.passes.judge.explanations import DROPOUT, INITIAL, SAVED
 from schedlang.passes.judge.layouts import ElementIndex
-from schedlang.passes.judge.program import check_optimizer
+from schedlang.passes.judge.program import NO_RANKS, check_optimizer, user_errors
 from schedlang.passes.judge.record import RunRecord
 from schedlang.passes.judge.trial import Trial
 from schedlang.passes.localize.diagnosis import is_close
+from schedlang.passes.verify.compare import ratio
 from schedlang.passes.verify.observe import HIDDEN_BUFFERS, Condition, Key, Observation
 from schedlang.passes.verify.proof_case import Case
 from schedlang.report import Gap, Row
@@ -145,7 +147,7 @@ def initial_rows(original: nn.Module, record: RunRecord) -> Iterator[Row]:
             note = "on no rank" if lost in (0, p.numel()) else note
             yield Row("", INITIAL, name, math.inf, 0.0, False, None, note, tuple(p.shape))
             continue
-        error = float((value - expected).norm() / expected.norm()) if p.numel() else 0.0
+        error = ratio(*(float(t.double().norm()) for t in (value - expected, expected)))
         note = "" if error == 0 else CHANGED
         if not error and (error := record.start_errors.get(name, 0.0)):
             note = UNLIKE
@@ -218,6 +220,9 @@ def dropout_gaps(drops: OriginalDropout, record: RunRecord) -> Iterator[Gap]:
     for site, function in drops.others:
         text = f"random numbers of `{site or 'the model'}` (`{function}` stands still)"
         yield Gap(text, "random numbers that are used wrongly")
+    for name in drops.generators:
+        text = f"random numbers of the model ({name} starts anew in each step, alike on all ranks)"
+        yield Gap(text, "ranks that draw other numbers than they should")
     if drops.sites and record.compiled:
         yield Gap("compiled regions (they drop, and run eagerly)", "what compiling breaks")
     if drops.sites:
@@ -245,9 +250,26 @@ def _describe_change(held: Tensor | None, value: Tensor | None) -> str:
 
 
 def check_made_optimizer(optimizer: Any) -> Any:
-    """Wrap a program's optimizer for the original; it refuses (S767) a function that makes none."""
-    location = "in the process of the original, which has no ranks"
-    return lambda named: check_optimizer(optimizer(named), location)
+    """Wrap a program's optimizer for the original's process, which has no ranks.
+
+    Refuses (S767) a function that makes none, and (S762) an optimizer that raises there.
+    """
+
+    def made(named: Any) -> Any:
+        with user_errors(optimizer, "optimizer", None):
+            own = check_optimizer(optimizer(named), NO_RANKS)
+        step = own.step
+
+        @functools.wraps(step)  # schedulers of rates leave marks on it
+        def step_or_refuse(*args: Any, **kwargs: Any) -> Any:
+            with user_errors(optimizer, "optimizer", None):
+                return step(*args, **kwargs)
+
+        with contextlib.suppress(AttributeError):  # of an object that cannot be changed
+            own.step = step_or_refuse
+        return own
+
+    return made
 
 
 def adopt_optimizer(

@@ -42,6 +42,11 @@ class RunRecord:
     masks: dict[str, str] = field(default_factory=dict)  # modules with wrong own masks, and why
     low_dtypes: set[str] = field(default_factory=set)  # low dtypes that float64 replaces
     strided: set[tuple[str, str]] = field(default_factory=set)  # see `CallMonitor.strided`
+    # by condition: the generators that this rank's first step draws from, and their end states
+    drawn: dict[str, Mapping[str, frozenset[object]]] = field(default_factory=dict)
+    unequal_draws: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # generators that ranks draw from less or more often than the original -> ranks
     unwaited: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # call -> ranks
     changed_by_step: set[str] = field(
         default_factory=set

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import quote_names
 from schedlang.passes.judge.dropout_masks import DropoutByMasks
+from schedlang.passes.judge.step_draws import SeededSequential
 from schedlang.passes.judge.trial import Trial
 from schedlang.passes.verify.observe import Condition, Key, Observation
-from schedlang.passes.verify.original import Sequential, count_rows
+from schedlang.passes.verify.original import count_rows
 from schedlang.passes.verify.proof_case import copy_original
 from schedlang.report import Row
 from schedlang.runtime.float64 import Float64
@@ -84,7 +85,7 @@ def _loss(trial: Trial, run: Condition, step: int, weights: Weights) -> float:
         for name, p in module.named_parameters():
             p.copy_(weights.get(name, p))
     loss = trial.case.loss
-    original = Sequential(module, loss=loss, evaluate=run.evaluate, follow=False, step=step)
+    original = SeededSequential(module, loss=loss, evaluate=run.evaluate, follow=False, step=step)
     batch = run.batches[step]
     with enter_modes(Float64(), DropoutByMasks(trial.drops.seed, trial.drops.off)):
         return float(original.forward_backward(batch, range(count_rows(batch))))

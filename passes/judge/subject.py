@@ -22,6 +22,7 @@ from schedlang.passes.judge.layouts import (
     WRAPPERS,
     ElementIndex,
     RankLayouts,
+    RankTensor,
     candidate_names,
     declared_shard,
     find_original_name,
@@ -37,16 +38,17 @@ from schedlang.passes.judge.program import (
     check_norm,
     check_optimizer,
     make_program,
+    pickle_optimizer,
     user_errors,
 )
 from schedlang.passes.judge.rank_copies import RankCopy, assemble
 from schedlang.passes.judge.record import RunRecord
+from schedlang.passes.judge.step_draws import seeded_generators
 from schedlang.passes.verify.compare import ratio
 from schedlang.passes.verify.mapped_tensors import MappedTensors, map_tensor
 from schedlang.passes.verify.observe import Batch, Condition, flatten_output
 from schedlang.runtime.batch import named_tensors
 from schedlang.runtime.comm import world
-from schedlang.runtime.launch import pickling
 from schedlang.runtime.scope import Scope, enter_scope, named_sites
 from schedlang.runtime.training_mode import TrainingMode
 
@@ -74,6 +76,7 @@ class ProgramSubject:
         self.original = original
         self.rank, self.table = world.rank(), ElementIndex(original)
         model = copy.deepcopy(original)
+        pytree.record_outputs(*model.modules())
         self._buffers_of_original = {n: b.shape for n, b in model.named_buffers()}
         self._modules = {name for name, _ in model.named_modules()}
         saved = set(model.state_dict())
@@ -83,7 +86,7 @@ class ProgramSubject:
         if earlier is None:
             self.holdings = self._find_layouts()
         else:
-            self.holdings = _reuse_layouts(earlier, self.program)
+            self.holdings = earlier.holdings.checked(self.rank, self.program.modules)
         record.holdings = record.holdings or self.holdings
         record.offers |= {k for k in ("clip", "evaluate", "state_dict", "load") if self._offers(k)}
         parameters = [p for _, p in unique_parameters(self.program.modules)]
@@ -187,7 +190,7 @@ class ProgramSubject:
         if factory is None:
             return self.condition.optimizer(pairs)
         if self.record.optimizer is None:
-            self.record.optimizer = _pickled(factory)
+            self.record.optimizer = pickle_optimizer(factory)
         with user_errors(factory, "optimizer", self.rank):
             return check_optimizer(factory(pairs), f"on rank {self.rank}")
 
@@ -212,7 +215,7 @@ class ProgramSubject:
             value, self._outputs = value
             self.record.offers.add("output")
         loss = self._loss(value)
-        copies = self._copies([self._gradient(p) for _, p in self._parameters])
+        copies = self._copies([self._gradient(p, tensor) for tensor, p in self._parameters])
         if self._step == 0:
             clipped = "clipped" in self.condition.name
             self.record.copies |= {(clipped, n): rank_copies for n, rank_copies in copies.items()}
@@ -220,7 +223,8 @@ class ProgramSubject:
         self._errors |= {f"gradient of {name}": error for name, error in errors.items()}
         self._clip()
         if self._optimizer is not None:
-            self._optimizer.step()
+            with user_errors(self.program.optimizer or self.make, "optimizer", self.rank):
+                self._optimizer.step()
         self._step += 1
         return loss
 
@@ -238,8 +242,14 @@ class ProgramSubject:
         for module in self.program.modules:
             module.zero_grad(set_to_none=True)
         self.begin(self._step)
-        with enter_scope(Scope(self._step, 0, ())):
-            return self._call_user("step", self.program.step, batch)
+        with (
+            enter_scope(Scope(self._step, 0, ())),
+            seeded_generators(self._step, self.program.modules) as drawn,
+        ):
+            value = self._call_user("step", self.program.step, batch)
+        if self._step == 0:
+            self.record.drawn[self.condition.name] = drawn
+        return value
 
     def _call_user(self, part: str, function: Callable[[Any], Any], batch: Batch) -> Any:
         """Call a user's function with a copy of the batch; refuse (S764) one that changes it."""
@@ -282,8 +292,17 @@ class ProgramSubject:
             self._errors["loss"] = ratio(max(abs(loss - total) for loss in losses), abs(total))
         return torch.tensor(total, dtype=torch.float64)
 
-    def _gradient(self, p: nn.Parameter) -> Tensor | None:
-        return None if p.grad is None else _shard_as(p.grad, p)
+    def _gradient(self, p: nn.Parameter, tensor: RankTensor) -> Tensor | None:
+        """Return this rank's part of a gradient; refuse (S762) one that is no gradient of it."""
+        gradient = None if p.grad is None else _shard_as(p.grad, p)
+        if gradient is None or gradient.numel() == local_tensor(p).numel():
+            return gradient
+        message = (
+            f"`step` leaves a gradient of shape {tuple(gradient.shape)} for `{tensor.name}` of "
+            f"shape {tensor.shape} on rank {self.rank}: no optimizer can step it"
+        )
+        helps = ("run the last backward of the step outside of `no_sync`, so that it is reduced",)
+        raise Refusal(Diagnostic("S762", message, helps=helps))
 
     def _clip(self) -> None:
         """Clip gradients with the program's `clip`, else by the norm of the full gradients."""
@@ -292,7 +311,7 @@ class ProgramSubject:
             with user_errors(self.make, "clip", self.rank):
                 norm = self.program.clip(max_norm)
             self.grad_norm = check_norm(norm, self.rank)
-            clipped = self._copies([self._gradient(p) for _, p in self._parameters])
+            clipped = self._copies([self._gradient(p, tensor) for tensor, p in self._parameters])
             self._gradients = self._assemble(clipped)[0]
             return
         norms = [float(g.norm()) for g in self._gradients.values() if g is not None]
@@ -317,7 +336,12 @@ class ProgramSubject:
             return None
         for mode in self._training:
             mode.evaluate()
-        with torch.no_grad(), enter_scope(Scope(self._step, 0, (), evaluation=1)):
+        scope = Scope(self._step, 0, (), evaluation=1)
+        with (
+            torch.no_grad(),
+            enter_scope(scope),
+            seeded_generators(self._step, self.program.modules),
+        ):
             return self._by_rank(self._call_user("evaluate", self.program.evaluate, batch))
 
     def _by_rank(self, output: Any) -> dict[str, list[Tensor]]:
@@ -394,8 +418,12 @@ class ProgramSubject:
             [local_tensor(p.detach()) for _, p in self._parameters]
         )
         self._errors |= errors
-        state = {name: full.get(first_name) for name, first_name in self.table.aliases.items()}
-        known_values = {name: value for name, value in state.items() if value is not None}
+        known_values = {
+            name: value if dtype.is_floating_point else value.to(dtype)  # of quantised weights
+            for name, first_name in self.table.aliases.items()
+            for dtype in (self.table.parameters[first_name].dtype,)
+            if (value := full.get(first_name)) is not None
+        }
         buffers = self._buffers()
         if not self._renames or self.rank > 0:
             return known_values | {n: b for n, b in buffers.items() if n in self._saved_buffers}
@@ -527,7 +555,7 @@ class ProgramSubject:
 
     def local_gradients(self) -> dict[str, Tensor]:
         """Return this rank's own gradients as the last step left them, by parameter name."""
-        gradients = ((tensor.name, self._gradient(p)) for tensor, p in self._parameters)
+        gradients = ((tensor.name, self._gradient(p, tensor)) for tensor, p in self._parameters)
         return {f"gradient of {name}": g for name, g in gradients if g is not None}
 
 
@@ -551,18 +579,6 @@ def _named_mappings(state: Any, names: set[str]) -> list[Mapping[str, Any]]:
     return [mapping for count, mapping in counted if count == largest > 0]
 
 
-def _reuse_layouts(earlier: ProgramSubject, program: TrainingProgram) -> RankLayouts:
-    """Return the layouts of an earlier program; refuse (S767) a program with other parameters."""
-    old = [(tensor.name, tensor.shape) for tensor in earlier.holdings.ranks[earlier.rank]]
-    new = [(name, tuple(local_tensor(p).shape)) for name, p in unique_parameters(program.modules)]
-    if old != new:
-        other = next(name for name, shape in new if (name, shape) not in old) if new else "nothing"
-        message = f"`program` makes a different module when it is called again: `{other}`"
-        helps = ("its result may depend only on the model and the rank",)
-        raise Refusal(Diagnostic("S767", message, helps=helps))
-    return earlier.holdings
-
-
 def _is_elementwise(value: Any, p: nn.Parameter) -> bool:
     """Return whether an optimizer slot has one number per element of its parameter."""
     return isinstance(value, Tensor) and value.shape == p.shape and p.dim() > 0
@@ -574,16 +590,6 @@ def _shard_as(value: Any, p: nn.Parameter) -> Tensor:
         value = value.redistribute(placements=p.placements)  # resolves a partial gradient
     local: Tensor = local_tensor(value.detach())
     return local
-
-
-def _pickled(optimizer: Any) -> bytes:
-    """Pickle the program's optimizer for the original's process (S767 if it cannot be pickled)."""
-    try:
-        return pickling.dumps(optimizer)
-    except Exception as error:
-        message = f"`optimizer` of the program cannot be given to the original: {error}"
-        helps = ("write it beside `program`: `def optimizer(named): ...`, without the module",)
-        raise Refusal(Diagnostic("S767", message.split("\n")[0], helps=helps)) from error
 
 
 def _is_equal(after: Tensor, before: Tensor) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from schedlang.passes.judge.discrete_choices import ChoiceRecorder
 from schedlang.passes.judge.dropout_masks import (
@@ -25,20 +25,25 @@ from schedlang.passes.judge.dropout_masks import (
     PlaceFinder,
     RankDropout,
     RankDropoutSites,
+    UnknownDropout,
+    WithoutDropout,
+    covers_all,
 )
 from schedlang.passes.judge.program import Make
 from schedlang.passes.judge.record import RunRecord
 from schedlang.passes.judge.state_loading import check_loading
+from schedlang.passes.judge.step_draws import EndStates, SeededSequential, unequal_draws
 from schedlang.passes.judge.subject import ProgramSubject
 from schedlang.passes.verify.mapped_tensors import limit_malloc_cache
 from schedlang.passes.verify.observe import Batch, Condition, Observation, observe
-from schedlang.passes.verify.original import Sequential, count_rows
+from schedlang.passes.verify.original import count_rows
 from schedlang.passes.verify.proof_case import Case, copy_original
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.float64 import Float64, as_float64, to_float64
 from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.modes import enter_modes
 
+MOST_TRIED = 8  # modules that are examined one by one
 Progress = Callable[..., None]
 PlacesByModule = Mapping[
     str, Sequence[MaskPlace | None]
@@ -116,9 +121,56 @@ class RankTask:
         )
         joined = {site: original for names in unknown_names for site, original in names.items()}
         record.dropout_sites = RankDropoutSites(
-            frozenset().union(*sites), joined, frozenset().union(*other_sites)
+            frozenset().union(*sites),
+            joined,
+            frozenset().union(*other_sites),
+            self._find_excess(places_by_batch) if joined and self.float64 else frozenset(),
         )
         return places_by_batch
+
+    def _find_excess(self, places_by_batch: Mapping[int, PlacesByModule]) -> frozenset[str]:
+        """Return modules that drop more than the original does, if that changes the first step.
+
+        All elements that the original drops must be found elsewhere on ranks.
+        """
+        condition = self.conditions[0]
+        number = self.drops.batch_number(condition, 0)
+        places = places_by_batch[number]
+        ranks = comm.all_gather_object(places)
+        if not covers_all(self.drops.read_batch(number), ranks):
+            return frozenset()
+
+        def gradients(mode: Any) -> dict[str, Tensor]:
+            with enter_modes(*self.modes, mode):
+                subject = ProgramSubject(self.make, self.original, condition, RunRecord())
+                subject.forward_backward(condition.batches[0])
+                return subject.local_gradients()
+
+        before = gradients(WithoutDropout())
+
+        def changed(sites: Sequence[str]) -> bool:
+            after = gradients(UnknownDropout(self.drops.seed, places, sites))
+            equal = before.keys() == after.keys() and all(
+                torch.allclose(after[name], value, rtol=1e-6) for name, value in before.items()
+            )
+            return not all(comm.all_gather_object(equal))
+
+        sites = sorted({n for found in ranks for n, calls in found.items() if None in calls})
+        if not changed(sites):
+            return frozenset()
+        if len(sites) > MOST_TRIED:
+            return frozenset(sites)
+        return frozenset(site for site in sites if changed([site]))
+
+
+def _unequal_draws(task: RankTask, record: RunRecord) -> dict[str, list[int]]:
+    """Return the generators that ranks draw from less or more often than the original."""
+    unequal: dict[str, list[int]] = {}
+    for condition in task.conditions:
+        expected = task.drops.drawn[task.drops.batch_number(condition, 0)]
+        ranks = comm.all_gather_object(record.drawn.get(condition.name, {}))
+        unequal |= unequal_draws(expected, ranks)
+    return unequal
 
 
 OTHER_MASK = "it is computed again with another state of the generator: another mask"
@@ -167,6 +219,11 @@ class Trial:
             DropoutByMasks(self.drops.seed, self.drops.off),
         )
 
+    def of_step(self, condition: Condition, step: int) -> Trial:
+        """Return a trial of one step's batch alone, from the initial weights."""
+        run = replace(condition, batches=condition.batches[step : step + 1])
+        return replace(self, conditions=(run,), quiet=True)
+
     @property
     def in_float64(self) -> Trial:
         """The same trial in float64, with the weights that the model has now."""
@@ -206,6 +263,7 @@ class Trial:
         """Record the inputs of the original's dropout calls in every batch, with dropout off."""
         batches: list[Batch] = []
         numbers: dict[tuple[str, int], int] = {}
+        drawn: dict[int, EndStates] = {}
         sites: dict[str, None] = {}
         others: dict[tuple[str, str], None] = {}
         still: set[str] | None = None
@@ -218,20 +276,23 @@ class Trial:
             batches.append(batch)
             recorder = DropoutRecorder()
             with enter_modes(*self.modes[:-1], recorder):
-                original = Sequential(copy_original(self.case), loss=self.case.loss, follow=False)
+                original = SeededSequential(
+                    copy_original(self.case), loss=self.case.loss, follow=False
+                )
                 original.forward_backward(batch, range(count_rows(batch)))
             torch.save(recorder.drops, f"{folder}/{number}")
+            drawn[number] = original.drawn
             sites |= dict.fromkeys(drop.site for drop in recorder.drops)
             others |= dict.fromkeys(sorted(recorder.others))
             evaluating = {n for n, m in original.module.named_modules() if not m.training}
             still = evaluating if still is None else still & evaluating
         facts = tuple(sites), tuple(others), frozenset(still or ())
-        return OriginalDropout(folder, self.case.seed, numbers, *facts)
+        return OriginalDropout(folder, self.case.seed, numbers, *facts, drawn=drawn)
 
     def drops_in_evaluation(self) -> bool:
         """Return whether the original would drop something in evaluation."""
         mode = DropoutByMasks(self.drops.seed, self.drops.off)
-        original = Sequential(copy_original(self.case), loss=self.case.loss, follow=False)
+        original = SeededSequential(copy_original(self.case), loss=self.case.loss, follow=False)
         with enter_modes(*self.modes[:-1], mode):
             original.eval_step(self.conditions[0].batches[0])
         return bool(mode.evaluated)
@@ -268,6 +329,7 @@ def _train(task: RankTask) -> tuple[Observation, RunRecord] | None:
             )
         record.choices = recorder.gather()
         record.loaded = check_loading(made[0], step=task.float64)
+    record.unequal_draws = _unequal_draws(task, record)
     recomputed, evaluated = (
         {made[0].original_module(site) or site for site in sites}
         for sites in (dropping.unequal_recomputations, dropping.evaluated)

@@ -180,6 +180,7 @@ def error_bounds(
     ranks: int = 1,
     choosing: Callable[[int | None], ModeOrFactory] = lambda draw: nullcontext(),
     rounding: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    loop: type[Sequential] = Sequential,
 ) -> ErrorBounds:
     """Return error bounds for any program that trains a model in a low dtype.
 
@@ -190,6 +191,7 @@ def error_bounds(
       ranks     ranks of the program on this machine: the model uses as many threads as one rank
       choosing  returns the mode of a run's choices: for float64 (None) first, then for each draw
       rounding  returns a context that rounds besides the dtype, such as products in eight bits
+      loop      training loop of the original
     The reference is the model in float64 from the same weights; the program need not run in
     float64.
     """
@@ -204,7 +206,7 @@ def error_bounds(
                 twin.forward = torch.autocast("cpu", autocast)(twin.forward)
                 cast_loss = loss and torch.autocast("cpu", autocast)(loss)
             options: dict[str, Any] = {"clip": c.clip, "scale": c.scale, "evaluate": c.evaluate}
-            return Sequential(twin, c.optimizer, loss=cast_loss, follow=c.follow, **options)
+            return loop(twin, c.optimizer, loss=cast_loss, follow=c.follow, **options)
 
         with enter_modes(*extra_modes, *modes):
             return observe(make, conditions)

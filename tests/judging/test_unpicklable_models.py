@@ -1,9 +1,10 @@
-"""Models with attributes that pickle refuses are still judged and verified on ranks."""
+"""Models that ranks get by pickle, with more than pickle keeps, are judged and verified there."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -68,3 +69,42 @@ def test_a_schedule_of_such_a_model_is_verified() -> None:
     sch.mesh(dp=2)
     sch.zero(stage=1, over="dp")
     assert schedlang.verify(sch, batch=batch, loss=loss).ok
+
+
+def routed() -> Any:
+    """Return a model of transformers whose loss reads the router logits that hooks collect."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 22, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    config = transformers.MixtralConfig(**sizes, **heads, output_router_logits=True)
+    return transformers.MixtralForCausalLM(config)
+
+
+def routed_batch(seed: int) -> dict[str, Any]:
+    """Return the tokens under the model's name for them."""
+    return {"input_ids": batch(seed)["ids"]}
+
+
+def routed_loss(output: Any, batch: Any) -> Tensor:
+    """Return the mean of logits, and of router logits."""
+    logits, routers = output.logits, torch.stack(output.router_logits)
+    return logits.square().mean() + routers.square().mean()
+
+
+def test_outputs_that_hooks_collect_are_collected_on_ranks(pool: Pool) -> None:
+    """Ranks know the classes of a model that was made elsewhere, so its hooks collect there."""
+
+    def program(model: nn.Module) -> Any:
+        ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+
+        def step(batch: Any) -> Tensor:
+            rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+            value = routed_loss(ddp(**{k: v.chunk(size)[rank] for k, v in batch.items()}), {})
+            value.backward()
+            return value
+
+        return schedlang.TrainingProgram(ddp, step)
+
+    options: Any = {"batch": routed_batch, "loss": routed_loss, "ranks": 2, "pool": pool}
+    report = verify_program(program, model=routed(), **options)
+    assert report.ok, str(report)

@@ -1,0 +1,142 @@
+"""Draws from Python's and numpy's generators in a step: both sides start them anew in each step.
+
+A model may skip layers by `random.random()`, or mask inputs by `numpy.random`. These generators,
+and those that modules hold, are seeded with the number of the step, so a rank that draws as often
+as the original draws the same numbers. If it draws less or more often, its generators end in other
+states.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.passes.verify.observe import Batch
+from schedlang.passes.verify.original import Sequential
+from schedlang.runtime.global_state import restore_generators
+
+# generators that a step draws from -> their states after it
+EndStates = Mapping[str, frozenset[object]]
+
+
+@contextmanager
+def seeded_generators(
+    step: int, modules: Sequence[nn.Module]
+) -> Iterator[dict[str, frozenset[object]]]:
+    """Seed the generators with the step's number, and restore the global ones after the block.
+
+    Yields a dict that afterwards has the end states of the generators that were drawn from.
+    """
+    drawn: dict[str, frozenset[object]] = {}
+    with restore_generators():
+        random.seed(step)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(step)
+        held = _held_generators(modules)
+        for generator in (g for generators in held.values() for g in generators):
+            if isinstance(generator, random.Random):
+                generator.seed(step)
+            else:
+                bits = generator.bit_generator
+                bits.state = type(bits)(step).state
+        before = _generator_states(held)
+        yield drawn
+        for name, states in _generator_states(held).items():
+            if ends := states - before[name]:
+                drawn[name] = ends
+
+
+def _held_generators(modules: Sequence[nn.Module]) -> dict[str, list[Any]]:
+    """Return the generators of Python and numpy that are attributes of modules, each once."""
+    numpy = sys.modules.get("numpy")
+    kinds = (random.Random,) if numpy is None else (random.Random, numpy.random.Generator)
+    found = {
+        id(value): (name, value)
+        for module in modules
+        for submodule in module.modules()
+        for name, value in vars(submodule).items()
+        if isinstance(value, kinds)
+    }
+    held: dict[str, list[Any]] = {}
+    for name, value in found.values():
+        held.setdefault(f"its own generator `{name}`", []).append(value)
+    return held
+
+
+def _generator_states(held: Mapping[str, Sequence[Any]]) -> dict[str, frozenset[object]]:
+    states: dict[str, frozenset[object]] = {"Python's `random`": frozenset([random.getstate()])}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        _, keys, *rest = numpy.random.get_state()
+        states["`numpy.random`"] = frozenset([(keys.tobytes(), *rest)])
+    return states | {name: frozenset(map(_state_of, held[name])) for name in held}
+
+
+def _state_of(generator: Any) -> object:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return str(generator.bit_generator.state)
+
+
+class SeededSequential(Sequential):
+    """The original's plain training loop, whose draws from the generators are those of the step.
+
+    drawn  end states of the generators that the last step drew from
+    """
+
+    drawn: EndStates = {}
+
+    def forward_backward(self, batch: Batch, samples: Sequence[int]) -> Tensor:
+        """See `Sequential`."""
+        with seeded_generators(self._steps, [self.module]) as drawn:
+            loss = super().forward_backward(batch, samples)
+        self.drawn = drawn
+        return loss
+
+    def eval_step(self, batch: Batch) -> Any:
+        """See `Sequential`."""
+        with seeded_generators(self._steps, [self.module]):
+            return super().eval_step(batch)
+
+
+_NONE: frozenset[object] = frozenset()
+
+
+def unequal_draws(expected: EndStates, ranks: Sequence[EndStates]) -> dict[str, list[int]]:
+    """Return the generators that ranks draw from less or more often than the original, by name."""
+    unequal: dict[str, list[int]] = {}
+    for rank, drawn in enumerate(ranks):
+        for name in {*expected, *drawn}:
+            if drawn.get(name, _NONE) - expected.get(name, _NONE) or not drawn.get(name, _NONE):
+                unequal.setdefault(name, []).append(rank)
+    return dict(sorted(unequal.items()))
+
+
+def refuse_unequal_draws(unequal: Mapping[str, Sequence[int]], originals: Sequence[str]) -> None:
+    """Refuse (S812) draws that the original makes, and ranks make less or more often."""
+    for name in originals:
+        if name in unequal:
+            ranks = ", ".join(map(str, unequal[name]))
+            message = (
+                f"the original draws from {name} in a step, and rank {ranks} draws less or more "
+                "often: the numbers cannot be aligned"
+            )
+            notes = (
+                "ranks start each step with the original's generators: equal draws, in the same "
+                "order, are the original's",
+                "microbatches, stages, and draws for each row draw other numbers",
+            )
+            helps = ("put what is drawn into the batch, so that each rank takes its part of it",)
+            raise Refusal(Diagnostic("S812", message, notes=notes, helps=helps))
+
+
+def describe_extra_draws(unequal: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, str]]:
+    """Describe draws that ranks make, if the original makes none."""
+    for name, ranks in unequal.items():
+        text = f"rank {', '.join(map(str, ranks))} draws from {name} in a step"
+        yield "random numbers", f"{text}, and the original draws nothing from it"
