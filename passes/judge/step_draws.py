@@ -89,6 +89,7 @@ class SeededSequential(Sequential):
     drawn  end states of the generators that the last step drew from
     """
 
+    seeds_draws = False  # but as ranks of other programs draw
     drawn: EndStates = {}
 
     def forward_backward(self, batch: Batch, samples: Sequence[int]) -> Tensor:

@@ -43,7 +43,11 @@ class Sequential:
     dropout   the mode under which the module runs; it reports the draws
     step      number of the next step
     apart     parts of a batch have draws of their own from Python and numpy
+
+    seeds_draws: draws from Python and numpy are seeded as a program seeds them.
     """
+
+    seeds_draws = True
 
     def __init__(
         self,
@@ -62,8 +66,8 @@ class Sequential:
         self.module, self.loss, self.clip = module, loss or returned_loss, clip
         self.scale, self.evaluate, self.follow = scale, evaluate, follow
         self.dropout = dropout
-        # as a program seeds the draws of Python and numpy
-        self._seeding = HostDraws(0 if dropout is None else dropout.seed, apart).enter
+        draws = HostDraws(0 if dropout is None else dropout.seed, apart)
+        self._seeding = draws.enter if self.seeds_draws else None
         if dropout is not None:
             dropout.noted, dropout.begun = {}, {}
         self._parameters = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
