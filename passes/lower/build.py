@@ -400,6 +400,7 @@ def _make_program(
         full_step = find_gathered_step(a, staged, options.optimizer)
         trained_names = {n for n, p in plan.model.model.named_parameters() if p.requires_grad}
         optimizer = _make_optimizer(a, options.optimizer, trained_names)
+        full_step = None if full_step is None else full_step.of(optimizer)
     if options.compare != "nothing" and not options.on_meta and shared_store() is not None:
         names = {id(parameter): name for name, parameter in a.parameters.items()}
         if options.optimizer is not None:  # on all ranks, also those that train no parameter

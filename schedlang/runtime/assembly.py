@@ -106,8 +106,27 @@ class Assembly:
     # batches as they were dealt, shared by dry runs of several ranks
     split_batches: dict[object, Any] | None = None
 
+    def begin_step(self) -> None:
+        """Drop all gradients, and what an exception has left of the step before."""
+        self._end_broken_step()
+        self.local_parameters.zero()
+
+    def _end_broken_step(self) -> None:
+        """End what an exception has left undone.
+
+        Not when it is raised: it waits for other ranks, and a rank that fails alone must end.
+        """
+        if not self.local_parameters.broken:
+            return
+        for stage in self.sliced.values():
+            stage.end_broken_step()
+        if self.early_reductions is not None:
+            self.early_reductions.end_broken_step()
+        self.local_parameters.broken = False
+
     def enter_evaluation(self, step: int) -> AbstractContextManager[None]:
         """Return the context of an evaluation after a step: with the buffers that are saved."""
+        self._end_broken_step()
         if self.replica_buffers is None:
             return nullcontext()
         return self.replica_buffers.of_first_replica(self.buffers, step)

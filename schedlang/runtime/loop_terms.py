@@ -84,8 +84,9 @@ _shards: WeakSet[nn.Parameter] = WeakSet()
 
 def mark_shard(parameter: nn.Parameter, name: str) -> None:
     """Mark a parameter as a shard of the tensor `name`."""
-    setattr(parameter, _SHARD, name)
-    _shards.add(parameter)
+    if shard_name(parameter) is None:  # a WeakSet compares what is added again
+        setattr(parameter, _SHARD, name)
+        _shards.add(parameter)
 
 
 def shard_name(value: Any) -> str | None:

@@ -48,7 +48,7 @@ from schedlang.runtime.grad_reduction.zero import (
 )
 from schedlang.runtime.launch.hang_watch import waits_for_ranks
 from schedlang.runtime.offload.offloaded_step import OffloadedState, with_peer_state
-from schedlang.runtime.optim.full_tensor_step import FullTensorStep, step_optimizer
+from schedlang.runtime.optim.full_tensor_step import STEP_HOOKS, FullTensorStep, step_optimizer
 from schedlang.runtime.optim.loss_scale import LossScale
 from schedlang.runtime.pipeline.executor import BACKWARD, ScheduledOp
 from schedlang.runtime.pipeline.measured_times import StepTimer
@@ -59,7 +59,7 @@ from schedlang.runtime.step_batch import BatchComparison, check_batch_names, spl
 from schedlang.runtime.storage.offloaded_gradients import drop_gradient
 from schedlang.runtime.storage.tiers import DEVICE
 from schedlang.runtime.training_mode import TrainingMode
-from schedlang.runtime.user_loops import check_shapes, copy_refusal, module_of
+from schedlang.runtime.user_loops import check_shapes, copy_refusal, hooks_around, module_of
 from schedlang.runtime.zero_weight_loss import with_loss_weight
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -95,13 +95,10 @@ class Program:
     left_out: dict[str, str] = field(default_factory=dict)
     _inputs: list[BatchPart] = field(default_factory=list)
     _totals: Mapping[int, float] = field(default_factory=dict)  # update -> its weight
-    # the weights of a step, by replica and microbatch
-    _weights_of_ranks: Sequence[Sequence[Number]] = ()
-    # whether the parts of all ranks have the same shapes
-    _same_shapes: Callable[[], bool] | None = None
+    _weights_of_ranks: Sequence[Sequence[Number]] = ()  # of a step, by replica and microbatch
+    _same_shapes: Callable[[], bool] | None = None  # whether the parts of all ranks have one shape
     _norm: Tensor | float | None = None  # norm of the last step's gradients, on the device
-    # the flags of the last step
-    _used: tuple[tuple[float, ...], Tensor | list[float]] | None = None
+    _used: tuple[tuple[float, ...], Tensor | list[float]] | None = None  # flags of the last step
     _saving: BackgroundSave = field(default_factory=BackgroundSave)  # the save in flight
     # decides by loss and norm whether to step
     allowed: Callable[[Tensor, Tensor | float], bool] | None = None
@@ -216,7 +213,7 @@ class Program:
         if self.comparing is not None:
             self.comparing.check(self.assembly, batch, local, self.step)
         self._training.evaluate() if self.evaluate else self._training.train()
-        self.assembly.local_parameters.zero()
+        self.assembly.begin_step()
         if self.offloaded is not None:
             self.offloaded.begin(self.assembly.buffers)
         parts, weights, total = self._parts(batch, local)
@@ -265,12 +262,14 @@ class Program:
 
     def _step_weights(self) -> None:
         """Step the optimizer: on shards, or on full parameters if it needs these."""
-        if self.offloaded is not None:
-            self.offloaded.step(self.optimizer, self.whole)
-        elif self.whole is not None:
-            self.whole.step(self.optimizer)
-        elif self.optimizer is not None:
-            step_optimizer(self.optimizer)
+        hooked = any(getattr(self.optimizer, name, None) for name in STEP_HOOKS)
+        with hooks_around(self.assembly, self.optimizer, self.whole) if hooked else _NOTHING:
+            if self.offloaded is not None:
+                self.offloaded.step(self.optimizer, self.whole)
+            elif self.whole is not None:
+                self.whole.step(self.optimizer)
+            elif self.optimizer is not None:
+                step_optimizer(self.optimizer)
 
     @waits_for_ranks()
     def eval_step(self, batch: Batch, *, local: bool = False) -> Any:

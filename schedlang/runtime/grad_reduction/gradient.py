@@ -186,6 +186,7 @@ class LocalParameters(dict[str, nn.Parameter]):
         self._loose: list[nn.Parameter] | None = None
         self._buckets: dict[object, list[FlatGradients | list[nn.Parameter]]] = {}
         self.stepping = False  # a step runs: its gradients will be reduced
+        self.broken = False  # an exception has ended the last step or evaluation
         self.hooks: GradientHooks | None = None  # a user's, in this step
         self.guarded = False  # the module was handed out: see `user_loops`
         self.shapes: dict[str, torch.Size] = {}  # of its shards, from then on
@@ -193,7 +194,7 @@ class LocalParameters(dict[str, nn.Parameter]):
     @contextmanager
     def step(self) -> Iterator[None]:
         """Mark the block as the forwards and backwards of a step; hooks wait until its end."""
-        self.stepping = True
+        self.stepping = self.broken = True
         hooked = [
             parameter
             for parameter in self.values()
@@ -203,6 +204,7 @@ class LocalParameters(dict[str, nn.Parameter]):
         try:
             with nullcontext() if self.hooks is None else self.hooks.held_back():
                 yield
+            self.broken = False
         finally:
             self.stepping = False
 

@@ -30,6 +30,7 @@ from schedlang.diagnostics.source import python_span
 from schedlang.ir.pytree import record_outputs
 from schedlang.pipeline.timeline.table import Kind
 from schedlang.runtime.adapters.fully_shard import (
+    end_broken_step,
     end_unused_gather,
     gather_for_views,
     gather_in_inference,
@@ -194,6 +195,16 @@ class ShardedStage:
         self._stepping = False
         for unit in self.units if self.ahead else ():
             end_unused_gather(unit)
+
+    def end_broken_step(self) -> None:
+        """Forget a step that an exception has ended: its gradients, and what was gathered."""
+        self.calls, self._turn, self._stepping = [0] * len(self.calls), 0, False
+        self.used.clear()
+        if self._unshards is not None:
+            self.reshard()
+        root: Any = [] if self._root is None else [self._root]
+        for unit in (*self.units, *root):
+            end_broken_step(unit)
 
     def _zero_missing(self, unit: FSDPModule, names: set[str]) -> None:
         """Set a gradient to zero if only other ranks have one (of an expert without tokens here).
