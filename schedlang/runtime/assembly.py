@@ -106,18 +106,11 @@ class Assembly:
     # batches as they were dealt, shared by dry runs of several ranks
     split_batches: dict[object, Any] | None = None
 
-    def begin_step(self) -> None:
-        """Drop all gradients, and what an exception has left of the step before."""
-        self._end_broken_step()
-        self.local_parameters.zero()
+    def end_broken_step(self) -> None:
+        """End what an exception has left undone of the last step or evaluation.
 
-    def _end_broken_step(self) -> None:
-        """End what an exception has left undone.
-
-        Not when it is raised: it waits for other ranks, and a rank that fails alone must end.
+        Not when it is raised: this waits for other ranks, and a rank that fails alone must end.
         """
-        if not self.local_parameters.broken:
-            return
         for stage in self.sliced.values():
             stage.end_broken_step()
         if self.early_reductions is not None:
@@ -126,7 +119,8 @@ class Assembly:
 
     def enter_evaluation(self, step: int) -> AbstractContextManager[None]:
         """Return the context of an evaluation after a step: with the buffers that are saved."""
-        self._end_broken_step()
+        if self.local_parameters.broken:
+            self.end_broken_step()
         if self.replica_buffers is None:
             return nullcontext()
         return self.replica_buffers.of_first_replica(self.buffers, step)
@@ -142,9 +136,9 @@ class Assembly:
         """The parameters that ZeRO slices over ranks."""
         return tuple(name for name, holding in self.holdings.items() if holding.sliced)
 
-    @cached_property
+    @property
     def trained(self) -> frozenset[str]:
-        """The parameters of this rank that take gradients."""
+        """The parameters of this rank that take gradients now: a loop may freeze some."""
         return frozenset(name for name, p in self.parameters.items() if p.requires_grad)
 
     @cached_property

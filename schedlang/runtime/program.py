@@ -43,7 +43,6 @@ from schedlang.runtime.grad_reduction.gradient import (
 from schedlang.runtime.grad_reduction.zero import (
     gradient_flags,
     pack_flags,
-    reshard_all,
     unpack_counts,
 )
 from schedlang.runtime.launch.hang_watch import waits_for_ranks
@@ -213,7 +212,9 @@ class Program:
         if self.comparing is not None:
             self.comparing.check(self.assembly, batch, local, self.step)
         self._training.evaluate() if self.evaluate else self._training.train()
-        self.assembly.begin_step()
+        if self.assembly.local_parameters.broken:
+            self.assembly.end_broken_step()
+        self.assembly.local_parameters.zero()
         if self.offloaded is not None:
             self.offloaded.begin(self.assembly.buffers)
         parts, weights, total = self._parts(batch, local)
@@ -314,7 +315,6 @@ class Program:
             parts = [prepare(k, part) for k, part in enumerate(parts)]
         with torch.no_grad(), self.assembly.enter_evaluation(self.step):
             results = self._run(parts, None, train=False)
-        reshard_all(self.assembly.sliced)
         if self.offloaded is not None:
             self.offloaded.finish_backward()
         return self._whole(results, parts, weights)
@@ -397,7 +397,7 @@ class Program:
             if region is not None:
                 region.end_step()
         for item in a.sliced.values():
-            item.end_prefetch()
+            item.free_gathered()
         return results
 
     def _sum(self) -> None:
@@ -444,12 +444,13 @@ class Program:
         world.all_reduce(stacked, a.ranks.world.group)
         if scale is not None:
             scale.set_overflow(stacked[end:])
-        if any(not is_used and name in a.trained for name, is_used in zip(names, used_flags)):
+        trained = () if all(used_flags) else a.trained
+        if any(not is_used and name in trained for name, is_used in zip(names, used_flags)):
             counted = stacked[2:end].tolist()
             counts = unpack_counts(counted, len(names), a.ranks.mesh.world, stacked.dtype)
             for name, count in zip(names, counts):
                 # unused on all ranks: no gradient, as in a plain loop
-                if not count and name in a.trained:
+                if not count and name in trained:
                     drop_gradient(a.parameters[name])
         self._norm = norm = host_number(stacked[0].sqrt())
         factor = clip_factor(norm, self.clip) if self.clip is not None else None

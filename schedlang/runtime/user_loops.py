@@ -38,6 +38,7 @@ from schedlang.runtime.grad_reduction.gradient import GradientReduction, LocalPa
 from schedlang.runtime.grad_reduction.zero import own_backward, reshard_all
 from schedlang.runtime.loop_terms import (
     check_terms,
+    mark_part,
     mark_shard,
     name_of_gradient,
     note_forwards,
@@ -203,9 +204,9 @@ def hooks_around(
     tensors in place of the parameters. Raises Refusal S622 for a hook that takes a norm of shards,
     that gives the step other arguments, or that would run before one that needs full tensors.
     """
-    _mark_shards(a)
-    if optimizer is not None:
-        _checked.add(optimizer)  # when the program was built
+    for name, parameter in _shards_of(a):
+        mark_part(parameter, name)
+        _register_checks()
     made_with = frozenset[int]() if full is None else full.hooks
     own = [getattr(optimizer, name) for name in STEP_HOOKS]
     before, after = ([h for key, h in hooks.items() if key not in made_with] for hooks in own)
@@ -240,23 +241,22 @@ def _hook_refusal(message: str, note: str, remedy: str) -> Refusal:
 
 def _guard_shards(a: Assembly) -> None:
     """Mark the parameters that are shards, and register checks of what needs full tensors."""
-    _mark_shards(a)
+    for name, parameter in _shards_of(a):
+        mark_shard(parameter, name)
+        a.local_parameters.shapes[name] = parameter.shape
+        _register_checks()
     guard_state(a, a.local_parameters.shapes)
     if a.local_parameters.shapes:
         note_forwards(a.module)
 
 
-def _mark_shards(a: Assembly) -> None:
-    """Mark the parameters that are shards, and register checks of norms and steps of these."""
+def _shards_of(a: Assembly) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters with elements on other ranks only; all, if others are on other ranks."""
     everything = all(name in a.parameters for name in a.holdings)
     for name, parameter in a.parameters.items():
         full_size = math.prod(a.holdings[name].layout.shape)
-        if (
-            not everything or parameter.numel() < full_size
-        ):  # for a DTensor, numel counts all shards
-            mark_shard(parameter, name)
-            a.local_parameters.shapes[name] = parameter.shape
-            _register_checks()
+        if not everything or parameter.numel() < full_size:  # a DTensor's numel counts all shards
+            yield name, parameter
 
 
 @functools.cache

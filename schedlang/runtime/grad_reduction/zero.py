@@ -190,11 +190,17 @@ class ShardedStage:
         while self._new_roots:
             self._new_roots.pop()(lambda: None)
 
-    def end_prefetch(self) -> None:
-        """Drop prefetched gathers of units that did not run."""
+    def free_gathered(self) -> None:
+        """Free gathered parameters and prefetched gathers, at the end of a step.
+
+        Torch does so in a backward. None runs in a stage where all is frozen: it would keep the
+        values of this step, and what is frozen.
+        """
         self._stepping = False
-        for unit in self.units if self.ahead else ():
-            end_unused_gather(unit)
+        for unit in self.units:
+            if self.ahead:
+                end_unused_gather(unit)
+            unit.reshard()
 
     def end_broken_step(self) -> None:
         """Forget a step that an exception has ended: its gradients, and what was gathered."""
@@ -388,9 +394,7 @@ def _check_calls(counts: Sequence[int]) -> None:
 def reshard_all(sliced: Mapping[int, ShardedStage]) -> None:
     """Free gathered parameters, so that the next forward gathers the present shards."""
     for stage in sliced.values():
-        stage.end_prefetch()
-        for unit in stage.units:
-            unit.reshard()
+        stage.free_gathered()
 
 
 def gather_handlers(sliced: Mapping[int, ShardedStage]) -> Mapping[Kind, Handler]:
