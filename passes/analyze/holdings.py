@@ -204,12 +204,16 @@ class Reduction:
     bucket: int | None = None
 
 
-def reductions(plan: Plan, traced: Traced, holdings: Mapping[str, Holding]) -> list[Reduction]:
+def reductions(
+    plan: Plan, traced: Traced, holdings: Mapping[str, Holding], *, frozen: bool = False
+) -> list[Reduction]:
     """Return the gradient reductions of a step, in the order of all ranks, for trained parameters.
 
-    A rank leaves out the names that it does not hold.
+    With `frozen` those that the frozen parameters would need. A rank leaves out the names that it
+    does not hold.
     """
-    trained = [name for name, param in plan.model.unique_parameters.items() if param.requires_grad]
+    parameters = plan.model.unique_parameters.items()
+    trained = [name for name, param in parameters if param.requires_grad is not frozen]
     return [
         *(_partial(plan, traced, trained) if traced.partial else ()),
         *(_tied(holdings, trained) if plan.cuts else ()),

@@ -289,9 +289,8 @@ def _load_weights(program: Program, weights: str | os.PathLike[str]) -> None:
 def _replica_buffers(plan: Plan, ranks: RankGroups) -> ReplicaBuffers | None:
     from schedlang.runtime.replica_buffers import ReplicaBuffers
 
-    if plan.shares == 1 or not is_statistics_relaxed(plan):
-        return None
-    return ReplicaBuffers(ranks.group(plan.data_axes))
+    several = plan.shares > 1 and is_statistics_relaxed(plan)
+    return ReplicaBuffers(ranks.group(plan.data_axes)) if several else None
 
 
 def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
@@ -372,10 +371,11 @@ def _local_parameters(builder: Builder, holdings: Mapping[str, Holding]) -> Loca
     """Return this rank's parameters by name, after weights with a quantized storage are encoded."""
     from schedlang.runtime.grad_reduction.gradient import LocalParameters
 
-    mesh, rank = builder.plan.mesh, builder.ranks.rank
-    held_names = {name for name, holding in holdings.items() if holding.is_held(mesh, rank)}
-    named_parameters = builder.module.named_parameters()
-    parameters = LocalParameters({name: p for name, p in named_parameters if name in held_names})
+    held = {n for n, h in holdings.items() if h.is_held(builder.plan.mesh, builder.ranks.rank)}
+    parameters = LocalParameters({n: p for n, p in builder.module.named_parameters() if n in held})
+    if not all(p.requires_grad for p in parameters.values()):
+        unreduced = reductions(builder.plan, builder.traced, holdings, frozen=True)
+        parameters.unreduced = frozenset(n for reduction in unreduced for n in reduction.names)
     if builder.plan.model.changes:
         encode_weights(builder, parameters)
     return parameters
@@ -410,7 +410,7 @@ def _make_program(
         a,
         optimizer,
         options.clip,
-        whole=full_step,
+        whole=full_step.of(optimizer) if full_step is not None else None,
         offloaded=offloaded,
         loss_scale=initial_loss_scale(plan) if plan.casts else None,
         comparing=comparing,

@@ -109,8 +109,21 @@ class Assembly:
     # batches as they were dealt, shared by dry runs of several ranks
     split_batches: dict[object, Any] | None = None
 
+    def end_broken_step(self) -> None:
+        """End what an exception has left undone of the last step or evaluation.
+
+        Not when it is raised: this waits for other ranks, and a rank that fails alone must end.
+        """
+        for stage in self.sliced.values():
+            stage.end_broken_step()
+        if self.early_reductions is not None:
+            self.early_reductions.end_broken_step()
+        self.local_parameters.broken = False
+
     def enter_evaluation(self, step: int) -> AbstractContextManager[None]:
         """Return the context of an evaluation after a step: with the buffers that are saved."""
+        if self.local_parameters.broken:
+            self.end_broken_step()
         if self.replica_buffers is None:
             return nullcontext()
         return self.replica_buffers.of_first_replica(self.buffers, step)
@@ -126,9 +139,9 @@ class Assembly:
         """The parameters that ZeRO slices over ranks."""
         return tuple(name for name, holding in self.holdings.items() if holding.sliced)
 
-    @cached_property
+    @property
     def trained(self) -> frozenset[str]:
-        """The parameters of this rank that take gradients."""
+        """The parameters of this rank that take gradients now: a loop may freeze some."""
         return frozenset(name for name, p in self.parameters.items() if p.requires_grad)
 
     @cached_property

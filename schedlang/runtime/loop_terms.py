@@ -34,6 +34,7 @@ from schedlang.runtime.adapters.torch_tensor import (
 from schedlang.runtime.forward import layer_of
 
 _SHARD = "_schedlang_part"  # of parameters that are shards of a tensor: the name
+_PART = "_schedlang_norm_part"  # of parameters: the name, if other ranks hold other elements
 _PARTS = "_schedlang_parts"  # of nodes: output number -> what an output is a rank's part of
 # nodes of autograd with which terms of a loss begin; one that begins a layer is none of these
 _TERMS = (
@@ -83,9 +84,16 @@ _shards: WeakSet[nn.Parameter] = WeakSet()
 
 
 def mark_shard(parameter: nn.Parameter, name: str) -> None:
-    """Mark a parameter as a shard of the tensor `name`."""
+    """Mark a parameter as a shard of the tensor `name`, of a program that records its forwards."""
+    mark_part(parameter, name)
     setattr(parameter, _SHARD, name)
-    _shards.add(parameter)
+
+
+def mark_part(parameter: nn.Parameter, name: str) -> None:
+    """Mark a parameter, of any program, as part of what a norm of all gradients would need."""
+    if _PART not in vars(parameter):  # a WeakSet compares what is added again
+        setattr(parameter, _PART, name)
+        _shards.add(parameter)
 
 
 def shard_name(value: Any) -> str | None:
@@ -96,7 +104,7 @@ def shard_name(value: Any) -> str | None:
 
 def name_of_gradient(tensors: Iterable[Tensor]) -> str | None:
     """Return the name of the first shard whose gradient is one of some tensors; None if none is."""
-    names = {id(parameter.grad): shard_name(parameter) for parameter in _shards}
+    names = {id(parameter.grad): vars(parameter)[_PART] for parameter in _shards}
     names.pop(id(None), None)
     return next((names[id(tensor)] for tensor in tensors if id(tensor) in names), None)
 

@@ -43,12 +43,11 @@ from schedlang.runtime.grad_reduction.gradient import (
 from schedlang.runtime.grad_reduction.zero import (
     gradient_flags,
     pack_flags,
-    reshard_all,
     unpack_counts,
 )
 from schedlang.runtime.launch.hang_watch import waits_for_ranks
 from schedlang.runtime.offload.offloaded_step import OffloadedState, with_peer_state
-from schedlang.runtime.optim.full_tensor_step import FullTensorStep, step_optimizer
+from schedlang.runtime.optim.full_tensor_step import STEP_HOOKS, FullTensorStep, step_optimizer
 from schedlang.runtime.optim.loss_scale import LossScale
 from schedlang.runtime.pipeline.executor import BACKWARD, ScheduledOp
 from schedlang.runtime.pipeline.measured_times import StepTimer
@@ -59,7 +58,7 @@ from schedlang.runtime.step_batch import BatchComparison, check_batch_names, spl
 from schedlang.runtime.storage.offloaded_gradients import drop_gradient
 from schedlang.runtime.storage.tiers import DEVICE
 from schedlang.runtime.training_mode import TrainingMode
-from schedlang.runtime.user_loops import check_shapes, copy_refusal, module_of
+from schedlang.runtime.user_loops import check_shapes, copy_refusal, hooks_around, module_of
 from schedlang.runtime.zero_weight_loss import with_loss_weight
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -95,13 +94,10 @@ class Program:
     left_out: dict[str, str] = field(default_factory=dict)
     _inputs: list[BatchPart] = field(default_factory=list)
     _totals: Mapping[int, float] = field(default_factory=dict)  # update -> its weight
-    # the weights of a step, by replica and microbatch
-    _weights_of_ranks: Sequence[Sequence[Number]] = ()
-    # whether the parts of all ranks have the same shapes
-    _same_shapes: Callable[[], bool] | None = None
+    _weights_of_ranks: Sequence[Sequence[Number]] = ()  # of a step, by replica and microbatch
+    _same_shapes: Callable[[], bool] | None = None  # whether the parts of all ranks have one shape
     _norm: Tensor | float | None = None  # norm of the last step's gradients, on the device
-    # the flags of the last step
-    _used: tuple[tuple[float, ...], Tensor | list[float]] | None = None
+    _used: tuple[tuple[float, ...], Tensor | list[float]] | None = None  # flags of the last step
     _saving: BackgroundSave = field(default_factory=BackgroundSave)  # the save in flight
     # decides by loss and norm whether to step
     allowed: Callable[[Tensor, Tensor | float], bool] | None = None
@@ -216,6 +212,8 @@ class Program:
         if self.comparing is not None:
             self.comparing.check(self.assembly, batch, local, self.step)
         self._training.evaluate() if self.evaluate else self._training.train()
+        if self.assembly.local_parameters.broken:
+            self.assembly.end_broken_step()
         self.assembly.local_parameters.zero()
         if self.offloaded is not None:
             self.offloaded.begin(self.assembly.buffers)
@@ -265,12 +263,14 @@ class Program:
 
     def _step_weights(self) -> None:
         """Step the optimizer: on shards, or on full parameters if it needs these."""
-        if self.offloaded is not None:
-            self.offloaded.step(self.optimizer, self.whole)
-        elif self.whole is not None:
-            self.whole.step(self.optimizer)
-        elif self.optimizer is not None:
-            step_optimizer(self.optimizer)
+        hooked = any(getattr(self.optimizer, name, None) for name in STEP_HOOKS)
+        with hooks_around(self.assembly, self.optimizer, self.whole) if hooked else _NOTHING:
+            if self.offloaded is not None:
+                self.offloaded.step(self.optimizer, self.whole)
+            elif self.whole is not None:
+                self.whole.step(self.optimizer)
+            elif self.optimizer is not None:
+                step_optimizer(self.optimizer)
 
     @waits_for_ranks()
     def eval_step(self, batch: Batch, *, local: bool = False) -> Any:
@@ -315,7 +315,6 @@ class Program:
             parts = [prepare(k, part) for k, part in enumerate(parts)]
         with torch.no_grad(), self.assembly.enter_evaluation(self.step):
             results = self._run(parts, None, train=False)
-        reshard_all(self.assembly.sliced)
         if self.offloaded is not None:
             self.offloaded.finish_backward()
         return self._whole(results, parts, weights)
@@ -398,7 +397,7 @@ class Program:
             if region is not None:
                 region.end_step()
         for item in a.sliced.values():
-            item.end_prefetch()
+            item.free_gathered()
         return results
 
     def _sum(self) -> None:
@@ -446,12 +445,13 @@ class Program:
         world.all_reduce(stacked, a.ranks.world.group)
         if scale is not None:
             scale.set_overflow(stacked[end:])
-        if any(not is_used and name in a.trained for name, is_used in zip(names, used_flags)):
+        trained = () if all(used_flags) else a.trained
+        if any(not is_used and name in trained for name, is_used in zip(names, used_flags)):
             counted = stacked[2:end].tolist()
             counts = unpack_counts(counted, len(names), a.ranks.mesh.world, stacked.dtype)
             for name, count in zip(names, counts):
                 # unused on all ranks: no gradient, as in a plain loop
-                if not count and name in a.trained:
+                if not count and name in trained:
                     drop_gradient(a.parameters[name])
         self._norm = norm = host_number(stacked[0].sqrt())
         factor = clip_factor(norm, self.clip) if self.clip is not None else None

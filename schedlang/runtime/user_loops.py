@@ -14,9 +14,9 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -39,13 +39,19 @@ from schedlang.runtime.grad_reduction.gradient import GradientReduction, LocalPa
 from schedlang.runtime.grad_reduction.zero import own_backward, reshard_all
 from schedlang.runtime.loop_terms import (
     check_terms,
+    mark_part,
     mark_shard,
     name_of_gradient,
     note_forwards,
     run_gradients,
     shard_name,
 )
-from schedlang.runtime.optim.full_tensor_step import SAMPLE_DIMS, is_elementwise
+from schedlang.runtime.optim.full_tensor_step import (
+    SAMPLE_DIMS,
+    STEP_HOOKS,
+    FullTensorStep,
+    is_elementwise,
+)
 from schedlang.runtime.scope import Scope
 from schedlang.runtime.shard_state import guard_state
 from schedlang.runtime.storage.offloaded_gradients import in_backward
@@ -213,20 +219,69 @@ def check_shapes(parameters: LocalParameters) -> None:
             ).at(python_span())
 
 
+@contextmanager
+def hooks_around(
+    a: Assembly, optimizer: torch.optim.Optimizer | None, full: FullTensorStep | None
+) -> Iterator[None]:
+    """Run the hooks that a loop has put on steps of an optimizer once, around the block.
+
+    They get what this rank holds. In the block the optimizer may step several times, and on other
+    tensors in place of the parameters. Raises Refusal S622 for a hook that takes a norm of shards,
+    that gives the step other arguments, or that would run before one that needs full tensors.
+    """
+    for name, parameter in _shards_of(a):
+        mark_part(parameter, name)
+        _register_checks()
+    made_with = frozenset[int]() if full is None else full.hooks
+    own = [getattr(optimizer, name) for name in STEP_HOOKS]
+    before, after = ([h for key, h in hooks.items() if key not in made_with] for hooks in own)
+    if before and not made_with.isdisjoint(own[0]):
+        raise _hook_refusal(
+            "a hook before a step would run too early",
+            "the optimizer was made with hooks, which run when a step has gathered full tensors",
+            "put this hook on the optimizer, too, in the function that makes it",
+        )
+    for hook in before:
+        if hook(optimizer, (optimizer,), {}) is not None:
+            raise _hook_refusal(
+                "a hook gives other arguments to the step of an optimizer",
+                "`program.train_step` makes the step, without arguments",
+                "let the hook return None",
+            )
+    try:
+        for name, hooks in zip(STEP_HOOKS, own):
+            kept = OrderedDict((key, hook) for key, hook in hooks.items() if key in made_with)
+            setattr(optimizer, name, kept)
+        yield
+    finally:
+        for name, hooks in zip(STEP_HOOKS, own):
+            setattr(optimizer, name, hooks)
+    for hook in after:
+        hook(optimizer, (optimizer,), {})
+
+
+def _hook_refusal(message: str, note: str, remedy: str) -> Refusal:
+    return Refusal.of("S622", message, notes=(note,), helps=(remedy,)).at(python_span())
+
+
 def _guard_shards(a: Assembly) -> None:
     """Mark the parameters that are shards, and register checks of what needs full tensors."""
-    everything = all(name in a.parameters for name in a.holdings)
-    for name, parameter in a.parameters.items():
-        full_size = math.prod(a.holdings[name].layout.shape)
-        if (
-            not everything or parameter.numel() < full_size
-        ):  # for a DTensor, numel counts all shards
-            mark_shard(parameter, name)
-            a.local_parameters.shapes[name] = parameter.shape
-            _register_checks()
+    for name, parameter in _shards_of(a):
+        mark_shard(parameter, name)
+        a.local_parameters.shapes[name] = parameter.shape
+        _register_checks()
     guard_state(a, a.local_parameters.shapes)
     if a.local_parameters.shapes:
         note_forwards(a.module)
+
+
+def _shards_of(a: Assembly) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters with elements on other ranks only; all, if others are on other ranks."""
+    everything = all(name in a.parameters for name in a.holdings)
+    for name, parameter in a.parameters.items():
+        full_size = math.prod(a.holdings[name].layout.shape)
+        if not everything or parameter.numel() < full_size:  # a DTensor's numel counts all shards
+            yield name, parameter
 
 
 @functools.cache

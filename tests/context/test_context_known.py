@@ -19,7 +19,7 @@ from schedlang.passes.simulate.account import account
 from schedlang.passes.simulate.traffic import list_collectives
 from schedlang.runtime.batch import Batch
 from tests import models
-from tests.causal import Causal
+from tests.causal import WIDTH, Causal
 from tests.context.test_context import assert_same_training, batches
 from tests.engine.threads import Threads
 from tests.models import bloom
@@ -200,6 +200,25 @@ def test_a_model_without_values_takes_the_next_ranks_label() -> None:
         assert costs.memory is not None, costs.notes
         results.append((costs.collectives, [rank_memory.peak for rank_memory in costs.memory]))
     assert results[0] == results[1]
+
+
+def test_a_stand_in_that_lacks_blocks() -> None:
+    """A model without values that takes its modules by number is tried with all of them."""
+
+    class Numbered(Causal):
+        """Calls three equal modules by number."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            """Add to the loss what the modules make of the words."""
+            more = sum(self.more[index](self.words.weight).mean() for index in range(3))
+            return super().forward(*args, **kwargs) + more
+
+    plan = make_plan(Numbered().double().to("meta"), OWN.format("ring, over=cp"), "cp=2")
+    assert account(plan, batches(mask=False)[0]).collectives
 
 
 @pytest.mark.parametrize("make, row", [(bloom, BLOOM), (mpt, MPT)])

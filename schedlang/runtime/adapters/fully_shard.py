@@ -15,6 +15,7 @@ from torch.distributed.fsdp._fully_shard import (
     _fsdp_param_group,
     _fsdp_state,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
@@ -108,6 +109,29 @@ def finish_reductions(units: Iterable[FSDPModule]) -> None:
                 context.reduce_scatter_states.clear()
             else:  # torch 2.11 has one at most
                 context.reduce_scatter_state = None
+
+
+def end_broken_step(unit: FSDPModule) -> None:
+    """Put a unit into the state between two steps, after an exception in a step.
+
+    torch does so at the end of a backward that is complete. Without it, the next backward neither
+    ends nor waits for its reductions, and adds to gradients that were left. Waits for gathers that
+    were begun; gradients are dropped.
+    """
+    state: Any = unit._get_fsdp_state()
+    state._training_state = TrainingState.IDLE
+    state._modules_to_run_forward.clear()
+    shared = state._state_ctx  # of all units under a root
+    shared.iter_forward_root, shared.post_backward_final_callback_queued = None, False
+    state._comm_ctx.post_forward_order.clear()
+    for group in groups_of(unit):
+        group.finalize_backward()
+        group._training_state, group._partial_reduce_output = TrainingState.IDLE, None
+        for param in group.fsdp_params:
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
+        group._to_sharded()
 
 
 class _WaitOnce:

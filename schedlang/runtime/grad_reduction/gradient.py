@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import python_span
 from schedlang.runtime.adapters.torch_tensor import storage_uses
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.collectives import Group, count
@@ -185,7 +187,9 @@ class LocalParameters(dict[str, nn.Parameter]):
         self._flat: dict[int, FlatGradients] = {}  # by id of a parameter
         self._loose: list[nn.Parameter] | None = None
         self._buckets: dict[object, list[FlatGradients | list[nn.Parameter]]] = {}
+        self.unreduced: frozenset[str] = frozenset()  # frozen ones that no step can train
         self.stepping = False  # a step runs: its gradients will be reduced
+        self.broken = False  # an exception has ended the last step or evaluation
         self.hooks: GradientHooks | None = None  # a user's, in this step
         self.guarded = False  # the module was handed out: see `user_loops`
         self.shapes: dict[str, torch.Size] = {}  # of its shards, from then on
@@ -193,7 +197,7 @@ class LocalParameters(dict[str, nn.Parameter]):
     @contextmanager
     def step(self) -> Iterator[None]:
         """Mark the block as the forwards and backwards of a step; hooks wait until its end."""
-        self.stepping = True
+        self.stepping = self.broken = True
         hooked = [
             parameter
             for parameter in self.values()
@@ -203,6 +207,7 @@ class LocalParameters(dict[str, nn.Parameter]):
         try:
             with nullcontext() if self.hooks is None else self.hooks.held_back():
                 yield
+            self.broken = False
         finally:
             self.stepping = False
 
@@ -249,12 +254,29 @@ class LocalParameters(dict[str, nn.Parameter]):
         return flat if same_members else None
 
     def zero(self) -> None:
-        """Drop all gradients, at the begin of a step."""
+        """Drop all gradients, at the begin of a step.
+
+        Raises Refusal S617 if a loop trains a parameter whose gradient the step would not reduce.
+        """
+        if any(self[name].requires_grad for name in self.unreduced if name in self):
+            raise self._untrained_refusal()
         for flat in self.flats:
             flat.zero()
         if self._loose is None:
             self._loose = [p for p in self.values() if id(p) not in self._flat]
         drop_gradients(self._loose)
+
+    def _untrained_refusal(self) -> Refusal:
+        name = next(n for n, p in self.items() if n in self.unreduced and p.requires_grad)
+        return Refusal.of(
+            "S617",
+            f"`{name}` is trained now, and was frozen when the program was built",
+            notes=("a step sums gradients over ranks only of what was trained then",),
+            helps=(
+                "build the program with all that is ever trained, and freeze it afterwards:"
+                " `parameter.requires_grad_(False)`",
+            ),
+        ).at(python_span())
 
     def drop_unwritten(self) -> None:
         """Set `.grad` to None where backward made no gradient."""

@@ -30,6 +30,7 @@ from schedlang.diagnostics.source import python_span
 from schedlang.ir.pytree import record_outputs
 from schedlang.pipeline.timeline.table import Kind
 from schedlang.runtime.adapters.fully_shard import (
+    end_broken_step,
     end_unused_gather,
     finish_reductions,
     gather_for_views,
@@ -191,12 +192,28 @@ class ShardedStage:
         while self._new_roots:
             self._new_roots.pop()(lambda: None)
 
-    def end_prefetch(self) -> None:
-        """Drop gathers of units that did not run, which were begun ahead."""
+    def free_gathered(self) -> None:
+        """Free gathered parameters and prefetched gathers, at the end of a step.
+
+        Torch does so in a backward. None runs in a stage where all is frozen: it would keep the
+        values of this step, and what is frozen.
+        """
         self._stepping = False
-        for unit in self.units if self.ahead or self.early else ():
-            end_unused_gather(unit)
+        for unit in self.units:
+            if self.ahead or self.early:
+                end_unused_gather(unit)
+            unit.reshard()
         self.early = False
+
+    def end_broken_step(self) -> None:
+        """Forget a step that an exception has ended: its gradients, and what was gathered."""
+        self.calls, self._turn, self._stepping = [0] * len(self.calls), 0, False
+        self.used.clear()
+        if self._unshards is not None:
+            self.reshard()
+        root: Any = [] if self._root is None else [self._root]
+        for unit in (*self.units, *root):
+            end_broken_step(unit)
 
     def _zero_missing(self, unit: FSDPModule, names: set[str]) -> None:
         """Set a gradient to zero if only other ranks have one (of an expert without tokens here).
@@ -395,9 +412,7 @@ def _check_calls(counts: Sequence[int]) -> None:
 def reshard_all(sliced: Mapping[int, ShardedStage]) -> None:
     """Free gathered parameters, so that the next forward gathers the present shards."""
     for stage in sliced.values():
-        stage.end_prefetch()
-        for unit in stage.units:
-            unit.reshard()
+        stage.free_gathered()
 
 
 def gather_handlers(sliced: Mapping[int, ShardedStage]) -> Mapping[Kind, Handler]:

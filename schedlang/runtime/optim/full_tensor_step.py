@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -381,13 +381,25 @@ _VALUE, _GRAD = " value", " gradient"  # besides the keys of the optimizer's sta
 BATCH_ELEMENTS = 2**24  # elements of full tensors at a time, or one parameter
 
 
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
 @dataclass(frozen=True)
 class FullTensorStep:
-    """The optimizer step of parameters with these holdings; all ranks must call it."""
+    """The optimizer step of parameters with these holdings; all ranks must call it.
+
+    hooks  ids of the hooks that the optimizer was made with: part of it, they run on full tensors
+    """
 
     parameters: Mapping[str, nn.Parameter]
     holdings: Mapping[str, Holding]
     ranks: RankGroups
+    hooks: frozenset[int] = frozenset()
+
+    def of(self, optimizer: torch.optim.Optimizer | None) -> FullTensorStep:
+        """Return the same step, with the hooks that an optimizer now has as part of it."""
+        hooks = (getattr(optimizer, name, ()) for name in STEP_HOOKS)
+        return replace(self, hooks=frozenset().union(*hooks))
 
     def step(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Run one step; every rank takes part, also one that trains nothing."""

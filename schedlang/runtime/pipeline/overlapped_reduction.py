@@ -75,6 +75,16 @@ class OverlappedReduction:
             bucket.unpack()
         self._running = []
 
+    def end_broken_step(self) -> None:
+        """Wait for the reductions that a step had begun when an exception ended it."""
+        started, self._running = self._running, []
+        if self._armed is not None:
+            started += self._armed.stop()
+            self._armed = None
+        for _, work in started:
+            if work is not None:
+                work.wait()
+
     def _close(self) -> None:
         """Begin all reductions of the operation that ran last."""
         if self._armed is not None:
@@ -163,10 +173,15 @@ class RunningBuckets:
         self.begun.append(begin_bucket(reduction.group, members))
         self.states.append(_states(members))
 
-    def close(self) -> list[StartedSum]:
-        """Begin the remaining buckets; return all reductions that have begun."""
+    def stop(self) -> list[StartedSum]:
+        """Watch no more gradients; return the reductions that have begun."""
         for hook in self.hooks:
             hook.remove()
+        return self.begun
+
+    def close(self) -> list[StartedSum]:
+        """Begin the remaining buckets; return all reductions that have begun."""
+        self.stop()
         for (_, members), states in zip(self.learned.waiting, self.states):
             if _states(members) != states:
                 raise RuntimeError(CHANGED_AFTER_SUM)
