@@ -240,15 +240,14 @@ def one_module_not_gathered(patch: Patch, site: Site) -> None:
             if unit in stale_modules:
                 unit.set_reshard_after_backward(False, recurse=False)
 
-    def reshard(sliced: Any) -> None:
-        for stage_state in sliced.values():
-            for unit in stage_state.units:
-                if unit not in stale_modules:
-                    unit.reshard()
+    def reshard(self: Any) -> None:
+        for unit in self.units:
+            if unit not in stale_modules:
+                unit.reshard()
 
     patch.setattr(build, "slice_state", noting)
     patch.setattr(zero.ShardedStage, "before_backward", before)
-    patch.setattr(program, "reshard_all", reshard)
+    patch.setattr(zero.ShardedStage, "free_gathered", reshard)
 
 
 @bug(
