@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from functools import partial
 from typing import Any
@@ -420,11 +421,14 @@ def count_calls(plan: Any) -> int:
 
     for _ in range(2):
         program.train_step(_batch())
+    gc.collect()
+    gc.disable()  # finalizers of earlier programs are called, too
     sys.setprofile(called)
     try:
         program.train_step(_batch())
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 
