@@ -299,7 +299,7 @@ def test_a_search_simulates_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Profiles, "simulate", simulating)
     limits = Limits({"tp": (1, 2), "order": ("1F1B",), "offload": ("none",)})
     seen = []
-    for layers, ranks in ((8, 8), (40, 64)):
+    for layers, ranks in ((8, 8), (16, 64)):
         source = models.profiles(partial(models.llama, layers), "bf16", 64)
         job = job_of(source, A100, ranks, 256, [limits])
         *_, result = search(source, job, limits)
