@@ -105,12 +105,13 @@ def _draws_by_rows(plan: Plan, sample: Mapping[str, Any]) -> bool:
     Raises Refusal (S614) if it decides by draws which modules it calls: parameters of modules that
     were not called when it was recorded would count as unused.
     """
-    from schedlang.runtime.batch import run_model
+    from schedlang.runtime.batch import row_count, run_model
     from schedlang.runtime.global_state import (
         host_generator_states,
         restore_global_state,
         seed_host_generators,
     )
+    from schedlang.runtime.propagation.trace import repeat_rows
     from schedlang.runtime.tracing.meta_runs import meta_model, without_values
 
     model: Any = meta_model(plan.model.model, {})
@@ -129,10 +130,10 @@ def _draws_by_rows(plan: Plan, sample: Mapping[str, Any]) -> bool:
         drawn = host_generator_states()
         seed_host_generators(TRIES - 1)
         try:
-            with without_values(_other_rows(sample)) as (inputs, _):
+            with without_values(repeat_rows(sample, row_count(sample) + 1)) as (inputs, _):
                 run_model(model, inputs)
         except Exception:  # it accepts no other number of rows
-            drawn = ()
+            drawn = {}
         by_rows = drawn != host_generator_states()
     if len(calls) > 1:
         fewest, most = sorted(calls, key=len)[:: len(calls) - 1]
@@ -144,22 +145,6 @@ def _draws_by_rows(plan: Plan, sample: Mapping[str, Any]) -> bool:
             helps=("draw with torch: `torch.rand(()) < 0.1` instead of `random.random() < 0.1`",),
         )
     return by_rows
-
-
-def _other_rows(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the first row of a batch; of a batch of one row, this row twice."""
-    from torch import Tensor, cat
-
-    from schedlang.runtime.batch import row_count
-
-    rows = row_count(sample)
-
-    def change(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.ndim or len(value) != rows:
-            return value
-        return value[:1] if rows > 1 else cat([value, value])
-
-    return {name: change(value) for name, value in sample.items()}
 
 
 def _note_call(called: list[str], name: str, *_: object) -> None:

@@ -19,7 +19,11 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.passes.verify.observe import Batch
 from schedlang.passes.verify.original import Sequential
-from schedlang.runtime.global_state import restore_generators
+from schedlang.runtime.global_state import (
+    host_generator_states,
+    restore_generators,
+    seed_host_generators,
+)
 
 # generators that a step draws from -> their states after it
 EndStates = Mapping[str, frozenset[object]]
@@ -35,9 +39,7 @@ def seeded_generators(
     """
     drawn: dict[str, frozenset[object]] = {}
     with restore_generators():
-        random.seed(step)
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed(step)
+        seed_host_generators(step)
         held = _held_generators(modules)
         for generator in (g for generators in held.values() for g in generators):
             if isinstance(generator, random.Random):
@@ -70,10 +72,7 @@ def _held_generators(modules: Sequence[nn.Module]) -> dict[str, list[Any]]:
 
 
 def _generator_states(held: Mapping[str, Sequence[Any]]) -> dict[str, frozenset[object]]:
-    states: dict[str, frozenset[object]] = {"Python's `random`": frozenset([random.getstate()])}
-    if (numpy := sys.modules.get("numpy")) is not None:
-        _, keys, *rest = numpy.random.get_state()
-        states["`numpy.random`"] = frozenset([(keys.tobytes(), *rest)])
+    states = {name: frozenset([state]) for name, state in host_generator_states().items()}
     return states | {name: frozenset(map(_state_of, held[name])) for name in held}
 
 

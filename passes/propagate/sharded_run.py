@@ -390,8 +390,8 @@ class ShardedRun:
 
     @cached_property
     def inner_splits(self) -> Mapping[str, InnerSplits]:
-        """Return the splits inside the modules that hold sharded modules; they are also those of
-        modules beside these without parameters.  What gathers its outputs is split for itself."""
+        """Return the splits inside modules that hold sharded ones, also for bare modules there."""
+        # a module that gathers its outputs is split only for itself, not for modules around it
         splits_by_module: dict[str, list[Any]] = {}
         for leaf in self.leaves.values():
             names = leaf.fqn.split(".")

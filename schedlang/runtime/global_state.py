@@ -114,13 +114,14 @@ def restore_generators() -> Iterator[None]:
             numpy.random.set_state(numpy_state)
 
 
-def host_generator_states() -> tuple[object, ...]:
-    """Return the states of the generators of Python and numpy."""
+def host_generator_states() -> dict[str, object]:
+    """Return the states of the generators of Python and numpy, by name."""
+    states: dict[str, object] = {"Python's `random`": random.getstate()}
     numpy: Any = sys.modules.get("numpy")
-    if numpy is None:
-        return (random.getstate(),)
-    _, keys, *rest = numpy.random.get_state()
-    return random.getstate(), keys.tobytes(), *rest
+    if numpy is not None:
+        _, keys, *rest = numpy.random.get_state()
+        states["`numpy.random`"] = (keys.tobytes(), *rest)
+    return states
 
 
 def seed_host_generators(*words: object) -> None:

@@ -23,6 +23,7 @@ from schedlang.runtime.activation_memory.dropped_tensors import save_tensors
 from schedlang.runtime.activation_memory.selective import NumberedCalls, numbering_of
 from schedlang.runtime.device import RestoredGenerators, module_generators, on_host
 from schedlang.runtime.forward_attributes import AttributeSnapshot
+from schedlang.runtime.global_state import host_generator_states
 from schedlang.runtime.pipeline.argument_templates import fill_template, split_tensors
 from schedlang.runtime.scope import capture_scope, current_site
 from schedlang.runtime.submodules import modules_in
@@ -137,11 +138,7 @@ def _call_inner_hook(name: str, _: int, call: CallHook, arguments: Any, output: 
 
 def _generator_states(module: nn.Module) -> dict[str, object]:
     """Return the states of the generators that a recomputation does not replay, by name."""
-    states: dict[str, object] = {"Python's `random`": random.getstate()}
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        _, keys, *rest = numpy.random.get_state()
-        states["`numpy.random`"] = (keys.tobytes(), *rest)
+    states = host_generator_states()
     for _, child in modules_in(module):
         for name, value in vars(child).items():
             if isinstance(value, random.Random):

@@ -236,10 +236,10 @@ class Pipeline:
     there are none. Receives are posted `lookahead` operations early, so that they overlap with
     computation; on the host, unless `lookahead` is 0, one operation earlier still. `handlers` add
     or replace handlers of kinds of operations. `gathers` adds the rows of a training step that
-    gather sharded weights. An unsplit model (one stage) runs as a plain
-    loop over microbatches. `slices` split each microbatch along its sequence in training. `parks`
-    are the process groups for activations that are parked on partners; if `picked`, only
-    activations that some modules save are parked (`offload.saved_tensors`), else all of a forward.
+    gather sharded weights. An unsplit model (one stage) runs as a plain loop over microbatches.
+    `slices` split each microbatch along its sequence in training. `parks` are the process groups
+    for activations that are parked on partners; if `picked`, only activations that some modules
+    save are parked (`offload.saved_tensors`), else all of a forward.
     """
 
     def __init__(

@@ -476,13 +476,13 @@ def run_with_prime_rows(
     bare.train()
     stack.watch(bare)
     try:
-        with without_values(_repeated(batch, rows)) as (inputs, _):
+        with without_values(repeat_rows(batch, rows)) as (inputs, _):
             return function(bare, inputs, stack, rows)
     except Exception:  # the model's own code rejects the number of rows
         return None
 
 
-def _repeated(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
+def repeat_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
     """Return the batch with its rows repeated until there are `rows` rows."""
     count = row_count(batch)
     index = torch.arange(rows) % count
