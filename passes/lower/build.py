@@ -340,10 +340,7 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
         compressor=coder,
         region=builder.region,
         early_reductions=early,
-        dropout=draws.active,
-        native=draws.native,
-        logical_dropout_reason=draws.logical_reason,
-        host_draws=draws.host,
+        **vars(draws),
         batch_keys=frozenset(batch),
         gather_routes=prepared.gather_routes,
         no_loss=traced.missing_loss,
@@ -351,6 +348,7 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
         boundaries=plan.boundaries,
         context=plan.context_axes if plan.contexts else (),
         row_weights=plan.share_weights if any(r.rows for r in plan.replicas) else None,
+        gathers_rows=bool(plan.row_gathers),
         **(stage_fields(plan, staged, staged.axis) if staged.axis is not None else {}),
     )
     return _make_program(plan, staged, assembly, offloaded, options)

@@ -146,17 +146,17 @@ def _first_holders(tag: Tag, size: int, parts: int) -> tuple[int, ...] | None:
 class RankDropout:
     """The draws of this rank in training.
 
-    active          the draws in effect; None: torch's default generator
-    native          the native draws, also where logical masks are in effect
-    logical_reason  the reason for logical masks
-    host            seeds the draws from Python's and numpy's generators; None: the model has none,
-                    or one rank has all rows
+    dropout                 the draws in effect; None: torch's default generator
+    native                  the native draws, also where logical masks are in effect
+    logical_dropout_reason  the reason for logical masks
+    host_draws              seeds the draws from Python's and numpy's generators; None: the model
+                            has none, or one rank has all rows
     """
 
-    active: LogicalDropout | NativeDropout | None = None
+    dropout: LogicalDropout | NativeDropout | None = None
     native: NativeDropout | None = None
-    logical_reason: str = ""
-    host: Callable[[Scope], AbstractContextManager[None]] | None = None
+    logical_dropout_reason: str = ""
+    host_draws: Callable[[Scope], AbstractContextManager[None]] | None = None
 
 
 NO_DRAW = RankDropout()
@@ -177,7 +177,7 @@ def dropout_of(
     if kind is None and options.seed is not None:
         kind = "logical"
     if not prepared.traced.is_random or (kind is None and plan.mesh.world == 1):
-        return RankDropout(host=host)
+        return RankDropout(host_draws=host)
     logical = kind == "logical" or options.on_meta
     native, reason = None, ""
     if not options.on_meta:
@@ -185,7 +185,7 @@ def dropout_of(
         draws = draws_of(plan, prepared, row_count(sample))
         native, reason = _make_native(draws, plan, prepared, ranks, module, options)
     if native is not None and not logical:
-        return RankDropout(native, native, host=host)
+        return RankDropout(native, native, host_draws=host)
     if native is not None:
         native.on = False
     return RankDropout(

@@ -240,6 +240,7 @@ def build_pipeline(
         picked=bool(peer_stores(plan, "activations")),
         handlers=gather_handlers(sliced),
         gathers=gathers_by_rows(plan, staged),
+        varying=bool(plan.row_gathers),
     )
 
 

@@ -111,6 +111,7 @@ def shard_modules(model: nn.Module, traced: Traced, with_group: Callable[[Any], 
     """
     from schedlang.runtime.forward import wrap
     from schedlang.runtime.grad_reduction.batch_statistics import gather_statistics, sum_over
+    from schedlang.runtime.grad_reduction.row_gathering import RowGathering, gather_over
     from schedlang.runtime.propagation.argument_shards import ArgumentLayer
     from schedlang.runtime.sharding.module_sizes import SizesLayer, set_number
     from schedlang.runtime.sharding.sharded_layer import UNCALLED, ShardedLayer
@@ -134,7 +135,11 @@ def shard_modules(model: nn.Module, traced: Traced, with_group: Callable[[Any], 
         wrap(module, "sharded", ShardedLayer(module, UNCALLED, (), name=fqn))
     if traced.statistics is not None:
         statistics = with_group(traced.statistics)
-        gather_statistics(model, statistics.sums, sum_over(statistics.group))
+        for fqn in statistics.gathered:
+            gather = gather_over(replace(statistics.group, label=fqn))
+            wrap(model.get_submodule(fqn), "gathered", RowGathering(fqn, gather))
+        if statistics.sums:
+            gather_statistics(model, statistics.sums, sum_over(statistics.group))
 
 
 def _shared_arrivals(model: nn.Module, traced: Traced) -> dict[str, RedistributionCache]:

@@ -517,16 +517,18 @@ def statistics_of(
     from schedlang.runtime.grad_reduction.batch_statistics import BatchStatistics
 
     axes = tuple(axis for axis in plan.data_axes if plan.mesh.size(axis) > 1)
-    if not axes or plan.micro > 1 or is_statistics_relaxed(plan):
+    if not axes or plan.micro > 1:
         return None
-    sums = find_shared_sums(plan, sample, loss, weighed, equal)
-    if (
-        not sums
-        or plan.mesh.size(plan.context_axes) > 1
-        or any(_is_recomputed(plan, s.fqn) for s in sums)
-    ):
+    gathered = tuple(row.fqn for row in plan.row_gathers)
+    sums: tuple[BatchSum, ...] = ()
+    if not is_statistics_relaxed(plan) and plan.mesh.size(plan.context_axes) == 1:
+        sums = find_shared_sums(plan, sample, loss, weighed, equal)
+        if any(_is_recomputed(plan, s.fqn) for s in sums):
+            sums = ()
+    if not sums and not gathered:
         return None
-    return BatchStatistics(sums, Group(axes, plan.mesh.group(0, axes), 0, None, sums[0].fqn))
+    label = sums[0].fqn if sums else gathered[0]
+    return BatchStatistics(sums, Group(axes, plan.mesh.group(0, axes), 0, None, label), gathered)
 
 
 def check_microbatches(

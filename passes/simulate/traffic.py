@@ -220,13 +220,16 @@ def module_collectives(
                 count * micro,
                 exchange.bytes,
                 places,
-                _row_of(context.plan, exchange.fqn),
+                _row_of(context.plan, exchange.fqn, tensor),
             )
 
 
-def _row_of(plan: Plan, fqn: str) -> int | None:
-    """Return the last row that places this module, else one inside it (it gathers for its
-    children)."""
+def _row_of(plan: Plan, fqn: str, tensor: str) -> int | None:
+    """Return the row that gathers the module's rows, or the last row that places this module, else
+    one inside it (it gathers for its children)."""
+    for gather in plan.row_gathers if tensor in _GATHERED_ROWS else ():
+        if gather.fqn == fqn:
+            return gather.row
     rows = plan.rows_changing(Facet.PLACEMENT)
     own_rows = [a.row for a in rows if fqn in a.sites]
     rows_below = (a.row for a in rows if any(site.startswith(f"{fqn}.") for site in a.sites))
@@ -330,6 +333,8 @@ _EXIT: Mapping[tuple[type, type], tuple[str, str]] = {
 }
 
 
+_GATHERED_ROWS = ("rows", "rows grad")  # of `RowGather`: forward, backward
+
 # contents that a module of experts sends, assuming equally many tokens for each expert
 _ROUTED = {"all-to-all": "token", "all-gather": "expert", "reduce-scatter": "expert"}
 
@@ -344,8 +349,11 @@ def _what(context: TrafficContext, exchange: Exchange) -> str:
     edge = next(
         (e for e in traced.edges.get(exchange.fqn, ()) if e.group.axes == exchange.axes), None
     )
+    if edge is None and traced.statistics is not None:
+        is_gathered = exchange.fqn in traced.statistics.gathered
+        return _GATHERED_ROWS[exchange.backward] if is_gathered else "statistics"
     if edge is None:
-        return "statistics" if traced.statistics is not None else "activation"
+        return "activation"
     if edge.variant is not None and exchange.kind in _ROUTED:
         return _ROUTED[exchange.kind] + (" grads" if exchange.backward else "s")
     enters, leaves = _ends(edge)

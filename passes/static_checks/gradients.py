@@ -81,7 +81,7 @@ def infer_gradients(
         walk = BackwardWalk(root, typed, axes_, parameters, _stage_of(prepared.staged))
         assumed = tuple(dict.fromkeys(_own_functions(root.grad_fn)))
         root.backward()
-    gradients = walk.run(last=prepared.staged.cut.stages - 1)
+    gradients = walk.run(prepared.staged.cut.stages - 1, data)
     faults = tuple(dict.fromkeys((*typed.faults, *walk.faults)))
     return Gradients(gradients, faults, typed.calls, typed.sums, assumed)
 

@@ -107,8 +107,10 @@ class Sequential:
         inputs = self._given(batch)
         scope = Scope(self._steps, 0, tuple(samples), seeding=self._seeding)
         with enter_scope(scope), self._record_order():
-            self.output = run_model(self.module, inputs)
-            loss = self.loss(self.output, inputs) * self.scale
+            output = run_model(self.module, inputs)
+            loss = self.loss(output, inputs) * self.scale
+            # the step will change parameters
+            self.output = pytree.tree_map_only(nn.Parameter, lambda p: p.detach().clone(), output)
             if not loss.requires_grad:
                 raise Refusal(_UNTRAINED)
             loss.backward()  # type: ignore[no-untyped-call]

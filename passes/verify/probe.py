@@ -59,12 +59,14 @@ from schedlang.passes.verify.stage_state import check_across_stages
 from schedlang.report import Row
 from schedlang.runtime.batch import BatchPart, named_tensors, run_model, split_batch
 from schedlang.runtime.device import generators_restored, has_float64
+from schedlang.runtime.forward import wrap
 from schedlang.runtime.global_state import restore_global_state
 from schedlang.runtime.grad_reduction.batch_statistics import (
     UNEQUAL_SUMS,
     ThreadSum,
     gather_statistics,
 )
+from schedlang.runtime.grad_reduction.row_gathering import RowGathering, gather_in_threads
 from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.rng.logical_dropout import RowDraws, SourceMode
 from schedlang.runtime.tracing.meta_runs import meta_model, name_of
@@ -121,6 +123,7 @@ class Probe:
         if shared is None:
             return None
         meeting, errors = ThreadSum(len(parts)), list[BaseException]()
+        counts = [len(part.rows) for part in parts]
 
         def run(index: int) -> LossAndGradients:
             part, share = parts[index], self.weights[index] / total
@@ -130,6 +133,10 @@ class Probe:
                     zero_unlabelled_loss(share),
                 ):
                     gather_statistics(subject.module, shared.sums, meeting.sum_at(index))
+                    for fqn in shared.gathered:
+                        gather = gather_in_threads(counts, index, meeting.sum_at(index))
+                        module = subject.module.get_submodule(fqn)
+                        wrap(module, "gathered", RowGathering(fqn, gather))
                     loss = subject.forward_backward(part.inputs, part.rows)
                     meeting.end(index)
                     return {"": loss, **subject.gradients()}

@@ -115,6 +115,13 @@ class Replicas(Annotation):
 
 
 @dataclass(frozen=True)
+class RowGather(Annotation):
+    """A module whose output's rows are all-gathered over the ranks that split the batch."""
+
+    fqn: str
+
+
+@dataclass(frozen=True)
 class ContextSplit(Annotation):
     """Attention over sequences whose tokens are split over ranks.
 

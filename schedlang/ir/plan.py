@@ -28,6 +28,7 @@ from schedlang.ir.annotations import (
     Overlap,
     PaddedDim,
     Replicas,
+    RowGather,
     StageCut,
 )
 from schedlang.ir.features import Grouping, Recomputing
@@ -137,6 +138,7 @@ class Plan:
     overlaps: tuple[Overlap, ...] = ()
     receive_ahead: int = 1  # a receive is posted this many operations before its use
     replicas: tuple[Replicas, ...] = ()
+    row_gathers: tuple[RowGather, ...] = ()
     contexts: Mapping[str, tuple[ContextSplit, ...]] = field(default_factory=dict)  # by module
     compression: Compression | None = None  # of the gradients' all-reduce over some data axes
     casts: Sequence[Cast] = ()  # modules with another dtype of computation than of storage

@@ -102,6 +102,7 @@ class Assembly:
     row_weights: RowShares | None = (
         None  # the weights by which rows are dealt to ranks; None: equally
     )
+    gathers_rows: bool = False  # whether modules give the rows of the full batch on every rank
     batch_keys: frozenset[str] = frozenset()  # keys of the batch that it was built from
     gather_routes: TransferPlans = field(
         default_factory=dict

@@ -198,6 +198,7 @@ def dry_run(
     )
     pipeline = assembly.pipeline
     pipeline.mail.device = torch.device("meta")
+    pipeline.sizes.varying = False  # no other rank sends a header
     if pipeline.parking is not None:
         for mail in (pipeline.parking.out, pipeline.parking.home):
             mail.device = torch.device("meta")

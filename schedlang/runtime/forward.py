@@ -31,7 +31,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 ORDER = (
     *("kernel", "attend", "context", "fuse"),  # what the module computes
     *("sizes", "parts", "sharded", "arrivals"),  # on which shards of its tensors
-    *("draws", "decode", "cast", "stream", "checkpoint", "code", "offload"),
+    *("draws", "decode", "cast", "stream", "checkpoint", "code", "offload", "gathered"),
 )
 
 Layer = Callable[..., Any]  # layer(inner, *args, **kwargs) calls inner, or computes its result

@@ -188,7 +188,43 @@ def _across_replicas(a: Assembly, local: WeightedOutput) -> Any:
     group = a.ranks.group(a.row_axes)
     if group.pg is None:
         return local[0]
-    return stack_outputs(*zip(*world.all_gather_tensors(local, group.pg, a.ranks.device)))
+    outputs, rows, weights = zip(*world.all_gather_tensors(local, group.pg, a.ranks.device))
+    if a.gathers_rows:
+        outputs = _without_gathered_rows(outputs, rows)
+    return stack_outputs(outputs, rows, weights)
+
+
+def _without_gathered_rows(outputs: Sequence[Any], rows: Sequence[int]) -> Sequence[Any]:
+    """Return the outputs of replicas, in which each has its own rows of what all have in full.
+
+    Such a tensor has the rows of the full batch in dim 0, and is equal on all replicas but for
+    rounding.
+    """
+    flat = [pytree.tree_flatten(output) for output in outputs]
+    spec = flat[0][1]
+    if any(other_spec != spec for _, other_spec in flat[1:]):
+        return outputs
+    by_leaf = [
+        leaves[0].split(list(rows)) if _are_gathered(leaves, sum(rows)) else leaves
+        for leaves in zip(*(leaves for leaves, _ in flat))
+    ]
+    return [
+        pytree.tree_unflatten([leaves[index] for leaves in by_leaf], spec)
+        for index in range(len(outputs))
+    ]
+
+
+def _are_gathered(values: Sequence[Any], total: int) -> bool:
+    """Return whether the values of all replicas are one tensor with `total` rows."""
+    first = values[0]
+    if not all(isinstance(value, Tensor) and value.shape == first.shape for value in values):
+        return False
+    if not first.ndim or first.shape[0] != total:
+        return False
+    if not first.is_floating_point():
+        return all(torch.equal(value, first) for value in values)
+    limit = torch.finfo(first.dtype).eps ** 0.5  # sums in another order, on devices that do so
+    return all(torch.allclose(v, first, rtol=limit, atol=limit, equal_nan=True) for v in values)
 
 
 def _broadcast_output(a: Assembly, output: Any) -> Any:

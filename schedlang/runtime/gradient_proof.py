@@ -443,9 +443,14 @@ class BackwardWalk:
         self.faults: list[TypeFault] = []
         self.found: dict[str, ParameterGradient] = {}
 
-    def run(self, last: int) -> dict[str, ParameterGradient]:
-        """Return the gradient of every parameter that gets one; `last` is the stage of the loss."""
-        first = {a: GradientShare(OWN if a in self.root_varies else WHOLE) for a in self.axes}
+    def run(self, last: int, weighted: Axes) -> dict[str, ParameterGradient]:
+        """Return the gradient of every parameter that gets one; `last` is the stage of the loss.
+
+        Each rank along the `weighted` axes weighs the loss by its part of the batch: the gradient
+        of a loss that is equal on these ranks is partial.
+        """
+        equal = {axis: PART if axis in weighted else WHOLE for axis in self.axes}
+        first = {a: GradientShare(OWN if a in self.root_varies else equal[a]) for a in self.axes}
         arrived: dict[Any, list[tuple[int, GradientShares]]] = {self.root: [(0, first)]}
         stages: dict[Any, frozenset[int]] = {self.root: frozenset([last])}
         sites = dict(self.typed.sites)

@@ -248,6 +248,8 @@ def gather_for_views(unit: FSDPModule) -> None:
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return register(output)
         for tensor in _gradient_outputs(output):
+            if isinstance(tensor, nn.Parameter):  # its hooks would stay for all later steps
+                continue
             node: Any = None if tensor._base is None else tensor._base.grad_fn
             if node is not None and node._sequence_nr() >= first_node[0]:
                 node.register_prehook(gather)

@@ -202,10 +202,14 @@ Total = Callable[[Tensor], Tensor]  # the sum over all parts, forward and backwa
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """The sums of one model that are taken over the full batch, and the group that shares it."""
+    """The sums of one model that are taken over the full batch, and the group that shares it.
+
+    gathered  modules whose output's rows are all-gathered over the group
+    """
 
     sums: tuple[BatchSum, ...]
     group: Group
+    gathered: tuple[str, ...] = ()
 
 
 def sum_over(group: Group) -> Total:

@@ -110,14 +110,17 @@ FIXED = (
 class MessageLayouts:
     """Layouts of the values that go forward along each edge, by signature of the microbatch.
 
-    Each replica of an edge has one sender and one receiver; both keep the same table.
+    Each replica of an edge has one sender and one receiver; both keep the same table. `varying`:
+    layouts depend on the microbatches of other ranks too, so that a header comes before each
+    message.
     """
 
+    varying: bool = False
     _layouts: dict[Any, MessageLayout] = field(default_factory=dict)
 
     def find(self, signature: Any, name: StageMessage) -> MessageLayout | None:
         """Return the layout of a message, or None if this rank does not know the layout yet."""
-        return self._layouts.get(_key(signature, name))
+        return None if self.varying else self._layouts.get(_key(signature, name))
 
     def store(self, signature: Any, name: StageMessage, layout: MessageLayout) -> None:
         """Store the layout that a header has brought."""
@@ -129,6 +132,8 @@ class MessageLayouts:
 
         Raises Refusal S612 if the layout differs from an earlier one: the receiver would not know.
         """
+        if self.varying:
+            return True
         known_layout = self._layouts.setdefault(_key(signature, name), layout)
         if known_layout is not layout and known_layout != layout:
             reason = f"stage {name.source} sends tensors whose shapes depend on values"
@@ -239,7 +244,8 @@ class Pipeline:
     gather sharded weights. An unsplit model (one stage) runs as a plain loop over microbatches.
     `slices` split each microbatch along its sequence in training. `parks` are the process groups
     for activations that are parked on partners; if `picked`, only activations that some modules
-    save are parked (`offload.saved_tensors`), else all of a forward.
+    save are parked (`offload.saved_tensors`), else all of a forward. `varying`: see
+    `MessageLayouts`.
     """
 
     def __init__(
@@ -258,6 +264,7 @@ class Pipeline:
         slices: SliceRunner | None = None,
         parks: Groups = (),
         picked: bool = False,
+        varying: bool = False,
     ) -> None:
         self.stages, self.ranks, self.place = dict(stages), tuple(ranks), place
         self.timeline, self.slices, self.picked = timeline, slices, picked
@@ -273,7 +280,7 @@ class Pipeline:
             raise refusal(
                 "S608", "", reason, "leave `slices` out, or keep activations on the device"
             )
-        self.sizes = MessageLayouts()
+        self.sizes = MessageLayouts(varying)
         self.lookahead, self.gathers = lookahead, gathers
         self.handlers = {**HANDLERS, **(handlers or {})}
         self._orders: dict[tuple[int, bool], tuple[ScheduledOp, ...]] = {}

@@ -74,6 +74,8 @@ def graph_obstacle(model: nn.Module) -> str:
     """Return why modules inside `model` cannot be compiled into a graph; "" if they can."""
     if any(layer_of(module, "decode") is not None for module in model.modules()):
         return "a weight in it is quantised, and dynamo has no graph for quantised weights"
+    if any(layer_of(module, "gathered") is not None for module in model.modules()):
+        return "rows are gathered in it, and dynamo has no graph for numbers of rows of other ranks"
     layers = (layer_of(module, "sharded") for module in model.modules())
     if any(layer is not None and layer.kind.startswith("summa") for layer in layers):
         return "its weights lie on a grid, and dynamo has no graph for broadcasts along a line"

@@ -1,0 +1,78 @@
+"""gather_rows: all-gather a module's output over the ranks that split the batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.ir.annotations import RowGather
+from schedlang.ir.features import Settled, check_called
+from schedlang.ir.mesh import offer_row
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import refuse
+
+if TYPE_CHECKING:
+    from schedlang.ir.model import Site
+
+
+class gather_rows(Settled):  # noqa: N801
+    """All-gather the rows of a module's output over all ranks that split the batch.
+
+    before   y = f(x)                of this rank's rows
+    after    y = all-gather(f(x))    of the rows of the full batch, equal on every rank
+
+    For losses over pairs of rows, which no rank can compute from its own rows: contrastive losses
+    of two towers, losses that search positives or negatives in the batch.  Every module after this
+    one, and the loss, computes the full batch on every rank; backward reduce-scatters the gradient
+    of the rows.  The output has one row for each row of the batch, in dim 0.  There is one
+    microbatch, and sequences are not split.
+
+    OpenCLIP (Ilharco et al. 2021), which gathers the features of both towers with their gradients;
+    SimCLR (Chen et al. 2020) and CLIP (Radford et al. 2021) for the losses.
+    """
+
+    example = "layers  gather_rows()"
+    reads = frozenset({"structure"})
+    writes = frozenset({"order"})
+    gives_up = frozenset({"rounding"})
+
+    def check(self, site: Site, plan: Plan) -> None:
+        """Refuse modules that are never called, and rows that are gathered twice."""
+        check_called(self, site, plan)
+        for other in plan.row_gathers:
+            if other.fqn == site.fqn:
+                refuse(
+                    "S501",
+                    f"the rows of `{site}` are gathered already",
+                    helps=("drop one of the two rows",),
+                )
+
+    def transform(self, site: Site, plan: Plan) -> Plan:
+        """Add the gather to the plan."""
+        row_gather = RowGather(site.fqn, row=plan.next_row)
+        return replace(plan, row_gathers=(*plan.row_gathers, row_gather))
+
+    def settled(self, site: Any, plan: Plan, traced: Any) -> None:
+        """Refuse a batch that no rank splits, and batches and sequences that are split further."""
+        if not plan.replicas:
+            row = offer_row("zero(stage=0, over={})", plan.mesh.names, "replicas")
+            refuse(
+                "S412",
+                "`gather_rows` gathers nothing: no axis splits the batch",
+                helps=(f"split it: {row}", "or drop the row"),
+            )
+        if plan.micro > 1:
+            refuse(
+                "S668",
+                f"`gather_rows` needs the full batch, not {plan.micro} microbatches",
+                notes=(
+                    "the backward of a microbatch starts before later microbatches are computed",
+                ),
+                helps=("use one microbatch: `micro=1`",),
+            )
+        if plan.contexts or plan.order is not None and plan.order.slices > 1:
+            refuse(
+                "S659",
+                "`gather_rows` gathers rows of full sequences, and ranks or slices split these",
+                helps=("leave out the rows that split sequences",),
+            )

@@ -1,0 +1,269 @@
+"""Losses over pairs of rows: rows gathered over ranks, against the plain model on the full batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.lower.build import build
+from schedlang.passes.simulate.account import account
+from schedlang.runtime.grad_reduction.row_gathering import gather_over
+from tests.engine import Threads
+from tests.proofs import assert_proven, make_plan, static_holds
+
+GATHERS = "{image,text}  gather_rows()\n"
+CUT = 'text  pipeline_split(over=pp)\npipeline(order="1F1B", micro=1)\n'
+LAYOUTS = {
+    "dp": ("zero(stage=0, over=dp)", "dp=2"),
+    "zero1": ("zero(stage=1, over=dp)", "dp=2"),
+    "zero3": ("zero(stage=3, over=dp)", "dp=3"),
+    "uneven": ("zero(stage=1, over=dp, rows=[3, 1])", "dp=2"),
+    "overlap": ("zero(stage=0, over=dp)\noverlap(gradients)", "dp=2"),
+    "checkpoint": ("{image,text}  checkpoint()\nzero(stage=0, over=dp)", "dp=2"),
+    "tp": (
+        "{image,text}.0  shard(col, over=tp)\n{image,text}.2  shard(row, over=tp)\n"
+        "zero(stage=3, over=dp)",
+        "dp=2, tp=2",
+    ),
+    "pp": (CUT + "zero(stage=1, over=dp)", "dp=2, pp=2"),
+    "two data axes": ("zero(stage=1, over=dp)\nzero(stage=0, over=rep)", "rep=2, dp=2"),
+}
+
+
+def contrast(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    """Return CLIP's loss: each row of `a` finds its row of `b` among all, and the other way."""
+    logits = scale.exp() * F.normalize(a, dim=-1) @ F.normalize(b, dim=-1).t()
+    labels = torch.arange(len(logits), device=logits.device)
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
+
+
+class Towers(nn.Module):
+    """Two towers with dropout, and their contrastive loss, or what it is made of."""
+
+    def __init__(self, inside: bool = True) -> None:
+        super().__init__()
+        self.inside = inside
+        self.image = nn.Sequential(nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 8), nn.Dropout(0.2))
+        self.text = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 8))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, image: Tensor, text: Tensor) -> Any:
+        """Return loss and features, or the features and the scale."""
+        a, b = self.image(image), self.text(text)
+        if not self.inside:
+            return a, b, self.scale
+        return {"loss": contrast(a, b, self.scale), "image": a, "text": b}
+
+
+def features_loss(output: Any, batch: Any) -> Tensor:
+    """Return the loss of the features."""
+    return contrast(*output)
+
+
+class Supervised(nn.Module):
+    """One encoder of two views; rows of one label attract each other (Khosla et al. 2020)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(6, 16), Labelled()
+
+    def forward(self, view: Tensor, other: Tensor, label: Tensor) -> Tensor:
+        """Return the loss over all pairs of rows."""
+        first, labels = self.head(torch.tanh(self.encoder(view)), label)
+        second, _ = self.head(torch.tanh(self.encoder(other)), label)
+        logits = F.normalize(first, dim=-1) @ F.normalize(second, dim=-1).t() / 0.5
+        same = labels[:, None] == labels
+        picked = F.log_softmax(logits, dim=-1).masked_fill(~same, 0).sum(-1) / same.sum(-1)
+        loss: Tensor = -picked.mean()
+        return loss
+
+
+class Labelled(nn.Module):
+    """A projection that passes labels on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the projected rows, and their labels."""
+        return self.project(x), label
+
+
+def pairs(seed: int, rows: int = 8) -> dict[str, Tensor]:
+    """Return a batch of two towers."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "image": torch.randn(rows, 12, generator=generator),
+        "text": torch.randn(rows, 6, generator=generator),
+    }
+
+
+def views(seed: int, rows: int = 8) -> dict[str, Tensor]:
+    """Return a batch of two views with labels."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {name: torch.randn(rows, 6, generator=generator) for name in ("view", "other")}
+    return {**drawn, "label": torch.randint(0, 3, (rows,), generator=generator)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_towers(layout: str, threads: Threads) -> None:
+    """Outputs, loss, all gradients and three steps are those of the full batch; types hold."""
+    rows, mesh = LAYOUTS[layout]
+    torch.manual_seed(0)
+    plan = make_plan(Towers(), GATHERS + rows, mesh)
+    assert_proven(threads, plan, [pairs(0), pairs(1, rows=7)])
+    static_holds(plan, pairs(0))
+
+
+def test_a_loss_beside_the_model(threads: Threads) -> None:
+    """Outputs of evaluation have each row once, though every rank has all of them."""
+    plan = make_plan(Towers(inside=False), GATHERS + "zero(stage=1, over=dp)", "dp=2")
+    assert_proven(threads, plan, [pairs(0), pairs(1, rows=7)], loss=features_loss)
+
+
+def test_labels_of_gathered_rows(threads: Threads) -> None:
+    """A module that returns labels too has them gathered; a module may be called twice."""
+    plan = make_plan(Supervised(), "head  gather_rows()\nzero(stage=1, over=dp)", "dp=2")
+    assert_proven(threads, plan, [views(0), views(1, rows=7)])
+
+
+def test_clip_of_transformers(threads: Threads) -> None:
+    """CLIP with its own loss, under tensor parallelism of its towers."""
+    from transformers import CLIPConfig, CLIPModel
+
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "attention_dropout": 0.0,
+    }
+    text = {**sizes, "vocab_size": 40, "max_position_embeddings": 8, "eos_token_id": 39}
+    vision = {**sizes, "image_size": 8, "patch_size": 4}
+    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+    rows = (
+        "{vision,text}_model.encoder.layers.* {\n"
+        "  self_attn.{q,k,v}_proj  shard(col, over=tp)\n"
+        "  self_attn.out_proj  shard(row, over=tp)\n"
+        "  mlp.fc1  shard(col, over=tp)\n  mlp.fc2  shard(row, over=tp)\n}\n"
+        "{visual,text}_projection  gather_rows()\nzero(stage=3, over=dp)\n"
+    )
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 39, (4, 8), generator=generator)
+    ids[:, -1] = 39
+    batch = {
+        "input_ids": ids,
+        "pixel_values": torch.randn(4, 3, 8, 8, generator=generator),
+        "return_loss": True,
+    }
+    torch.manual_seed(0)
+    plan = make_plan(CLIPModel(config), "at " + rows, "dp=2, tp=2")
+    assert_proven(threads, plan, [batch])
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_plain_loop(local: bool, threads: Threads) -> None:
+    """Three steps and an evaluation are those of plain torch, with seven rows and with eight.
+
+    With `local=True` ranks have three and four rows that only they know.
+    """
+    torch.manual_seed(0)
+    model = Towers().double()
+    model.image[3] = nn.Identity()
+    plan = make_plan(model, GATHERS + "zero(stage=1, over=dp)", "dp=2")
+    batches = [
+        {name: value.double() for name, value in pairs(seed, rows).items()}
+        for seed, rows in enumerate((7, 8, 7))
+    ]
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = plain(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    with torch.no_grad():
+        expected = plain(**batches[0])
+
+    def run() -> None:
+        program = build(
+            plan, batches[1], optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
+        )
+
+        def part(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+            if not local:
+                return batch
+            return {name: value[:3] if dist.get_rank() == 0 else value[3:] for name, value in batch.items()}
+
+        for batch, loss in zip(batches, losses):
+            torch.testing.assert_close(program.train_step(part(batch), local=local), loss)
+        output = program.eval_step(part(batches[0]), local=local)
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(program.state_dict(), dict(plain.state_dict()))
+
+    threads.run(run, 2)
+
+
+def test_a_plan_tells_of_the_gathers() -> None:
+    """Eight rows of eight floats are gathered forward and reduce-scattered backward, by the row."""
+    plan = make_plan(Towers(), GATHERS + "zero(stage=0, over=dp)", "dp=2")
+    sent = [
+        (c.kind, c.what, c.count, c.bytes, c.row)
+        for c in account(plan, pairs(0)).collectives
+        if c.fqn == "image"
+    ]
+    assert sent == [
+        ("all-gather", "rows", 1, 8 * 8 * 4, 0),
+        ("reduce-scatter", "rows grad", 1, 8 * 8 * 4, 0),
+    ]
+
+
+def test_refusals() -> None:
+    """No split batch, microbatches, rows gathered twice, a list of modules."""
+    cases = {
+        "S412": (GATHERS, "dp=1"),
+        "S668": (
+            GATHERS + CUT.replace("micro=1", "micro=2") + "zero(stage=0, over=dp)",
+            "dp=2, pp=2",
+        ),
+        "S501": (GATHERS + "image  gather_rows()", "dp=2"),
+    }
+    for code, (rows, mesh) in cases.items():
+        with pytest.raises(Refusal) as caught:
+            prepare(make_plan(Towers(), rows, mesh), pairs(0))
+        assert caught.value.diagnostic.code == code
+
+
+class Doubled(nn.Module):
+    """An encoder of both views at once: its output has two rows for each row of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(6, 8)
+
+    def forward(self, view: Tensor, other: Tensor, label: Tensor) -> Tensor:
+        """Return a loss that pairs row i with row i + n."""
+        a, b = self.encoder(torch.cat([view, other])).chunk(2)
+        return contrast(a, b, a.new_zeros(()))
+
+
+def test_two_rows_for_each_row_are_refused(threads: Threads) -> None:
+    """Gathered rank by rank, their order would not be that of the full batch."""
+    plan = make_plan(Doubled(), "encoder  gather_rows()\nzero(stage=0, over=dp)", "dp=2")
+
+    def run() -> None:
+        with pytest.raises(Refusal, match="8 rows for 4 rows of the batch"):
+            build(plan, views(0)).train_step(views(0))
+
+    threads.run(run, 2)
