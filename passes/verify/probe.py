@@ -4,7 +4,7 @@ copy        of the original in float64, with logical draws, as a proof runs it; 
             alone, as its user calls it, to find whose fault a difference is
 inputs      a batch, its parts, and the weight of each part
 hypotheses  the weighted parts equal the whole: loss and gradients (S703), buffers that a forward
-            writes (S708), and each torch call in between, to find the line
+            writes (S708)
 comparison  tensor by tensor, relative error at most RTOL
 """
 
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
 from schedlang.diagnostics.diagnostic import Diagnostic, OwnError, Refusal
 from schedlang.ir.module_copies import copy_module
@@ -37,6 +36,7 @@ from schedlang.passes.propagate.propagate import Traced
 from schedlang.passes.verify.compare import RTOL, compare_tensors
 from schedlang.passes.verify.forward_state import check_attributes, check_buffers, restored_buffers
 from schedlang.passes.verify.linear_backward import check_linear
+from schedlang.passes.verify.mixing_line import find_mixing_line
 from schedlang.passes.verify.observe import Batch, Key, Observation
 from schedlang.passes.verify.original import (
     Sequential,
@@ -69,8 +69,7 @@ from schedlang.runtime.grad_reduction.batch_statistics import (
 from schedlang.runtime.grad_reduction.row_gathering import RowGathering, gather_in_threads
 from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.rng.logical_dropout import RowDraws, SourceMode
-from schedlang.runtime.tracing.meta_runs import meta_model, name_of
-from schedlang.runtime.tracing.model_lines import model_line
+from schedlang.runtime.tracing.meta_runs import meta_model
 from schedlang.runtime.training_mode import TrainingMode
 from schedlang.runtime.zero_weight_loss import zero_unlabelled_loss
 
@@ -308,88 +307,6 @@ def _gap(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     return max((gap if gap == gap else UNKNOWN for gap in gaps), default=0.0)
 
 
-# ---- The model's line at which rows of a batch mix.
-
-
-MOST_STORED = 1 << 26  # elements stored of one pass; beyond that no line is searched
-RecordedCall = tuple[str, str, Tensor]  # function, the model's line, result
-
-
-def find_mixing_line(probe: Probe) -> str:
-    """Return the first call whose result for the whole batch is not made of the parts' results.
-
-    A result with rows should be the concatenation of the parts'; one without rows should be equal
-    in all parts, or their weighted mean. Returns "" if parts take other code paths.
-    """
-    parts = probe.parts
-    full_calls = _record_calls(
-        probe.case, probe.batch, [row for part in parts for row in part.rows]
-    )
-    by_part = [_record_calls(probe.case, part.inputs, part.rows) for part in parts]
-    if full_calls is None or any(
-        calls is None or len(calls) != len(full_calls) for calls in by_part
-    ):
-        return ""
-    for index, (name, line, value) in enumerate(full_calls):
-        calls_at = [calls[index] for calls in by_part if calls is not None]
-        if any(part_call[0] != name for part_call in calls_at):
-            return ""
-        if line and not _is_made_of(value, [part_call[2] for part_call in calls_at], probe.weights):
-            return f"`{name}`, at {line}"
-    return ""
-
-
-def _record_calls(case: Case, batch: Batch, rows: Sequence[int]) -> list[RecordedCall] | None:
-    """Return the original's calls on some rows, in order; None if their results are too large."""
-    calls: list[RecordedCall] = []
-
-    class Noting(TorchFunctionMode):
-        """Keeps the floats that calls give."""
-
-        kept = 0
-
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, Tensor) and out.is_floating_point() and self.kept <= MOST_STORED:
-                with torch._C.DisableTorchFunction():
-                    self.kept += out.numel()
-                    calls.append((name_of(func), model_line(), out.detach().clone()))
-            return out
-
-    with original_subject(case) as subject, Noting() as noting:
-        subject.forward_backward(batch, rows)
-    return calls if noting.kept <= MOST_STORED else None
-
-
-def _is_made_of(full: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> bool:
-    if all(part.shape == full.shape for part in parts):
-        mean = sum(part * weight for part, weight in zip(parts, weights)) / sum(weights)
-        return all(_is_close(part, full) for part in parts) or _is_close(
-            torch.as_tensor(mean), full
-        )
-    ndims = {part.ndim for part in parts}
-    if ndims != {full.ndim}:
-        return False
-    dims = [d for d in range(full.ndim) if any(p.shape[d] != full.shape[d] for p in parts)]
-    if len(dims) != 1 or sum(part.shape[dims[0]] for part in parts) != full.shape[dims[0]]:
-        return False
-    (dim,) = dims
-    if _is_close(torch.cat(list(parts), dim), full):
-        return True
-    rows = [part.shape[dim] for part in parts]  # the dim may merge [tokens, rows]
-    for inner in {n for n in range(2, min(rows) + 1) if all(size % n == 0 for size in rows)}:
-        split = [torch.unflatten(part, dim, (inner, -1)) for part in parts]
-        if _is_close(torch.cat(split, dim + 1).flatten(dim, dim + 1), full):
-            return True
-    return False
-
-
-def _is_close(a: Tensor, b: Tensor) -> bool:
-    return float((a - b).norm()) <= RTOL * float(b.norm()) + 1e-12
-
-
 # ---- Refusals of models whose parts do not make the whole.
 
 
@@ -424,7 +341,8 @@ def check_parts(case: Case) -> Case:
     check_linear(case, probe.batch, len(probe.parts), difference)
     # parts that share sums differ from the whole at their sums
     has_statistics = case.prepared is not None and case.prepared.traced.statistics is not None
-    line = "" if has_statistics else _try_find_line(Probe(case, case.batches[0]))
+    mixing_args = case, probe.batch, probe.parts, probe.weights
+    line = "" if has_statistics else find_mixing_line(*mixing_args)
     differ_note = (
         f"on the original, split into {len(probe.parts)} parts, {difference.place} differs by"
         f" {difference.error:.1e}"
@@ -454,9 +372,18 @@ def check_parts(case: Case) -> Case:
                 "statistics over the batch (batch norm, router losses) would differ by rank",
                 *mixing_note,
             ),
-            helps=HELPS_WEIGHT if norm is None else HELPS_NORM,
+            helps=(*_gather_helps(case.plan, line), *HELPS_WEIGHT) if norm is None else HELPS_NORM,
         )
     )
+
+
+def _gather_helps(plan: Plan, line: str) -> tuple[str, ...]:
+    """Return what `gather_rows` could do for a loss whose rows interact in `line`; "": nowhere."""
+    if plan.row_gathers:
+        return ("gather rows behind the last module that draws random numbers or mixes rows",)
+    if not line or plan.micro > 1 or plan.contexts:
+        return ()
+    return ("gather the rows that the loss compares: `MODULE  gather_rows()`",)
 
 
 def _is_sum_loss(probe: Probe) -> bool:
@@ -467,14 +394,6 @@ def _is_sum_loss(probe: Probe) -> bool:
     assert full_loss is not None
     total = torch.stack([loss for loss in parts if loss is not None]).sum()
     return bool((total - full_loss).abs() <= RTOL * full_loss.abs())
-
-
-def _try_find_line(probe: Probe) -> str:
-    """Return the line where rows mix; "" if the search fails: its error must hide no refusal."""
-    try:
-        return find_mixing_line(probe)
-    except Exception:  # for example tensors inside `vmap`
-        return ""
 
 
 def check_own_parts(case: Case) -> None:

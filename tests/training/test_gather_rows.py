@@ -1,4 +1,4 @@
-"""Losses over pairs of rows: rows gathered over ranks, against the plain model on the full batch."""
+"""Losses over pairs of rows: rows gathered over ranks, against the model on the full batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.lower.build import build
 from schedlang.passes.simulate.account import account
-from schedlang.runtime.grad_reduction.row_gathering import gather_over
 from tests.engine import Threads
 from tests.proofs import assert_proven, make_plan, static_holds
 
@@ -204,7 +203,10 @@ def test_a_plain_loop(local: bool, threads: Threads) -> None:
         def part(batch: dict[str, Tensor]) -> dict[str, Tensor]:
             if not local:
                 return batch
-            return {name: value[:3] if dist.get_rank() == 0 else value[3:] for name, value in batch.items()}
+            return {
+                name: value[:3] if dist.get_rank() == 0 else value[3:]
+                for name, value in batch.items()
+            }
 
         for batch, loss in zip(batches, losses):
             torch.testing.assert_close(program.train_step(part(batch), local=local), loss)
