@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.ir.annotations import RowGather
@@ -10,13 +10,14 @@ from schedlang.ir.features import Settled, check_called
 from schedlang.ir.mesh import offer_row
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import refuse
+from schedlang.language.kinds import Axes
 
 if TYPE_CHECKING:
     from schedlang.ir.model import Site
 
 
 class gather_rows(Settled):  # noqa: N801
-    """All-gather the rows of a module's output over all ranks that split the batch.
+    """All-gather the rows of a module's output over the ranks of `over`, which split the batch.
 
     before   y = f(x)                of this rank's rows
     after    y = all-gather(f(x))    of the rows of the full batch, equal on every rank
@@ -24,14 +25,16 @@ class gather_rows(Settled):  # noqa: N801
     For losses over pairs of rows, which no rank can compute from its own rows: contrastive losses
     of two towers, losses that search positives or negatives in the batch.  Every module after this
     one, and the loss, computes the full batch on every rank; backward reduce-scatters the gradient
-    of the rows.  The output has one row for each row of the batch, in dim 0.  There is one
-    microbatch, and sequences are not split.
+    of the rows.  The output has one row for each row of the batch, in dim 0.  `over` names all axes
+    that split the batch; there is one microbatch, and sequences are not split.
 
     OpenCLIP (Ilharco et al. 2021), which gathers the features of both towers with their gradients;
     SimCLR (Chen et al. 2020) and CLIP (Radford et al. 2021) for the losses.
     """
 
-    example = "layers  gather_rows()"
+    over: Axes = field(kw_only=True)
+
+    example = "projection  gather_rows(over=dp)"
     reads = frozenset({"structure"})
     writes = frozenset({"order"})
     gives_up = frozenset({"rounding"})
@@ -53,13 +56,20 @@ class gather_rows(Settled):  # noqa: N801
         return replace(plan, row_gathers=(*plan.row_gathers, row_gather))
 
     def settled(self, site: Any, plan: Plan, traced: Any) -> None:
-        """Refuse a batch that no rank splits, and batches and sequences that are split further."""
-        if not plan.replicas:
-            row = offer_row("zero(stage=0, over={})", plan.mesh.names, "replicas")
+        """Refuse other axes than those of the batch, and batches and sequences that are split
+        further."""
+        axes = set(plan.mesh.fold(self.over))
+        if axes != set(plan.row_axes):
+            split_axes = ", ".join(plan.row_axes)
+            over = split_axes if len(plan.row_axes) < 2 else f"({split_axes})"
+            rows = offer_row("zero(stage=0, over={})", plan.mesh.names, "replicas")
             refuse(
                 "S412",
-                "`gather_rows` gathers nothing: no axis splits the batch",
-                helps=(f"split it: {row}", "or drop the row"),
+                f"`gather_rows` needs the axes that split the batch: {split_axes or 'none does'}",
+                f"names {', '.join(map(str, self.over))}",
+                helps=(
+                    f"write `gather_rows(over={over})`" if over else f"split the batch: {rows}",
+                ),
             )
         if plan.micro > 1:
             refuse(

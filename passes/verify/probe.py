@@ -383,7 +383,9 @@ def _gather_helps(plan: Plan, line: str) -> tuple[str, ...]:
         return ("gather rows behind the last module that draws random numbers or mixes rows",)
     if not line or plan.micro > 1 or plan.contexts:
         return ()
-    return ("gather the rows that the loss compares: `MODULE  gather_rows()`",)
+    axes = ", ".join(plan.row_axes)
+    over = axes if len(plan.row_axes) == 1 else f"({axes})"
+    return (f"gather the rows that the loss compares: `MODULE  gather_rows(over={over})`",)
 
 
 def _is_sum_loss(probe: Probe) -> bool:

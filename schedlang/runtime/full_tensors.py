@@ -189,9 +189,8 @@ def _across_replicas(a: Assembly, local: WeightedOutput) -> Any:
     if group.pg is None:
         return local[0]
     outputs, rows, weights = zip(*world.all_gather_tensors(local, group.pg, a.ranks.device))
-    if a.gathers_rows:
-        outputs = _without_gathered_rows(outputs, rows)
-    return stack_outputs(outputs, rows, weights)
+    own = _without_gathered_rows(outputs, rows) if a.gathers_rows else outputs
+    return stack_outputs(own, rows, weights)
 
 
 def _without_gathered_rows(outputs: Sequence[Any], rows: Sequence[int]) -> Sequence[Any]:

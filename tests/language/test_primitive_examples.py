@@ -44,7 +44,8 @@ COMPANION_ROWS = (
     "layers.*.mlp.down  grid(summa, output=R, over=(r, c))",
     "layers.*.mlp.down  grid(summa, output=R, over=(r, c))\nzero(stage=0, over=r)",
 )
-ROWS_ABOVE = {"compress": "zero(stage=0, over=dp)"}  # rows that an example needs above it
+# rows that an example needs above it
+ROWS_ABOVE = dict.fromkeys(("compress", "gather_rows"), "zero(stage=0, over=dp)")
 CLASSES = 21
 
 
@@ -152,10 +153,27 @@ class Toy(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-def _build_toy() -> nn.Module:
-    """The model with fixed values, in float64."""
+class PairedToy(Toy):
+    """A Toy whose loss compares all rows of a batch, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Linear(CLASSES, 4)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        output = super().forward(ids, labels)
+        features = self.projection(output["logits"].mean(1))
+        pairs = F.log_softmax(features @ features.t(), -1)
+        return {**output, "loss": output["loss"] - pairs.diagonal().mean()}
+
+
+MODELS = {"gather_rows": PairedToy}  # models that an example needs
+
+
+def _build_toy(name: str = "") -> nn.Module:
+    """The model for an example, with fixed values, in float64."""
     torch.manual_seed(0)
-    return Toy().double()
+    return MODELS.get(name, Toy)().double()
 
 
 def _batch(seed: int) -> dict[str, Tensor]:
@@ -175,7 +193,7 @@ def _example_row(name: str) -> str:
     """The example as a row at the top of a schedule for Toy."""
     example = registry()[name].example
     path = example.split()[0]
-    in_layers = not path.startswith(("layers", "embed", "again", "side", name))
+    in_layers = not path.startswith(("layers", "embed", "again", "side", "projection", name))
     return f"at layers.* {{ {example} }}" if in_layers else example
 
 
@@ -197,7 +215,7 @@ def _example_plan(name: str, sizes: dict[str, int], *extra_rows: str) -> Plan:
     """The plan of an example on a mesh, with further rows."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
     rows = [ROWS_ABOVE.get(name, ""), _example_row(name), *extra_rows]
-    return make_plan(_build_toy(), "\n".join(rows), mesh, _relax_words(name))
+    return make_plan(_build_toy(name), "\n".join(rows), mesh, _relax_words(name))
 
 
 def _buildable_plan(name: str, sizes: dict[str, int], *extra_rows: str) -> Plan:
@@ -217,9 +235,10 @@ def _buildable_plan(name: str, sizes: dict[str, int], *extra_rows: str) -> Plan:
 
 
 @cache
-def _plain_training() -> Observed:
-    """The unmodified training of the toy model."""
-    return train_sequential(_build_toy(), BATCHES, adamw, clip=0.5, seed=3)
+def _plain_training(model: type[nn.Module]) -> Observed:
+    """The unmodified training of a toy model."""
+    torch.manual_seed(0)
+    return train_sequential(model().double(), BATCHES, adamw, clip=0.5, seed=3)
 
 
 @pytest.fixture
@@ -227,7 +246,7 @@ def expected(name: str) -> Observed:
     """The unmodified training of Toy, or of its changed copy if the example changes what is
     trained."""
     if "trained" not in registry()[name].writes:
-        return _plain_training()
+        return _plain_training(MODELS.get(name, Toy))
     changed = _example_plan(name, dict.fromkeys(_example_axes(name), 2)).model.model
     return train_sequential(changed, BATCHES, adamw, clip=0.5, seed=3)
 
@@ -249,7 +268,7 @@ def test_a_refusal_leaves_the_same_plan(name: str) -> None:
     """Where the example's call is refused, plan and text are the very same objects as before."""
     plan = _example_plan(name, dict.fromkeys(_example_axes(name), 2))
     primitive = plan.actions[-1].primitive
-    sch = create_schedule(_build_toy())
+    sch = create_schedule(_build_toy(name))
     sch.mesh(**dict.fromkeys(_example_axes(name) or ["dp"], 2))
     refusals = 0
     for site in plan.model.sites:
@@ -274,8 +293,8 @@ def test_undo_restores(name: str) -> None:
     allow = f"relax({_relax_words(name)}) " if _relax_words(name) else ""
     head = f'schedule 1\n\nmesh({sizes})\n\nstep "a" {allow}{{\n  verify(loss, within=0.5)\n'
     head += f"  {ROWS_ABOVE[name]}\n" if name in ROWS_ABOVE else ""
-    before = Schedule(_build_toy(), parse(Source("x", head + "}\n"))).plan()
-    sch = Schedule(_build_toy(), parse(Source("x", head + f"  {_example_row(name)}\n}}\n")))
+    before = Schedule(_build_toy(name), parse(Source("x", head + "}\n"))).plan()
+    sch = Schedule(_build_toy(name), parse(Source("x", head + f"  {_example_row(name)}\n}}\n")))
     assert sch.plan() != before
     sch.undo()
     assert sch.plan() == before
@@ -325,7 +344,7 @@ def test_the_model_is_not_touched(name: str) -> None:
     from torch._dynamo.backends.debugging import aot_eager
     from torch._inductor import compile_fx
 
-    model = _build_toy()
+    model = _build_toy(name)
     row = f"{ROWS_ABOVE.get(name, '')}\n{_example_row(name)}"
     mesh = ", ".join(f"{axis}=1" for axis in _example_axes(name))
     plan = make_plan(model, row, mesh, _relax_words(name))

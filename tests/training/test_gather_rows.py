@@ -17,8 +17,10 @@ from schedlang.passes.lower.build import build
 from schedlang.passes.simulate.account import account
 from tests.engine import Threads
 from tests.proofs import assert_proven, make_plan, static_holds
+from tests.towers import Towers, contrast
+from tests.towers import batch as pairs
 
-GATHERS = "{image,text}  gather_rows()\n"
+GATHERS = "{image,text}  gather_rows(over=dp)\n"
 CUT = 'text  pipeline_split(over=pp)\npipeline(order="1F1B", micro=1)\n'
 LAYOUTS = {
     "dp": ("zero(stage=0, over=dp)", "dp=2"),
@@ -35,31 +37,6 @@ LAYOUTS = {
     "pp": (CUT + "zero(stage=1, over=dp)", "dp=2, pp=2"),
     "two data axes": ("zero(stage=1, over=dp)\nzero(stage=0, over=rep)", "rep=2, dp=2"),
 }
-
-
-def contrast(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-    """Return CLIP's loss: each row of `a` finds its row of `b` among all, and the other way."""
-    logits = scale.exp() * F.normalize(a, dim=-1) @ F.normalize(b, dim=-1).t()
-    labels = torch.arange(len(logits), device=logits.device)
-    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
-
-
-class Towers(nn.Module):
-    """Two towers with dropout, and their contrastive loss, or what it is made of."""
-
-    def __init__(self, inside: bool = True) -> None:
-        super().__init__()
-        self.inside = inside
-        self.image = nn.Sequential(nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 8), nn.Dropout(0.2))
-        self.text = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 8))
-        self.scale = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, image: Tensor, text: Tensor) -> Any:
-        """Return loss and features, or the features and the scale."""
-        a, b = self.image(image), self.text(text)
-        if not self.inside:
-            return a, b, self.scale
-        return {"loss": contrast(a, b, self.scale), "image": a, "text": b}
 
 
 def features_loss(output: Any, batch: Any) -> Tensor:
@@ -97,15 +74,6 @@ class Labelled(nn.Module):
         return self.project(x), label
 
 
-def pairs(seed: int, rows: int = 8) -> dict[str, Tensor]:
-    """Return a batch of two towers."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "image": torch.randn(rows, 12, generator=generator),
-        "text": torch.randn(rows, 6, generator=generator),
-    }
-
-
 def views(seed: int, rows: int = 8) -> dict[str, Tensor]:
     """Return a batch of two views with labels."""
     generator = torch.Generator().manual_seed(seed)
@@ -117,8 +85,9 @@ def views(seed: int, rows: int = 8) -> dict[str, Tensor]:
 def test_towers(layout: str, threads: Threads) -> None:
     """Outputs, loss, all gradients and three steps are those of the full batch; types hold."""
     rows, mesh = LAYOUTS[layout]
+    gathers = GATHERS.replace("dp", "(rep, dp)") if "rep" in mesh else GATHERS
     torch.manual_seed(0)
-    plan = make_plan(Towers(), GATHERS + rows, mesh)
+    plan = make_plan(Towers(), gathers + rows, mesh)
     assert_proven(threads, plan, [pairs(0), pairs(1, rows=7)])
     static_holds(plan, pairs(0))
 
@@ -131,7 +100,7 @@ def test_a_loss_beside_the_model(threads: Threads) -> None:
 
 def test_labels_of_gathered_rows(threads: Threads) -> None:
     """A module that returns labels too has them gathered; a module may be called twice."""
-    plan = make_plan(Supervised(), "head  gather_rows()\nzero(stage=1, over=dp)", "dp=2")
+    plan = make_plan(Supervised(), "head  gather_rows(over=dp)\nzero(stage=1, over=dp)", "dp=2")
     assert_proven(threads, plan, [views(0), views(1, rows=7)])
 
 
@@ -154,7 +123,7 @@ def test_clip_of_transformers(threads: Threads) -> None:
         "  self_attn.{q,k,v}_proj  shard(col, over=tp)\n"
         "  self_attn.out_proj  shard(row, over=tp)\n"
         "  mlp.fc1  shard(col, over=tp)\n  mlp.fc2  shard(row, over=tp)\n}\n"
-        "{visual,text}_projection  gather_rows()\nzero(stage=3, over=dp)\n"
+        "{visual,text}_projection  gather_rows(over=dp)\nzero(stage=3, over=dp)\n"
     )
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 39, (4, 8), generator=generator)
@@ -232,19 +201,20 @@ def test_a_plan_tells_of_the_gathers() -> None:
 
 
 def test_refusals() -> None:
-    """No split batch, microbatches, rows gathered twice, a list of modules."""
+    """A batch that is not split, or over more axes; microbatches; rows gathered twice."""
     cases = {
         "S412": (GATHERS, "dp=1"),
+        "S412 ": (GATHERS + LAYOUTS["two data axes"][0], "rep=2, dp=2"),
         "S668": (
             GATHERS + CUT.replace("micro=1", "micro=2") + "zero(stage=0, over=dp)",
             "dp=2, pp=2",
         ),
-        "S501": (GATHERS + "image  gather_rows()", "dp=2"),
+        "S501": (GATHERS + "image  gather_rows(over=dp)", "dp=2"),
     }
     for code, (rows, mesh) in cases.items():
         with pytest.raises(Refusal) as caught:
             prepare(make_plan(Towers(), rows, mesh), pairs(0))
-        assert caught.value.diagnostic.code == code
+        assert caught.value.diagnostic.code == code.strip()
 
 
 class Doubled(nn.Module):
@@ -262,7 +232,7 @@ class Doubled(nn.Module):
 
 def test_two_rows_for_each_row_are_refused(threads: Threads) -> None:
     """Gathered rank by rank, their order would not be that of the full batch."""
-    plan = make_plan(Doubled(), "encoder  gather_rows()\nzero(stage=0, over=dp)", "dp=2")
+    plan = make_plan(Doubled(), "encoder  gather_rows(over=dp)\nzero(stage=0, over=dp)", "dp=2")
 
     def run() -> None:
         with pytest.raises(Refusal, match="8 rows for 4 rows of the batch"):

@@ -191,3 +191,24 @@ def test_hidden_states_that_the_loss_reads_under_slices(stage: int, pool: Pool) 
 
 def loss_of_states(output: Any, batch: Batch) -> Tensor:
     return output.last_hidden_state.mean() + output.hidden_states[1].square().mean()
+
+
+class Weighted(nn.Module):
+    """Returns what it computes, and a parameter by which the loss weighs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.weight = nn.Linear(4, 4), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both."""
+        return self.linear(x), self.weight
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_parameter_as_output(stage: int, threads: Any) -> None:
+    """A proof compares it as it was before the step; hooks on it are no hooks of the user."""
+    plan = make_plan(Weighted(), f"zero(stage={stage}, over=dp)", "dp=2")
+    batches = [{"x": torch.randn(4, 4)} for _ in range(2)]
+    loss = lambda output, batch: (output[0] * output[1].exp()).square().mean()  # noqa: E731
+    assert_proven(threads, plan, batches, loss=loss)

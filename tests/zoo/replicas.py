@@ -12,12 +12,13 @@ from schedlang.runtime import program
 from schedlang.runtime.batch import split_batch
 from schedlang.runtime.checkpointing import holdings
 from schedlang.runtime.comm import collectives
-from schedlang.runtime.grad_reduction import gradient, zero
+from schedlang.runtime.grad_reduction import gradient, row_gathering, zero
 from schedlang.runtime.pipeline import step
 from schedlang.runtime.program import Program
 from schedlang.runtime.propagation.trace import LabelRule
 from schedlang.runtime.rng.logical_dropout import DrawObserver
 from tests.zoo.bug import (
+    ADJOINT,
     ALIAS,
     ARGUMENT,
     CONSTANT,
@@ -336,3 +337,13 @@ def summed_in_bfloat16(patch: Patch, site: Site) -> None:
 def all_gradients_doubled(patch: Patch, site: Site) -> None:
     """All gradients are doubled, which clipping and Adam hide."""
     after_sums(patch, "replicas", lambda name, grad, group: grad.mul_(2))
+
+
+@bug("D73", "gather_rows", ADJOINT, "paired", credit="open_clip's `gather_with_grad=False`")
+def gathered_rows_keep_own_gradients(patch: Patch, site: Site) -> None:
+    """Gathered rows get the gradient of this rank's loss only, not the sum over ranks."""
+
+    def gather(x: Any, dim: int, group: Any, *, consumers_differ: bool) -> Any:
+        return collectives.gather(x, dim, group, consumers_differ=False)
+
+    patch.setattr(row_gathering, "gather", gather)

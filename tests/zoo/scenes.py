@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from schedlang.passes.prove import Case
-from tests import expert_models, models, spacetime
+from tests import expert_models, models, spacetime, towers
 from tests.drawn.networks import Sharing
 from tests.proofs import make_plan
 from tests.rows import GPT2
@@ -122,6 +122,12 @@ SCENES: dict[str, Scene] = {
         "zero(stage=0, over=dp)",
         "dp=2",
         lambda seed: points(seed, 6, (4, networks.WIDTH)),
+    ),
+    "paired": Scene(
+        towers.model,
+        "{image,text}  gather_rows(over=dp)\nzero(stage=1, over=dp)",
+        "dp=2",
+        towers.batch,
     ),
     "sliced": _gpt2_scene("zero(stage=2, over=dp)", "dp=2"),
     "sliced, keys in a dict": Scene(

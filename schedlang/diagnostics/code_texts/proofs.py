@@ -12,8 +12,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S703": (
         "splitting the batch changes the loss",
         "This is checked on the original, before anything else. The weighted mean of the losses\n"
-        "of the parts must equal the loss of the batch. Define `weight(batch)`, or allow it:\n"
-        "`relax(batch_stats)`.",
+        "of the parts must equal the loss of the batch. Define `weight(batch)`; gather the rows\n"
+        "that a loss compares with `gather_rows`; or allow it: `relax(batch_stats)`.",
     ),
     "S704": (
         "not a working dtype",

@@ -51,7 +51,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S411": ("no weight gradient", "`split_backward` needs modules with trainable weights."),
     "S412": (
         "nothing is sent",
-        "`overlap(transfers)` overlaps transfers between stages. This model has no stages.",
+        "`overlap(transfers)` overlaps transfers between stages: it needs stages. `gather_rows`\n"
+        "gathers the rows of all ranks that split the batch: it needs the axes of `zero`.",
     ),
     "S413": (
         "no parameter or every parameter is frozen",
