@@ -32,6 +32,11 @@ VERBS: Mapping[str, tuple[str, ...]] = {
         "with fewer bytes, in a row below: `compress(gradients, int8, over=dp)`",
     ),
     **_helps_for(
+        "gather all_gather allgather gather_features gather_with_grad",
+        "gather rows that a loss compares: `projection  gather_rows(over=dp)`",
+        "parameters are gathered by `zero(stage=3, over=dp)`",
+    ),
+    **_helps_for(
         "slice split microbatch micro_batch accumulate gradient_accumulation",
         _MICRO,
         'split sequences into slices: `pipeline(order="Seq1F1B", micro=4, slices=4)`',
