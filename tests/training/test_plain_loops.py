@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.lower.build import build
 from schedlang.runtime.grad_reduction.gradient import FlatGradients
 from tests.engine import Threads
@@ -327,3 +328,23 @@ def test_a_shard_for_a_file_of_its_own() -> None:
     torch.save(value.as_subclass(Tensor), file)
     file.seek(0)
     assert torch.equal(torch.load(file), torch.ones(2))
+
+
+@pytest.mark.parametrize("layout", ["dp", "tp zero3"])
+def test_inference_mode(layout: str) -> None:
+    """A step within it is refused, and changes nothing: its tensors have no gradient."""
+    rows, mesh = LAYOUTS[layout]
+    plan = make_plan(NET, rows, mesh)
+
+    def run() -> tuple[str, bool]:
+        program = build(plan, batch(0), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        before = program.state_dict()
+        with torch.inference_mode(), pytest.raises(Refusal) as caught:
+            program.train_step(batch(0))
+        after = program.state_dict()
+        equal = all(torch.equal(value, after[name]) for name, value in before.items())
+        program.train_step(batch(0))
+        return caught.value.diagnostic.code, equal
+
+    for code, is_unchanged in Threads().run(run, plan.mesh.world):
+        assert code == "S617" and is_unchanged

@@ -256,8 +256,13 @@ class LocalParameters(dict[str, nn.Parameter]):
     def zero(self) -> None:
         """Drop all gradients, at the begin of a step.
 
-        Raises Refusal S617 if a loop trains a parameter whose gradient the step would not reduce.
+        Raises Refusal S617 if a loop trains a parameter whose gradient the step would not reduce,
+        and within torch.inference_mode.
         """
+        if torch.is_inference_mode_enabled():  # no tensor of the step would have a gradient
+            title = "no step can train within `torch.inference_mode()`"
+            helps = ("call `train_step` outside of it",)
+            raise Refusal.of("S617", title, helps=helps).at(python_span())
         if any(self[name].requires_grad for name in self.unreduced if name in self):
             raise self._untrained_refusal()
         for flat in self.flats:
