@@ -54,7 +54,11 @@ from schedlang.passes.verify.proof_case import (
     proof_modes,
     randomised_float64,
 )
-from schedlang.passes.verify.relaxed_original import buffer_replicas, check_sums
+from schedlang.passes.verify.relaxed_original import (
+    buffer_replicas,
+    check_sums,
+    gathered_parts,
+)
 from schedlang.passes.verify.stage_state import check_across_stages
 from schedlang.report import Row
 from schedlang.runtime.batch import BatchPart, named_tensors, run_model, split_batch
@@ -333,6 +337,8 @@ def check_parts(case: Case) -> Case:
             if not is_relaxed:
                 raise
     if is_relaxed:
+        if case.plan.row_gathers:
+            raise gathered_parts(case.plan)
         return replace(case, by_parts=True)
     assert difference is not None
     _check_model_alone(probe, difference)
@@ -503,7 +509,8 @@ def check_if_cheap(
             check_parts(randomised_float64(case))
             check_own_parts(case)
     except Refusal as refusal:
-        if refusal.diagnostic.code in ("S707", "S710"):  # these do not concern parts
+        # the first two do not concern parts; the last is about proofs alone
+        if refusal.diagnostic.code in ("S707", "S710", "S717"):
             return
         raise
     except Exception as error:

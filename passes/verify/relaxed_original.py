@@ -90,17 +90,30 @@ def check_sums(case: Case) -> None:
     prepared, plan = case.prepared, case.plan
     if prepared is None or prepared.traced.statistics is None or plan.shares * plan.micro == 1:
         return
-    if not (plan.activation_codings or compression_axes(plan) or case.table is not None):
-        return
-    raise Refusal.of(
+    if plan.activation_codings or compression_axes(plan) or case.table is not None:
+        raise shared_sums(plan)
+
+
+def shared_sums(plan: Plan) -> Refusal:
+    """Return S717: one process cannot run parts that need each other one after the other."""
+    own_sums = 'let each part have its own sums: `step "..." relax(batch_stats, lossy) {`'
+    leave = "leave `compress` out, and prove the other rows"
+    return Refusal.of(
         "S717",
         "a single process cannot reproduce lossy rows if ranks share sums",
         notes=("it computes one part of the batch after another, but this loss needs all of them",),
-        helps=(
-            'let each part have its own sums: `step "..." relax(batch_stats, lossy) {`',
-            "or leave `compress` out, and prove the other rows",
-        ),
+        helps=(leave,) if plan.row_gathers else (own_sums, f"or {leave}"),
     )
+
+
+def gathered_parts(plan: Plan) -> Refusal:
+    """Return S717: parts that gather rows are compared with no model that runs by parts."""
+    return Refusal.of(
+        "S717",
+        "`gather_rows` cannot be proven beside statistics of each part",
+        notes=("one process computes one part of the batch after another, and gathers no rows",),
+        helps=("leave out what needs `relax(batch_stats)`, and prove the other rows",),
+    ).at(next(row.span for row in map(plan.origin, plan.row_gathers) if row is not None))
 
 
 class ReplicaPart(NamedTuple):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.lower.build import build
+from schedlang.passes.prove import Case, prove
 from schedlang.passes.simulate.account import account
 from tests.engine import Threads
 from tests.proofs import assert_proven, make_plan, static_holds
@@ -239,3 +243,18 @@ def test_two_rows_for_each_row_are_refused(threads: Threads) -> None:
             build(plan, views(0)).train_step(views(0))
 
     threads.run(run, 2)
+
+
+def test_statistics_of_each_part(threads: Threads) -> None:
+    """A batch norm of each rank's rows trains below a gather, and no proof is claimed (S717)."""
+    model = Towers()
+    model.image[1] = nn.BatchNorm1d(16)
+    plan = make_plan(model, GATHERS + "zero(stage=0, over=dp)", "dp=2", "batch_stats")
+    with pytest.raises(Refusal, match="cannot be proven beside statistics of each part"):
+        prove(Case(plan, (pairs(0),)), pool=threads)
+    losses = threads.run(partial(_train_once, plan), 2)
+    assert losses[0] == losses[1] and math.isfinite(losses[0])
+
+
+def _train_once(plan: Plan) -> float:
+    return float(build(plan, pairs(0)).train_step(pairs(0)))
