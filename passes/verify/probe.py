@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from schedlang.diagnostics.diagnostic import Diagnostic, OwnError, Refusal
+from schedlang.ir.annotations import RowGather
 from schedlang.ir.module_copies import copy_module
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.expert_capacity import without_capacity
@@ -36,7 +37,7 @@ from schedlang.passes.propagate.propagate import Traced
 from schedlang.passes.verify.compare import RTOL, compare_tensors
 from schedlang.passes.verify.forward_state import check_attributes, check_buffers, restored_buffers
 from schedlang.passes.verify.linear_backward import check_linear
-from schedlang.passes.verify.mixing_line import find_mixing_line
+from schedlang.passes.verify.mixing_call import MixingCall, find_mixing_call
 from schedlang.passes.verify.observe import Batch, Key, Observation
 from schedlang.passes.verify.original import (
     Sequential,
@@ -347,13 +348,14 @@ def check_parts(case: Case) -> Case:
     check_linear(case, probe.batch, len(probe.parts), difference)
     # parts that share sums differ from the whole at their sums
     has_statistics = case.prepared is not None and case.prepared.traced.statistics is not None
-    mixing_args = case, probe.batch, probe.parts, probe.weights
-    line = "" if has_statistics else find_mixing_line(*mixing_args)
+    mixing = None
+    if not has_statistics:
+        mixing = find_mixing_call(case, probe.batch, probe.parts, probe.weights)
     differ_note = (
         f"on the original, split into {len(probe.parts)} parts, {difference.place} differs by"
         f" {difference.error:.1e}"
     )
-    mixing_note = (f"rows of the batch interact in {line}",) if line else ()
+    mixing_note = () if mixing is None else (f"rows of the batch interact in {mixing.text}",)
     if _is_sum_loss(probe):
         raise Refusal.of(
             "S703",
@@ -378,20 +380,31 @@ def check_parts(case: Case) -> Case:
                 "statistics over the batch (batch norm, router losses) would differ by rank",
                 *mixing_note,
             ),
-            helps=(*_gather_helps(case.plan, line), *HELPS_WEIGHT) if norm is None else HELPS_NORM,
+            helps=(*_gather_helps(case, probe.batch, mixing), *HELPS_WEIGHT)
+            if norm is None
+            else HELPS_NORM,
         )
     )
 
 
-def _gather_helps(plan: Plan, line: str) -> tuple[str, ...]:
-    """Return what `gather_rows` could do for a loss whose rows interact in `line`; "": nowhere."""
+def _gather_helps(case: Case, batch: Batch, mixing: MixingCall | None) -> tuple[str, ...]:
+    """Return what `gather_rows` does for a model whose rows mix in a call, if a trial shows it."""
+    plan = case.plan
     if plan.row_gathers:
         return ("gather rows behind the last module that draws random numbers or mixes rows",)
-    if not line or plan.micro > 1 or plan.contexts:
+    if mixing is None or not mixing.modules or plan.micro > 1 or plan.contexts:
+        return ()
+    gathers = tuple(RowGather(fqn) for fqn in mixing.modules)
+    try:
+        trial = prepare_case(replace(case, plan=replace(plan, row_gathers=gathers)))
+        if Probe(trial, batch).first_difference() is not None:
+            return ()
+    except Exception:  # what the model raises on gathered rows: labels of its own rows, say
         return ()
     axes = ", ".join(plan.row_axes)
     over = axes if len(plan.row_axes) == 1 else f"({axes})"
-    return (f"gather the rows that the loss compares: `MODULE  gather_rows(over={over})`",)
+    row = f"{', '.join(mixing.modules)}  gather_rows(over={over})".strip()
+    return (f"gather the rows that the loss compares: `{row}`",)
 
 
 def _is_sum_loss(probe: Probe) -> bool:

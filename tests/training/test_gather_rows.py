@@ -258,3 +258,19 @@ def test_statistics_of_each_part(threads: Threads) -> None:
 
 def _train_once(plan: Plan) -> float:
     return float(build(plan, pairs(0)).train_step(pairs(0)))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_refusal_names_the_row(inside: bool, threads: Threads) -> None:
+    """S703 names the row for such a loss, tried on the original; with it the proof passes."""
+    torch.manual_seed(0)
+    model, loss = Towers(inside), None if inside else features_loss
+    plan = make_plan(model, "zero(stage=0, over=dp)", "dp=2")
+    with pytest.raises(Refusal) as caught:
+        prove(Case(plan, (pairs(0),), loss), pool=threads)
+    row = "image, text  gather_rows(over=dp)" if inside else "gather_rows(over=dp)"
+    diagnostic = caught.value.diagnostic
+    assert diagnostic.code == "S703"
+    assert diagnostic.helps[0] == f"gather the rows that the loss compares: `{row}`"
+    with_row = make_plan(model, f"{row}\nzero(stage=0, over=dp)", "dp=2")
+    assert_proven(threads, with_row, [pairs(0), pairs(1, rows=7)], loss=loss)
