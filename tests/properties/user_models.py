@@ -52,6 +52,8 @@ MESHES = (
     *("dp=2 tp=2", "dp=2 pp=2", "pp=2 tp=2", "dp=2 pp=2", "pp=2 tp=2", "dp=2 cp=2", "tp=2 cp=2"),
 )
 
+PAIR_MESHES = ("dp=2", "dp=2", "dp=3", "dp=2 tp=2", "tp=2", "dp=2 pp=2")  # of a loss over pairs
+
 
 @dataclass
 class Output:
@@ -113,6 +115,9 @@ class User(nn.Module):
         # not by `rng`: numbers that were drawn before stay the same models
         names = sorted(WRITES) if self.words else ["nothing"]
         self.written = Random(f"{width} {self.by_rows} {rng.getstate()}").choice(names)
+        compares = Random(f"pairs {width} {self.by_rows} {rng.getstate()}").random() < 0.15
+        rowwise = self.returns != "out" and (self.by_rows or not self.words)
+        self.pair = nn.Linear(width, 4) if compares and rowwise else None
 
     def _freeze(self, block: nn.Module) -> None:
         frozen_modules = {"": [], "enter": [self.enter], "block": [block], "norm": [self.norm]}[
@@ -158,6 +163,8 @@ class User(nn.Module):
             loss = loss + getattr(layer, "aux", 0.0)
         if self.other is not None and each_row:
             loss = loss + 0.1 * extra_outputs[1].square().flatten(1).mean(1).mean()
+        if self.pair is not None:
+            loss = loss + 0.1 * pair_loss(self.pair(h.mean(1)))
         if self.returns == "loss":
             return loss
         if self.returns == "object":
@@ -197,6 +204,11 @@ def token_loss(scores: Tensor, labels: Tensor | None, y: Tensor | None) -> Tenso
         return F.cross_entropy(scores.flatten(0, 1), labels.flatten())
     assert y is not None
     return (scores[..., 0] - y[:, : scores.shape[1]]).square().mean()
+
+
+def pair_loss(features: Tensor) -> Tensor:
+    """Return a loss over all pairs of rows, by which different rows repel each other."""
+    return F.log_softmax(features @ features.t(), -1).diagonal().mean().neg()
 
 
 def row_loss(scores: Tensor, labels: Tensor | None) -> Tensor:
@@ -280,10 +292,14 @@ class Drawn:
     def text(self) -> str:
         """The text of the schedule."""
         rng = Random(f"rows {self.name}")
-        axes = tuple((a.split("=")[0], int(a[-1])) for a in rng.choice(MESHES).split())
+        meshes = MESHES if self._model.pair is None else PAIR_MESHES
+        axes = tuple((a.split("=")[0], int(a[-1])) for a in rng.choice(meshes).split())
         kinds = ("parts", "data", "stages", "memory", "memory")
         extra_kinds = ("kernels", "numbers") if rng.random() < 0.2 else ()
-        return schedule_text(self.name, rng, axes, (*kinds, *extra_kinds))
+        text = schedule_text(self.name, rng, axes, (*kinds, *extra_kinds))
+        if self._model.pair is None or not any(axis == "dp" for axis, _ in axes):
+            return text
+        return text.rstrip() + '\n\nstep "pairs" {\n  pair  gather_rows(over=dp)\n}\n'
 
 
 @cache
