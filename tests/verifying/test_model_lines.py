@@ -45,6 +45,12 @@ def pair_loss(x: Tensor) -> Tensor:
     return scores.logsumexp(-1).mean()
 
 
+def masked_loss(x: Tensor) -> Tensor:
+    x = x.masked_fill(torch.ones(4, 4).triu(1)[:, 1].bool(), -torch.inf).softmax(-1)
+    scores = x @ x.T  # rows meet
+    return scores.logsumexp(-1).mean()
+
+
 def max_loss(x: Tensor) -> Tensor:
     x = x.T.contiguous()
     x = x - x.amax(-1, keepdim=True)  # rows meet
@@ -56,7 +62,7 @@ def sum_loss(x: Tensor) -> Tensor:
     return y.sum()  # rows meet
 
 
-@pytest.mark.parametrize("body", [std_loss, pair_loss, max_loss, sum_loss])
+@pytest.mark.parametrize("body", [std_loss, pair_loss, masked_loss, max_loss, sum_loss])
 def test_where_rows_meet(pool: Pool, body: Body) -> None:
     """A loss that is no mean over parts is refused with the line that combines rows."""
     plan = make_plan(Net(body), "zero(stage=0, over=dp)", "dp=2")
