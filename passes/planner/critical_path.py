@@ -20,6 +20,7 @@ from schedlang.pipeline.timeline.table import Kind, Timeline, dependencies
 
 Array = NDArray[np.float64]
 Rows = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -332,7 +333,7 @@ def count_in_flight(
     kept: Array | None = None,
     waiting: Array | None = None,
     slices: int = 1,
-    apart: tuple[bool, ...] = (),
+    apart: Flags | None = None,
     grown: Array | None = None,
 ) -> Array:
     """Count what each stage holds at the moment when its rank holds most [3, stages].
@@ -345,7 +346,8 @@ def count_in_flight(
     are held between the halves, `grown` bytes of gradients of weights; without these arguments the
     moment with most microbatches counts.  The first stage has no inputs that need gradients: its
     first half does nothing.  The first half of a stage that is not `apart` is its full backward
-    (default: all are `apart`).  In closed forms gradients count as existing.
+    (default: all are `apart`).  In closed forms gradients count as existing.  `kept`, `waiting` and
+    `apart` may be those of several cases [..., stages]: then the result is [3, ..., stages].
     """
     if chunks == 1 and order in KNOWN_IN_FLIGHT:
         early = order in ("1F1B", "Seq1F1B")
@@ -354,19 +356,34 @@ def count_in_flight(
         return np.array([in_flight, np.zeros(ranks), np.ones(ranks)], dtype=float)
     stages = ranks * chunks
     sizes = np.stack(
-        [
+        np.broadcast_arrays(
             np.ones(stages) if kept is None else kept,
             np.full(stages, 1 / stages / micro) if waiting is None else waiting,
             np.zeros(stages) if grown is None else grown,
-        ]
+        ),
+        -2,
     )
     line = order, ranks, min(micro, 2 * FEW * ranks), chunks
-    split = apart if apart and _has_halves(*line) else (True,) * stages
-    rank_stages, moments = _moments_of_ranks(*line, split)
-    held, rank_sizes = np.zeros((3, stages)), sizes[:, rank_stages].swapaxes(0, 1)
-    fullest = (moments * rank_sizes[:, None]).sum((2, 3)).argmax(1)
-    held[:, rank_stages] = moments[np.arange(ranks), fullest].swapaxes(0, 1)
-    return held
+    cases = sizes.reshape(-1, 3, stages)
+    split = np.ones((len(cases), stages), dtype=bool)
+    if apart is not None and _has_halves(*line):
+        split[:] = apart.reshape(-1, stages)
+    held = np.zeros((3, len(cases), stages))
+    for halves in np.unique(split, axis=0):
+        rows = np.flatnonzero((split == halves).all(1))
+        held[:, rows] = _held_at_most(line, tuple(halves.tolist()), cases[rows])
+    return held.reshape(3, *sizes.shape[:-2], stages)
+
+
+def _held_at_most(line: tuple[str, int, int, int], apart: tuple[bool, ...], cases: Array) -> Array:
+    """Count what each stage holds at its rank's fullest moment [3, cases, stages], for bytes
+    [cases, 3, stages]."""
+    rank_stages, moments = _moments_of_ranks(*line, apart)
+    rank_sizes = cases[:, :, rank_stages].swapaxes(1, 2)  # [cases, ranks, 3, chunks]
+    fullest = (moments * rank_sizes[:, :, None]).sum((3, 4)).argmax(2)
+    held = np.zeros(cases.shape)
+    held[:, :, rank_stages] = moments[np.arange(line[1]), fullest].swapaxes(1, 2)
+    return held.swapaxes(0, 1)
 
 
 @lru_cache(256)
@@ -381,7 +398,7 @@ def _moments_of_ranks(
 ) -> tuple[Rows, Rows]:
     """Stages of each rank [ranks, chunks], and the moments of `_moments` [ranks, moments, 3,
     chunks]; ranks with fewer moments repeat their first."""
-    rank_stages = np.argsort(stage_ranks(order, ranks, chunks), kind="stable").reshape(ranks, -1)
+    rank_stages = stages_on_ranks(order, ranks, chunks)
     split = np.array(apart)[rank_stages].tolist()
     moments = [
         _moments(order, ranks, micro, chunks, rank, tuple(halves))
@@ -428,3 +445,9 @@ def stage_ranks(order: str, ranks: int, chunks: int) -> Rows:
     if chunks == 1:
         return np.arange(ranks)
     return order_timeline(order, ranks, FEW * ranks, chunks).stage_rank.astype(np.int64)
+
+
+@lru_cache(512)
+def stages_on_ranks(order: str, ranks: int, chunks: int) -> Rows:
+    """Return the stages of each rank, the first stage first [ranks, chunks]."""
+    return np.argsort(stage_ranks(order, ranks, chunks), kind="stable").reshape(ranks, chunks)

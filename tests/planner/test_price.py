@@ -20,6 +20,8 @@ from schedlang.passes.planner.price import (
     sending_axes,
     step_seconds_by_cause,
     unit_seconds,
+)
+from schedlang.passes.planner.stage_contents import (
     units_by_stage,
 )
 from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting

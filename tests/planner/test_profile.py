@@ -137,6 +137,17 @@ def test_a_price_is_that_of_the_schedule(setting: Setting) -> None:
     assert_close(models.profiles(models.llama, "bf16"), setting, MIXED, 0.08, 0.03)
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [Setting(P(8), dp=8, micro=2, zero=3), Setting(P(8, ep=2), dp=8, micro=2, zero=1)],
+    ids=str,
+)
+def test_shards_of_few_experts_are_not_equal(setting: Setting) -> None:
+    """ZeRO shards along the first dim: of 4 experts 8 ranks hold one or none, and of 2 experts 4
+    ranks; messages are padded."""
+    assert_close(models.profiles(models.mixtral, "bf16"), setting, MIXED, 0.08, 0.05)
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("make", [models.llama, models.gpt2], ids=["llama", "gpt2"])
