@@ -101,7 +101,7 @@ def _find_path(
 
     longer = path(more)
     shorter = path(fewer) if factor else longer
-    _found_paths(order, ranks, chunks, slices, more).append((longer, shorter))
+    _found_paths(order, ranks, chunks, slices, more).append(longer)
     return longer.extrapolate(shorter, factor) if factor else longer
 
 
@@ -119,14 +119,13 @@ def _evaluated_counts(ranks: int, micro: int, slices: int) -> tuple[int, int, fl
 
 
 KEPT_PATHS = 16  # of an order and its sizes: the last ones
-EXTRAPOLATED = 1.05  # factor by which an extrapolated path may be too long for other times
 
 
 @cache
 def _found_paths(
     order: str, ranks: int, chunks: int, slices: int, micro: int
-) -> deque[tuple[CriticalPath, CriticalPath]]:
-    """Return the paths that were critical so far: of `micro` microbatches, and of fewer."""
+) -> deque[CriticalPath]:
+    """Return the paths of `micro` microbatches that were critical so far."""
     return deque(maxlen=KEPT_PATHS)
 
 
@@ -136,18 +135,18 @@ def known_paths_floor(
     """Lower bound of the seconds of the critical path, where backwards are not split.
 
     A path that was critical for some times exists for all others: it is no longer than the
-    critical one.  0 where none is known.
+    critical one.  0 where none is known, and where a price is extrapolated from fewer microbatches:
+    it may be less than any path of so many.
     """
-    _, more, factor = _evaluated_counts(ranks, micro, 1)
-    floor = 0.0
-    for longer, shorter in _found_paths(order, ranks, chunks, 1, more):
-        seconds, fewer = (
+    if _evaluated_counts(ranks, micro, 1)[2]:
+        return 0.0
+    return max(
+        (
             float(path.forward @ forward + path.inputs @ backward + path.sends * send)
-            for path in (longer, shorter)
-        )
-        extrapolated = (seconds + factor * (seconds - fewer)) / EXTRAPOLATED
-        floor = max(floor, extrapolated if factor else seconds)
-    return floor
+            for path in _found_paths(order, ranks, chunks, 1, micro)
+        ),
+        default=0.0,
+    )
 
 
 # -- closed forms ----------------------------------------------------------------------------------
