@@ -35,7 +35,7 @@ def units_by_stage(
         counts: Array = np.maximum(overlap, 0).astype(np.float64)
         return counts
 
-    again_counts = np.minimum(again if len(again) else 0, cuts)
+    again_counts = np.minimum(again if len(again) else 0, cuts).astype(np.int64)
     spares = np.array([run.unit.input < run.unit.kept for run in chain.runs])
     return within(last), within(first + again_counts) * spares
 
