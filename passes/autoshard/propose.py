@@ -429,22 +429,17 @@ def check_mesh(mesh: Mapping[str, int]) -> None:
 
 def rows_by_role(request: ProposalRequest, notes: list[str]) -> dict[str, list[ProposedRow]]:
     """Return the rows of each role that splits tensors; refuses an axis without any."""
-    roles = (role for role in SPLITTING_ROLES if request.axis(role) is not None)
+    roles = (role for role in ("parts", "experts", "tokens") if request.axis(role) is not None)
     return {role: rows_of_role(request, role, notes) for role in roles}
-
-
-SPLITTING_ROLES = ("parts", "experts", "tokens")
 
 
 def rows_of_role(request: ProposalRequest, role: str, notes: list[str]) -> list[ProposedRow]:
     """Return the rows of one role, whose axis the mesh has; refuses an axis without any.
 
-    They depend on the size of this axis alone; those of "parts" also on whether there is an axis
-    for experts.
+    They depend on the axis's size; those of "parts" also on whether there is an axis for experts.
     """
-    axis = request.axis(role)
+    axis, remarks = request.axis(role), list[str]()
     assert axis is not None
-    remarks: list[str] = []
     finder = RowFinder(request.trial, axis, max(2, request.mesh[axis]), [], remarks)
     if role == "parts":
         add_tensor_rows(finder)

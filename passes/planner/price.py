@@ -472,10 +472,11 @@ def zero_bytes(chain: Chain, setting: Setting, recipe: Recipe) -> Array:
     if not setting.zero:
         return np.zeros(len(chain.runs))
     padded = padded_parameters(chain, zero_shards(setting))
-    if setting.zero == 3:
-        parts: Array = padded @ (1.0, setting.dp > setting.placement.ep)  # experts without replicas
-        return parts * recipe.parameter
-    return (padded - padded_parameters(chain, (1, 1))).sum(1) * recipe.gradient
+    if setting.zero == 3:  # experts may have no replicas
+        gathered: Array = padded @ (1.0, setting.dp > setting.placement.ep)
+        return gathered * recipe.parameter
+    padding: Array = (padded - padded_parameters(chain, (1, 1))).sum(1)
+    return padding * recipe.gradient
 
 
 def gradient_bytes(

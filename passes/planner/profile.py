@@ -403,14 +403,15 @@ def _held(plan: Plan, profiles: Sequence[UnitProfile]) -> dict[str, FirstDims]:
     by their first dims."""
     held = {}
     for unit, names in _names(plan, profiles).items():
-        numels: dict[int, list[int]] = {}
+        numels: dict[int, tuple[int, int]] = {}
         for name in names:
             layout = plan.effective_layout(name)
             shape = layout.local_shape(plan.mesh)
-            counts = numels.setdefault(shape[0] if shape else 1, [0, 0])
-            counts[0] += math.prod(shape)
-            counts[1] += math.prod(shape) * any(split.axis == "ep" for split in layout.splits)
-        held[unit] = tuple((rows, *counts) for rows, counts in sorted(numels.items()))
+            rows, numel = (shape[0] if shape else 1), math.prod(shape)
+            total, experts = numels.get(rows, (0, 0))
+            is_spread = any(split.axis == "ep" for split in layout.splits)
+            numels[rows] = total + numel, experts + numel * is_spread
+        held[unit] = tuple((rows, *both) for rows, both in sorted(numels.items()))
     return held
 
 
