@@ -429,31 +429,35 @@ def check_mesh(mesh: Mapping[str, int]) -> None:
 
 def rows_by_role(request: ProposalRequest, notes: list[str]) -> dict[str, list[ProposedRow]]:
     """Return the rows of each role that splits tensors; refuses an axis without any."""
-    rows: dict[str, list[ProposedRow]] = {}
-    for role in ("parts", "experts", "tokens"):
-        axis = request.axis(role)
-        if axis is None:
-            continue
-        remarks: list[str] = []
-        finder = RowFinder(request.trial, axis, max(2, request.mesh[axis]), [], remarks)
-        if role == "parts":
-            add_tensor_rows(finder)
-            if request.axis("experts") is None:
-                expert_rows(finder)
-            vocabulary_rows(finder)
-            bag_rows(finder)
-        elif role == "experts":
-            expert_rows(finder, ProposedRow((), make_call("zero", stage=1, over=axis)))
-        else:
-            context_rows(finder)
-        if not finder.rows and request.mesh[axis] > 1:
-            extra = _remarks(finder) if role == "parts" else [NONE_FOUND[role]] * (not remarks)
-            raise _unused_axis(axis, [*remarks, *extra])
-        rows[role] = sorted(finder.rows, key=lambda row: not _first(request.blocks, row))
-        notes += remarks
-        if role == "parts":
-            notes += _remarks(finder)
-    return rows
+    roles = (role for role in ("parts", "experts", "tokens") if request.axis(role) is not None)
+    return {role: rows_of_role(request, role, notes) for role in roles}
+
+
+def rows_of_role(request: ProposalRequest, role: str, notes: list[str]) -> list[ProposedRow]:
+    """Return the rows of one role, whose axis the mesh has; refuses an axis without any.
+
+    They depend on the axis's size; those of "parts" also on whether there is an axis for experts.
+    """
+    axis, remarks = request.axis(role), list[str]()
+    assert axis is not None
+    finder = RowFinder(request.trial, axis, max(2, request.mesh[axis]), [], remarks)
+    if role == "parts":
+        add_tensor_rows(finder)
+        if request.axis("experts") is None:
+            expert_rows(finder)
+        vocabulary_rows(finder)
+        bag_rows(finder)
+    elif role == "experts":
+        expert_rows(finder, ProposedRow((), make_call("zero", stage=1, over=axis)))
+    else:
+        context_rows(finder)
+    if not finder.rows and request.mesh[axis] > 1:
+        extra = _remarks(finder) if role == "parts" else [NONE_FOUND[role]] * (not remarks)
+        raise _unused_axis(axis, [*remarks, *extra])
+    notes += remarks
+    if role == "parts":
+        notes += _remarks(finder)
+    return sorted(finder.rows, key=lambda row: not _first(request.blocks, row))
 
 
 def _first(blocks: Blocks, row: ProposedRow) -> bool:

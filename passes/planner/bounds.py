@@ -23,9 +23,12 @@ from schedlang.passes.planner.price import (
     run_seconds,
     sending_axes,
     stage_send_seconds,
-    units_by_stage,
 )
 from schedlang.passes.planner.search_space import AXIS_ORDERS, Candidates, Floats, Ints, Job
+from schedlang.passes.planner.stage_contents import (
+    padded_parameters,
+    units_by_stage,
+)
 from schedlang.passes.planner.values import Chain, Setting, Unit
 from schedlang.passes.simulate.machine import Cluster
 
@@ -286,6 +289,14 @@ def _count_parameters(chain: Chain) -> tuple[int, int]:
     )
 
 
+def _count_sharded(chain: Chain, replicas: int, experts: int) -> float:
+    """Parameters of a chain (tied ones once) in the fullest shard of so many replicas."""
+    shards = replicas, max(1, replicas // experts)
+    tied, counts = {max(pair) for pair in chain.tied}, [run.count for run in chain.runs]
+    untied = [count * (index not in tied) for index, count in enumerate(counts)]
+    return float((untied @ padded_parameters(chain, shards) / shards).sum())
+
+
 def bytes_floor(pool: Candidates, job: Job) -> Floats:
     """Lower bound of the bytes of the fullest rank of each candidate, for any split into stages.
 
@@ -293,7 +304,7 @@ def bytes_floor(pool: Candidates, job: Job) -> Floats:
     all units are recomputed, less gradients that may not exist yet.
     """
     recipe, placement = job.recipe, pool.chain.placement
-    numel, expert_numel = _count_parameters(pool.chain)
+    numel, _ = _count_parameters(pool.chain)
     rows = []
     for chain in pool.chains:
         place = chain.placement
@@ -305,11 +316,11 @@ def bytes_floor(pool: Candidates, job: Job) -> Floats:
             (recipe.state(place.offloads_optimizer), max(0.0, kept - numel * recipe.gradient), peak)
         )
     state, kept, peak = np.array(rows, dtype=float)[pool.one].T
-    state_bytes = np.zeros(len(pool))
+    replicas, index = np.unique(pool.dp * placement.cp, return_inverse=True)
+    shards = [_count_sharded(pool.chain, count, placement.ep) for count in replicas.tolist()]
+    sharded, state_bytes = np.array(shards)[index], np.zeros(len(pool))
     for stage, size in enumerate((state, recipe.gradient, recipe.parameter)):
-        split = np.where(pool.zero > stage, pool.dp * placement.cp, 1)
-        over = np.where(pool.zero > stage, np.maximum(1, pool.dp * placement.cp // placement.ep), 1)
-        state_bytes += size * ((numel - expert_numel) / split + expert_numel / over)
+        state_bytes += size * np.where(pool.zero > stage, sharded, numel)
     floor: Floats = (state_bytes + kept) / pool.pp + peak
     return floor
 

@@ -20,6 +20,7 @@ from schedlang.pipeline.timeline.table import Kind, Timeline, dependencies
 
 Array = NDArray[np.float64]
 Rows = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +101,7 @@ def _find_path(
 
     longer = path(more)
     shorter = path(fewer) if factor else longer
-    _found_paths(order, ranks, chunks, slices, more).append((longer, shorter))
+    _found_paths(order, ranks, chunks, slices, more).append(longer)
     return longer.extrapolate(shorter, factor) if factor else longer
 
 
@@ -118,14 +119,13 @@ def _evaluated_counts(ranks: int, micro: int, slices: int) -> tuple[int, int, fl
 
 
 KEPT_PATHS = 16  # of an order and its sizes: the last ones
-EXTRAPOLATED = 1.05  # factor by which an extrapolated path may be too long for other times
 
 
 @cache
 def _found_paths(
     order: str, ranks: int, chunks: int, slices: int, micro: int
-) -> deque[tuple[CriticalPath, CriticalPath]]:
-    """Return the paths that were critical so far: of `micro` microbatches, and of fewer."""
+) -> deque[CriticalPath]:
+    """Return the paths of `micro` microbatches that were critical so far."""
     return deque(maxlen=KEPT_PATHS)
 
 
@@ -135,18 +135,18 @@ def known_paths_floor(
     """Lower bound of the seconds of the critical path, where backwards are not split.
 
     A path that was critical for some times exists for all others: it is no longer than the
-    critical one.  0 where none is known.
+    critical one.  0 where none is known, and where a price is extrapolated from fewer microbatches:
+    it may be less than any path of so many.
     """
-    _, more, factor = _evaluated_counts(ranks, micro, 1)
-    floor = 0.0
-    for longer, shorter in _found_paths(order, ranks, chunks, 1, more):
-        seconds, fewer = (
+    if _evaluated_counts(ranks, micro, 1)[2]:
+        return 0.0
+    return max(
+        (
             float(path.forward @ forward + path.inputs @ backward + path.sends * send)
-            for path in (longer, shorter)
-        )
-        extrapolated = (seconds + factor * (seconds - fewer)) / EXTRAPOLATED
-        floor = max(floor, extrapolated if factor else seconds)
-    return floor
+            for path in _found_paths(order, ranks, chunks, 1, micro)
+        ),
+        default=0.0,
+    )
 
 
 # -- closed forms ----------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ def count_in_flight(
     kept: Array | None = None,
     waiting: Array | None = None,
     slices: int = 1,
-    apart: tuple[bool, ...] = (),
+    apart: Flags | None = None,
     grown: Array | None = None,
 ) -> Array:
     """Count what each stage holds at the moment when its rank holds most [3, stages].
@@ -345,7 +345,8 @@ def count_in_flight(
     are held between the halves, `grown` bytes of gradients of weights; without these arguments the
     moment with most microbatches counts.  The first stage has no inputs that need gradients: its
     first half does nothing.  The first half of a stage that is not `apart` is its full backward
-    (default: all are `apart`).  In closed forms gradients count as existing.
+    (default: all are `apart`).  In closed forms gradients count as existing.  `kept`, `waiting` and
+    `apart` may be those of several cases [..., stages]: then the result is [3, ..., stages].
     """
     if chunks == 1 and order in KNOWN_IN_FLIGHT:
         early = order in ("1F1B", "Seq1F1B")
@@ -354,19 +355,34 @@ def count_in_flight(
         return np.array([in_flight, np.zeros(ranks), np.ones(ranks)], dtype=float)
     stages = ranks * chunks
     sizes = np.stack(
-        [
+        np.broadcast_arrays(
             np.ones(stages) if kept is None else kept,
             np.full(stages, 1 / stages / micro) if waiting is None else waiting,
             np.zeros(stages) if grown is None else grown,
-        ]
+        ),
+        -2,
     )
     line = order, ranks, min(micro, 2 * FEW * ranks), chunks
-    split = apart if apart and _has_halves(*line) else (True,) * stages
-    rank_stages, moments = _moments_of_ranks(*line, split)
-    held, rank_sizes = np.zeros((3, stages)), sizes[:, rank_stages].swapaxes(0, 1)
-    fullest = (moments * rank_sizes[:, None]).sum((2, 3)).argmax(1)
-    held[:, rank_stages] = moments[np.arange(ranks), fullest].swapaxes(0, 1)
-    return held
+    cases = sizes.reshape(-1, 3, stages)
+    split = np.ones((len(cases), stages), dtype=bool)
+    if apart is not None and _has_halves(*line):
+        split[:] = apart.reshape(-1, stages)
+    held = np.zeros((3, len(cases), stages))
+    for halves in np.unique(split, axis=0):
+        rows = np.flatnonzero((split == halves).all(1))
+        held[:, rows] = _held_at_most(line, tuple(halves.tolist()), cases[rows])
+    return held.reshape(3, *sizes.shape[:-2], stages)
+
+
+def _held_at_most(line: tuple[str, int, int, int], apart: tuple[bool, ...], cases: Array) -> Array:
+    """Count what each stage holds at its rank's fullest moment [3, cases, stages], for bytes
+    [cases, 3, stages]."""
+    rank_stages, moments = _moments_of_ranks(*line, apart)
+    rank_sizes = cases[:, :, rank_stages].swapaxes(1, 2)  # [cases, ranks, 3, chunks]
+    fullest = (moments * rank_sizes[:, :, None]).sum((3, 4)).argmax(2)
+    held = np.zeros(cases.shape)
+    held[:, :, rank_stages] = moments[np.arange(line[1]), fullest].swapaxes(1, 2)
+    return held.swapaxes(0, 1)
 
 
 @lru_cache(256)
@@ -381,7 +397,7 @@ def _moments_of_ranks(
 ) -> tuple[Rows, Rows]:
     """Stages of each rank [ranks, chunks], and the moments of `_moments` [ranks, moments, 3,
     chunks]; ranks with fewer moments repeat their first."""
-    rank_stages = np.argsort(stage_ranks(order, ranks, chunks), kind="stable").reshape(ranks, -1)
+    rank_stages = stages_on_ranks(order, ranks, chunks)
     split = np.array(apart)[rank_stages].tolist()
     moments = [
         _moments(order, ranks, micro, chunks, rank, tuple(halves))
@@ -428,3 +444,9 @@ def stage_ranks(order: str, ranks: int, chunks: int) -> Rows:
     if chunks == 1:
         return np.arange(ranks)
     return order_timeline(order, ranks, FEW * ranks, chunks).stage_rank.astype(np.int64)
+
+
+@lru_cache(512)
+def stages_on_ranks(order: str, ranks: int, chunks: int) -> Rows:
+    """Return the stages of each rank, the first stage first [ranks, chunks]."""
+    return np.argsort(stage_ranks(order, ranks, chunks), kind="stable").reshape(ranks, chunks)

@@ -15,10 +15,17 @@ from schedlang.passes.partition.stage_partition import (
     find_partition,
 )
 from schedlang.passes.planner.bounds import ChainTimes, critical_floor, pipeline_floor
-from schedlang.passes.planner.critical_path import count_in_flight, stage_ranks
+from schedlang.passes.planner.critical_path import count_in_flight, stage_ranks, stages_on_ranks
 from schedlang.passes.planner.limits import satisfies_limits
-from schedlang.passes.planner.price import collective_seconds, peak_bytes, price, units_by_stage
+from schedlang.passes.planner.price import (
+    collective_seconds,
+    peak_bytes,
+    price,
+)
 from schedlang.passes.planner.search_space import Floats, Ints, Job
+from schedlang.passes.planner.stage_contents import (
+    units_by_stage,
+)
 from schedlang.passes.planner.values import Chain, Price, Setting
 
 MAX_PROGRAMME = 1_000_000  # maximum of ranks * units ** 2: a larger programme takes too long
@@ -249,54 +256,38 @@ class RecomputeBytes:
         """Find the fewest units of each stage to recompute so that all ranks fit; None where none
         do.
 
-        The more units of a run are recomputed, the less a rank holds; but the first recomputed unit
-        brings its activations back in addition to what is saved.  So the ends of runs are tried
-        from the first on, and then the number is found by bisection before the first end that fits,
-        for all ranks at once.  Of several stages on a rank the first is filled first: its
-        activations are held longest.
+        The bytes of every number of units of a rank are counted at once, and each rank takes the
+        first number that fits: more of equal units need less, but the first recomputed unit brings
+        its activations back in addition to what is saved.  Of several stages on a rank the first
+        is filled first: its activations are held longest.
         """
-        cuts, rank = (
-            np.array(self.cut.cuts),
-            stage_ranks(self.cut.order, self.cut.pp, self.cut.chunks),
-        )
-        free = self.bytes(np.zeros_like(cuts))
-        if none and (free <= memory).all():
+        cuts = np.array(self.cut.cuts)
+        free = self.bytes(np.zeros_like(cuts)) if none else np.full(self.cut.pp, np.inf)
+        if (free <= memory).all():
             return np.zeros_like(cuts)
         if not some:
             self.fullest = float(self.bytes(cuts).max())
             return cuts if every and self.fullest <= memory else None
-        ends = self._ends(rank)
-        lower, upper = np.zeros_like(free, dtype=np.int64), np.where(free <= memory, 0, -1)
-        least_bytes = free
-        for end in ends.T:
-            if (upper >= 0).all():
-                break
-            end_bytes = self.bytes(self._spread(end, rank, cuts))
-            least_bytes = np.minimum(least_bytes, end_bytes)
-            lower = np.where((upper < 0) & (end_bytes > memory), end, lower)
-            upper = np.where((upper < 0) & (end_bytes <= memory), end, upper)
-        self.fullest = float(least_bytes.max())
-        if (upper < 0).any():
+        choices = self._choices()
+        rank_bytes = self.bytes(choices)
+        self.fullest = float(rank_bytes.min(0).max())
+        fits = rank_bytes <= memory
+        if not fits.any(0).all():
             return None
-        while (unfinished := upper - lower > 1).any():  # high fits, low does not
-            middle = np.where(unfinished, (lower + upper) // 2, upper)
-            fits = self.bytes(self._spread(middle, rank, cuts)) <= memory
-            upper, lower = (
-                np.where(unfinished & fits, middle, upper),
-                np.where(unfinished & ~fits, middle, lower),
-            )
-        return self._permitted(self._spread(upper, rank, cuts), none, every)
+        ranks = stage_ranks(self.cut.order, self.cut.pp, self.cut.chunks)
+        counts = choices[fits.argmax(0)[ranks], np.arange(len(cuts))]
+        return self._permitted(counts, none, every)
 
-    def _ends(self, rank: Ints) -> Ints:
-        """Units of each place up to the end of each of its runs [places, runs], in order."""
-        counts, _ = units_by_stage(self.chain, self.cut.cuts)
-        ends: list[list[int]] = [[] for _ in range(self.cut.pp)]
-        for stage, runs in enumerate(counts.astype(np.int64).tolist()):
-            row = ends[rank[stage]]
-            for count in filter(None, runs):
-                row.append((row[-1] if row else 0) + count)
-        longest = max(map(len, ends))
-        return np.array([row + row[-1:] * (longest - len(row)) for row in ends])
+    def _choices(self) -> Ints:
+        """List recomputed units of each stage [numbers, stages] where each rank recomputes 0, 1, ..
+        units, at most all of its own."""
+        on_rank = stages_on_ranks(self.cut.order, self.cut.pp, self.cut.chunks)
+        cuts = np.array(self.cut.cuts)[on_rank]
+        ends = cuts.cumsum(1)
+        numbers = np.arange(int(ends[:, -1].max()) + 1)[:, None, None]
+        choices = np.zeros((len(numbers), len(self.cut.cuts)), dtype=np.int64)
+        choices[:, on_rank] = np.clip(numbers - ends + cuts, 0, cuts)
+        return choices
 
     def _permitted(self, counts: Ints, none: bool, every: bool) -> Ints | None:
         """Adjust the number found where recomputing no unit, or all units, is not permitted."""
@@ -306,15 +297,8 @@ class RecomputeBytes:
             return None
         return counts
 
-    def _spread(self, rank_counts: Ints, rank: Ints, cuts: Ints) -> Ints:
-        """Distribute a number of units of each rank over its stages."""
-        counts, remaining = np.zeros_like(cuts), rank_counts.copy()
-        for stage in range(len(cuts)):
-            counts[stage] = min(cuts[stage], remaining[rank[stage]])
-            remaining[rank[stage]] -= counts[stage]
-        return counts
-
     def bytes(self, again: Ints) -> Floats:
-        """Bytes of the rank of each place at its fullest moment."""
-        counts, recomputed = units_by_stage(self.chain, self.cut.cuts, tuple(again.tolist()))
-        return np.array(peak_bytes(self.chain, self.cut, self.job.recipe, counts, recomputed))
+        """Bytes of the rank of each place at its fullest moment [..., places], for recomputed units
+        of each stage [..., stages]."""
+        counts, recomputed = units_by_stage(self.chain, self.cut.cuts, again)
+        return peak_bytes(self.chain, self.cut, self.job.recipe, counts, recomputed)

@@ -37,17 +37,20 @@ from schedlang.passes.planner.price import (
     COMPUTING,
     NO_WEIGHTS,
     optimizer_seconds,
-    parameters_by_place,
     replica_seconds,
     run_seconds,
     sending_axes,
     stage_send_seconds,
     state_bytes,
     tied_grad_seconds,
-    units_by_stage,
     weight_grad_seconds,
 )
 from schedlang.passes.planner.search_space import AXIS_ORDERS, Floats, Ints, Job
+from schedlang.passes.planner.stage_contents import (
+    parameters_by_place,
+    units_by_stage,
+    zero_shards,
+)
 from schedlang.passes.planner.values import Chain, Placement, Price, Setting
 from schedlang.passes.simulate.machine import Cluster
 from schedlang.passes.simulate.node_cluster import Node, Nodes
@@ -539,7 +542,8 @@ class HeterogeneousEvaluator(Evaluator):
         )
         assert chain is not None
         counts, _ = units_by_stage(chain, setting.cuts)
-        numel = parameters_by_place(chain, counts, ranks, setting.pp)
+        shards = zero_shards(setting) if setting.zero else (1, 1)
+        numel = parameters_by_place(chain, counts, ranks, setting.pp, shards)
         busy = np.bincount(ranks, sum(passes), setting.pp) * setting.micro
         units = np.bincount(ranks, counts.sum(1), setting.pp)
         worst = int(busy.argmax())

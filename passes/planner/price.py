@@ -22,8 +22,17 @@ from schedlang.passes.planner.critical_path import (
     count_in_flight,
     find_critical_path,
     stage_ranks,
+    stages_on_ranks,
 )
 from schedlang.passes.planner.even_stages import split_evenly
+from schedlang.passes.planner.stage_contents import (
+    has_run,
+    padded_parameters,
+    parameters_by_place,
+    split_backward_stages,
+    units_by_stage,
+    zero_shards,
+)
 from schedlang.passes.planner.values import Chain, Price, Recipe, Setting, Unit, Work
 from schedlang.passes.simulate.node_cluster import Nodes
 
@@ -163,7 +172,8 @@ def price(
     parts["gradients"] = _total(step.data, weights)
     parts["optimizer"] = _total(step.update, weights)
     sizes = (chain, setting, recipe, step.made, step.again)
-    return Price(sum(parts.values()), () if seconds_only else peak_bytes(*sizes), parts)
+    peaks = () if seconds_only else tuple(peak_bytes(*sizes).tolist())
+    return Price(sum(parts.values()), peaks, parts)
 
 
 def step_seconds_by_cause(
@@ -252,7 +262,8 @@ def _step(
     busy, redone = counts[on_worst].sum(0), again[on_worst].sum(0)
     forward, backward, _, extra_fwd, extra_bwd = tables
     load = setting.passes * (busy @ (forward + backward) + redone @ (extra_fwd + extra_bwd))
-    numels = parameters_by_place(chain, counts, rank, setting.pp).max(0)
+    shards = zero_shards(setting) if setting.zero else (1, 1)
+    numels = parameters_by_place(chain, counts, rank, setting.pp, shards).max(0)
     units, by_cause = round(float(busy.sum())), dict(zip(names, load.tolist()))
     data = dict(replica_seconds(setting, numels, units, cluster, recipe, by_cause, weights))
     for cause, seconds in tied_grad_seconds(chain, setting, cluster, recipe, counts, rank):
@@ -260,19 +271,6 @@ def _step(
     span = path.seconds(f, i, w, send)
     update = {"optimizer": optimizer_seconds(setting, numels, cluster, recipe)}
     return _Step(names, weight, tables, counts, again, load, path, span, send, sent, data, update)
-
-
-def split_backward_stages(setting: Setting, again: Array | None = None) -> NDArray[np.bool_]:
-    """Find stages whose backward runs in two halves, if the order has halves.
-
-    Stages whose weights are gathered from ZeRO shards do not, nor do stages that recompute units
-    (`again`; default: the setting's).
-    """
-    if again is None:
-        again = np.array(setting.again or (0,) * setting.pp * setting.chunks)
-    gathered = setting.zero > 0 and setting.dp > 1
-    splits: NDArray[np.bool_] = (again == 0) & (not gathered)
-    return splits
 
 
 def weight_grad_seconds(setting: Setting, backward: Array, weights: Array) -> Array:
@@ -324,54 +322,7 @@ def _total(causes: Causes, weights: Causes) -> float:
     return float(sum(seconds * weights.get(cause, 1.0) for cause, seconds in causes.items()))
 
 
-# -- stages ----------------------------------------------------------------------------------------
-
-
-def units_by_stage(
-    chain: Chain, cuts: tuple[int, ...], again: tuple[int, ...] = ()
-) -> tuple[Array, Array]:
-    """Units of each run at each stage [stages, runs], and the recomputed ones among them.
-
-    A unit that would not save less by recomputation is not recomputed.
-    """
-    ends = np.cumsum([run.count for run in chain.runs])
-    begins = ends - [run.count for run in chain.runs]
-    last = np.cumsum(cuts)
-    if last[-1] != ends[-1]:
-        raise ValueError(f"the cuts have {last[-1]} units, and there are {ends[-1]}")
-    first = last - cuts
-
-    def within(last_units: NDArray[np.int64]) -> Array:
-        overlap = np.minimum(last_units[:, None], ends) - np.maximum(first[:, None], begins)
-        counts: Array = np.maximum(overlap, 0).astype(np.float64)
-        return counts
-
-    again_counts = np.minimum(again, cuts) if again else np.zeros(len(cuts), dtype=np.int64)
-    spares = np.array([run.unit.input < run.unit.kept for run in chain.runs])
-    return within(last), within(first + again_counts) * spares
-
-
 # -- data axes -------------------------------------------------------------------------------------
-
-
-def parameters_by_place(chain: Chain, counts: Array, rank: NDArray[np.int64], places: int) -> Array:
-    """Parameters of the rank of each place [places, 2]: replicated ones, and those of experts.
-
-    A rank holds tied parameters once.
-    """
-    units = [run.unit for run in chain.runs]
-    unit_numels = np.array([[u.numel - u.expert_numel, u.expert_numel] for u in units], dtype=float)
-    numels = np.zeros((places, 2))
-    np.add.at(numels, rank, counts @ unit_numels)
-    for first, second in chain.tied:
-        shared_places = _has(counts, rank, first) & _has(counts, rank, second)
-        numels[sorted(shared_places), 0] -= min(units[first].numel, units[second].numel)
-    return numels
-
-
-def _has(counts: Array, rank: NDArray[np.int64], run: int) -> set[int]:
-    """Places that have units of a run."""
-    return set(rank[counts[:, run] > 0].tolist())
 
 
 def replica_seconds(
@@ -441,7 +392,7 @@ def _copied(setting: Setting, numels: Array, recipe: Recipe) -> float:
     """
     if setting.zero < 3:
         return 0.0
-    size, gradient, split = recipe.parameter, recipe.gradient, zero_shards(setting)
+    size, gradient, split = recipe.parameter, recipe.gradient, np.array(zero_shards(setting))
     master = bool(recipe.master)
     gathered = 2 * size + (2 * size + master * (recipe.master + size)) / split
     accumulated = (not master) * (size + gradient)  # with masters they are cast for accumulation
@@ -459,7 +410,7 @@ def tied_grad_seconds(
 ) -> Iterator[tuple[str, float]]:
     """Seconds of all-reduces of tied gradients between two places, by cause."""
     for first, second in chain.tied:
-        first_places, second_places = (_has(counts, rank, run) for run in (first, second))
+        first_places, second_places = (has_run(counts, rank, run) for run in (first, second))
         if first_places and second_places and not first_places & second_places:
             size = min(chain.runs[index].unit.numel for index in (first, second)) * recipe.gradient
             distance = setting.stride("pp") * abs(min(first_places) - min(second_places))
@@ -485,18 +436,14 @@ def optimizer_seconds(setting: Setting, numels: Array, cluster: Cluster, recipe:
     return cluster.operator_seconds("other", 0.0, number_bytes * share)
 
 
-def zero_shards(setting: Setting) -> Array:
-    """Number of ranks over which ZeRO shards parameters, and that for experts' parameters."""
-    return np.array([setting.dp, max(1.0, setting.dp // setting.placement.ep)], dtype=float)
-
-
 # -- bytes -----------------------------------------------------------------------------------------
 
 
 def peak_bytes(
     chain: Chain, setting: Setting, recipe: Recipe, counts: Array, again: Array
-) -> tuple[float, ...]:
-    """Bytes of the rank of each place at its fullest moment."""
+) -> Array:
+    """Bytes of the rank of each place at its fullest moment [places], for recomputed units `again`
+    [stages, runs]; of several such choices [..., stages, runs] for each [..., places]."""
     units = [run.unit for run in chain.runs]
     rank = stage_ranks(setting.order, setting.pp, setting.chunks)
     kept, input_bytes, peak, enters, waiting = np.array(
@@ -511,13 +458,25 @@ def peak_bytes(
         input_bytes = np.minimum(input_bytes, kept)
         extra = extra + 3 * inputs - 2 * offloaded  # recomputed units offload only their inputs
         waiting = waiting + offloaded  # activations reloaded for a first half stay for the second
-    numel, experts = np.array([[unit.numel, unit.expert_numel] for unit in units]).T
-    gathered = numel - experts * (setting.dp <= setting.placement.ep)  # experts without replicas
-    moment = peak + gathered * 2.0 * recipe.parameter * (setting.zero > 2)  # this unit and the next
+    sent_bytes = zero_bytes(chain, setting, recipe)
+    moment = peak + 2.0 * sent_bytes  # of this unit and the next
     state = state_bytes(chain, setting, recipe, counts, rank)
     run_bytes = np.array([kept, input_bytes, moment, enters, waiting, extra, reloaded])
     grown = gradient_bytes(chain, setting, recipe, counts, rank)
-    return tuple((state + activation_bytes(setting, counts, again, run_bytes, grown)).tolist())
+    return state + activation_bytes(setting, counts, again, run_bytes, grown)
+
+
+def zero_bytes(chain: Chain, setting: Setting, recipe: Recipe) -> Array:
+    """Bytes that ZeRO's collectives of one unit need besides state, for each run: gathered
+    parameters of stage 3, else what pads the gradients to equal shards."""
+    if not setting.zero:
+        return np.zeros(len(chain.runs))
+    padded = padded_parameters(chain, zero_shards(setting))
+    if setting.zero == 3:  # experts may have no replicas
+        gathered: Array = padded @ (1.0, setting.dp > setting.placement.ep)
+        return gathered * recipe.parameter
+    padding: Array = (padded - padded_parameters(chain, (1, 1))).sum(1)
+    return padding * recipe.gradient
 
 
 def gradient_bytes(
@@ -527,10 +486,8 @@ def gradient_bytes(
 
     A tied parameter that a rank has at two stages counts at the later one: its backward runs first.
     """
-    units = [run.unit for run in chain.runs]
-    sizes = np.array([[unit.numel - unit.expert_numel, unit.expert_numel] for unit in units])
-    split = zero_shards(setting) if setting.zero > 1 else np.ones(2)
-    per_unit = (sizes / split).sum(1) * float(recipe.gradient)
+    shards = zero_shards(setting) if setting.zero > 1 else (1, 1)
+    per_unit = (padded_parameters(chain, shards) / shards).sum(1) * float(recipe.gradient)
     gradients: Array = counts * per_unit
     for first, second in chain.tied:
         shared = np.isin(rank, rank[counts[:, second] > 0])
@@ -544,6 +501,7 @@ def activation_bytes(
     """Bytes of in-flight microbatches and of the fullest moment of a unit, for each place.
 
     They are added to all gradients, `grown` [stages, runs], less those that do not exist by then.
+    Of several choices of recomputed units, `again` [..., stages, runs], for each [..., places].
 
     Rows of `run_bytes`, of one unit of each run: bytes saved for its backward; bytes saved where it
     is recomputed; the most besides these; what the first unit of a stage saves besides; what waits
@@ -552,30 +510,28 @@ def activation_bytes(
     """
     kept, input_bytes, peak, enters, waiting, extra, reloaded = run_bytes
     sizes = setting.order, setting.pp, setting.micro, setting.chunks
-    rank = stage_ranks(setting.order, setting.pp, setting.chunks)
+    on_rank = stages_on_ranks(setting.order, setting.pp, setting.chunks)
     stages = np.arange(len(counts))
     first = (counts > 0).argmax(1)
     entering = np.where(stages > 0, enters[first], 0.0)
     stage_bytes = counts * kept - again * (kept - input_bytes)
-    sums = stage_bytes.cumsum(1) + entering[:, None]
-    pass_bytes = sums[:, -1]  # of one microbatch
+    sums = stage_bytes.cumsum(-1) + entering[:, None]
+    pass_bytes = sums[..., -1]  # of one microbatch
     last = np.where(counts > again, sums, -np.inf)
     again_moments = np.where(again > 0, sums - stage_bytes + again * input_bytes + extra, -np.inf)
-    again_counts = again.sum(1)
+    again_counts = again.sum(-1)
     pending = (counts @ waiting) * (again_counts == 0)  # recomputation serves both halves at once
     grads = grown.sum(1)
-    halves = tuple(split_backward_stages(setting, again_counts).tolist())
-    slices = setting.placement.slices
+    halves, slices = split_backward_stages(setting, again_counts), setting.placement.slices
     in_flight, waits, present = count_in_flight(*sizes, pass_bytes, pending, slices, halves, grads)
     single_unit = (counts @ (reloaded > 0) < 2) / 2  # no next unit
-    peak = peak - reloaded * np.maximum(waits * pending > 0, single_unit)[:, None]
-    moments = np.maximum(last, again_moments) + peak - pass_bytes[:, None]
-    early = (moments - grown.cumsum(1) + grown).max(1)  # earlier units have no gradients yet
+    peak = peak - reloaded * np.maximum(waits * pending > 0, single_unit)[..., None]
+    moments = np.maximum(last, again_moments) + peak - pass_bytes[..., None]
+    early = (moments - grown.cumsum(1) + grown).max(-1)  # earlier units have no gradients yet
     missing = grads * (1 - present)
-    rank_bytes = np.bincount(rank, in_flight * pass_bytes + waits * pending - missing, setting.pp)
-    fullest = np.full(setting.pp, -np.inf)
-    np.maximum.at(fullest, rank, np.where(present > 0, moments.max(1), early + missing))
-    total: Array = rank_bytes + fullest
+    stage_total = in_flight * pass_bytes + waits * pending - missing
+    fullest = np.where(present > 0, moments.max(-1), early + missing)
+    total: Array = stage_total[..., on_rank].sum(-1) + fullest[..., on_rank].max(-1)
     if setting.chunks > 1 or setting.order not in KNOWN_IN_FLIGHT:
         return total
     first_back = in_flight * pass_bytes + early, total - pass_bytes
@@ -586,8 +542,11 @@ def state_bytes(
     chain: Chain, setting: Setting, recipe: Recipe, counts: Array, rank: NDArray[np.int64]
 ) -> Array:
     """Bytes of parameters, gradients and optimizer state of each place, as ZeRO shards them."""
-    numels = parameters_by_place(chain, counts, rank, setting.pp)
-    sharded, full = (numels / zero_shards(setting)).sum(1), numels.sum(1)
+    shards = zero_shards(setting)
+    full, padded = (
+        parameters_by_place(chain, counts, rank, setting.pp, each) for each in ((1, 1), shards)
+    )
+    sharded, full = (padded / shards).sum(1), full.sum(1)
     sizes = (recipe.state(setting.placement.offloads_optimizer), recipe.gradient, recipe.parameter)
     total: Array = sum(
         (size * (sharded if setting.zero > stage else full) for stage, size in enumerate(sizes)),

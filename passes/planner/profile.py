@@ -7,7 +7,7 @@ tensors, on a model with few layers; its units then stand for all layers of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -22,7 +22,7 @@ from schedlang.ir.model import ModelFacts, is_inside
 from schedlang.ir.module_attributes import module_kind
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import Prepared, prepare
-from schedlang.passes.autoshard.propose import ProposalRequest, rows_by_role
+from schedlang.passes.autoshard.propose import ProposalRequest, rows_of_role
 from schedlang.passes.complete.proposed_rows import (
     ProposedRow,
     RowTrial,
@@ -35,6 +35,7 @@ from schedlang.passes.planner.search_space import Job, iter_placements, microbat
 from schedlang.passes.planner.values import (
     Chain,
     CollectiveCost,
+    FirstDims,
     Kind,
     OperatorCost,
     Placement,
@@ -80,7 +81,7 @@ class Profiles:
     loss: Loss | None = None
     weight: Weight | None = None
     dtype: str = "bf16"
-    _rows: dict[Placement, dict[str, list[ProposedRow]]] = field(default_factory=dict)
+    _rows: dict[object, list[ProposedRow] | Refusal] = field(default_factory=dict)
     _known: dict[Placement, Chain | Refusal] = field(default_factory=dict)
     names: tuple[str, ...] = ()  # of all units (where stages may start), after the first simulation
     _ahead: Mapping[Placement, int] = field(default_factory=dict)  # simulated in a fork too
@@ -181,23 +182,34 @@ class Profiles:
     def rows(self, placement: Placement) -> Mapping[str, list[ProposedRow]]:
         """Return the rows that split tensors, by role; raises Refusal where nothing can be split.
 
-        Rows that split sequences do not depend on rows that split tensors and experts: each set is
-        found once.
+        The rows of each role are found once for each size of its axis.
         """
-        split = placement
-        tensor_rows = self._split(Placement(tp=split.tp, sequence=split.sequence, ep=split.ep))
-        return tensor_rows | self._split(Placement(cp=split.cp))
+        mesh = {axis: size for axis in AXES if (size := getattr(placement, axis)) > 1}
+        request = ProposalRequest(self.trial, self.trial.full_blocks, mesh, self.batch)
 
-    def _split(self, placement: Placement) -> dict[str, list[ProposedRow]]:
-        if placement not in self._rows:
-            mesh = {axis: size for axis in AXES if (size := getattr(placement, axis)) > 1}
-            rows = rows_by_role(
-                ProposalRequest(self.trial, self.trial.full_blocks, mesh, self.batch), []
-            )
-            if placement.sequence and placement.tp > 1:
-                rows["parts"] = sequence_rows(self.trial, rows["parts"], "tp", placement.tp)
-            self._rows[placement] = rows
-        return self._rows[placement]
+        def of(role: str, axis: str) -> dict[str, list[ProposedRow]]:
+            key = role, mesh.get(axis), role == "parts" and "ep" in mesh
+            found = self._find_rows(key, partial(rows_of_role, request, role, []))
+            return {role: found}
+
+        rows = of("parts", "tp") if "tp" in mesh else {}
+        rows |= of("experts", "ep") if "ep" in mesh else {}
+        if placement.sequence and "tp" in mesh:
+            find = partial(sequence_rows, self.trial, rows["parts"], "tp", placement.tp)
+            rows["parts"] = self._find_rows(("sequence", placement.tp, "ep" in mesh), find)
+        return rows | (of("tokens", "cp") if "cp" in mesh else {})
+
+    def _find_rows(self, key: object, find: Callable[[], list[ProposedRow]]) -> list[ProposedRow]:
+        """Return the rows of `key`, found once; raises their refusal each time."""
+        if key not in self._rows:
+            try:
+                self._rows[key] = find()
+            except Refusal as refusal:
+                self._rows[key] = refusal
+        found_rows = self._rows[key]
+        if isinstance(found_rows, Refusal):
+            raise found_rows
+        return found_rows
 
     @cached_property
     def trial(self) -> RowTrial:
@@ -280,9 +292,9 @@ class Profiles:
     # -- from few layers to all --------------------------------------------------------------------
 
     def _whole(self, placement: Placement, plan: Plan, profiles: Sequence[UnitProfile]) -> Chain:
-        numels = _held(plan, profiles)
+        dims = _held(plan, profiles)
         units_by_name = {
-            profile.name: _unit(profile, after, plan, numels[profile.name], self.trial.full_blocks)
+            profile.name: _unit(profile, after, plan, dims[profile.name], self.trial.full_blocks)
             for profile, after in zip(profiles, [*profiles[1:], None])
         }
         matched = self.reduced.match_units(tuple(units_by_name), self.trial.full_blocks)
@@ -321,13 +333,12 @@ def recipe_of(facts: ModelFacts) -> Recipe:
 
 
 def _unit(
-    unit: UnitProfile, after: UnitProfile | None, plan: Plan, sizes: tuple[int, int], blocks: Blocks
+    unit: UnitProfile, after: UnitProfile | None, plan: Plan, first_dims: FirstDims, blocks: Blocks
 ) -> Unit:
     name = {HEAD: "first", TAIL: "last"}.get(unit.name) or blocks.common_name(unit.name)
-    numel, expert_numel = sizes
     return Unit(
         name,
-        numel,
+        sum(numel for _, numel, _ in first_dims),
         _work(unit.forward, plan.mesh),
         _work(unit.backward, plan.mesh),
         float(unit.saved),
@@ -336,9 +347,10 @@ def _unit(
         ),  # no module to recompute
         float(unit.peak),
         float(after.inputs if after is not None else 0),
-        expert_numel,
+        sum(expert_numel for _, _, expert_numel in first_dims),
         float(unit.freed_inputs),
         float(unit.outputs),
+        first_dims,
     )
 
 
@@ -386,17 +398,21 @@ def _names(plan: Plan, profiles: Sequence[UnitProfile]) -> dict[str, set[str]]:
     return names
 
 
-def _held(plan: Plan, profiles: Sequence[UnitProfile]) -> dict[str, tuple[int, int]]:
-    """Count the parameters that a rank holds of each unit, and those among them that `ep`
-    splits."""
-    numels = {}
+def _held(plan: Plan, profiles: Sequence[UnitProfile]) -> dict[str, FirstDims]:
+    """Count the parameters that a rank holds of each unit, and those among them that `ep` splits,
+    by their first dims."""
+    held = {}
     for unit, names in _names(plan, profiles).items():
-        sizes = {
-            name: math.prod(plan.effective_layout(name).local_shape(plan.mesh)) for name in names
-        }
-        spread = [n for n in names if any(s.axis == "ep" for s in plan.effective_layout(n).splits)]
-        numels[unit] = sum(sizes.values()), sum(sizes[name] for name in spread)
-    return numels
+        numels: dict[int, tuple[int, int]] = {}
+        for name in names:
+            layout = plan.effective_layout(name)
+            shape = layout.local_shape(plan.mesh)
+            rows, numel = (shape[0] if shape else 1), math.prod(shape)
+            total, experts = numels.get(rows, (0, 0))
+            is_spread = any(split.axis == "ep" for split in layout.splits)
+            numels[rows] = total + numel, experts + numel * is_spread
+        held[unit] = tuple((rows, *both) for rows, both in sorted(numels.items()))
+    return held
 
 
 def _tied(

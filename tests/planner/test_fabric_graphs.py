@@ -1,11 +1,12 @@
-"""Stride fabrics against all directed graphs with the same number of links per host."""
+"""Stride fabrics against all directed graphs with the same number of links per host: of six hosts
+by pricing each graph, of eight hosts by a bound that holds for any graph."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, combinations, product
+from itertools import chain, combinations, count, product
 
 import pytest
 from hypothesis import given, settings
@@ -175,3 +176,91 @@ def test_no_graph_is_quicker_for_what_plans_send() -> None:
     for traffic, share in SENT:
         least_time = min(graph.seconds(traffic) for graph in graphs)
         assert choose_strides(HOSTS, DEGREE, traffic, 1.0)[1] == pytest.approx(share * least_time)
+    for traffic, _ in SENT:
+        bound = least_seconds(HOSTS, DEGREE, traffic)
+        assert min(graph.seconds(traffic) for graph in graphs) >= bound * (1 - 1e-9)
+
+
+# -- any graph -------------------------------------------------------------------------------------
+
+
+def least_seconds(hosts: int, degree: int, traffic: Traffic) -> float:
+    """Bound the seconds of the most loaded link from below, for any graph in which each host has
+    `degree` links in and out, any rings and any routes.
+
+    Each host is in one group at most, and all messages have one size; a message is not divided.  A
+    group is served by some number of rings without a common link, each of which takes a link of
+    each host.  The hosts of a group that is not all of them keep a link to the others.
+    """
+    rings = dict(traffic.rings)
+    if traffic.all_reduced:
+        rings[tuple(range(hosts))] = 2 * (hosts - 1) / hosts * traffic.all_reduced
+    group, size = max(rings.items(), key=lambda item: item[1], default=((), 0.0))
+    most_rings = min(degree - (len(group) < hosts), disjoint_cycles(len(group)))
+    unit = max(traffic.messages.values(), default=1.0)
+    sent = [[b for a, b in traffic.messages if a == host] for host in range(hosts)]
+    hops = max(
+        sum(least_hops(len(ends), degree) for ends in sent) / hosts, max(len(ends) for ends in sent)
+    )
+
+    def carried(seconds: float, count: int) -> float:
+        """Messages that the links of a host can carry beside so many rings."""
+        beside = (seconds - size / count) / unit + 1e-9
+        return count * (beside // 1) + (degree - count) * (seconds / unit + 1e-9) // 1
+
+    def least(rings_used: int) -> float:
+        ring = size / rings_used
+        steps = (step + part for step in count() for part in sorted({0.0, ring / unit % 1}))
+        return next(
+            step * unit
+            for step in steps
+            if step * unit >= ring - 1e-9 and carried(step * unit, rings_used) >= hops
+        )
+
+    return min(map(least, range(1, most_rings + 1)))
+
+
+def disjoint_cycles(hosts: int) -> int:
+    """Most rings over all of so many hosts without a common link (Tillson 1980)."""
+    return hosts - 2 if hosts in (4, 6) else max(1, hosts - 1)
+
+
+def least_hops(ends: int, degree: int) -> int:
+    """Fewest hops from a host to so many others: `degree` are one hop away, its square two, .."""
+    hops, reached = 0, 0
+    for distance in count(1):
+        step = min(ends - reached, degree**distance)
+        hops, reached = hops + distance * step, reached + step
+        if reached == ends:
+            return hops
+    raise AssertionError
+
+
+EIGHT = range(8)
+STAGES_OF_8 = {(k, k + step): 1.0 for step in (1, -1) for k in EIGHT if k + step in EIGHT}
+ALL_PAIRS_OF_8 = {(a, b): 1.0 for a in EIGHT for b in EIGHT if a != b}
+SPACED: dict[tuple[int, ...], float] = {(0, 2, 4, 6): 4.0, (1, 3, 5, 7): 4.0}
+CONSECUTIVE: dict[tuple[int, ...], float] = {(0, 1, 2, 3): 4.0, (4, 5, 6, 7): 4.0}
+PAIRS_OF_8: dict[tuple[int, ...], float] = {(k, k + 4): 4.0 for k in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("traffic", "shares"),  # of the bound, with two, three and four links
+    [
+        (Traffic(8.0, {}), (1, 1, 1)),
+        (Traffic(8.0, STAGES_OF_8), (1, 1, 1)),
+        (Traffic(0.0, STAGES_OF_8), (1, 1, 1)),
+        (Traffic(0.0, {}, SPACED), (1, 1, 1)),
+        (Traffic(0.0, {}, PAIRS_OF_8), (1, 1, 1)),
+        (Traffic(0.0, ALL_PAIRS_OF_8), (1, 1, 1)),
+        (Traffic(8.0, ALL_PAIRS_OF_8), (1, 30 / 26, 46 / 39)),
+        (Traffic(0.0, {}, CONSECUTIVE), (1, 2, 2)),
+        (Traffic(0.0, STAGES_OF_8, PAIRS_OF_8), (5 / 4, 1, 1)),
+    ],
+)
+def test_no_graph_of_eight_hosts_is_quicker(traffic: Traffic, shares: tuple[float, ...]) -> None:
+    """Strides reach the bound of any graph of eight hosts for what plans send alone; all-reduce and
+    all-to-all together are within a fifth, rings over consecutive hosts within a factor of two."""
+    for degree, share in zip((2, 3, 4), shares):
+        bound = least_seconds(8, degree, traffic)
+        assert choose_strides(8, degree, traffic, 1.0)[1] == pytest.approx(share * bound)

@@ -11,6 +11,7 @@ import pytest
 from schedlang.passes.planner.critical_path import (
     count_in_flight,
     find_critical_path,
+    known_paths_floor,
     order_timeline,
 )
 from schedlang.passes.planner.even_stages import split_evenly
@@ -20,8 +21,8 @@ from schedlang.passes.planner.price import (
     sending_axes,
     step_seconds_by_cause,
     unit_seconds,
-    units_by_stage,
 )
+from schedlang.passes.planner.stage_contents import units_by_stage
 from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting
 from schedlang.passes.simulate.machine import CLUSTERS
 from schedlang.pipeline.cost import Cost
@@ -109,6 +110,21 @@ def test_a_ring_is_hidden_by_computing() -> None:
 
 
 # -- orders ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro", [6, 12, 105])
+@pytest.mark.parametrize("order", ["BFS", "Interleaved1F1B"])
+def test_a_path_that_was_critical_bounds_other_times(order: str, micro: int) -> None:
+    """Whatever stages take, a step is no quicker than earlier critical paths say; nothing is said
+    where many microbatches are extrapolated."""
+    draw, floors = np.random.default_rng(5), list[float]()
+    for _ in range(12):
+        forward, backward = draw.exponential(size=(2, 6)) ** 2 + 0.01
+        floors.append(known_paths_floor(order, 3, 2, micro, forward, backward, 0.1))
+        times = forward, backward, 0 * backward, 0.1
+        path = find_critical_path(order, 3, 2, micro, *times)
+        assert floors[-1] <= path.seconds(*times) * (1 + 1e-12)
+    assert (max(floors[1:]) > 0) == (micro < 100)
 
 
 def path_and_played(

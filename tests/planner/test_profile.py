@@ -19,6 +19,7 @@ from schedlang.ir.model import ModelFacts
 from schedlang.ir.modelfile import load_model_file
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.complete.proposed_rows import RowTrial
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.planner import profile
 from schedlang.passes.planner.extrapolation import extrapolate_rows
@@ -135,6 +136,17 @@ def test_a_price_is_that_of_the_schedule(setting: Setting) -> None:
     The simulation overlaps ZeRO's messages with the backward; a price does not.
     """
     assert_close(models.profiles(models.llama, "bf16"), setting, MIXED, 0.08, 0.03)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [Setting(P(8), dp=8, micro=2, zero=3), Setting(P(8, ep=2), dp=8, micro=2, zero=1)],
+    ids=str,
+)
+def test_shards_of_few_experts_are_not_equal(setting: Setting) -> None:
+    """ZeRO shards along the first dim: of 4 experts 8 ranks hold one or none, and of 2 experts 4
+    ranks; messages are padded."""
+    assert_close(models.profiles(models.mixtral, "bf16"), setting, MIXED, 0.08, 0.05)
 
 
 @pytest.mark.deep
@@ -353,6 +365,27 @@ def test_chains_of_a_fork_are_those_of_this_process() -> None:
 def llama_100() -> nn.Module:
     """Return a Llama of 100 layers."""
     return models.llama(100)
+
+
+def test_rows_are_found_once_for_each_size_of_an_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of other sizes of other axes are known, and so is a refusal."""
+    source, trials = models.profiles(models.mixtral, "", 64), list[str]()
+    find_refusal = RowTrial.find_refusal
+
+    def counted(trial: RowTrial, rows: object, axis: str, ranks: int) -> object:
+        trials.append(axis)
+        return find_refusal(trial, rows, axis, ranks)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RowTrial, "find_refusal", counted)
+    first, second = source.rows(P(tp=2, ep=2)), source.rows(P(tp=4, ep=4, cp=2))
+    with pytest.raises(Refusal):
+        source.rows(P(tp=2, ep=2, sequence=True))
+    count = len(trials)
+    assert count and source.rows(P(tp=2, ep=4)) == {**first, "experts": second["experts"]}
+    for placement in (P(tp=2, ep=2, sequence=True), P(tp=2, ep=4, sequence=True, cp=2)):
+        with pytest.raises(Refusal):
+            source.rows(placement)
+    assert len(trials) == count
 
 
 def test_chains_hold_what_the_model_holds() -> None:

@@ -20,7 +20,7 @@ from schedlang.passes.planner.bounds import (
     replica_floor,
     step_bounds,
 )
-from schedlang.passes.planner.evaluation import EvaluatedSetting, Evaluator
+from schedlang.passes.planner.evaluation import EvaluatedSetting, Evaluator, RecomputeBytes
 from schedlang.passes.planner.limits import satisfies_limits
 from schedlang.passes.planner.price import collective_seconds, price
 from schedlang.passes.planner.search import NO_LIMITS, SearchResult, explain_rejection, search
@@ -301,6 +301,23 @@ def test_the_fewest_units_are_computed_again(case, random, share):
         assert filler.move_units(clock, filled, 30).least <= 1.1 * min(fits)
     elif fits:
         assert filled.least == pytest.approx(min(fits))
+
+
+@FEW
+@given(random_jobs(), st.randoms(use_true_random=False))
+def test_bytes_of_many_choices_are_those_of_each(case, random):
+    """All numbers of recomputed units are counted in one call, also where halves of backwards
+    differ between stages."""
+    profiles, job = case
+    clock, setting = random.choice([(c, w) for c, w in all_settings(profiles, job) if w.pp > 1])
+    usage = RecomputeBytes(clock.chain, job, clock.split_stages(setting)[0])
+    choices = [[random.randint(0, units) for units in usage.cut.cuts] for _ in range(5)]
+    together = usage.bytes(np.array(choices))
+    assert (together == [usage.bytes(np.array(choice)) for choice in choices]).all()
+    calls = list[np.ndarray]()
+    usage.bytes = lambda again: calls.append(again) or RecomputeBytes.bytes(usage, again)
+    usage.fewest_recomputed(float(together.max()), True, True, True)
+    assert len(calls) <= 2
 
 
 @FEW

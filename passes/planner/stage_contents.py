@@ -1,0 +1,108 @@
+"""Units and parameters of each stage of a setting, and of the rank of each pipeline place."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedlang.passes.planner.values import Chain, FirstDims, Setting
+
+Array = NDArray[np.float64]
+
+# -- units -----------------------------------------------------------------------------------------
+
+
+def units_by_stage(
+    chain: Chain, cuts: tuple[int, ...], again: tuple[int, ...] | NDArray[np.int64] = ()
+) -> tuple[Array, Array]:
+    """Units of each run at each stage [stages, runs], and the recomputed ones among them.
+
+    `again` may be several choices [..., stages]: then the second result is [..., stages, runs].  A
+    unit that would not save less by recomputation is not recomputed.
+    """
+    ends = np.cumsum([run.count for run in chain.runs])
+    begins = ends - [run.count for run in chain.runs]
+    last = np.cumsum(cuts)
+    if last[-1] != ends[-1]:
+        raise ValueError(f"the cuts have {last[-1]} units, and there are {ends[-1]}")
+    first = last - cuts
+
+    def within(last_units: NDArray[np.int64]) -> Array:
+        overlap = np.minimum(last_units[..., None], ends) - np.maximum(first[:, None], begins)
+        counts: Array = np.maximum(overlap, 0).astype(np.float64)
+        return counts
+
+    again_counts = np.minimum(again if len(again) else 0, cuts).astype(np.int64)
+    spares = np.array([run.unit.input < run.unit.kept for run in chain.runs])
+    return within(last), within(first + again_counts) * spares
+
+
+def split_backward_stages(setting: Setting, again: Array | None = None) -> NDArray[np.bool_]:
+    """Find stages whose backward runs in two halves, if the order has halves.
+
+    Stages whose weights are gathered from ZeRO shards do not, nor do stages that recompute units
+    (`again`; default: the setting's).
+    """
+    if again is None:
+        again = np.array(setting.again or (0,) * setting.pp * setting.chunks)
+    gathered = setting.zero > 0 and setting.dp > 1
+    splits: NDArray[np.bool_] = (again == 0) & (not gathered)
+    return splits
+
+
+# -- parameters ------------------------------------------------------------------------------------
+
+
+def parameters_by_place(
+    chain: Chain,
+    counts: Array,
+    rank: NDArray[np.int64],
+    places: int,
+    shards: tuple[int, int] = (1, 1),
+) -> Array:
+    """Parameters of the rank of each place [places, 2]: replicated ones, and those of experts.
+
+    `shards` are numbers of ranks over which ZeRO shards both: the result is padded, so many times
+    what the fullest of these ranks has.  A rank holds tied parameters once.
+    """
+    numels, unit_numels = np.zeros((places, 2)), padded_parameters(chain, shards)
+    np.add.at(numels, rank, counts @ unit_numels)
+    for first, second in chain.tied:
+        shared_places = has_run(counts, rank, first) & has_run(counts, rank, second)
+        numels[sorted(shared_places), 0] -= min(unit_numels[[first, second], 0])
+    return numels
+
+
+def padded_parameters(chain: Chain, shards: tuple[int, int]) -> Array:
+    """Parameters of a unit of each run [runs, 2], replicated ones and those of experts, padded to
+    so many equal shards.
+
+    ZeRO shards each parameter along its first dim, as torch's `fully_shard` does: of a parameter
+    with fewer rows than there are ranks, some ranks hold one row, and the others hold nothing.
+    """
+    units = (run.unit for run in chain.runs)
+    sizes = tuple((unit.first_dims, unit.numel, unit.expert_numel) for unit in units)
+    return _padded(sizes, shards)
+
+
+@lru_cache(4096)
+def _padded(sizes: tuple[tuple[FirstDims, int, int], ...], shards: tuple[int, int]) -> Array:
+    numels = np.zeros((len(sizes), 2))
+    for run, (first_dims, *even) in enumerate(sizes):
+        for rows, numel, experts in first_dims or ((math.lcm(*shards), *even),):
+            padding = [-(-rows // ranks) * ranks / rows for ranks in shards]
+            numels[run] += (numel - experts) * padding[0], experts * padding[1]
+    return numels
+
+
+def has_run(counts: Array, rank: NDArray[np.int64], run: int) -> set[int]:
+    """Places that have units of a run."""
+    return set(rank[counts[:, run] > 0].tolist())
+
+
+def zero_shards(setting: Setting) -> tuple[int, int]:
+    """Number of ranks over which ZeRO shards parameters, and that for experts' parameters."""
+    return setting.dp, max(1, setting.dp // setting.placement.ep)
