@@ -15,11 +15,13 @@ How a verdict is made:
 * Where rows fail, sentences explain them. `explanations.py` names the arithmetic that makes a wrong
   gradient (`gradient_errors.py`), loss or norm from values of ranks or of parts of the batch
   (`batch_parts.py`), or a later loss from earlier weights (`stale_weights.py`);
-  `low_dtype_errors.py` does so in a low dtype. `first_difference.py` runs one
-  step again on both sides and names the first module that differs (`module_calls.py`,
-  `module_comparison.py`). Then it looks for the cause: terms of the gradient (`gradient_terms.py`),
-  elements that one rank owns, the module's inputs, the positions it depends on
-  (`module_inputs.py`).
+  `low_dtype_errors.py` does so in a low dtype, and `low_dtype_steps.py` examines the optimizer's
+  steps there. `first_difference.py` runs one step again on both sides and names the first module
+  that differs (`module_calls.py`, `module_comparison.py`). Then it looks for the cause: terms of
+  the gradient (`gradient_terms.py`), elements that one rank owns, the module's inputs, the
+  positions it depends on (`module_inputs.py`).
+* Where all rows hold and dropout could not be compared by places, `kept_dropout.py` compares a step
+  that keeps every element.
 """
 
 from __future__ import annotations
@@ -42,8 +44,9 @@ from schedlang.ir.plan import Plan
 from schedlang.ir.pytree import make_picklable
 from schedlang.passes.judge import async_collectives
 from schedlang.passes.judge.batch_parts import BatchParts
-from schedlang.passes.judge.explanations import explain_rows
+from schedlang.passes.judge.explanations import explain_masks, explain_rows
 from schedlang.passes.judge.first_difference import find_first_module
+from schedlang.passes.judge.kept_dropout import kept_rows
 from schedlang.passes.judge.low_dtype import Comparison, cast_case, compare_low_dtype
 from schedlang.passes.judge.low_dtype_errors import explain_low_dtype
 from schedlang.passes.judge.program import Make, check_ranks, load_program
@@ -59,9 +62,11 @@ from schedlang.passes.judge.program_rows import (
 )
 from schedlang.passes.judge.record import RunRecord
 from schedlang.passes.judge.step_draws import (
+    RANDOM,
     SeededSequential,
     describe_extra_draws,
     refuse_unequal_draws,
+    seed_rows,
 )
 from schedlang.passes.judge.trial import Progress, Trial
 from schedlang.passes.localize.diagnosis import NO_PATTERN
@@ -194,7 +199,11 @@ class _Judging:
             unchecked=tuple(result.undecided),
         )
         if all(row.ok for row in report.rows):
-            return report
+            kept = tuple(kept_rows(trial, conditions[0], record))
+            seeds = tuple(seed_rows(record.other_seeds, record.unequal_draws))
+            report = replace(report, rows=(*kept, *seeds, *report.rows))
+            lines = (*explain_masks(kept), *((RANDOM, f"{r.name}: {r.note}") for r in seeds))
+            return replace(report, localised=lines)
         refuse_unequal_draws(record.unequal_draws, trial.drops.generators)
         progress("the kind of mistake")
         first = find_first_module(trial, conditions, report, record, self.task.dtype, result.chosen)

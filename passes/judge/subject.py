@@ -33,17 +33,15 @@ from schedlang.passes.judge.layouts import (
 )
 from schedlang.passes.judge.program import (
     Make,
-    TrainingProgram,
     call_with_optimizer,
     check_norm,
     check_optimizer,
-    make_program,
     pickle_optimizer,
     user_errors,
 )
 from schedlang.passes.judge.rank_copies import RankCopy, assemble
 from schedlang.passes.judge.record import RunRecord
-from schedlang.passes.judge.step_draws import seeded_generators
+from schedlang.passes.judge.step_draws import make_from_equal_states, seeded_generators
 from schedlang.passes.verify.compare import ratio
 from schedlang.passes.verify.mapped_tensors import MappedTensors, map_tensor
 from schedlang.passes.verify.observe import Batch, Condition, flatten_output
@@ -82,7 +80,7 @@ class ProgramSubject:
         saved = set(model.state_dict())
         self._saved_buffers = saved - set(self.table.aliases)
         self._renames = not saved <= {*self.table.aliases, *self._buffers_of_original}
-        self.program: TrainingProgram = make_program(make, model, self.rank)
+        self.program, record.seeds = make_from_equal_states(make, model, self.rank)
         if earlier is None:
             self.holdings = self._find_layouts()
         else:
