@@ -20,8 +20,9 @@ How a verdict is made:
   that differs (`module_calls.py`, `module_comparison.py`). Then it looks for the cause: terms of
   the gradient (`gradient_terms.py`), elements that one rank owns, the module's inputs, the
   positions it depends on (`module_inputs.py`).
-* Where all rows hold and dropout could not be compared by places, `kept_dropout.py` compares a step
-  that keeps every element.
+* Where all rows hold, further ones are made: of dropout that could not be compared by places
+  (`kept_dropout.py`), of ranks' seeds (`step_draws.py`), and of the loss that the program reports
+  in evaluation (`evaluation_loss.py`).
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from schedlang.ir.plan import Plan
 from schedlang.ir.pytree import make_picklable
 from schedlang.passes.judge import async_collectives
 from schedlang.passes.judge.batch_parts import BatchParts
+from schedlang.passes.judge.evaluation_loss import evaluation_loss_rows, explain_evaluation
 from schedlang.passes.judge.explanations import explain_masks, explain_rows
 from schedlang.passes.judge.first_difference import find_first_module
 from schedlang.passes.judge.kept_dropout import kept_rows
@@ -57,6 +59,7 @@ from schedlang.passes.judge.program_rows import (
     dropout_rows,
     evaluation_rows,
     initial_rows,
+    original_loop,
     saved_gaps,
     saved_rows,
 )
@@ -199,11 +202,8 @@ class _Judging:
             unchecked=tuple(result.undecided),
         )
         if all(row.ok for row in report.rows):
-            kept = tuple(kept_rows(trial, conditions[0], record))
-            seeds = tuple(seed_rows(record.other_seeds, record.unequal_draws))
-            report = replace(report, rows=(*kept, *seeds, *report.rows))
-            lines = (*explain_masks(kept), *((RANDOM, f"{r.name}: {r.note}") for r in seeds))
-            return replace(report, localised=lines)
+            further, lines = _further_rows(trial, conditions, record)
+            return replace(report, rows=(*report.rows, *further), localised=lines)
         refuse_unequal_draws(record.unequal_draws, trial.drops.generators)
         progress("the kind of mistake")
         first = find_first_module(trial, conditions, report, record, self.task.dtype, result.chosen)
@@ -290,16 +290,31 @@ class _Judging:
         )
 
 
+def _further_rows(
+    trial: Trial, conditions: Sequence[Condition], record: RunRecord
+) -> tuple[tuple[Row, ...], tuple[tuple[str, str], ...]]:
+    """Return rows of what steps do not show, and sentences about those that fail."""
+    kept = tuple(kept_rows(trial, conditions[0], record))
+    seeds = tuple(seed_rows(record.other_seeds, record.unequal_draws))
+    evaluated = tuple(evaluation_loss_rows(trial, record))
+    lines = (
+        *explain_masks(kept),
+        *((RANDOM, f"{row.name}: {row.note}") for row in seeds),
+        *explain_evaluation(evaluated),
+    )
+    return (*kept, *seeds, *evaluated), lines
+
+
 def _in_float64(
     trial: Trial, conditions: Sequence[Condition], observed: Observation, record: RunRecord
 ) -> Comparison:
     """Train the original under the same conditions, and compare with the gates of `verify`."""
 
+    loop = original_loop(record)
+
     def make(run: Condition) -> SeededSequential:
         options: dict[str, Any] = {"clip": run.clip, "evaluate": run.evaluate, "follow": False}
-        return SeededSequential(
-            copy_original(trial.case), run.optimizer, loss=trial.case.loss, **options
-        )
+        return loop(copy_original(trial.case), run.optimizer, loss=trial.case.loss, **options)
 
     with enter_modes(*trial.modes):
         original_run = observe(make, conditions, folder=trial.drops.folder)

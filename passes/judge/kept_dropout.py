@@ -17,6 +17,7 @@ from torch import Tensor
 
 from schedlang.passes.judge.dropout_masks import DropoutByMasks
 from schedlang.passes.judge.explanations import DROPOUT
+from schedlang.passes.judge.program_rows import original_loop
 from schedlang.passes.judge.record import RunRecord
 from schedlang.passes.judge.step_draws import SeededSequential
 from schedlang.passes.judge.subject import ProgramSubject
@@ -59,7 +60,7 @@ def kept_rows(trial: Trial, condition: Condition, record: RunRecord) -> Iterator
     actual: Observation = run.run_on_ranks(_step_kept)[0]
 
     def make(run: Condition) -> SeededSequential:
-        return SeededSequential(
+        return original_loop(record)(
             copy_original(trial.case), run.optimizer, loss=trial.case.loss, follow=False
         )
 

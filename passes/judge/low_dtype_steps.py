@@ -116,8 +116,8 @@ class _FullStep:
             p.grad = gradients[name].to(p.dtype).clone() if name in gradients else None
         self.optimizer.step()
         if renew:
-            for kept, p in self._kept_weights():
-                kept.copy_(p.detach())
+            for kept, weight in self._kept_weights():
+                kept.copy_(weight.detach())
         return {name: p.detach().clone() for name, p in self.named}
 
     def _kept_weights(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -138,6 +138,13 @@ class SeededSequential(Sequential):
             return super().eval_step(batch)
 
 
+class Unevaluated(SeededSequential):
+    """The same loop beside a program without `evaluate`: the original is not evaluated either."""
+
+    def eval_step(self, batch: Batch) -> Any:
+        """Return None: nothing would be compared, and not every model can be evaluated."""
+
+
 _NONE: frozenset[object] = frozenset()
 
 
