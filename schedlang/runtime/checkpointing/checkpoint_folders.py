@@ -337,7 +337,7 @@ def find_deepspeed(path: str | os.PathLike[str]) -> Path | None:
     """Return the last checkpoint of DeepSpeed in a folder, or the folder if it is one; else
     None."""
     folder = Path(path)
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # a damaged name
         if (folder / LATEST).is_file():
             with (folder / LATEST).open("rb") as file:
                 tag = file.read(1 << 10).decode(errors="replace").strip()

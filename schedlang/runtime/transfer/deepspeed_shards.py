@@ -102,8 +102,8 @@ class ZeroShards:
         for name, shape in self.shapes.items():
             if (size := sum(f.size for f in self._fragments[name])) != math.prod(shape):
                 raise Unreadable(f"`{name}` has {math.prod(shape)} elements, and its shards {size}")
-        self._frozen = dict(first["frozen_param_shapes"] or {}) if self._stage == 3 else {}
-        self.also: dict[str, str] = dict(first["shared_params"] or {})
+        self._frozen = dict(first.get("frozen_param_shapes") or {}) if self._stage == 3 else {}
+        self.also: dict[str, str] = dict(first.get("shared_params") or {})
         self._module: Mapping[str, Tensor] = first["module"]
         self.names = [name for name in {**self._module, **self.shapes} if name not in self.also]
         if self._stage == 3:
