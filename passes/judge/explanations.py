@@ -96,7 +96,7 @@ def explain_rows(
         *_explain_waits(failing),
         *_explain_strides(failing, record),
         *lines,
-        *_explain_masks(failing),
+        *explain_masks(failing),
     ]
     lines += list(_explain_variants(failing, report))
     return tuple(lines[:MOST_GROUPS])
@@ -180,7 +180,7 @@ def _explain_strides(failing: Sequence[Row], record: RunRecord) -> Iterator[tupl
         yield COLLECTIVES, f"{calls}: {STRIDES_HELP}"
 
 
-def _explain_masks(failing: Sequence[Row]) -> Iterator[tuple[str, str]]:
+def explain_masks(failing: Sequence[Row]) -> Iterator[tuple[str, str]]:
     """Describe modules with wrong dropout, grouped by what is wrong."""
     names: dict[str, list[str]] = {}
     for row in failing:

@@ -15,11 +15,14 @@ How a verdict is made:
 * Where rows fail, sentences explain them. `explanations.py` names the arithmetic that makes a wrong
   gradient (`gradient_errors.py`), loss or norm from values of ranks or of parts of the batch
   (`batch_parts.py`), or a later loss from earlier weights (`stale_weights.py`);
-  `low_dtype_errors.py` does so in a low dtype. `first_difference.py` runs one
-  step again on both sides and names the first module that differs (`module_calls.py`,
-  `module_comparison.py`). Then it looks for the cause: terms of the gradient (`gradient_terms.py`),
-  elements that one rank owns, the module's inputs, the positions it depends on
-  (`module_inputs.py`).
+  `low_dtype_errors.py` does so in a low dtype, and `low_dtype_steps.py` examines the optimizer's
+  steps there. `first_difference.py` runs one step again on both sides and names the first module
+  that differs (`module_calls.py`, `module_comparison.py`). Then it looks for the cause: terms of
+  the gradient (`gradient_terms.py`), elements that one rank owns, the module's inputs, the
+  positions it depends on (`module_inputs.py`).
+* Where all rows hold, further ones are made: of dropout that could not be compared by places
+  (`kept_dropout.py`), of ranks' seeds (`step_draws.py`), and of the loss that the program reports
+  in evaluation (`evaluation_loss.py`).
 """
 
 from __future__ import annotations
@@ -42,8 +45,10 @@ from schedlang.ir.plan import Plan
 from schedlang.ir.pytree import make_picklable
 from schedlang.passes.judge import async_collectives
 from schedlang.passes.judge.batch_parts import BatchParts
-from schedlang.passes.judge.explanations import explain_rows
+from schedlang.passes.judge.evaluation_loss import evaluation_loss_rows, explain_evaluation
+from schedlang.passes.judge.explanations import explain_masks, explain_rows
 from schedlang.passes.judge.first_difference import find_first_module
+from schedlang.passes.judge.kept_dropout import kept_rows
 from schedlang.passes.judge.low_dtype import Comparison, cast_case, compare_low_dtype
 from schedlang.passes.judge.low_dtype_errors import explain_low_dtype
 from schedlang.passes.judge.program import Make, check_ranks, load_program
@@ -54,14 +59,17 @@ from schedlang.passes.judge.program_rows import (
     dropout_rows,
     evaluation_rows,
     initial_rows,
+    original_loop,
     saved_gaps,
     saved_rows,
 )
 from schedlang.passes.judge.record import RunRecord
 from schedlang.passes.judge.step_draws import (
+    RANDOM,
     SeededSequential,
     describe_extra_draws,
     refuse_unequal_draws,
+    seed_rows,
 )
 from schedlang.passes.judge.trial import Progress, Trial
 from schedlang.passes.localize.diagnosis import NO_PATTERN
@@ -194,7 +202,8 @@ class _Judging:
             unchecked=tuple(result.undecided),
         )
         if all(row.ok for row in report.rows):
-            return report
+            further, lines = _further_rows(trial, conditions, record)
+            return replace(report, rows=(*report.rows, *further), localised=lines)
         refuse_unequal_draws(record.unequal_draws, trial.drops.generators)
         progress("the kind of mistake")
         first = find_first_module(trial, conditions, report, record, self.task.dtype, result.chosen)
@@ -281,16 +290,31 @@ class _Judging:
         )
 
 
+def _further_rows(
+    trial: Trial, conditions: Sequence[Condition], record: RunRecord
+) -> tuple[tuple[Row, ...], tuple[tuple[str, str], ...]]:
+    """Return rows of what steps do not show, and sentences about those that fail."""
+    kept = tuple(kept_rows(trial, conditions[0], record))
+    seeds = tuple(seed_rows(record.other_seeds, record.unequal_draws))
+    evaluated = tuple(evaluation_loss_rows(trial, record))
+    lines = (
+        *explain_masks(kept),
+        *((RANDOM, f"{row.name}: {row.note}") for row in seeds),
+        *explain_evaluation(evaluated),
+    )
+    return (*kept, *seeds, *evaluated), lines
+
+
 def _in_float64(
     trial: Trial, conditions: Sequence[Condition], observed: Observation, record: RunRecord
 ) -> Comparison:
     """Train the original under the same conditions, and compare with the gates of `verify`."""
 
+    loop = original_loop(record)
+
     def make(run: Condition) -> SeededSequential:
         options: dict[str, Any] = {"clip": run.clip, "evaluate": run.evaluate, "follow": False}
-        return SeededSequential(
-            copy_original(trial.case), run.optimizer, loss=trial.case.loss, **options
-        )
+        return loop(copy_original(trial.case), run.optimizer, loss=trial.case.loss, **options)
 
     with enter_modes(*trial.modes):
         original_run = observe(make, conditions, folder=trial.drops.folder)

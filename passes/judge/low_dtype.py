@@ -24,11 +24,11 @@ from schedlang.passes.judge.discrete_choices import (
     drop_ambiguous_rows,
 )
 from schedlang.passes.judge.low_dtype_errors import CachedRuns
-from schedlang.passes.judge.program_rows import align_observations
+from schedlang.passes.judge.low_dtype_steps import compare_own_steps
+from schedlang.passes.judge.program_rows import align_observations, original_loop
 from schedlang.passes.judge.record import RunRecord
-from schedlang.passes.judge.step_draws import SeededSequential
 from schedlang.passes.judge.trial import Trial
-from schedlang.passes.verify.conditioning import ErrorBounds
+from schedlang.passes.verify.conditioning import IN_DTYPE, ErrorBounds
 from schedlang.passes.verify.observe import HIDDEN_BUFFERS, Condition, Observation
 from schedlang.passes.verify.proof_case import Case, working_case
 from schedlang.passes.verify.working_dtype import error_bounds, split_undecided
@@ -68,6 +68,7 @@ class FP8Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 LOW_DTYPES = ("float32", "bfloat16", "float16")
+_BEFORE_STEP = ("loss", "gradients", "loss" + IN_DTYPE, "gradients" + IN_DTYPE)
 COPY_ROUNDINGS = 4.0  # roundings by which copies of one tensor on different ranks may differ
 
 
@@ -135,7 +136,7 @@ def compare_low_dtype(
             ranks=trial.world,
             choosing=choosing,
             rounding=rounding_mode(dtype),
-            loop=SeededSequential,
+            loop=original_loop(record),
         )
         expected, actual = align_observations(bounds.exact, seen, record)
         run = CachedRuns(bounds.run)
@@ -155,6 +156,8 @@ def compare_low_dtype(
             undecided += dropped
         facts = rank_replay.facts()
     rows += [*_compare_counts(bounds.exact, actual), *_compare_copies(actual, dtype)]
+    if not any(row.step == 0 and row.kind in _BEFORE_STEP for row in rows if not row.ok):
+        rows += compare_own_steps(trial, conditions, actual, record)
     chosen = (rank_replay or replay).exact
     return Comparison(rows, own_choices, bounds.exact, actual, bounds, chosen, undecided, facts)
 

@@ -28,7 +28,8 @@ from schedlang.passes.judge.gradient_errors import (
     describe_part_counts,
     describe_part_mean,
 )
-from schedlang.passes.judge.optimizer_steps import MOST_NAMES
+from schedlang.passes.judge.low_dtype_steps import OWN_STEP
+from schedlang.passes.judge.optimizer_steps import MOST_NAMES, prefix_names
 from schedlang.passes.judge.record import RunRecord
 from schedlang.passes.localize.diagnosis import named_factors
 from schedlang.passes.verify.conditioning import IN_DTYPE, ErrorBounds, RunOriginal
@@ -83,6 +84,9 @@ def explain_low_dtype(
     """
     if initial_lines := explain_initial_weights([row for row in rows if not row.ok]):
         return initial_lines
+    if steps := [row for row in rows if not row.ok and row.kind == OWN_STEP]:
+        text = prefix_names(steps[0].note, [row.name for row in steps], len(bounds.exact.order))
+        return ((OWN_STEP, text),)
     first_line = (("first module", first_module.text),) if first_module.text else ()
     cached = bounds.run if isinstance(bounds.run, CachedRuns) else CachedRuns(bounds.run)
     bounds = replace(bounds, run=cached.first_step)

@@ -18,7 +18,7 @@ from schedlang.runtime.modes import enter_modes
 
 MOST_NAMES = 4
 LEAST_MOVED = 8  # elements at other places, so that it is no coincidence
-_BY_SHARD = (
+BY_SHARD = (
     "each rank computes the optimizer's step from its own shard: this optimizer reads full tensors "
     "(norms, rows and columns, matrix products): gather the gradient, or sum what it measures"
 )
@@ -77,7 +77,7 @@ def explain_steps(
         and unexplained
         and steps_by_shard(unexplained, first_row, expected, actual, record, trial)
     ):
-        groups[_BY_SHARD] = unexplained
+        groups[BY_SHARD] = unexplained
     elif unexplained and _are_of_other_places(unexplained, first_row, expected, actual):
         groups[_OTHER_PLACES] = unexplained
     elif unexplained:
@@ -106,7 +106,7 @@ def steps_by_shard(
     gradients = {k.name: v for k, v in expected.tensors.items() if k[:3] == key[:3]}
     divided = False
     for tensors in record.holdings.ranks:
-        stepped = _step_shards(tensors, condition, record.initial, gradients, trial)
+        stepped = step_shards(tensors, condition, record.initial, gradients, trial)
         for tensor, flat in stepped:
             for name in set(names).intersection(tensor.pieces):
                 local, region = tensor.pieces[name]
@@ -119,7 +119,7 @@ def steps_by_shard(
     return divided
 
 
-def _step_shards(
+def step_shards(
     tensors: Sequence[RankTensor],
     condition: Condition,
     initial: Mapping[str, Tensor],
@@ -133,7 +133,8 @@ def _step_shards(
     trained = [tensor for tensor in tensors if tensor.requires_grad]
     named = []
     for tensor in trained:
-        p = nn.Parameter(torch.zeros(tensor.shape, dtype=torch.float64))
+        dtype = torch.float64 if trial.float64 else tensor.dtype
+        p = nn.Parameter(torch.zeros(tensor.shape, dtype=dtype))
         for name, (local, region) in tensor.pieces.items():
             local.write(p.detach().reshape(-1), region.read(initial[name].reshape(-1)))
             if (gradient := gradients.get(name)) is not None:

@@ -56,6 +56,8 @@ class TrainingProgram:
                 here, in the same form. Used only where the module's inputs do not identify it
     clip        clip(max_norm) -> norm, the program's gradient clipping; default: the judge clips
     evaluate    evaluate(batch) -> the output in eval mode
+    evaluate_loss  evaluate_loss(batch) -> the loss of the full batch in eval mode, as the program
+                reports it: the same on all ranks that return one, None on others
     state_dict  the state that the program saves. It contains a mapping from the original's names to
                 full tensors. Called with `optimizer` (the rank's) if it has such a parameter
     load        load(state) or load(state, optimizer): loads what `state_dict` returned on this rank
@@ -72,6 +74,7 @@ class TrainingProgram:
     dropout: Mapping[str, Any] | None = None
     clip: Callable[[float], Any] | None = None
     evaluate: Callable[[Any], Any] | None = None
+    evaluate_loss: Callable[[Any], Any] | None = None
     state_dict: Callable[..., Any] | None = None
     load: Callable[..., Any] | None = None
 
@@ -194,10 +197,10 @@ def _check_takes_one(function: Callable[..., Any] | None, part: str, rank: int) 
         raise Refusal(Diagnostic("S761", message, helps=helps)) from error
 
 
-_TAKES_BATCH = ("step", "evaluate")
+_TAKES_BATCH = ("step", "evaluate", "evaluate_loss")
 _FUNCTION = Callable, "a function"
 _PARTS: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(("optimizer", "clip", "evaluate", "state_dict", "load"), _FUNCTION),
+    **dict.fromkeys(("optimizer", "clip", *_TAKES_BATCH[1:], "state_dict", "load"), _FUNCTION),
     "names": ((Mapping, Callable), "a dict of names, or a function"),
     "layouts": (Mapping, "a dict: `{'its.name': Shard(0)}`"),
     "dropout": (Mapping, "a dict: `{'its.module': Shard(0)}`"),
@@ -326,6 +329,7 @@ _HELPS = {
     "optimizer": "it is called with (name, parameter) pairs, also with those of the original",
     "clip": "it is called with the maximum norm, and returns the norm before clipping",
     "evaluate": "it is called on every rank with the full batch",
+    "evaluate_loss": "it is called on every rank with the full batch, and returns a number",
     "state_dict": "it is called on every rank, with `optimizer` if it takes one",
     "names": "it is called with a name of the program, and returns the original's name, or None",
     "load": "it is called on every rank of a new program, with the state that this rank saved",

@@ -44,6 +44,8 @@ class RunRecord:
     strided: set[tuple[str, str]] = field(default_factory=set)  # see `CallMonitor.strided`
     # by condition: the generators that this rank's first step draws from, and their end states
     drawn: dict[str, Mapping[str, frozenset[object]]] = field(default_factory=dict)
+    seeds: Mapping[str, bytes] = field(default_factory=dict)  # generators as `program` leaves them
+    other_seeds: list[str] = field(default_factory=list)  # generators that differ by rank then
     unequal_draws: dict[str, list[int]] = field(
         default_factory=dict
     )  # generators that ranks draw from less or more often than the original -> ranks

@@ -8,23 +8,32 @@ states.
 
 from __future__ import annotations
 
+import hashlib
+import math
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.passes.judge.program import Make, TrainingProgram, make_program
 from schedlang.passes.verify.observe import Batch
 from schedlang.passes.verify.original import Sequential
+from schedlang.report import Row
 from schedlang.runtime.global_state import (
     host_generator_states,
     restore_generators,
     seed_host_generators,
 )
 
+RANDOM = "random numbers"
+OTHER_SEEDS = (
+    "`program` leaves it in other states on other ranks (seeds with the rank in them): ranks draw "
+    "other numbers, where the original draws once for all of the batch"
+)
 # generators that a step draws from -> their states after it
 EndStates = Mapping[str, frozenset[object]]
 
@@ -82,6 +91,31 @@ def _state_of(generator: Any) -> object:
     return str(generator.bit_generator.state)
 
 
+def make_from_equal_states(
+    make: Make, model: nn.Module, rank: int
+) -> tuple[TrainingProgram, dict[str, bytes]]:
+    """Call a user's `program` with generators that are alike on all ranks; return the program, and
+    digests of the states in which it leaves the generators, by name."""
+    seed_host_generators("program")
+    program = make_program(make, model, rank)
+    states = _generator_states(_held_generators(program.modules))
+    texts = {name: repr(sorted(map(repr, of))).encode() for name, of in states.items()}
+    return program, {name: hashlib.sha256(text).digest() for name, text in texts.items()}
+
+
+def differing_seeds(drawn: Iterable[str], ranks: Sequence[Mapping[str, bytes]]) -> list[str]:
+    """Return the generators among `drawn` that ranks' programs leave in different states."""
+    return sorted(name for name in drawn if len({states.get(name) for states in ranks}) > 1)
+
+
+def seed_rows(seeds: Sequence[str], unequal: Mapping[str, object]) -> Iterator[Row]:
+    """Yield a failing row for each generator that ranks seed differently, and draw equally often
+    from."""
+    for name in seeds:
+        if name not in unequal:
+            yield Row("", RANDOM, name, math.inf, 0.0, False, None, OTHER_SEEDS)
+
+
 class SeededSequential(Sequential):
     """The original's plain training loop, whose draws from the generators are those of the step.
 
@@ -102,6 +136,13 @@ class SeededSequential(Sequential):
         """See `Sequential`."""
         with seeded_generators(self._steps, [self.module]):
             return super().eval_step(batch)
+
+
+class Unevaluated(SeededSequential):
+    """The same loop beside a program without `evaluate`: the original is not evaluated either."""
+
+    def eval_step(self, batch: Batch) -> Any:
+        """Return None: nothing would be compared, and not every model can be evaluated."""
 
 
 _NONE: frozenset[object] = frozenset()
@@ -139,4 +180,4 @@ def describe_extra_draws(unequal: Mapping[str, Sequence[int]]) -> Iterator[tuple
     """Describe draws that ranks make, if the original makes none."""
     for name, ranks in unequal.items():
         text = f"rank {', '.join(map(str, ranks))} draws from {name} in a step"
-        yield "random numbers", f"{text}, and the original draws nothing from it"
+        yield RANDOM, f"{text}, and the original draws nothing from it"

@@ -33,17 +33,15 @@ from schedlang.passes.judge.layouts import (
 )
 from schedlang.passes.judge.program import (
     Make,
-    TrainingProgram,
     call_with_optimizer,
     check_norm,
     check_optimizer,
-    make_program,
     pickle_optimizer,
     user_errors,
 )
 from schedlang.passes.judge.rank_copies import RankCopy, assemble
 from schedlang.passes.judge.record import RunRecord
-from schedlang.passes.judge.step_draws import seeded_generators
+from schedlang.passes.judge.step_draws import make_from_equal_states, seeded_generators
 from schedlang.passes.verify.compare import ratio
 from schedlang.passes.verify.mapped_tensors import MappedTensors, map_tensor
 from schedlang.passes.verify.observe import Batch, Condition, flatten_output
@@ -52,6 +50,7 @@ from schedlang.runtime.comm import world
 from schedlang.runtime.scope import Scope, enter_scope, named_sites
 from schedlang.runtime.training_mode import TrainingMode
 
+OFFERS = ("clip", "evaluate", "evaluate_loss", "state_dict", "load")
 EPS = 1e-6  # as in torch's clip_grad_norm_
 
 
@@ -82,13 +81,13 @@ class ProgramSubject:
         saved = set(model.state_dict())
         self._saved_buffers = saved - set(self.table.aliases)
         self._renames = not saved <= {*self.table.aliases, *self._buffers_of_original}
-        self.program: TrainingProgram = make_program(make, model, self.rank)
+        self.program, record.seeds = make_from_equal_states(make, model, self.rank)
         if earlier is None:
             self.holdings = self._find_layouts()
         else:
             self.holdings = earlier.holdings.checked(self.rank, self.program.modules)
         record.holdings = record.holdings or self.holdings
-        record.offers |= {k for k in ("clip", "evaluate", "state_dict", "load") if self._offers(k)}
+        record.offers |= {k for k in OFFERS if getattr(self.program, k) is not None}
         parameters = [p for _, p in unique_parameters(self.program.modules)]
         self._parameters = list(zip(self.holdings.ranks[self.rank], parameters))
         inside = [submodule for module in self.program.modules for submodule in module.modules()]
@@ -120,9 +119,6 @@ class ProgramSubject:
         return join_layouts(
             world.all_gather_object(match_parameters(self.program, self.table)), self.table
         )
-
-    def _offers(self, part: str) -> bool:
-        return getattr(self.program, part) is not None
 
     def _prefix(self, number: int) -> str:
         return f"{number}:" if len(self.program.modules) > 1 else ""
@@ -334,6 +330,10 @@ class ProgramSubject:
         """Return the output in eval mode by path, as lists over ranks; None: not offered."""
         if self.program.evaluate is None:
             return None
+        return self._by_rank(self.evaluate("evaluate", batch))
+
+    def evaluate(self, part: str, batch: Batch) -> Any:
+        """Return what a function of the program returns in eval mode."""
         for mode in self._training:
             mode.evaluate()
         scope = Scope(self._step, 0, (), evaluation=1)
@@ -342,7 +342,7 @@ class ProgramSubject:
             enter_scope(scope),
             seeded_generators(self._step, self.program.modules),
         ):
-            return self._by_rank(self._call_user("evaluate", self.program.evaluate, batch))
+            return self._call_user(part, getattr(self.program, part), batch)
 
     def _by_rank(self, output: Any) -> dict[str, list[Tensor]]:
         local = {

@@ -32,7 +32,12 @@ from schedlang.passes.judge.dropout_masks import (
 from schedlang.passes.judge.program import Make
 from schedlang.passes.judge.record import RunRecord
 from schedlang.passes.judge.state_loading import check_loading
-from schedlang.passes.judge.step_draws import EndStates, SeededSequential, unequal_draws
+from schedlang.passes.judge.step_draws import (
+    EndStates,
+    SeededSequential,
+    differing_seeds,
+    unequal_draws,
+)
 from schedlang.passes.judge.subject import ProgramSubject
 from schedlang.passes.verify.mapped_tensors import limit_malloc_cache
 from schedlang.passes.verify.observe import Batch, Condition, Observation, observe
@@ -330,6 +335,9 @@ def _train(task: RankTask) -> tuple[Observation, RunRecord] | None:
         record.choices = recorder.gather()
         record.loaded = check_loading(made[0], step=task.float64)
     record.unequal_draws = _unequal_draws(task, record)
+    record.other_seeds = differing_seeds(
+        task.drops.generators, comm.all_gather_object(record.seeds)
+    )
     recomputed, evaluated = (
         {made[0].original_module(site) or site for site in sites}
         for sites in (dropping.unequal_recomputations, dropping.evaluated)

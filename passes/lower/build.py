@@ -273,16 +273,16 @@ def build(
 
 
 def _load_weights(program: Program, weights: str | os.PathLike[str]) -> None:
-    """Load a checkpoint, ours or torch's, into a program; `_local_copy` has read other files."""
+    """Load a checkpoint, ours or of others, into a program; `_local_copy` has read other files."""
     from schedlang.runtime.checkpointing.archive import load
-    from schedlang.runtime.checkpointing.checkpoint_folders import is_checkpoint, is_dcp_checkpoint
+    from schedlang.runtime.checkpointing.checkpoint_folders import is_any_checkpoint, is_checkpoint
     from schedlang.runtime.storage.quantized_parameters import open_quantized
     from schedlang.runtime.transfer.transfer import lacks_added_parameters, load_initial_values
 
     with open_quantized(program.assembly.parameters.values()):
         if is_checkpoint(weights) and not lacks_added_parameters(program, weights):
             load(program, weights, fresh=True)
-        elif is_checkpoint(weights) or is_dcp_checkpoint(weights):
+        elif is_any_checkpoint(weights):
             load_initial_values(program, weights)
 
 

@@ -319,3 +319,57 @@ def test_a_part_is_found_by_its_numbers() -> None:
     repeated = torch.cat([x[:3], x[:3]])
     assert find_elements(repeated[:2], FullTensor(repeated)) is None
     assert find_elements(x[:3] + 1e-3, FullTensor(x)) is None
+
+
+# ---- Dropout that the original has at another place.
+
+
+class Residual(nn.Module):
+    """A feed-forward with dropout before it is added to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum."""
+        return x + self.drop(self.down(F.gelu(self.up(x))))
+
+
+MOVED = {
+    "of a scaled value": (lambda m, x: x + m.drop(2 * m.down(F.gelu(m.up(x)))) / 2, True),
+    "of the sum": (lambda m, x: m.drop(x + m.down(F.gelu(m.up(x)))), False),
+    "before a layer with a bias": (lambda m, x: x + m.down(m.drop(F.gelu(m.up(x)))), False),
+    "before the activation": (lambda m, x: x + m.down(F.gelu(m.drop(m.up(x)))), False),
+    "at another rate": (lambda m, x: x + F.dropout(2 * m.down(F.gelu(m.up(x))), 0.1) / 2, False),
+}
+
+
+def moved(forward: Any) -> Any:
+    """Return ranks with the rows of a batch, whose inner module computes `forward(module, x)`."""
+
+    def program(model: Any) -> TrainingProgram:
+        def step(batch: Any) -> Tensor:
+            part = net.batch_part(batch, dist.get_rank(), dist.get_world_size())
+            output = model.head(forward(model.inner, model.embed(part["ids"])))
+            value = SmallInputs.loss(output, part)
+            value.backward()
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+            return value
+
+        return TrainingProgram(model, step)
+
+    return program
+
+
+@pytest.mark.parametrize("case", MOVED)
+def test_dropout_at_another_place(pool: Pool, case: str) -> None:
+    """If the place changes the effect, the program fails; if not, the masks are a gap."""
+    forward, right = MOVED[case]
+    torch.manual_seed(0)
+    report = judge_program(pool, moved(forward), LanguageModel(Residual()), SmallInputs)
+    assert unknown_places(report) and report.ok == right, str(report)
+    assert right or "keep every element" in report.localised[0][1]

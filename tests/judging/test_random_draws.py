@@ -209,3 +209,25 @@ def test_dropout_of_stages_that_learn_shapes(pool: Pool) -> None:
     report = judge_program(pool, staged, Dropping())
     assert report.ok, str(report)
     assert not any("is not known" in gap.condition for gap in report.gaps), report.gaps
+
+
+def seeded(by_rank: bool, own: bool) -> Any:
+    """Return data parallel ranks that seed the generators of the model, alike or by rank."""
+
+    def seed(model: Any) -> None:
+        number = 5 + dist.get_rank() * by_rank
+        random.seed(number)
+        model.own = np.random.default_rng(number if own else 3)
+
+    return replicated(seed)
+
+
+@pytest.mark.parametrize("of", ["Python's `random`", OWN])
+def test_seeds_with_the_rank_in_them(of: str, pool: Pool) -> None:
+    """Ranks that seed alike pass; if each has a seed of its own, the generator is named."""
+    own = of == OWN
+    report = judge_program(pool, seeded(False, own), Skipping(of))
+    assert report.ok, str(report)
+    report = judge_program(pool, seeded(True, own), Skipping(of))
+    assert report.exit_code == 1 and of in report.localised[0][1], str(report)
+    assert judge_program(pool, seeded(True, own), Skipping("`numpy.random`")).ok

@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of
@@ -42,6 +42,7 @@ LATEST = "latest"
 _STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _LINE = re.compile(rf"({_STEP.pattern}) ([0-9a-f]{{16}})")
 _PARTS = re.compile(rf"\.{_STEP.pattern}\.[0-9a-f]{{8}}({re.escape(SAVING)}|{re.escape(REPLACED)})")
+_DEEPSPEED = re.compile(r".*mp_rank_\d+_(optim|model)_states\.pt")
 _FORMER = re.compile(r"__\d+_\d+\.distcp|\.metadata")  # files of a checkpoint in the folder itself
 
 
@@ -307,7 +308,8 @@ def _remove_former(target: Path) -> None:
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is a checkpoint of `save`, or a folder of such."""
-    return any((Path(path) / name).exists() for name in (LATEST, INDEX_FILE))
+    named = any((Path(path) / name).exists() for name in (LATEST, INDEX_FILE))
+    return named and find_deepspeed(path) is None
 
 
 def is_dcp_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -315,13 +317,36 @@ def is_dcp_checkpoint(path: str | os.PathLike[str]) -> bool:
     return (Path(path) / DCP_INDEX_FILE).is_file() and not is_checkpoint(path)
 
 
+def is_any_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is a checkpoint of `save`, or of a program that `transfer` reads."""
+    return is_checkpoint(path) or is_dcp_checkpoint(path) or find_deepspeed(path) is not None
+
+
 # -- folders of other programs ---------------------------------------------------------------------
 
 
 def is_of_others(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is a folder of torch.distributed.checkpoint that `save` did not
-    write."""
-    return is_dcp_checkpoint(path) and not _holds_former(Path(path))
+    """Return whether a path is a folder of torch.distributed.checkpoint or of DeepSpeed that `save`
+    did not write."""
+    if is_dcp_checkpoint(path):
+        return not _holds_former(Path(path))
+    return find_deepspeed(path) is not None
+
+
+def find_deepspeed(path: str | os.PathLike[str]) -> Path | None:
+    """Return the last checkpoint of DeepSpeed in a folder, or the folder if it is one; else
+    None."""
+    folder = Path(path)
+    with suppress(OSError, ValueError):  # a damaged name
+        if (folder / LATEST).is_file():
+            with (folder / LATEST).open("rb") as file:
+                tag = file.read(1 << 10).decode(errors="replace").strip()
+            if Path(tag).name != tag:
+                return None
+            folder = folder / tag
+        if any(_DEEPSPEED.fullmatch(entry.name) for entry in folder.iterdir()):
+            return folder
+    return None
 
 
 def convert_helps(path: Path) -> tuple[str, ...]:
@@ -333,7 +358,8 @@ def convert_helps(path: Path) -> tuple[str, ...]:
         return ()
     if "zero_to_fp32.py" in names or any(name.startswith("zero_pp_rank_") for name in names):
         return (
-            "it is of DeepSpeed: in it, `python zero_to_fp32.py . weights` writes full weights",
+            "it is of DeepSpeed: `schedlang.transfer(folder, program)` reads what ZeRO has written",
+            "or in it, `python zero_to_fp32.py . weights` writes full weights, and "
             "`schedlang.transfer(state, program)` takes what `torch.load` reads of these",
         )
     if "latest_checkpointed_iteration.txt" in names:

@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import nn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.checkpointing.checkpoint_folders import is_checkpoint, is_dcp_checkpoint
+from schedlang.runtime.checkpointing.checkpoint_folders import is_any_checkpoint
 from schedlang.runtime.initial.recorded_init import record_of
 from schedlang.runtime.initial.weight_files import TargetPart, files_of
 
@@ -39,8 +39,7 @@ class CheckpointSource:
 def source_of(model: nn.Module, weights: str | os.PathLike[str] | None) -> Source:
     """Return the source of the values of a model without any. Raises Refusal S623, S643."""
     if weights is not None:
-        later = is_checkpoint(weights) or is_dcp_checkpoint(weights)
-        return CheckpointSource() if later else files_of(weights, model)
+        return CheckpointSource() if is_any_checkpoint(weights) else files_of(weights, model)
     if (record := record_of(model)) is not None:
         return record
     raise Refusal.of(

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, quote_names
 from schedlang.runtime.checkpointing import archive, checkpoint_folders
@@ -36,6 +37,7 @@ from schedlang.runtime.checkpointing.optimizer_state import (
 )
 from schedlang.runtime.checkpointing.plain_values import equal_values, to_plain
 from schedlang.runtime.program import Program
+from schedlang.runtime.redistribution.sharding import TensorSlice
 from schedlang.runtime.storage.folder import run_on_all_ranks
 from schedlang.runtime.storage.offloaded_gradients import local_tensor
 
@@ -76,22 +78,44 @@ class DcpOptimizer:
 
     def load(self, program: Program, diagnose: Diagnose) -> None:
         """Load the state; all ranks of the program must call this."""
-        mesh, rank = program.assembly.ranks.mesh, program.assembly.ranks.rank
-        holdings = program.assembly.holdings
+        mesh, holdings = program.assembly.ranks.mesh, program.assembly.holdings
         shardings = {key: holdings[name].sharding(mesh) for (name, _), key in self.keys.items()}
-        parts, boxed = {}, []
-        for name, parameter in trained_parameters(program).items():
-            for slot, dtype in self.saved.parts.get(name, {}).items():
-                local = zeros(local_tensor(parameter).shape, DTYPES[dtype])
-                shape, part = holdings[name].layout.shape, holdings[name].part(mesh, rank)
-                boxed.append(BoxedTensor((self.keys[name, slot],), local, tuple(shape), part))
-                parts[name, slot] = local
+        parts = allocate_parts(program, self.saved)
+        boxed = [
+            BoxedTensor((self.keys[key],), local, tuple(holdings[key[0]].layout.shape), part)
+            for key, (local, part) in parts.items()
+        ]
         with without_function_modes(), torch.no_grad():
             read_together(self.folder, self.index, boxed, shardings, diagnose)
-        load_optimizer(program, self.saved, parts)
+        load_optimizer(program, self.saved, {key: local for key, (local, _) in parts.items()})
         archive.settle_loaded(program)
         if steps := [_number(v[STEP]) for v in self.saved.values.values() if STEP in v]:
             program.step = int(max(steps))
+
+
+def allocate_parts(
+    program: Program, saved: SavedOptimizer
+) -> dict[tuple[str, str], tuple[Tensor, TensorSlice]]:
+    """Return zeros for this rank's shards of the state, and which part of the parameter each is,
+    by parameter and slot."""
+    mesh, rank = program.assembly.ranks.mesh, program.assembly.ranks.rank
+    return {
+        (name, slot): (
+            zeros(local_tensor(parameter).shape, DTYPES[dtype]),
+            program.assembly.holdings[name].part(mesh, rank),
+        )
+        for name, parameter in trained_parameters(program).items()
+        for slot, dtype in saved.parts.get(name, {}).items()
+    }
+
+
+def add_group(saved: SavedOptimizer, name: str, hyper: dict[str, Any]) -> None:
+    """Give a parameter these hyperparameters; equal ones are one group."""
+    number = next((k for k, g in enumerate(saved.groups) if equal_values(g, hyper)), None)
+    if number is None:
+        number = len(saved.groups)
+        saved.groups.append(hyper)
+    saved.of[name] = number
 
 
 class _Reader:
@@ -108,7 +132,7 @@ class _Reader:
         entries = [*self._split_keys((*index.tensors, *index.values))]
         heads = Counter(head for head, *_ in entries).most_common(1)
         if not heads:
-            raise _refusal("the folder has no optimizer state of the model's parameters")
+            raise state_refusal("the folder has no optimizer state of the model's parameters")
         self.head = heads[0][0]
         self.entries = [(n, slot, key) for head, n, slot, key in entries if head == self.head]
 
@@ -124,21 +148,12 @@ class _Reader:
                 saved.values.setdefault(name, {})[slot] = to_plain(slot, self._value(key))
             else:
                 shapes = f"{[*entry.shape]}, and the parameter {[*self.shapes[name]]}"
-                raise _refusal(f"`{slot}` of `{name}` has the shape {shapes}")
+                raise state_refusal(f"`{slot}` of `{name}` has the shape {shapes}")
         hypers = self._hypers() or {name: current.groups[k] for name, k in current.of.items()}
         known = set().union(*current.groups)
         for name, hyper in hypers.items():
-            unknown, missing = hyper.keys() - known, known - hyper.keys()
-            if unknown and missing:
-                raise _refusal(
-                    f"its groups have {quote_names(sorted(unknown))}, "
-                    f"and the program's {quote_names(sorted(missing))}"
-                )
-            number = next((k for k, g in enumerate(saved.groups) if equal_values(g, hyper)), None)
-            if number is None:
-                number = len(saved.groups)
-                saved.groups.append(hyper)
-            saved.of[name] = number
+            check_hypers(hyper.keys(), known)
+            add_group(saved, name, hyper)
         return saved, keys
 
     def _split_keys(self, keys: Sequence[str]) -> Iterator[tuple[str, str, str, str]]:
@@ -184,7 +199,17 @@ def _number(value: Any) -> float:
     return float(value["tensor"] if isinstance(value, Mapping) else value)
 
 
-def _refusal(note: str) -> Refusal:
+def check_hypers(saved: Set[str], known: Set[str]) -> None:
+    """Refuse (S636) hyperparameters of another kind of optimizer."""
+    if saved - known and known - saved:
+        raise state_refusal(
+            f"its groups have {quote_names(sorted(saved - known))}, "
+            f"and the program's {quote_names(sorted(known - saved))}"
+        )
+
+
+def state_refusal(note: str) -> Refusal:
+    """Return the refusal of a folder's optimizer state that does not fit the program (S636)."""
     return Refusal.of(
         "S636",
         "the optimizer state in the folder does not fit the program's optimizer",

@@ -19,7 +19,7 @@ from schedlang.runtime.checkpointing.boxes import (
     without_function_modes,
     zeros,
 )
-from schedlang.runtime.checkpointing.index import CONTENTS, Unreadable
+from schedlang.runtime.checkpointing.index import CONTENTS, DTYPES, Unreadable
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.initial.lazy_tensors import KINDS, lazy_tensor, read_part
 from schedlang.runtime.initial.library_loading import load_names, other_names
@@ -30,9 +30,11 @@ from schedlang.runtime.redistribution.sharding import (
     Sharding,
     TensorSlice,
     copy_overlap,
+    full_slice,
     replicate_on,
 )
 from schedlang.runtime.storage.folder import run_on_all_ranks
+from schedlang.runtime.transfer.deepspeed_shards import ZeroShards
 from schedlang.runtime.transfer.ends import EndTensors, size_of
 
 # entries that torchtitan saves next to the model, whose own names have no prefix
@@ -144,12 +146,64 @@ class Safetensors:
             read_part(self._tensors[name], local, part, self.most)
 
 
-Folder = Checkpoint | Safetensors
+class DeepSpeedFolder:
+    """A checkpoint of DeepSpeed; names may be below a prefix, as in a folder of DCP.
+
+    A parameter that the optimizer trains has the dtype of the optimizer's copy, or, if the target
+    has it so, of the model's. Other tensors may be of a wider dtype in the target.
+    """
+
+    def __init__(self, path: Path, target: EndTensors) -> None:
+        self.shards = ZeroShards(path)
+        self.head = find_head(names_of(target), self.shards.names)
+        self.also = {
+            alias.removeprefix(self.head): name.removeprefix(self.head)
+            for alias, name in self.shards.also.items()
+        }
+        self.kinds: TensorForms = {}
+        for full_name in self.shards.names:
+            name = full_name.removeprefix(self.head)
+            owner = target.name_of(name) or target.name_of(self._alias_of(name))
+            wanted = target.dtypes[owner] if owner is not None else ""
+            self.kinds[name] = (self.shards.shape(full_name), self._dtype(full_name, wanted))
+
+    def _alias_of(self, name: str) -> str:
+        return next((alias for alias, owner in self.also.items() if owner == name), name)
+
+    def _dtype(self, name: str, wanted: str) -> str:
+        """Return the dtype to read a tensor as: the target's, if that is exact or the model's."""
+        kinds = self.shards.dtypes(name)
+        if wanted in kinds or wanted not in DTYPES or name in self.shards.shapes:
+            return wanted if wanted in kinds else kinds[0]
+        wider = torch.promote_types(DTYPES[kinds[0]], DTYPES[wanted]) == DTYPES[wanted]
+        both_float = DTYPES[kinds[0]].is_floating_point and DTYPES[wanted].is_floating_point
+        return wanted if wider and both_float else kinds[0]
+
+    def read(
+        self, requests: Sequence[ReadRequest], shardings: Mapping[str, Sharding], diagnose: Diagnose
+    ) -> None:
+        """Read this rank's parts, a full tensor at a time; all ranks must call this."""
+        if len(comm.distinct_objects(self.shards.fingerprint)) > 1:
+            raise Refusal(diagnose(Unreadable("the ranks have read different checkpoints")))
+        run_on_all_ranks(lambda: self._read(requests), diagnose, (Exception,))
+
+    def _read(self, requests: Sequence[ReadRequest]) -> None:
+        for name, local, part in requests:
+            value = self.shards.value(self.head + name)
+            copy_overlap(value, full_slice(value.shape), local, part)
+
+
+Folder = Checkpoint | Safetensors | DeepSpeedFolder
+
+
+def names_of(target: EndTensors) -> set[str]:
+    """Return all names of the tensors of an end."""
+    return {*target.layouts, *target.aliases}
 
 
 def open_folder(
     path: Path,
-    requested: Iterable[str],
+    target: EndTensors,
     model: nn.Module | None,
     parts: bool,
     max_bytes: int,
@@ -157,16 +211,18 @@ def open_folder(
 ) -> Folder:
     """Open a folder of weights or a checkpoint.
 
-    wanted   all names of the tensors that will be read
-    model    the model that will get the values, if there is one
-    parts    whether the model has shards of its parameters
-    most     the most bytes per read
-    fresh    whether the target's old values may be lost
+    target     the tensors that will be read
+    model      the model that will get the values, if there is one
+    parts      whether the model has shards of its parameters
+    max_bytes  the most bytes per read
+    fresh      whether the target's old values may be lost
     Raises Refusal, Unreadable or OSError.
     """
     if is_weights(path):
         return Safetensors(path, model, parts, max_bytes)
-    return Checkpoint(path, requested, fresh)
+    if (folder := checkpoint_folders.find_deepspeed(path)) is not None:
+        return DeepSpeedFolder(folder, target)
+    return Checkpoint(path, names_of(target), fresh)
 
 
 def folder_tensors(folder: Folder, world: int) -> EndTensors:

@@ -51,6 +51,7 @@ from schedlang.runtime.storage.folder import run_on_all_ranks
 from schedlang.runtime.storage.offloaded_gradients import local_tensor
 from schedlang.runtime.storage.quantized_parameters import open_quantized
 from schedlang.runtime.transfer.dcp_optimizer import DcpOptimizer
+from schedlang.runtime.transfer.deepspeed_optimizer import DeepSpeedOptimizer
 from schedlang.runtime.transfer.ends import (
     EndTensors,
     ProgramEnd,
@@ -525,7 +526,7 @@ def _read(a: Any, b: object, optimizer: bool, bucket: int, fresh: bool = False) 
     if len({str(value) for value in comm.distinct_objects(a)}) > 1:
         raise end_refusal("ranks have passed different things as `a`", "pass one path on all ranks")
     if optimizer and isinstance(b, Program):
-        load = partial(_load_dcp, b, bucket) if checkpoint_folders.is_of_others(a) else b.load
+        load = partial(_load_others, b, bucket) if checkpoint_folders.is_of_others(a) else b.load
         run_on_all_ranks(lambda: load(a), lambda error: Diagnostic("S633", str(error)), ())
     elif optimizer:
         run_on_all_ranks(lambda: _end(b, True), lambda error: Diagnostic("S633", str(error)), ())
@@ -534,9 +535,9 @@ def _read(a: Any, b: object, optimizer: bool, bucket: int, fresh: bool = False) 
     traffic = Traffic()
     if not optimizer:
         module, parts = _model(b)
-        path, target_names = Path(os.path.realpath(a)), (*ends.target.layouts, *ends.target.aliases)
+        path = Path(os.path.realpath(a))
         folder = run_on_all_ranks(
-            lambda: open_folder(path, target_names, module, parts, ends.bucket, fresh),
+            lambda: open_folder(path, ends.target, module, parts, ends.bucket, fresh),
             partial(_read_diagnostic, path),
             (Exception,),
         )
@@ -552,12 +553,13 @@ def _read(a: Any, b: object, optimizer: bool, bucket: int, fresh: bool = False) 
     return replace(_result_of(no_route, traffic, ends.bucket, 0), tensors=len(ends.target.layouts))
 
 
-def _load_dcp(b: Program, bucket: int, path: str | os.PathLike[str]) -> None:
+def _load_others(b: Program, bucket: int, path: str | os.PathLike[str]) -> None:
     """Read weights and optimizer state that another program has written, on all ranks of `b`."""
     folder = Path(os.path.realpath(path))
     diagnose = partial(_read_diagnostic, folder)
     with comm.enter_ranks(b.assembly.ranks.world.ranks_in_job):
-        state = DcpOptimizer.of(b, folder, diagnose) if b.optimizer is not None else None
+        other = DeepSpeedOptimizer if checkpoint_folders.find_deepspeed(folder) else DcpOptimizer
+        state = other.of(b, folder, diagnose) if b.optimizer is not None else None
         _read(path, b, False, bucket)
         if state is not None:
             state.load(b, diagnose)

@@ -1,0 +1,164 @@
+"""Wrong steps of the program's own optimizer in a low dtype, smaller than the roundings of weights.
+
+One step moves a weight of a low dtype by a few roundings, so its bound hides much. Therefore the
+optimizer steps full parameters once more, from the gradients that the program computed: a right
+program has these weights, but for few elements. A mistake is reported only if the optimizer gives
+the program's weights when it makes this mistake, and other weights when it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.passes.judge.optimizer_steps import BY_SHARD, step_shards
+from schedlang.passes.judge.record import RunRecord
+from schedlang.passes.judge.trial import Trial
+from schedlang.passes.verify.observe import Condition, Key, Observation
+from schedlang.report import Row
+from schedlang.runtime.modes import enter_modes
+
+OWN_STEP = "optimizer's step"
+LEAST_SHARE, LEAST_COUNT = 0.05, 8  # elements that differ without the mistake
+MOST_SHARE = 0.1  # of these, that may differ with it
+RENEWED = (
+    "each step begins from the rounded weights: the float32 weights that this optimizer keeps are "
+    "made anew, so that what a rounding takes away is lost"
+)
+Values = Mapping[str, Tensor]
+
+
+def compare_own_steps(
+    trial: Trial, conditions: Sequence[Condition], actual: Observation, record: RunRecord
+) -> Iterator[Row]:
+    """Yield a failing row for each parameter that the program's optimizer steps wrongly."""
+    if record.optimizer is None or record.holdings is None or record.initial is None:
+        return
+    for condition in conditions:
+        steps = [_values(actual, condition, "gradients", k) for k in range(len(condition.batches))]
+        last = len(steps) - 1
+        if "clipped" in condition.name or not all(steps):
+            continue  # gradients are those before clipping
+        right = _step_full(trial, condition, record, steps)
+        if right is None:
+            continue
+        first = _values(actual, condition, "parameters", 0)
+        alone = _step_shards_alone(trial, condition, record, steps[0])
+        names = _explained(first, right[0], alone)
+        note, step, expected = BY_SHARD, 0, right[0]
+        if not names and last:
+            renewed = _step_full(trial, condition, record, steps, renew=True)
+            step, expected, note = last, right[last], RENEWED
+            names = _explained(
+                _values(actual, condition, "parameters", last), expected, (renewed or right)[last]
+            )
+        for name in names:
+            value = actual.tensors[Key(condition.name, "parameters", step, name)]
+            assert value is not None
+            change = float((expected[name].double() - record.initial[name].double()).norm())
+            error = float((value.double() - expected[name].double()).norm()) / (change or 1.0)
+            yield Row(condition.name, OWN_STEP, name, error, 0.0, False, step, note)
+
+
+def _values(actual: Observation, condition: Condition, kind: str, step: int) -> dict[str, Tensor]:
+    return {
+        key.name: value
+        for key, value in actual.tensors.items()
+        if key[:3] == (condition.name, kind, step) and value is not None
+    }
+
+
+def _explained(got: Values, right: Values, mistaken: Values) -> list[str]:
+    """Return the parameters that have the values of a mistake, if all elements together show it."""
+    names = [n for n in mistaken if n in got and n in right and got[n].shape == right[n].shape]
+    off = {n: _count_unequal(got[n], right[n]) for n in names}
+    total = sum(got[n].numel() for n in names if off[n])
+    wrong, rest = sum(off.values()), sum(_count_unequal(got[n], mistaken[n]) for n in names)
+    if wrong < max(LEAST_COUNT, LEAST_SHARE * total) or rest > MOST_SHARE * wrong:
+        return []
+    return [n for n in names if off[n] > _count_unequal(got[n], mistaken[n])]
+
+
+def _count_unequal(a: Tensor, b: Tensor) -> int:
+    return int((a.double() != b.double()).sum())
+
+
+def _step_shards_alone(
+    trial: Trial, condition: Condition, record: RunRecord, gradients: Values
+) -> dict[str, Tensor]:
+    """Return the parameters that ranks have divided, after each stepped its shards alone."""
+    assert record.holdings is not None and record.initial is not None
+    values: dict[str, Tensor] = {}
+    for tensors in record.holdings.ranks:
+        for tensor, flat in step_shards(tensors, condition, record.initial, gradients, trial):
+            for name, (local, region) in tensor.pieces.items():
+                shape = record.initial[name].shape
+                if tensor.shape != tuple(shape) and tensor.requires_grad:
+                    full = values.setdefault(name, record.initial[name].to(tensor.dtype).clone())
+                    region.write(full.reshape(-1), local.read(flat))
+    return values
+
+
+@dataclass(frozen=True)
+class _FullStep:
+    """An optimizer over full parameters, in the dtypes in which ranks store them."""
+
+    named: Sequence[tuple[str, nn.Parameter]]
+    optimizer: Any
+
+    def step(self, gradients: Values, renew: bool) -> dict[str, Tensor]:
+        """Step once, and return the parameters; `renew` float32 weights from them afterwards."""
+        for name, p in self.named:
+            p.grad = gradients[name].to(p.dtype).clone() if name in gradients else None
+        self.optimizer.step()
+        if renew:
+            for kept, weight in self._kept_weights():
+                kept.copy_(weight.detach())
+        return {name: p.detach().clone() for name, p in self.named}
+
+    def _kept_weights(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield tensors of the optimizer that round to a parameter, and that parameter."""
+        for tensor in _tensors_within((self.optimizer.state, vars(self.optimizer)), set()):
+            for _, p in self.named:
+                wider = tensor is not p and tensor.dtype != p.dtype and tensor.is_floating_point()
+                if wider and tensor.shape == p.shape and torch.equal(tensor.to(p.dtype), p):
+                    yield tensor.detach(), p
+
+
+def _tensors_within(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors in nested dicts, lists and tuples, each once."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    items = value.values() if isinstance(value, Mapping) else value
+    for item in items if isinstance(value, Mapping | list | tuple) else ():
+        yield from _tensors_within(item, seen)
+
+
+def _step_full(
+    trial: Trial,
+    condition: Condition,
+    record: RunRecord,
+    gradients: Sequence[Values],
+    renew: bool = False,
+) -> list[dict[str, Tensor]] | None:
+    """Step full parameters by the program's gradients; None if the optimizer raises."""
+    assert record.holdings is not None and record.initial is not None
+    stored, initial = record.holdings.dtypes, record.initial
+    named = [
+        (name, nn.Parameter(initial[name].to(stored[name], copy=True)))
+        for name, p in trial.case.plan.model.model.named_parameters()
+        if p.requires_grad and name in stored and name in initial
+    ]
+    try:
+        with enter_modes(*trial.modes):
+            full = _FullStep(named, condition.optimizer(named))
+            return [full.step(values, renew) for values in gradients]
+    except Exception:  # any error of a user's optimizer
+        return None

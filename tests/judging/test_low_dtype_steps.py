@@ -1,0 +1,119 @@
+"""Mistakes of a program's own optimizer that are smaller than the roundings of its weights."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from schedlang import TrainingProgram
+from schedlang.runtime.launch.pool import Pool
+from tests.judging.catches.collectives import average_grads, world_size
+from tests.judging.net import batch_part
+from tests.judging.test_shard_steps import SHARDED, judge_program, on_ranks, split, squared
+
+RATE = 0.003
+
+
+class Trusting(torch.optim.Optimizer):
+    """LARS, whose norms of shards are summed over ranks or not."""
+
+    def __init__(self, named: Any, sums: bool) -> None:
+        self.named, self.sums = list(named), sums
+        super().__init__([p for _, p in self.named], {"lr": RATE})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Step every parameter."""
+        for name, p in self.named:
+            assert p.grad is not None
+            squares = torch.stack([t.float().square().sum() for t in (p, p.grad)])
+            if self.sums and on_ranks() and name in SHARDED:
+                dist.all_reduce(squares)
+            weight, gradient = squares.sqrt()
+            p.add_(p.grad * (weight / gradient).to(p.dtype), alpha=-RATE)
+
+
+def trusting(sums: bool) -> Any:
+    """Return tensor parallel layers with LARS."""
+    layers = split(None, gathers=False)
+
+    def program(model: Any) -> TrainingProgram:
+        made = layers(model)
+        optimizer = partial(Trusting, sums=sums)
+        return TrainingProgram(made.module, made.step, world_loss="same", optimizer=optimizer)
+
+    return program
+
+
+class Keeping(torch.optim.Optimizer):
+    """Adam over float32 weights, which ranks hold in one flat shard each, as ZeRO does."""
+
+    def __init__(self, named: Any, renews: bool) -> None:
+        self.renews, self.kept = renews, list[Tensor]()
+        self.sums: list[tuple[Tensor, Tensor]] = []
+        super().__init__([p for _, p in named], {"lr": RATE})
+
+    def own(self, values: list[Tensor]) -> list[Tensor]:
+        """Return what this process steps: all tensors, or a shard of them on a rank."""
+        if not on_ranks():
+            return [value.detach().float().clone() for value in values]
+        flat = torch.cat([value.detach().float().flatten() for value in values])
+        return [F.pad(flat, (0, -len(flat) % world_size())).chunk(world_size())[dist.get_rank()]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Step the float32 weights, and round them into the parameters."""
+        parameters = self.param_groups[0]["params"]
+        if not self.kept or self.renews and on_ranks():
+            self.kept = self.own(parameters)
+        zeros = [(torch.zeros_like(t), torch.zeros_like(t)) for t in self.kept]
+        self.sums = self.sums or zeros
+        gradients = self.own([p.grad for p in parameters])
+        for weight, gradient, (first, second) in zip(self.kept, gradients, self.sums):
+            first.lerp_(gradient, 0.1)
+            second.lerp_(gradient.square(), 0.01)
+            weight.addcdiv_(first, second.sqrt() + 1e-6, value=-RATE)
+        stepped = self.kept
+        if on_ranks():
+            parts = [torch.empty_like(self.kept[0]) for _ in range(world_size())]
+            dist.all_gather(parts, self.kept[0].contiguous())
+            sizes = [p.numel() for p in parameters]
+            stepped = list(torch.cat(parts)[: sum(sizes)].split(sizes))
+        for p, value in zip(parameters, stepped):
+            p.copy_(value.view_as(p))
+
+
+def keeping(renews: bool) -> Any:
+    """Return data parallel ranks that keep float32 weights from step to step, or do not."""
+
+    def program(model: Any) -> TrainingProgram:
+        def step(batch: Any) -> Tensor:
+            part = batch_part(batch, dist.get_rank(), world_size())
+            value = squared(model(part["input"]), part)
+            value.backward()
+            average_grads(model)
+            return value
+
+        return TrainingProgram(model, step, optimizer=partial(Keeping, renews=renews))
+
+    return program
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_steps_that_bounds_hide(dtype: str, pool: Pool) -> None:
+    """Norms of shards, and float32 weights that are made anew, are named; right ones pass."""
+    for make, right, text in (
+        (trusting, True, "from its own shard"),
+        (keeping, False, "made anew"),
+    ):
+        report = judge_program(pool, make(right), dtype=dtype)
+        assert report.ok, str(report)
+        report = judge_program(pool, make(not right), dtype=dtype)
+        assert report.exit_code == 1 and text in report.localised[0][1], str(report)
+        assert {row.kind for row in report.rows if not row.ok} == {"optimizer's step"}
