@@ -465,13 +465,14 @@ def _make_optimizer(
     return optimizer
 
 
-def join_job(plan: Plan, on_meta: bool = False) -> RankGroups:
-    """Join the running job; refuse idle axes (S205) and a mesh of another size (S607)."""
+def join_job(plan: Plan, on_meta: bool = False, wait: float | None = None) -> RankGroups:
+    """Join the running job; refuse idle axes (S205), a mesh of another size (S607), and ranks that
+    have not come after `wait` seconds (S651; None: wait as long as torch does)."""
     from schedlang.runtime.comm import world
     from schedlang.runtime.comm.agreement import join_world
     from schedlang.runtime.comm.collectives import RankGroups
 
-    join_world()
+    join_world(wait)
     check_axes(plan)
     if on_meta:
         return RankGroups(plan.mesh)
