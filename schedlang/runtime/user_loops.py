@@ -17,7 +17,7 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -139,6 +139,20 @@ def copy_refusal(message: str) -> Refusal:
         "a second program: `sch.build(...)` again, then `load_state_dict`",
     )
     return Refusal.of("S617", message, helps=helps).at(python_span())
+
+
+def copy_program(program: Any) -> Any:
+    """Return a shallow copy of a program."""
+    twin = object.__new__(type(program))
+    vars(twin).update(vars(program))
+    return twin
+
+
+def refuse_pickle(program: Any, protocol: Any) -> NoReturn:
+    """Refuse (S617) to pickle a program, as `torch.save` and queues do."""
+    title = "a program cannot be pickled: its groups and hooks are this process's"
+    help_ = "`program.save(folder)` and `program.load(folder)` have its state"
+    raise Refusal.of("S617", title, helps=(help_,)).at(python_span())
 
 
 def _refuse_copy(module: nn.Module, unused: object) -> nn.Module:

@@ -41,7 +41,7 @@ class BackgroundSave:
 
     thread: threading.Thread | None = None
     failure: BaseException | None = None
-    stops: threading.Event = field(default_factory=threading.Event)
+    stops: bool = False
     copies: dict[int, Tensor] = field(default_factory=dict)
 
     def start(self, checkpoint: PreparedCheckpoint, world: comm.World) -> None:
@@ -81,7 +81,7 @@ class BackgroundSave:
     def _until_stopped(self, tensors: Iterable[BoxedTensor]) -> Iterator[BoxedTensor]:
         """Yield the tensors one by one. Raises SystemExit once the save is to stop."""
         for tensor in tensors:
-            if self.stops.is_set():
+            if self.stops:
                 raise SystemExit("the process ends")
             yield tensor
 
@@ -98,7 +98,7 @@ class BackgroundSave:
                 self.thread.join()
             else:
                 self.thread.join(_FINISH)
-                self.stops.set()
+                self.stops = True
                 self.thread.join(_STOP)
 
     def _copy_tensors(
