@@ -179,9 +179,10 @@ class OptimizerShards:
     def mark(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Add the shards of a state dict, unless each rank has all of every parameter."""
         names, shards = self._names(optimizer), self._shards(optimizer)
+        states: Mapping[Any, Any] = optimizer.state
         sharded = {
             names[id(parameter)]
-            for parameter, values in optimizer.state.items()
+            for parameter, values in states.items()
             if id(parameter) in names
             and any(is_sharded_like(value, parameter) for value in values.values())
         }

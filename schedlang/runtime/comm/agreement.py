@@ -60,7 +60,8 @@ def join_world(wait: float | None = None, met: Any = None) -> None:
     own_keys = not has_round_store() and _restarted_on_one_node()
     if store is not None and (own_keys or has_round_store()):
         if own_keys:  # else torch would find the addresses of the former ranks
-            store = dist.PrefixStore(f"schedlang/round/{round_name()}", store)
+            prefix = f"schedlang/round/{round_name()}"
+            store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
         store.set_timeout(TIMEOUT)  # running ranks may take their time
         options |= {"store": store, **ranks}
