@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 from inspect import cleandoc
@@ -24,6 +26,7 @@ HELP = "The model says what to compute, the schedule says how; schedlang proves 
 
 def main() -> None:
     """Run the command line."""
+    _prepare_output()
     args = sys.argv[1:]
     if args == ["--version"]:
         from schedlang import __version__
@@ -43,6 +46,23 @@ def main() -> None:
         _run_with_json_errors(app) if "--json" in args else app()
     finally:
         gc.freeze()  # else the interpreter's exit would visit all objects, for most of a second
+
+
+def _prepare_output() -> None:
+    """Let every verb write: to the null device for a closed stream, else as UTF-8.
+
+    Files and pipes get UTF-8 whatever the locale is, since schedules are read so. A terminal, and
+    an encoding that the user has set, get escapes for what they cannot show.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
+        elif isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
+            if stream.isatty() or "PYTHONIOENCODING" in os.environ:
+                stream.reconfigure(errors="backslashreplace")
+            else:
+                stream.reconfigure(encoding="utf-8")
 
 
 def _run_with_json_errors(app: typer.Typer) -> None:

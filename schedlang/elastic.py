@@ -189,11 +189,18 @@ def _exit_alone(seconds: float) -> None:
 class JoinedJob:
     """The ranks of a job whose number matches the schedule; has the methods of a `Rendezvous`."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        """Join the job. Raises Refusal S205 or S607 if its ranks are not those of the mesh."""
-        from schedlang.passes.lower.build import join_job
+    def __init__(
+        self, schedule: Schedule, options: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        """Join the job, within the `wait` of `build`, or ten minutes.
 
-        join_job(schedule.plan())
+        Raises Refusal S651 if a rank does not come, S205 or S607 if the ranks are not those of the
+        mesh.
+        """
+        from schedlang.passes.lower.build import join_job
+        from schedlang.runtime.comm.agreement import TIMEOUT
+
+        join_job(schedule.plan(), wait=options.get("wait", TIMEOUT.total_seconds()))
 
     def from_first_rank(self, value: Any) -> Any:
         """Return the first rank's value, on all ranks."""

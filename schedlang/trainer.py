@@ -206,7 +206,9 @@ class Trainer:
 
         sch = self.schedule
         assert isinstance(sch, Schedule)
-        meeting = elastic.Rendezvous(self.build) if self.elastic else elastic.JoinedJob(sch)
+        meeting = (
+            elastic.Rendezvous(self.build) if self.elastic else elastic.JoinedJob(sch, self.build)
+        )
         self._stream = BatchStream(self.data)
         last = saved_state = None
         if self.folder is not None:

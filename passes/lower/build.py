@@ -383,8 +383,11 @@ def _make_program(
     plan: Plan, staged: Staged, a: Assembly, offloaded: Any, options: Options
 ) -> Program:
     """Return the program with its optimizer; refuse an optimizer whose settings differ by rank."""
+    import torch
+
     from schedlang.runtime.comm.agreement import check_agreement, shared_store
     from schedlang.runtime.program import Program
+    from schedlang.runtime.shard_state import OptimizerShards
     from schedlang.runtime.step_batch import BatchComparison
 
     if any(site.is_a("TransformerEncoderLayer") for site in plan.model.sites.values()):
@@ -398,6 +401,10 @@ def _make_program(
         full_step = find_gathered_step(a, staged, options.optimizer)
         trained_names = {n for n, p in plan.model.model.named_parameters() if p.requires_grad}
         optimizer = _make_optimizer(a, options.optimizer, trained_names)
+        if isinstance(optimizer, torch.optim.Optimizer) and a.ranks.mesh.world > 1:
+            shards = OptimizerShards(a)
+            optimizer.register_state_dict_post_hook(shards.mark)
+            optimizer.register_load_state_dict_pre_hook(shards.check)
     if options.compare != "nothing" and not options.on_meta and shared_store() is not None:
         names = {id(parameter): name for name, parameter in a.parameters.items()}
         if options.optimizer is not None:  # on all ranks, also those that train no parameter
@@ -463,13 +470,14 @@ def _make_optimizer(
     return optimizer
 
 
-def join_job(plan: Plan, on_meta: bool = False) -> RankGroups:
-    """Join the running job; refuse idle axes (S205) and a mesh of another size (S607)."""
+def join_job(plan: Plan, on_meta: bool = False, wait: float | None = None) -> RankGroups:
+    """Join the running job; refuse idle axes (S205), a mesh of another size (S607), and ranks that
+    have not come after `wait` seconds (S651; None: wait as long as torch does)."""
     from schedlang.runtime.comm import world
     from schedlang.runtime.comm.agreement import join_world
     from schedlang.runtime.comm.collectives import RankGroups
 
-    join_world()
+    join_world(wait)
     check_axes(plan)
     if on_meta:
         return RankGroups(plan.mesh)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Refusal, refuse_methods_at_caller
 from schedlang.diagnostics.tables import format_count, html_table
 from schedlang.pipeline.timeline.table import Op
-from schedlang.runtime import full_tensors, weight_export
+from schedlang.runtime import full_tensors, user_loops, weight_export
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.batch import (
     Batch,
@@ -40,11 +40,7 @@ from schedlang.runtime.grad_reduction.gradient import (
     square_sum,
     sum_gradients,
 )
-from schedlang.runtime.grad_reduction.zero import (
-    gradient_flags,
-    pack_flags,
-    unpack_counts,
-)
+from schedlang.runtime.grad_reduction.zero import gradient_flags, pack_flags, unpack_counts
 from schedlang.runtime.launch.hang_watch import waits_for_ranks
 from schedlang.runtime.offload.offloaded_step import OffloadedState, with_peer_state
 from schedlang.runtime.optim.full_tensor_step import STEP_HOOKS, FullTensorStep, step_optimizer
@@ -124,10 +120,11 @@ class Program:
             raise copy_refusal(
                 "a program of several ranks cannot be copied: its groups are this job's"
             )
-        twin = object.__new__(type(self))
-        memo[id(self)] = twin
+        twin = memo[id(self)] = user_loops.copy_program(self)
         vars(twin).update(copy.deepcopy(vars(self), memo))
         return twin
+
+    __copy__, __reduce_ex__ = user_loops.copy_program, user_loops.refuse_pickle
 
     def _repr_html_(self) -> str:
         """Return the text of `repr` as a table, for notebooks."""

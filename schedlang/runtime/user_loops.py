@@ -17,7 +17,7 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -56,6 +56,7 @@ from schedlang.runtime.scope import Scope
 from schedlang.runtime.shard_state import guard_state
 from schedlang.runtime.storage.offloaded_gradients import in_backward
 
+T = TypeVar("T")
 _STEP = "use `train_step` and `eval_step`"
 
 _checked: WeakSet[torch.optim.Optimizer] = WeakSet()  # optimizers that have been checked
@@ -139,6 +140,20 @@ def copy_refusal(message: str) -> Refusal:
         "a second program: `sch.build(...)` again, then `load_state_dict`",
     )
     return Refusal.of("S617", message, helps=helps).at(python_span())
+
+
+def copy_program(program: T) -> T:
+    """Return a shallow copy of a program."""
+    twin = object.__new__(type(program))
+    vars(twin).update(vars(program))
+    return twin
+
+
+def refuse_pickle(program: Any, protocol: Any) -> NoReturn:
+    """Refuse (S617) to pickle a program, as `torch.save` and queues do."""
+    title = "a program cannot be pickled: its groups and hooks are this process's"
+    help_ = "`program.save(folder)` and `program.load(folder)` have its state"
+    raise Refusal.of("S617", title, helps=(help_,)).at(python_span())
 
 
 def _refuse_copy(module: nn.Module, unused: object) -> nn.Module:

@@ -65,7 +65,7 @@ def run(
     from schedlang.passes.lower.train import TrainingRun, check_run
     from schedlang.verbs.inputs import check_folders
 
-    first = os.environ.get("RANK", "0") == "0"
+    first = not _under_torchrun() or os.environ["RANK"] == "0"
     bar = _ProgressBar(training.steps, quiet=as_json or not first)
     try:
         check_folders(timeline=timeline)
@@ -93,10 +93,9 @@ def run(
                 else _train_locally(training_run, model_file, bar)
             )
     except Refusal as refusal:
-        if as_json or not is_in_job():
-            if first:
-                raise
-        else:
+        if not is_in_job() or (as_json and first):
+            raise
+        if not as_json:
             print_once(refusal)
         raise typer.Exit(REFUSED) from None
     if timeline is not None and first and trained.measured is not None:

@@ -1,7 +1,9 @@
 """The commands fmt, check and explain: results, exit codes, JSON, and what they must not import."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -164,6 +166,34 @@ def test_torch_is_not_imported(file: Path, args: list[str]) -> None:
     arguments = [str(file) if arg == "FILE" else arg for arg in args]
     result = forks.run_interpreter("-c", code, *arguments, cwd=ROOT)
     assert result.returncode == 0, result.stderr
+
+
+OUTPUTS = {
+    "closed": ("exec >&- 2>&-; exec", {}, b""),
+    "no UTF-8": (
+        "exec",
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        "…".encode(),
+    ),
+    "as the user says": ("exec", {"PYTHONIOENCODING": "ascii"}, rb"\u2026"),
+}
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_every_verb_can_write(output: str) -> None:
+    """A verb ends as ever where its streams are closed, or where their encoding lacks its signs:
+    files and pipes get UTF-8, unless the user sets another encoding."""
+    shell, environ, expected = OUTPUTS[output]
+    code = (
+        "import sys\n"
+        "from schedlang import cli\n"
+        "cli.make_app = lambda verbs: lambda: print('\\u2026', sys.stderr.isatty())\n"
+        "cli.main()\n"
+    )
+    command = ["sh", "-c", f'{shell} "$0" "$@"', sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(expected) and not result.stderr
 
 
 def codes_in_files() -> set[str]:

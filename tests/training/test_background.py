@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.checkpointing import archive, background, checkpoint_folders
+from schedlang.runtime.checkpointing import archive, background, boxes, checkpoint_folders
 from schedlang.runtime.comm import world
 from schedlang.runtime.launch.pool import RankDied
 from tests.layouts import assert_equal, batch_of, program_state, program_under
@@ -178,6 +180,34 @@ def test_a_rank_that_dies_while_it_writes(tmp_path: Path, where: str) -> None:
         run_ranks(2, die_while_saving, str(tmp_path / "a"), where)
     last = schedlang.last_checkpoint(tmp_path / "a")
     assert last is not None and last.name == "step-00000001"
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_the_end_of_a_process_beside_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: bool
+) -> None:
+    """After an error a process waits only for a save that is written at once; it stops another one,
+    as a thread that runs on would abort the process."""
+    program, batch = program_under("one", True), batch_of(True)
+    program.train_step(batch(0))
+    on_host = boxes._on_host
+
+    def copy_slowly(tensor: Any) -> Any:
+        time.sleep(0.1)
+        return on_host(tensor)
+
+    if slow:
+        monkeypatch.setattr(background, "_FINISH", 0.01)
+        monkeypatch.setattr(background, "_STOP", 60.0)
+        monkeypatch.setattr(boxes, "_on_host", copy_slowly)
+    monkeypatch.setattr(sys, "last_value", RuntimeError("its own error"), raising=False)
+    program.save(tmp_path / "a", wait=False)
+    program._saving._at_exit()
+    assert program._saving.thread is not None and not program._saving.thread.is_alive()
+    assert (schedlang.last_checkpoint(tmp_path / "a") is None) == slow
+    assert {path.name for path in (tmp_path / "a").iterdir()} - {"latest", "step-00000001"} == {
+        ".schedlang-lock"
+    }
 
 
 def test_facts_of_a_thread_apart_meet_those_of_no_other() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -421,6 +422,16 @@ def test_an_optimizer_by_elements_is_taken(threads: Threads) -> None:
     state = threads.run(body, 2)[0]
     for name, value in plain_loop().items():
         torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_a_program_is_not_pickled() -> None:
+    """Files of it are refused, on one rank as well; a shallow copy is none."""
+    program = build(make_plan(Net(), ""), batch(0), optimizer=make_sgd)
+    for write in (pickle.dumps, lambda it: torch.save({"program": it}, io.BytesIO())):
+        with pytest.raises(Refusal, match="a program cannot be pickled") as caught:
+            write(program)
+        assert caught.value.diagnostic.code == "S617"
+    assert copy.copy(program).assembly is program.assembly
 
 
 def test_a_program_of_one_rank_is_copied() -> None:

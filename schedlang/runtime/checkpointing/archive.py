@@ -233,7 +233,7 @@ class PreparedCheckpoint:
     rank: int
     world: int
     keep: int | None
-    tensors: list[BoxedTensor]
+    tensors: Iterable[BoxedTensor]  # read once
     values: dict[tuple[str, ...], Any]
 
     def write(self) -> None:

@@ -11,6 +11,7 @@ import atexit
 import copy
 import sys
 import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.checkpointing.archive import PreparedCheckpoint
 
 PURPOSE = "saves"  # of the process group of the writing threads
+_FINISH, _STOP = 1.0, 2.0  # seconds at the end after an error, to finish a save and to stop it
 
 
 @dataclass(eq=False)
@@ -34,10 +36,12 @@ class BackgroundSave:
 
     copies   by index of the tensor: allocated by the first save, reused by later ones
     failure  the error that ended the last save, equal on all ranks; raised once, by `finish`
+    stops    set at the end of a process that does not wait for the save
     """
 
     thread: threading.Thread | None = None
     failure: BaseException | None = None
+    stops: bool = False
     copies: dict[int, Tensor] = field(default_factory=dict)
 
     def start(self, checkpoint: PreparedCheckpoint, world: comm.World) -> None:
@@ -70,18 +74,35 @@ class BackgroundSave:
             with comm.enter_thread_groups(world, PURPOSE):
                 for event in copied:  # then the device has copied all
                     devices.host_wait(event)
-                checkpoint.write()
+                replace(checkpoint, tensors=self._until_stopped(checkpoint.tensors)).write()
         except BaseException as error:  # raised by the next `finish`, in the main thread
             self.failure = error
 
+    def _until_stopped(self, tensors: Iterable[BoxedTensor]) -> Iterator[BoxedTensor]:
+        """Yield the tensors one by one. Raises SystemExit once the save is to stop."""
+        for tensor in tensors:
+            if self.stops:
+                raise SystemExit("the process ends")
+            yield tensor
+
     def _at_exit(self) -> None:
-        """Wait at the end of a process, except after an error: other ranks may be gone."""
-        if self.thread is not None and getattr(sys, "last_value", None) is None:
-            with waits_for_ranks():
+        """Wait at the end of a process; after an error for moments only: other ranks may be gone.
+
+        The thread must not return to the interpreter while it ends: Python would end the thread in
+        a C++ destructor, and the process would abort.
+        """
+        if self.thread is None:
+            return
+        with waits_for_ranks():
+            if getattr(sys, "last_value", None) is None:
                 self.thread.join()
+            else:
+                self.thread.join(_FINISH)
+                self.stops = True
+                self.thread.join(_STOP)
 
     def _copy_tensors(
-        self, tensors: list[BoxedTensor]
+        self, tensors: Iterable[BoxedTensor]
     ) -> tuple[list[BoxedTensor], list[torch.Event]]:
         """Return copies of the parts that this rank writes, in host memory, and events behind them.
 

@@ -10,7 +10,7 @@ import io
 import os
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -134,7 +134,7 @@ class _WrittenFile:
 
 
 def write_file(
-    folder: Path, id_: str, rank: int, tensors: Sequence[BoxedTensor], values: Mapping[Path_, Any]
+    folder: Path, id_: str, rank: int, tensors: Iterable[BoxedTensor], values: Mapping[Path_, Any]
 ) -> _WrittenFile:
     """Write the boxes and values of this rank into its file; `write_index` completes the folder.
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 
 NOT_SAVED = ("params", "param_names")  # entries of a group that are no hyperparameters
+SHARDS = "schedlang"  # entry of a state dict: the shards in it, by parameter
 RARE = ("common", "own")  # fields of `SavedOptimizer`
 Hyper = dict[str, Any]
 
@@ -237,7 +238,7 @@ def _own_entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     if not changed and not getattr(optimizer, "_optimizer_state_dict_post_hooks", None):
         return {}
     entries = optimizer.state_dict().items()
-    return {key: value for key, value in entries if key not in ("state", "param_groups")}
+    return {key: value for key, value in entries if key not in ("state", "param_groups", SHARDS)}
 
 
 def _load_common(optimizer: torch.optim.Optimizer, saved: SavedOptimizer) -> None:

@@ -57,7 +57,11 @@ def join_world(wait: float | None = None, met: Any = None) -> None:
         return
     options: dict[str, Any] = {"timeout": TIMEOUT}
     store = rendezvous(wait) if wait is not None and met is None else met
-    if has_round_store() and store is not None:
+    own_keys = not has_round_store() and _restarted_on_one_node()
+    if store is not None and (own_keys or has_round_store()):
+        if own_keys:  # else torch would find the addresses of the former ranks
+            prefix = f"schedlang/round/{round_name()}"
+            store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
         store.set_timeout(TIMEOUT)  # running ranks may take their time
         options |= {"store": store, **ranks}
@@ -202,6 +206,12 @@ def round_name() -> str:
     that nodes which joined later have other numbers.
     """
     return "" if has_round_store() else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def _restarted_on_one_node() -> bool:
+    """Return whether torchrun has restarted these ranks, and counts restarts on one node only."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return restarts != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1"
 
 
 def has_round_store() -> bool:
