@@ -75,13 +75,10 @@ def restore_global_state(model: nn.Module, loss: Any = None) -> Iterator[list[st
             random.seed("recorded")
             if numpy is not None:
                 numpy.random.seed(0)
-            # the text has the position in the block of numbers, and ends of the block
-            states = random.getstate(), None if numpy is None else str(numpy.random.get_state())
+            states = host_generator_states()
             yield drawn
-            if states[0] != random.getstate():
-                drawn.append("Python's `random`")
-            if numpy is not None and states[1] != str(numpy.random.get_state()):
-                drawn.append("`numpy.random`")
+            current = host_generator_states()
+            drawn += [name for name, state in states.items() if state != current[name]]
     finally:
         for names, put in empty_spaces:
             if names:
