@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 from schedlang.diagnostics.diagnostic import Refusal, quote_names
 from schedlang.ir import pytree
 from schedlang.runtime.module_state import (
+    LIBRARIES,
     LIBRARY_PACKAGES,
-    MODEL_LIBRARIES,
     MODULE_ATTRIBUTES,
     StateSnapshot,
 )
@@ -165,9 +165,7 @@ def _spaces(classes: frozenset[type]) -> list[tuple[Any, Setter]]:
             neighbors.add(module_name)
     # of large libraries only the modules that define the classes are searched
     modules_searched |= {
-        n
-        for n in neighbors
-        if n in sys.modules and n.split(".")[0] not in LIBRARY_PACKAGES | MODEL_LIBRARIES
+        n for n in neighbors if n in sys.modules and n.split(".")[0] not in LIBRARIES
     }
     modules: list[Any] = [vars(sys.modules[name]) for name in sorted(modules_searched)]
     functions = {
