@@ -71,18 +71,18 @@ def restore_global_state(model: nn.Module, loss: Any = None) -> Iterator[list[st
             if names:
                 _remember(names, put, undo, 0)
         with restore_loss_state(loss) if keeps else restore_generators():
-            drawn, numpy = list[str](), sys.modules.get("numpy")
+            drawn, numpy, numbers = list[str](), sys.modules.get("numpy"), list[Any]()
             random.seed("recorded")
+            state = random.getstate()
             if numpy is not None:
                 numpy.random.seed(0)
-            # a text of the numbers would take a hundred times as long
-            states = random.getstate(), numpy and tree_leaves(numpy.random.get_state(legacy=False))
+                numbers = tree_leaves(numpy.random.get_state(legacy=False))
             yield drawn
-            if states[0] != random.getstate():
+            if state != random.getstate():
                 drawn.append("Python's `random`")
-            if numpy is not None:
+            if numpy is not None:  # a text of them takes a millisecond to make
                 current = tree_leaves(numpy.random.get_state(legacy=False))
-                if not all(map(numpy.array_equal, states[1], current)):
+                if not all(map(numpy.array_equal, numbers, current)):
                     drawn.append("`numpy.random`")
     finally:
         for names, put in empty_spaces:
