@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -138,6 +138,14 @@ def prepare_plan(
         case = prepare_case(Case(plan, tuple(batches), loss, weight))
     assert case.prepared is not None
     return case.plan, case.prepared
+
+
+def run_prepared(
+    pool: Pool | Threads, fn: Callable[..., Any], plan: Plan, batch: Batch, *args: Any
+) -> list[Any]:
+    """Call `fn(plan, prepared, *args)` on the ranks of a plan, which is prepared once for all."""
+    plan, prepared = prepare_plan(plan, [batch])
+    return pool.run(fn, plan.mesh.world, plan, prepared, *args)
 
 
 def train_on_ranks(

@@ -326,14 +326,23 @@ def _suggest_punctuation(line: str, stop: Span) -> tuple[str, ...]:
     from schedlang.language.value import UNITS  # `value` imports this module
 
     before, rest = line[: stop.col - 1], line[stop.col - 1 :]
-    if number := re.search(r"(\d+)$", before):
+    if number := _end_of(before, r"\d*"):
         word = (re.match(r"[\w.+-]*", rest) or [""])[0]
         if unit := next((u for u in UNITS if u.lower() == word.lower()), ""):  # `70Gib`
-            return (f"write `{number[1]}{unit}`",)
-        match = re.search(r"(\w+)=\d+$", before)  # `order=1F1B`
-        return (f'write `{match[1]}="{number[1]}{word}"`',) if match and word else ()
-    row = re.match(r"\s*(\S*[.*]\S*[ \t]+[a-z_]+)\s*(?:#|$)", line)
-    return (f"write `{row[1]}()`",) if row and not rest.partition("#")[0].strip() else ()
+            return (f"write `{number}{unit}`",)
+        stem = before.removesuffix(number)
+        name = _end_of(stem[:-1], r"\w*") if stem.endswith("=") else ""  # `order=1F1B`
+        return (f'write `{name}="{number}{word}"`',) if name and word else ()
+    row = re.match(r"\s*(\S+[ \t]+[a-z_]+)\s*(?:#|$)", line)
+    on_several = row is not None and re.search("[.*]", row[1]) is not None
+    ends = not rest.partition("#")[0].strip()
+    return (f"write `{row[1]}()`",) if row is not None and on_several and ends else ()
+
+
+def _end_of(text: str, repeated: str) -> str:
+    """Return the longest end of a text that matches; a search from its start is quadratic."""
+    match = re.match(repeated, text[::-1])
+    return text[len(text) - match.end() :] if match else ""
 
 
 def _suggest_row_form(line: str) -> tuple[str, ...]:

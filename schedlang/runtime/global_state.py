@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 from schedlang.diagnostics.diagnostic import Refusal, quote_names
 from schedlang.ir import pytree
 from schedlang.runtime.module_state import (
+    LIBRARIES,
     LIBRARY_PACKAGES,
-    MODEL_LIBRARIES,
     MODULE_ATTRIBUTES,
     StateSnapshot,
 )
@@ -71,17 +71,19 @@ def restore_global_state(model: nn.Module, loss: Any = None) -> Iterator[list[st
             if names:
                 _remember(names, put, undo, 0)
         with restore_loss_state(loss) if keeps else restore_generators():
-            drawn, numpy = list[str](), sys.modules.get("numpy")
+            drawn, numpy, numbers = list[str](), sys.modules.get("numpy"), list[Any]()
             random.seed("recorded")
+            state = random.getstate()
             if numpy is not None:
                 numpy.random.seed(0)
-            # the text has the position in the block of numbers, and ends of the block
-            states = random.getstate(), None if numpy is None else str(numpy.random.get_state())
+                numbers = tree_leaves(numpy.random.get_state(legacy=False))
             yield drawn
-            if states[0] != random.getstate():
+            if state != random.getstate():
                 drawn.append("Python's `random`")
-            if numpy is not None and states[1] != str(numpy.random.get_state()):
-                drawn.append("`numpy.random`")
+            if numpy is not None:  # a text of them takes a millisecond to make
+                current = tree_leaves(numpy.random.get_state(legacy=False))
+                if not all(map(numpy.array_equal, numbers, current)):
+                    drawn.append("`numpy.random`")
     finally:
         for names, put in empty_spaces:
             if names:
@@ -168,9 +170,7 @@ def _spaces(classes: frozenset[type]) -> list[tuple[Any, Setter]]:
             neighbors.add(module_name)
     # of large libraries only the modules that define the classes are searched
     modules_searched |= {
-        n
-        for n in neighbors
-        if n in sys.modules and n.split(".")[0] not in LIBRARY_PACKAGES | MODEL_LIBRARIES
+        n for n in neighbors if n in sys.modules and n.split(".")[0] not in LIBRARIES
     }
     modules: list[Any] = [vars(sys.modules[name]) for name in sorted(modules_searched)]
     functions = {

@@ -22,9 +22,8 @@ PLAIN_TYPES = (bool, int, float, complex, str, type(None), Tensor, list, dict, t
 MAX_DEPTH = 3  # nested objects of a loss
 MAX_ENTRIES = 4096  # entries of a list or dict
 LIBRARY_PACKAGES = frozenset({"torch", "numpy", "schedlang", "builtins", *sys.stdlib_module_names})
-MODEL_LIBRARIES = frozenset(
-    {"transformers", "diffusers"}
-)  # their configs are not state of a forward
+# of models: their configs are not state of a forward
+LIBRARIES = LIBRARY_PACKAGES | {"transformers", "diffusers"}
 Space = MutableMapping[str, Any]
 
 
@@ -146,10 +145,7 @@ def _spaces_of(owner: Any, visited: set[int], depth: int) -> Iterator[Space]:
 
 
 def _is_users_class(kind: type) -> bool:
-    return (
-        kind not in PLAIN_TYPES
-        and kind.__module__.split(".")[0] not in LIBRARY_PACKAGES | MODEL_LIBRARIES
-    )
+    return kind not in PLAIN_TYPES and kind.__module__.split(".")[0] not in LIBRARIES
 
 
 def _plain_entries(space: Space) -> dict[str, Any]:

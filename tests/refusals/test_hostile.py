@@ -437,6 +437,13 @@ def test_what_explodes_is_refused() -> None:
         _check_bounded(explosive_schedule(rng))
 
 
+@pytest.mark.parametrize("text", [f"knob n: int = {'1' * 200_000}x", "." * 200_000])
+def test_a_long_line_is_refused_in_its_own_time(text: str) -> None:
+    """The help for a line is found in one pass: in minutes, if each place in it began another."""
+    with pytest.raises(Refusal, match="S003"):
+        parse(Source("a.sched", f"schedule 1\n\n{text}\n"))
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("seed", range(4))
 def test_much_that_explodes_is_refused(seed: int) -> None:

@@ -31,6 +31,7 @@ from tests.proofs import (
     assert_near,
     assert_proven,
     make_plan,
+    run_prepared,
     sgd,
     train_on_ranks,
     train_sequential,
@@ -438,9 +439,9 @@ def test_a_tied_table_is_untied_first() -> None:
     make_plan(models.gpt2(2), "lm_head  untie(weight)\nlm_head  adapt(lora)", "", "model")
 
 
-def export_merged(plan: Plan, folder: str, model: nn.Module) -> dict[str, Tensor]:
+def export_merged(plan: Plan, prepared: Any, folder: str, model: nn.Module) -> dict[str, Tensor]:
     """On this rank: train a step, export, and return the weights with adapters."""
-    program = build(plan, BATCHES[0], optimizer=sgd)
+    program = build(plan, BATCHES[0], optimizer=sgd, prepared=prepared)
     program.train_step(BATCHES[0])
     program.export(f"{folder}/merged", model)
     program.export(f"{folder}/alone", model, adapter=True)
@@ -452,7 +453,7 @@ def test_merged_weights_are_exported(threads: Threads, tmp_path: Path, adapters:
     """`from_pretrained` loads a model with the outputs of the trained one."""
     plan = adapter_plan(f"{adapters}{SPLIT}{STAGES}", "pp=2, tp=2")
     model = plan.model.base.model
-    state = threads.run(export_merged, 4, plan, str(tmp_path), model)[0]
+    state = run_prepared(threads, export_merged, plan, BATCHES[0], str(tmp_path), model)[0]
     loaded: Any = type(model).from_pretrained(tmp_path / "merged", dtype=torch.float64)
     merged = copy.deepcopy(plan.model.model)
     merged.load_state_dict(state)
@@ -462,10 +463,12 @@ def test_merged_weights_are_exported(threads: Threads, tmp_path: Path, adapters:
     assert not torch.allclose(logits, model.eval()(**BATCHES[1]).logits, rtol=1e-3)
 
 
-def export_adapter(plan: Plan, folder: str, model: nn.Module) -> tuple[list[tuple[str, int]], Any]:
+def export_adapter(
+    plan: Plan, prepared: Any, folder: str, model: nn.Module
+) -> tuple[list[tuple[str, int]], Any]:
     """On this rank: return the tensors gathered while adapters are exported, and the trained
     state."""
-    program = build(plan, BATCHES[0], optimizer=sgd)
+    program = build(plan, BATCHES[0], optimizer=sgd, prepared=prepared)
     program.train_step(BATCHES[0])
     gathered: list[tuple[str, int]] = []
 
@@ -499,7 +502,7 @@ def test_adapters_alone_are_all_that_is_put_together(
 
     plan = adapter_plan(f"{adapters}{SPLIT}{STAGES}", "pp=2, tp=2")
     model = plan.model.base.model
-    ranks = pool.run(export_adapter, 4, plan, str(tmp_path / "alone"), model)
+    ranks = run_prepared(pool, export_adapter, plan, BATCHES[0], str(tmp_path / "alone"), model)
     state = ranks[0][1]
     trained = {name for name, p in plan.model.model.named_parameters() if p.requires_grad}
     for rank, (gathered, _) in enumerate(ranks):

@@ -21,7 +21,7 @@ from schedlang.runtime import weight_export
 from tests import models, small_models
 from tests.engine import Threads
 from tests.layouts import OddModel, points, program_of
-from tests.proofs import make_plan, sgd
+from tests.proofs import make_plan, run_prepared, sgd
 
 VOCAB_SPLIT = (
     "transformer.wte  pad(vocab, multiple=4)\ntransformer.wte, lm_head  shard(vocab, over=tp)\n"
@@ -41,10 +41,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
 }
 
 
-def export_step(plan: Plan, path: str, model: nn.Module) -> dict[str, Tensor]:
+def export_step(plan: Plan, prepared: Any, path: str, model: nn.Module) -> dict[str, Tensor]:
     """On this rank: export, train a step, export again, and return the state."""
     batch = models.tokens(8)
-    program = build(plan, batch, optimizer=sgd)
+    program = build(plan, batch, optimizer=sgd, prepared=prepared)
     program.train_step(batch)
     program.export(path, model)
     program.export(path, model)  # replaces the first export
@@ -58,7 +58,7 @@ def test_from_pretrained_loads_it(name: str, tmp_path: Path, threads: Threads) -
     model, folder = make(), tmp_path / "out"
     config = str(model.config)
     plan = make_plan(model, rows, mesh)
-    state = threads.run(export_step, plan.mesh.world, plan, str(folder), model)[0]
+    state = run_prepared(threads, export_step, plan, models.tokens(8), str(folder), model)[0]
     assert str(model.config) == config
     loaded: Any = type(model).from_pretrained(folder, dtype=torch.float64)
     values = loaded.state_dict()
@@ -72,11 +72,11 @@ def test_from_pretrained_loads_it(name: str, tmp_path: Path, threads: Threads) -
 
 
 def export_shards(
-    plan: Plan, path: str, model: nn.Module, most: int
+    plan: Plan, prepared: Any, path: str, model: nn.Module, most: int
 ) -> tuple[int, dict[str, Tensor]]:
     """Export in several files: return the most bytes of full tensors on this rank, and the
     state."""
-    program = build(plan, models.tokens(8), optimizer=sgd)
+    program = build(plan, models.tokens(8), optimizer=sgd, prepared=prepared)
     program.train_step(models.tokens(8))
     gather_box, largest = weight_export.GatheredTensors.gather_box, 0
 
@@ -118,7 +118,7 @@ def test_every_rank_writes_files_of_its_own(name: str, tmp_path: Path, pool: Any
     make, rows, mesh = CASES[name]
     model, folder, most = make(), tmp_path / "out", 12_000
     plan = make_plan(model, rows, mesh)
-    ranks = pool.run(export_shards, plan.mesh.world, plan, str(folder), model, most)
+    ranks = run_prepared(pool, export_shards, plan, models.tokens(8), str(folder), model, most)
     state = ranks[0][1]
     make().save_pretrained(tmp_path / "whole", state_dict=dict(state), max_shard_size=most)
     exported, expected = read_shards(folder), read_shards(tmp_path / "whole")
@@ -181,7 +181,9 @@ def test_a_weight_that_rows_have_tied(tmp_path: Path, threads: Threads) -> None:
         'transformer.h  pipeline_split(over=pp)\npipeline(order="GPipe", micro=2)'
     )
     plan = make_plan(model, rows, "pp=2", "model")
-    state = threads.run(export_step, 2, plan, str(tmp_path / "out"), model)[0]
+    state = run_prepared(
+        threads, export_step, plan, models.tokens(8), str(tmp_path / "out"), model
+    )[0]
     loaded: Any = type(model).from_pretrained(tmp_path / "out", dtype=torch.float64)
     values = loaded.state_dict()
     assert not [key for key in state if not torch.equal(values[key], state[key])]

@@ -193,6 +193,19 @@ def hooked_sgd(named: Named) -> torch.optim.Optimizer:
     return stepper
 
 
+def test_a_trial_ends_at_the_first_step_that_differs() -> None:
+    """An update by the norm of its matrix shows in one step of the whole and of its quarters."""
+    steps: list[Tensor] = []
+
+    class Counted(Lamb):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            steps.extend(p for group in self.param_groups for p in group["params"])
+            super().step(closure)
+
+    assert not is_elementwise(Counted)
+    assert [tuple(p.shape) for p in steps] == [*[(2, 3)] * 4, (4, 6)]
+
+
 def test_a_bound_in_the_step_is_found() -> None:
     """Of whatever size, and also with one optimizer for each tensor."""
     for make in (lambda named: BoundedSgd(named), hooked_sgd):

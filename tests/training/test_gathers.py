@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.lower.build import build
 from schedlang.passes.simulate.account import account
 from schedlang.pipeline.schedules import make_order
@@ -22,7 +23,14 @@ from schedlang.runtime.modes import enter_modes
 from tests import models
 from tests.engine import Threads
 from tests.models import tokens
-from tests.proofs import adamw, assert_near, make_plan, train_on_ranks, train_sequential
+from tests.proofs import (
+    adamw,
+    assert_near,
+    make_plan,
+    run_prepared,
+    train_on_ranks,
+    train_sequential,
+)
 from tests.tiers import thin_out
 
 ROWS = """
@@ -144,9 +152,11 @@ def test_replicas_of_slices(threads: Threads) -> None:
     assert_near(results, train_sequential(plan.model.model, batches, adamw))
 
 
-def evaluate_and_train(plan: Plan) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+def evaluate_and_train(
+    plan: Plan, prepared: Prepared
+) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     with enter_modes(Float64()):
-        program = build(plan, BATCHES[0], optimizer=adamw)
+        program = build(plan, BATCHES[0], optimizer=adamw, prepared=prepared)
         results = []
         for batch in BATCHES:
             for _ in range(2):
@@ -158,7 +168,7 @@ def evaluate_and_train(plan: Plan) -> list[tuple[torch.Tensor, dict[str, torch.T
 def test_evaluated_between_steps(threads: Threads) -> None:
     """An evaluation uses the current weights, before and after each step."""
     plan = sliced_plan()
-    (results, *_) = threads.run(evaluate_and_train, 4, plan)
+    (results, *_) = run_prepared(threads, evaluate_and_train, plan, BATCHES[0])
     model = copy.deepcopy(plan.model.model).eval()
     losses = set()
     for k, (loss, state) in enumerate(results):

@@ -21,7 +21,7 @@ from schedlang.runtime.forward import layers_of
 from schedlang.runtime.fusion.fuse import why_unavailable
 from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.rng.native_dropout import NativeDropout, _is_nan_placeholder
-from tests.proofs import make_plan, sgd
+from tests.proofs import make_plan, run_prepared, sgd
 
 TENSOR_ROWS = """blocks.*.{q,k,v,up} shard(col, over=tp)
 blocks.*.{o,down} shard(row, over=tp)
@@ -120,9 +120,9 @@ def _batch() -> dict[str, Tensor]:
     return {"ids": torch.randint(11, (8, 8), generator=torch.Generator().manual_seed(1))}
 
 
-def check_masks(plan: Any) -> tuple[str, int, list[str]]:
+def check_masks(plan: Any, prepared: Any) -> tuple[str, int, list[str]]:
     """On one rank: return why dropout is not native, the masks of two steps, and their mistakes."""
-    program = build(plan, _batch(), optimizer=sgd, seed=0)
+    program = build(plan, _batch(), optimizer=sgd, seed=0, prepared=prepared)
     dropout = program.assembly.dropout
     assert dropout is not None
     dropout.noted = {}
@@ -181,7 +181,7 @@ def test_replicas_draw_alike_and_all_others_apart(name: str, pool: Pool) -> None
     """Two native steps draw where the proof does; all parts of a mask draw by one number."""
     make, rows, mesh = ROWS[name]
     plan = make_plan(make(), rows, mesh)
-    for reason, count, mistakes in pool.run(check_masks, plan.mesh.world, plan):
+    for reason, count, mistakes in run_prepared(pool, check_masks, plan, _batch()):
         assert not reason and count and not mistakes, (reason, count, mistakes[:3])
 
 
@@ -237,10 +237,12 @@ def test_each_mistake_is_told(name: str) -> None:
 # -- what a user meets -----------------------------------------------------------------------------
 
 
-def train_on_rank(plan: Any, seed: int, count: int, first: int, options: Any) -> tuple[Any, ...]:
+def train_on_rank(
+    plan: Any, prepared: Any, seed: int, count: int, first: int, options: Any
+) -> tuple[Any, ...]:
     """On this rank: return losses of some steps, and the next number of the process's generator."""
     torch.manual_seed(seed + torch.distributed.get_rank())
-    program = build(plan, _batch(), **options)
+    program = build(plan, _batch(), prepared=prepared, **options)
     program.step = first
     losses = [float(program.train_step(_batch())) for _ in range(count)]
     return losses, float(torch.rand(())), repr(program)
@@ -249,7 +251,7 @@ def train_on_rank(plan: Any, seed: int, count: int, first: int, options: Any) ->
 def train_steps(
     pool: Pool, plan: Any, seed: int = 5, count: int = 2, first: int = 0, **options: Any
 ):
-    return pool.run(train_on_rank, plan.mesh.world, plan, seed, count, first, options)
+    return run_prepared(pool, train_on_rank, plan, _batch(), seed, count, first, options)
 
 
 def test_masks_follow_the_seed_and_the_step(pool: Pool) -> None:

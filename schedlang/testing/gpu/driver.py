@@ -8,6 +8,7 @@ outcome of each. It begins with case FIRST: the parent restarts it after a case 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -277,6 +278,8 @@ def main(argv: list[str]) -> None:
 
         check = _set_up_device(setup)
         cases = cases_of(name, setup, prefix)
+        gc.collect()
+        gc.freeze()  # between cases the collector visits what they have made, and no imports
         tell(names=[case.name for case in cases])
         for index, case in enumerate(cases):
             if index < int(first):
