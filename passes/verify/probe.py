@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from schedlang.diagnostics.diagnostic import Diagnostic, OwnError, Refusal
+from schedlang.diagnostics.diagnostic import OwnError, Refusal
 from schedlang.ir.annotations import RowGather
 from schedlang.ir.module_copies import copy_module
 from schedlang.ir.plan import Plan
@@ -346,44 +346,38 @@ def check_parts(case: Case) -> Case:
     sample = probe.parts[0].inputs
     check_microbatches(case.plan, sample, case.loss, case.weight is not None)
     check_linear(case, probe.batch, len(probe.parts), difference)
+    raise _changed_loss(case, probe, difference)
+
+
+def _changed_loss(case: Case, probe: Probe, difference: Row) -> Refusal:
+    """Return S703: the loss of a batch is not the mean of those of its parts."""
+    prepared, parts, mixing = case.prepared, probe.parts, None
     # parts that share sums differ from the whole at their sums
-    has_statistics = case.prepared is not None and case.prepared.traced.statistics is not None
-    mixing = None
-    if not has_statistics:
-        mixing = find_mixing_call(case, probe.batch, probe.parts, probe.weights)
+    if prepared is None or prepared.traced.statistics is None:
+        mixing = find_mixing_call(case, probe.batch, parts, probe.weights)
     differ_note = (
-        f"on the original, split into {len(probe.parts)} parts, {difference.place} differs by"
+        f"on the original, split into {len(parts)} parts, {difference.place} differs by"
         f" {difference.error:.1e}"
     )
     mixing_note = () if mixing is None else (f"rows of the batch interact in {mixing.text}",)
     if _is_sum_loss(probe):
-        raise Refusal.of(
+        added = "the losses of the parts add up to that of the full batch"
+        divide = "divide it by the number of its terms, in `loss(output, batch)`, or by an option"
+        return Refusal.of(
             "S703",
             "the loss of this model is a sum over rows, not a mean",
-            notes=(
-                differ_note,
-                "the losses of the parts add up to that of the full batch",
-                *mixing_note,
-            ),
-            helps=(
-                "divide it by the number of its terms, in `loss(output, batch)`, or by an option",
-            ),
+            notes=(differ_note, added, *mixing_note),
+            helps=(divide,),
         )
-    ready = case.prepared  # no weights of parts make their statistics those of the batch
-    norm = None if ready is None else find_batch_norm(case.plan.model.model, ready.traced)
-    raise Refusal(
-        Diagnostic(
-            "S703",
-            "splitting the batch changes the loss of this model",
-            notes=(
-                differ_note,
-                "statistics over the batch (batch norm, router losses) would differ by rank",
-                *mixing_note,
-            ),
-            helps=(*_gather_helps(case, probe.batch, mixing), *HELPS_WEIGHT)
-            if norm is None
-            else HELPS_NORM,
-        )
+    # no weights of parts make the statistics of a norm those of the batch
+    norm = None if prepared is None else find_batch_norm(case.plan.model.model, prepared.traced)
+    statistics_note = "statistics over the batch (batch norm, router losses) would differ by rank"
+    gather_helps = _gather_helps(case, probe.batch, mixing) if norm is None else ()
+    return Refusal.of(
+        "S703",
+        "splitting the batch changes the loss of this model",
+        notes=(differ_note, statistics_note, *mixing_note),
+        helps=(*gather_helps, *HELPS_WEIGHT) if norm is None else HELPS_NORM,
     )
 
 
