@@ -37,6 +37,10 @@ TESTED_ELSEWHERE = {
         ),
         "packages that are not installed: tests/kernels/test_attention_backends.py",
     ),
+    **dict.fromkeys(
+        ("gather_rows", "gather_rows over"),
+        "losses over pairs of rows: drawn by tests/properties/user_models.py",
+    ),
     "grid style=cube": "eight ranks at least: tests/sharding",
     "expert_parallel capacity": "leaves tokens out, by an oracle of its own: tests/experts",
     "pipeline every": "stale weights, by an oracle of their own: tests/pipelines/test_stale.py",

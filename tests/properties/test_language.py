@@ -26,10 +26,13 @@ from tests.properties.schedules import Drawn
 
 
 def test_every_primitive_is_drawn() -> None:
-    """Every registered primitive has a generator, and every generator a primitive."""
+    """Every registered primitive has a generator, and every generator a primitive.
+
+    Rows for losses over pairs of rows are drawn by user_models.py, which has such losses.
+    """
     load_all()
     phases = {phase.split()[0] for phase in schedules.PHASES}
-    assert set(schedules.GENERATORS) == set(registry()) == phases
+    assert set(schedules.GENERATORS) == set(registry()) - {"gather_rows"} == phases
 
 
 @examples(40)
