@@ -246,6 +246,11 @@ class Counting(nn.Module):
         return x + y + F.linear(x, self.slow.clone()) if self.reads else x + y
 
 
+def _scaled_gradients(module: nn.Module, grads: Any, outputs: Any) -> tuple[Any, ...]:
+    """Scale the gradient of the first input; None behind frozen modules."""
+    return (None if grads[0] is None else grads[0] * 0.9, *grads[1:])
+
+
 class Hooked(nn.Module):
     """Hooks on modules and tensors that change values and gradients.
 
@@ -265,7 +270,7 @@ class Hooked(nn.Module):
         if "backward" in hooks:
             self.two.register_full_backward_hook(lambda m, grads, outs: (grads[0] * 0.7,))
         if "module" in hooks:
-            self.register_full_backward_hook(lambda m, grads, outs: (grads[0] * 0.9, *grads[1:]))
+            self.register_full_backward_hook(_scaled_gradients)
         self.on_tensor = "tensor" in hooks
         # not by `rng`: numbers that were drawn before stay the same models
         traits = Random(f"{width} {rng.getstate()}")
