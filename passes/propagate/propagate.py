@@ -95,6 +95,7 @@ class Traced(Original):
                              not split
     statistics               sums over all rows that must be reduced over the ranks that share a
                              batch
+    paired_rows              the model's line that compares rows of the batch in the loss; "": none
     sharing_modules          modules whose input tensor is also redistributed, in the same way, by
                              another module
     is_shared_input_written  whether this shared tensor is written in place between the two modules
@@ -115,6 +116,7 @@ class Traced(Original):
     uncalled: tuple[str, ...] = ()
     saved_splits: SavedSplits | None = None
     statistics: BatchStatistics | None = None
+    paired_rows: str = ""
     sharing_modules: frozenset[str] = frozenset()
     is_shared_input_written: bool = False
 

@@ -10,6 +10,7 @@ comparison  tensor by tensor, relative error at most RTOL
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from schedlang.diagnostics.diagnostic import OwnError, Refusal
+from schedlang.diagnostics.diagnostic import Diagnostic, OwnError, Refusal
+from schedlang.diagnostics.tables import DEFAULT_COLUMNS
 from schedlang.ir.annotations import RowGather
 from schedlang.ir.module_copies import copy_module
 from schedlang.ir.plan import Plan
@@ -63,6 +65,7 @@ from schedlang.passes.verify.relaxed_original import (
 from schedlang.passes.verify.stage_state import check_across_stages
 from schedlang.report import Row
 from schedlang.runtime.batch import BatchPart, named_tensors, run_model, split_batch
+from schedlang.runtime.comm import world
 from schedlang.runtime.device import generators_restored, has_float64
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.global_state import restore_global_state
@@ -462,6 +465,27 @@ def _check_batch_norms(plan: Plan, ready: Prepared) -> None:
         )
 
 
+def _warn_of_pairs(plan: Plan, ready: Prepared) -> None:
+    """Warn (W704), on the first rank, of a loss that seems to compare rows of the batch.
+
+    Shapes alone do not show it: attention over the tokens of all rows may mask other rows.
+    """
+    line = ready.traced.paired_rows
+    if not line or plan.row_gathers or is_statistics_relaxed(plan) or world.rank() != 0:
+        return
+    diagnostic = Diagnostic(
+        "W704",
+        "the loss may compare rows of the batch, and each rank has a part of them",
+        notes=(f"a tensor of rows by rows, at {line}", "the model is too large to be tried here"),
+        helps=(
+            "verify a smaller copy: `schedlang verify FILE --shrink`",
+            "or gather the rows that are compared, by `gather_rows(over=...)` at their module",
+        ),
+        level="warning",
+    )
+    warnings.warn(diagnostic.render(DEFAULT_COLUMNS), stacklevel=2)
+
+
 def _check_state(probe: Probe) -> None:
     """Refuse (S708) a model whose parts leave other buffers or attributes than the whole."""
     assert probe.case.prepared is not None
@@ -509,6 +533,7 @@ def check_if_cheap(
     devices = {tensor.device for tensor in plan.model.model.parameters()}
     if size * numbers > CHEAP_WORK or _on_meta(plan) or not all(map(has_float64, devices)):
         _check_batch_norms(plan, ready)
+        _warn_of_pairs(plan, ready)
         return
     case = Case(plan, (dict(batch),), loss, weight, dtype="none", prepared=ready)
     try:

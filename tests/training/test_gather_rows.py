@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,8 @@ from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.lower.build import build
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.simulate.account import account
+from schedlang.passes.verify import probe
+from schedlang.passes.verify.probe import check_if_cheap
 from tests.engine import Threads
 from tests.proofs import assert_proven, make_plan, static_holds
 from tests.towers import Towers, contrast
@@ -274,3 +277,33 @@ def test_a_refusal_names_the_row(inside: bool, threads: Threads) -> None:
     assert diagnostic.helps[0] == f"gather the rows that the loss compares: `{row}`"
     with_row = make_plan(model, f"{row}\nzero(stage=0, over=dp)", "dp=2")
     assert_proven(threads, with_row, [pairs(0), pairs(1, rows=7)], loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "line"),
+    [
+        (Towers(), "", "towers.py"),
+        (Towers(), GATHERS, ""),
+        (nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)), "", ""),
+    ],
+    ids=["compared", "gathered", "not compared"],
+)
+def test_large_models_are_warned_of(
+    model: nn.Module, rows: str, line: str, threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is too large to be tried gets W704 at the line that compares rows."""
+    monkeypatch.setattr(probe, "CHEAP_WORK", 0)
+    plan = make_plan(model, rows + "zero(stage=0, over=dp)", "dp=2")
+    batch = pairs(0) if isinstance(model, Towers) else {"input": torch.randn(4, 6)}
+    loss = None if isinstance(model, Towers) else mean_of_squares
+    ready = prepare(plan, batch, loss)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_if_cheap(plan, batch, ready, loss=loss)
+    messages = [str(item.message) for item in caught if "W704" in str(item.message)]
+    assert len(messages) == bool(line) and all(line in message for message in messages)
+
+
+def mean_of_squares(output: Tensor, batch: Any) -> Tensor:
+    """Return a loss that is a mean over rows."""
+    return output.square().mean()

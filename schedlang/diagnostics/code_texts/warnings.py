@@ -49,4 +49,10 @@ WARNINGS: Mapping[str, tuple[str, str]] = {
         "schedule names. For such a call the module's own forward runs: correct, but\n"
         "not faster. `plan`, `verify` and `run` report where and why; from Python it is a warning.",
     ),
+    "W704": (
+        "a loss that may compare rows of the batch",
+        "In a recorded forward the loss depends on a tensor of rows by rows, such as the\n"
+        "similarities of a contrastive loss. Each rank would compare its own rows only. A model\n"
+        "that is quick to run is tried, and refused (S703); of a large one only shapes are known.",
+    ),
 }

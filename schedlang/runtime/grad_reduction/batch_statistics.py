@@ -75,14 +75,23 @@ class BatchSum:
 
 
 @dataclass(frozen=True)
+class PairedRows:
+    """A float tensor with two dims of rows, made from tensors with one; `line` of the model."""
+
+    line: str
+
+
+@dataclass(frozen=True)
 class LossSums:
     """The sums over rows in a loss, each with whether only linear calls follow it.
 
-    `labels`: whether the loss has a mean over labels, too.
+    labels  whether the loss has a mean over labels, too
+    paired  the model's line of a tensor with two dims of rows in the loss; "": there is none
     """
 
     sums: Mapping[BatchSum, bool]
     labels: bool
+    paired: str = ""
 
 
 LABELS = "labels"  # the mean over labels, by which parts are weighted
@@ -118,10 +127,15 @@ class BatchSumLattice(Lattice):
         """Return the sums from which a loss is made."""
         mix: Mix = self.of(loss)
         sums = {source: linear for source, linear in mix.items() if isinstance(source, BatchSum)}
-        return LossSums(sums, LABELS in mix)
+        paired = next((source.line for source in mix if isinstance(source, PairedRows)), "")
+        return LossSums(sums, LABELS in mix, paired)
 
     def _has_rows(self, tensor: Tensor) -> bool:
         return any(size and size % self.rows == 0 for size in tensor.shape)
+
+    def _pairs_rows(self, tensor: Tensor) -> bool:
+        sizes = [size for size in tensor.shape if size and size % self.rows == 0]
+        return len(sizes) > 1 and tensor.is_floating_point()
 
     def before_call(self, call: RunningCall) -> None:
         """Note the sums in the inputs of a call, because it may write into them."""
@@ -133,12 +147,16 @@ class BatchSumLattice(Lattice):
             return
         mix = _combine(call.name, call.inputs, self._mixes)
         if id(call.out) in self.means:
-            mix = {LABELS: True}
+            mix = {key: False for key in mix if isinstance(key, PairedRows)} | {LABELS: True}
         with torch._C.DisableTorchFunction():  # no mode sees these reads
             with_rows = [
                 index for index, tensor in enumerate(call.inputs) if self._has_rows(tensor)
             ]
             sums_rows = with_rows and not any(map(self._has_rows, call.outputs))
+            pairs = any(map(self._pairs_rows, call.outputs))
+            pairs = pairs and not any(map(self._pairs_rows, call.inputs))
+        if pairs:
+            mix = {**mix, PairedRows(model_line()): False}
         if sums_rows:
             mix = {**mix, **self._summed(call, with_rows[0])}
         else:
