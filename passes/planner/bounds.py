@@ -25,10 +25,7 @@ from schedlang.passes.planner.price import (
     stage_send_seconds,
 )
 from schedlang.passes.planner.search_space import AXIS_ORDERS, Candidates, Floats, Ints, Job
-from schedlang.passes.planner.stage_contents import (
-    padded_parameters,
-    units_by_stage,
-)
+from schedlang.passes.planner.stage_contents import padded_parameters, units_by_stage
 from schedlang.passes.planner.values import Chain, Setting, Unit
 from schedlang.passes.simulate.machine import Cluster
 

@@ -17,15 +17,9 @@ from schedlang.passes.partition.stage_partition import (
 from schedlang.passes.planner.bounds import ChainTimes, critical_floor, pipeline_floor
 from schedlang.passes.planner.critical_path import count_in_flight, stage_ranks, stages_on_ranks
 from schedlang.passes.planner.limits import satisfies_limits
-from schedlang.passes.planner.price import (
-    collective_seconds,
-    peak_bytes,
-    price,
-)
+from schedlang.passes.planner.price import collective_seconds, peak_bytes, price
 from schedlang.passes.planner.search_space import Floats, Ints, Job
-from schedlang.passes.planner.stage_contents import (
-    units_by_stage,
-)
+from schedlang.passes.planner.stage_contents import units_by_stage
 from schedlang.passes.planner.values import Chain, Price, Setting
 
 MAX_PROGRAMME = 1_000_000  # maximum of ranks * units ** 2: a larger programme takes too long

@@ -46,11 +46,7 @@ from schedlang.passes.planner.price import (
     weight_grad_seconds,
 )
 from schedlang.passes.planner.search_space import AXIS_ORDERS, Floats, Ints, Job
-from schedlang.passes.planner.stage_contents import (
-    parameters_by_place,
-    units_by_stage,
-    zero_shards,
-)
+from schedlang.passes.planner.stage_contents import parameters_by_place, units_by_stage, zero_shards
 from schedlang.passes.planner.values import Chain, Placement, Price, Setting
 from schedlang.passes.simulate.machine import Cluster
 from schedlang.passes.simulate.node_cluster import Node, Nodes

@@ -498,7 +498,8 @@ def with_statistics(
         if sums is not None and sums.labels and nonlinear:
             raise _split_statistics(plan, nonlinear[0])
     statistics = statistics_of(plan, sample, loss, weighed, traced.equal_units)
-    known = None if weighed else _known_sums(plan, sample, loss, traced.equal_units)
+    unknown = weighed or is_statistics_relaxed(plan)
+    known = None if unknown else _known_sums(plan, sample, loss, traced.equal_units)
     return replace(traced, statistics=statistics, paired_rows=known.paired if known else "")
 
 

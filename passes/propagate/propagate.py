@@ -95,7 +95,8 @@ class Traced(Original):
                              not split
     statistics               sums over all rows that must be reduced over the ranks that share a
                              batch
-    paired_rows              the model's line that compares rows of the batch in the loss; "": none
+    paired_rows              the model's line that compares rows of the batch in the loss; "": none,
+                             or the schedule or the user's weight allows it
     sharing_modules          modules whose input tensor is also redistributed, in the same way, by
                              another module
     is_shared_input_written  whether this shared tensor is written in place between the two modules

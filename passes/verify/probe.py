@@ -471,7 +471,7 @@ def _warn_of_pairs(plan: Plan, ready: Prepared) -> None:
     Shapes alone do not show it: attention over the tokens of all rows may mask other rows.
     """
     line = ready.traced.paired_rows
-    if not line or plan.row_gathers or is_statistics_relaxed(plan) or world.rank() != 0:
+    if not line or plan.row_gathers or world.rank() != 0:
         return
     diagnostic = Diagnostic(
         "W704",
