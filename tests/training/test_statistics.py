@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.lower.build import build
-from schedlang.passes.propagate.original_forward import record_many_rows
+from schedlang.passes.propagate.loss_sums import record_many_rows
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.simulate.account import account
 from schedlang.passes.static_checks.static import static
@@ -31,6 +31,13 @@ def pad_batch(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     mask[2, :3] = 0
     labels = batch["labels"].masked_fill(mask == 0, -100)
     return {**batch, "attention_mask": mask, "labels": labels}
+
+
+def pad_right(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the batch with padding at the end of a row, which no loss counts."""
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, 5:] = 0
+    return {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
 
 
 OTHER_KINDS = ("GptOss", "Olmoe", "Qwen3Moe")
@@ -54,6 +61,19 @@ def test_router_losses_of_transformers(kind: str, pad: bool, threads: Any) -> No
     report = assert_proven(threads, plan, [batch])
     assert report.equivalence == "algebraic"
     static_holds(plan, batch)
+
+
+@pytest.mark.parametrize(
+    "kind", ["Mixtral", *(pytest.param(kind, marks=pytest.mark.deep) for kind in OTHER_KINDS)]
+)
+def test_router_losses_of_split_sequences(kind: str, threads: Any) -> None:
+    """Ranks that have some tokens of some rows share the sums over all."""
+    options = {**KINDS[kind], "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    options |= {"layer_types": ["full_attention"]} if kind == "GptOss" else {}
+    model, batch = models.transformers_model(kind, **options, num_hidden_layers=1)
+    rows = "model.layers.*.self_attn  context_parallel(gather, over=cp, layout=zigzag)\n"
+    plan = make_plan(model, rows + "zero(stage=1, over=(dp, cp))", "dp=2, cp=2")
+    assert_proven(threads, plan, [pad_right(batch)])
 
 
 class SpreadLoss(models.Balanced):
