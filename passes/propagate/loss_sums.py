@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from schedlang.diagnostics.diagnostic import Label, Refusal
 from schedlang.diagnostics.source import NOWHERE
-from schedlang.ir.model import is_inside, quote_module
+from schedlang.ir.model import quote_module
 from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import Facet
 
 if TYPE_CHECKING:
     from torch import nn
@@ -156,8 +155,6 @@ def statistics_of(
     sums: tuple[BatchSum, ...] = ()
     if not is_statistics_relaxed(plan) and not (gathered and plan.contexts):
         sums = find_shared_sums(plan, sample, loss, weighed, equal)
-        if any(_is_recomputed(plan, s.fqn) for s in sums):
-            sums = ()
     if not sums and not gathered:
         return None
     label = sums[0].fqn if sums else gathered[0]
@@ -226,9 +223,3 @@ def _known_sums(
     """Return the sums over rows in the loss; None where they are unknown."""
     many_rows = record_many_rows(plan, sample, loss, equal)
     return many_rows.sums if many_rows is not None else None
-
-
-def _is_recomputed(plan: Plan, fqn: str) -> bool:
-    """Return whether a module is recomputed in backward, where no statistics are reduced."""
-    sites = {s for a in plan.rows_changing(Facet.RECOMPUTE) for s in a.sites}
-    return any(is_inside(fqn, site) for site in sites)

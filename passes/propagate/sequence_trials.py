@@ -243,11 +243,11 @@ def _unshared(trial: Trial, weight: Weight | None, error: Refusal | OwnError) ->
         " share here",
         notes=(
             f"the forward of {quote_module(sums[0].fqn)} takes a {sums[0].name}{place}",
-            "ranks do not share what is recomputed, split into microbatches or relaxed",
+            "ranks do not share sums of microbatches, or relaxed ones",
             *(error.diagnostic.notes if isinstance(error, Refusal) else ()),
         ),
         helps=(
-            "leave out `checkpoint` around it, microbatches (`micro=1`) and `relax(batch_stats)`",
+            "use one microbatch, `micro=1`, and leave out `relax(batch_stats)`",
             "or split rows: `zero(stage=0, over=cp)`",
         ),
     )
