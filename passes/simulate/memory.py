@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from schedlang.ir.features import Recomputing
 from schedlang.ir.memory import ADAMW_MOMENTS
+from schedlang.ir.placement import slicing_dim
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.holdings import gathers_of, sliced_names_by_unit, state_slicing
@@ -208,10 +209,11 @@ def gathered_bytes(
     total, cast_dtype = 0, gather_dtype(plan, names) if cast else None
     for name in names:
         count = plan.mesh.size(holdings[name].sliced)
-        shape = holdings[name].layout.local_shape(plan.mesh)
-        rows = -(-shape[0] // count) * count  # as fully_shard pads
+        shape = list(holdings[name].layout.local_shape(plan.mesh))
+        dim = slicing_dim(shape, count)
+        shape[dim] = -(-shape[dim] // count) * count  # as fully_shard pads
         item = 2 if cast_dtype is not None else plan.model.unique_parameters[name].itemsize
-        total += rows * math.prod(shape[1:]) * item
+        total += math.prod(shape) * item
     return total
 
 
