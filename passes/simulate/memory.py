@@ -164,7 +164,8 @@ def _held(
         )
         elements += size
         gradients = size * kind.itemsize * kind.trained
-        stored = size * kind.itemsize if kind.coded is None else count * kind.coded
+        full = count * kind.elements[0][1]  # the first slice: fully_shard pads others to its size
+        stored = full * kind.itemsize if kind.coded is None else count * kind.coded
         sizes = (stored, gradients, gradients * moments)
         for index, (tier, number) in enumerate(zip(kind.tiers, sizes)):
             if tier == "device":
