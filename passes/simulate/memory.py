@@ -28,8 +28,8 @@ class RankClass:
     """Ranks with equal memory: how many, the lowest one, and the bytes of each.
 
     place                             along the pipeline's axis, if there is one
-    elements                          of parameters, padding included
-    parameters, gradients, optimizer  bytes between two steps
+    elements                          of parameters; with padding, except that of ZeRO's slices
+    parameters, gradients, optimizer  bytes between two steps; parameters with all padding
     working                           additional bytes during a step, at most: of ZeRO's shards,
                                       gathered parameters and gradients not yet reduced; other
                                       versions of the weights, where they are stale; parameters that

@@ -143,7 +143,7 @@ def test_a_price_is_that_of_the_schedule(setting: Setting) -> None:
     [
         Setting(P(8), dp=8, micro=2, zero=3),
         Setting(P(8, ep=2), dp=8, micro=2, zero=1),
-        Setting(P(8), dp=6, micro=2, zero=2),
+        Setting(P(8), dp=6, micro=2, zero=3),
     ],
     ids=str,
 )
