@@ -25,6 +25,10 @@ class zero(Slicing):  # noqa: N801
     stage 2   gradients too: reduced after every microbatch
     stage 3   parameters too: gathered for each block's forward and backward, then freed
 
+    A parameter is sliced along its first dim.  If that has fewer rows than there are ranks (a few
+    experts in one tensor), it is sliced along the first dim that the ranks divide evenly, if there
+    is one; otherwise some ranks hold one row, and the others hold nothing.
+
     In a pipeline, stage 3 gathers a pipeline stage once for a run of its forwards or backwards, if
     a rank has several stages and its order runs each of them in consecutive runs (`BFS`). Its
     gradients are then reduced once a run; a rank holds one gathered stage at a time, and its full

@@ -313,7 +313,7 @@ def bytes_floor(pool: Candidates, job: Job) -> Floats:
             (recipe.state(place.offloads_optimizer), max(0.0, kept - numel * recipe.gradient), peak)
         )
     state, kept, peak = np.array(rows, dtype=float)[pool.one].T
-    replicas, index = np.unique(pool.dp * placement.cp, return_inverse=True)
+    replicas, index = np.unique(pool.dp, return_inverse=True)
     shards = [_count_sharded(pool.chain, count, placement.ep) for count in replicas.tolist()]
     sharded, state_bytes = np.array(shards)[index], np.zeros(len(pool))
     for stage, size in enumerate((state, recipe.gradient, recipe.parameter)):

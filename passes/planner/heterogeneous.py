@@ -36,6 +36,7 @@ from schedlang.passes.planner.evaluation import (
 from schedlang.passes.planner.price import (
     COMPUTING,
     NO_WEIGHTS,
+    crosswise_seconds,
     optimizer_seconds,
     replica_seconds,
     run_seconds,
@@ -546,13 +547,14 @@ class HeterogeneousEvaluator(Evaluator):
         busiest = {COMPUTING: float(busy[worst])}
         largest, unit_count = numel.max(0), round(float(units[worst]))
         sent = replica_seconds(setting, largest, unit_count, nodes, recipe, busiest, none)
-        shared = tied_grad_seconds(chain, setting, nodes, recipe, counts, ranks)
+        places = chain, setting, nodes, recipe, counts, ranks
+        others = (*tied_grad_seconds(*places), *crosswise_seconds(*places))
         machines = [(place, machine) for _, group in kinds for place, machine in enumerate(group)]
         parts = dict(busiest)
         if setting.pp > 1:
             sends = min(sends, span - busiest[COMPUTING])
             parts |= {"pp": sends, "idle": span - busiest[COMPUTING] - sends}
-        parts["gradients"] = sum(sent.values()) + sum(seconds for _, seconds in shared)
+        parts["gradients"] = sum(sent.values()) + sum(seconds for _, seconds in others)
         parts["optimizer"] = max(
             optimizer_seconds(setting, numel[place], machine, recipe) for place, machine in machines
         )

@@ -26,6 +26,7 @@ from schedlang.passes.planner.critical_path import (
 )
 from schedlang.passes.planner.even_stages import split_evenly
 from schedlang.passes.planner.stage_contents import (
+    crosswise_parameters,
     has_run,
     padded_parameters,
     parameters_by_place,
@@ -266,7 +267,8 @@ def _step(
     numels = parameters_by_place(chain, counts, rank, setting.pp, shards).max(0)
     units, by_cause = round(float(busy.sum())), dict(zip(names, load.tolist()))
     data = dict(replica_seconds(setting, numels, units, cluster, recipe, by_cause, weights))
-    for cause, seconds in tied_grad_seconds(chain, setting, cluster, recipe, counts, rank):
+    places = chain, setting, cluster, recipe, counts, rank
+    for cause, seconds in (*tied_grad_seconds(*places), *crosswise_seconds(*places)):
         data[cause] = data.get(cause, 0.0) + seconds
     span = path.seconds(f, i, w, send)
     update = {"optimizer": optimizer_seconds(setting, numels, cluster, recipe)}
@@ -417,6 +419,26 @@ def tied_grad_seconds(
             yield from _sending(cluster, "pp", "all_reduce", size, 2, distance)
 
 
+def crosswise_seconds(
+    chain: Chain,
+    setting: Setting,
+    cluster: Cluster,
+    recipe: Recipe,
+    counts: Array,
+    rank: NDArray[np.int64],
+) -> Iterator[tuple[str, float]]:
+    """Seconds of copies of what ZeRO stage 3 shards along another dim than the first, by cause.
+
+    Gathered shards are joined along that dim, and gradients are cut along it into shards that lie
+    one after the other.
+    """
+    if setting.zero == 3 and setting.dp > 1:
+        numels = counts @ crosswise_parameters(chain, zero_shards(setting))
+        number_bytes = setting.passes * (4 * recipe.parameter + 2 * recipe.gradient)
+        copied = float(np.bincount(rank, numels).max()) * number_bytes
+        yield "other", cluster.operator_seconds("other", 0.0, copied)
+
+
 BUCKET_NUMEL = 40e6  # elements that replicas reduce at a time, as in Megatron-LM
 ALL_SENDING_CAUSES = tuple(name for axis in SENDING_CAUSES for name in (axis, f"{axis} start"))
 
@@ -458,8 +480,7 @@ def peak_bytes(
         input_bytes = np.minimum(input_bytes, kept)
         extra = extra + 3 * inputs - 2 * offloaded  # recomputed units offload only their inputs
         waiting = waiting + offloaded  # activations reloaded for a first half stay for the second
-    sent_bytes = zero_bytes(chain, setting, recipe)
-    moment = peak + 2.0 * sent_bytes  # of this unit and the next
+    moment = peak + zero_bytes(chain, setting, recipe)
     state = state_bytes(chain, setting, recipe, counts, rank)
     run_bytes = np.array([kept, input_bytes, moment, enters, waiting, extra, reloaded])
     grown = gradient_bytes(chain, setting, recipe, counts, rank)
@@ -467,15 +488,17 @@ def peak_bytes(
 
 
 def zero_bytes(chain: Chain, setting: Setting, recipe: Recipe) -> Array:
-    """Bytes that ZeRO's collectives of one unit need besides state, for each run: gathered
-    parameters of stage 3, else what pads the gradients to equal shards."""
+    """Bytes that ZeRO's collectives of a unit and the next need besides state, for each run:
+    gathered parameters of stage 3, and one copy of those that are sharded along another dim than
+    the first; else what pads the gradients to equal shards."""
     if not setting.zero:
         return np.zeros(len(chain.runs))
-    padded = padded_parameters(chain, zero_shards(setting))
+    shards = zero_shards(setting)
+    padded = padded_parameters(chain, shards)
     if setting.zero == 3:  # experts may have no replicas
-        gathered: Array = padded @ (1.0, setting.dp > setting.placement.ep)
-        return gathered * recipe.parameter
-    padding: Array = (padded - padded_parameters(chain, (1, 1))).sum(1)
+        gathered: Array = 2 * padded @ (1.0, setting.dp > setting.placement.ep)
+        return (gathered + crosswise_parameters(chain, shards)) * recipe.parameter
+    padding: Array = 2 * (padded - padded_parameters(chain, (1, 1))).sum(1)
     return padding * recipe.gradient
 
 

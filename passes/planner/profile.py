@@ -35,11 +35,11 @@ from schedlang.passes.planner.search_space import Job, iter_placements, microbat
 from schedlang.passes.planner.values import (
     Chain,
     CollectiveCost,
-    FirstDims,
     Kind,
     OperatorCost,
     Placement,
     Recipe,
+    Shapes,
     Unit,
     UnitRun,
     Work,
@@ -347,12 +347,12 @@ def recipe_of(facts: ModelFacts) -> Recipe:
 
 
 def _unit(
-    unit: UnitProfile, after: UnitProfile | None, plan: Plan, first_dims: FirstDims, blocks: Blocks
+    unit: UnitProfile, after: UnitProfile | None, plan: Plan, shapes: Shapes, blocks: Blocks
 ) -> Unit:
     name = {HEAD: "first", TAIL: "last"}.get(unit.name) or blocks.common_name(unit.name)
     return Unit(
         name,
-        sum(numel for _, numel, _ in first_dims),
+        sum(numel for _, numel, _ in shapes),
         _work(unit.forward, plan.mesh),
         _work(unit.backward, plan.mesh),
         float(unit.saved),
@@ -361,10 +361,10 @@ def _unit(
         ),  # no module to recompute
         float(unit.peak),
         float(after.inputs if after is not None else 0),
-        sum(expert_numel for _, _, expert_numel in first_dims),
+        sum(expert_numel for _, _, expert_numel in shapes),
         float(unit.freed_inputs),
         float(unit.outputs),
-        first_dims,
+        shapes,
     )
 
 
@@ -412,20 +412,20 @@ def _names(plan: Plan, profiles: Sequence[UnitProfile]) -> dict[str, set[str]]:
     return names
 
 
-def _held(plan: Plan, profiles: Sequence[UnitProfile]) -> dict[str, FirstDims]:
+def _held(plan: Plan, profiles: Sequence[UnitProfile]) -> dict[str, Shapes]:
     """Count the parameters that a rank holds of each unit, and those among them that `ep` splits,
-    by their first dims."""
+    by their shapes."""
     held = {}
     for unit, names in _names(plan, profiles).items():
-        numels: dict[int, tuple[int, int]] = {}
+        numels: dict[tuple[int, ...], tuple[int, int]] = {}
         for name in names:
             layout = plan.effective_layout(name)
-            shape = layout.local_shape(plan.mesh)
-            rows, numel = (shape[0] if shape else 1), math.prod(shape)
-            total, experts = numels.get(rows, (0, 0))
+            shape = layout.local_shape(plan.mesh) or (1,)
+            numel = math.prod(shape)
+            total, experts = numels.get(shape, (0, 0))
             is_spread = any(split.axis == "ep" for split in layout.splits)
-            numels[rows] = total + numel, experts + numel * is_spread
-        held[unit] = tuple((rows, *both) for rows, both in sorted(numels.items()))
+            numels[shape] = total + numel, experts + numel * is_spread
+        held[unit] = tuple((shape, *both) for shape, both in sorted(numels.items()))
     return held
 
 

@@ -8,7 +8,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.passes.planner.values import Chain, FirstDims, Setting
+from schedlang.ir.placement import slicing_dim
+from schedlang.passes.planner.values import Chain, Setting, Shapes
 
 Array = NDArray[np.float64]
 
@@ -80,21 +81,40 @@ def padded_parameters(chain: Chain, shards: tuple[int, int]) -> Array:
     """Parameters of a unit of each run [runs, 2], replicated ones and those of experts, padded to
     so many equal shards.
 
-    ZeRO shards each parameter along its first dim, as torch's `fully_shard` does: of a parameter
-    with fewer rows than there are ranks, some ranks hold one row, and the others hold nothing.
+    ZeRO shards each parameter along its `slicing_dim`: of a parameter with fewer rows than there
+    are ranks and no dim that they divide, some ranks hold one row, and the others hold nothing.
     """
+    return _padded(_sizes(chain), shards)
+
+
+def crosswise_parameters(chain: Chain, shards: tuple[int, int]) -> Array:
+    """Parameters of a unit of each run [runs] that ZeRO shards along another dim than the first."""
+    return _crosswise(_sizes(chain), shards)
+
+
+def _sizes(chain: Chain) -> tuple[tuple[Shapes, int, int], ...]:
     units = (run.unit for run in chain.runs)
-    sizes = tuple((unit.first_dims, unit.numel, unit.expert_numel) for unit in units)
-    return _padded(sizes, shards)
+    return tuple((unit.shapes, unit.numel, unit.expert_numel) for unit in units)
 
 
 @lru_cache(4096)
-def _padded(sizes: tuple[tuple[FirstDims, int, int], ...], shards: tuple[int, int]) -> Array:
+def _padded(sizes: tuple[tuple[Shapes, int, int], ...], shards: tuple[int, int]) -> Array:
     numels = np.zeros((len(sizes), 2))
-    for run, (first_dims, *even) in enumerate(sizes):
-        for rows, numel, experts in first_dims or ((math.lcm(*shards), *even),):
-            padding = [-(-rows // ranks) * ranks / rows for ranks in shards]
+    for run, (shapes, *even) in enumerate(sizes):
+        for shape, numel, experts in shapes or (((math.lcm(*shards),), *even),):
+            cut = [(shape[slicing_dim(shape, ranks)], ranks) for ranks in shards]
+            padding = [-(-size // ranks) * ranks / size for size, ranks in cut]
             numels[run] += (numel - experts) * padding[0], experts * padding[1]
+    return numels
+
+
+@lru_cache(4096)
+def _crosswise(sizes: tuple[tuple[Shapes, int, int], ...], shards: tuple[int, int]) -> Array:
+    numels = np.zeros(len(sizes))
+    for run, (shapes, *_) in enumerate(sizes):
+        for shape, numel, experts in shapes:
+            crosswise = [slicing_dim(shape, ranks) > 0 for ranks in shards]
+            numels[run] += (numel - experts) * crosswise[0] + experts * crosswise[1]
     return numels
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Kind = Literal["product", "attention", "other"]
-FirstDims = tuple[tuple[int, int, int], ...]
+Shapes = tuple[tuple[tuple[int, ...], int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class Unit:
     All figures are for one microbatch of `Placement.rows` rows, or one of its slices. `numel` are
     parameters that the rank holds with this placement, before ZeRO shards them; `expert_numel` are
     those among them that `ep` has split, which are therefore reduced over fewer replicas.
-    `first_dims` are the first dims of these parameters, along which ZeRO shards, each with its
-    parameters and the experts' among them; () where they can be sharded evenly. Bytes: `kept` is
-    saved by a forward for its backward; `input` is saved instead where the unit is recomputed;
+    `shapes` are the shapes of these parameters, which decide along which dim ZeRO shards them, each
+    with its parameters and the experts' among them; () where all are sharded evenly. Bytes: `kept`
+    is saved by a forward for its backward; `input` is saved instead where the unit is recomputed;
     `peak` is held besides saved bytes at the fullest moment of forward or backward; `output` goes
     to the next unit; `entering` is saved besides by the first unit of a stage, which holds the
     input that it received; `waiting` is saved besides between two halves of a backward: gradients
@@ -109,7 +109,7 @@ class Unit:
     expert_numel: int = 0
     entering: float = 0.0
     waiting: float = 0.0
-    first_dims: FirstDims = ()
+    shapes: Shapes = ()
 
 
 @dataclass(frozen=True)

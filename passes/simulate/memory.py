@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from schedlang.ir.features import Recomputing
 from schedlang.ir.memory import ADAMW_MOMENTS
+from schedlang.ir.placement import slicing_dim
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.holdings import gathers_of, sliced_names_by_unit, state_slicing
@@ -27,8 +28,8 @@ class RankClass:
     """Ranks with equal memory: how many, the lowest one, and the bytes of each.
 
     place                             along the pipeline's axis, if there is one
-    elements                          of parameters, padding included
-    parameters, gradients, optimizer  bytes between two steps
+    elements                          of parameters; with padding, except that of ZeRO's slices
+    parameters, gradients, optimizer  bytes between two steps; parameters with all padding
     working                           additional bytes during a step, at most: of ZeRO's shards,
                                       gathered parameters and gradients not yet reduced; other
                                       versions of the weights, where they are stale; parameters that
@@ -163,7 +164,8 @@ def _held(
         )
         elements += size
         gradients = size * kind.itemsize * kind.trained
-        stored = size * kind.itemsize if kind.coded is None else count * kind.coded
+        full = count * kind.elements[0][1]  # the first slice: fully_shard pads others to its size
+        stored = full * kind.itemsize if kind.coded is None else count * kind.coded
         sizes = (stored, gradients, gradients * moments)
         for index, (tier, number) in enumerate(zip(kind.tiers, sizes)):
             if tier == "device":
@@ -208,10 +210,11 @@ def gathered_bytes(
     total, cast_dtype = 0, gather_dtype(plan, names) if cast else None
     for name in names:
         count = plan.mesh.size(holdings[name].sliced)
-        shape = holdings[name].layout.local_shape(plan.mesh)
-        rows = -(-shape[0] // count) * count  # as fully_shard pads
+        shape = list(holdings[name].layout.local_shape(plan.mesh))
+        dim = slicing_dim(shape, count)
+        shape[dim] = -(-shape[dim] // count) * count  # as fully_shard pads
         item = 2 if cast_dtype is not None else plan.model.unique_parameters[name].itemsize
-        total += rows * math.prod(shape[1:]) * item
+        total += math.prod(shape) * item
     return total
 
 

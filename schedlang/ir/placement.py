@@ -102,6 +102,17 @@ class Split:
     uneven: Uneven = field(default=EVEN, repr=False)
 
 
+def slicing_dim(shape: Sequence[int], ranks: int) -> int:
+    """Return the dim along which ZeRO slices the tensor of this shape, which `ranks` hold equally.
+
+    It is dim 0, if it has a row for each rank; else the first dim whose size the ranks divide, if
+    there is one.
+    """
+    if not shape or shape[0] >= ranks or 0 in shape:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
+
+
 @dataclass(frozen=True)
 class Layout:
     """The distribution of a tensor of a given shape over the ranks of a mesh.

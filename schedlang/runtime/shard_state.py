@@ -92,7 +92,7 @@ def _other_rank_refusal(what: str, name: str) -> Refusal:
         notes=("`state_dict()`, of torch, has what the rank holds that calls it",),
         helps=(
             "`program.save(folder)` and `program.load(folder)` save and load all of it",
-            "or write and read a file for each rank, under the same schedule",
+            "or write and read a file for each rank, under the same schedule and version",
         ),
     ).at(python_span())
 

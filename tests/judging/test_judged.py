@@ -32,6 +32,7 @@ RIGHT = [
     pytest.param(wrapped.ddp_full_api, 2, {}, id="ddp"),
     pytest.param(wrapped.compiled, 2, {}, id="compiled", marks=DEEP),
     pytest.param(wrapped.fsdp2, 4, {}, id="fsdp2"),
+    pytest.param(wrapped.fsdp2_crosswise, 4, {}, id="fsdp2 along the second dim", marks=DEEP),
     pytest.param(wrapped.fsdp1, 2, {}, id="fsdp1"),
     pytest.param(wrapped.fsdp1_names, 2, {}, id="fsdp1 with names"),
     pytest.param(wrapped.fsdp2, 2, {"tied": True, "frozen": True}, id="fsdp2, tied and frozen"),

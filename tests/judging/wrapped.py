@@ -127,6 +127,16 @@ def fsdp2(model: nn.Module, **options: Any) -> TrainingProgram:
     )
 
 
+def fsdp2_crosswise(model: nn.Module) -> TrainingProgram:
+    """FSDP2: matrices are sharded along their second dim where the ranks divide it."""
+    size = dist.get_world_size()
+
+    def placement(p: nn.Parameter) -> Shard:
+        return Shard(int(p.ndim > 1 and p.shape[1] % size == 0))
+
+    return fsdp2(model, shard_placement_fn=placement)
+
+
 def fsdp2_sum(model: nn.Module) -> TrainingProgram:
     """Wrong: the loss is not scaled by what `fully_shard` divides by."""
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -313,11 +313,12 @@ def tier_bytes(plan: Any) -> dict[str, int]:
     states: Any = program.optimizer.state if program.optimizer is not None else {}
     for parameter in program.assembly.parameters.values():
         state = states.get(parameter, {})
-        tensors = [local_tensor(parameter), local_gradient(parameter)]
-        tensors += [local_tensor(value) for key, value in state.items() if key != "step"]
-        for value in tensors:
-            if value is not None:
-                sizes[tier_of(value)] += value.nbytes
+        value = local_tensor(parameter)
+        sizes[tier_of(value)] += value.untyped_storage().nbytes()  # a slice has its padding
+        states_of = (local_tensor(moment) for key, moment in state.items() if key != "step")
+        for tensor in (local_gradient(parameter), *states_of):
+            if tensor is not None:
+                sizes[tier_of(tensor)] += tensor.nbytes
     return sizes
 
 

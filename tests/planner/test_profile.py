@@ -140,12 +140,17 @@ def test_a_price_is_that_of_the_schedule(setting: Setting) -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    [Setting(P(8), dp=8, micro=2, zero=3), Setting(P(8, ep=2), dp=8, micro=2, zero=1)],
+    [
+        Setting(P(8), dp=8, micro=2, zero=3),
+        Setting(P(8, ep=2), dp=8, micro=2, zero=1),
+        Setting(P(8), dp=6, micro=2, zero=3),
+    ],
     ids=str,
 )
-def test_shards_of_few_experts_are_not_equal(setting: Setting) -> None:
-    """ZeRO shards along the first dim: of 4 experts 8 ranks hold one or none, and of 2 experts 4
-    ranks; messages are padded."""
+def test_few_experts_are_sharded_along_another_dim(setting: Setting) -> None:
+    """ZeRO shards 4 experts over 8 ranks along the first dim that these divide, and copies them
+    where they are gathered; 6 ranks divide none: they hold one expert or none, and messages are
+    padded."""
     assert_close(models.profiles(models.mixtral, "bf16"), setting, MIXED, 0.08, 0.05)
 
 

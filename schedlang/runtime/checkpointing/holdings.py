@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from schedlang.ir.mesh import Mesh
-from schedlang.ir.placement import Layout, Segment
+from schedlang.ir.placement import Layout, Segment, slicing_dim
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.collectives import RankGroups
 from schedlang.runtime.redistribution.execution import bucket_device, redistribute_by_route
@@ -136,7 +136,7 @@ class Holding:
     """The placement of the parts of one parameter.
 
     layout   its splits by `shard` and `pad`
-    sliced   axes over which dim 0 of the local shard is split again (ZeRO)
+    sliced   axes over which the local shard is split again (ZeRO), along its `slicing_dim`
     stages   places along `axis` (the pipeline's) that hold it; None: all
     """
 
@@ -204,16 +204,19 @@ def _segments(
     if not sliced:
         return runs
     count, index = mesh.size(sliced), mesh.index(rank, sliced)
-    length = sum(run.length for run in runs[0])
+    dim = slicing_dim(layout.local_shape(mesh), count)
+    length = sum(run.length for run in runs[dim])
     chunk = -(-length // count)  # as torch.chunk, which fully_shard follows
     first, last = min(index * chunk, length), min((index + 1) * chunk, length)
-    return (tuple(clip_runs(runs[0], first, last)), *runs[1:])
+    return (*runs[:dim], tuple(clip_runs(runs[dim], first, last)), *runs[dim + 1 :])
 
 
 @lru_cache(maxsize=1 << 8)
 def _sharding(layout: Layout, sliced: tuple[str, ...], mesh: Mesh) -> tuple[SliceArray, Array]:
     """Return the distinct parts, and which of them each rank of the mesh holds, dim by dim."""
     coordinates = _all_coordinates(mesh)
+    count = mesh.size(sliced) if sliced else 1
+    sliced_dim = slicing_dim(layout.local_shape(mesh), count)
     cells, cell_numbers = [], np.zeros((mesh.world, len(layout.shape)), np.int64)
     for dim, size in enumerate(layout.shape):
         axes = [split.axis for split in layout.splits if split.dim == dim]
@@ -227,7 +230,7 @@ def _sharding(layout: Layout, sliced: tuple[str, ...], mesh: Mesh) -> tuple[Slic
             )
             for rank in first.tolist()
         ]
-        slices = mesh.size(sliced) if sliced and dim == 0 else 1
+        slices = count if dim == sliced_dim else 1
         rows = [_slices(runs, size, slices) for runs in numbers_of]
         for k, slice_rows in enumerate(rows):
             slice_rows[:, 0] += k * slices

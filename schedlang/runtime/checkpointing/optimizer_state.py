@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -385,7 +386,8 @@ def restore_residue(
         memory = c.memories.setdefault(name, CompressionState())
         if is_error:
             share = tensor.local.sum(0) / (1 if len(tensor.local) == 1 else c.group.size)
-            memory.error = share.reshape(share.shape[0], -1).to(device)
+            rows = share.reshape(share.shape[0], math.prod(share.shape[1:]))  # a slice may be empty
+            memory.error = rows.to(device)
         else:
             memory.q = tensor.local.to(device)
 

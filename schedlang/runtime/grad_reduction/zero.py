@@ -24,9 +24,11 @@ from torch.distributed.fsdp import (
     fully_shard,
     share_comm_ctx,
 )
+from torch.distributed.tensor import Shard
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import python_span
+from schedlang.ir.placement import slicing_dim
 from schedlang.ir.pytree import record_outputs
 from schedlang.pipeline.timeline.table import Kind
 from schedlang.runtime.adapters.fully_shard import (
@@ -145,6 +147,7 @@ class ShardedStage:
             ignored_params=self.ignored,
             offload_policy=policy,
             mp_policy=mp_policy,
+            shard_placement_fn=lambda p: Shard(slicing_dim(p.shape, mesh.size())),
             reshard_after_forward=self.between and not (unit.root or unit.stays_gathered),
         )
         assert isinstance(module, FSDPModule)
