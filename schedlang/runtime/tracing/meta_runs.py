@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from schedlang.ir import pytree
-from schedlang.ir.module_copies import deepcopy_module
+from schedlang.ir.module_copies import deepcopy_module, held_tensors
 from schedlang.runtime.adapters.hook_numbers import number_hooks_from
 from schedlang.runtime.tracing import meta_shapes as meta_shapes
 from schedlang.runtime.tracing.model_lines import model_line
@@ -49,11 +49,10 @@ def copy_with(
     memo: dict[int, Any] = {}
     for name, tensor in model.named_parameters():
         memo[id(tensor)] = parameter(name, tensor)
+    for tensor in held_tensors(model):
+        if id(tensor) not in memo:
+            memo[id(tensor)] = other(tensor)
     for module in model.modules():
-        attributes = (value for value in vars(module).values() if isinstance(value, Tensor))
-        for value in (*module._buffers.values(), *attributes):
-            if value is not None and id(value) not in memo:
-                memo[id(value)] = other(value)
         latest = max((*module._forward_hooks, *module._forward_pre_hooks), default=-1)
         if latest >= RemovableHandle.next_id:  # hooks of another process, in a pickled module
             number_hooks_from(latest + 1)
@@ -66,7 +65,7 @@ def copy_with(
 def _shorter(modules: nn.Module, names: Sequence[str], memo: dict[int, Any]) -> nn.Module:
     """Return a copy of a list of modules that has only the children `names`."""
     shortened = copy.copy(modules)
-    children = (copy.deepcopy(modules._modules[name], memo) for name in names)
+    children = (deepcopy_module(modules._modules[name], memo, True) for name in names)
     shortened.__dict__["_modules"] = {str(k): child for k, child in enumerate(children)}
     return shortened
 
