@@ -6,7 +6,7 @@ the tensors that it returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -92,6 +92,10 @@ class ShardedLeaf:
     inner: tuple[tuple[str, str], ...] = ()
 
 
+GATHER_OUTPUT = "gather it: `output=R` on the row of its module"
+SPLIT_READER = "split what reads its output: `shard(row)` on the next projection"
+
+
 def dry_forward(
     leaf: ShardedLeaf,
     module: nn.Module,
@@ -154,6 +158,37 @@ def repeated_call_mismatch(follower: Follower, fqn: str, label: str, axis: str) 
     reason = f"{fqn} is called several times, and its {label} arrives differently"
     help_ = f"let each call give the full tensor: `{repeated}  shard(output=R, over={axis})`"
     return follower.refuse(reason, axis, help_)
+
+
+def check_results(
+    follower: Follower,
+    leaves: Mapping[str, ShardedLeaf],
+    outputs: Sequence[Tensor],
+    loss: Tensor | None,
+) -> None:
+    """Raise Mismatch for an output that is sharded, and for a loss whose gradient would be summed.
+
+    Each rank computes such a loss in full, behind a module that sums the ranks' gradients: they
+    would count it once for each rank. Without a loss the first output is taken for what it reads.
+    """
+    for tensor in outputs:
+        for axis, tag in follower.of(tensor).tags.items():
+            reason = f"the model returns a tensor that is sharded over `{axis}`"
+            failure = Mismatch(("", 0), reason, axis, (), follower.agreed, (GATHER_OUTPUT,))
+            failure.by = tag.by
+            raise failure
+    first = next((tensor for tensor in outputs if tensor.is_floating_point()), None)
+    read = first if loss is None else loss
+    for axis in follower.of(read).entered if read is not None else ():
+        entered = (leaf for leaf in leaves.values() for request in leaf.requests if request.differ)
+        *_, last = entered
+        reason = (
+            f"the loss is computed in full on each rank of `{axis}`, and `{last.fqn}` would sum its"
+            " gradient over them"
+        )
+        failure = Mismatch((last.fqn, 0), reason, axis, (), follower.agreed, (SPLIT_READER,))
+        failure.by = last.fqn
+        raise failure
 
 
 def _main(args: Any, kwargs: Any) -> Tensor:

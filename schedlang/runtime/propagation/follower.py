@@ -239,6 +239,8 @@ class Follower(Lattice):
             return
         if self.left_out:
             call.inputs = call_rules.apply_repeats(call.inputs, self._expects, self)
+        if call.name in call_rules.CASTS:
+            call.inputs = call.inputs[:1]
         expected = self._expects
         try:
             if expected is None or expected.name != call.name:
@@ -452,12 +454,13 @@ class ComparedCall(RunningCall):
         )
 
     def _mixed_failure(self, axis: str) -> Mismatch:
-        return self.follower.refuse(
+        reason = (
             f"`{self.name}` mixes a tensor sharded over `{axis}` with a"
-            " replicated one, whose gradient nothing would sum over the ranks",
-            axis,
-            "shard the module that computes it, or give this module `input=...`",
+            " replicated one, whose gradient nothing would sum over the ranks"
         )
+        enter = f"let it enter `{self.frame[0]}`: `input=R` on a row of this module"
+        helps = "shard the module that computes it", *([f"or {enter}"] if self.frame[0] else [])
+        return self.follower.refuse(reason, axis, *helps)
 
     def _factor_failure(self, axis: str | None) -> Mismatch:
         """Return the mismatch of a shard's size used as the full size: `h / h.shape[-1]`."""
