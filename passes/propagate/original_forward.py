@@ -471,11 +471,12 @@ def weight_of(traced: Original, parts: int) -> Weight:
             "S621",
             f"the model has {len(traced.labels)} losses, each with its own labels",
             notes=("a part of the batch would need a different weight in each",),
-            helps=("define `weight(batch)` in the model file: the weight of a part of the batch",),
+            helps=(HELP_ROWS, HELP_RELAX.replace("or", "if they have not, also", 1)),
         )
     return lambda batch: float(row_count(batch))
 
 
+HELP_ROWS = "define `weight(batch)` in the model file: its rows, if all have equally many labels"
 HELP_RELAX = 'or allow statistics of each part: `step "..." relax(batch_stats) {`'
 HELPS_NORM = (HELP_RELAX.removeprefix("or "), "or replace it by a norm of each row")
 HELPS_WEIGHT = (

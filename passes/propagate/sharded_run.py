@@ -431,7 +431,10 @@ class ShardedRun:
                 uses_conditions = self.recording.original.uses_batch_conditions
                 with Trace(self.stack, self.follower, asked=uses_conditions):
                     output, loss = run_forward(model, inputs, self.loss)
-            check_results(self.follower, self.leaves, tensors_in(output), loss)
+            results = [*tensors_in(output), *([] if loss is None else [loss])]
+            for note in map(self.follower.of, results):
+                if note.tags or note.entered or note.pending:
+                    check_results(self.follower, self.leaves, tensors_in(output), loss)
         except Mismatch as failure:
             return failure
         except Hoist:

@@ -28,7 +28,7 @@ def copy_module(module: M) -> M:
 
     torch refuses to copy a tensor that is not a leaf of the graph.
     """
-    tensors = (leaf for leaf in held_tensors(module) if not leaf.is_leaf)
+    tensors = (leaf for leaf in _held_tensors(module) if not leaf.is_leaf)
     return deepcopy_module(module, {id(leaf): leaf.detach().clone() for leaf in tensors})
 
 
@@ -73,7 +73,8 @@ def deepcopy_module(module: M, memo: dict[int, Any], inside: bool = False) -> M:
                 for child, entry in value.items():
                     copied[child] = None if entry is None else deepcopy_module(entry, memo, True)
             else:
-                _make_functions(value, memo)
+                if type(value) in _HOLDERS and name not in ("_parameters", "_buffers"):
+                    _make_functions(value, memo)
                 state[name] = copy.deepcopy(value, memo)
         duplicate.__setstate__(state)
         if not inside and _FUNCTIONS in memo:
@@ -100,6 +101,7 @@ _CONTAINERS = (dict, OrderedDict, list, set)
 _PLAIN = (bool, int, float, str, type(None))
 
 
+_HOLDERS = (FunctionType, partial, dict, OrderedDict, list, tuple)  # of functions
 _FUNCTIONS: Any = "functions"  # key of a memo: the functions to fill when all is copied
 
 
@@ -158,7 +160,7 @@ def _fill_functions(memo: dict[int, Any]) -> None:
         vars(function).update({name: copied(value) for name, value in vars(original).items()})
 
 
-def held_tensors(module: nn.Module) -> Iterator[Tensor]:
+def _held_tensors(module: nn.Module) -> Iterator[Tensor]:
     """Yield the tensors in attributes of all modules inside, also in containers; no parameters."""
     from torch import Tensor
     from torch.utils._pytree import tree_leaves

@@ -1,5 +1,4 @@
-"""Models that people write in one file, judged by a plain torch loop: `python -m
-tests.zoo_models.written [NAME ...]`.
+"""Models that people write in one file, judged by a plain torch loop.
 
 Each model trains three steps in a plain loop, on batches of different numbers of rows, and under a
 schedule on rank threads: under what `init` writes for a mesh, or under a hand-written one.
@@ -9,19 +8,15 @@ Compared: losses, gradients and their norm, parameters and buffers, and outputs 
 from __future__ import annotations
 
 import copy
-import sys
-import time
-import traceback
-import warnings
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source
 from schedlang.ir.plan import Plan
 from schedlang.language.syntax import parse
@@ -50,7 +45,7 @@ MESHES: Mapping[str, Mapping[str, int]] = {
     "tp": {"tp": 2},
     "zero": {"fsdp": 2},
     "pp": {"pp": 2},
-    "3d": {"dp": 2, "tp": 2},
+    "dp, tp": {"dp": 2, "tp": 2},
 }
 
 
@@ -60,14 +55,13 @@ class Written:
 
     make    builds the module, batch makes a batch of a number of rows and a seed
     loss    of output and batch, for a model without its own; weight of a part of a batch
-    rows    hand-written schedules by name: a mesh, then rows
+    sizes   the number of rows of the batch of each step
     """
 
     make: Callable[[], nn.Module]
     batch: Callable[[int, int], Batch]
     loss: Callable[[Any, Any], Tensor] | None = None
     weight: Callable[[Any], float] | None = None
-    rows: Mapping[str, str] = field(default_factory=dict)
     sizes: tuple[int, ...] = ROWS
 
     def model(self) -> nn.Module:
@@ -91,7 +85,8 @@ def init_text(written: Written, mesh: str) -> str:
     with torch.device("meta"):
         model = written.make()
     batch = written.batch(8, 0)
-    return propose(model, batch, MESHES[mesh], written.loss, written.weight).text
+    calls = written.loss, written.weight
+    return propose(model, batch, MESHES[mesh], *calls, values=written.make).text
 
 
 def optimizer_of(named: Any) -> torch.optim.Optimizer:
@@ -102,34 +97,24 @@ def optimizer_of(named: Any) -> torch.optim.Optimizer:
 
 def outputs_of(output: Any) -> Seen:
     """Return the tensors of an output in order."""
-    leaves = tree_leaves(vars(output) if hasattr(output, "__dict__") and not isinstance(
-        output, (Tensor, dict, tuple, list)) else output)
-    tensors = [to_full(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [to_full(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     return {f"eval {k}": tensor.detach().clone() for k, tensor in enumerate(tensors)}
 
 
 def train_plainly(written: Written) -> Seen:
-    """Train in a plain loop."""
+    """Train in a plain loop; returns values of each step, the final state, an evaluation."""
     model, results = written.model().train(), Seen()
+    names = inspect.signature(model.forward).parameters
     optimizer = optimizer_of(model.named_parameters())
     for step, batch in enumerate(written.batches()):
-        taken = batch if written.loss is None else _taken(model, batch)
-        output = model(**taken)
+        output = model(**{name: batch[name] for name in names if name in batch})
         loss = written.loss(output, batch) if written.loss else loss_of(output)
         results |= step_plainly(step, model, loss, optimizer, CLIP)
     results |= {f"state {name}": value.clone() for name, value in model.state_dict().items()}
-    model.eval()
-    with torch.no_grad():
-        batch = written.batches()[0]
-        results |= outputs_of(model(**(batch if written.loss is None else _taken(model, batch))))
-    return results
-
-
-def _taken(model: nn.Module, batch: Batch) -> Batch:
-    import inspect
-
-    names = inspect.signature(model.forward).parameters
-    return {name: value for name, value in batch.items() if name in names}
+    model.eval()  # with gradients: a forward may take one itself
+    batch = written.batches()[0]
+    output = model(**{name: batch[name] for name in names if name in batch})
+    return results | outputs_of(output)
 
 
 def train_on_rank(plan: Plan, batches: Sequence[Batch], calls: tuple[Any, Any], ready: Any) -> Seen:
@@ -144,18 +129,53 @@ def train_on_rank(plan: Plan, batches: Sequence[Batch], calls: tuple[Any, Any], 
 
 
 def judge(written: Written, text: str, ranks: Any, expected: Seen | None = None) -> str:
-    """Return "" if a schedule trains as the plain loop; else the difference or refusal."""
-    batches = written.batches()
+    """Return "" if a schedule trains as the plain loop, or "relaxed"; else what differs.
+
+    Raises Refusal where the schedule, or its proof's check of the original, refuses.
+    """
+    batches, calls = written.batches(), (written.loss, written.weight)
     plan = Schedule(written.model(), parse(Source("hand.sched", text)), Settings()).plan()
-    calls = (written.loss, written.weight)
     case = check_parts(prepare_case(Case(plan, tuple(batches), *calls)))
     if case.by_parts:
         return "relaxed"
     args = (case.plan, batches, calls, case.prepared)
     by_rank = ranks.run(train_on_rank, plan.mesh.world, *args, timeout=300.0)
     expected = expected or train_plainly(written)
+    # an output of an early stage, or a part of it, is on no rank in full
     wanted = {name: v for name, v in expected.items() if name in by_rank[0] or name[:4] != "eval"}
     found = [differences(wanted, copy.copy(results), CLIP) for results in by_rank]
-    missing = len(expected) - len(wanted)
-    texts = [f"rank {rank}: {len(b)} differ: {b[:5]}" for rank, b in enumerate(found) if b]
-    return "; ".join(texts) or ("" if not missing else f"({missing} outputs on no rank)")
+    return "; ".join(f"rank {r}: {len(b)}: {b[:5]}" for r, b in enumerate(found) if b)
+
+
+# -- batches and losses that several models share ------------------------------------------------
+
+
+def make_generator(seed: int) -> torch.Generator:
+    """Return a generator of a seed."""
+    return torch.Generator().manual_seed(seed)
+
+
+def images(rows: int, seed: int) -> Batch:
+    """Return images of 8 x 8 and labels."""
+    g = make_generator(seed)
+    return {
+        "x": torch.randn(rows, 3, 8, 8, generator=g),
+        "labels": torch.randint(0, 5, (rows,), generator=g),
+    }
+
+
+def pictures(rows: int, seed: int) -> Batch:
+    """Return images alone."""
+    return {"x": images(rows, seed)["x"]}
+
+
+def first(output: Any, batch: Any) -> Tensor:
+    """Return the first output, the loss."""
+    loss: Tensor = output[0]
+    return loss
+
+
+def second(output: Any, batch: Any) -> Tensor:
+    """Return the second output: the loss of models after nanoGPT."""
+    loss: Tensor = output[1]
+    return loss

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.zoo_models.written import Written
+from tests.zoo_models.written import Batch, Written, second
 
 VOCABULARY = 20
 WIDTH, HEADS = 16, 4
@@ -106,12 +106,6 @@ class NanoGPT(nn.Module):
             return self.lm_head(x[:, [-1], :]), None
         logits = self.lm_head(x)
         return logits, word_loss(logits, targets)
-
-
-def second(output: Any, batch: Any) -> Tensor:
-    """Return the second output: the loss of models after nanoGPT."""
-    loss: Tensor = output[1]
-    return loss
 
 
 class RMSNorm(nn.Module):
@@ -458,140 +452,32 @@ class Decoder(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-class CastedLinear(nn.Linear):
-    """modded-nanogpt's layer: the weight in the type of the input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.type_as(x))
+def count_rows(batch: Any) -> float:
+    """Return the number of rows: the weight of a part whose rows have equally many labels."""
+    return float(len(batch["idx"]))
 
 
-class ModdedAttention(nn.Module):
-    """modded-nanogpt: a weight [3, H, C], normed q and k, value embeddings mixed by lambdas."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads, self.head_dim = HEADS, 4
-        self.qkv_w = nn.Parameter(torch.randn(3, WIDTH, WIDTH) / 8)
-        self.lambdas = nn.Parameter(torch.tensor([0.5, 0.5]))
-        self.c_proj = CastedLinear(WIDTH, WIDTH, bias=False)
-        freq = (1 / 1024) ** torch.linspace(0, 1, steps=1)
-        theta = torch.outer(torch.arange(32.0), torch.cat([freq, freq.new_zeros(1)]))
-        self.cos, self.sin = nn.Buffer(theta.cos()), nn.Buffer(theta.sin())
-
-    def rotary(self, x: Tensor) -> Tensor:
-        """Rotate half of the dims; the others have frequency 0."""
-        cos = self.cos[None, : x.size(-3), None, :]
-        sin = self.sin[None, : x.size(-3), None, :]
-        x1, x2 = x.chunk(2, dim=-1)
-        return torch.cat((x1 * cos + x2 * sin, x1 * (-sin) + x2 * cos), 3).type_as(x)
-
-    def forward(self, x: Tensor, ve: Tensor | None) -> Tensor:
-        B, T = x.size(0), x.size(1)
-        q, k, v = (
-            F.linear(x, self.qkv_w.flatten(end_dim=1).type_as(x))
-            .view(B, T, 3 * self.num_heads, self.head_dim)
-            .chunk(3, dim=-2)
-        )
-        q, k = F.rms_norm(q, (q.size(-1),)), F.rms_norm(k, (k.size(-1),))
-        q, k = self.rotary(q), self.rotary(k)
-        if ve is not None:
-            v = self.lambdas[0] * v + self.lambdas[1] * ve.view_as(v)
-        else:
-            v = self.lambdas[0] * v
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, scale=0.12
-        ).transpose(1, 2)
-        return self.c_proj(y.contiguous().view(B, T, self.num_heads * self.head_dim))
+def all_words(rows: int, seed: int) -> Batch:
+    """Return a batch of which every target counts."""
+    batch = words(rows, seed)
+    return {**batch, "targets": batch["targets"].clamp(min=1)}
 
 
-class ModdedMLP(nn.Module):
-    """Squared relu."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.c_fc = CastedLinear(WIDTH, 4 * WIDTH, bias=False)
-        self.c_proj = CastedLinear(4 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.relu(self.c_fc(x)).square())
+def ahead() -> nn.Module:
+    """Return a model with two more heads."""
+    return Decoder(FastAttention, ahead=2)
 
 
-class ModdedBlock(nn.Module):
-    """A block that mixes in the embeddings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn, self.mlp = ModdedAttention(), ModdedMLP()
-        self.lambdas = nn.Parameter(torch.tensor([1.0, 0.1]))
-
-    def forward(self, x: Tensor, ve: Tensor | None, x0: Tensor) -> Tensor:
-        x = self.lambdas[0] * x + self.lambdas[1] * x0
-        x = x + self.attn(F.rms_norm(x, (x.size(-1),)), ve)
-        return x + self.mlp(F.rms_norm(x, (x.size(-1),)))
-
-
-class Modded(nn.Module):
-    """modded-nanogpt: skips between layers as in a U-Net, value embeddings, soft-capped logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.value_embeds = nn.ModuleList([nn.Embedding(VOCABULARY, WIDTH) for _ in range(1)])
-        self.blocks = nn.ModuleList([ModdedBlock() for _ in range(4)])
-        self.lm_head = CastedLinear(WIDTH, VOCABULARY, bias=False)
-        self.skip_weights = nn.Parameter(torch.ones(2))
-
-    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
-        ve = [value_embed(idx) for value_embed in self.value_embeds]
-        ve = [ve[0], None, None, ve[0]]
-        x = x0 = F.rms_norm(self.embed(idx), (WIDTH,))
-        skips: list[Tensor] = []
-        for i, block in enumerate(self.blocks):
-            if i >= 2:
-                x = x + self.skip_weights[i - 2] * skips.pop()
-            x = block(x, ve[i], x0)
-            if i < 2:
-                skips.append(x)
-        logits = self.lm_head(F.rms_norm(x, (x.size(-1),)))
-        logits = 15 * torch.sigmoid(logits / (7.5 * x.size(-1) ** 0.5))
-        return word_loss(logits, targets)
-
-
-def by_rows(model: Any, **changes: Any) -> Written:
-    """Return a model of words with its batch."""
-    return Written(model, words, **changes)
-
-
-NANO = """
-  at transformer.h.* {
-    attn.c_attn  shard(col, over=tp, blocks=3)
-    attn.c_proj  shard(row, over=tp)
-    mlp.c_fc     shard(col, over=tp)
-    mlp.c_proj   shard(row, over=tp)
-  }
-"""
-MLA = """tp=2
-  at layers.* {
-    attention.{wq_b,wkv_b}  shard(col, over=tp)
-    attention.wo  shard(row, over=tp)
-    feed_forward.experts.*.{w1,w3}     shard(col, over=tp)
-    feed_forward.experts.*.w2   shard(row, over=tp)
-  }
-"""
-ZERO = """dp=2, tp=2
-  zero(stage=3, over=dp)
-"""
 MODELS: dict[str, Written] = {
-    "nanogpt": by_rows(NanoGPT, loss=second, rows={"hand": "tp=2" + NANO, "hand3": "dp=2, tp=2" + NANO + "  transformer.h pipeline_split(over=dp)" if 0 else "dp=2, tp=2" + NANO + "  transformer.h.*  checkpoint()\n  zero(stage=3, over=dp)\n"}),
-    "mingpt": by_rows(lambda: NanoGPT(False), loss=second),
-    "llama2c": by_rows(Llama2c, loss=outer_word_loss),
-    "gptfast": by_rows(lambda: Decoder(FastAttention)),
-    "litgpt": by_rows(lambda: Decoder(LitAttention)),
-    "modded": by_rows(Modded),
-    "mla": by_rows(lambda: Decoder(LatentAttention, lambda: LoopMixture(True)), rows={"hand": MLA, "hand3": ZERO + MLA.split("\n",1)[1]}),
-    "mla_absorbed": by_rows(lambda: Decoder(lambda: LatentAttention(True))),
-    "mixtral_loop": by_rows(lambda: Decoder(FastAttention, LoopMixture)),
-    "switch": by_rows(lambda: Decoder(FastAttention, SwitchMixture)),
-    "ahead": by_rows(lambda: Decoder(FastAttention, ahead=2)),
-    "ahead_w": by_rows(lambda: Decoder(FastAttention, ahead=2), weight=lambda b: float(len(b["idx"]))),
+    "nanogpt": Written(NanoGPT, words, loss=second),
+    "mingpt": Written(lambda: NanoGPT(False), words, loss=second),
+    "llama2c": Written(Llama2c, words, loss=outer_word_loss),
+    "gptfast": Written(lambda: Decoder(FastAttention), words),
+    "litgpt": Written(lambda: Decoder(LitAttention), words),
+    "mla": Written(lambda: Decoder(LatentAttention, lambda: LoopMixture(True)), words),
+    "mla_absorbed": Written(lambda: Decoder(lambda: LatentAttention(True)), words),
+    "mixtral_loop": Written(lambda: Decoder(FastAttention, LoopMixture), words),
+    "switch": Written(lambda: Decoder(FastAttention, SwitchMixture), words),
+    "ahead": Written(ahead, all_words, weight=count_rows),
+    "ahead_ragged": Written(ahead, words),
 }

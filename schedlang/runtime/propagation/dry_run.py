@@ -18,6 +18,7 @@ from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.lazy_logits.vocab_parallel import ShardedLogits
 from schedlang.runtime.low_rank_adapters import AdaptedProjection
 from schedlang.runtime.propagation.follower import GATHER, Follower
+from schedlang.runtime.propagation.pending_sums import pending_mismatch
 from schedlang.runtime.propagation.trace import Hoist, Mismatch, Note, Tag
 from schedlang.runtime.sharding.convolution import CHANNELS, CONVOLUTIONS
 from schedlang.runtime.sharding.edges import (
@@ -116,7 +117,12 @@ def dry_forward(
     if follower.after_logits and not follower.has_note(main):
         reason = f"`{leaf.fqn}` is sharded, and gets sharded logits"
         raise follower.refuse(reason, None, GATHER)
+    for axis in note.pending:
+        raise pending_mismatch(follower, f"`{leaf.fqn}` gets", axis)
     edges: tuple[Edge, ...] = ()
+    if not leaf.kind:
+        summed = {request.axis for request in leaf.requests if request.output == R}
+        follower.summing.setdefault(leaf.fqn, set()).update(summed)
     for request in leaf.requests:
         # each edge takes the result of the edge before: another axis may gather the same tensor
         tensor = main if leaf.kind else _main(args, kwargs)
@@ -172,6 +178,8 @@ def check_results(
     would count it once for each rank. Without a loss the first output is taken for what it reads.
     """
     for tensor in outputs:
+        for axis in follower.of(tensor).pending:
+            raise pending_mismatch(follower, "the model returns", axis)
         for axis, tag in follower.of(tensor).tags.items():
             reason = f"the model returns a tensor that is sharded over `{axis}`"
             failure = Mismatch(("", 0), reason, axis, (), follower.agreed, (GATHER_OUTPUT,))
@@ -216,8 +224,10 @@ def _hoist(edge: Edge, main: Tensor, follower: Follower) -> None:
 def _with_output(edge: Edge, request: AxisRequest, output: Any, follower: Follower) -> Edge:
     """Return the edge with the placement that the module's output was found to have."""
     main = next((t for t in tensors_in(output) if is_activation(t)), None)
-    tag = follower.of(main).tags.get(request.axis) if main is not None else None
+    note = Note() if main is None else follower.of(main)
+    tag = note.tags.get(request.axis)
     computes: Placement = R if tag is None else placement_of(tag)
+    computes = P() if request.axis in note.pending else computes
     leaves = computes if request.output is None else request.output
     if isinstance(leaves, S) and main is not None:
         leaves = replace(leaves, dim=dim_of(leaves) % main.ndim)
@@ -254,7 +264,8 @@ def _cross(
     tags = {tag_axis: tag for tag_axis, tag in note.tags.items() if tag_axis != axis}
     if isinstance(placement, S):
         tags[axis] = _tag(edge, placement, dim_of(placement) % x.ndim, crossed, follower)
-    follower.put(crossed, Note(tags, frozenset(), True, note.entered | entered))
+    pending = note.pending - {axis}
+    follower.put(crossed, Note(tags, frozenset(), True, note.entered | entered, pending=pending))
     return crossed
 
 

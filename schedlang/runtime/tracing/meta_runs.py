@@ -28,10 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from schedlang.ir import pytree
-from schedlang.ir.module_copies import deepcopy_module, held_tensors
+from schedlang.ir.module_copies import deepcopy_module
 from schedlang.runtime.adapters.hook_numbers import number_hooks_from
 from schedlang.runtime.tracing import meta_shapes as meta_shapes
 from schedlang.runtime.tracing.model_lines import model_line
+
+TORCH_NAMES = frozenset(vars(nn.Module()))  # attributes of every module
 
 
 def copy_with(
@@ -49,10 +51,17 @@ def copy_with(
     memo: dict[int, Any] = {}
     for name, tensor in model.named_parameters():
         memo[id(tensor)] = parameter(name, tensor)
-    for tensor in held_tensors(model):
-        if id(tensor) not in memo:
-            memo[id(tensor)] = other(tensor)
     for module in model.modules():
+        tensors = list(module._buffers.values())
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                tensors.append(value)
+            elif type(value) in (dict, list, tuple) and value and name not in TORCH_NAMES:
+                # such as what a hook has left there
+                tensors += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        for tensor in tensors:
+            if tensor is not None and id(tensor) not in memo:
+                memo[id(tensor)] = other(tensor)
         latest = max((*module._forward_hooks, *module._forward_pre_hooks), default=-1)
         if latest >= RemovableHandle.next_id:  # hooks of another process, in a pickled module
             number_hooks_from(latest + 1)
