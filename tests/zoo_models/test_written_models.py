@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from schedlang.diagnostics.diagnostic import Refusal
 from tests.engine import Threads
@@ -61,7 +65,41 @@ REFUSED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 @pytest.mark.parametrize("name, mesh", TELLING)
 def test_a_telling_model(threads: Threads, name: str, mesh: str) -> None:
     """It trains as in a plain loop under the schedule that `init` writes for its mesh."""
-    assert judge(MODELS[name], init_text(MODELS[name], mesh), threads) == ""
+    text = init_text(MODELS[name], mesh)
+    assert judge(MODELS[name], text, threads) == ""
+    if name == "rwkv":
+        row = "mix                         shard(time_first=S(0), time_decay=S(0), over=tp)"
+        assert row in text and "output=R" not in text
+
+
+def test_init_follows_a_gradient_in_a_forward() -> None:
+    """A forward that takes a gradient itself is followed: its projections are split."""
+
+    class Forces(written_graphs.SchNet):
+        """Without a guard against evaluations without gradients."""
+
+        def forward(self, z: Tensor, pos: Tensor, energy: Tensor, force: Tensor) -> Tensor:
+            pos = pos.detach().requires_grad_()
+            e = self.energies(z, pos)
+            (grad,) = torch.autograd.grad(e.sum(), pos, create_graph=True)
+            return F.mse_loss(e, energy) + F.mse_loss(-grad, force)
+
+    written = Written(lambda: Forces(True), written_graphs.molecules)
+    assert "shard(col, over=tp)" in init_text(written, "tp")
+
+
+def test_several_losses_with_their_own_labels(threads: Threads) -> None:
+    """What the refusal offers helps: rows as the weight, or statistics of each part beside it."""
+    ragged = MODELS["ahead_ragged"]
+    with pytest.raises(Refusal, match="S621") as refused:
+        init_text(ragged, "dp")
+    rows, relax = refused.value.diagnostic.helps
+    assert "its rows, if all have equally many labels" in rows and "relax(batch_stats) {" in relax
+    weighed = replace(ragged, weight=written_language.count_rows)
+    text = init_text(weighed, "dp")
+    relaxed = text.replace('step "data" {', 'step "data" relax(batch_stats) {')
+    assert judge(weighed, relaxed, threads) == "relaxed"
+    assert judge(MODELS["ahead"], text, threads) == ""
 
 
 @pytest.mark.deep
