@@ -47,7 +47,8 @@ def find_paired_rows(
         plan = plan_of_proposal([halves], blocks, {"dp": 2})
         modules = rows_to_gather(Case(plan, (dict(batch),), loss, weight, dtype="none"))
     except Exception as error:  # a model that does not run so is judged by `verify`
-        notes.append(f"not tried: {what.format('may compare')}: {type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        notes.append(f"not tried: {what.format('may compare')}: {reason}")
         return None
     if modules == ():
         notes.append(

@@ -492,9 +492,9 @@ def _micro(request: ProposalRequest, stages: int) -> int:
     """Return the number of microbatches for the rows that a rank has."""
     from schedlang.runtime.batch import row_count
 
-    parts = 1
     if request.micro:
         return request.micro
+    parts = 1
     for name, size in request.mesh.items():
         parts *= size if ROLES[name] in ("data", "sliced", "experts") else 1
     return max(1, min(MICRO_PER_STAGE * stages, row_count(request.batch) // parts))
