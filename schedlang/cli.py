@@ -27,17 +27,28 @@ HELP = "The model says what to compute, the schedule says how; schedlang proves 
 def main() -> None:
     """Run the command line."""
     _prepare_output()
-    args = sys.argv[1:]
+    try:
+        _run(sys.argv[1:])
+    except OSError:
+        from schedlang.verbs.exits import UNCHECKED, is_output_lost
+
+        if not is_output_lost():
+            raise
+        sys.exit(UNCHECKED)
+
+
+def _run(args: Sequence[str]) -> None:
     if args == ["--version"]:
         from schedlang import __version__
 
-        print(f"schedlang {__version__}")
+        print(f"schedlang {__version__}", flush=True)
         sys.exit()
     if args[:1] == ["check"]:
         from schedlang.verbs.quick_check import run_quick_check
 
         code = run_quick_check(args[1:])
         if code is not None:
+            sys.stdout.flush()
             sys.exit(code)
     ProcessState.own = True
     try:
@@ -46,6 +57,7 @@ def main() -> None:
         _run_with_json_errors(app) if "--json" in args else app()
     finally:
         gc.freeze()  # else the interpreter's exit would visit all objects, for most of a second
+        sys.stdout.flush()
 
 
 def _prepare_output() -> None:

@@ -60,18 +60,21 @@ class Rendezvous:
     def __init__(self, options: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Wait until all ranks have arrived, for the `wait` of `build`, at least 30 s.
 
-        Raises Refusal S651 if a rank does not arrive. Raises S695 if ranks have joined already, or
-        under a torchrun that restarts and holds one store for all rounds: nodes that stay keep
-        using the first node's store, which may be gone, and find addresses of lost ranks in it.
+        Raises Refusal S651 if a rank does not arrive, S654 if the launcher's variables cannot be
+        used. Raises S695 if ranks have joined already, or under a torchrun that restarts and holds
+        one store for all rounds: nodes that stay keep using the first node's store, which may be
+        gone, and find addresses of lost ranks in it.
         """
         from schedlang.runtime.comm import agreement, world
 
-        self.rank = int(os.environ.get("RANK", "0"))
-        self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        self._turn, self._room = 0, f"schedlang/elastic/{agreement.round_name()}/{self.ranks}"
         if world.is_joined():
             title = "an elastic run chooses its mesh before the ranks join their job"
             raise _refusal(title, "", "leave `init_process_group` to the trainer")
+        if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+            agreement.read_job_variables()
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        self._turn, self._room = 0, f"schedlang/elastic/{agreement.round_name()}/{self.ranks}"
         keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if keeps_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             title = "this torchrun keeps one store for all rounds of the job"

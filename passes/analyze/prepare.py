@@ -32,7 +32,8 @@ from schedlang.passes.analyze.residence import check_peers
 from schedlang.passes.analyze.staleness import check_stale
 from schedlang.passes.partition.recomputed_chains import Chains, CostSubject, chains_of
 from schedlang.passes.partition.staging import Staged, stages_of
-from schedlang.passes.propagate.original_forward import Weight, with_statistics
+from schedlang.passes.propagate.loss_sums import with_statistics
+from schedlang.passes.propagate.original_forward import Weight
 from schedlang.passes.propagate.propagate import Traced, propagate
 from schedlang.passes.propagate.sequence_trials import slicing_of, tokens_of
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from schedlang.ir.model import ModelFacts
 from schedlang.ir.plan import Plan
 from schedlang.passes.complete.proposed_rows import ProposedRow, make_call, plan_of_proposal
-from schedlang.passes.propagate.original_forward import with_statistics
+from schedlang.passes.propagate.loss_sums import with_statistics
 from schedlang.passes.propagate.sequence_trials import is_on_meta
 from schedlang.passes.reduce_model.blocks import blocks_of
 from schedlang.passes.verify.probe import rows_to_gather

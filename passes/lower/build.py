@@ -50,7 +50,8 @@ from schedlang.passes.propagate.casts import (
     has_stable_parameters,
     initial_loss_scale,
 )
-from schedlang.passes.propagate.original_forward import is_statistics_relaxed, weight_of
+from schedlang.passes.propagate.loss_sums import is_statistics_relaxed
+from schedlang.passes.propagate.original_forward import weight_of
 from schedlang.passes.propagate.propagate import Traced
 from schedlang.passes.propagate.sequence_trials import install_attention, weight_by_tokens
 

@@ -195,7 +195,7 @@ def dropout_of(
 
 def _host_draws(plan: Plan, prepared: Prepared, options: Options) -> Any:
     """Return what seeds the draws from Python's and numpy's generators; None: nothing does."""
-    from schedlang.passes.propagate.original_forward import is_statistics_relaxed
+    from schedlang.passes.propagate.loss_sums import is_statistics_relaxed
     from schedlang.runtime.global_state import HostDraws
 
     if not prepared.traced.draws_on_host or (options.seed is None and plan.mesh.world == 1):

@@ -1,9 +1,6 @@
-"""Record one forward of the original model on the meta device: calls, labels, draws, sums of rows.
+"""Record one forward of the original model on the meta device: calls, labels, draws.
 
-* The weight of a part of a batch in the mean loss of the full batch.
-* Losses that need statistics over the batch: which of their sums must be reduced over ranks. The
-  router losses of Switch Transformers (Fedus et al. 2021) and of ST-MoE (Zoph et al. 2022) are
-  computed from means over all tokens. A rank that has a part of the tokens uses the means of all.
+Also the weight of a part of a batch in the mean loss of the full batch.
 """
 
 from __future__ import annotations
@@ -14,31 +11,22 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, quote_names
-from schedlang.diagnostics.source import NOWHERE
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, quote_names
 from schedlang.diagnostics.user_errors import refusal_of
-from schedlang.ir.model import is_inside, quote_module
 from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import Facet
 from schedlang.passes.propagate.batch_refusals import (
     batch_refusal,
     is_about_values,
 )
 from schedlang.passes.propagate.equal_units import MIN_EQUAL, units_to_record
+from schedlang.passes.propagate.loss_sums import HELP_RELAX, record_many_rows
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from schedlang.passes.propagate.propagate import Traced
     from schedlang.runtime.global_state import WrittenAttributes
-    from schedlang.runtime.grad_reduction.batch_statistics import (
-        BatchStatistics,
-        BatchSum,
-        LossSums,
-    )
     from schedlang.runtime.propagation.dry_run import ShardedLeaf
     from schedlang.runtime.propagation.trace import Call, LabelRule, ModuleStack, RecordedForward
-    from schedlang.runtime.tracing.equal_units import EqualUnits
 
 Loss = Callable[..., Any]
 
@@ -322,73 +310,6 @@ def _missing_loss(
     )
 
 
-class ManyRows(NamedTuple):
-    """The results of a forward with a unique number of rows: shapes of masks, sums over rows."""
-
-    mask_shapes: Mapping[tuple[str, int], tuple[int, ...]]
-    sums: LossSums | None
-
-
-def record_many_rows(
-    plan: Plan,
-    batch: Mapping[str, Any],
-    loss: Loss | None,
-    equal: Mapping[str, object] | None = None,
-) -> ManyRows | None:
-    """Record a forward with a unique number of rows, once for a batch of these shapes.
-
-    Returns None if the model accepts no other number of rows. `equal`: unit of the model -> its
-    kind; two units of each kind run, if these neither draw nor get or return sums of rows.
-    """
-    from schedlang.runtime.global_state import restore_loss_state
-    from schedlang.runtime.pipeline.stage import signature
-    from schedlang.runtime.propagation.trace import run_with_prime_rows
-
-    cached: Any = plan.model.cache.setdefault("many rows", {})
-    key = signature(batch), id(loss)
-    if key not in cached:  # the cache holds the loss, so that its id is not used again
-        with restore_loss_state(loss):
-            run = _ManyRowsRun(loss, equal or {})
-            many_rows = run_with_prime_rows(plan.model.model, batch, run)
-            if run.is_different(failed=many_rows is None):
-                run = _ManyRowsRun(loss, {})
-                many_rows = run_with_prime_rows(plan.model.model, batch, run)
-        cached[key] = many_rows, loss
-    result: ManyRows | None = cached[key][0]
-    return result
-
-
-@dataclass
-class _ManyRowsRun:
-    """One forward with many rows; `equal`: unit -> its kind, of which two run."""
-
-    loss: Loss | None
-    equal: Mapping[str, object]
-    units: EqualUnits | None = None
-
-    def __call__(
-        self, bare: nn.Module, inputs: dict[str, Any], stack: ModuleStack, rows: int
-    ) -> ManyRows:
-        """Run the forward, and return what was recorded."""
-        from schedlang.runtime.batch import run_forward
-        from schedlang.runtime.grad_reduction.batch_statistics import BatchSumLattice
-        from schedlang.runtime.propagation.imitated_units import Unmarked
-        from schedlang.runtime.propagation.trace import RecordedForward, Trace
-        from schedlang.runtime.tracing.equal_units import EqualUnits
-
-        recorded = RecordedForward(stack, inputs, draws=True, calls=False)
-        sums = BatchSumLattice(stack, rows, recorded.means)
-        self.units = EqualUnits(bare, self.equal, observer=Unmarked(sums, recorded.drawn))
-        with Trace(stack, recorded, sums), self.units.using():
-            _, value = run_forward(bare, inputs, sums.wrap_loss(self.loss))
-        return ManyRows(recorded.drawn, None if value is None else sums.sums_of(value))
-
-    def is_different(self, failed: bool) -> bool:
-        """Return whether all units have to run: they differ, or the run with a few has failed."""
-        units = self.units
-        return units is not None and (units.different or failed and units.imitated > 0)
-
-
 def _unbatched(
     plan: Plan, batch: Mapping[str, Any], loss: Loss | None, recorded: RecordedForward
 ) -> dict[tuple[str, int], bool]:
@@ -457,6 +378,9 @@ class LabelWeight:
         return self.rule.count_on_device(batch)
 
 
+HELP_ROWS = "define `weight(batch)` in the model file: its rows, if all have equally many labels"
+
+
 def weight_of(traced: Original, parts: int) -> Weight:
     """Return the weight function of parts of a batch: by counted labels, else by rows.
 
@@ -474,127 +398,3 @@ def weight_of(traced: Original, parts: int) -> Weight:
             helps=(HELP_ROWS, HELP_RELAX.replace("or", "if they have not, also", 1)),
         )
     return lambda batch: float(row_count(batch))
-
-
-HELP_ROWS = "define `weight(batch)` in the model file: its rows, if all have equally many labels"
-HELP_RELAX = 'or allow statistics of each part: `step "..." relax(batch_stats) {`'
-HELPS_NORM = (HELP_RELAX.removeprefix("or "), "or replace it by a norm of each row")
-HELPS_WEIGHT = (
-    "define `weight(batch)` in the model file: the weight of a part of the batch",
-    'or allow it: `step "..." relax(batch_stats) {`',
-)
-
-
-def with_statistics(
-    plan: Plan, traced: Traced, sample: Mapping[str, Any], loss: Loss | None, weighed: bool = False
-) -> Traced:
-    """Add to a trace the sums over rows that are reduced over ranks.
-
-    Refuses (S668) sums that microbatches split. `weighed`: the user gave a weight function.
-    """
-    if plan.micro > 1 and not is_statistics_relaxed(plan) and not weighed:
-        sums = _known_sums(plan, sample, loss, traced.equal_units)
-        # with a mean over labels, no other sum is a mean of means, for any number of rows
-        nonlinear = [term for term, linear in sums.sums.items() if not linear] if sums else []
-        if sums is not None and sums.labels and nonlinear:
-            raise _split_statistics(plan, nonlinear[0])
-    statistics = statistics_of(plan, sample, loss, weighed, traced.equal_units)
-    unknown = weighed or is_statistics_relaxed(plan)
-    known = None if unknown else _known_sums(plan, sample, loss, traced.equal_units)
-    return replace(traced, statistics=statistics, paired_rows=known.paired if known else "")
-
-
-def statistics_of(
-    plan: Plan,
-    sample: Mapping[str, Any],
-    loss: Loss | None,
-    weighed: bool,
-    equal: Mapping[str, object] | None = None,
-) -> BatchStatistics | None:
-    """Return the sums to be reduced over the ranks that share a batch; None where there are none.
-
-    `weighed`: the user gave a weight function. `equal`: equal units of the model. With several
-    microbatches the result is None: a microbatch cannot know the values of later ones.
-    """
-    from schedlang.runtime.comm.collectives import Group
-    from schedlang.runtime.grad_reduction.batch_statistics import BatchStatistics
-
-    axes = tuple(axis for axis in plan.data_axes if plan.mesh.size(axis) > 1)
-    if not axes or plan.micro > 1:
-        return None
-    gathered = tuple(row.fqn for row in plan.row_gathers)
-    sums: tuple[BatchSum, ...] = ()
-    if not is_statistics_relaxed(plan) and plan.mesh.size(plan.context_axes) == 1:
-        sums = find_shared_sums(plan, sample, loss, weighed, equal)
-        if any(_is_recomputed(plan, s.fqn) for s in sums):
-            sums = ()
-    if not sums and not gathered:
-        return None
-    label = sums[0].fqn if sums else gathered[0]
-    return BatchStatistics(sums, Group(axes, plan.mesh.group(0, axes), 0, None, label), gathered)
-
-
-def check_microbatches(
-    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, weighed: bool
-) -> None:
-    """Refuse (S668) a loss with statistics of the full batch, unless the plan relaxes them."""
-    sums = find_shared_sums(plan, sample, loss, weighed)
-    if plan.micro > 1 and not is_statistics_relaxed(plan) and sums:
-        raise _split_statistics(plan, sums[0])
-
-
-def _split_statistics(plan: Plan, batch_sum: BatchSum) -> Refusal:
-    micro = plan.micro
-    row = plan.origin(plan.order) if plan.order is not None else None
-    return Refusal.of(
-        "S668",
-        f"the loss needs statistics of the full batch, not of {micro} microbatches",
-        Label((row and row.span) or NOWHERE),
-        notes=(
-            f"the forward of {quote_module(batch_sum.fqn)} takes a {batch_sum.name} over all rows"
-            + (f", {batch_sum.line}" if batch_sum.line else ""),
-            "the backward of a microbatch starts before later microbatches are computed",
-        ),
-        helps=("use one microbatch, `micro=1`: ranks compute the statistics together", HELP_RELAX),
-    )
-
-
-def is_statistics_relaxed(plan: Plan) -> bool:
-    """Return whether a step relaxes `batch_stats`: statistics of parts are allowed."""
-    return any("batch_stats" in names for _, names in plan.relaxed)
-
-
-def find_shared_sums(
-    plan: Plan,
-    sample: Mapping[str, Any],
-    loss: Loss | None,
-    weighed: bool,
-    equal: Mapping[str, object] | None = None,
-) -> tuple[BatchSum, ...]:
-    """Return the sums over rows in the loss that need all rows of the batch.
-
-    A loss with labels is weighted by labels: any other sum in the loss needs all rows. A loss
-    without labels is weighted by rows: a mean over rows (a linear sum) needs no other rows.
-    """
-    loss_sums = _known_sums(plan, sample, loss, equal)
-    if loss_sums is None:
-        return ()
-    counted = weighed or loss_sums.labels
-    return tuple(batch_sum for batch_sum, linear in loss_sums.sums.items() if counted or not linear)
-
-
-def _known_sums(
-    plan: Plan,
-    sample: Mapping[str, Any],
-    loss: Loss | None,
-    equal: Mapping[str, object] | None = None,
-) -> LossSums | None:
-    """Return the sums over rows in the loss; None where they are unknown."""
-    many_rows = record_many_rows(plan, sample, loss, equal)
-    return many_rows.sums if many_rows is not None else None
-
-
-def _is_recomputed(plan: Plan, fqn: str) -> bool:
-    """Return whether a module is recomputed in backward, where no statistics are reduced."""
-    sites = {s for a in plan.rows_changing(Facet.RECOMPUTE) for s in a.sites}
-    return any(is_inside(fqn, site) for site in sites)

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from schedlang.diagnostics.diagnostic import OwnError, Refusal
 from schedlang.ir.annotations import ContextSplit
+from schedlang.ir.model import quote_module
 from schedlang.ir.plan import Action, Plan, place_at_row
 from schedlang.ir.primitive import Facet
+from schedlang.passes.propagate.loss_sums import run_many_rows, sums_of_all_rows
 from schedlang.passes.propagate.original_forward import Weight, weight_of
 from schedlang.passes.propagate.propagate import Traced
 from schedlang.passes.propagate.sharded_run import Loss
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from schedlang.runtime.comm.collectives import Group, RankGroups
     from schedlang.runtime.context_parallel.local_tokens import AttentionMethod, TokenSplit
+    from schedlang.runtime.grad_reduction.batch_statistics import BatchSum
     from schedlang.runtime.sequence_pipelining.slices import SliceRunner, Slicing
     from schedlang.runtime.sequence_pipelining.trial import Trial
 
@@ -193,6 +196,7 @@ def _check_axes(plan: Plan) -> None:
 
 def _probe_tokens(subject: TrialSubject) -> TokenSplit:
     from schedlang.runtime.context_parallel.probe import (
+        SplitModules,
         guess_tokens,
         image_refusal,
         probe,
@@ -207,7 +211,15 @@ def _probe_tokens(subject: TrialSubject) -> TokenSplit:
 
     def tried(trial: Trial) -> TokenSplit:
         module_names = {name for name, _ in trial.model.named_modules()}
-        return probe(trial, kind, ranks, [site for site in plan.contexts if site in module_names])
+        attentions = [site for site in plan.contexts if site in module_names]
+        statistics = subject.traced.statistics
+        if statistics is not None and statistics.sums:
+            sums = _sums_of_trial(trial, subject.weight)
+            return probe(trial, kind, ranks, SplitModules(attentions, sums))
+        try:
+            return probe(trial, kind, ranks, SplitModules(attentions))
+        except (Refusal, OwnError) as error:
+            raise _unshared(trial, subject.weight, error) from error
 
     def refusal(title: str, message: str) -> Refusal:
         return unrunnable_refusal(subject.model, title, message)
@@ -217,6 +229,34 @@ def _probe_tokens(subject: TrialSubject) -> TokenSplit:
         ranks,
         TrialQuestion(lambda trial: guess_tokens(trial, kind, ranks), tried, refusal),
     )
+
+
+def _unshared(trial: Trial, weight: Weight | None, error: Refusal | OwnError) -> Refusal | OwnError:
+    """Return the refusal S659 of a loss whose sums no ranks share; the error itself for others."""
+    sums = _sums_of_trial(trial, weight)
+    if not sums or (isinstance(error, Refusal) and error.diagnostic.code != "S659"):
+        return error
+    place = f", {sums[0].line}" if sums[0].line else ""
+    return Refusal.of(
+        "S659",
+        f"the loss of `{type(trial.model).__name__}` has sums over all tokens that ranks do not"
+        " share here",
+        notes=(
+            f"the forward of {quote_module(sums[0].fqn)} takes a {sums[0].name}{place}",
+            "ranks do not share sums of microbatches, or relaxed ones",
+            *(error.diagnostic.notes if isinstance(error, Refusal) else ()),
+        ),
+        helps=(
+            "use one microbatch, `micro=1`, and leave out `relax(batch_stats)`",
+            "or split rows: `zero(stage=0, over=cp)`",
+        ),
+    )
+
+
+def _sums_of_trial(trial: Trial, weight: Weight | None) -> tuple[BatchSum, ...]:
+    """Return the sums over the batch in a stand-in, which may have fewer blocks than its model."""
+    many_rows = run_many_rows(trial.model, trial.batch, trial.loss)
+    return sums_of_all_rows(many_rows and many_rows.sums, weight is not None)
 
 
 def install_attention(

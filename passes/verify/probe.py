@@ -28,13 +28,13 @@ from schedlang.ir.module_copies import copy_module
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.expert_capacity import without_capacity
 from schedlang.passes.analyze.prepare import Prepared
-from schedlang.passes.propagate.original_forward import (
+from schedlang.passes.propagate.loss_sums import (
     HELPS_NORM,
     HELPS_WEIGHT,
     check_microbatches,
     is_statistics_relaxed,
-    weight_of,
 )
+from schedlang.passes.propagate.original_forward import weight_of
 from schedlang.passes.propagate.propagate import Traced
 from schedlang.passes.verify.compare import RTOL, compare_tensors
 from schedlang.passes.verify.forward_state import check_attributes, check_buffers, restored_buffers

@@ -28,16 +28,31 @@ def exit_code_of(
         return REFUSED
     except reraise:
         raise
-    except BrokenPipeError:  # the reader of the output has exited, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return UNCHECKED
     except Exception as error:
+        if isinstance(error, OSError) and is_output_lost():
+            return UNCHECKED
         import traceback
 
         traceback.print_exc()
         if as_json:
             show_json({"exit": UNCHECKED, "error": f"{type(error).__name__}: {error}"})
         return UNCHECKED
+
+
+def is_output_lost() -> bool:
+    """Return whether standard output fails, found by an empty line; if so say why, and discard the
+    rest.
+
+    Nothing is said if its reader has exited, as `head` does.
+    """
+    try:
+        print(flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return True
+    return False
 
 
 def show_refusal(refusal: Refusal, as_json: bool = False) -> None:

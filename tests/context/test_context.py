@@ -243,6 +243,42 @@ class Penalised(Causal):
         return loss + logits.logsumexp(-1).pow(2).mean()
 
 
+class Balanced(Causal):
+    """Adds a load-balancing loss: of all tokens of the batch, of each row, or of each token."""
+
+    def __init__(self, over: str = "batch") -> None:
+        super().__init__(layers=2, shift=False)
+        self.over = over
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = super().loss(logits, labels)
+        chosen = F.one_hot(logits.argmax(-1), logits.shape[-1]).double()
+        dims = {"batch": (0, 1), "rows": 1, "tokens": 0}[self.over]
+        return loss + 9 * (chosen.mean(dims) * logits.softmax(-1).mean(dims)).sum(-1).mean()
+
+
+@pytest.mark.parametrize("mesh", ["cp=2", "dp=2, cp=2"])
+@pytest.mark.parametrize("make", [Balanced, lambda: Penalised(shift=False, layers=2)])
+def test_sums_over_all_tokens_in_the_loss(
+    make: Callable[[], Causal], mesh: str, threads: Threads
+) -> None:
+    """Ranks share them: a load-balancing loss, and a z-loss of all tokens beside counted labels."""
+    model, row = make(), OWN.format("ring, over=cp, layout=zigzag")
+    rows = row + "\nzero(stage=2, over=(dp, cp))" if "dp" in mesh else row
+    assert_same_training(threads, make_plan(model, rows, mesh), model, batches(mask=False))
+    static_holds(make_plan(model, rows, mesh), batches(mask=False)[0])
+
+
+def test_sums_that_ranks_do_not_share(threads: Threads) -> None:
+    """In several microbatches a rank cannot share them: the sum is named."""
+    rows = OWN.format("ring, over=cp") + '\npipeline(order="GPipe", micro=2)'
+    plan = make_plan(Penalised(shift=False, layers=2), rows, "cp=2")
+    with pytest.raises(Refusal) as caught:
+        prepare(plan, batches(mask=False)[0], None)
+    text = caught.value.render()
+    assert "S659" in text and "that ranks do not" in text and "takes a mean, " in text, text
+
+
 class Numbered(Causal):
     """Counts positions by a list."""
 
@@ -274,7 +310,8 @@ REFUSED = {
     "positions by a list": (lambda: Numbered(layers=2), "S659", "`blocks.0.norm` computes a token"),
     "attention by sums": (lambda: Einsum(), "S659", "`blocks.0"),
     "a mean over tokens": (lambda: Pooled(layers=2), "S659", "loss"),
-    "a mean beside labels": (lambda: Penalised(shift=False, layers=2), "S659", "the loss is"),
+    "statistics of each row": (lambda: Balanced("rows"), "S659", "has statistics that are not"),
+    "statistics of each token": (lambda: Balanced("tokens"), "S659", "has statistics that are not"),
 }
 
 

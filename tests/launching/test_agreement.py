@@ -23,7 +23,12 @@ from torch.nn import functional as F
 
 import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.comm.agreement import AgreementItem, checksum, describe_differences
+from schedlang.runtime.comm.agreement import (
+    AgreementItem,
+    checksum,
+    describe_differences,
+    join_world,
+)
 from schedlang.runtime.launch.pool import Pool
 from tests.launching.elastic_nodes import is_running
 
@@ -240,6 +245,33 @@ def test_a_rank_that_does_not_come(pool: Pool, comes: int) -> None:
     assert info.value.diagnostic.code == "S651"
     assert f"rank {1 - comes} has not called `build` within 1 s" in str(info.value)
     assert time.monotonic() - start < 300  # no rank waits for the other to end
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', and must be a number of ranks above 0"),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE is '-1'"),
+        ({"RANK": "2"}, "RANK is '2', and must be a rank from 0 to 1"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http', and must be a port from 0 to 65535"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "".join(value),
+)
+def test_variables_of_no_job(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, str | None], says: str
+) -> None:
+    """Torch would raise its own error or wait for ten minutes, for a rank that does not exist."""
+    job = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {**job, **changed}.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(Refusal) as info:
+        join_world(wait=1.0)
+    assert info.value.diagnostic.code == "S654"
+    assert info.value.diagnostic.title.startswith(f"the environment variable {says}")
 
 
 def test_a_rank_that_cannot_build(pool: Pool) -> None:

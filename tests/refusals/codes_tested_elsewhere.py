@@ -13,6 +13,7 @@ ELSEWHERE: Mapping[str, str] = {
     "S116": "test_hostile.py",
     "S614": "test_stage_units.py",
     "S651": "test_agreement.py",
+    "S654": "test_agreement.py",
     "S657": "test_slices.py",
     "S663": "test_uneven_use.py",
     "S669": "test_statistics.py",

@@ -196,6 +196,21 @@ def test_every_verb_can_write(output: str) -> None:
     assert result.stdout.startswith(expected) and not result.stderr
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("args", [["check", "FILE"], ["check", "no.sched", "--json"], ["--help"]])
+def test_an_output_that_is_full(file: Path, args: list[str], unbuffered: str) -> None:
+    """A full disk is named, without a traceback, and is not taken for a verdict."""
+    arguments = [str(file) if arg == "FILE" else arg for arg in args]
+    environ = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-c", "from schedlang import cli; cli.main()", *arguments]
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            command, cwd=ROOT, env=environ, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert result.returncode == 3, result.stderr
+    assert result.stderr == "error: the output cannot be written: No space left on device\n"
+
+
 def codes_in_files() -> set[str]:
     """Every code that some file uses, without the lists of codes themselves."""
     files = [p for d in ("schedlang", "passes", "primitives") for p in (ROOT / d).rglob("*.py")]

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.lower.build import build
-from schedlang.passes.propagate.original_forward import record_many_rows
+from schedlang.passes.propagate.loss_sums import record_many_rows
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.simulate.account import account
 from schedlang.passes.static_checks.static import static
@@ -31,6 +33,13 @@ def pad_batch(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     mask[2, :3] = 0
     labels = batch["labels"].masked_fill(mask == 0, -100)
     return {**batch, "attention_mask": mask, "labels": labels}
+
+
+def pad_right(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the batch with padding at the end of a row, which no loss counts."""
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, 5:] = 0
+    return {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
 
 
 OTHER_KINDS = ("GptOss", "Olmoe", "Qwen3Moe")
@@ -54,6 +63,19 @@ def test_router_losses_of_transformers(kind: str, pad: bool, threads: Any) -> No
     report = assert_proven(threads, plan, [batch])
     assert report.equivalence == "algebraic"
     static_holds(plan, batch)
+
+
+@pytest.mark.parametrize(
+    "kind", ["Mixtral", *(pytest.param(kind, marks=pytest.mark.deep) for kind in OTHER_KINDS)]
+)
+def test_router_losses_of_split_sequences(kind: str, threads: Any) -> None:
+    """Ranks that have some tokens of some rows share the sums over all."""
+    options = {**KINDS[kind], "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    options |= {"layer_types": ["full_attention"]} if kind == "GptOss" else {}
+    model, batch = models.transformers_model(kind, **options, num_hidden_layers=1)
+    rows = "model.layers.*.self_attn  context_parallel(gather, over=cp, layout=zigzag)\n"
+    plan = make_plan(model, rows + "zero(stage=1, over=(dp, cp))", "dp=2, cp=2")
+    assert_proven(threads, plan, [pad_right(batch)])
 
 
 class SpreadLoss(models.Balanced):
@@ -89,6 +111,58 @@ def test_router_losses_in_own_words(name: str, threads: Any) -> None:
     assert report.equivalence == "algebraic"
     result = static(plan, models.batch(0))
     assert not result.problems
+
+
+class BalancedLayer(nn.Module):
+    """A mixture of experts, all of which compute, with its load-balancing loss and a z-loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 4), nn.Linear(8, 32)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return activations and the auxiliary losses."""
+        logits = self.router(x)
+        weights = logits.softmax(-1)
+        chosen = F.one_hot(weights.argmax(-1), 4).to(x.dtype)
+        outputs = self.experts(x).tanh().unflatten(-1, (4, 8))
+        balance = 4 * (chosen.mean((0, 1)) * weights.mean((0, 1))).sum()
+        y = x + ((chosen * weights).unsqueeze(-1) * outputs).sum(-2)
+        return y, balance + logits.logsumexp(-1).square().mean()
+
+
+class BalancedLayers(nn.Module):
+    """Layers with losses of their own; `recomputes`: in checkpoints of the model's own."""
+
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.recomputes, self.words = recomputes, nn.Embedding(models.WORDS, 8)
+        self.layers = nn.ModuleList(BalancedLayer() for _ in range(2))
+        self.head = nn.Linear(8, models.WORDS)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss."""
+        x, auxiliary = self.words(ids), torch.zeros(())
+        for layer in self.layers:
+            x, loss = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
+            auxiliary = auxiliary + loss
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()) + 0.5 * auxiliary
+
+
+RECOMPUTED = {
+    "each layer": ("layers.*  checkpoint()\n", False),
+    "within a budget": ('layers.*  checkpoint(plan="dtr", memory=20KiB)\n', False),
+    "by the model": ("", True),
+}
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_recomputed_sums(name: str, threads: Any) -> None:
+    """A recomputation sums over ranks again, also one of the model's own."""
+    rows, own = RECOMPUTED[name]
+    plan = make_plan(BalancedLayers(own), rows + ZERO.format(1), "dp=2")
+    assert_proven(threads, plan, [models.batch(0), models.batch(1, rows=4)])
 
 
 # -- what is found -----------------------------------------------------------------------------

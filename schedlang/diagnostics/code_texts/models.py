@@ -185,6 +185,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "Token ids and labels count from 0. A loss ignores labels that equal its `ignore_index`.\n"
         "The original model raises IndexError.",
     ),
+    "S654": (
+        "variables of a job that cannot be used",
+        "A launcher sets WORLD_SIZE (the number of ranks), RANK (from 0), and MASTER_ADDR and\n"
+        "MASTER_PORT (where rank 0 listens) for each rank. torchrun sets all of them.",
+    ),
     "S655": (
         "a model that cannot be split into slices",
         "Slices need a causal model. Its tokens may interact only in attention, through a cache\n"

@@ -50,11 +50,13 @@ def join_world(wait: float | None = None, met: Any = None) -> None:
 
     LOCAL_RANK chooses the device; the world has only that device's backend, so that groups can be
     split off it. `wait`: seconds within which all ranks must come, else Refusal S651; `met`: the
-    store of the rendezvous, if it is not torch's own (see `rendezvous`).
+    store of the rendezvous, if it is not torch's own (see `rendezvous`). Raises Refusal S654 if the
+    launcher's variables cannot be used.
     """
     _prepare_end()
     if dist.is_initialized() or not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return
+    rank, world = read_job_variables()
     options: dict[str, Any] = {"timeout": TIMEOUT}
     store = rendezvous(wait) if wait is not None and met is None else met
     own_keys = not has_round_store() and _restarted_on_one_node()
@@ -62,9 +64,8 @@ def join_world(wait: float | None = None, met: Any = None) -> None:
         if own_keys:  # else torch would find the addresses of the former ranks
             prefix = f"schedlang/round/{round_name()}"
             store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-        ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
         store.set_timeout(TIMEOUT)  # running ranks may take their time
-        options |= {"store": store, **ranks}
+        options |= {"store": store, "rank": rank, "world_size": world}
     device = devices.local_device()
     if devices.on_host(device):
         dist.init_process_group(comm.HOST_BACKEND, **options)
@@ -72,6 +73,37 @@ def join_world(wait: float | None = None, met: Any = None) -> None:
         kind = dist.get_default_backend_for_device(device)
         dist.init_process_group(kind, device_id=device, **options)
     comm.current_world().joined_here = True
+
+
+def read_job_variables() -> tuple[int, int]:
+    """Return RANK and WORLD_SIZE of this process, which its launcher has set.
+
+    Raises Refusal S654 if RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is missing or not usable:
+    torch would wait for minutes for a rank that the job does not have.
+    """
+    texts = {name: os.environ.get(name, "").strip() for name in _VARIABLES}
+    numbers = {name: int(text) for name, text in texts.items() if text.isdecimal()}
+    world = numbers.get("WORLD_SIZE", 0)
+    usable = {
+        "WORLD_SIZE": ("a number of ranks above 0", world > 0),
+        "RANK": (f"a rank from 0 to {world - 1}", 0 <= numbers.get("RANK", -1) < world),
+        "MASTER_ADDR": ("the host of rank 0", bool(texts["MASTER_ADDR"])),
+        "MASTER_PORT": ("a port from 0 to 65535", 0 <= numbers.get("MASTER_PORT", -1) < 1 << 16),
+    }
+    for name, (meaning, fits) in usable.items():
+        if not fits:
+            value = f"is {texts[name]!r}" if name in os.environ else "is not set"
+            title = f"the environment variable {name} {value}, and must be {meaning}"
+            raise _refusal(_verdict("S654", title, (_VARIABLES_NOTE,), _VARIABLES_HELPS))
+    return numbers["RANK"], world
+
+
+_VARIABLES = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
+_VARIABLES_NOTE = "this process has RANK and WORLD_SIZE, as a rank of a job has"
+_VARIABLES_HELPS = (
+    "start the ranks by `torchrun`, or set WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT for each",
+    "for a program on its own, unset RANK and WORLD_SIZE",
+)
 
 
 def join_locally(rank: int, size: int, path: str) -> None:

@@ -11,7 +11,7 @@ import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from schedlang.runtime.context_parallel.local_tokens import (
 )
 from schedlang.runtime.context_parallel.plain_run import is_model_fault
 from schedlang.runtime.context_parallel.token_layout import SequenceLayout, TokenTags, visible_keys
+from schedlang.runtime.grad_reduction.batch_statistics import BatchSum, gather_statistics
 from schedlang.runtime.sequence_pipelining.probe import (
     LossesDiffer,
     check_ignored_labels,
@@ -162,8 +163,16 @@ def layout_of(kind: str, lengths: Sequence[int]) -> SequenceLayout:
     return SequenceLayout(tuple(runs))
 
 
-def run_shards(trial: Trial, tokens: TokenSplit, sites: Sequence[str]) -> ShardedRun:
-    """Run the forward of every shard, in turns up to the next attention, and one backward."""
+@dataclass(frozen=True)
+class SplitModules:
+    """The attentions of a trial, by name, and the sums over all tokens that its shards share."""
+
+    attentions: Sequence[str]
+    sums: Sequence[BatchSum] = ()
+
+
+def run_shards(trial: Trial, tokens: TokenSplit, shared: SplitModules) -> ShardedRun:
+    """Run the forward of every shard, in turns up to the next exchange, and one backward."""
     model, count = trial.model, len(trial.lengths)
     layout = layout_of(tokens.kind, trial.lengths)
     lockstep = Lockstep(count)
@@ -173,9 +182,11 @@ def run_shards(trial: Trial, tokens: TokenSplit, sites: Sequence[str]) -> Sharde
     parts = [tokens.take_part(full_part, rank, exchange, layout) for rank in range(count)]
     weights = [trial.weight(part.weight_inputs or part.inputs) for part in parts]
     context, inner = ShardContext(tokens), tokens.windows(None) if tokens.draws else None
+    total_sum = _TrialSum(lockstep)
 
     def one(part: BatchPart, weight: float) -> tuple[Any, Tensor]:
         assert part.token_shard is not None
+        total_sum.places[threading.get_ident()] = part.token_shard.place
         within_shard = context.enter_shard(part.token_shard, nullcontext())
         counted, saving = zero_unlabelled_loss(weight), without_checkpoints(_reentrant_refusal())
         with run_context(trial, draws, inner), within_shard, counted, saving:
@@ -184,7 +195,7 @@ def run_shards(trial: Trial, tokens: TokenSplit, sites: Sequence[str]) -> Sharde
         assert value is not None, "the model returns no loss"
         return output, value
 
-    with _ready(trial, tokens, sites):
+    with _shared_sums(model, shared.sums, total_sum), _ready(trial, tokens, shared.attentions):
         results = lockstep.run([partial(one, *shard_args) for shard_args in zip(parts, weights)])
         total = sum(weights) or 1.0
         shares = [v * (w / total) for (_, v), w in zip(results, weights) if w]
@@ -216,6 +227,32 @@ def _ready(trial: Trial, tokens: TokenSplit, sites: Sequence[str]) -> AbstractCo
     hows: Mapping[str, AttentionMethod] = {site: AttentionMethod("trial") for site in sites}
     # since the run of full sequences the modules report their names
     return remove_hooks_after(install_context(model, tokens, hows))
+
+
+class _TrialSum:
+    """The sum over the shards of a trial, of which each runs in a thread; `places`: thread ->
+    place."""
+
+    def __init__(self, lockstep: Lockstep) -> None:
+        self.together, self.places = lockstep, dict[int, int]()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.stack(self.together.rendezvous(self.places[threading.get_ident()], x)).sum(0)
+
+
+@contextmanager
+def _shared_sums(model: nn.Module, sums: Sequence[BatchSum], total: _TrialSum) -> Iterator[None]:
+    """Context in which a trial's model takes these sums over all shards."""
+    own_forward = vars(model).get("forward")
+    if sums:
+        gather_statistics(model, sums, total)
+    try:
+        yield
+    finally:
+        if own_forward is not None:
+            model.forward = own_forward
+        elif sums:
+            del model.forward
 
 
 class _TrialExchange:
@@ -282,20 +319,22 @@ MIXED_TOKENS = (
 )
 
 
-def find_fault(trial: Trial, tokens: TokenSplit, error: Exception, sites: Sequence[str]) -> Refusal:
+def find_fault(trial: Trial, tokens: TokenSplit, error: Exception, shared: SplitModules) -> Refusal:
     """Return the refusal of a model whose run by shards, as `tokens` describes, gave `error`.
 
     Raises the refusal of a loss: the model itself computes each token as in the full sequence.
     """
-    if isinstance(error, Refusal):
-        return error
     kind = type(trial.model).__name__
+    if isinstance(error, Refusal):
+        if error.diagnostic.code == "S669":
+            raise _statistics_refusal(kind, error.diagnostic.title)
+        return error
     with record_outputs(trial.model) as full_outputs:
         run_forward(trial, trial.model, trial.batch)
     sharded_outputs: Outputs = {}
     try:
         with record_outputs(trial.model) as sharded_outputs:
-            run_shards(trial, tokens, sites)
+            run_shards(trial, tokens, shared)
     except Refusal as refused:
         return refused
     except Exception as raised:  # the model's own code may raise anything
@@ -316,7 +355,9 @@ def find_fault(trial: Trial, tokens: TokenSplit, error: Exception, sites: Sequen
                 f"`{name}` computes a token differently than in the full sequence",
                 _describe_window(trial.model, names_up_to(full_outputs, name)) or MIXED_TOKENS,
             )
-    if trial.rule is None and isinstance(error, LossesDiffer):
+    if isinstance(error, LossesDiffer) and shared.sums:
+        raise _statistics_refusal(kind, str(error))
+    if isinstance(error, LossesDiffer) and trial.rule is None:
         raise _loss_refusal(kind, error)
     return split_refusal(f"`{kind}` cannot be split by tokens", str(error))
 
@@ -331,6 +372,19 @@ def _loss_refusal(kind: str, error: LossesDiffer) -> Refusal:
             "give counted tokens equal weights:"
             " `F.cross_entropy(scores.flatten(0, 1), labels.flatten())`",
             "or split its rows: `zero(stage=0, over=cp)`",
+        ),
+    )
+
+
+def _statistics_refusal(kind: str, difference: str) -> Refusal:
+    """Return the refusal S659 of a loss with statistics that sums over all tokens do not give."""
+    return Refusal.of(
+        "S659",
+        f"the loss of `{kind}` has statistics that are not means over all tokens of the batch",
+        notes=(difference, "ranks have some tokens of each row, and share sums over all tokens"),
+        helps=(
+            "take statistics of routers over all tokens: `probabilities.flatten(0, 1).mean(0)`",
+            "or split rows: `zero(stage=0, over=cp)`",
         ),
     )
 
@@ -398,17 +452,17 @@ def split_refusal(message: str, *notes: str) -> Refusal:
     )
 
 
-def probe(trial: Trial, kind: str, ranks: int, sites: Sequence[str]) -> TokenSplit:
+def probe(trial: Trial, kind: str, ranks: int, shared: SplitModules) -> TokenSplit:
     """Find how a trial's model runs on shards of tokens; raise Refusal S659 if it cannot."""
     full = run_full(trial)
     output, _ = run_forward(trial, trial.model, trial.batch)
     first_error: tuple[TokenSplit, Exception] | None = None
     for tokens in list_candidates(trial, kind, ranks):
         try:
-            tokens = _with_draws(trial, tokens, full, sites)
-            parts = run_shards(trial, tokens, sites)
+            tokens = _with_draws(trial, tokens, full, shared)
+            parts = run_shards(trial, tokens, shared)
             compare_runs(full, parts)
-            check_ignored_labels(trial, partial(run_shards, tokens=tokens, sites=sites))
+            check_ignored_labels(trial, partial(run_shards, tokens=tokens, shared=shared))
         except ReentrantCheckpoint:
             raise
         except Exception as error:  # the model's own code may raise anything
@@ -417,9 +471,9 @@ def probe(trial: Trial, kind: str, ranks: int, sites: Sequence[str]) -> TokenSpl
         return replace(tokens, outputs=_outputs(output, parts.outputs, trial))
     assert first_error is not None, "there is always a candidate"
     _check_labels(trial, first_error[0])
-    refusal = find_fault(trial, *first_error, sites)
+    refusal = find_fault(trial, *first_error, shared)
     if refusal.diagnostic.code == "S659":
-        _check_own_error(trial, refusal, first_error[1], sites)
+        _check_own_error(trial, refusal, first_error[1], shared.attentions)
     raise refusal
 
 
@@ -500,12 +554,12 @@ def _accepts(trial: Trial, name: str) -> bool:
 
 
 def _with_draws(
-    trial: Trial, tokens: TokenSplit, full: RunResult, sites: Sequence[str]
+    trial: Trial, tokens: TokenSplit, full: RunResult, shared: SplitModules
 ) -> TokenSplit:
     if not trial.random or not full.draws:
         return tokens
     stops = [sum(trial.lengths)] * len(trial.lengths)
-    return replace(tokens, draws=draws_along(trial, full, run_shards(trial, tokens, sites), stops))
+    return replace(tokens, draws=draws_along(trial, full, run_shards(trial, tokens, shared), stops))
 
 
 def _outputs(full_output: Any, parts: Sequence[Any], trial: Trial) -> dict[str, int]:

@@ -24,6 +24,7 @@ from schedlang.runtime import scope
 from schedlang.runtime.batch import loss_of
 from schedlang.runtime.comm.collectives import Group, sum_over_ranks
 from schedlang.runtime.forward import layer_of
+from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.propagation.call_rules import ADDS, LINEAR, SUMMING, TIMES
 from schedlang.runtime.propagation.trace import Lattice, ModuleStack, RunningCall
 from schedlang.runtime.tracing.meta_runs import name_of, tensors_in
@@ -319,7 +320,8 @@ class _GlobalSumForward:
             _run_eagerly(self.around)
             self.around = []
         module_names = {id(module): fqn for fqn, module in self.modules.items()}
-        with _GlobalSumMode(self.places, module_names, self.total, self.dtype):
+        # a recomputation enters the mode again, and sums over ranks again
+        with enter_modes(_GlobalSumMode(self.places, module_names, self.total, self.dtype)):
             return self.inner(*args, **kwargs)
 
 
@@ -349,7 +351,6 @@ class _GlobalSumMode(TorchFunctionMode):
         self.places, self.known, self.total = sums, module_names, total
         # of shares of counts: float64 beside parameters in float64
         self.dtype = torch.promote_types(torch.get_default_dtype(), dtype)
-        self.turns: dict[tuple[str, str], int] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -365,8 +366,7 @@ class _GlobalSumMode(TorchFunctionMode):
         fqn = self.known.get(scope.innermost_module())
         if fqn is None or not (name in SUMS or name in MEANS):
             return out
-        key = fqn, name
-        call_index = self.turns[key] = self.turns.get(key, -1) + 1
+        call_index = scope.count_call(f"{fqn}: {name}")  # as in the forward, in a recomputation
         batch_sum = self.places.get((fqn, name, call_index))
         if batch_sum is None:
             return out
