@@ -9,7 +9,7 @@ comparison of all later calls proves the choice.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Facts, Label, Refusal
@@ -203,18 +203,17 @@ def _enter_regions(plan: Plan, leaves: dict[str, ShardedLeaf], failure: Mismatch
     """
     names = failure.frame[0].split(".") if failure.frame[0] else []
     for depth in range(len(names), 0, -1):
-        leaf = leaves.get(".".join(names[:depth]))
-        for request in leaf.requests if leaf is not None and not leaf.kind else ():
+        fqn = ".".join(names[:depth])
+        leaf = leaves.get(fqn)
+        if leaf is None or leaf.kind:
+            continue
+        for request in leaf.requests:
             fits = failure.axis in (None, request.axis) and not request.differ
-            if not fits or request.input != R or request.hoisted:
-                continue
-            for fqn in same_module_of_layers(plan, leaf.fqn):
-                if fqn in leaves:
-                    entered = (
-                        replace(r, differ=r.differ or r == request) for r in leaves[fqn].requests
-                    )
-                    leaves[fqn] = replace(leaves[fqn], requests=tuple(entered))
-            return True
+            if fits and request.input == R and not request.hoisted:
+                for other in same_module_of_layers(plan, fqn):
+                    if other in leaves:
+                        leaves[other] = leaves[other].entering(request)
+                return True
     return False
 
 

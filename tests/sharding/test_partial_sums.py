@@ -103,6 +103,8 @@ OTHER_USES: dict[str, Computes] = {
     "mean": lambda layer, x, h, y: (h.unsqueeze(-1) * layer.b).mean(2),
     "compared": lambda layer, x, h, y: torch.where(y > 0, x, -x),
     "module": lambda layer, x, h, y: layer.gate(y),
+    "vmap": lambda layer, x, h, y: torch.vmap(lambda row: row * row)(y),
+    "item": lambda layer, x, h, y: y * y.sum().item(),
 }
 
 

@@ -92,6 +92,11 @@ class ShardedLeaf:
     bias: str | None = None  # first name of the bias, if it is added after a pending reduction
     inner: tuple[tuple[str, str], ...] = ()
 
+    def entering(self, request: AxisRequest) -> ShardedLeaf:
+        """Return the leaf with inputs that enter where it has this request."""
+        requests = (replace(r, differ=r.differ or r == request) for r in self.requests)
+        return replace(self, requests=tuple(requests))
+
 
 GATHER_OUTPUT = "gather it: `output=R` on the row of its module"
 SPLIT_READER = "split what reads its output: `shard(row)` on the next projection"
@@ -121,8 +126,10 @@ def dry_forward(
         raise pending_mismatch(follower, f"`{leaf.fqn}` gets", axis)
     edges: tuple[Edge, ...] = ()
     if not leaf.kind:
-        summed = {request.axis for request in leaf.requests if request.output == R}
-        follower.summing.setdefault(leaf.fqn, set()).update(summed)
+        summed = (request.axis for request in leaf.requests if request.output == R)
+        follower.summing[leaf.fqn] = frozenset(summed)
+        if any(request.differ for request in leaf.requests):
+            follower.regions.add(leaf.fqn)
     for request in leaf.requests:
         # each edge takes the result of the edge before: another axis may gather the same tensor
         tensor = main if leaf.kind else _main(args, kwargs)

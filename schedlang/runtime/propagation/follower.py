@@ -25,7 +25,7 @@ from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.propagation import call_rules, shard_trials
 from schedlang.runtime.propagation.call_rules import check_operands, mixed_dims
 from schedlang.runtime.propagation.parameter_access import calling_function
-from schedlang.runtime.propagation.pending_sums import check_pending, check_read, sums_over
+from schedlang.runtime.propagation.pending_sums import check_pending, check_region_call, sums_over
 from schedlang.runtime.propagation.shard_trials import infer_shard_shapes
 from schedlang.runtime.propagation.trace import (
     Call,
@@ -180,7 +180,8 @@ class Follower(Lattice):
         self.left_out: list[call_rules.Repeat] = []
         self.tokens: set[tuple[str, str]] = set()  # (module, axis) that split rows or tokens
         self._expects: Call | None = None  # the original's call that corresponds to the running one
-        self.summing: dict[str, set[str]] = {}  # module -> axes over which its output is summed
+        self.summing: dict[str, frozenset[str]] = {}  # module -> axes over which its output is full
+        self.regions: set[str] = set()  # modules that inputs enter, or in which partial sums arise
         self.arrivals = _SharedArrivals()
         self.tried: shard_trials.TrialCache = {} if tried is None else tried
 
@@ -208,9 +209,9 @@ class Follower(Lattice):
 
     def after_call(self, call: RunningCall) -> None:
         """Compare the call with the original's, and note the layouts of its results."""
+        if self.regions and not self.stack.muted:
+            check_region_call(call, self)
         if self.stack.muted or self.after_logits or not call.outputs:
-            if self.summing and not self.stack.muted:
-                check_read(call, self)
             return
         if self.left_out:
             call.inputs = call_rules.apply_repeats(call.inputs, self._expects, self)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from schedlang.ir.placement import EVEN
+from schedlang.runtime.adapters.torch_tensor import in_transform
 from schedlang.runtime.propagation.call_rules import ADDS, BIASED, LINEAR, SUMMING, TIMES
 from schedlang.runtime.propagation.trace import RunningCall
 
@@ -25,12 +26,15 @@ READS = {"__setitem__", "item", "tolist", "__bool__", "__float__", "__int__", "_
 def sums_over(call: ComparedCall, axes: Set[str]) -> bool:
     """Return whether a call that reduces over dims split over `axes` gives partial sums of a
     region."""
-    regions = (call.follower.summing.get(fqn, ()) for fqn, _ in call.follower.stack.frames)
-    summed = {axis for axes_of_region in regions for axis in axes_of_region}
-    tags = [tag for tensor in call.inputs for tag in call.follower.of(tensor).tags.values()]
+    follower = call.follower
+    frames = [fqn for fqn, _ in follower.stack.frames if fqn in follower.summing]
+    summed = frozenset[str]().union(*(follower.summing[fqn] for fqn in frames))
+    tags = [tag for tensor in call.inputs for tag in follower.of(tensor).tags.values()]
     # gradients would reach padding, and equal shards would be added for each rank
     even = all(tag.uneven == EVEN for tag in tags)
-    return call.name in SUMS and axes <= summed and even and not _has_bias(call)
+    sums = call.name in SUMS and axes <= summed and even and not _has_bias(call)
+    follower.regions.update(frames if sums else ())
+    return sums
 
 
 def check_pending(call: ComparedCall) -> frozenset[str]:
@@ -53,9 +57,15 @@ def check_pending(call: ComparedCall) -> frozenset[str]:
     return pending
 
 
-def check_read(call: RunningCall, follower: Follower) -> None:
-    """Raise Mismatch for a call that reads or writes partial sums, and returns no tensor."""
-    for tensor in call.inputs if call.name in READS else ():
+def check_region_call(call: RunningCall, follower: Follower) -> None:
+    """Raise Mismatch for a call in a region that reads or writes partial sums, and returns no
+    tensor, or whose tensors cannot be followed: torch.func wraps them."""
+    if not any(fqn in follower.regions for fqn, _ in follower.stack.frames):
+        return
+    if in_transform():
+        reason = f"`{call.name}` computes inside of `torch.func`, where tensors are not followed"
+        raise follower.refuse(reason, None, "write out what `torch.vmap` does")
+    for tensor in call.inputs if call.name in READS and not call.outputs else ():
         for axis in follower.of(tensor).pending:
             raise pending_mismatch(follower, f"`{call.name}` reads", axis)
 
