@@ -59,7 +59,9 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
     size, `[4096, 1024, 1024]` for different sizes.  Placements of parameters may replace a style:
     `shard(weight=S(out), bias=S(out), over=tp)`.  For a module of any class, `input` and `output`
     may be given alone; `input=S(2)` for a tensor with `S(1)` is one all-to-all (Zhao et al.: DSP,
-    2024).  Sizes in attributes of modules (heads, widths) are found by tracing, and divided.
+    2024).  With `input=R` a module of one's own may compute with split parameters beside full
+    tensors; with `output=R` the partial sums that it computes are summed.  Sizes in attributes of
+    modules (heads, widths) are found by tracing, and divided.
 
     All shards have one size.  Where the ranks do not divide a dim, `uneven=pad` adds zeros, which
     change no result, gradient, norm or state dict.  `heads` is the number of pieces of a dim that

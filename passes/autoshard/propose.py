@@ -7,7 +7,6 @@ what stays replicated and where transformers' own plan differs.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,8 @@ from schedlang.language import lift
 from schedlang.language import nodes as n
 from schedlang.passes.analyze.input_checks import add_forward_line, check_batch_keys
 from schedlang.passes.autoshard.adapter_rows import Adapters
+from schedlang.passes.autoshard.library_plan import notes_on_differences
+from schedlang.passes.autoshard.paired_rows import find_paired_rows
 from schedlang.passes.complete.proposed_rows import (
     ProposedRow,
     RowTrial,
@@ -36,6 +37,7 @@ from schedlang.passes.complete.proposed_rows import (
 from schedlang.passes.complete.tensor_rows import RowFinder, add_tensor_rows, find_flows, outputs_of
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.partition.stage_assignment import ChainUnit, balanced_stages
+from schedlang.passes.propagate.original_forward import weight_of
 from schedlang.passes.propagate.propagate import propagate
 from schedlang.passes.reduce_model.blocks import (
     PROJECTIONS,
@@ -220,7 +222,6 @@ def _needed(
     return [pad_row for pad_row in pad_rows if weights([pad_row]) <= weights(rows)]
 
 
-STYLES = {"colwise": "out", "rowwise": "in", "embedding_rowwise": "vocab"}
 SMALL_SHARE = 500  # a weight with less than 1/500 of all parameters gets no note
 
 
@@ -268,35 +269,6 @@ def _why(blocks: Blocks, owner: str, shape: tuple[int, ...], uses: Mapping[str, 
     return f"no column/row pair found: its output {elsewhere}"
 
 
-def notes_on_differences(plan: Plan, blocks: Blocks, axis: str) -> Iterator[str]:
-    """Yield notes where transformers' own plan for the model splits otherwise."""
-    their_plan = getattr(blocks.facts.model, "tp_plan", None)
-    names_by_text: dict[str, dict[str, None]] = {}
-    for pattern, style in (their_plan or {}).items() if isinstance(their_plan, Mapping) else ():
-        their_dim = STYLES.get(next((s for s in STYLES if str(style).startswith(s)), ""))
-        if their_dim is None:
-            continue
-        regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
-        for fqn in filter(regex.fullmatch, blocks.facts.sites):
-            our_dim = _ours(plan, blocks, fqn, axis)
-            if our_dim not in (their_dim, None):
-                here = f"split along {our_dim}" if our_dim else "replicated"
-                text = f"`{style}` there, {here} here"
-                names_by_text.setdefault(text, {})[blocks.common_name(fqn)] = None
-    for text, names in names_by_text.items():
-        yield f"transformers' own plan differs: {names_text(list(names))}: {text}"
-
-
-def _ours(plan: Plan, blocks: Blocks, fqn: str, axis: str) -> str | None:
-    """Return the dim of the weight that is split, "" for none; None where it has no named dims."""
-    site = blocks.facts.sites[fqn]
-    dims = site.dims.get("weight", ())
-    if not dims or "weight" not in site.parameters:
-        return None
-    layout = plan.effective_layout(site.parameters["weight"].name)
-    return next((dims[s.dim] for s in layout.splits if s.axis == axis), "")
-
-
 Loss = Callable[..., Any]
 ROLES = {
     "dp": "data",
@@ -339,6 +311,8 @@ class ProposalRequest:
     batch: Mapping[str, Any]
     relax: str = ""  # word of `relax` for the last step
     adapters: Sequence[ProposedRow] = ()
+    gathered: Sequence[str] = ()  # modules whose rows the loss compares
+    micro: int = 0  # number of microbatches; 0: as many as the batch has rows for
 
     def axis(self, role: str) -> str | None:
         """Return the axis of a role, if the mesh has one."""
@@ -352,10 +326,12 @@ def propose(
     loss: Loss | None = None,
     weight: Loss | None = None,
     adapters: Adapters | None = None,
+    values: Callable[[], nn.Module] | None = None,
 ) -> ProposedSchedule:
     """Propose a schedule for a model (on any device), a full step's batch, and axes with sizes.
 
-    For several meshes pass the model's facts: these cache what was found before.
+    For several meshes pass the model's facts: these cache what was found before. `values` makes a
+    model on the meta device with values, where these decide how a loss compares rows.
     Raises Refusal S211 for an axis of an unknown name, S212 where nothing can be split over an
     axis, and whatever refuses the model or the batch.
     """
@@ -378,6 +354,12 @@ def propose(
         name, kind = norm
         notes.append(f"relaxed: `{name}`, a `{kind}`, takes statistics of each part of the batch")
         request = replace(request, relax=RELAXED_WORD)
+    if splits_batch and weight is None:
+        weight_of(traced, parts=2)
+    if splits_batch and not request.relax:
+        gathered = find_paired_rows(trial, traced, values, notes)
+        if gathered is not None:
+            request = replace(request, gathered=gathered, micro=1)
     if adapters is not None:
         request = replace(request, adapters=adapters.rows(blocks, notes))
     rows = rows_by_role(request, notes)
@@ -491,6 +473,10 @@ def _rest(request: ProposalRequest) -> list[ProposedRow]:
     count = request.mesh.get(stages or "", 1)
     if stages is not None:
         rows.append(_cut(request, stages, count))
+    over = [*data, *([sliced] if sliced is not None else [])]
+    if request.gathered and over:
+        gather = make_call("gather_rows", over=over[0] if len(over) == 1 else tuple(over))
+        rows.append(ProposedRow(tuple(request.gathered), gather))
     if sliced is not None:
         rows.append(ProposedRow((), make_call("zero", stage=3, over=sliced)))
     if data:
@@ -506,6 +492,8 @@ def _micro(request: ProposalRequest, stages: int) -> int:
     """Return the number of microbatches for the rows that a rank has."""
     from schedlang.runtime.batch import row_count
 
+    if request.micro:
+        return request.micro
     parts = 1
     for name, size in request.mesh.items():
         parts *= size if ROLES[name] in ("data", "sliced", "experts") else 1
@@ -591,7 +579,7 @@ def _file(
     steps += proof_steps(rows, blocks)
     if others:
         calls = [row.statement for row in sorted(others, key=lambda row: not row.names)]
-        name = "pipeline" if others[0].names else "data"
+        name = "data" if request.axis("stages") is None else "pipeline"
         steps.append(make_step(name, calls, TRAIN, request.relax))
     mesh = lift.mesh(request.mesh, None, NOWHERE, f"# {headline(blocks)}")
     comment_lines = (line for note in notes for line in wrap_comment(note))

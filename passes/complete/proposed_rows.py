@@ -90,7 +90,8 @@ class ProposedRow:
         over_index = (
             k for k, arg in enumerate(args) if isinstance(arg, n.Keyword) and arg.name == "over"
         )
-        args.insert(next(over_index, len(args)), n.Keyword(name, lift.lift(value)))
+        expression = value if isinstance(value, n.Call) else lift.lift(value)
+        args.insert(next(over_index, len(args)), n.Keyword(name, expression))
         return replace(self, call=replace(self.call, args=tuple(args)))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from schedlang.ir.model import Site
+from schedlang.ir.model import Site, common_parent
 from schedlang.ir.placement import R, S
 from schedlang.language import nodes as n
 from schedlang.passes.complete.proposed_rows import ProposedRow, make_call, names_text
@@ -165,7 +165,7 @@ class RowFinder:
             self.blamed_row = index if 0 <= index < len(rows) else -1
             missing = self._missing_row(refusal)
             if missing is not None and missing not in rows:
-                rows.append(missing)
+                rows = _with_row(rows, missing)
                 continue
             better = self._with_remedies(rows, index, refusal) if 0 <= index < len(rows) else rows
             if better == rows:
@@ -236,6 +236,17 @@ class RowFinder:
         self.notes.append(f"replicated: {names_text(names)}: {reason}")
 
 
+def _with_row(rows: list[ProposedRow], missing: ProposedRow) -> list[ProposedRow]:
+    """Return rows with one more; parameters of a module that has a row by names join that row."""
+    for index, row in enumerate(rows):
+        if row.names == missing.names and not (row.style or missing.style):
+            for argument in missing.call.args:
+                if isinstance(argument, n.Keyword):
+                    row = row.with_argument(argument.name, argument.value)
+            return [*rows[:index], row, *rows[index + 1 :]]
+    return [*rows, missing]
+
+
 def add_tensor_rows(finder: RowFinder) -> None:
     """Add the rows of each flow that is legal with the rows before; note the other flows."""
     taken: set[str] = set()
@@ -273,8 +284,20 @@ def _forms(finder: RowFinder, flow: Flow) -> Iterator[list[ProposedRow]]:
     """Yield forms of a flow's rows: with blocks that the model splits outputs into, and without.
 
     Where a view splits outputs twice, the first number may count blocks side by side (q, k and v)
-    or heads: both are tried.
+    or heads: both are tried.  At last the input of an attention enters the attention as a whole:
+    legal if a full tensor in it, such as a key that all heads share, meets split heads.
     """
+    forms = list(_forms_of_rows(finder, flow))
+    yield from forms
+    parent = common_parent(flow.sources + flow.sinks)
+    if flow.mixed and parent in finder.trial.blocks.modules_by_name:
+        enters = make_call("shard", input=R, over=finder.axis)
+        region = ProposedRow((parent,), enters, "gradients of its input are summed")
+        yield from ([*rows, region] for rows in forms)
+
+
+def _forms_of_rows(finder: RowFinder, flow: Flow) -> Iterator[list[ProposedRow]]:
+    """Yield the forms of a flow's rows without a row of the module around them."""
     for variant in flow_variants(flow):
         plain_rows = rows_of_flow(finder, variant)
         sizes = {_head_size(finder, name) for name in variant.sources}

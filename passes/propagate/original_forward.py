@@ -19,7 +19,7 @@ from schedlang.passes.propagate.batch_refusals import (
     is_about_values,
 )
 from schedlang.passes.propagate.equal_units import MIN_EQUAL, units_to_record
-from schedlang.passes.propagate.loss_sums import record_many_rows
+from schedlang.passes.propagate.loss_sums import HELP_RELAX, record_many_rows
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -378,6 +378,9 @@ class LabelWeight:
         return self.rule.count_on_device(batch)
 
 
+HELP_ROWS = "define `weight(batch)` in the model file: its rows, if all have equally many labels"
+
+
 def weight_of(traced: Original, parts: int) -> Weight:
     """Return the weight function of parts of a batch: by counted labels, else by rows.
 
@@ -392,6 +395,6 @@ def weight_of(traced: Original, parts: int) -> Weight:
             "S621",
             f"the model has {len(traced.labels)} losses, each with its own labels",
             notes=("a part of the batch would need a different weight in each",),
-            helps=("define `weight(batch)` in the model file: the weight of a part of the batch",),
+            helps=(HELP_ROWS, HELP_RELAX.replace("or", "if they have not, also", 1)),
         )
     return lambda batch: float(row_count(batch))

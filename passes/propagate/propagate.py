@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostics.diagnostic import Facts, Label, Refusal
 from schedlang.ir.features import SplittingHeads
 from schedlang.ir.model import is_inside
-from schedlang.ir.placement import Replicate, S
+from schedlang.ir.placement import R, Replicate, S
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.propagate.imitating_run import attempt_imitating_run
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from schedlang.runtime.grad_reduction.batch_statistics import BatchStatistics
     from schedlang.runtime.propagation.argument_shards import ArgumentShard
+    from schedlang.runtime.propagation.dry_run import ShardedLeaf
     from schedlang.runtime.propagation.trace import Mismatch, Note, Tag
     from schedlang.runtime.sharding.edges import Edge
     from schedlang.runtime.sharding.module_sizes import SizeArgument
@@ -150,7 +151,9 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
     best: Mismatch | None = None
     for _ in range(MOST_RUNS + len(plan.model.sites)):
         if not tries and not pairs:
-            break
+            if best is None or not _enter_regions(plan, leaves, best):
+                break
+            tries, best = [(division, (-1, "")) for division in (frozenset(), *successful)], None
         single = bool(tries)
         divided, reached = (tries or pairs).pop()
         if not single and any((divided - {number}, reached) in unhelpful for number in divided):
@@ -190,6 +193,28 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
         tries += [(divided | {number}, progress) for number in run.candidates(failure)]
     assert best is not None
     raise _refusal(plan, best)
+
+
+def _enter_regions(plan: Plan, leaves: dict[str, ShardedLeaf], failure: Mismatch) -> bool:
+    """Let the inputs of the innermost module around a failure whose row has `input=R` enter it.
+
+    The module then computes with parts, and the gradients of its input are summed over the ranks.
+    Returns whether there is such a module; `leaves` changes.
+    """
+    names = failure.frame[0].split(".") if failure.frame[0] else []
+    for depth in range(len(names), 0, -1):
+        fqn = ".".join(names[:depth])
+        leaf = leaves.get(fqn)
+        if leaf is None or leaf.kind:
+            continue
+        for request in leaf.requests:
+            fits = failure.axis in (None, request.axis) and not request.differ
+            if fits and request.input == R and not request.hoisted:
+                for other in same_module_of_layers(plan, fqn):
+                    if other in leaves:
+                        leaves[other] = leaves[other].entering(request)
+                return True
+    return False
 
 
 def _report_key(failure: Mismatch) -> tuple[int, bool]:

@@ -418,6 +418,7 @@ class ShardedRun:
         """Run the forward; return the first mismatch with the original, or None."""
         from schedlang.runtime.batch import run_forward
         from schedlang.runtime.global_state import restore_global_state
+        from schedlang.runtime.propagation.dry_run import check_results
         from schedlang.runtime.propagation.trace import Hoist, Mismatch, Note, Trace, is_model_error
         from schedlang.runtime.tracing.meta_runs import tensors_in, without_values
 
@@ -429,10 +430,11 @@ class ShardedRun:
                     self.follower.put(input_tensor, Note(data=True))
                 uses_conditions = self.recording.original.uses_batch_conditions
                 with Trace(self.stack, self.follower, asked=uses_conditions):
-                    output, _ = run_forward(model, inputs, self.loss)
-            for tensor in tensors_in(output):
-                for axis, tag in self.follower.of(tensor).tags.items():
-                    raise self._returns_shard(axis, tag.by)
+                    output, loss = run_forward(model, inputs, self.loss)
+            results = [*tensors_in(output), *([] if loss is None else [loss])]
+            for note in map(self.follower.of, results):
+                if note.tags or note.entered or note.pending:
+                    check_results(self.follower, self.leaves, tensors_in(output), loss)
         except Mismatch as failure:
             return failure
         except Hoist:
@@ -587,13 +589,3 @@ class ShardedRun:
         # the last is tried first: attributes whose value is in the failing call, and numbers of
         # the module before those of its configuration
         return sorted(choices, key=lambda n: (n.value in failure.integers, "." not in n.attribute))
-
-    def _returns_shard(self, axis: str, source: str) -> Mismatch:
-        """Return the mismatch for a sharded tensor that the model returns; `source` sharded it."""
-        from schedlang.runtime.propagation.trace import Mismatch
-
-        reason = f"the model returns a tensor that is sharded over `{axis}`"
-        helps = ("gather it: `output=R` on the row of its module",)
-        failure = Mismatch(("", 0), reason, axis, (), self.follower.agreed, helps)
-        failure.by = source
-        return failure

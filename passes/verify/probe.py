@@ -386,22 +386,39 @@ def _changed_loss(case: Case, probe: Probe, difference: Row) -> Refusal:
 
 def _gather_helps(case: Case, batch: Batch, mixing: MixingCall | None) -> tuple[str, ...]:
     """Return what `gather_rows` does for a model whose rows mix in a call, if a trial shows it."""
-    plan = case.plan
-    if plan.row_gathers:
+    if case.plan.row_gathers:
         return ("gather rows behind the last module that draws random numbers or mixes rows",)
+    modules, axes = _gathered_modules(case, batch, mixing), case.plan.row_axes
+    over = axes[0] if len(axes) == 1 else f"({', '.join(axes)})"
+    row = f"{', '.join(modules)}  gather_rows(over={over})".strip()
+    return (f"gather the rows that the loss compares: `{row}`",) if modules else ()
+
+
+def _gathered_modules(case: Case, batch: Batch, mixing: MixingCall | None) -> tuple[str, ...]:
+    """Return the modules whose outputs mix, if gathering their rows makes the parts the whole."""
+    plan = case.plan
     if mixing is None or not mixing.modules or plan.micro > 1 or plan.contexts:
         return ()
     gathers = tuple(RowGather(fqn) for fqn in mixing.modules)
     try:
         trial = prepare_case(replace(case, plan=replace(plan, row_gathers=gathers)))
-        if Probe(trial, batch).first_difference() is not None:
-            return ()
+        differs = Probe(trial, batch).first_difference() is not None
     except Exception:  # what the model raises on gathered rows: labels of its own rows, say
         return ()
-    axes = ", ".join(plan.row_axes)
-    over = axes if len(plan.row_axes) == 1 else f"({axes})"
-    row = f"{', '.join(mixing.modules)}  gather_rows(over={over})".strip()
-    return (f"gather the rows that the loss compares: `{row}`",)
+    return () if differs else mixing.modules
+
+
+def rows_to_gather(case: Case) -> tuple[str, ...] | None:
+    """Return the modules whose gathered rows let the parts of a batch make the whole.
+
+    None where they make it without; () where no gathered rows help.
+    """
+    ready = randomised_float64(prepare_case(case))
+    probe = Probe(ready, ready.batches[0])
+    if probe.first_difference() is None:
+        return None
+    mixing = find_mixing_call(ready, probe.batch, probe.parts, probe.weights)
+    return _gathered_modules(ready, probe.batch, mixing)
 
 
 def _is_sum_loss(probe: Probe) -> bool:

@@ -9,13 +9,15 @@ import copy
 import copyreg
 from collections import OrderedDict
 from collections.abc import Iterator
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from schedlang.diagnostics.diagnostic import Refusal
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 M = TypeVar("M", bound="nn.Module")
 
@@ -26,11 +28,7 @@ def copy_module(module: M) -> M:
 
     torch refuses to copy a tensor that is not a leaf of the graph.
     """
-    from torch import Tensor
-    from torch.utils._pytree import tree_leaves
-
-    leaves = (leaf for value in _tensor_attributes(module) for leaf in tree_leaves(value))
-    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_leaf)
+    tensors = (leaf for leaf in _held_tensors(module) if not leaf.is_leaf)
     return deepcopy_module(module, {id(leaf): leaf.detach().clone() for leaf in tensors})
 
 
@@ -39,6 +37,9 @@ def deepcopy_module(module: M, memo: dict[int, Any], inside: bool = False) -> M:
 
     Each module has a dozen tables of hooks, most of them empty, and as many plain attributes:
     `copy` looks up for each how to copy it. A class with its own way to copy uses that.
+
+    Functions in attributes and hooks that hold modules, tensors or containers of the model in their
+    closures or defaults are made again, and hold the copies: `copy` would leave the originals in.
 
     Raises Refusal S867 where a module cannot be copied; with `inside`, the original error.
     """
@@ -72,8 +73,12 @@ def deepcopy_module(module: M, memo: dict[int, Any], inside: bool = False) -> M:
                 for child, entry in value.items():
                     copied[child] = None if entry is None else deepcopy_module(entry, memo, True)
             else:
+                if type(value) in _HOLDERS and name not in ("_parameters", "_buffers"):
+                    _make_functions(value, memo)
                 state[name] = copy.deepcopy(value, memo)
         duplicate.__setstate__(state)
+        if not inside and _FUNCTIONS in memo:
+            _fill_functions(memo)
         return cast(M, duplicate)
     except Exception as error:
         if inside:
@@ -96,13 +101,77 @@ _CONTAINERS = (dict, OrderedDict, list, set)
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def _tensor_attributes(module: nn.Module) -> Iterator[Any]:
-    """Yield the attributes of all modules inside that may hold a tensor."""
+_HOLDERS = (FunctionType, partial, dict, OrderedDict, list, tuple)  # of functions
+_FUNCTIONS: Any = "functions"  # key of a memo: the functions to fill when all is copied
+
+
+def _make_functions(value: Any, memo: dict[int, Any]) -> None:
+    """Put an empty copy of each function in an attribute into the memo, if it holds anything."""
+    kind = type(value)
+    if kind is FunctionType:
+        if id(value) not in memo and (value.__closure__ or value.__defaults__):
+            cells = tuple(CellType() for _ in value.__closure__ or ())
+            function = FunctionType(value.__code__, value.__globals__, value.__name__, None, cells)
+            memo[id(value)] = function
+            memo.setdefault(_FUNCTIONS, []).append((value, function))
+            for held in _held_by(value):
+                _make_functions(held, memo)
+    elif kind is partial:
+        _make_functions((value.func, *value.args, *value.keywords.values()), memo)
+    elif kind in (dict, OrderedDict, list, tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            _make_functions(inner, memo)
+
+
+def _held_by(function: FunctionType) -> Iterator[Any]:
+    """Yield what a function holds: in its closure, in its defaults, in its attributes."""
+    for cell in function.__closure__ or ():
+        if cell != CellType():
+            yield cell.cell_contents
+    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    yield from vars(function).values()
+
+
+def _fill_functions(memo: dict[int, Any]) -> None:
+    """Let the copied functions hold the copies of what the originals hold."""
+
+    def copied(value: Any) -> Any:
+        if id(value) in memo:
+            return memo[id(value)]
+        if type(value) is MethodType and id(value.__self__) in memo:
+            return MethodType(value.__func__, memo[id(value.__self__)])
+        if type(value) in (list, tuple):
+            items = [copied(item) for item in value]
+            changed = any(item is not old for item, old in zip(items, value))
+            return type(value)(items) if changed else value  # else shared, as a log outside is
+        if type(value) is partial:
+            keywords = {name: copied(item) for name, item in value.keywords.items()}
+            return partial(copied(value.func), *map(copied, value.args), **keywords)
+        return value
+
+    for original, function in memo.pop(_FUNCTIONS):
+        for cell, filled in zip(original.__closure__ or (), function.__closure__ or ()):
+            if cell != CellType():
+                filled.cell_contents = copied(cell.cell_contents)
+        function.__defaults__ = copied(original.__defaults__)
+        keywords = original.__kwdefaults__ or {}
+        function.__kwdefaults__ = {name: copied(value) for name, value in keywords.items()} or None
+        function.__qualname__, function.__module__ = original.__qualname__, original.__module__
+        vars(function).update({name: copied(value) for name, value in vars(original).items()})
+
+
+def _held_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors in attributes of all modules inside, also in containers; no parameters."""
+    from torch import Tensor
+    from torch.utils._pytree import tree_leaves
+
     for submodule in module.modules():
-        for value in vars(submodule).values():
+        for name, value in vars(submodule).items():
             kind = type(value)
-            if kind not in _PLAIN and (kind not in _CONTAINERS or value):
-                yield value
+            if kind in _PLAIN or name in ("_modules", "_parameters"):
+                continue
+            if kind not in _CONTAINERS or value:
+                yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def _refuse_copy(module: nn.Module, error: Exception) -> Refusal:

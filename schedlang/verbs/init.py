@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,7 +48,7 @@ def init(
     """
     from schedlang.passes.autoshard.adapter_rows import Adapters
     from schedlang.passes.autoshard.propose import check_mesh, propose
-    from schedlang.verbs.inputs import parse_settings
+    from schedlang.verbs.inputs import model_to_try, parse_settings
 
     if adapt not in (None, "lora", "dora"):
         bad_option(f"`--adapt {adapt}` is no kind of adapter", "`--adapt lora` or `--adapt dora`")
@@ -60,9 +61,9 @@ def init(
     imports = time.perf_counter() - start
     module = _make_model(model_file, sizes)
     adapters = None if adapt is None else Adapters(adapt, rank)
-    proposal = propose(
-        module, model_file.batch(0), sizes, model_file.loss, model_file.weight, adapters
-    )
+    calls = model_file.loss, model_file.weight
+    values = partial(model_to_try, model_file, module)
+    proposal = propose(module, model_file.batch(0), sizes, *calls, adapters, values)
     spent = time.perf_counter() - start - imports
     if as_json:
         show_json({"schedule": proposal.text, "notes": list(proposal.notes), "mesh": dict(sizes)})

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.autoshard.propose import propose
 from schedlang.passes.lower.build import build
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.simulate.account import account
@@ -24,6 +25,7 @@ from schedlang.passes.verify import probe
 from schedlang.passes.verify.probe import check_if_cheap
 from tests.engine import Threads
 from tests.proofs import assert_proven, make_plan, static_holds
+from tests.sharding.test_propose import plan_from_text
 from tests.towers import Towers, contrast
 from tests.towers import batch as pairs
 
@@ -307,3 +309,41 @@ def test_large_models_are_warned_of(
 def mean_of_squares(output: Tensor, batch: Any) -> Tensor:
     """Return a loss that is a mean over rows."""
     return output.square().mean()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"fsdp": 2, "dp": 2}, {"dp": 2, "pp": 2}])
+def test_init_writes_the_row(inside: bool, mesh: dict[str, int], threads: Threads) -> None:
+    """`init` tries a model with values, writes the row, and one microbatch; the proof passes."""
+    with torch.device("meta"):
+        bare = Towers(inside)
+    loss = None if inside else features_loss
+    torch.manual_seed(0)
+    proposal = propose(bare, pairs(0), mesh, loss, values=partial(Towers, inside))
+    over = "dp" if "fsdp" not in mesh else "(dp, fsdp)"
+    row = f"{'image, text  ' if inside else ''}gather_rows(over={over})"
+    assert row in proposal.text and ("pp" not in mesh or "micro=1" in proposal.text)
+    plan = plan_from_text(Towers(inside), proposal.text)
+    assert_proven(threads, plan, [pairs(0), pairs(1, rows=7)], loss=loss)
+
+
+class Counting(Towers):
+    """Towers whose loss counts the rows of an input: no gathered output makes it equal."""
+
+    def forward(self, image: Tensor, text: Tensor) -> Any:
+        """Return the loss."""
+        a, b = self.image(image), self.text(text)
+        return F.cross_entropy((a @ b.t())[: len(image)], torch.arange(len(image)))
+
+
+def test_init_tells_what_it_cannot_gather() -> None:
+    """Without values it says where to look; where no module helps it says so."""
+    with torch.device("meta"):
+        bare = Towers()
+    notes = propose(bare, pairs(0), {"dp": 2}).notes
+    assert any("not tried without values" in note and "towers.py" in note for note in notes)
+    notes = propose(Counting(), pairs(0), {"dp": 2}).notes
+    assert any("gathering the output of no module helps" in note for note in notes)
+    assert not propose(
+        nn.Linear(6, 6), {"input": torch.randn(4, 6)}, {"dp": 2}, mean_of_squares
+    ).notes

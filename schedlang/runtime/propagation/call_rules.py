@@ -266,6 +266,7 @@ def _same_indices(a: SplitOperand, b: SplitOperand, ranks: int) -> bool:
 
 EXPANDS = ("expand", "expand_as", "broadcast_to", "repeat")
 MERGES = ("view", "reshape", "flatten")
+CASTS = ("type_as", "to")  # of a second tensor only the dtype and the device count
 
 
 def legal_splits(step: ComparedCall, axis: str) -> list[Uneven]:

@@ -6,7 +6,7 @@ the tensors that it returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.lazy_logits.vocab_parallel import ShardedLogits
 from schedlang.runtime.low_rank_adapters import AdaptedProjection
 from schedlang.runtime.propagation.follower import GATHER, Follower
+from schedlang.runtime.propagation.pending_sums import pending_mismatch
 from schedlang.runtime.propagation.trace import Hoist, Mismatch, Note, Tag
 from schedlang.runtime.sharding.convolution import CHANNELS, CONVOLUTIONS
 from schedlang.runtime.sharding.edges import (
@@ -91,6 +92,15 @@ class ShardedLeaf:
     bias: str | None = None  # first name of the bias, if it is added after a pending reduction
     inner: tuple[tuple[str, str], ...] = ()
 
+    def entering(self, request: AxisRequest) -> ShardedLeaf:
+        """Return the leaf with inputs that enter where it has this request."""
+        requests = (replace(r, differ=r.differ or r == request) for r in self.requests)
+        return replace(self, requests=tuple(requests))
+
+
+GATHER_OUTPUT = "gather it: `output=R` on the row of its module"
+SPLIT_READER = "split what reads its output: `shard(row)` on the next projection"
+
 
 def dry_forward(
     leaf: ShardedLeaf,
@@ -112,7 +122,14 @@ def dry_forward(
     if follower.after_logits and not follower.has_note(main):
         reason = f"`{leaf.fqn}` is sharded, and gets sharded logits"
         raise follower.refuse(reason, None, GATHER)
+    for axis in note.pending:
+        raise pending_mismatch(follower, f"`{leaf.fqn}` gets", axis)
     edges: tuple[Edge, ...] = ()
+    if not leaf.kind:
+        summed = (request.axis for request in leaf.requests if request.output == R)
+        follower.summing[leaf.fqn] = frozenset(summed)
+        if any(request.differ for request in leaf.requests):
+            follower.regions.add(leaf.fqn)
     for request in leaf.requests:
         # each edge takes the result of the edge before: another axis may gather the same tensor
         tensor = main if leaf.kind else _main(args, kwargs)
@@ -156,6 +173,39 @@ def repeated_call_mismatch(follower: Follower, fqn: str, label: str, axis: str) 
     return follower.refuse(reason, axis, help_)
 
 
+def check_results(
+    follower: Follower,
+    leaves: Mapping[str, ShardedLeaf],
+    outputs: Sequence[Tensor],
+    loss: Tensor | None,
+) -> None:
+    """Raise Mismatch for an output that is sharded, and for a loss whose gradient would be summed.
+
+    Each rank computes such a loss in full, behind a module that sums the ranks' gradients: they
+    would count it once for each rank. Without a loss the first output is taken for what it reads.
+    """
+    for tensor in outputs:
+        for axis in follower.of(tensor).pending:
+            raise pending_mismatch(follower, "the model returns", axis)
+        for axis, tag in follower.of(tensor).tags.items():
+            reason = f"the model returns a tensor that is sharded over `{axis}`"
+            failure = Mismatch(("", 0), reason, axis, (), follower.agreed, (GATHER_OUTPUT,))
+            failure.by = tag.by
+            raise failure
+    first = next((tensor for tensor in outputs if tensor.is_floating_point()), None)
+    read = first if loss is None else loss
+    for axis in follower.of(read).entered if read is not None else ():
+        entered = (leaf for leaf in leaves.values() for request in leaf.requests if request.differ)
+        *_, last = entered
+        reason = (
+            f"the loss is computed in full on each rank of `{axis}`, and `{last.fqn}` would sum its"
+            " gradient over them"
+        )
+        failure = Mismatch((last.fqn, 0), reason, axis, (), follower.agreed, (SPLIT_READER,))
+        failure.by = last.fqn
+        raise failure
+
+
 def _main(args: Any, kwargs: Any) -> Tensor:
     """Return the tensor of a call that crosses an edge."""
     tensors = tensors_in((args, kwargs))
@@ -181,8 +231,10 @@ def _hoist(edge: Edge, main: Tensor, follower: Follower) -> None:
 def _with_output(edge: Edge, request: AxisRequest, output: Any, follower: Follower) -> Edge:
     """Return the edge with the placement that the module's output was found to have."""
     main = next((t for t in tensors_in(output) if is_activation(t)), None)
-    tag = follower.of(main).tags.get(request.axis) if main is not None else None
+    note = Note() if main is None else follower.of(main)
+    tag = note.tags.get(request.axis)
     computes: Placement = R if tag is None else placement_of(tag)
+    computes = P() if request.axis in note.pending else computes
     leaves = computes if request.output is None else request.output
     if isinstance(leaves, S) and main is not None:
         leaves = replace(leaves, dim=dim_of(leaves) % main.ndim)
@@ -219,7 +271,8 @@ def _cross(
     tags = {tag_axis: tag for tag_axis, tag in note.tags.items() if tag_axis != axis}
     if isinstance(placement, S):
         tags[axis] = _tag(edge, placement, dim_of(placement) % x.ndim, crossed, follower)
-    follower.put(crossed, Note(tags, frozenset(), True, note.entered | entered))
+    pending = note.pending - {axis}
+    follower.put(crossed, Note(tags, frozenset(), True, note.entered | entered, pending=pending))
     return crossed
 
 

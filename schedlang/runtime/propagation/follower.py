@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schedlang.ir import pytree
 from schedlang.ir.model import is_inside
 from schedlang.ir.placement import EVEN, Placement, Uneven
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.propagation import call_rules, shard_trials
 from schedlang.runtime.propagation.call_rules import check_operands, mixed_dims
 from schedlang.runtime.propagation.parameter_access import calling_function
+from schedlang.runtime.propagation.pending_sums import check_pending, check_region_call, sums_over
+from schedlang.runtime.propagation.shard_trials import infer_shard_shapes
 from schedlang.runtime.propagation.trace import (
     Call,
     Frame,
@@ -114,35 +115,6 @@ def _dim_split_alone(
     return fits[0] if len(fits) == 1 else None
 
 
-def infer_shard_shapes(
-    call: RunningCall, shapes: Sequence[Shape], split: Sequence[int | None], parts: int
-) -> list[Shape] | None:
-    """Return the shapes of a call's results where one axis alone splits its tensors.
-
-    `shapes` are the full shapes of the tensors among the call's arguments.  `split` has the dim of
-    each tensor of which a rank has one of `parts` shards (None: no dim).  The result is None where
-    the call cannot run with such shapes: its integers are those of shards along all axes.
-    """
-    counter = itertools.count()
-
-    def given(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        index = next(counter)
-        shape, dim = list(shapes[index]), split[index]
-        if dim is not None:
-            shape[dim] //= parts
-        return torch.empty(shape, dtype=value.dtype, device="meta")
-
-    with torch._C.DisableTorchFunction(), torch.no_grad():
-        args, kwargs = pytree.tree_map(given, (call.args, call.kwargs))
-        try:
-            output = call.func(*args, **kwargs)
-        except (RuntimeError, ValueError, IndexError, TypeError):
-            return None
-    return [tuple(leaf.shape) for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-
-
 ATTENTION = "scaled_dot_product_attention"
 GATHER = "gather the logits: `output=R` on the row of their module"
 
@@ -208,6 +180,8 @@ class Follower(Lattice):
         self.left_out: list[call_rules.Repeat] = []
         self.tokens: set[tuple[str, str]] = set()  # (module, axis) that split rows or tokens
         self._expects: Call | None = None  # the original's call that corresponds to the running one
+        self.summing: dict[str, frozenset[str]] = {}  # module -> axes over which its output is full
+        self.regions: set[str] = set()  # modules that inputs enter, or in which partial sums arise
         self.arrivals = _SharedArrivals()
         self.tried: shard_trials.TrialCache = {} if tried is None else tried
 
@@ -235,10 +209,14 @@ class Follower(Lattice):
 
     def after_call(self, call: RunningCall) -> None:
         """Compare the call with the original's, and note the layouts of its results."""
+        if self.regions and not self.stack.muted:
+            check_region_call(call, self)
         if self.stack.muted or self.after_logits or not call.outputs:
             return
         if self.left_out:
             call.inputs = call_rules.apply_repeats(call.inputs, self._expects, self)
+        if call.name in call_rules.CASTS:
+            call.inputs = call.inputs[:1]
         expected = self._expects
         try:
             if expected is None or expected.name != call.name:
@@ -329,6 +307,7 @@ class ComparedCall(RunningCall):
 
     follower: Follower
     expected: Call
+    summed: frozenset[str] = frozenset()  # axes over which the call makes partial sums
 
     def fail(self, reason: str, axis: str | None = None, *helps: str) -> Mismatch:
         """Return a mismatch that dividing one of the original call's integers might mend."""
@@ -339,6 +318,7 @@ class ComparedCall(RunningCall):
         """Note the layout of every output; raise Mismatch if the original's shapes forbid one."""
         outputs, notes = self.outputs, [self.follower.of(t) for t in self.inputs]
         axes = {axis for note in notes for axis in note.tags}
+        pending = check_pending(self) if any(note.pending for note in notes) else frozenset()
         if len(self.expected.outputs) != len(outputs):
             raise self.fail(f"`{self.name}` returns {len(outputs)} tensors", next(iter(axes), None))
         roots = frozenset(name for note in notes for name in note.roots)
@@ -354,7 +334,7 @@ class ComparedCall(RunningCall):
             if not (learned and (needs_graph or torch.is_grad_enabled())):
                 continue
             # a full tensor beside a split one gets only a part of its gradient on each rank
-            parts = (axes | entered) - note.entered - note.tags.keys()
+            parts = (axes | entered | pending) - note.entered - note.tags.keys() - note.pending
             if parts and (note.data or not note.roots):
                 raise self._mixed_failure(min(parts))
             for name in note.roots if data or parts else ():
@@ -366,11 +346,13 @@ class ComparedCall(RunningCall):
             raise self._factor_failure(next(iter(axes), None))
         pairs = enumerate(zip(shapes, self.expected.outputs))
         all_tags = [self._tags(local, shape, axes, index) for index, (local, shape) in pairs]
-        self._check_by_parts(axes, all_tags)
+        self._check_by_parts(axes - self.summed, all_tags)
+        pending |= self.summed
         for tensor, tags in zip(outputs, all_tags):
-            kept_roots = frozenset() if tags or data else roots
+            kept_roots = frozenset() if tags or data or pending else roots
             learned = needs_graph and any(learns)
-            output_note = Note(tags, kept_roots, data, entered - tags.keys(), learned)
+            still_entered = entered - tags.keys() - pending
+            output_note = Note(tags, kept_roots, data, still_entered, learned, pending)
             self.follower.put(tensor, output_note)
         if self.follower.draws and draws_logically(self.func, self.args, self.kwargs):
             self._remember_mask()
@@ -390,6 +372,9 @@ class ComparedCall(RunningCall):
             return opened
         if not differ:
             if axes and self._carries_values():
+                if sums_over(self, axes):
+                    self.summed = frozenset(axes)
+                    return {}
                 axis = min(axes)
                 raise self.fail(
                     f"`{self.name}` reduces over a dim that is sharded over `{axis}`", axis
@@ -452,12 +437,13 @@ class ComparedCall(RunningCall):
         )
 
     def _mixed_failure(self, axis: str) -> Mismatch:
-        return self.follower.refuse(
+        reason = (
             f"`{self.name}` mixes a tensor sharded over `{axis}` with a"
-            " replicated one, whose gradient nothing would sum over the ranks",
-            axis,
-            "shard the module that computes it, or give this module `input=...`",
+            " replicated one, whose gradient nothing would sum over the ranks"
         )
+        enter = f"let it enter `{self.frame[0]}`: `input=R` on a row of this module"
+        helps = "shard the module that computes it", *([f"or {enter}"] if self.frame[0] else [])
+        return self.follower.refuse(reason, axis, *helps)
 
     def _factor_failure(self, axis: str | None) -> Mismatch:
         """Return the mismatch of a shard's size used as the full size: `h / h.shape[-1]`."""

@@ -8,6 +8,7 @@ ranks' shards, and both results must agree.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from schedlang.ir import pytree
-from schedlang.runtime.propagation.trace import Tag
+from schedlang.runtime.propagation.trace import RunningCall, Tag
 
 if TYPE_CHECKING:
     from schedlang.runtime.propagation.follower import ComparedCall
@@ -186,3 +187,32 @@ def _comparable(tensor: Tensor) -> Tensor:
 
 def _count(shape: Shape) -> int:
     return torch.Size(shape).numel()
+
+
+def infer_shard_shapes(
+    call: RunningCall, shapes: Sequence[Shape], split: Sequence[int | None], parts: int
+) -> list[Shape] | None:
+    """Return the shapes of a call's results where one axis alone splits its tensors.
+
+    `shapes` are the full shapes of the tensors among the call's arguments.  `split` has the dim of
+    each tensor of which a rank has one of `parts` shards (None: no dim).  The result is None where
+    the call cannot run with such shapes: its integers are those of shards along all axes.
+    """
+    counter = itertools.count()
+
+    def given(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        index = next(counter)
+        shape, dim = list(shapes[index]), split[index]
+        if dim is not None:
+            shape[dim] //= parts
+        return torch.empty(shape, dtype=value.dtype, device="meta")
+
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        args, kwargs = pytree.tree_map(given, (call.args, call.kwargs))
+        try:
+            output = call.func(*args, **kwargs)
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            return None
+    return [tuple(leaf.shape) for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -174,7 +174,8 @@ def trace_sources(
         elif blocks(fqn):
             module.forward = feeding.block(module.forward)
     model.train()
-    with restore_global_state(model), torch.no_grad(), without_values(batch) as (inputs, _):
+    # with gradients: a forward may take one itself, as forces are
+    with restore_global_state(model), torch.enable_grad(), without_values(batch) as (inputs, _):
         for tensor in tensors_in(inputs):
             if tensor.is_floating_point():
                 feeding.put(tensor, frozenset([STREAM]))

@@ -524,8 +524,9 @@ class Note:
     """The layout of a tensor: its splits by axis, and where its gradient is partial.
 
     `entered` are axes over which the value is full and the gradient partial; the gradient is summed
-    where the tensor entered the sharded region. `learns`: it was computed from a tensor that needs
-    a gradient, in the forward of an `autograd.Function`, where torch builds no graph.
+    where the tensor entered the sharded region. Over `pending` axes the value is a partial sum, and
+    the gradient full; the sum is taken at the region's end. `learns`: it was computed from a tensor
+    that needs a gradient, in the forward of an `autograd.Function`, where torch builds no graph.
     """
 
     tags: Mapping[str, Tag] = field(default_factory=dict)
@@ -533,6 +534,7 @@ class Note:
     data: bool = False  # computed from the batch
     entered: frozenset[str] = frozenset()
     learns: bool = False
+    pending: frozenset[str] = frozenset()
 
 
 class Hoist(Exception):

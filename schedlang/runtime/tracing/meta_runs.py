@@ -33,6 +33,8 @@ from schedlang.runtime.adapters.hook_numbers import number_hooks_from
 from schedlang.runtime.tracing import meta_shapes as meta_shapes
 from schedlang.runtime.tracing.model_lines import model_line
 
+TORCH_NAMES = frozenset(vars(nn.Module()))  # attributes of every module
+
 
 def copy_with(
     model: nn.Module,
@@ -50,10 +52,16 @@ def copy_with(
     for name, tensor in model.named_parameters():
         memo[id(tensor)] = parameter(name, tensor)
     for module in model.modules():
-        attributes = (value for value in vars(module).values() if isinstance(value, Tensor))
-        for value in (*module._buffers.values(), *attributes):
-            if value is not None and id(value) not in memo:
-                memo[id(value)] = other(value)
+        held = list(module._buffers.values())
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                held.append(value)
+            elif type(value) in (dict, list, tuple) and value and name not in TORCH_NAMES:
+                # such as what a hook has left there
+                held += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        for stored in held:
+            if stored is not None and id(stored) not in memo:
+                memo[id(stored)] = other(stored)
         latest = max((*module._forward_hooks, *module._forward_pre_hooks), default=-1)
         if latest >= RemovableHandle.next_id:  # hooks of another process, in a pickled module
             number_hooks_from(latest + 1)
@@ -66,7 +74,7 @@ def copy_with(
 def _shorter(modules: nn.Module, names: Sequence[str], memo: dict[int, Any]) -> nn.Module:
     """Return a copy of a list of modules that has only the children `names`."""
     shortened = copy.copy(modules)
-    children = (copy.deepcopy(modules._modules[name], memo) for name in names)
+    children = (deepcopy_module(modules.get_submodule(name), memo, True) for name in names)
     shortened.__dict__["_modules"] = {str(k): child for k, child in enumerate(children)}
     return shortened
 
