@@ -209,14 +209,16 @@ def _possible_factors(
 ) -> Mapping[str, int]:
     """Return the numbers that a gradient may be off by: ranks, axes, and microbatches.
 
-    If ranks' gradients were already averaged, only the microbatches remain.
+    If ranks' gradients were averaged and are too large, only the microbatches remain: if they are
+    too small, the loss may lack the number of ranks that the average divides by.
     """
     if module.microbatches < 2 or want is None or got is None or got.shape != want.shape:
         return sizes
     target = want.double()
     factor = float((got * target).sum() / (target * target).sum()) if target.any() else 0.0
     scales = set(module.factors.values())
-    if world > 1 and len(scales) == 1 and math.isclose(factor * world, scales.pop(), rel_tol=1e-6):
+    averaged = len(scales) == 1 and math.isclose(factor * world, scales.pop(), rel_tol=1e-6)
+    if world > 1 and factor > 1 and averaged:
         return {MICROBATCHES: module.microbatches}
     return _add_microbatches(sizes, world, module.microbatches)
 
@@ -322,11 +324,8 @@ def _explain_norm(
     if got is None or want is None or not float(want):
         return
     clipped = "clipped" in row.condition
-    parts = {
-        name: _squared_norms(copies)
-        for (clips, name), copies in record.copies.items()
-        if clips == clipped
-    }
+    copies = {name: held for (clips, name), held in record.copies.items() if clips == clipped}
+    parts = {name: _squared_norms(held) for name, held in copies.items()}
     held = math.sqrt(sum(region[0] for regions in parts.values() for region in regions))
     if math.isclose(held, float(got), rel_tol=1e-6) and not math.isclose(held, float(want)):
         text = (
@@ -339,6 +338,10 @@ def _explain_norm(
         if amount and math.isclose(off, amount, rel_tol=1e-6):
             yield "gradient norm", f"{description} {quote_names(names, MOST_NAMES)}"
             return
+    own = sum(_square(copy) for held in copies.values() for copy in held if copy.rank == 0)
+    if math.isclose(own, float(got) ** 2, rel_tol=1e-6):
+        yield "gradient norm", "it is that of what rank 0 holds: squares are not summed over ranks"
+        return
     yield "gradient norm", f"{float(got):.6g} instead of {float(want):.6g}"
 
 
@@ -350,7 +353,7 @@ def _squared_norms(copies: Sequence[RankCopy]) -> list[list[float]]:
     """Return the squared norms of a parameter's copies: a list of copies for each region."""
     groups: list[tuple[RankCopy, list[float]]] = []
     for copy in copies:
-        square = 0.0 if copy.values is None else float(copy.values.square().sum())
+        square = _square(copy)
         region_norms = next(
             (norms for c, norms in groups if c.original_region.equals(copy.original_region)), None
         )
@@ -359,6 +362,11 @@ def _squared_norms(copies: Sequence[RankCopy]) -> list[list[float]]:
         else:
             region_norms.append(square)
     return [norms for _, norms in groups]
+
+
+def _square(copy: RankCopy) -> float:
+    """Return the squared norm of a rank's copy; 0 without a gradient."""
+    return 0.0 if copy.values is None else float(copy.values.square().sum())
 
 
 def _miscounts(

@@ -34,7 +34,9 @@ LOSS_REDUCTIONS = ("mean", "sum", "same")  # of ranks' losses to the loss of the
 NO_RANKS = "in the process of the original, which has no ranks"
 FORM = "def program(model): ... return schedlang.TrainingProgram(module, step)"
 _ALREADY_JOINED = re.compile("env:// rendezvous|initialize the default process group twice")
-_GPU = re.compile("not compiled with cuda|nvidia driver|no cuda gpus|nccl|no hip gpus|xpu")
+_GPU = re.compile(
+    "not compiled with cuda|nvidia driver|no cuda gpus|nccl|no hip gpus|xpu|accelerator device when"
+)
 
 
 @dataclass(frozen=True)
