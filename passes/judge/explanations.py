@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -338,10 +339,14 @@ def _explain_norm(
         if amount and math.isclose(off, amount, rel_tol=1e-6):
             yield "gradient norm", f"{description} {quote_names(names, MOST_NAMES)}"
             return
-    own = sum(_square(copy) for held in copies.values() for copy in held if copy.rank == 0)
-    if math.isclose(own, float(got) ** 2, rel_tol=1e-6):
-        yield "gradient norm", "it is that of what rank 0 holds: squares are not summed over ranks"
-        return
+    by_rank = dict.fromkeys(range(world), 0.0)
+    for copy in itertools.chain(*copies.values()):
+        by_rank[copy.rank] += _square(copy)
+    for ranks in _groups_of_first(world):
+        if math.isclose(sum(by_rank[k] for k in ranks), float(got) ** 2, rel_tol=1e-6):
+            which = ", ".join(map(str, ranks))
+            yield "gradient norm", f"it sums the squares of what rank {which} holds, and no other"
+            return
     yield "gradient norm", f"{float(got):.6g} instead of {float(want):.6g}"
 
 
@@ -362,6 +367,14 @@ def _squared_norms(copies: Sequence[RankCopy]) -> list[list[float]]:
         else:
             region_norms.append(square)
     return [norms for _, norms in groups]
+
+
+def _groups_of_first(world: int) -> Iterator[range]:
+    """Yield groups of ranks, not all, that an axis of a mesh may give the first rank."""
+    for size in (n for n in range(1, world) if world % n == 0):
+        yield range(size)
+        if 1 < size:
+            yield range(0, world, world // size)
 
 
 def _square(copy: RankCopy) -> float:
