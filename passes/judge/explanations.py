@@ -125,6 +125,8 @@ def _explain_gradients(
             continue  # zero but for roundings, like a key's bias before a softmax
         copies = record.gradient_copies(row.condition, row.name)
         if want is not None and got is not None and is_close(got.double(), want.double()):
+            if _is_stepped_elsewhere(row, failing, record):
+                continue
             text = explain_copies(want.reshape(-1).double(), _scale_copies(copies, got))
             patterns.setdefault(Pattern(text), []).append(row.name)
             continue
@@ -139,6 +141,21 @@ def _explain_gradients(
         guess = cause.short and (large_errors or module.explained and module.text)
         patterns.setdefault(NO_PATTERN if guess else cause, []).append(row.name)
     return patterns
+
+
+def _is_stepped_elsewhere(row: Row, failing: Sequence[Row], record: RunRecord) -> bool:
+    """Return whether some ranks have no gradient since others step, and send the parameter (ZeRO).
+
+    They do so for other parameters, whose copies are equal after the step.
+    """
+    moment = row.condition, row.step
+    wrong = {r.name.removeprefix("gradient of ") for r in failing if (r.condition, r.step) == moment}
+    owned = {
+        name
+        for (_, name), copies in record.copies.items()
+        if 0 < sum(copy.stored is None for copy in copies) < len(copies)
+    }
+    return row.name in owned and not owned <= wrong
 
 
 def _explain_rank_factors(

@@ -117,17 +117,33 @@ def _assemble_output(parts: Sequence[Tensor], expected: Tensor) -> Tensor | None
 
 
 def _place_parts(parts: Sequence[Tensor], expected: Tensor) -> Tensor | None:
-    """Assemble a full output from parts that are found in it, as zigzag slices of tokens are.
+    """Assemble a full output from parts at the places that are nearest, as zigzag slices of tokens.
 
-    None if some part is not found, lies there in another order, or not all elements are there.
+    None if some part has no place, lies there in another order, or elements are left.
     """
     full = torch.full_like(expected, math.nan)
     for part in parts:
-        window = FullTensor(expected).find_window(part)
-        if not window or any(bool((index.diff() < 0).any()) for index in window):
+        window = _nearest_slices(part, expected)
+        if not window or any(bool((index.diff() <= 0).any()) for index in window):
             return None
         full[torch.meshgrid(*window, indexing="ij")] = part.to(full.dtype)
     return full if not full.isnan().any() else None
+
+
+def _nearest_slices(part: Tensor, expected: Tensor) -> list[Tensor] | None:
+    """Return the indices of a part by dim: the nearest slices of the one dim that it divides.
+
+    If it divides several dims, the values must be found. None if it has no place.
+    """
+    if part.dim() != expected.dim():
+        return None
+    divided = [dim for dim, (p, w) in enumerate(zip(part.shape, expected.shape)) if p != w]
+    if len(divided) != 1 or part.shape[divided[0]] > expected.shape[divided[0]]:
+        return FullTensor(expected).find_window(part)
+    rows, full = (t.movedim(divided[0], 0).flatten(1).double() for t in (part, expected))
+    index = [torch.arange(size) for size in expected.shape]
+    index[divided[0]] = torch.cdist(rows, full).argmin(1)
+    return index
 
 
 def _arrangements(parts: Sequence[Tensor], dims: int) -> Iterator[Tensor]:
