@@ -356,14 +356,10 @@ def _explain_norm(
         if amount and math.isclose(off, amount, rel_tol=1e-6):
             yield "gradient norm", f"{description} {quote_names(names, MOST_NAMES)}"
             return
-    by_rank = dict.fromkeys(range(world), 0.0)
-    for copy in itertools.chain(*copies.values()):
-        by_rank[copy.rank] += _square(copy)
-    for ranks in _groups_of_first(world):
-        if math.isclose(sum(by_rank[k] for k in ranks), float(got) ** 2, rel_tol=1e-6):
-            which = ", ".join(map(str, ranks))
-            yield "gradient norm", f"it sums the squares of what rank {which} holds, and no other"
-            return
+    if ranks := _ranks_of_norm([*itertools.chain(*copies.values())], world, float(got)):
+        which = ", ".join(map(str, ranks))
+        yield "gradient norm", f"it sums the squares of what rank {which} holds, and no other"
+        return
     yield "gradient norm", f"{float(got):.6g} instead of {float(want):.6g}"
 
 
@@ -386,12 +382,18 @@ def _squared_norms(copies: Sequence[RankCopy]) -> list[list[float]]:
     return [norms for _, norms in groups]
 
 
-def _groups_of_first(world: int) -> Iterator[range]:
-    """Yield groups of ranks, not all, that an axis of a mesh may give the first rank."""
-    for size in (n for n in range(1, world) if world % n == 0):
-        yield range(size)
-        if 1 < size:
-            yield range(0, world, world // size)
+def _ranks_of_norm(copies: Sequence[RankCopy], world: int, norm: float) -> range | None:
+    """Return the ranks, not all, that hold gradients of a norm; None if no axis has them.
+
+    Groups are those that an axis of a mesh may give the first rank: blocks, or every n-th rank.
+    """
+    squares = [0.0] * world
+    for copy in copies:
+        squares[copy.rank] += _square(copy)
+    sizes = [n for n in range(1, world) if world % n == 0]
+    groups = [range(0, n * step, step) for n in sizes for step in (1, world // n)]
+    held = (g for g in groups if math.isclose(sum(squares[k] for k in g), norm**2, rel_tol=1e-6))
+    return next(held, None)
 
 
 def _square(copy: RankCopy) -> float:

@@ -142,6 +142,12 @@ def test_in_a_low_dtype_a_step_from_shards_is_named(pool: Pool) -> None:
     assert report.exit_code == 1 and "from its own shard" in report.localised[0][1], str(report)
 
 
+def test_copies_that_are_not_a_number_alike(pool: Pool) -> None:
+    """Where the original itself overflows, ranks hold the same NaN: undecided, not wrong."""
+    report = judge_program(pool, split(factored, gathers=True), dtype="float16")
+    assert report.exit_code == 3 and "the original itself is not finite" in str(report), str(report)
+
+
 # ---- Flat shards of FSDP.
 
 
