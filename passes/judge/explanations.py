@@ -80,7 +80,7 @@ def explain_rows(
     lines += [("gradients", prefix_names(p.text, n, len(tested))) for p, n in patterns.items() if p]
     lines += list(_explain_rank_factors(module, patterns))
     lines += list(_explain_loss(failing, expected, actual, record, world, module, parts))
-    lines = list(_explain_norm(failing, expected, actual, record)) or lines
+    lines = list(_explain_norm(failing, expected, actual, record, world)) or lines
     lines = [*_explain_step_changes(failing, record), *lines]
     first = report.first
     if not lines and first is not None and (diverged := diverged_parameters(failing, first)):
@@ -149,7 +149,8 @@ def _is_stepped_elsewhere(row: Row, failing: Sequence[Row], record: RunRecord) -
     They do so for other parameters, whose copies are equal after the step.
     """
     moment = row.condition, row.step
-    wrong = {r.name.removeprefix("gradient of ") for r in failing if (r.condition, r.step) == moment}
+    rows = [r for r in failing if (r.condition, r.step) == moment]
+    wrong = {r.name.removeprefix("gradient of ") for r in rows}
     owned = {
         name
         for (_, name), copies in record.copies.items()
@@ -331,7 +332,11 @@ def _explain_loss(
 
 
 def _explain_norm(
-    failing: Sequence[Row], expected: Observation, actual: Observation, record: RunRecord
+    failing: Sequence[Row],
+    expected: Observation,
+    actual: Observation,
+    record: RunRecord,
+    world: int,
 ) -> Iterator[tuple[str, str]]:
     """Explain a wrong gradient norm, if gradients are right: what it counts or omits."""
     row = next((row for row in failing if row.kind == "gradient norm" and row.step == 0), None)

@@ -60,15 +60,16 @@ class FullTensor:
         divided = [dim for dim, (p, w) in enumerate(zip(part.shape, shape)) if p < w]
         if not 1 <= len(divided) <= 2 or not part.numel():
             return None
+        full = [torch.arange(size) for size in shape]
         fits: dict[tuple[int, ...], list[Tensor]] = {}
-        for dim in divided:
-            index = [torch.arange(size) for size in shape]
-            for other in (d for d in divided if d != dim):
-                for index[other] in _index_ranges(part.shape[other], shape[other]):
-                    if (fit := self._match_along(part, dim, index, other)) is not None:
-                        fits[tuple(torch.cat(fit).tolist())] = fit
-            if len(divided) == 1:
-                return self._match_along(part, dim, index, dim)
+        for dim, other in itertools.product(divided, divided):
+            if dim == other and len(divided) > 1:
+                continue
+            ranges = [full[dim]] if dim == other else _index_ranges(part.shape[other], shape[other])
+            for indices in ranges:
+                index = [indices if d == other else whole for d, whole in enumerate(full)]
+                if (fit := self._match_along(part, dim, index, other)) is not None:
+                    fits[tuple(torch.cat(fit).tolist())] = fit
         return next(iter(fits.values())) if len(fits) == 1 else None
 
     def _match_along(

@@ -182,6 +182,19 @@ def test_adafactor_of_flat_shards(pool: Pool) -> None:
     assert "from its own shard" in report.localised[0][1], str(report)
 
 
+def test_a_norm_of_flat_shards(pool: Pool) -> None:
+    """torch's own clipping measures what a rank holds of FSDP1's flat parameters."""
+
+    def program(model: Any) -> TrainingProgram:
+        made = flat_shards(None)(model)
+        clip = lambda most: nn.utils.clip_grad_norm_(made.module.parameters(), most)  # noqa: E731
+        return TrainingProgram(made.module, made.step, clip=clip)
+
+    report = judge_program(pool, program)
+    text = "it sums the squares of what rank 0 holds, and no other"
+    assert dict(report.localised) == {"gradient norm": text}, str(report)
+
+
 def test_gradients_that_are_never_reduced(pool: Pool) -> None:
     """FSDP1 leaves full gradients after `no_sync`; no optimizer can step them."""
     with pytest.raises(Refusal) as refused:

@@ -98,7 +98,7 @@ def _make_function(
 
 
 def _operator_of(name: str) -> Any:
-    """Return an operator of torch ("aten.mm.default"), or a namespace; None if none has the name."""
+    """Return an operator of torch ("aten.mm.default"), or a namespace; None: there is none."""
     import torch
 
     path = name.removeprefix("torch.ops").removeprefix(".")
