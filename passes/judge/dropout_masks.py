@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import _disable_current_modes
 
 from schedlang.passes.judge.async_collectives import MONITORED, WORK, CallMonitor
 from schedlang.passes.judge.module_calls import infers_shapes
@@ -155,8 +156,8 @@ class DropoutRecorder(WithoutDropout):
                 if draws_logically(func, args, kwargs) and not draws_illogically(
                     func, args, kwargs
                 ):
-                    # checkpointing counts tensors that autograd saves
-                    with torch.no_grad():
+                    # checkpointing counts tensors that autograd saves, and operators
+                    with torch.no_grad(), _disable_current_modes():
                         self.record(*dropout_inputs(func, args, kwargs))
             elif func in LOGICAL or draws_illogically(func, args, kwargs):
                 self.others.add((scope.current_site(), function_text(func)))
@@ -281,7 +282,8 @@ class DropoutByMasks(WithoutDropout):
             self.evaluated.add(scope.current_site())
         if not drops or not in_training_step() or draws_illogically(func, args, kwargs):
             return super().__torch_function__(func, types, args, kwargs)
-        place = self.next_place(dropout_inputs(func, args, kwargs)[1])
+        with _disable_current_modes():  # selective checkpointing counts operators
+            place = self.next_place(dropout_inputs(func, args, kwargs)[1])
         if place is None or place[0] in self.off:
             return super().__torch_function__(func, types, args, kwargs)
         self._drawn_place, self._drawn_count = place, 0
@@ -292,6 +294,7 @@ class DropoutByMasks(WithoutDropout):
         site = scope.current_site()
         return site, scope.count_call(site), None
 
+    @_disable_current_modes()
     def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
         """See Draw."""
         current = scope.current()

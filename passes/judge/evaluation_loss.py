@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of
-from schedlang.passes.judge.dropout_masks import WithoutDropout
+from schedlang.passes.judge.dropout_masks import IN_EVALUATION, DropoutByMasks, WithoutDropout
+from schedlang.passes.judge.explanations import DROPOUT
 from schedlang.passes.judge.record import RunRecord
 from schedlang.passes.judge.step_draws import SeededSequential
 from schedlang.passes.judge.subject import ProgramSubject
@@ -36,7 +37,12 @@ def evaluation_loss_rows(trial: Trial, record: RunRecord) -> Iterator[Row]:
     if not trial.float64 or "evaluate_loss" not in record.offers:
         return
     batches = _batches(trial.conditions)
-    by_rank: list[Sequence[float | None]] = trial.run_on_ranks(_evaluate)
+    by_rank: list[Sequence[float | None]]
+    by_rank, sites = zip(*trial.run_on_ranks(_evaluate))
+    dropping = sorted(set().union(*sites))
+    if dropping and not trial.drops_in_evaluation():
+        note = IN_EVALUATION.replace("`evaluate`", "`evaluate_loss`")
+        yield from (Row("", DROPOUT, n, math.inf, 0.0, False, None, note) for n in dropping)
     for number, (batch, *values) in enumerate(zip(batches, *by_rank)):
         reported = {rank: v for rank, v in enumerate(values) if v is not None}
         right = _original_loss(trial, batch)
@@ -93,16 +99,18 @@ def _parts(batch: Batch, world: int) -> Iterator[Batch]:
         }
 
 
-def _evaluate(task: RankTask) -> list[float | None]:
-    """Return the losses that this rank reports, by batch."""
+def _evaluate(task: RankTask) -> tuple[list[float | None], set[str]]:
+    """Return the losses that this rank reports, by batch, and the modules that would drop."""
     lines = contextlib.redirect_stdout(sys.stderr) if task.quiet else contextlib.nullcontext()
-    modes = enter_modes(*task.modes, WithoutDropout())
+    dropout = DropoutByMasks(task.drops.seed, task.drops.off)
+    modes = enter_modes(*task.modes, dropout)
     with lines, torch.compiler.set_stance("force_eager"), modes:
         subject = ProgramSubject(task.make, task.original, task.conditions[0], RunRecord())
-        return [
+        losses = [
             _number(subject.evaluate("evaluate_loss", batch), comm.rank())
             for batch in _batches(task.conditions)
         ]
+    return losses, {subject.original_module(site) or site for site in dropout.evaluated}
 
 
 def _number(value: object, rank: int) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -79,7 +80,7 @@ def explain_rows(
     lines += [("gradients", prefix_names(p.text, n, len(tested))) for p, n in patterns.items() if p]
     lines += list(_explain_rank_factors(module, patterns))
     lines += list(_explain_loss(failing, expected, actual, record, world, module, parts))
-    lines = list(_explain_norm(failing, expected, actual, record)) or lines
+    lines = list(_explain_norm(failing, expected, actual, record, world)) or lines
     lines = [*_explain_step_changes(failing, record), *lines]
     first = report.first
     if not lines and first is not None and (diverged := diverged_parameters(failing, first)):
@@ -124,6 +125,8 @@ def _explain_gradients(
             continue  # zero but for roundings, like a key's bias before a softmax
         copies = record.gradient_copies(row.condition, row.name)
         if want is not None and got is not None and is_close(got.double(), want.double()):
+            if _is_stepped_elsewhere(row, failing, record):
+                continue
             text = explain_copies(want.reshape(-1).double(), _scale_copies(copies, got))
             patterns.setdefault(Pattern(text), []).append(row.name)
             continue
@@ -138,6 +141,22 @@ def _explain_gradients(
         guess = cause.short and (large_errors or module.explained and module.text)
         patterns.setdefault(NO_PATTERN if guess else cause, []).append(row.name)
     return patterns
+
+
+def _is_stepped_elsewhere(row: Row, failing: Sequence[Row], record: RunRecord) -> bool:
+    """Return whether some ranks have no gradient since others step, and send the parameter (ZeRO).
+
+    They do so for other parameters, whose copies are equal after the step.
+    """
+    moment = row.condition, row.step
+    rows = [r for r in failing if (r.condition, r.step) == moment]
+    wrong = {r.name.removeprefix("gradient of ") for r in rows}
+    owned = {
+        name
+        for (_, name), copies in record.copies.items()
+        if 0 < sum(copy.stored is None for copy in copies) < len(copies)
+    }
+    return row.name in owned and not owned <= wrong
 
 
 def _explain_rank_factors(
@@ -209,14 +228,16 @@ def _possible_factors(
 ) -> Mapping[str, int]:
     """Return the numbers that a gradient may be off by: ranks, axes, and microbatches.
 
-    If ranks' gradients were already averaged, only the microbatches remain.
+    If ranks' gradients were averaged and are too large, only the microbatches remain: if they are
+    too small, the loss may lack the number of ranks that the average divides by.
     """
     if module.microbatches < 2 or want is None or got is None or got.shape != want.shape:
         return sizes
     target = want.double()
     factor = float((got * target).sum() / (target * target).sum()) if target.any() else 0.0
     scales = set(module.factors.values())
-    if world > 1 and len(scales) == 1 and math.isclose(factor * world, scales.pop(), rel_tol=1e-6):
+    averaged = len(scales) == 1 and math.isclose(factor * world, scales.pop(), rel_tol=1e-6)
+    if world > 1 and factor > 1 and averaged:
         return {MICROBATCHES: module.microbatches}
     return _add_microbatches(sizes, world, module.microbatches)
 
@@ -311,7 +332,11 @@ def _explain_loss(
 
 
 def _explain_norm(
-    failing: Sequence[Row], expected: Observation, actual: Observation, record: RunRecord
+    failing: Sequence[Row],
+    expected: Observation,
+    actual: Observation,
+    record: RunRecord,
+    world: int,
 ) -> Iterator[tuple[str, str]]:
     """Explain a wrong gradient norm, if gradients are right: what it counts or omits."""
     row = next((row for row in failing if row.kind == "gradient norm" and row.step == 0), None)
@@ -322,11 +347,8 @@ def _explain_norm(
     if got is None or want is None or not float(want):
         return
     clipped = "clipped" in row.condition
-    parts = {
-        name: _squared_norms(copies)
-        for (clips, name), copies in record.copies.items()
-        if clips == clipped
-    }
+    copies = {name: held for (clips, name), held in record.copies.items() if clips == clipped}
+    parts = {name: _squared_norms(held) for name, held in copies.items()}
     held = math.sqrt(sum(region[0] for regions in parts.values() for region in regions))
     if math.isclose(held, float(got), rel_tol=1e-6) and not math.isclose(held, float(want)):
         text = (
@@ -339,6 +361,10 @@ def _explain_norm(
         if amount and math.isclose(off, amount, rel_tol=1e-6):
             yield "gradient norm", f"{description} {quote_names(names, MOST_NAMES)}"
             return
+    if ranks := _ranks_of_norm([*itertools.chain(*copies.values())], world, float(got)):
+        which = ", ".join(map(str, ranks))
+        yield "gradient norm", f"it sums the squares of what rank {which} holds, and no other"
+        return
     yield "gradient norm", f"{float(got):.6g} instead of {float(want):.6g}"
 
 
@@ -350,7 +376,7 @@ def _squared_norms(copies: Sequence[RankCopy]) -> list[list[float]]:
     """Return the squared norms of a parameter's copies: a list of copies for each region."""
     groups: list[tuple[RankCopy, list[float]]] = []
     for copy in copies:
-        square = 0.0 if copy.values is None else float(copy.values.square().sum())
+        square = _square(copy)
         region_norms = next(
             (norms for c, norms in groups if c.original_region.equals(copy.original_region)), None
         )
@@ -359,6 +385,25 @@ def _squared_norms(copies: Sequence[RankCopy]) -> list[list[float]]:
         else:
             region_norms.append(square)
     return [norms for _, norms in groups]
+
+
+def _ranks_of_norm(copies: Sequence[RankCopy], world: int, norm: float) -> range | None:
+    """Return the ranks, not all, that hold gradients of a norm; None if no axis has them.
+
+    Groups are those that an axis of a mesh may give the first rank: blocks, or every n-th rank.
+    """
+    squares = [0.0] * world
+    for copy in copies:
+        squares[copy.rank] += _square(copy)
+    sizes = [n for n in range(1, world) if world % n == 0]
+    groups = [range(0, n * step, step) for n in sizes for step in (1, world // n)]
+    held = (g for g in groups if math.isclose(sum(squares[k] for k in g), norm**2, rel_tol=1e-6))
+    return next(held, None)
+
+
+def _square(copy: RankCopy) -> float:
+    """Return the squared norm of a rank's copy; 0 without a gradient."""
+    return 0.0 if copy.values is None else float(copy.values.square().sum())
 
 
 def _miscounts(

@@ -240,7 +240,10 @@ def _explain_missing_derivative(
 
 
 def _explain_factors(terms: PulledTerms, grads: Sequence[RankGradient]) -> str:
-    """Report terms with a wrong factor, unless all have the same factor."""
+    """Report terms with a wrong factor, unless all have the same factor.
+
+    Gradients that are averaged later have the number of ranks as a factor.
+    """
     if len(terms) < 2:
         return ""
     texts: dict[str, None] = {}
@@ -248,7 +251,10 @@ def _explain_factors(terms: PulledTerms, grads: Sequence[RankGradient]) -> str:
         factors = _solve(grad.value, [pulled.reshape(-1)[grad.places] for _, pulled in terms])
         if factors is None or all(_is_near(f, factors[0]) for f in factors):
             return ""
-        texts["; ".join(_describe_factors(terms, factors))] = None
+        averaged = float(len({grad.rank for grad in grads}))  # losses are scaled by it before
+        common = max(1.0, averaged, key=lambda scale: sum(_is_near(f, scale) for f in factors))
+        relative = [factor / common for factor in factors]
+        texts["; ".join(_describe_factors(terms, relative))] = None
     return next(iter(texts)) if len(texts) == 1 else ""
 
 

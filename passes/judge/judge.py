@@ -298,7 +298,7 @@ def _further_rows(
     seeds = tuple(seed_rows(record.other_seeds, record.unequal_draws))
     evaluated = tuple(evaluation_loss_rows(trial, record))
     lines = (
-        *explain_masks(kept),
+        *explain_masks((*kept, *evaluated)),
         *((RANDOM, f"{row.name}: {row.note}") for row in seeds),
         *explain_evaluation(evaluated),
     )

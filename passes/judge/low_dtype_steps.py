@@ -121,12 +121,21 @@ class _FullStep:
         return {name: p.detach().clone() for name, p in self.named}
 
     def _kept_weights(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield tensors of the optimizer that round to a parameter, and that parameter."""
+        """Yield tensors of the optimizer that round to parameters, and these parameters.
+
+        A tensor has the shape of one parameter, or holds all of them flat, with padding at its end.
+        """
+        weights = [p.detach() for _, p in self.named]
+        flat = torch.cat([weight.reshape(-1) for weight in weights])
         for tensor in _tensors_within((self.optimizer.state, vars(self.optimizer)), set()):
-            for _, p in self.named:
-                wider = tensor is not p and tensor.dtype != p.dtype and tensor.is_floating_point()
-                if wider and tensor.shape == p.shape and torch.equal(tensor.to(p.dtype), p):
-                    yield tensor.detach(), p
+            for weight in (*weights, flat):
+                kept = tensor.detach()
+                if weight is flat and kept.dim() == 1:
+                    kept = kept[: len(flat)]
+                wider = kept.dtype != weight.dtype and kept.is_floating_point()
+                alike = wider and kept.shape == weight.shape
+                if alike and torch.equal(kept.to(weight.dtype), weight):
+                    yield kept, weight
 
 
 def _tensors_within(value: Any, seen: set[int]) -> Iterator[Tensor]:

@@ -19,7 +19,8 @@ from schedlang.passes.judge.layouts import local_tensor
 from schedlang.runtime.isolated_modules import CallFrame, tensors_of
 from schedlang.runtime.submodules import remove_hooks_after
 
-_STAGE_FILE = os.path.join("distributed", "pipelining", "stage.py")
+_PIPELINING = os.path.join("distributed", "pipelining", "")
+_WEIGHT_BACKWARD = "stage_backward_weight"
 OutputKey = tuple[CallFrame, int]  # a module's call, and the number of its output
 
 
@@ -107,10 +108,15 @@ def record_settled_step(modules: Mapping[str, nn.Module], step: Callable[[], Any
 
 def infers_shapes() -> bool:
     """Return whether torch's pipelining runs a stage on dummy inputs, to learn shapes."""
+    return _is_called_by_pipelining("stage.py", "_inference")
+
+
+def _is_called_by_pipelining(file: str, suffix: str) -> bool:
+    """Return whether a function of torch's pipelining whose name ends so is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code, frame = frame.f_code, frame.f_back
-        if code.co_filename.endswith(_STAGE_FILE) and code.co_name.endswith("_inference"):
+        if code.co_filename.endswith(_PIPELINING + file) and code.co_name.endswith(suffix):
             return True
     return False
 
@@ -120,7 +126,9 @@ def _gradient_hook(run: RecordedStep, frame: CallFrame, k: int) -> Callable[[Ten
         with torch.no_grad():
             gradients, part = run.calls[frame].gradients, _full_copy(gradient)
             if k in gradients:  # a step may run several backwards through one output
-                gradients[k] += part
+                # zero bubble: the backward of weights starts from gradients that are known
+                if not _is_called_by_pipelining("_backward.py", _WEIGHT_BACKWARD):
+                    gradients[k] += part
                 return
             gradients[k] = part
         run.backward_order.append((frame, k))

@@ -34,7 +34,9 @@ LOSS_REDUCTIONS = ("mean", "sum", "same")  # of ranks' losses to the loss of the
 NO_RANKS = "in the process of the original, which has no ranks"
 FORM = "def program(model): ... return schedlang.TrainingProgram(module, step)"
 _ALREADY_JOINED = re.compile("env:// rendezvous|initialize the default process group twice")
-_GPU = re.compile("not compiled with cuda|nvidia driver|no cuda gpus|nccl|no hip gpus|xpu")
+_GPU = re.compile(
+    "not compiled with cuda|nvidia driver|no cuda gpus|nccl|no hip gpus|xpu|accelerator device when"
+)
 
 
 @dataclass(frozen=True)
@@ -298,6 +300,8 @@ def _refusal_of(error: BaseException, make: Make, part: str, rank: int | None) -
         return Refusal(Diagnostic("S765", message, label, notes=tuple(notes), helps=helps))
     message = f"`{part}` raises {summary} {place}"
     helps = (_EXIT_HELP if isinstance(error, SystemExit) else _HELPS[part],)
+    if "Invalid scalar type" in str(error):
+        helps = (_EIGHT_BITS_HELP,)
     if _ALREADY_JOINED.search(str(error)):
         helps = (
             "the process group exists already: make it only `if not dist.is_initialized(): ...`",
@@ -322,6 +326,10 @@ def _root_cause(error: BaseException) -> BaseException:
 
 _EXIT_HELP = (
     "the check continues after this call: return from it, and call `sys.exit` in the script"
+)
+_EIGHT_BITS_HELP = (
+    "gloo sends no floats of eight bits: send `x.view(torch.uint8)`, or judge without `--dtype`: "
+    "float64 then stands in for them"
 )
 _HELPS = {
     "program": "it is called on every rank with a copy of the model in float64, on the CPU",

@@ -20,6 +20,7 @@ from schedlang.passes.judge.layouts import ElementIndex
 from schedlang.passes.judge.program import NO_RANKS, check_optimizer, user_errors
 from schedlang.passes.judge.record import RunRecord
 from schedlang.passes.judge.step_draws import SeededSequential, Unevaluated
+from schedlang.passes.judge.tensor_search import FullTensor
 from schedlang.passes.judge.trial import Trial
 from schedlang.passes.localize.diagnosis import is_close
 from schedlang.passes.verify.compare import ratio
@@ -106,8 +107,43 @@ def _assemble_output(parts: Sequence[Tensor], expected: Tensor) -> Tensor | None
         if not any(part.shape == t.shape and torch.equal(part, t) for t in distinct):
             distinct.append(part)
     fits = [t for t in _arrangements(distinct, len(expected.shape)) if t.shape == expected.shape]
-    matches = (t for t in fits if t.is_floating_point() and is_close(t, expected.to(t.dtype)))
-    return next(matches, fits[0] if fits else None)
+    if not expected.is_floating_point():
+        return fits[0] if fits else None
+    nearest = min(fits, key=lambda t: float((t - expected).norm()), default=None)
+    if nearest is not None and is_close(nearest, expected.to(nearest.dtype)):
+        return nearest
+    placed = _place_parts(distinct, expected)
+    return nearest if placed is None else placed
+
+
+def _place_parts(parts: Sequence[Tensor], expected: Tensor) -> Tensor | None:
+    """Assemble a full output from parts at the places that are nearest, as zigzag slices of tokens.
+
+    None if some part has no place, lies there in another order, or elements are left.
+    """
+    full = torch.full_like(expected, math.nan)
+    for part in parts:
+        window = _nearest_slices(part, expected)
+        if not window or any(bool((index.diff() <= 0).any()) for index in window):
+            return None
+        full[torch.meshgrid(*window, indexing="ij")] = part.to(full.dtype)
+    return full if not full.isnan().any() else None
+
+
+def _nearest_slices(part: Tensor, expected: Tensor) -> list[Tensor] | None:
+    """Return the indices of a part by dim: the nearest slices of the one dim that it divides.
+
+    If it divides several dims, the values must be found. None if it has no place.
+    """
+    if part.dim() != expected.dim():
+        return None
+    divided = [dim for dim, (p, w) in enumerate(zip(part.shape, expected.shape)) if p != w]
+    if len(divided) != 1 or part.shape[divided[0]] > expected.shape[divided[0]]:
+        return FullTensor(expected).find_window(part)
+    rows, full = (t.movedim(divided[0], 0).flatten(1).double() for t in (part, expected))
+    index = [torch.arange(size) for size in expected.shape]
+    index[divided[0]] = torch.cdist(rows, full).argmin(1)
+    return index
 
 
 def _arrangements(parts: Sequence[Tensor], dims: int) -> Iterator[Tensor]:

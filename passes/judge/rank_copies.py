@@ -44,6 +44,16 @@ class RankCopy:
         return elements if self.factor == 1.0 else elements * self.factor
 
 
+def distance(held: Tensor, other: Tensor) -> float:
+    """Return the norm of the difference of two copies; equal NaN and infinities do not differ."""
+    gap = held - other
+    if bool(gap.isfinite().all()):
+        return float(gap.norm())
+    alike = (held == other) | (held.isnan() & other.isnan())
+    gap = torch.where(alike, 0.0, gap)
+    return float(gap.norm()) if bool(gap.isfinite().all()) else math.inf
+
+
 def assemble(
     copies: Sequence[RankCopy], shape: torch.Size, folder: str | None
 ) -> tuple[Tensor, float, float]:
@@ -63,8 +73,8 @@ def assemble(
         held, overlap = copy.original_region.read(out), copy.original_region.read(filled)
         if bool(overlap.any()):
             all_known = bool(overlap.all())  # avoids a copy of known elements
-            gap = held - values if all_known else (held - values)[overlap]
-            largest_gap = max(largest_gap, float(gap.norm())) if gap.isfinite().all() else math.inf
+            known = (held, values) if all_known else (held[overlap], values[overlap])
+            largest_gap = max(largest_gap, distance(*known))
             if all_known:
                 continue
             values = torch.where(overlap, held, values.double())

@@ -39,7 +39,7 @@ from schedlang.passes.judge.program import (
     pickle_optimizer,
     user_errors,
 )
-from schedlang.passes.judge.rank_copies import RankCopy, assemble
+from schedlang.passes.judge.rank_copies import RankCopy, assemble, distance
 from schedlang.passes.judge.record import RunRecord
 from schedlang.passes.judge.step_draws import make_from_equal_states, seeded_generators
 from schedlang.passes.verify.compare import ratio
@@ -285,7 +285,9 @@ class ProgramSubject:
             losses[0] if op == "same" else math.fsum(losses) / (len(losses) if op == "mean" else 1)
         )
         if op == "same":
-            self._errors["loss"] = ratio(max(abs(loss - total) for loss in losses), abs(total))
+            copies = torch.tensor(losses, dtype=torch.float64)
+            gap = distance(copies, copies[:1].expand_as(copies))
+            self._errors["loss"] = ratio(gap, abs(total))
         return torch.tensor(total, dtype=torch.float64)
 
     def _gradient(self, p: nn.Parameter, tensor: RankTensor) -> Tensor | None:
@@ -451,7 +453,7 @@ class ProgramSubject:
         for rank_buffers in world.all_gather_object(local_buffers):
             for name, value in rank_buffers.items():
                 first_value = buffers.setdefault(name, value)
-                gap = float((value.double() - first_value.double()).norm())
+                gap = distance(value.double(), first_value.double())
                 error = ratio(gap, float(first_value.double().norm()))
                 key = f"buffer {name}"
                 self._errors[key] = max(self._errors.get(key, 0.0), error)

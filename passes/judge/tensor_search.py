@@ -51,20 +51,41 @@ class FullTensor:
         return fits[0] if len(fits) == 1 else None if fits else self._match_slices(part)
 
     def _match_slices(self, part: Tensor) -> list[Tensor] | None:
-        """Find a part that is divided along one dim only, in any order, slice by slice."""
+        """Find a part that is divided along one dim in any order, slice by slice.
+
+        Along at most one other dim it may be a block, or every n-th slice. None if no such part
+        fits, or several do.
+        """
         shape = self.values.shape
         divided = [dim for dim, (p, w) in enumerate(zip(part.shape, shape)) if p < w]
-        if len(divided) != 1 or not part.numel() or part.shape[divided[0]] > MOST_SLICES:
+        if not 1 <= len(divided) <= 2 or not part.numel():
             return None
-        parts, full = (
-            t.movedim(divided[0], 0).reshape(t.shape[divided[0]], -1) for t in (part, self.values)
-        )
-        matches = [((full - row).abs().amax(1) <= self.atol).nonzero() for row in parts.detach()]
+        full = [torch.arange(size) for size in shape]
+        fits: dict[tuple[int, ...], list[Tensor]] = {}
+        for dim, other in itertools.product(divided, divided):
+            if dim == other and len(divided) > 1:
+                continue
+            ranges = [full[dim]] if dim == other else _index_ranges(part.shape[other], shape[other])
+            for indices in ranges:
+                index = [indices if d == other else whole for d, whole in enumerate(full)]
+                if (fit := self._match_along(part, dim, index, other)) is not None:
+                    fits[tuple(torch.cat(fit).tolist())] = fit
+        return next(iter(fits.values())) if len(fits) == 1 else None
+
+    def _match_along(
+        self, part: Tensor, dim: int, index: Sequence[Tensor], other: int
+    ) -> list[Tensor] | None:
+        """Find each slice of a part along a dim, at given indices of another dim."""
+        values = self.values if other == dim else self.values.index_select(other, index[other])
+        size = part.shape[dim]
+        if size > MOST_SLICES:
+            return None
+        rows, full = (t.movedim(dim, 0).reshape(t.shape[dim], -1) for t in (part, values))
+        matches = [((full - row).abs().amax(1) <= self.atol).nonzero() for row in rows.detach()]
         if any(len(match) != 1 for match in matches):
             return None
-        index = [torch.arange(size) for size in shape]
-        index[divided[0]] = torch.cat(matches).reshape(-1)
-        return index
+        found = torch.cat(matches).reshape(-1)
+        return [found if d == dim else i for d, i in enumerate(index)]
 
     def _fits(self, part: Tensor, index: Sequence[Tensor]) -> bool:
         window = self.values[torch.meshgrid(*index, indexing="ij")] if index else self.values

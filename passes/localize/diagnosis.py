@@ -332,7 +332,7 @@ def _low_precision(x: Tensor, r: Tensor) -> Pattern:
         return NO_GUESS
     for name, low, high in (("float32", 1e-9, 3e-7), ("bfloat16 or float16", 2e-5, 1e-2)):
         if low <= size <= high:
-            reason = "something is not in float64, or a constant differs"
+            reason = "something is not in float64, or a constant or a small term is another"
             short = f"off by {size:.0e}"
             return Pattern(f"{short}, the size of {name} rounding: {reason}", short=short)
     return NO_GUESS

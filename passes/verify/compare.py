@@ -195,8 +195,10 @@ def _close(
 
 
 def ratio(a: float, b: float) -> float:
-    """Divide an error by its allowed size; 0/0 is no error."""
-    return a / b if b else (0.0 if a == 0 else math.inf)
+    """Divide an error by its allowed size; 0 is no error, whatever the size."""
+    if a == 0:
+        return 0.0
+    return a / b if b else math.inf
 
 
 def _norm(x: Tensor) -> float:

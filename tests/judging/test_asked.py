@@ -16,6 +16,7 @@ from schedlang.passes.judge import async_collectives, gradient_errors, module_co
 from schedlang.passes.judge.explanations import (
     INITIAL,
     _miscounts,
+    _ranks_of_norm,
     _squared_norms,
     explain_initial_weights,
 )
@@ -140,6 +141,30 @@ def test_a_norm_of_slices_that_ranks_have_twice() -> None:
     assert amounts["it counts each rank's copy of"] == 30.0
     assert amounts["it leaves out what ranks but the first hold of"] == -25.0
     assert amounts["it leaves out"] == -30.0
+
+
+def test_a_norm_of_some_ranks() -> None:
+    """Norms of what one rank holds, or the ranks of one axis, are told by these ranks."""
+    whole = Region.from_numbers(torch.arange(1))
+    copies = [
+        RankCopy(rank, "w", whole, whole, map_tensor(torch.tensor([value]).double(), None))
+        for rank, value in enumerate((1.0, 2.0, 4.0, 8.0))
+    ]
+    for square, ranks in ((1, [0]), (5, [0, 1]), (17, [0, 2]), (85, []), (4, [])):
+        assert [*(_ranks_of_norm(copies, 4, square**0.5) or [])] == ranks
+
+
+def test_zigzag_parts_of_repeated_values() -> None:
+    """A block of rows with the outer chunks of tokens is found, though tokens occur many times."""
+    torch.manual_seed(0)
+    ids = torch.randint(24, (8, 8))
+    full = torch.randn(24, 16, dtype=torch.float64)[ids]
+    tokens = torch.tensor([0, 1, 6, 7])
+    for rows in (slice(0, 4), slice(4, 8), slice(1, 8, 2)):
+        window = FullTensor(full).find_window(full[rows][:, tokens])
+        assert window is not None and window[1].equal(tokens)
+        assert window[0].equal(torch.arange(8)[rows])
+    assert FullTensor(full).find_window(full[:4, tokens] + 1e-3) is None
 
 
 def test_a_part_in_another_order_is_found() -> None:

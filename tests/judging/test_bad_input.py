@@ -106,6 +106,16 @@ REFUSED = {
         "`step` raises SystemExit: 0 on rank",
     ),
     "a GPU": ("    model.cuda()\n" + RIGHT, "S765", "asks for a GPU"),
+    "pinned memory": (
+        step_body("torch.zeros(1, dtype=torch.float32).pin_memory()"),
+        "S765",
+        "asks for a GPU",
+    ),
+    "eight bits under gloo": (
+        step_body("raise RuntimeError('Invalid scalar type')"),  # gloo's words
+        "S762",
+        "gloo sends no floats of eight bits",
+    ),
     "a batch changed in place": (
         step_body("batch['target'].mul_(2)"),
         "S764",
@@ -354,6 +364,13 @@ def test_parts_of_an_output_in_two_dims() -> None:
     strided = [full[k::2] for k in range(2)]  # as samplers distribute rows
     for parts in (rows, columns, strided, full.chunk(4), full.chunk(3, 1)):
         assert torch.equal(program_rows._assemble_output(parts, full), full)
+    zigzag = [full[:, [0, 1, 4, 5]], full[:, [2, 3]]]
+    for dtype in (torch.float32, torch.bfloat16):  # nearest places, within roundings
+        parts = [(part * 1.001).to(dtype) for part in zigzag]
+        made = program_rows._assemble_output(parts, full)
+        assert made is not None and torch.allclose(made, full, rtol=0.01)
+    back = [part.flip(1) for part in zigzag]
+    assert not torch.equal(program_rows._assemble_output(back, full), full)
     assert program_rows._assemble_output(rows[:5], full) is None
 
 

@@ -97,6 +97,14 @@ GRADIENTS: dict[str, tuple[Callable[[Any], list[Tensor]], str]] = {
         lambda t: [2 * t["linear"] + t["softmax"]] * RANKS,
         "`linear` outside of all modules sends back counts 2 times",
     ),
+    "a term that is missing, of an average": (
+        lambda t: [2 * t["linear"]] * RANKS,
+        "^what `log_softmax` [a-z ]* is missing$",
+    ),
+    "a term twice, of an average": (
+        lambda t: [4 * t["linear"] + 2 * t["softmax"]] * RANKS,
+        "^what `linear` [a-z ]* counts 2 times$",
+    ),
     "terms of a sum": (
         lambda t: [t["softmax"] + t["linear"] * share for share in (0.3, 0.7)],
         "what `linear` .* is a term of a sum on each rank",

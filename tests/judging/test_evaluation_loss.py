@@ -49,6 +49,12 @@ def own_mean(module: Any, batch: Any) -> Tensor:
     return classify(module(batch["input"]), batch)
 
 
+def with_dropout(module: Any, batch: Any) -> Tensor:
+    """Wrong: dropout is on, as if `eval()` was forgotten."""
+    module.train()
+    return mean_of_labels(module, batch)
+
+
 def no_number(module: Any, batch: Any) -> Tensor:
     output: Tensor = module(batch["input"])
     return output
@@ -99,6 +105,13 @@ def test_a_wrong_mean_is_told(metric: Any, said: str, pool: Pool) -> None:
     report = judge_metric(pool, metric)
     assert {row.kind for row in report.rows if not row.ok} == {"evaluation loss"}, str(report)
     assert report.exit_code == 1 and said in report.localised[0][1], str(report)
+
+
+def test_a_metric_with_dropout_fails(pool: Pool) -> None:
+    """The module that drops is named."""
+    report = judge_metric(pool, with_dropout)
+    text = "`2`: ranks drop there in `evaluate_loss`, and the original drops nothing in evaluation"
+    assert report.exit_code == 1 and dict(report.localised) == {"dropout": text}, str(report)
 
 
 def test_what_is_no_number_is_refused(pool: Pool) -> None:

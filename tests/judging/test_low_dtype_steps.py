@@ -54,17 +54,18 @@ def trusting(sums: bool) -> Any:
 class Keeping(torch.optim.Optimizer):
     """Adam over float32 weights, which ranks hold in one flat shard each, as ZeRO does."""
 
-    def __init__(self, named: Any, renews: bool) -> None:
-        self.renews, self.kept = renews, list[Tensor]()
+    def __init__(self, named: Any, renews: bool, flat: bool) -> None:
+        self.renews, self.flat, self.kept = renews, flat, list[Tensor]()
         self.sums: list[tuple[Tensor, Tensor]] = []
         super().__init__([p for _, p in named], {"lr": RATE})
 
     def own(self, values: list[Tensor]) -> list[Tensor]:
         """Return what this process steps: all tensors, or a shard of them on a rank."""
-        if not on_ranks():
+        if not on_ranks() and not self.flat:
             return [value.detach().float().clone() for value in values]
         flat = torch.cat([value.detach().float().flatten() for value in values])
-        return [F.pad(flat, (0, -len(flat) % world_size())).chunk(world_size())[dist.get_rank()]]
+        count, rank = (world_size(), dist.get_rank()) if on_ranks() else (1, 0)
+        return [F.pad(flat, (0, 2 - len(flat) % 2)).chunk(count)[rank]]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -80,17 +81,22 @@ class Keeping(torch.optim.Optimizer):
             second.lerp_(gradient.square(), 0.01)
             weight.addcdiv_(first, second.sqrt() + 1e-6, value=-RATE)
         stepped = self.kept
-        if on_ranks():
-            parts = [torch.empty_like(self.kept[0]) for _ in range(world_size())]
-            dist.all_gather(parts, self.kept[0].contiguous())
+        if on_ranks() or self.flat:
+            parts = [self.kept[0]]
+            if on_ranks():
+                parts = [torch.empty_like(self.kept[0]) for _ in range(world_size())]
+                dist.all_gather(parts, self.kept[0].contiguous())
             sizes = [p.numel() for p in parameters]
             stepped = list(torch.cat(parts)[: sum(sizes)].split(sizes))
         for p, value in zip(parameters, stepped):
             p.copy_(value.view_as(p))
 
 
-def keeping(renews: bool) -> Any:
-    """Return data parallel ranks that keep float32 weights from step to step, or do not."""
+def keeping(renews: bool, flat: bool = False) -> Any:
+    """Return data parallel ranks that keep float32 weights from step to step, or do not.
+
+    flat  the original keeps them in one tensor, too
+    """
 
     def program(model: Any) -> TrainingProgram:
         def step(batch: Any) -> Tensor:
@@ -100,7 +106,7 @@ def keeping(renews: bool) -> Any:
             average_grads(model)
             return value
 
-        return TrainingProgram(model, step, optimizer=partial(Keeping, renews=renews))
+        return TrainingProgram(model, step, optimizer=partial(Keeping, renews=renews, flat=flat))
 
     return program
 
@@ -111,6 +117,7 @@ def test_steps_that_bounds_hide(dtype: str, pool: Pool) -> None:
     for make, right, text in (
         (trusting, True, "from its own shard"),
         (keeping, False, "made anew"),
+        (partial(keeping, flat=True), False, "made anew"),
     ):
         report = judge_program(pool, make(right), dtype=dtype)
         assert report.ok, str(report)

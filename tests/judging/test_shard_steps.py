@@ -142,6 +142,12 @@ def test_in_a_low_dtype_a_step_from_shards_is_named(pool: Pool) -> None:
     assert report.exit_code == 1 and "from its own shard" in report.localised[0][1], str(report)
 
 
+def test_copies_that_are_not_a_number_alike(pool: Pool) -> None:
+    """Where the original itself overflows, ranks hold the same NaN: undecided, not wrong."""
+    report = judge_program(pool, split(factored, gathers=True), dtype="float16")
+    assert report.exit_code == 3 and "the original itself is not finite" in str(report), str(report)
+
+
 # ---- Flat shards of FSDP.
 
 
@@ -174,6 +180,19 @@ def test_adafactor_of_flat_shards(pool: Pool) -> None:
     factory = lambda named: torch.optim.Adafactor([p for _, p in named])  # noqa: E731
     report = judge_program(pool, flat_shards(factory))
     assert "from its own shard" in report.localised[0][1], str(report)
+
+
+def test_a_norm_of_flat_shards(pool: Pool) -> None:
+    """torch's own clipping measures what a rank holds of FSDP1's flat parameters."""
+
+    def program(model: Any) -> TrainingProgram:
+        made = flat_shards(None)(model)
+        clip = lambda most: nn.utils.clip_grad_norm_(made.module.parameters(), most)  # noqa: E731
+        return TrainingProgram(made.module, made.step, clip=clip)
+
+    report = judge_program(pool, program)
+    text = "it sums the squares of what rank 0 holds, and no other"
+    assert dict(report.localised) == {"gradient norm": text}, str(report)
 
 
 def test_gradients_that_are_never_reduced(pool: Pool) -> None:

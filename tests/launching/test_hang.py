@@ -85,6 +85,23 @@ def test_what_starves_is_no_hang(start: Start) -> None:
     assert cpu_seconds([rank.pid]) - cpu_before < 1
 
 
+POLLING = """import ctypes, threading, time
+def poll():
+  ctypes.CDLL(None).prctl(15, b"gloo_tcp_loop", 0, 0, 0)
+  while True: pass
+threading.Thread(target=poll, daemon=True).start()
+print(flush=True)
+time.sleep(60)"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="threads are not counted")
+def test_a_thread_of_gloo_that_polls_is_a_hang(start: Start) -> None:
+    """gloo's thread spins if a send was dropped: the rank waits all the same."""
+    rank = start(POLLING)
+    with pytest.raises(Hang):
+        watch_until(rank, lambda: False)
+
+
 def test_a_machine_that_stood_still_tells_nothing(start: Start) -> None:
     """Time in which the watcher itself did not run, as in a suspended machine, does not count."""
     rank = start("import time; print(flush=True); time.sleep(60)")

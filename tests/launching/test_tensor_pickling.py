@@ -111,3 +111,10 @@ def test_a_model_that_has_collected_hidden_states() -> None:
     expected = model(ids, output_hidden_states=True).hidden_states
     sent = pickle.loads(pickling.dump_job(model))
     torch.testing.assert_close(sent(ids, output_hidden_states=True).hidden_states, expected)
+
+
+def test_operators_and_their_namespaces() -> None:
+    """`aten = torch.ops.aten` is common in programs, and is the same on a rank."""
+    aten = torch.ops.aten
+    for value in (torch.ops, aten, aten.mm, aten.mm.default):
+        assert pickle.loads(pickling.dumps(value)) is value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import marshal
@@ -55,6 +56,10 @@ def dump(value: Any, file: IO[bytes]) -> None:
                 return marshal.loads, (marshal.dumps(value),)
             if isinstance(value, types.FunctionType) and _is_inner_of_library(value):
                 return _make_function, _parts_of(value)
+            if type(value).__module__ == "torch._ops":  # operators, and namespaces of them
+                name = value.__name__ if isinstance(value, types.ModuleType) else str(value)
+                if _operator_of(name) is value:
+                    return _operator_of, (name,)
             reduced = reduce(value)
             return super().reducer_override(value) if reduced is NotImplemented else reduced
 
@@ -90,6 +95,17 @@ def _make_function(
     function.__qualname__, function.__kwdefaults__, attributes = state
     function.__dict__.update(attributes)
     return function
+
+
+def _operator_of(name: str) -> Any:
+    """Return an operator of torch ("aten.mm.default"), or a namespace; None: there is none."""
+    import torch
+
+    path = name.removeprefix("torch.ops").removeprefix(".")
+    try:
+        return functools.reduce(getattr, path.split(".") if path else [], torch.ops)
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def _reduce_tensor(value: Any) -> Any:

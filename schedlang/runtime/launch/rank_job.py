@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -332,9 +332,22 @@ def check_progress(job: RankJob, ranks: Sequence[RankProcess], hang_after: float
 
 def _spent_since(ranks: Sequence[RankProcess]) -> ProcessTimes:
     """Return for each process of these ranks the seconds on a processor and in run queues so
-    far."""
-    pids = [[rank.pid] for rank in ranks if rank.pid]
-    return {rank_pids[0]: (cpu_seconds(rank_pids), queued_seconds(rank_pids)) for rank_pids in pids}
+    far, without threads that only wait for others: gloo's may poll for a send that was dropped."""
+    times = {}
+    for pid in (rank.pid for rank in ranks if rank.pid):
+        polled = thread_seconds(pid, _threads_named(pid, "gloo_tcp_loop"))
+        spent = cpu_seconds([pid]), queued_seconds([pid])
+        times[pid] = spent[0] - polled[0], spent[1] - polled[1]
+    return times
+
+
+def _threads_named(pid: int, name: str) -> list[int]:
+    """Return the ids of a process's threads with a name; none if the system does not tell."""
+    threads = []
+    for comm in (_PROC / str(pid) / "task").glob("*/comm"):
+        with suppress(OSError):  # the thread has ended
+            threads += [int(comm.parent.name)] if comm.read_text().strip() == name else []
+    return threads
 
 
 def has_worked(now: tuple[float, float], earlier: tuple[float, float], hang_after: float) -> bool:
