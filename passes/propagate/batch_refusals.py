@@ -29,9 +29,10 @@ def find_unused_keys(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
 def describe_packed_tensors(batch: Mapping[str, Any]) -> tuple[str, ...]:
     """Return notes on tensors of a batch with several entries per row, such as packed patches.
 
-    These tensors are not split: each part of the batch has the full tensor.
+    These tensors are not split, nor are lists of numbers: each part of the batch has all of them.
     """
     from schedlang.runtime.batch import named_tensors, row_count
+    from schedlang.runtime.row_lists import describe_number_lists
 
     try:
         rows = row_count(batch)
@@ -43,7 +44,7 @@ def describe_packed_tensors(batch: Mapping[str, Any]) -> tuple[str, ...]:
         f"`{name}` has {count} entries in dim 0 where the batch has {rows} rows: it is not split"
         " by rows, and each part has all of it"
         for name, count in oversized
-    )
+    ) + describe_number_lists(batch, rows)
 
 
 def batch_refusal(

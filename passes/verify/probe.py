@@ -77,6 +77,7 @@ from schedlang.runtime.grad_reduction.batch_statistics import (
 from schedlang.runtime.grad_reduction.row_gathering import RowGathering, gather_in_threads
 from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.rng.logical_dropout import RowDraws, SourceMode
+from schedlang.runtime.row_lists import describe_number_lists
 from schedlang.runtime.tracing.meta_runs import meta_model
 from schedlang.runtime.training_mode import TrainingMode
 from schedlang.runtime.zero_weight_loss import zero_unlabelled_loss
@@ -180,6 +181,9 @@ class Probe:
 # ---- Loss and gradients of parts and whole.
 
 
+_LOSS, _GRADIENTS = "loss of parts", "gradients of parts"  # kinds of rows
+
+
 def compare_parts(
     subject: Sequential,
     batch: Batch,
@@ -202,14 +206,30 @@ def compare_parts(
     sides = [
         Observation(
             {
-                Key(name, "loss of parts" if k == "" else "gradients of parts", 0, k or "loss"): v
+                Key(name, _LOSS if k == "" else _GRADIENTS, 0, k or "loss"): v
                 for k, v in results.items()
             },
             order=subject.order,
         )
         for results in (whole, _add_parts(weighed))
     ]
-    return tuple(compare_tensors(sides[0], sides[1], rtol, exact=False))
+    sizes = _least_sizes(subject.module, whole)
+    return tuple(compare_tensors(sides[0], sides[1], rtol, exact=False, sizes=sizes))
+
+
+def _least_sizes(module: nn.Module, whole: LossAndGradients) -> dict[str, float]:
+    """Return below which size a loss, and its gradients, are roundings of each other.
+
+    Terms of the loss may cancel: rows of a pair that are equal, or advantages that are relative to
+    their group, leave roundings of a loss that moves with its parameters, or of gradients.
+    """
+    norms = [float(p.norm()) for n, p in module.named_parameters() if whole.get(n) is not None]
+    parameter, loss = max(norms, default=0.0) or 1.0, whole[""]
+    gradient = max((float(g.norm()) for n, g in whole.items() if n and g is not None), default=0.0)
+    return {
+        _LOSS: gradient * parameter,
+        _GRADIENTS: 0.0 if loss is None else float(loss.abs()) / parameter,
+    }
 
 
 def weighted_parts(
@@ -376,10 +396,11 @@ def _changed_loss(case: Case, probe: Probe, difference: Row) -> Refusal:
     norm = None if prepared is None else find_batch_norm(case.plan.model.model, prepared.traced)
     statistics_note = "statistics over the batch (batch norm, router losses) would differ by rank"
     gather_helps = _gather_helps(case, probe.batch, mixing) if norm is None else ()
+    lists = describe_number_lists(probe.batch, count_rows(probe.batch))
     return Refusal.of(
         "S703",
         "splitting the batch changes the loss of this model",
-        notes=(differ_note, statistics_note, *mixing_note),
+        notes=(differ_note, statistics_note, *mixing_note, *lists),
         helps=(*gather_helps, *HELPS_WEIGHT) if norm is None else HELPS_NORM,
     )
 
