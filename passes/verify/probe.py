@@ -39,6 +39,7 @@ from schedlang.passes.propagate.propagate import Traced
 from schedlang.passes.verify.compare import RTOL, compare_tensors
 from schedlang.passes.verify.forward_state import check_attributes, check_buffers, restored_buffers
 from schedlang.passes.verify.linear_backward import check_linear
+from schedlang.passes.verify.loss_alone import check_loss_alone
 from schedlang.passes.verify.mixing_call import MixingCall, find_mixing_call
 from schedlang.passes.verify.observe import Batch, Key, Observation
 from schedlang.passes.verify.original import (
@@ -554,6 +555,7 @@ def check_if_cheap(
     devices = {tensor.device for tensor in plan.model.model.parameters()}
     if size * numbers > CHEAP_WORK or _on_meta(plan) or not all(map(has_float64, devices)):
         _check_batch_norms(plan, ready)
+        check_loss_alone(plan, batch, ready, loss, weight)
         _warn_of_pairs(plan, ready)
         return
     case = Case(plan, (dict(batch),), loss, weight, dtype="none", prepared=ready)
