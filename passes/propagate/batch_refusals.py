@@ -1,14 +1,19 @@
-"""Refusals of a batch that the model rejects on the meta device."""
+"""Refusals of a batch that the model rejects, or whose parts do not make its loss."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.diagnostic import Label, Refusal
+from schedlang.diagnostics.source import NOWHERE
+from schedlang.ir.model import quote_module
+from schedlang.ir.plan import Plan
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from schedlang.runtime.grad_reduction.batch_statistics import BatchSum
 
 
 def is_about_values(error: Exception) -> bool:
@@ -83,4 +88,32 @@ def batch_refusal(
             *packed,
         ),
         helps=tuple(helps),
+    )
+
+
+HELP_RELAX = 'or allow statistics of each part: `step "..." relax(batch_stats) {`'
+HELPS_NORM = (HELP_RELAX.removeprefix("or "), "or replace it by a norm of each row")
+HELPS_WEIGHT = (
+    "define `weight(batch)` in the model file: the weight of a part of the batch",
+    'or allow it: `step "..." relax(batch_stats) {`',
+)
+
+
+def split_statistics(plan: Plan, batch_sum: BatchSum) -> Refusal:
+    """Return S668: the loss needs a sum over the rows of all microbatches."""
+    row = plan.origin(plan.order) if plan.order is not None else None
+    return Refusal.of(
+        "S668",
+        f"the loss needs statistics of the full batch, not of {plan.micro} microbatches",
+        Label((row and row.span) or NOWHERE),
+        notes=(
+            f"the forward of {quote_module(batch_sum.fqn)} takes a {batch_sum.name} over all rows"
+            + (f", {batch_sum.line}" if batch_sum.line else ""),
+            "the backward of a microbatch starts before later microbatches are computed",
+        ),
+        helps=(
+            "use one microbatch, `micro=1`: ranks compute the statistics together",
+            f"or, for a mean over what it counts, {HELPS_WEIGHT[0]}",
+            HELP_RELAX,
+        ),
     )

@@ -14,15 +14,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, quote_names
-from schedlang.diagnostics.source import NOWHERE
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, quote_names
 from schedlang.diagnostics.user_errors import refusal_of
-from schedlang.ir.model import is_inside, quote_module
+from schedlang.ir.model import is_inside
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.propagate.batch_refusals import (
+    HELPS_WEIGHT,
     batch_refusal,
     is_about_values,
+    split_statistics,
 )
 from schedlang.passes.propagate.equal_units import MIN_EQUAL, units_to_record
 
@@ -471,17 +472,13 @@ def weight_of(traced: Original, parts: int) -> Weight:
             "S621",
             f"the model has {len(traced.labels)} losses, each with its own labels",
             notes=("a part of the batch would need a different weight in each",),
-            helps=("define `weight(batch)` in the model file: the weight of a part of the batch",),
+            helps=(
+                HELPS_WEIGHT[0],
+                "or write each mean in the forward as a sum divided by its count, and use one"
+                " microbatch: ranks sum both",
+            ),
         )
     return lambda batch: float(row_count(batch))
-
-
-HELP_RELAX = 'or allow statistics of each part: `step "..." relax(batch_stats) {`'
-HELPS_NORM = (HELP_RELAX.removeprefix("or "), "or replace it by a norm of each row")
-HELPS_WEIGHT = (
-    "define `weight(batch)` in the model file: the weight of a part of the batch",
-    'or allow it: `step "..." relax(batch_stats) {`',
-)
 
 
 def with_statistics(
@@ -496,7 +493,7 @@ def with_statistics(
         # with a mean over labels, no other sum is a mean of means, for any number of rows
         nonlinear = [term for term, linear in sums.sums.items() if not linear] if sums else []
         if sums is not None and sums.labels and nonlinear:
-            raise _split_statistics(plan, nonlinear[0])
+            raise split_statistics(plan, nonlinear[0])
     statistics = statistics_of(plan, sample, loss, weighed, traced.equal_units)
     unknown = weighed or is_statistics_relaxed(plan)
     known = None if unknown else _known_sums(plan, sample, loss, traced.equal_units)
@@ -539,23 +536,7 @@ def check_microbatches(
     """Refuse (S668) a loss with statistics of the full batch, unless the plan relaxes them."""
     sums = find_shared_sums(plan, sample, loss, weighed)
     if plan.micro > 1 and not is_statistics_relaxed(plan) and sums:
-        raise _split_statistics(plan, sums[0])
-
-
-def _split_statistics(plan: Plan, batch_sum: BatchSum) -> Refusal:
-    micro = plan.micro
-    row = plan.origin(plan.order) if plan.order is not None else None
-    return Refusal.of(
-        "S668",
-        f"the loss needs statistics of the full batch, not of {micro} microbatches",
-        Label((row and row.span) or NOWHERE),
-        notes=(
-            f"the forward of {quote_module(batch_sum.fqn)} takes a {batch_sum.name} over all rows"
-            + (f", {batch_sum.line}" if batch_sum.line else ""),
-            "the backward of a microbatch starts before later microbatches are computed",
-        ),
-        helps=("use one microbatch, `micro=1`: ranks compute the statistics together", HELP_RELAX),
-    )
+        raise split_statistics(plan, sums[0])
 
 
 def is_statistics_relaxed(plan: Plan) -> bool:

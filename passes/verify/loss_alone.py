@@ -20,8 +20,8 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import Prepared
+from schedlang.passes.propagate.batch_refusals import HELPS_WEIGHT
 from schedlang.passes.propagate.original_forward import (
-    HELPS_WEIGHT,
     is_statistics_relaxed,
     weight_of,
 )

@@ -28,9 +28,8 @@ from schedlang.ir.module_copies import copy_module
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.expert_capacity import without_capacity
 from schedlang.passes.analyze.prepare import Prepared
+from schedlang.passes.propagate.batch_refusals import HELPS_NORM, HELPS_WEIGHT
 from schedlang.passes.propagate.original_forward import (
-    HELPS_NORM,
-    HELPS_WEIGHT,
     check_microbatches,
     is_statistics_relaxed,
     weight_of,
