@@ -91,6 +91,34 @@ def batch_refusal(
     )
 
 
+def part_refusal(error: Exception, batch: Mapping[str, Any], gathered: bool = False) -> Refusal:
+    """Return S604 for an error that a model raised on a part of a batch, but not on the batch.
+
+    `gathered`: it had the part's rows, and the gathered rows of other parts (`gather_rows`).
+    """
+    from schedlang.runtime.batch import named_tensors, row_count
+    from schedlang.runtime.tracing.model_lines import line_of
+
+    text, line, rows = f"{type(error).__name__}: {error}", line_of(error), row_count(batch)
+    names = [name for name, tensor in named_tensors(batch).items() if tensor.shape[:1] == (rows,)]
+    helps = (
+        "what has no rows is no part of the batch: keep it as a buffer, or give it another first"
+        " dim: `table[None]`",
+        "or do not split the batch: 1 rank on the axes of `zero`, 1 microbatch",
+    )
+    if gathered:
+        helps = ("let the gathered module return what else belongs to its rows, labels too",)
+    return Refusal.of(
+        "S604",
+        "the model rejects gathered rows" if gathered else "the model rejects a part of this batch",
+        notes=(
+            f"it raised `{text.splitlines()[0]}`{line and f', at {line}'}",
+            f"split by rows, {rows} of them: {', '.join(f'`{name}`' for name in names)}",
+        ),
+        helps=helps,
+    )
+
+
 HELP_RELAX = 'or allow statistics of each part: `step "..." relax(batch_stats) {`'
 HELPS_NORM = (HELP_RELAX.removeprefix("or "), "or replace it by a norm of each row")
 HELPS_WEIGHT = (
