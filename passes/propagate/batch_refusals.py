@@ -101,7 +101,7 @@ def part_refusal(error: Exception, batch: Mapping[str, Any], gathered: bool = Fa
 
     text, line, rows = f"{type(error).__name__}: {error}", line_of(error), row_count(batch)
     names = [name for name, tensor in named_tensors(batch).items() if tensor.shape[:1] == (rows,)]
-    helps = (
+    helps: tuple[str, ...] = (
         "what has no rows is no part of the batch: keep it as a buffer, or give it another first"
         " dim: `table[None]`",
         "or do not split the batch: 1 rank on the axes of `zero`, 1 microbatch",

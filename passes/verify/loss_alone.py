@@ -79,14 +79,14 @@ def _first_difference(plan: Plan, batch: Batch, ready: Prepared, loss: Loss, wei
         if tried is not None and outputs is not None:
             parts = _parts(plan, tried)
             weights = [float(weigh(part.inputs)) for part in parts]
-            with _NoCollectives():
+            with _NoCollectives():  # type: ignore[no-untyped-call]
                 text = _difference(outputs, tried, parts, weights, loss)
             if text:
                 return text
     return ""
 
 
-class _NoCollectives(TorchDispatchMode):
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raise at a collective of the loss: here all ranks have the same rows."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -371,7 +371,7 @@ def _check_shards(optimizer: torch.optim.Optimizer) -> None:
             ).at(python_span())
 
 
-_check_eagerly = torch.compiler.disable(_check_shards)
+_check_eagerly = torch.compiler.disable(_check_shards)  # type: ignore[no-untyped-call]
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
