@@ -238,6 +238,16 @@ def repeat_first_rows(batch: Batch, parts: Sequence[Sequence[int]]) -> Batch | N
     return {name: taken(value) for name, value in batch.items()}
 
 
+def spread_rows(batch: Batch, ranks: int) -> Batch | None:
+    """Return a batch of all ranks made from the rows of one: a rank has one of them, repeated.
+
+    Each rank has as many rows as `batch`. Returns None as `repeat_first_rows` does.
+    """
+    count = count_rows(batch) if pytree.is_flat(batch) else 0
+    index = [rank % count for rank in range(ranks) for _ in range(count)]
+    return repeat_first_rows(batch, [[row] for row in index]) if count else None
+
+
 def tied_names(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Return groups of names of one parameter."""
     names: dict[int, list[str]] = {}
