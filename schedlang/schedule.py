@@ -79,10 +79,7 @@ def _build_program(
 
     def check(plan: Plan, batch: Mapping[str, Any], prepared: Prepared) -> None:
         check_sums(plan, batch, prepared, loss=loss, local=local)
-        # one rank's rows are not the full batch to compare with: rows of others are made of them
-        alone = local and not plan.row_gathers
-        trial = spread_rows(batch, plan.shares) if alone else None if local else batch
-        if trial is not None:
+        if (trial := spread_rows(plan, batch) if local else batch) is not None:
             check_if_cheap(plan, trial, prepared, loss=loss, weight=weight)
 
     with restore_loss_state(loss):  # its counters and random draws start with the first step

@@ -220,12 +220,12 @@ def _least_sizes(module: nn.Module, whole: LossAndGradients) -> dict[str, float]
     Terms of the loss may cancel: rows of a pair that are equal, or advantages that are relative to
     their group, leave roundings of a loss that moves with its parameters, or of gradients.
     """
-    norms = [float(p.norm()) for n, p in module.named_parameters() if whole.get(n) is not None]
+    norms = [float(p.detach().norm()) for n, p in module.named_parameters() if n in whole]
     parameter, loss = max(norms, default=0.0) or 1.0, whole[""]
     gradient = max((float(g.norm()) for n, g in whole.items() if n and g is not None), default=0.0)
     return {
         _LOSS: gradient * parameter,
-        _GRADIENTS: 0.0 if loss is None else float(loss.abs()) / parameter,
+        _GRADIENTS: 0.0 if loss is None else float(loss.detach().abs()) / parameter,
     }
 
 

@@ -26,7 +26,6 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.ir.placement import EVEN, Uneven, positions
 from schedlang.runtime import mixed_precision as mixed_precision  # autocast on the meta device
-from schedlang.runtime.adapters.torch_tensor import version_of
 from schedlang.runtime.batch import named_tensors, row_count
 from schedlang.runtime.propagation.parameter_access import ParameterAccess, idle_modules
 from schedlang.runtime.rng.logical_functions import draws_logically, mask_shapes
@@ -199,7 +198,7 @@ class ModuleStack:
         self.frames.append((fqn, call_number))
         inputs = list(tensors_in((args, kwargs)))
         with torch._C.DisableTorchFunction():  # not seen by function modes
-            versions = [version_of(tensor) for tensor in inputs]
+            versions = [0 if t.is_inference() else t._version for t in inputs]
             self.mains.append(next((t for t in inputs if t.is_floating_point()), None))
         if self.observer is not None:
             self.observer(self.frames[-1], (args, kwargs))
@@ -214,7 +213,7 @@ class ModuleStack:
             frame = self.frames.pop()
             self.mains.pop()
         with torch._C.DisableTorchFunction():
-            if [version_of(tensor) for tensor in inputs] != versions:
+            if [0 if t.is_inference() else t._version for t in inputs] != versions:
                 self.overwrites.add(fqn)
         if self.observer is not None:
             self.observer(frame, output)
