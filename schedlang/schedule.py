@@ -69,6 +69,7 @@ def _build_program(
     from schedlang.passes.simulate.kernel_gains import count_step_gains
     from schedlang.passes.simulate.one_rank_step import repeat_sample
     from schedlang.passes.static_checks.static import check_sums
+    from schedlang.passes.verify.original import spread_rows
     from schedlang.passes.verify.probe import check_if_cheap
     from schedlang.runtime.declined_calls import warn_declined
     from schedlang.runtime.global_state import restore_loss_state
@@ -78,8 +79,8 @@ def _build_program(
 
     def check(plan: Plan, batch: Mapping[str, Any], prepared: Prepared) -> None:
         check_sums(plan, batch, prepared, loss=loss, local=local)
-        if not local:  # one rank's rows are not the full batch to compare with
-            check_if_cheap(plan, batch, prepared, loss=loss, weight=weight)
+        if (trial := spread_rows(plan, batch) if local else batch) is not None:
+            check_if_cheap(plan, trial, prepared, loss=loss, weight=weight)
 
     with restore_loss_state(loss):  # its counters and random draws start with the first step
         require_costs(plan, full_batch, loss, weight)

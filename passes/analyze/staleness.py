@@ -249,7 +249,7 @@ def find_gathered_step(
             "give the bound of the global norm to `clip=`, or use an optimizer that updates one"
             " parameter at a time",
         )
-    if split is None or is_elementwise(optimizer, dims):
+    if split is None or _tried(is_elementwise, optimizer, dims):
         return None
     if staged.timeline.stale:
         _refuse_optimizer(
@@ -257,7 +257,7 @@ def find_gathered_step(
             f"this optimizer needs full tensors, and `{split.name}` is sharded",
             "use a synchronous order, or an elementwise optimizer (SGD, Adam, AdamW, ...)",
         )
-    if is_tensorwise(optimizer, dims):
+    if _tried(is_tensorwise, optimizer, dims):
         return FullTensorStep(a.parameters, a.holdings, a.ranks)
     _refuse_optimizer(
         "this optimizer does not update each parameter separately",
@@ -266,6 +266,25 @@ def find_gathered_step(
         "use one that updates one parameter at a time (Muon, Adafactor, LAMB) or one element"
         " (SGD, Adam, AdamW, Adagrad, RMSprop, ...)",
     )
+
+
+def _tried(
+    trial: Callable[..., bool],
+    optimizer: Callable[..., torch.optim.Optimizer],
+    dims: Mapping[str, int],
+) -> bool:
+    """Return the result of a trial; refuse (S622) an optimizer that fails in it."""
+    try:
+        return trial(optimizer, dims)
+    except Refusal:
+        raise
+    except Exception as error:  # of the user's code
+        _refuse_optimizer(
+            "this optimizer fails where its groups hold other parameters than it was made with",
+            f"`{type(error).__name__}: {error}`, in a trial on small tensors, which shows whether"
+            " it can step on shards",
+            "keep what belongs to a parameter in `self.state[parameter]`, not by its position",
+        )
 
 
 def _is_separate(optimizer: Callable[..., torch.optim.Optimizer], dims: Mapping[str, int]) -> bool:

@@ -387,6 +387,7 @@ def _make_program(
     import torch
 
     from schedlang.runtime.comm.agreement import check_agreement, shared_store
+    from schedlang.runtime.optim.full_tensor_step import complete_hooks
     from schedlang.runtime.program import Program
     from schedlang.runtime.shard_state import OptimizerShards
     from schedlang.runtime.step_batch import BatchComparison
@@ -403,6 +404,7 @@ def _make_program(
         trained_names = {n for n, p in plan.model.model.named_parameters() if p.requires_grad}
         optimizer = _make_optimizer(a, options.optimizer, trained_names)
         if isinstance(optimizer, torch.optim.Optimizer) and a.ranks.mesh.world > 1:
+            complete_hooks(optimizer)
             shards = OptimizerShards(a)
             optimizer.register_state_dict_post_hook(shards.mark)
             optimizer.register_load_state_dict_pre_hook(shards.check)

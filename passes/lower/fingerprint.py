@@ -101,7 +101,9 @@ def optimizer_items(
 
     if optimizer is None:
         return [AgreementItem("optimizer", {}, partial=True)]
-    parts = {"class": type(optimizer).__qualname__} | _plain_settings(optimizer.defaults)
+    parts = {"class": type(optimizer).__qualname__} | _plain_settings(
+        getattr(optimizer, "defaults", {})
+    )
     for group in optimizer.param_groups:
         settings = _plain_settings(
             {k: v for k, v in group.items() if k not in ("params", "param_names")}

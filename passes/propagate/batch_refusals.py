@@ -1,14 +1,19 @@
-"""Refusals of a batch that the model rejects on the meta device."""
+"""Refusals of a batch that the model rejects, or whose parts do not make its loss."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.diagnostic import Label, Refusal
+from schedlang.diagnostics.source import NOWHERE
+from schedlang.ir.model import quote_module
+from schedlang.ir.plan import Plan
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from schedlang.runtime.grad_reduction.batch_statistics import BatchSum
 
 
 def is_about_values(error: Exception) -> bool:
@@ -29,9 +34,10 @@ def find_unused_keys(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
 def describe_packed_tensors(batch: Mapping[str, Any]) -> tuple[str, ...]:
     """Return notes on tensors of a batch with several entries per row, such as packed patches.
 
-    These tensors are not split: each part of the batch has the full tensor.
+    These tensors are not split, nor are lists of numbers: each part of the batch has all of them.
     """
     from schedlang.runtime.batch import named_tensors, row_count
+    from schedlang.runtime.row_lists import describe_number_lists
 
     try:
         rows = row_count(batch)
@@ -43,7 +49,7 @@ def describe_packed_tensors(batch: Mapping[str, Any]) -> tuple[str, ...]:
         f"`{name}` has {count} entries in dim 0 where the batch has {rows} rows: it is not split"
         " by rows, and each part has all of it"
         for name, count in oversized
-    )
+    ) + describe_number_lists(batch, rows)
 
 
 def batch_refusal(
@@ -82,4 +88,60 @@ def batch_refusal(
             *packed,
         ),
         helps=tuple(helps),
+    )
+
+
+def part_refusal(error: Exception, batch: Mapping[str, Any], gathered: bool = False) -> Refusal:
+    """Return S604 for an error that a model raised on a part of a batch, but not on the batch.
+
+    `gathered`: it had the part's rows, and the gathered rows of other parts (`gather_rows`).
+    """
+    from schedlang.runtime.batch import named_tensors, row_count
+    from schedlang.runtime.tracing.model_lines import line_of
+
+    text, line, rows = f"{type(error).__name__}: {error}", line_of(error), row_count(batch)
+    names = [name for name, tensor in named_tensors(batch).items() if tensor.shape[:1] == (rows,)]
+    helps: tuple[str, ...] = (
+        "what has no rows is no part of the batch: keep it as a buffer, or give it another first"
+        " dim: `table[None]`",
+        "or do not split the batch: 1 rank on the axes of `zero`, 1 microbatch",
+    )
+    if gathered:
+        helps = ("let the gathered module return what else belongs to its rows, labels too",)
+    return Refusal.of(
+        "S604",
+        "the model rejects gathered rows" if gathered else "the model rejects a part of this batch",
+        notes=(
+            f"it raised `{text.splitlines()[0]}`{line and f', at {line}'}",
+            f"split by rows, {rows} of them: {', '.join(f'`{name}`' for name in names)}",
+        ),
+        helps=helps,
+    )
+
+
+HELP_RELAX = 'or allow statistics of each part: `step "..." relax(batch_stats) {`'
+HELPS_NORM = (HELP_RELAX.removeprefix("or "), "or replace it by a norm of each row")
+HELPS_WEIGHT = (
+    "define `weight(batch)` in the model file: the weight of a part of the batch",
+    'or allow it: `step "..." relax(batch_stats) {`',
+)
+
+
+def split_statistics(plan: Plan, batch_sum: BatchSum) -> Refusal:
+    """Return S668: the loss needs a sum over the rows of all microbatches."""
+    row = plan.origin(plan.order) if plan.order is not None else None
+    return Refusal.of(
+        "S668",
+        f"the loss needs statistics of the full batch, not of {plan.micro} microbatches",
+        Label((row and row.span) or NOWHERE),
+        notes=(
+            f"the forward of {quote_module(batch_sum.fqn)} takes a {batch_sum.name} over all rows"
+            + (f", {batch_sum.line}" if batch_sum.line else ""),
+            "the backward of a microbatch starts before later microbatches are computed",
+        ),
+        helps=(
+            "use one microbatch, `micro=1`: ranks compute the statistics together",
+            f"or, for a mean over what it counts, {HELPS_WEIGHT[0]}",
+            HELP_RELAX,
+        ),
     )

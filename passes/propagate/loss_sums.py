@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from schedlang.diagnostics.diagnostic import Label, Refusal
-from schedlang.diagnostics.source import NOWHERE
-from schedlang.ir.model import quote_module
 from schedlang.ir.plan import Plan
+from schedlang.passes.propagate.batch_refusals import split_statistics
 
 if TYPE_CHECKING:
     from torch import nn
@@ -106,14 +104,6 @@ class _ManyRowsRun:
         return units is not None and (units.different or failed and units.imitated > 0)
 
 
-HELP_RELAX = 'or allow statistics of each part: `step "..." relax(batch_stats) {`'
-HELPS_NORM = (HELP_RELAX.removeprefix("or "), "or replace it by a norm of each row")
-HELPS_WEIGHT = (
-    "define `weight(batch)` in the model file: the weight of a part of the batch",
-    'or allow it: `step "..." relax(batch_stats) {`',
-)
-
-
 def with_statistics(
     plan: Plan, traced: Traced, sample: Mapping[str, Any], loss: Loss | None, weighed: bool = False
 ) -> Traced:
@@ -126,7 +116,7 @@ def with_statistics(
         # with a mean over labels, no other sum is a mean of means, for any number of rows
         nonlinear = [term for term, linear in sums.sums.items() if not linear] if sums else []
         if sums is not None and sums.labels and nonlinear:
-            raise _split_statistics(plan, nonlinear[0])
+            raise split_statistics(plan, nonlinear[0])
     statistics = statistics_of(plan, sample, loss, weighed, traced.equal_units)
     unknown = weighed or is_statistics_relaxed(plan)
     known = None if unknown else _known_sums(plan, sample, loss, traced.equal_units)
@@ -167,23 +157,7 @@ def check_microbatches(
     """Refuse (S668) a loss with statistics of the full batch, unless the plan relaxes them."""
     sums = find_shared_sums(plan, sample, loss, weighed)
     if plan.micro > 1 and not is_statistics_relaxed(plan) and sums:
-        raise _split_statistics(plan, sums[0])
-
-
-def _split_statistics(plan: Plan, batch_sum: BatchSum) -> Refusal:
-    micro = plan.micro
-    row = plan.origin(plan.order) if plan.order is not None else None
-    return Refusal.of(
-        "S668",
-        f"the loss needs statistics of the full batch, not of {micro} microbatches",
-        Label((row and row.span) or NOWHERE),
-        notes=(
-            f"the forward of {quote_module(batch_sum.fqn)} takes a {batch_sum.name} over all rows"
-            + (f", {batch_sum.line}" if batch_sum.line else ""),
-            "the backward of a microbatch starts before later microbatches are computed",
-        ),
-        helps=("use one microbatch, `micro=1`: ranks compute the statistics together", HELP_RELAX),
-    )
+        raise split_statistics(plan, sums[0])
 
 
 def is_statistics_relaxed(plan: Plan) -> bool:

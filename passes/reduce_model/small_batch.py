@@ -39,6 +39,8 @@ def reduce_batch(batch: Batch, reduction: BatchReduction) -> dict[str, Any]:
     """
     from torch import Tensor
 
+    from schedlang.runtime.row_lists import is_row_list
+
     rows = _rows(batch)
     rows_kept = _new_rows(rows, *reduction.parts)
     lengths = _lengths(batch)
@@ -53,6 +55,8 @@ def reduce_batch(batch: Batch, reduction: BatchReduction) -> dict[str, Any]:
             value = _shorten(value, lengths, reduction.dims)
             if _are_ids(value):
                 value = _fold_ids(value, int(batch[key].max()), reduction)
+        elif is_row_list(value, rows):
+            value = value[:rows_kept]
         reduced[key] = value
     return reduced
 

@@ -63,14 +63,20 @@ def repeat_sample(sample: Mapping[str, Any], times: int) -> dict[str, Any]:
 
     from schedlang.ir import pytree
     from schedlang.runtime.batch import row_count
+    from schedlang.runtime.row_lists import is_row_list, take_rows
 
     rows = row_count(sample)
 
     def repeat(value: Any) -> Any:
+        if is_row_list(value, rows):
+            return take_rows(value, torch.arange(rows * times) % rows)
         is_batched = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == rows
         return torch.cat([value] * times) if is_batched else value
 
-    repeated: dict[str, Any] = pytree.tree_map(repeat, dict(sample), is_leaf=pytree.is_sample_batch)
+    def is_leaf(value: Any) -> bool:
+        return pytree.is_sample_batch(value) or is_row_list(value, rows)
+
+    repeated: dict[str, Any] = pytree.tree_map(repeat, dict(sample), is_leaf=is_leaf)
     return repeated
 
 
@@ -80,11 +86,13 @@ def expand_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
 
     Raises Refusal (S109) for objects of many samples, such as a `Batch` of torch_geometric.
     """
+    import torch
     from torch import Tensor
 
     from schedlang.diagnostics.diagnostic import Refusal
     from schedlang.ir import pytree
     from schedlang.runtime.batch import row_count
+    from schedlang.runtime.row_lists import is_row_list, take_rows
 
     count = row_count(batch)
     if rows == count:
@@ -95,10 +103,15 @@ def expand_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
             title = f"`--rows {rows}` cannot repeat a row of a `{type(value).__name__}`"
             help_ = "leave it out, and let the model file's `batch` have as many rows"
             raise Refusal.of("S109", title, helps=(help_,))
+        if is_row_list(value, count):
+            return take_rows(value, torch.zeros(rows, dtype=torch.int64))
         is_batched = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
         return value[:1].expand(rows, *value.shape[1:]) if is_batched else value
 
-    expanded: dict[str, Any] = pytree.tree_map(part, dict(batch), is_leaf=pytree.is_sample_batch)
+    def is_leaf(value: Any) -> bool:
+        return pytree.is_sample_batch(value) or is_row_list(value, count)
+
+    expanded: dict[str, Any] = pytree.tree_map(part, dict(batch), is_leaf=is_leaf)
     return expanded
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from functools import reduce
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, dtype
@@ -22,6 +23,7 @@ from schedlang.report import Row
 RTOL = 1e-9
 FLOOR = 1e-12  # of the largest norm among tensors of the kind
 ELEMENT_MARGIN = 100.0  # factor of the gate of a single element
+_NO_SIZES: Mapping[str, float] = MappingProxyType({})
 
 OUTPUTS = ("outputs", "training outputs")
 DRAWS = "dropout draws"
@@ -92,10 +94,17 @@ def _sets(expected: Observation, actual: Observation) -> Iterator[Row]:
 
 
 def compare_tensors(
-    expected: Observation, actual: Observation, rtol: float, exact: bool
+    expected: Observation,
+    actual: Observation,
+    rtol: float,
+    exact: bool,
+    sizes: Mapping[str, float] = _NO_SIZES,
 ) -> Iterator[Row]:
-    """Compare tensor by tensor, in the order in which differences arise."""
-    scales = _scales(expected)
+    """Compare tensor by tensor, in the order in which differences arise.
+
+    `sizes`: the least size of the tensors of a kind, if it is known from tensors of other kinds.
+    """
+    scales = _scales(expected, sizes)
     positions = {name: i for i, name in enumerate(expected.order)}
 
     def when(key: Key) -> tuple[int, int, int]:
@@ -122,12 +131,15 @@ def is_left_out(key: Key, left_out: Mapping[str, str]) -> bool:
     )
 
 
-def _scales(expected: Observation) -> dict[tuple[str, str, int], tuple[float, float]]:
+def _scales(
+    expected: Observation, sizes: Mapping[str, float]
+) -> dict[tuple[str, str, int], tuple[float, float]]:
     """Return the largest norm and element among finite tensors, by (condition, kind, step)."""
     scales: dict[tuple[str, str, int], tuple[float, float]] = {}
     for key, value in expected.tensors.items():
         if value is not None and value.numel() and (norm := _norm(value)) < math.inf:
-            big = scales.get(key[:3], (0.0, 0.0))
+            least = sizes.get(key.kind, 0.0)
+            big = scales.get(key[:3], (least, least))
             scales[key[:3]] = (max(big[0], norm), max(big[1], _largest(value)))
     return scales
 

@@ -14,9 +14,16 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir import pytree
 from schedlang.ir.module_copies import copy_module
+from schedlang.ir.plan import Plan
 from schedlang.passes.verify.observe import Batch, Loss, MakeOptimizer
 from schedlang.passes.verify.randomness import describe_draws, generator_states, repeated_streams
-from schedlang.runtime.batch import named_tensors, no_loss_diagnostic, run_model, with_leaf_tensors
+from schedlang.runtime.batch import (
+    named_tensors,
+    no_loss_diagnostic,
+    run_model,
+    split_rows,
+    with_leaf_tensors,
+)
 from schedlang.runtime.device import seeded_generator
 from schedlang.runtime.global_state import HostDraws
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
@@ -236,6 +243,26 @@ def repeat_first_rows(batch: Batch, parts: Sequence[Sequence[int]]) -> Batch | N
         return value[first_rows.to(value.device)] if is_batched else value
 
     return {name: taken(value) for name, value in batch.items()}
+
+
+def spread_rows(plan: Plan, batch: Batch) -> Batch | None:
+    """Return a batch of all ranks made from the rows of one: each part has others, repeated.
+
+    Neighbouring rows stay neighbours where a part has several: they may be pairs. Returns None as
+    `repeat_first_rows` does, and where ranks gather rows.
+    """
+    if plan.row_gathers or not pytree.is_flat(batch):
+        return None
+    count = count_rows(batch)
+    ranges = split_rows(count * plan.shares, plan.share_weights)
+    sizes = [len(part) for rows in ranges for part in split_rows(len(rows), plan.micro)]
+    others = max(1, count // len(sizes))  # rows that a part has
+    index = [
+        number * count // len(sizes) + row % others
+        for number, size in enumerate(sizes)
+        for row in range(size)
+    ]
+    return repeat_first_rows(batch, [[row] for row in index])
 
 
 def tied_names(module: nn.Module) -> tuple[tuple[str, ...], ...]:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from schedlang.diagnostics.diagnostic import Diagnostic, OwnError, Refusal
 from schedlang.diagnostics.tables import DEFAULT_COLUMNS
 from schedlang.ir.annotations import RowGather
-from schedlang.ir.module_copies import copy_module
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.expert_capacity import without_capacity
 from schedlang.passes.analyze.prepare import Prepared
+from schedlang.passes.propagate.batch_refusals import HELPS_NORM, HELPS_WEIGHT
 from schedlang.passes.propagate.loss_sums import (
-    HELPS_NORM,
-    HELPS_WEIGHT,
     check_microbatches,
     is_statistics_relaxed,
 )
@@ -39,18 +37,18 @@ from schedlang.passes.propagate.propagate import Traced
 from schedlang.passes.verify.compare import RTOL, compare_tensors
 from schedlang.passes.verify.forward_state import check_attributes, check_buffers, restored_buffers
 from schedlang.passes.verify.linear_backward import check_linear
+from schedlang.passes.verify.loss_alone import check_loss_alone
 from schedlang.passes.verify.mixing_call import MixingCall, find_mixing_call
+from schedlang.passes.verify.model_alone import UNKNOWN, model_gap, part_error
 from schedlang.passes.verify.observe import Batch, Key, Observation
 from schedlang.passes.verify.original import (
     Sequential,
     count_rows,
     repeat_first_rows,
-    returned_loss,
 )
 from schedlang.passes.verify.original_checks import check_batch
 from schedlang.passes.verify.proof_case import (
     Case,
-    copy_original,
     original_subject,
     own_float64,
     prepare_case,
@@ -64,9 +62,9 @@ from schedlang.passes.verify.relaxed_original import (
 )
 from schedlang.passes.verify.stage_state import check_across_stages
 from schedlang.report import Row
-from schedlang.runtime.batch import BatchPart, named_tensors, run_model, split_batch
+from schedlang.runtime.batch import BatchPart, named_tensors, split_batch
 from schedlang.runtime.comm import world
-from schedlang.runtime.device import generators_restored, has_float64
+from schedlang.runtime.device import has_float64
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.global_state import restore_global_state
 from schedlang.runtime.grad_reduction.batch_statistics import (
@@ -76,7 +74,7 @@ from schedlang.runtime.grad_reduction.batch_statistics import (
 )
 from schedlang.runtime.grad_reduction.row_gathering import RowGathering, gather_in_threads
 from schedlang.runtime.modes import enter_modes
-from schedlang.runtime.rng.logical_dropout import RowDraws, SourceMode
+from schedlang.runtime.row_lists import describe_number_lists
 from schedlang.runtime.tracing.meta_runs import meta_model
 from schedlang.runtime.training_mode import TrainingMode
 from schedlang.runtime.zero_weight_loss import zero_unlabelled_loss
@@ -180,6 +178,9 @@ class Probe:
 # ---- Loss and gradients of parts and whole.
 
 
+_LOSS, _GRADIENTS = "loss of parts", "gradients of parts"  # kinds of rows
+
+
 def compare_parts(
     subject: Sequential,
     batch: Batch,
@@ -202,14 +203,30 @@ def compare_parts(
     sides = [
         Observation(
             {
-                Key(name, "loss of parts" if k == "" else "gradients of parts", 0, k or "loss"): v
+                Key(name, _LOSS if k == "" else _GRADIENTS, 0, k or "loss"): v
                 for k, v in results.items()
             },
             order=subject.order,
         )
         for results in (whole, _add_parts(weighed))
     ]
-    return tuple(compare_tensors(sides[0], sides[1], rtol, exact=False))
+    sizes = _least_sizes(subject.module, whole)
+    return tuple(compare_tensors(sides[0], sides[1], rtol, exact=False, sizes=sizes))
+
+
+def _least_sizes(module: nn.Module, whole: LossAndGradients) -> dict[str, float]:
+    """Return below which size a loss, and its gradients, are roundings of each other.
+
+    Terms of the loss may cancel: rows of a pair that are equal, or advantages that are relative to
+    their group, leave roundings of a loss that moves with its parameters, or of gradients.
+    """
+    norms = [float(p.detach().norm()) for n, p in module.named_parameters() if n in whole]
+    parameter, loss = max(norms, default=0.0) or 1.0, whole[""]
+    gradient = max((float(g.norm()) for n, g in whole.items() if n and g is not None), default=0.0)
+    return {
+        _LOSS: gradient * parameter,
+        _GRADIENTS: 0.0 if loss is None else float(loss.detach().abs()) / parameter,
+    }
 
 
 def weighted_parts(
@@ -248,73 +265,6 @@ def loss_and_gradients(
     return results
 
 
-# ---- The same comparison with the model alone.
-
-
-SEEDS = (0, 1)
-MUCH = 1e-3  # of the gap in our runs, which the model alone must show
-UNKNOWN = float("inf")
-
-
-def model_gap(probe: Probe) -> float:
-    """Return the relative gap between weighted parts and the whole, for the model alone.
-
-    None of our loops, threads, dtypes and logical draws takes part, so that our mistakes are not
-    blamed on the model. Random draws are made by row. Returns `UNKNOWN` if the model draws
-    otherwise or cannot run without a mode.
-    """
-    case, parts, weights = probe.case, probe.parts, probe.weights
-    module = copy_original(case)
-    TrainingMode(module).train()
-    row_ids = [row for part in parts for row in part.rows]
-    try:
-        with generators_restored():
-            full, repeated = (
-                _run_model(case, module, probe.batch, row_ids, seed) for seed in SEEDS
-            )
-            if not _gap(full, repeated) <= RTOL:
-                return UNKNOWN
-            added: dict[str, Tensor] = {}
-            for part, weight in zip(parts, weights):
-                given = case, module, part.inputs, part.rows
-                part_results = _run_model(*given, share=weight / sum(weights)) if weight else {}
-                for name, value in part_results.items():
-                    added[name] = added.get(name, torch.zeros(())) + value
-    except Exception:  # any error of the model without our modes
-        return UNKNOWN
-    return _gap(added, full)
-
-
-def _run_model(
-    case: Case,
-    module: nn.Module,
-    batch: Mapping[str, Any],
-    rows: Sequence[int],
-    seed: int = 0,
-    share: float = 1.0,
-) -> dict[str, Tensor]:
-    """Return loss (under "") and gradients of rows of a batch, each times `share`.
-
-    The module does not change.
-    """
-    torch.manual_seed(seed)
-    fresh = copy_module(module)
-    with enter_modes(SourceMode(RowDraws(rows))):
-        loss = (case.loss or returned_loss)(run_model(fresh, batch), batch) * share
-        loss.backward()  # type: ignore[no-untyped-call]
-    gradients = {name: p.grad for name, p in fresh.named_parameters() if p.grad is not None}
-    return {"": loss.detach(), **gradients}
-
-
-def _gap(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """Return the largest gap, relative to each tensor's norm; small tensors to the largest norm."""
-    if a.keys() != b.keys() or any(a[k].shape != b[k].shape for k in b):
-        return UNKNOWN
-    max_norm = max(float(value.norm()) for value in b.values())
-    gaps = [float((a[k] - b[k]).norm()) / (float(b[k].norm()) + 1e-3 * max_norm or 1.0) for k in b]
-    return max((gap if gap == gap else UNKNOWN for gap in gaps), default=0.0)
-
-
 # ---- Refusals of models whose parts do not make the whole.
 
 
@@ -323,6 +273,13 @@ def check_parts(case: Case) -> Case:
 
     If the schedule relaxes batch statistics, such a model is compared with itself, run by parts.
     """
+    try:
+        return _check_parts(case)
+    except Exception as error:
+        _raise_error(case, error)
+
+
+def _check_parts(case: Case) -> Case:
     check_across_stages(case)
     # dropped tokens depend on the full batch
     uncapped = replace(case, plan=without_capacity(case.plan))
@@ -376,10 +333,11 @@ def _changed_loss(case: Case, probe: Probe, difference: Row) -> Refusal:
     norm = None if prepared is None else find_batch_norm(case.plan.model.model, prepared.traced)
     statistics_note = "statistics over the batch (batch norm, router losses) would differ by rank"
     gather_helps = _gather_helps(case, probe.batch, mixing) if norm is None else ()
+    lists = describe_number_lists(probe.batch, count_rows(probe.batch))
     return Refusal.of(
         "S703",
         "splitting the batch changes the loss of this model",
-        notes=(differ_note, statistics_note, *mixing_note),
+        notes=(differ_note, statistics_note, *mixing_note, *lists),
         helps=(*gather_helps, *HELPS_WEIGHT) if norm is None else HELPS_NORM,
     )
 
@@ -444,6 +402,9 @@ def check_own_parts(case: Case) -> None:
     for batch in (own_case.batches[0], repeat_first_rows(own_case.batches[0], parts)):
         if batch is not None and Probe(own_case, batch).first_difference() is not None:
             check_parts(replace(own_case, batches=(batch,)))
+
+
+MUCH = 1e-3  # of the gap in our runs, which the model alone must show
 
 
 def _check_model_alone(probe: Probe, row: Row) -> None:
@@ -533,6 +494,15 @@ def prepare_checked(case: Case) -> Case:
     return ready
 
 
+def _raise_error(case: Case, error: Exception) -> NoReturn:
+    """Raise an error of a check; S604 if the original raises it on a part of the batch alone."""
+    known = isinstance(error, OwnError | Refusal) or not _original_runs(case)
+    refusal = error if known else part_error(Probe(case, case.batches[0]), error)
+    if refusal is not error:
+        raise refusal from error
+    raise error
+
+
 def check_if_cheap(
     plan: Plan, batch: Mapping[str, Any], ready: Prepared, *, loss: Any = None, weight: Any = None
 ) -> None:
@@ -540,7 +510,7 @@ def check_if_cheap(
 
     For `build`, on all ranks alike. The check runs the model on the full batch, which for a large
     model takes as long as steps do, and memory that ranks may not have. A large model is only
-    searched for batch norms; `verify` checks the rest.
+    searched for batch norms, and its loss function is tried alone; `verify` checks the rest.
     """
     numbers = max((t.numel() for t in named_tensors(batch).values()), default=0)
     size = sum(param.numel for param in plan.model.unique_parameters.values())
@@ -550,6 +520,7 @@ def check_if_cheap(
     devices = {tensor.device for tensor in plan.model.model.parameters()}
     if size * numbers > CHEAP_WORK or _on_meta(plan) or not all(map(has_float64, devices)):
         _check_batch_norms(plan, ready)
+        check_loss_alone(plan, batch, ready, loss, weight)
         _warn_of_pairs(plan, ready)
         return
     case = Case(plan, (dict(batch),), loss, weight, dtype="none", prepared=ready)
@@ -566,7 +537,7 @@ def check_if_cheap(
         # a model that cannot be copied, or run in float64, may still train; an error that the
         # original alone does not raise comes from this check, or from a part of the batch
         if isinstance(error, OwnError) or _original_runs(case):
-            raise
+            _raise_error(case, error)
 
 
 def _original_runs(case: Case) -> bool:

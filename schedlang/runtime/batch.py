@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of
 from schedlang.ir import pytree
+from schedlang.runtime.row_lists import is_row_list
 
 
 def run_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
@@ -136,10 +137,7 @@ def check_batch(batch: object) -> None:
 
 
 def row_count(batch: Batch) -> int:
-    """Return the number of rows (samples) of a batch: dim 0 of its first tensor with dims.
-
-    Raises Refusal S605 for a batch that has none.
-    """
+    """Return the rows of a batch: dim 0 of its first tensor with dims; refuse (S605) if none."""
     if pytree.is_flat(batch):
         for value in batch.values():
             if isinstance(value, Tensor) and value.ndim:
@@ -232,9 +230,8 @@ def _check_lists(batch: Batch) -> None:
 def select_rows(batch: Batch, rows: Sequence[int], count: int) -> dict[str, Any]:
     """Take consecutive rows of each tensor with as many rows as the batch; keep all else as it is.
 
-    count  the rows of the batch
-    Tensors in dicts and lists are included. Objects with as many samples, such as a `Batch` of
-    torch_geometric, are rebuilt from the selected samples.
+    count: the rows of the batch. Tensors in dicts and lists are included, and lists with an entry
+    for each row. Objects with as many samples are rebuilt from the selected ones.
     """
     start, stop = rows[0], rows[-1] + 1
 
@@ -242,7 +239,10 @@ def select_rows(batch: Batch, rows: Sequence[int], count: int) -> dict[str, Any]
         if pytree.is_sample_batch(value):
             return _of_samples(value, start, stop) if value.num_graphs == count else value
         has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
-        return value[start:stop] if has_rows else value
+        return value[start:stop] if has_rows or is_row_list(value, count) else value
+
+    def is_leaf(value: Any) -> bool:
+        return pytree.is_sample_batch(value) or is_row_list(value, count)
 
     values = dict(batch)
     if pytree.is_flat(values):  # nothing in it is made of samples
@@ -254,14 +254,14 @@ def select_rows(batch: Batch, rows: Sequence[int], count: int) -> dict[str, Any]
             else value
             for name, value in values.items()
         }
-    selected: dict[str, Any] = pytree.tree_map(part, values, is_leaf=pytree.is_sample_batch)
+    selected: dict[str, Any] = pytree.tree_map(part, values, is_leaf=is_leaf)
     return selected
 
 
 def _of_samples(value: Any, start: int, stop: int) -> Any:
-    """Return an object of some samples of another: graphs keep their edges, with new numbers.
+    """Return an object of some samples of another; raise Refusal S670 if it does not return them.
 
-    Raises Refusal S670 if the object does not return its samples.
+    Graphs keep their edges, with new numbers.
     """
     if (start, stop) == (0, value.num_graphs):
         return value
@@ -371,16 +371,16 @@ class MissingOutput:
 
 
 def can_stack(value: Any) -> bool:
-    """Return whether a leaf of an output can be put together, or is `MissingOutput`."""
+    """Return whether a leaf of an output can be put together."""
     return isinstance(value, (Tensor, MissingOutput, bool, int, float, str, type(None)))
 
 
 def stack_outputs(outputs: Sequence[Any], rows: Sequence[int], weights: Sequence[float]) -> Any:
     """Put the outputs of parts together to the output for the whole batch.
 
-    Tensors with one row per sample, or the same number of rows per sample, are concatenated, and so
-    are lists with an entry for each sample. Other floating-point numbers (losses) are averaged by
-    weight. Any other value is kept if it is equal in all parts; else it is `MissingOutput`.
+    Tensors with one row per sample, or equally many, are concatenated, and so are lists with an
+    entry for each sample. Other floating-point numbers (losses) are averaged by weight. Any other
+    value is kept if it is equal in all parts; else it is `MissingOutput`.
     """
     flat = [pytree.tree_flatten(output) for output in outputs]
     weights = weights if sum(weights) > 0 else [1.0] * len(rows)

@@ -102,6 +102,11 @@ def shard_name(value: Any) -> str | None:
     return name
 
 
+def has_shard_name(value: Tensor) -> bool:
+    """Return whether a parameter is a shard; compiled code can ask so."""
+    return hasattr(value, _SHARD)
+
+
 def name_of_gradient(tensors: Iterable[Tensor]) -> str | None:
     """Return the name of the first shard whose gradient is one of some tensors; None if none is."""
     names = {id(parameter.grad): vars(parameter)[_PART] for parameter in _shards}

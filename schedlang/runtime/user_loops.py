@@ -39,6 +39,7 @@ from schedlang.runtime.grad_reduction.gradient import GradientReduction, LocalPa
 from schedlang.runtime.grad_reduction.zero import own_backward, reshard_all
 from schedlang.runtime.loop_terms import (
     check_terms,
+    has_shard_name,
     mark_part,
     mark_shard,
     name_of_gradient,
@@ -343,7 +344,19 @@ def _check_scaler(parameters: Iterable[Any]) -> None:
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, *unused: object) -> None:
     """Raise Refusal S622 at the first step of an optimizer that needs full tensors and has
-    shards."""
+    shards.
+
+    A compiled step runs it eagerly, if there are shards: only then it breaks the graph.
+    """
+    if torch.compiler.is_compiling():
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if any([has_shard_name(p) for p in parameters]):
+            _check_eagerly(optimizer)
+        return
+    _check_shards(optimizer)
+
+
+def _check_shards(optimizer: torch.optim.Optimizer) -> None:
     if optimizer in _checked:
         return
     _checked.add(optimizer)
@@ -356,6 +369,9 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *unused: object) -> None:
                 notes=(f"this rank holds a shard of `{name}`",),
                 helps=("`build(optimizer=lambda named: ...)`: a step gathers the shards",),
             ).at(python_span())
+
+
+_check_eagerly = torch.compiler.disable(_check_shards)  # type: ignore[no-untyped-call]
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:

@@ -7,6 +7,7 @@ from torch import nn
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.unbuilt_program import UnbuiltProgram
 from schedlang.schedule import Schedule, create_schedule
+from tests.engine import Threads
 from tests.ranks import run_ranks
 
 
@@ -149,3 +150,54 @@ def read_module(rank: int) -> str:
 def test_a_pipeline_has_no_module() -> None:
     """`module` of a pipeline is refused, with what to use."""
     assert all("use `train_step`" in message for message in run_ranks(2, read_module))
+
+
+def _masked(output, batch):  # type: ignore[no-untyped-def]
+    """A mean over a mask of all ranks' rows."""
+    losses = output.square().mean((1, 2)) + 0.0 * batch["labels"].sum()
+    return (losses * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def _neighbours(output, batch):  # type: ignore[no-untyped-def]
+    """A loss of rows 2i and 2i + 1, which each rank has."""
+    score = (output.mean((1, 2)) * batch["mask"]) + 0.0 * batch["labels"].sum()
+    return (score[0::2] - score[1::2]).square().mean()
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_rows_of_one_rank_are_checked_as_a_batch(
+    large: bool, threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Built at `train_step(rows, local=True)`: a mean over a mask without weight is refused."""
+    generator = torch.Generator().manual_seed(1)
+    rows = [{"x": torch.rand(4, 3, 5, generator=generator)} for _ in range(2)]
+    for number, batch in enumerate(rows):
+        batch["labels"] = torch.ones(4, 3, dtype=torch.long)
+        batch["mask"] = torch.tensor([1.0, 0.25, 0.5, 1.0]) * (number + 1)
+    if large:
+        monkeypatch.setattr("schedlang.passes.verify.probe.CHEAP_WORK", 0)
+
+    def body(loss, weight):  # type: ignore[no-untyped-def]
+        sch = create_schedule(Scores())
+        sch.mesh(dp=2)
+        sch.zero(stage=1, over="dp")
+        program = sch.build(loss=loss, weight=weight, optimizer=sgd)
+        return program.train_step(rows[program.dp_rank], local=True).isfinite().item()
+
+    for loss, weight in ((_masked, lambda batch: float(batch["mask"].sum())), (_neighbours, None)):
+        assert threads.run(body, 2, loss, weight) == [True, True]
+    with pytest.raises(Refusal, match="S703"):
+        threads.run(body, 2, _masked, None)
+
+
+class Scores(torch.nn.Module):
+    """One linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.layer(x)
+        return scores

@@ -424,6 +424,31 @@ def test_an_optimizer_by_elements_is_taken(threads: Threads) -> None:
         torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adafactor])
+def test_a_compiled_step_of_an_optimizer(kind: Any, threads: Threads) -> None:
+    """It is checked as an eager one; dynamo failed inside the check, for plain modules as well."""
+
+    def step(parameters: Any) -> None:
+        optimizer = kind(parameters, lr=0.1)
+        torch.compile(lambda: optimizer.step(), backend="eager")()  # here
+
+    def body() -> Any:
+        program = build(make_plan(Net(), TENSOR_ROWS, "tp=2"), batch(0))
+        program.train_step(batch(0))
+        if kind is torch.optim.Adafactor:
+            with pytest.raises(Refusal, match="S622"):
+                step(program.module.parameters())
+            return None
+        step(program.module.parameters())
+        return program.state_dict()
+
+    found, model = threads.run(body, 2)[0], Net()
+    model(**batch(0)).backward()
+    step(model.parameters())
+    for name, value in model.state_dict().items() if found is not None else ():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+
+
 def test_a_program_is_not_pickled() -> None:
     """Files of it are refused, on one rank as well; a shallow copy is none."""
     program = build(make_plan(Net(), ""), batch(0), optimizer=make_sgd)

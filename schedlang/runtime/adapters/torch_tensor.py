@@ -103,6 +103,11 @@ def sequence_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written into; 0 for one of `torch.inference_mode()`."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def storage_uses(tensor: torch.Tensor) -> int:
     """Return how many tensors share the storage of a tensor, itself included."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

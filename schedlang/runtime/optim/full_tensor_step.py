@@ -14,6 +14,8 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -267,6 +269,15 @@ def check_closure(optimizer: torch.optim.Optimizer) -> None:
             ),
             helps=("use an optimizer that needs no closure (SGD, AdamW, Muon)",),
         )
+
+
+def complete_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer the hooks on its state, if it does not call the constructor of torch's.
+
+    Wrappers around another optimizer often take its groups and state instead (Lookahead).
+    """
+    for verb, moment in itertools.product(("state_dict", "load_state_dict"), ("pre", "post")):
+        vars(optimizer).setdefault(f"_optimizer_{verb}_{moment}_hooks", OrderedDict())
 
 
 _BY_ELEMENT = (  # torch's own elementwise optimizers; not classes derived from them

@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.runtime import scope
+from schedlang.runtime.adapters.torch_tensor import version_of
 from schedlang.runtime.batch import loss_of, run_model
 from schedlang.runtime.global_state import restore_global_state
 from schedlang.runtime.mixed_precision import cast_like, imitate_autocast
@@ -365,13 +366,13 @@ class Stub:
                 stack.enter_context(SourceMode(counted))
                 stack.enter_context(intercept_hooks(self.units[unit], on_hook, hooked=module))
                 arguments = meta_batch(args), meta_batch(kwargs)
-                versions = [(t, t._version) for t in tensors_in(arguments)]
+                versions = [(t, version_of(t)) for t in tensors_in(arguments)]
                 output = self.units[unit](*arguments[0], **arguments[1])
         except (RuntimeError, NotImplementedError) as error:
             name, reason = self.names[unit], "has an output whose shape depends on data"
             raise refusal("S612", name, reason, note=str(error)) from error
         leaves, spec = pytree.tree_flatten(output)
-        changed = {id(t) for t, version in versions if t._version != version}
+        changed = {id(t) for t, version in versions if version_of(t) != version}
         written = frozenset(k for k, leaf in enumerate(leaves) if id(leaf) in changed)
         return leaves, spec, counted.calls, hook_calls, written
 

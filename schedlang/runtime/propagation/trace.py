@@ -29,6 +29,7 @@ from schedlang.runtime import mixed_precision as mixed_precision  # autocast on 
 from schedlang.runtime.batch import named_tensors, row_count
 from schedlang.runtime.propagation.parameter_access import ParameterAccess, idle_modules
 from schedlang.runtime.rng.logical_functions import draws_logically, mask_shapes
+from schedlang.runtime.row_lists import is_row_list, take_rows
 from schedlang.runtime.sharding.module_sizes import factors_of
 from schedlang.runtime.tracing.meta_runs import (
     MetaMode,
@@ -197,7 +198,7 @@ class ModuleStack:
         self.frames.append((fqn, call_number))
         inputs = list(tensors_in((args, kwargs)))
         with torch._C.DisableTorchFunction():  # not seen by function modes
-            versions = [tensor._version for tensor in inputs]
+            versions = [0 if t.is_inference() else t._version for t in inputs]
             self.mains.append(next((t for t in inputs if t.is_floating_point()), None))
         if self.observer is not None:
             self.observer(self.frames[-1], (args, kwargs))
@@ -212,7 +213,7 @@ class ModuleStack:
             frame = self.frames.pop()
             self.mains.pop()
         with torch._C.DisableTorchFunction():
-            if [tensor._version for tensor in inputs] != versions:
+            if [0 if t.is_inference() else t._version for t in inputs] != versions:
                 self.overwrites.add(fqn)
         if self.observer is not None:
             self.observer(frame, output)
@@ -488,10 +489,14 @@ def repeat_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
     index = torch.arange(rows) % count
 
     def repeat(value: Any) -> Any:
+        if is_row_list(value, count):
+            return take_rows(value, index)
         has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
         return value[index.to(value.device)] if has_rows else value
 
-    repeated: dict[str, Any] = pytree.tree_map(repeat, dict(batch))
+    repeated: dict[str, Any] = pytree.tree_map(
+        repeat, dict(batch), lambda value: is_row_list(value, count)
+    )
     return repeated
 
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.ir.model import is_inside
+from schedlang.runtime.adapters.torch_tensor import version_of
 from schedlang.runtime.batch import run_forward
 from schedlang.runtime.tracing.equal_units import (
     DifferentUnits,
@@ -301,7 +302,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.inside = unit
         leaves = pytree.tree_leaves((args, kwargs))
         self.arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        versions, sides = [(t, t._version) for t in self.arguments], count()
+        versions, sides = [(t, version_of(t)) for t in self.arguments], count()
 
         def on_hook(name: str, index: int, call: CallHook, arguments: Any, output: Any) -> Any:
             self.unsure.add(unit)  # the output does not show what hooks get
@@ -322,7 +323,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.read[unit] |= self._replaced(module.named_buffers(self.units[unit]))
         leaves, spec = pytree.tree_flatten(output)
         if self.met is not None and unit not in self.unsure:
-            changed = {id(t) for t, version in versions if t._version != version}
+            changed = {id(t) for t, version in versions if version_of(t) != version}
             written = frozenset(k for k, leaf in enumerate(leaves) if id(leaf) in changed)
             self.quiet = True
             self.met(unit, (args, kwargs), leaves, spec, written)
