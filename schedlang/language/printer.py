@@ -397,6 +397,7 @@ class Printer:
             self._body(orelse)
         else:
             self.rows[-1].left = "} else {}"
+            self.places[id(orelse)] = self.rows[-1], self.rows[-1]
 
     def _body(self, block: n.Block, close: str = "}") -> None:
         opened, line = self.rows[-1], self._start_line(block)

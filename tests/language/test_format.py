@@ -4,7 +4,7 @@ import re
 from itertools import zip_longest
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from schedlang.diagnostics.diagnostic import Refusal
@@ -60,6 +60,7 @@ def check_program(text: str) -> None:
 
 @QUICK
 @given(programs())
+@example('schedule 1\nstep "a" {\n  when 1 {} else {}\n}\n')
 def test_everything_the_grammar_makes(text: str) -> None:
     """Formatting keeps the meaning of any program of the grammar, and is idempotent."""
     check_program(text)

@@ -545,7 +545,7 @@ MESHES: tuple[Axes, ...] = (
 
 
 # possible for few meshes, sizes or blocks only
-RARE_VERBS = ("context_parallel", "expert_parallel", "complete", "tie", "grid")
+RARE_VERBS = ("context_parallel", "expert_parallel", "complete", "tie", "grid", "adapt")
 UNEVEN = ("pad", "replicate")
 
 

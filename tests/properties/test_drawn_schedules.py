@@ -120,7 +120,7 @@ def test_every_verb_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     choices_, _ = _drawn_choices(400)
     counts = {verb: choices_[verb] for verb in schedules.GENERATORS}
     for axes in sorted(set(RARE.values())):
-        texts = _drawn_choices(150, [axes])[1]
+        texts = _drawn_choices(400, [axes])[1]
         counts |= {
             row: sum(row in t for t in texts) for row, row_mesh in RARE.items() if row_mesh == axes
         }
