@@ -111,8 +111,8 @@ def _padded(sizes: tuple[tuple[Shapes, int, int], ...], shards: tuple[int, int])
 @lru_cache(4096)
 def _crosswise(sizes: tuple[tuple[Shapes, int, int], ...], shards: tuple[int, int]) -> Array:
     numels = np.zeros(len(sizes))
-    for run, (shapes, *_) in enumerate(sizes):
-        for shape, numel, experts in shapes:
+    for run, unit_sizes in enumerate(sizes):
+        for shape, numel, experts in unit_sizes[0]:
             crosswise = [slicing_dim(shape, ranks) > 0 for ranks in shards]
             numels[run] += (numel - experts) * crosswise[0] + experts * crosswise[1]
     return numels
