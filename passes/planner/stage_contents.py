@@ -100,8 +100,9 @@ def _sizes(chain: Chain) -> tuple[tuple[Shapes, int, int], ...]:
 @lru_cache(4096)
 def _padded(sizes: tuple[tuple[Shapes, int, int], ...], shards: tuple[int, int]) -> Array:
     numels = np.zeros((len(sizes), 2))
-    for run, (shapes, *even) in enumerate(sizes):
-        for shape, numel, experts in shapes or (((math.lcm(*shards),), *even),):
+    for run, (shapes, all_numel, all_experts) in enumerate(sizes):
+        even = (math.lcm(*shards),), all_numel, all_experts
+        for shape, numel, experts in shapes or (even,):
             cut = [(shape[slicing_dim(shape, ranks)], ranks) for ranks in shards]
             padding = [-(-size // ranks) * ranks / size for size, ranks in cut]
             numels[run] += (numel - experts) * padding[0], experts * padding[1]
@@ -111,7 +112,7 @@ def _padded(sizes: tuple[tuple[Shapes, int, int], ...], shards: tuple[int, int])
 @lru_cache(4096)
 def _crosswise(sizes: tuple[tuple[Shapes, int, int], ...], shards: tuple[int, int]) -> Array:
     numels = np.zeros(len(sizes))
-    for run, (shapes, *_) in enumerate(sizes):
+    for run, (shapes, _, _) in enumerate(sizes):
         for shape, numel, experts in shapes:
             crosswise = [slicing_dim(shape, ranks) > 0 for ranks in shards]
             numels[run] += (numel - experts) * crosswise[0] + experts * crosswise[1]
