@@ -136,7 +136,8 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
 
     placement_maps = (plan.boundaries, plan.layouts, plan.computes)
     key = (plan.mesh.axes, *(tuple(mapping.items()) for mapping in placement_maps))
-    leaves = {**(plan.model.cache.get(("regions", key)) or leaves_of(plan))}
+    regions: Any = plan.model.cache.setdefault("regions", {})  # leaves whose inputs enter
+    leaves = {**(regions.get(key) or leaves_of(plan))}
     recording = record_original(plan, batch, loss, leaves)
     if not leaves:
         return Traced(**vars(recording.original))
@@ -185,11 +186,10 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
                 pairs += [(union, reached) for union in larger if union not in tried]
                 tried.update(larger)
             continue
-        progress = failure.place, failure.reason
-        tries += [(divided | {number}, progress) for number in run.candidates(failure)]
+        tries += [(divided | {n}, (failure.place, failure.reason)) for n in run.candidates(failure)]
     assert best is not None
     if _enter_regions(plan, leaves, best):
-        plan.model.cache["regions", key] = leaves
+        regions[key] = leaves
         return propagate(plan, batch, loss)
     raise _refusal(plan, best)
 
