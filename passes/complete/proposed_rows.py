@@ -26,6 +26,7 @@ from schedlang.passes.elaborate.expand import plan_of_calls
 from schedlang.passes.elaborate.rows import PLAIN, path_of, selector_path
 from schedlang.passes.partition.staging import stages_of
 from schedlang.passes.propagate.batch_refusals import batch_refusal
+from schedlang.passes.propagate.loss_sums import with_statistics
 from schedlang.passes.propagate.propagate import propagate
 from schedlang.passes.propagate.sequence_trials import is_on_meta, tokens_of
 from schedlang.passes.reduce_model.blocks import (
@@ -417,6 +418,8 @@ class RowTrial:
         try:
             plan = plan_of_proposal(rows, blocks, {axis: ranks})
             traced = propagate(plan, self.sample, self.loss)
+            weighed = self.weight is not None
+            traced = with_statistics(plan, traced, self.sample, self.loss, weighed)
             tokens_of(plan, traced, self.sample, self.loss, self.weight)
         except Refusal as refusal:
             return refusal

@@ -45,6 +45,7 @@ from schedlang.passes.planner.values import (
     Work,
 )
 from schedlang.passes.propagate.batch_refusals import batch_refusal
+from schedlang.passes.propagate.loss_sums import find_shared_sums
 from schedlang.passes.propagate.propagate import propagate
 from schedlang.passes.propagate.sequence_trials import is_on_meta, slicing_of
 from schedlang.passes.reduce_model.blocks import Blocks, blocks_of, fewest_layers
@@ -217,13 +218,26 @@ class Profiles:
         blocks = blocks_of(self.facts)
         return RowTrial(self.facts, blocks, self.batch, self.loss, self.weight)
 
+    def relax(self, replicas: int, passes: int = 1) -> str:
+        """Return the word of `relax` for a batch that replicas and passes split.
+
+        "batch_stats" where parts of the batch have statistics of their own: those of a norm over
+        the batch, or, in several passes, sums over the batch in the loss.
+        """
+        norms_differ = (replicas > 1 or passes > 1) and self._normalizes_batch
+        return "batch_stats" if norms_differ or passes > 1 and self.sums_batch else ""
+
     @cached_property
-    def relax(self) -> str:
-        """The word of `relax` for a split batch; "batch_stats" where the model takes batch
-        statistics."""
+    def _normalizes_batch(self) -> bool:
         model = self.reduced.blocks.facts
         traced = propagate(Plan(model), self.trial.sample, self.loss)
-        return "batch_stats" if find_batch_norm(model.model, traced) is not None else ""
+        return find_batch_norm(model.model, traced) is not None
+
+    @cached_property
+    def sums_batch(self) -> bool:
+        """Whether the loss has sums over all rows that microbatches cannot share."""
+        plan, weighed = Plan(self.reduced.blocks.facts), self.weight is not None
+        return bool(find_shared_sums(plan, self.trial.sample, self.loss, weighed))
 
     # -- one simulation ----------------------------------------------------------------------------
 
@@ -276,7 +290,7 @@ class Profiles:
         last = [ProposedRow((), make_call("zero", stage=0, over="ep"))] if placement.ep > 1 else []
         last.append(ProposedRow((), make_call("pipeline", order="1F1B", micro=MICRO)))
         mesh = {axis: size for axis in AXES if (size := getattr(placement, axis)) > 1}
-        relaxed = ("dtype",) if self.dtype else ()
+        relaxed = ("dtype",) * bool(self.dtype) + ("batch_stats",) * self.sums_batch
         return plan_of_proposal([*first, *split, *last], blocks, mesh, "profile", *relaxed)
 
     def sample_rows(self, rows: int) -> Mapping[str, Any]:

@@ -50,9 +50,7 @@ def write_schedule(profiles: Profiles, setting: Setting, remarks: Sequence[str] 
         *_training_rows(profiles.names, cuts, setting),
     ]
     if last:
-        parted = setting.dp > 1 or setting.passes > 1
-        relax = profiles.relax if parted else ""
-        steps.append(make_step("training", last, TRAIN, relax))
+        steps.append(make_step("training", last, TRAIN, profiles.relax(setting.dp, setting.passes)))
     comments = [line for remark in remarks for line in wrap_comment(remark)]
     header = (f"# {headline(blocks)}", "", *comments, *[""] * bool(comments))
     mesh = lift.mesh(_mesh(setting), None, NOWHERE, *header)

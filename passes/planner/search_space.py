@@ -58,6 +58,8 @@ class Job:
     length           tokens of a row, where it may be split; 0 where it may not
     experts          of a layer, where they may be spread over ranks; 0 where there are none
     can_slice        whether the model can run on slices of a row, one after the other
+    sums_batch       whether the loss has sums over the batch: ranks with tokens of the same rows
+                     share them, and microbatches cannot
     tp_across_nodes  whether tensors may be sharded across nodes
     can_offload      whether activations and optimizer state may be on the host
     relative_speed   upper bound of the mean speed of a rank, where `cluster` has speed 1
@@ -70,6 +72,7 @@ class Job:
     length: int = 0
     experts: int = 0
     can_slice: bool = False
+    sums_batch: bool = False
     tp_across_nodes: bool = False
     can_offload: bool = True
     orders: tuple[str, ...] = tuple(ORDERS)
@@ -293,7 +296,7 @@ def list_candidates(job: Job, chain: Chain, limits: Limits) -> Candidates | None
         if dp % placement.ep or job.rows % (dp * placement.rows) or not limits.admits("dp", dp):
             continue
         micro = job.rows // (dp * placement.rows)
-        if not limits.admits("micro", micro):
+        if not limits.admits("micro", micro) or job.sums_batch and placement.cp > 1 < micro:
             continue
         zeros = _counts(limits, "zero", range(4) if dp > 1 else (0,))
         orders = _orders(names, pp, micro, max_stages // pp, limits, placement.slices)

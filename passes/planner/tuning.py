@@ -64,7 +64,8 @@ def job_of(
     sliced = bool(length and ranks > 1 and (pinned or allowed)) and profiles.slicing_refusal is None
     if pinned and profiles.slicing_refusal is not None:
         raise profiles.slicing_refusal
-    job = Job(ranks, rows, cluster, profiles.recipe, length, count, sliced)
+    sums_batch = profiles.sums_batch if ranks > 1 else False
+    job = Job(ranks, rows, cluster, profiles.recipe, length, count, sliced, sums_batch)
     for limit in limits:
         check_job_limits(job, limit)
     return job

@@ -187,7 +187,7 @@ def _best_for_mesh(
             return None
         if base is None:
             profiles = Profiles(job.facts, job.batch, job.loss, job.weight)
-            relax = profiles.relax if rows else ""
+            relax = profiles.relax(max(mesh.values(), default=1)) if rows else ""
             schedule = layout_schedule(
                 job.facts.class_name, mesh, layouts, trial, problem.dtype, relax
             )

@@ -28,8 +28,12 @@ P = Placement
 def profiles(name: str, dtype: str = "") -> Profiles:
     """Return the profiles of an example's model."""
     load_all()
-    model_file = load_model_file(str(EXAMPLES / name / "model.py"), None)
-    model_facts = ModelFacts(model_file.model(meta=True))
+    example = EXAMPLES / name.replace("balanced", "mixtral") / "model.py"
+    model_file = load_model_file(str(example), None)
+    model = model_file.model(meta=True)
+    if name == "balanced":  # a router's loss, of sums over the batch
+        model.config.output_router_logits = True
+    model_facts = ModelFacts(model)
     return Profiles(model_facts, model_file.batch(1), model_file.loss, model_file.weight, dtype)
 
 
@@ -86,6 +90,9 @@ CASES = [
     ),
     ("resnet", Setting(P(1), pp=3, micro=2), ['step "training" relax(batch_stats) {']),
     ("llama", Setting(P(1)), ["mesh(dp=1)"]),
+    ("balanced", Setting(P(1), dp=2, micro=2), ['step "training" relax(batch_stats) {']),
+    ("balanced", Setting(P(2), dp=2), ['step "training" {']),
+    ("balanced", Setting(P(2, cp=2), dp=2), ['step "training" {']),
 ]
 
 

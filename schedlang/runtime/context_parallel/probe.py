@@ -195,7 +195,8 @@ def run_shards(trial: Trial, tokens: TokenSplit, shared: SplitModules) -> Sharde
         assert value is not None, "the model returns no loss"
         return output, value
 
-    with _shared_sums(model, shared.sums, total_sum), _ready(trial, tokens, shared.attentions):
+    # what `_ready` installs stays in the model's forward: the sums come last, and go first
+    with _ready(trial, tokens, shared.attentions), _shared_sums(model, shared.sums, total_sum):
         results = lockstep.run([partial(one, *shard_args) for shard_args in zip(parts, weights)])
         total = sum(weights) or 1.0
         shares = [v * (w / total) for (_, v), w in zip(results, weights) if w]
