@@ -396,6 +396,11 @@ def weight_of(traced: Original, parts: int) -> Weight:
             "S621",
             f"the model has {len(traced.labels)} losses, each with its own labels",
             notes=("a part of the batch would need a different weight in each",),
-            helps=(HELP_ROWS, HELP_RELAX.replace("or", "if they have not, also", 1)),
+            helps=(
+                HELP_ROWS,
+                "or write each mean in the forward as a sum divided by its count, and use one"
+                " microbatch: ranks sum both",
+                HELP_RELAX.replace("or", "or give a weight, and also", 1),
+            ),
         )
     return lambda batch: float(row_count(batch))

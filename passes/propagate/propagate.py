@@ -134,14 +134,14 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
     """
     from schedlang.runtime.propagation.trace import Hoist
 
-    leaves = leaves_of(plan)
+    placement_maps = (plan.boundaries, plan.layouts, plan.computes)
+    key = (plan.mesh.axes, *(tuple(mapping.items()) for mapping in placement_maps))
+    regions: Any = plan.model.cache.setdefault("regions", {})  # leaves whose inputs enter
+    leaves = {**(regions.get(key) or leaves_of(plan))}
     recording = record_original(plan, batch, loss, leaves)
     if not leaves:
         return Traced(**vars(recording.original))
-    # divisions that worked before are tried first: the comparison proves them again
-    successful: Any = plan.model.cache.setdefault(("divided", plan.mesh.axes), [])
-    placement_maps = (plan.boundaries, plan.layouts, plan.computes)
-    key = (plan.mesh.axes, *(tuple(mapping.items()) for mapping in placement_maps))
+    successful: Any = plan.model.cache.setdefault(("divided", plan.mesh.axes), [])  # tried first
     hoists: Any = plan.model.cache.setdefault("hoisted", {})
     gathers: list[tuple[str, str]] = [*hoists.get(key, ())]  # by which module, over which axis
     for fqn, axis in gathers:
@@ -151,9 +151,7 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
     best: Mismatch | None = None
     for _ in range(MOST_RUNS + len(plan.model.sites)):
         if not tries and not pairs:
-            if best is None or not _enter_regions(plan, leaves, best):
-                break
-            tries, best = [(division, (-1, "")) for division in (frozenset(), *successful)], None
+            break
         single = bool(tries)
         divided, reached = (tries or pairs).pop()
         if not single and any((divided - {number}, reached) in unhelpful for number in divided):
@@ -180,8 +178,7 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
             return _traced(recording, run)
         if best is None or _report_key(failure) > _report_key(best):
             best = failure
-        if failure.place <= reached[0]:  # this division alone did not help
-            # but if it changed something, two numbers may stand in a call: `split([q, k, k])`
+        if failure.place <= reached[0]:  # no help alone; a call may have two: `split([q, k, k])`
             if (failure.place, failure.reason) == reached:
                 unhelpful.add((divided, reached))
             elif single:
@@ -189,9 +186,11 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
                 pairs += [(union, reached) for union in larger if union not in tried]
                 tried.update(larger)
             continue
-        progress = failure.place, failure.reason
-        tries += [(divided | {number}, progress) for number in run.candidates(failure)]
+        tries += [(divided | {n}, (failure.place, failure.reason)) for n in run.candidates(failure)]
     assert best is not None
+    if _enter_regions(plan, leaves, best):
+        regions[key] = leaves
+        return propagate(plan, batch, loss)
     raise _refusal(plan, best)
 
 

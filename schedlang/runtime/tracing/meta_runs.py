@@ -48,20 +48,13 @@ def copy_with(
     other: makes the stand-ins of buffers, and of tensors that are plain attributes.
     kept: list of modules -> the children that are copied, and renumbered; others are left out.
     """
-    memo: dict[int, Any] = {}
-    for name, tensor in model.named_parameters():
-        memo[id(tensor)] = parameter(name, tensor)
+    memo: dict[int, Any] = {id(p): parameter(name, p) for name, p in model.named_parameters()}
     for module in model.modules():
-        held = list(module._buffers.values())
-        for name, value in vars(module).items():
-            if isinstance(value, Tensor):
-                held.append(value)
-            elif type(value) in (dict, list, tuple) and value and name not in TORCH_NAMES:
-                # such as what a hook has left there
-                held += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-        for stored in held:
-            if stored is not None and id(stored) not in memo:
-                memo[id(stored)] = other(stored)
+        own = [value for name, value in vars(module).items() if name not in TORCH_NAMES]
+        kept = _pytree.tree_leaves([v for v in own if isinstance(v, (Tensor, dict, list, tuple))])
+        for tensor in (*module._buffers.values(), *kept):  # a hook may have kept some in a dict
+            if isinstance(tensor, Tensor) and id(tensor) not in memo:
+                memo[id(tensor)] = other(tensor)
         latest = max((*module._forward_hooks, *module._forward_pre_hooks), default=-1)
         if latest >= RemovableHandle.next_id:  # hooks of another process, in a pickled module
             number_hooks_from(latest + 1)
