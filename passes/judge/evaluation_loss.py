@@ -37,9 +37,9 @@ def evaluation_loss_rows(trial: Trial, record: RunRecord) -> Iterator[Row]:
     if not trial.float64 or "evaluate_loss" not in record.offers:
         return
     batches = _batches(trial.conditions)
-    by_rank: list[Sequence[float | None]]
-    by_rank, sites = zip(*trial.run_on_ranks(_evaluate))
-    dropping = sorted(set().union(*sites))
+    results: list[tuple[Sequence[float | None], set[str]]] = trial.run_on_ranks(_evaluate)
+    by_rank = [losses for losses, _ in results]
+    dropping = sorted({name for _, sites in results for name in sites})
     if dropping and not trial.drops_in_evaluation():
         note = IN_EVALUATION.replace("`evaluate`", "`evaluate_loss`")
         yield from (Row("", DROPOUT, n, math.inf, 0.0, False, None, note) for n in dropping)

@@ -281,14 +281,12 @@ class ProgramSubject:
             raise Refusal(Diagnostic("S766", message, helps=helps))
         self.record.losses = self.record.losses or losses
         op = self.program.world_loss
-        total = (
-            losses[0] if op == "same" else math.fsum(losses) / (len(losses) if op == "mean" else 1)
-        )
+        combined = math.fsum(losses) / (len(losses) if op == "mean" else 1)
+        total = torch.tensor(losses[0] if op == "same" else combined, dtype=torch.float64)
         if op == "same":
-            copies = torch.tensor(losses, dtype=torch.float64)
-            gap = distance(copies, copies[:1].expand_as(copies))
-            self._errors["loss"] = ratio(gap, abs(total))
-        return torch.tensor(total, dtype=torch.float64)
+            gap = distance(total.new_tensor(losses), total)
+            self._errors["loss"] = ratio(gap, abs(float(total)))
+        return total
 
     def _gradient(self, p: nn.Parameter, tensor: RankTensor) -> Tensor | None:
         """Return this rank's part of a gradient; refuse (S762) one that is no gradient of it."""
