@@ -101,7 +101,8 @@ def _parts(plan: Plan, batch: Batch) -> list[BatchPart]:
 def _random_outputs(plan: Plan, batch: Batch, part: BatchPart) -> _Outputs | None:
     """Return random outputs of the shapes that the model has for a batch and a part of it.
 
-    Returns None if it is not known which dim has the rows, or if there are too many elements.
+    Returns None if it is not known which dim has the rows, if an output is not of the parameters,
+    or if there are too many elements.
     """
     model, flat = meta_model(plan.model.model, {}), []
     model.train()
@@ -109,7 +110,10 @@ def _random_outputs(plan: Plan, batch: Batch, part: BatchPart) -> _Outputs | Non
         with without_values(inputs) as (bare, _):
             flat.append(pytree.tree_flatten(run_model(model, bare)))
     (full, spec), (small, small_spec) = flat
-    if spec != small_spec or sum(t.numel() for t in full if isinstance(t, Tensor)) > LARGEST:
+    tensors = [leaf for leaf in full if isinstance(leaf, Tensor)]
+    if spec != small_spec or sum(t.numel() for t in tensors) > LARGEST:
+        return None
+    if not all(t.requires_grad for t in tensors):  # of the batch, as a mask is, that has a weight
         return None
     rows, part_rows = row_count(batch), len(part.rows)
     per_row = [_entries_of_row(x, y, rows, part_rows) for x, y in zip(full, small, strict=True)]
@@ -135,7 +139,7 @@ class _Outputs:
         for number, entries in enumerate(self.per_row):
             if entries:
                 part = leaves[number][rows[0] * entries : (rows[-1] + 1) * entries].clone()
-                leaves[number] = part.requires_grad_(part.is_floating_point())
+                leaves[number] = part.requires_grad_()
         value = loss(pytree.tree_unflatten(leaves, self.spec), batch) * share
         value.backward()  # type: ignore[no-untyped-call]
         return [value.detach(), *(x.grad if isinstance(x, Tensor) else None for x in leaves)]
@@ -155,8 +159,6 @@ def _entries_of_row(x: Any, y: Any, rows: int, part_rows: int) -> int:
 
 
 def _random(x: Tensor, generator: torch.Generator) -> Tensor:
-    if not x.is_floating_point():
-        return torch.zeros(x.shape, dtype=x.dtype)
     low, high = _BOUNDS
     dtype = torch.promote_types(x.dtype, torch.float32)
     return low + (high - low) * torch.rand(x.shape, generator=generator, dtype=dtype)

@@ -22,16 +22,18 @@ ROWS, TOKENS, WORDS = 8, 6, 5
 
 
 class Policy(nn.Module):
-    """Scores of words, and a value of each token."""
+    """Scores of words, and a value of each token; the mask is returned as it was given."""
 
-    def __init__(self) -> None:
+    def __init__(self, returns_mask: bool = False) -> None:
         super().__init__()
+        self.returns_mask = returns_mask
         self.embed, self.head = nn.Embedding(WORDS, 4), nn.Linear(4, WORDS)
         self.value = nn.Linear(4, 1)
 
-    def forward(self, ids: Tensor) -> dict[str, Any]:
+    def forward(self, ids: Tensor, mask: Tensor) -> dict[str, Any]:
         hidden = self.embed(ids)
-        return {"scores": self.head(hidden), "values": self.value(hidden)[..., 0], "name": "x"}
+        output = {"scores": self.head(hidden), "values": self.value(hidden)[..., 0], "name": "x"}
+        return output | ({"mask": mask} if self.returns_mask else {})
 
 
 def batch() -> Batch:
@@ -117,9 +119,11 @@ def _all_models_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "CHEAP_WORK", 0)
 
 
-def check(loss: Callable[..., Tensor], weight: Any, rows: str = "") -> None:
+def check(
+    loss: Callable[..., Tensor], weight: Any, rows: str = "", returns_mask: bool = False
+) -> None:
     """Check a loss of two data-parallel ranks, on each of them."""
-    plan = make_plan(Policy(), f"zero(stage=1, over=dp)\n{rows}", "dp=2")
+    plan = make_plan(Policy(returns_mask), f"zero(stage=1, over=dp)\n{rows}", "dp=2")
     part = {key: value[: ROWS // 2] for key, value in batch().items()}
 
     def body() -> None:
@@ -147,3 +151,12 @@ def test_pairs_that_microbatches_tear_apart() -> None:
     """Two rows of a pair in two microbatches: their part has no pair, and no finite loss."""
     with pytest.raises(Refusal, match="S703"):
         check(neighbours, None, 'pipeline(order="GPipe", micro=4)')
+
+
+def test_outputs_that_are_of_the_batch() -> None:
+    """A random mask would not be the one that the weight counts: nothing is known."""
+
+    def loss(output: Any, batch: Batch) -> Tensor:
+        return masked(output, {**batch, "mask": output["mask"]})
+
+    check(loss, count, returns_mask=True)
