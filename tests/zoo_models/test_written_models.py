@@ -93,7 +93,7 @@ def test_several_losses_with_their_own_labels(threads: Threads) -> None:
     ragged = MODELS["ahead_ragged"]
     with pytest.raises(Refusal, match="S621") as refused:
         init_text(ragged, "dp")
-    rows, relax = refused.value.diagnostic.helps
+    rows, _, relax = refused.value.diagnostic.helps
     assert "its rows, if all have equally many labels" in rows and "relax(batch_stats) {" in relax
     weighed = replace(ragged, weight=written_language.count_rows)
     text = init_text(weighed, "dp")
