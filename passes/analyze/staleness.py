@@ -273,12 +273,23 @@ def _tried(
     optimizer: Callable[..., torch.optim.Optimizer],
     dims: Mapping[str, int],
 ) -> bool:
-    """Return the result of a trial; refuse (S622) an optimizer that fails in it."""
+    """Return the result of a trial; refuse (S622) an optimizer that is made and fails in it."""
+    is_made = True
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        nonlocal is_made
+        is_made = False
+        instance = optimizer(parameters)
+        is_made = True
+        return instance
+
     try:
-        return trial(optimizer, dims)
+        return trial(make, dims)
     except Refusal:
         raise
     except Exception as error:  # of the user's code
+        if not is_made:
+            raise
         _refuse_optimizer(
             "this optimizer fails where its groups hold other parameters than it was made with",
             f"`{type(error).__name__}: {error}`, in a trial on small tensors, which shows whether"

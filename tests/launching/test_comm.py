@@ -42,7 +42,8 @@ LIBRARIES = {
     "runtime/checkpointing/boxes.py": {"checkpoint"},  # the format of its files
     "runtime/storage/offloaded_gradients.py": {"tensor"},
     "runtime/grad_reduction/gradient.py": {"tensor"},  # DTensor: parts have no flat gradient
-    "runtime/grad_reduction/zero.py": {"fsdp", "device_mesh"},  # the mesh that fully_shard is given
+    # the mesh, and the dims of its shards, that fully_shard is given
+    "runtime/grad_reduction/zero.py": {"fsdp", "device_mesh", "tensor"},
     "runtime/initial/library_loading.py": {"fsdp"},  # a module of theirs cannot be copied
     "runtime/launch/recorded_calls.py": {""},  # its functions, each of which is written down
     "runtime/device_rates.py": {""},  # measures how fast torch's own are

@@ -229,18 +229,23 @@ def test_batches_that_are_none(given: Any, said: str) -> None:
 
 
 def test_a_hook_that_writes_into_the_model_itself() -> None:
-    """A lambda over the original writes there, not into the copy, and is refused; methods are
-    copied."""
+    """Methods, and functions that hold the model, are copied with it. A function that finds the
+    original elsewhere would write there, not into the copy, and is refused."""
 
     class Counted(nn.Module):
         """Counts its calls by a hook."""
 
-        def __init__(self, method: bool) -> None:
+        def __init__(self, kind: str) -> None:
             super().__init__()
             self.up = nn.Linear(4, 4)
             self.register_buffer("calls", torch.zeros(()))
-            around = lambda module, args, out: self.count(module, args, out)  # noqa: E731
-            self.up.register_forward_hook(self.count if method else around)
+            elsewhere = {"model": self}
+            hooks = {
+                "method": self.count,
+                "function": lambda module, args, out: self.count(module, args, out),
+                "elsewhere": lambda *call: elsewhere["model"].count(*call),
+            }
+            self.up.register_forward_hook(hooks[kind])
 
         def count(self, module: nn.Module, args: Any, output: Tensor) -> None:
             """Count one more call."""
@@ -252,8 +257,10 @@ def test_a_hook_that_writes_into_the_model_itself() -> None:
 
     inputs = {"x": torch.ones(4, 4)}
     with pytest.raises(Refusal, match="writes into `calls` of the model") as caught:
-        build(make_plan(Counted(False), "up  offload(activations)"), inputs)
+        build(make_plan(Counted("elsewhere"), "up  offload(activations)"), inputs)
     assert caught.value.diagnostic.code == "S867"
-    program = build(make_plan(Counted(True), "up  offload(activations)"), inputs)
-    program.train_step(inputs)
-    assert program.state_dict()["calls"] == 1
+    for kind in ("method", "function"):
+        model = Counted(kind)
+        program = build(make_plan(model, "up  offload(activations)"), inputs)
+        program.train_step(inputs)
+        assert program.state_dict()["calls"] == 1 and model.calls == 0, kind
