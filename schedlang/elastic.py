@@ -71,7 +71,7 @@ class Rendezvous:
             title = "an elastic run chooses its mesh before the ranks join their job"
             raise _refusal(title, "", "leave `init_process_group` to the trainer")
         if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-            agreement.read_job_variables()
+            agreement.read_job_variables()  # refuses what no job has
         self.rank = int(os.environ.get("RANK", "0"))
         self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
         self._turn, self._room = 0, f"schedlang/elastic/{agreement.round_name()}/{self.ranks}"

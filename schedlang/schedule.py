@@ -24,11 +24,7 @@ from schedlang.diagnostics.diagnostic import (
 from schedlang.diagnostics.source import NOWHERE, Source, Span, python_span
 from schedlang.ir.limits import FORBID, LEAST, PIN
 from schedlang.ir.primitive import Primitive, load_all, registry
-from schedlang.language import (
-    lift,
-    patterns,
-    printer,
-)
+from schedlang.language import lift, patterns, printer
 from schedlang.language import nodes as n
 from schedlang.language.nodes import drop_last_row, fold_rows
 from schedlang.language.selector import Selector

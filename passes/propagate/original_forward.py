@@ -14,11 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, quote_names
 from schedlang.diagnostics.user_errors import refusal_of
 from schedlang.ir.plan import Plan
-from schedlang.passes.propagate.batch_refusals import (
-    HELP_RELAX,
-    batch_refusal,
-    is_about_values,
-)
+from schedlang.passes.propagate.batch_refusals import HELP_RELAX, batch_refusal, is_about_values
 from schedlang.passes.propagate.equal_units import MIN_EQUAL, units_to_record
 from schedlang.passes.propagate.loss_sums import record_many_rows
 

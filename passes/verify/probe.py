@@ -28,10 +28,7 @@ from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.expert_capacity import without_capacity
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.propagate.batch_refusals import HELPS_NORM, HELPS_WEIGHT
-from schedlang.passes.propagate.loss_sums import (
-    check_microbatches,
-    is_statistics_relaxed,
-)
+from schedlang.passes.propagate.loss_sums import check_microbatches, is_statistics_relaxed
 from schedlang.passes.propagate.original_forward import weight_of
 from schedlang.passes.propagate.propagate import Traced
 from schedlang.passes.verify.compare import RTOL, compare_tensors
@@ -41,11 +38,7 @@ from schedlang.passes.verify.loss_alone import check_loss_alone
 from schedlang.passes.verify.mixing_call import MixingCall, find_mixing_call
 from schedlang.passes.verify.model_alone import UNKNOWN, model_gap, part_error
 from schedlang.passes.verify.observe import Batch, Key, Observation
-from schedlang.passes.verify.original import (
-    Sequential,
-    count_rows,
-    repeat_first_rows,
-)
+from schedlang.passes.verify.original import Sequential, count_rows, repeat_first_rows
 from schedlang.passes.verify.original_checks import check_batch
 from schedlang.passes.verify.proof_case import (
     Case,
@@ -55,11 +48,7 @@ from schedlang.passes.verify.proof_case import (
     proof_modes,
     randomised_float64,
 )
-from schedlang.passes.verify.relaxed_original import (
-    buffer_replicas,
-    check_sums,
-    gathered_parts,
-)
+from schedlang.passes.verify.relaxed_original import buffer_replicas, check_sums, gathered_parts
 from schedlang.passes.verify.stage_state import check_across_stages
 from schedlang.report import Row
 from schedlang.runtime.batch import BatchPart, named_tensors, split_batch

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.lower.build import build
 from tests.engine import Threads
 from tests.proofs import make_plan
+from tests.training.test_user_loop import Net, batch
 
 LAYOUTS = {
     "dp": ("zero(stage=0, over=dp)", "dp=2"),
@@ -21,26 +21,6 @@ LAYOUTS = {
     "tp": ("up  shard(col, over=tp)\ndown  shard(row, over=tp)", "tp=2"),
     "pp": ('down  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)', "pp=2"),
 }
-
-
-class Net(nn.Module):
-    """Up and down."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = (x + self.down(torch.tanh(self.up(x)))).square().mean()
-        return loss
-
-
-def batch(seed: int) -> dict[str, Tensor]:
-    """Return four rows."""
-    generator = torch.Generator().manual_seed(seed)
-    return {"x": torch.randn(4, 6, generator=generator, dtype=torch.float64)}
 
 
 class Lookahead(torch.optim.Optimizer):
