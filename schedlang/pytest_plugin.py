@@ -156,9 +156,10 @@ class SchedFile(pytest.File):
         )
 
     def _model(self) -> str | None:
-        """Return None if a model.py is beside the schedule; else the first model file of the ini
-        value."""
-        if (self.path.parent / "model.py").is_file():
+        """Return None if a model file is beside the schedule; else the first of the ini value."""
+        from schedlang.ir.modelfile import model_beside
+
+        if model_beside(self.path).is_file():
             return None
         for path in self.config.getini("schedlang_model_paths"):
             file = path if path.suffix == ".py" else path / "model.py"

@@ -3,15 +3,17 @@
 * A file is run from its text, not from compiled code. Python takes compiled code for current if the
   file has the same size and second of change: an edit within a second would be proven as it was
   before.
-* By convention the file is `model.py` beside the schedule. It defines `model()`, `batch(seed)` and,
-  where needed, `loss(output, batch)` and `weight(batch)`; for `verify --shrink` optionally
-  `small()` and `small_batch(seed)`; for rows that `replace` modules, `replacements` by name.
+* By convention the file is `model.py` beside the schedule, or `gpt.py` beside `gpt.sched`. It
+  defines `model()`, `batch(seed)` and, where needed, `loss(output, batch)` and `weight(batch)`; for
+  `verify --shrink` optionally `small()` and `small_batch(seed)`; for rows that `replace` modules,
+  `replacements` by name.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -177,21 +179,45 @@ def load_model_file(model: str | None, schedule: Path | None = None) -> ModelFil
     """
     if model is not None and not model.endswith(".py"):
         return _checked(_run_import(lambda: importlib.import_module(model), model), model, None)
-    path = Path(model) if model is not None else (schedule or Path()).parent / "model.py"
+    path = Path(model) if model is not None else model_beside(schedule or Path())
     if not path.is_file():
-        candidate = schedule.parent / path if model is not None and schedule is not None else path
-        hint = (f"there is one beside the schedule: `--model {candidate}`",) * candidate.is_file()
-        raise Refusal.of(
-            "S904",
-            f"there is no model file `{path}`",
-            helps=hint
-            or (
-                "put a `model.py` that defines `model()` beside the schedule",
-                "or name one: `--model path/to/file.py`, `--model package.module`",
-            ),
-        )
+        title = f"there is no model file `{path}`"
+        raise Refusal.of("S904", title, helps=_other_files(path, model, schedule))
     module = import_file(IMPORT_NAME, path)
     return _checked(module, IMPORT_NAME, path.resolve())
+
+
+def model_beside(schedule: Path) -> Path:
+    """Return the model file of a schedule: `model.py` in its folder, else the file of its own name.
+
+    If there is neither, it returns the path of `model.py`.
+    """
+    path = schedule.parent / "model.py"
+    own_name = schedule.with_suffix(".py") if schedule.suffix else path
+    return own_name if own_name.is_file() and not path.is_file() else path
+
+
+def _other_files(path: Path, model: str | None, schedule: Path | None) -> list[str]:
+    """Return helps that name the model files beside a schedule, or say how to name one."""
+    if schedule is None:
+        return ["name one: `path/to/file.py` or `package.module`"]
+    files = [schedule.parent / path] if model is not None else sorted(path.parent.glob("*.py"))
+    return [
+        f"there is one beside the schedule: `--model {file}`"
+        for file in files
+        if _defines_model(file)
+    ][:3] or [
+        "put a `model.py` that defines `model()` beside the schedule",
+        "or name one: `--model path/to/file.py`, `--model package.module`",
+    ]
+
+
+def _defines_model(file: Path) -> bool:
+    """Return whether a line of a file begins a function `model`; the file is not run."""
+    try:
+        return re.search(r"^def model\(", file.read_text(), re.MULTILINE) is not None
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def import_file(name: str, path: Path) -> ModuleType:

@@ -136,9 +136,9 @@ class RankPool:
 
     def model_file(self, model: str | None, schedule: Path) -> ModelFile:
         """Return the model file of a schedule; import it anew unless it was the last one."""
-        from schedlang.ir.modelfile import load_model_file
+        from schedlang.ir.modelfile import load_model_file, model_beside
 
-        key = model or str((schedule.parent / "model.py").resolve())
+        key = model or str(model_beside(schedule).resolve())
         if key != self._key or self._found is None:
             self.close()
             self._found = load_model_file(model, schedule)

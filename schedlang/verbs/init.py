@@ -35,11 +35,14 @@ def init(
         ),
     ] = None,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 8,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the schedule to this file.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a schedule for a model and a mesh of ranks.
 
-    `schedlang init model.py --mesh dp=2,pp=2,tp=2 > my.sched`
+    `schedlang init model.py --mesh dp=2,pp=2,tp=2 -o my.sched`
 
     The name of an axis gives its purpose: dp, data and fsdp split the batch, ep the experts, cp the
     sequences, pp and pipe the model into stages, tp and model the tensors.  `init` follows one
@@ -48,8 +51,9 @@ def init(
     """
     from schedlang.passes.autoshard.adapter_rows import Adapters
     from schedlang.passes.autoshard.propose import check_mesh, propose
-    from schedlang.verbs.inputs import model_to_try, parse_settings
+    from schedlang.verbs.inputs import check_folders, model_to_try, parse_settings, write_output
 
+    check_folders(out=out)
     if adapt not in (None, "lora", "dora"):
         bad_option(f"`--adapt {adapt}` is no kind of adapter", "`--adapt lora` or `--adapt dora`")
     sizes = parse_settings((), mesh).mesh
@@ -65,10 +69,13 @@ def init(
     values = partial(model_to_try, model_file, module)
     proposal = propose(module, model_file.batch(0), sizes, *calls, adapters, values)
     spent = time.perf_counter() - start - imports
+    if out is not None:
+        write_output(out, proposal.text)
     if as_json:
         show_json({"schedule": proposal.text, "notes": list(proposal.notes), "mesh": dict(sizes)})
     else:
-        print(proposal.text, end="")
+        if out is None:
+            print(proposal.text, end="")
         print(f"written in {spent:.1f} s, imports {imports:.1f} s", file=sys.stderr)
 
 

@@ -78,12 +78,12 @@ def read_saved_plan(file: Path, model: str | None) -> tuple[dict[str, Any], Mode
     """
     import shlex
 
-    from schedlang.ir.modelfile import load_model_file
+    from schedlang.ir.modelfile import load_model_file, model_beside
     from schedlang.passes.elaborate.plan_record import read_record
 
     record = read_record(file)
     model_file = record.get("model_file")
-    if model is None and model_file and not (file.parent / "model.py").is_file():
+    if model is None and model_file and not model_beside(file).is_file():
         title = f"`{file}` has the rows; `--model` gives the model"
         notes = (f"the plan was made for {ascii(model_file)}; there is no `model.py` next to it",)
         model = shlex.quote(model_file) if model_file.isprintable() else "FILE"

@@ -81,7 +81,12 @@ WorkingDtype = Annotated[
     str | None, typer.Option(help="Also check in this working dtype: float32 or bfloat16.")
 ]
 Model = Annotated[
-    str | None, typer.Option("--model", metavar="M", help="Model file or module; default model.py.")
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="M",
+        help="Model file or module; default: model.py, or the schedule's name with .py.",
+    ),
 ]
 Knobs = Annotated[
     list[str] | None,

@@ -38,7 +38,7 @@ class OutputFiles:
         Path | None, typer.Option("--trace", help="Write the timeline for Perfetto or Chrome.")
     ] = None
     out: Annotated[
-        Path | None, typer.Option("--out", help="Save the plan, for `run --plan` and `diff`.")
+        Path | None, typer.Option("--out", "-o", help="Save the plan, for `run --plan` and `diff`.")
     ] = None
 
 

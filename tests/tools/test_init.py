@@ -22,7 +22,9 @@ def test_writes_a_schedule(tmp_path: Path) -> None:
     result = run_init(CUSTOM, "--mesh", "dp=2,pp=2,tp=2")
     assert result.exit_code == 0 and "written in" in result.stderr
     file = tmp_path / "my.sched"
-    file.write_text(result.stdout)
+    to_file = run_init(CUSTOM, "--mesh", "dp=2,pp=2,tp=2", "-o", file)
+    assert to_file.exit_code == 0 and not to_file.stdout and f"wrote {file}" in to_file.stderr
+    assert file.read_text() == result.stdout
     assert CliRunner().invoke(app, ["fmt", "--check", str(file)]).exit_code == 0
     planned = CliRunner().invoke(app, ["plan", str(file), "--model", str(CUSTOM)])
     assert planned.exit_code == 0, planned.output
@@ -52,6 +54,7 @@ def test_wrong_input() -> None:
         ((CUSTOM, "--mesh", "tp"), "S109"),
         ((CUSTOM,), "--mesh dp=2,tp=2"),
         (("nowhere.py", "--mesh", "tp=2"), "S904"),
+        ((CUSTOM, "--mesh", "tp=2", "-o", "nowhere/my.sched"), "there is no folder `nowhere`"),
     ):
         result = run_init(*args)
         assert result.exit_code == 2 and expected in result.stderr, result.output

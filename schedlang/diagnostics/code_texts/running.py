@@ -260,7 +260,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S903": ("`model` does not return a module", "Return a torch.nn.Module."),
     "S904": (
         "no model file",
-        "Put a `model.py` into the folder of the schedule, or name a file: `--model`.",
+        "Put a `model.py` into the folder of the schedule, or `gpt.py` beside `gpt.sched`; or\n"
+        "name a file: `--model`.",
     ),
     "S905": (
         "the model file fails to import",

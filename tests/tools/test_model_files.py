@@ -1,4 +1,4 @@
-"""Model files are read again after every change, also within one second."""
+"""Model files: where a schedule finds its own, and that changes within one second are read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from schedlang.ir.modelfile import load_model_file
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.modelfile import load_model_file, model_beside
 from schedlang.runtime.launch.pool import Pool
 
 BEFORE = "from torch import nn\n\n\ndef model():\n    return nn.Linear(2, 3)\n"
@@ -30,6 +31,20 @@ def test_a_change_within_a_second_counts(tmp_path: Path, monkeypatch: pytest.Mon
 
     assert [written(BEFORE), written(BEFORE.replace("3", "5"))] == [3, 5]
     assert [file.name for file in tmp_path.iterdir()] == ["model.py"]
+
+
+def test_the_file_beside_a_schedule(tmp_path: Path) -> None:
+    """It is `model.py`, else the file of the schedule's name; other files are only offered."""
+    (tmp_path / "tools.py").write_text("")
+    (tmp_path / "gpt.py").write_text(BEFORE)
+    with pytest.raises(Refusal) as refused:
+        load_model_file(None, tmp_path / "tp.sched")
+    (help_,) = refused.value.diagnostic.helps
+    assert help_.endswith(f"`--model {tmp_path / 'gpt.py'}`")
+    assert load_model_file(None, tmp_path / "gpt.sched").model().out_features == 3
+
+    (tmp_path / "model.py").write_text(BEFORE)
+    assert model_beside(tmp_path / "gpt.sched") == tmp_path / "model.py"
 
 
 def _width() -> int:
