@@ -355,6 +355,12 @@ def check_job_limits(job: Job, limits: Limits) -> None:
             message = f"no way to lay {sized} has {limits.for_name(name).text()}"
             one_of = f"`{name}` may be {', '.join(map(str, values))}"
             raise Refusal.of("S109", message, helps=(one_of,))
+    if job.sums_batch and not limits.admits("cp", 1) and not limits.admits("micro", 1):
+        message = f"no way has {limits.for_name('cp').text()} and {limits.for_name('micro').text()}"
+        note = (
+            "the loss has sums over the batch, which microbatches of split sequences cannot share"
+        )
+        raise Refusal.of("S109", message, notes=(note,), helps=("allow `micro=1`", "or `cp=1`"))
 
 
 def check_pinned_orders(limits: Limits) -> None:

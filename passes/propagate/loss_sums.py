@@ -62,10 +62,10 @@ def run_many_rows(
     Returns None if the model accepts no other number of rows. `equal`: unit of the model -> its
     kind; two units of each kind run, if these neither draw nor get or return sums of rows.
     """
-    from schedlang.runtime.global_state import restore_loss_state
+    from schedlang.runtime.global_state import restore_global_state
     from schedlang.runtime.propagation.trace import run_with_prime_rows
 
-    with restore_loss_state(loss):
+    with restore_global_state(model, loss):
         run = _ManyRowsRun(loss, equal or {})
         many_rows = run_with_prime_rows(model, batch, run)
         if run.is_different(failed=many_rows is None):

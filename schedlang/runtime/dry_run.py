@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from schedlang.garbage_collection import ProcessState, without_collector
 from schedlang.runtime.assembly import Assembly
-from schedlang.runtime.batch import Batch, BatchPart
+from schedlang.runtime.batch import Batch, BatchPart, row_count
 from schedlang.runtime.batch_weights import Number
 from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.pipeline.executor import Pipeline, ScheduledOp
@@ -206,14 +206,18 @@ def dry_run(
     _record_messages(pipeline.mail, dry.messages)
     parts, _, _ = dry._parts(batch, local=False)
     shard, split = parts[0].token_shard, assembly.tokens
-    full_sizes: Callable[[Any], tuple[int, ...]] = (
-        tuple if split is None else split.sizes(batch, shard.place, _copies_of_rows(assembly))
-    )
+
+    def full_sizes(part: BatchPart) -> Callable[[Any], tuple[int, ...]]:
+        if split is None:
+            return tuple
+        rows = row_count(part.inputs)
+        return split.sizes(batch, shard.place, _copies_of_rows(assembly), rows)
+
     for edge, tokens in cut.routes.items():  # as after the first step, when sizes are known
         leaves = [cut.graph.leaves[token] for token in tokens]
         for part, replica in product(parts, range(pipeline.timeline.replicas)):
             shape = (True, signature(meta_batch(part.inputs)))
-            for index, resized in enumerate(_slice_shapes(pipeline, part, full_sizes)):
+            for index, resized in enumerate(_slice_shapes(pipeline, part, full_sizes(part))):
                 layout = tuple((getattr(torch, leaf.dtype), resized(leaf.shape)) for leaf in leaves)
                 pipeline.sizes.store(shape, StageMessage(False, *edge, replica, 0, index), layout)
     watched: tuple[Any, ...] = ()

@@ -193,8 +193,16 @@ def without_modes() -> Iterator[None]:
 
 def reenter_modes() -> AbstractContextManager[None]:
     """Return a context that enters the ambient modes again, inside a function that torch disabled
-    them for."""
-    return _enter_all(_active.modes)
+    them for; not those that have seen the call of that function."""
+    return _enter_all([mode for mode in _active.modes if not sees_model_calls(mode)])
+
+
+def sees_model_calls(mode: object) -> bool:
+    """Return whether a mode sees only the model's own calls, each once (`model_calls`).
+
+    It sees neither the calls of a compiled region nor those of a function that replaces a call.
+    """
+    return bool(getattr(mode, "model_calls", False))
 
 
 def modes_on_stack() -> list[AmbientMode]:

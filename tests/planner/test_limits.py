@@ -143,6 +143,16 @@ def test_limits_bind(limits):
     assert free.best.least <= limited.best.least
 
 
+def test_sums_over_the_batch_bind_split_sequences_to_one_microbatch():
+    """Limits that want both are refused with what to allow; either alone is accepted."""
+    job = replace(JOB, length=1024, sums_batch=True)
+    search_space.check_job_limits(job, parse_limits(["cp=2"]))
+    search_space.check_job_limits(job, parse_limits(["micro=2"]))
+    with pytest.raises(Refusal, match="no way has cp = 2 and micro = 2") as refused:
+        search_space.check_job_limits(job, parse_limits(["cp=2", "micro=2"]))
+    assert refused.value.diagnostic.helps == ("allow `micro=1`", "or `cp=1`")
+
+
 def test_why_prices_what_is_asked_about():
     """A `--why` question is answered by a price and a reason, or by why there is none."""
     *_, best = search(PROFILES, JOB)

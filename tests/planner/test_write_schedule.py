@@ -16,10 +16,13 @@ from schedlang.ir.primitive import load_all
 from schedlang.language import nodes as n
 from schedlang.language import printer
 from schedlang.language.syntax import parse
+from schedlang.passes.autoshard.knob_tuning import Job, price_plan
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.planner.profile import Profiles
 from schedlang.passes.planner.schedule_writer import write_schedule
 from schedlang.passes.planner.values import Placement, Setting
+from schedlang.passes.simulate.machine import CLUSTERS
+from schedlang.passes.simulate.one_rank_step import expand_rows
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 P = Placement
@@ -110,6 +113,20 @@ def test_a_text_is_canonical_and_planned(name: str, setting: Setting, lines: lis
     assert [line for line in lines if line not in stripped_lines] == []
     plan = expand(tree, source.facts).plan
     assert plan is not None and plan.mesh.world == max(1, setting.ranks)
+
+
+@pytest.mark.parametrize("placement", [P(2, tp=2), P(2, cp=2), P(1, ep=2, tp=2)], ids=str)
+def test_a_step_with_sums_over_the_batch_is_priced(placement: Placement) -> None:
+    """The router's loss is simulated beside a sharded vocabulary, split sequences, stages."""
+    source = profiles("balanced")
+    setting = Setting(placement, dp=2, pp=2)
+    plan = expand(write_schedule(source, setting), source.facts).plan
+    assert plan is not None
+    rows = setting.dp * placement.rows
+    batch = expand_rows(source.batch, rows)
+    job = Job(source.facts, batch, source.loss, source.weight, CLUSTERS["h100"], setting.ranks)
+    tried = price_plan(job, plan, {})
+    assert tried.time is not None and tried.peak > 0
 
 
 def test_a_recipe_is_a_step() -> None:

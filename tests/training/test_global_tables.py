@@ -191,6 +191,8 @@ def test_whoever_proposes_or_proves_statically_leaves_none() -> None:
     with pytest.raises(Refusal, match="nothing of this model can be split"):
         propose(TableModel("a dict"), batch, {"tp": 2})
     assert not TABLES["by length"]
+    propose(TableModel("a dict"), batch, {"dp": 2})
+    assert not TABLES["by length"]
     static(make_plan(TableModel("a dict"), "zero(stage=0, over=dp)", "dp=2"), batch)
     assert not TABLES["by length"]
     default_units(TableModel("a dict"), batch)

@@ -65,6 +65,15 @@ def test_router_losses_of_transformers(kind: str, pad: bool, threads: Any) -> No
     static_holds(plan, batch)
 
 
+@pytest.mark.parametrize("mesh", ["dp=2, tp=2", "tp=2, dp=2"])
+def test_router_losses_beside_a_sharded_vocabulary(mesh: str, threads: Any) -> None:
+    """Sums inside the sharded cross-entropy are none of the model's own calls."""
+    options = {**KINDS["Mixtral"], "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model, batch = models.transformers_model("Mixtral", **options, num_hidden_layers=1)
+    plan = make_plan(model, "lm_head  shard(vocab, over=tp)\n" + ZERO.format(1), mesh)
+    assert_proven(threads, plan, [pad_batch(batch)])
+
+
 @pytest.mark.parametrize(
     "kind", ["Mixtral", *(pytest.param(kind, marks=pytest.mark.deep) for kind in OTHER_KINDS)]
 )

@@ -464,19 +464,28 @@ class TokenSplit(SplitSequences):
         return SequenceLayout.of_kind(self.kind, sequence_length(batch), self.ranks)
 
     def sizes(
-        self, batch: Batch, rank: int = 0, max_split: int = 1
+        self, batch: Batch, rank: int = 0, max_split: int = 1, rows: int | None = None
     ) -> Callable[[Any], tuple[int, ...]]:
         """Return a function from the shape of a value of full sequences to a place's shape.
 
-        The value may also be split along the sequence over up to `max_split` other ranks.
+        Tokens are dim 1, or dim 0 with the rows (`rows`; None: those of the batch). The value may
+        also be split along the sequence over up to `max_split` other ranks.
         """
         layout = self.layout(batch)
+        rows = row_count(batch) if rows is None else rows
+
+        def length(tokens: int) -> int | None:
+            """Return the local tokens of a row that has these; None: these are no tokens."""
+            parts = layout.total // tokens if tokens else 0
+            split = parts and max_split % parts == 0 and tokens * parts == layout.total
+            return -(-layout.counts[rank] // parts) if split else None
 
         def resized(shape: Any) -> tuple[int, ...]:
-            parts = layout.total // shape[1] if len(shape) > 1 and shape[1] else 0
-            if not parts or max_split % parts or shape[1] * parts != layout.total:
-                return tuple(shape)
-            return (shape[0], -(-layout.counts[rank] // parts), *shape[2:])
+            if len(shape) > 1 and (local := length(shape[1])) is not None:
+                return (shape[0], local, *shape[2:])
+            if shape and shape[0] % rows == 0 and (local := length(shape[0] // rows)) is not None:
+                return (rows * local, *shape[1:])
+            return tuple(shape)
 
         return resized
 

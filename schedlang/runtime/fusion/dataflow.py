@@ -31,6 +31,7 @@ from schedlang.runtime.device import operator_context
 from schedlang.runtime.forward import layers_of
 from schedlang.runtime.forward_attributes import AttributeSnapshot
 from schedlang.runtime.fusion.call_arguments import arguments_of
+from schedlang.runtime.modes import sees_model_calls
 
 # -- the function of a node ------------------------------------------------------------------------
 
@@ -576,7 +577,7 @@ def without_function_modes() -> Iterator[None]:
 def is_ignored_mode_active() -> bool:
     """Return whether a function mode is active that must not be traced into a graph."""
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return any(getattr(mode, "outside", False) for mode in modes)
+    return any(map(sees_model_calls, modes))
 
 
 def has_replaced_forward(module: nn.Module) -> bool:

@@ -338,7 +338,7 @@ def _run_eagerly(modules: Sequence[nn.Module]) -> None:
 class _GlobalSumMode(TorchFunctionMode):
     """A mode for one forward: counts the calls of modules, and makes the recorded sums global."""
 
-    outside = True  # of compiled regions: it has nothing to do in them
+    model_calls = True
 
     def __init__(
         self,
