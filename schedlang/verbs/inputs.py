@@ -196,7 +196,7 @@ def account_costs(planned: PlannedSchedule, *, memory: bool = False) -> Account:
 
 def check_folders(**written: Path | None) -> None:
     """Refuse (S109), before any work, output options whose folder does not exist or is not
-    writable."""
+    writable, and those that would replace a Python file, such as the model's."""
     for option, path in written.items():
         if path is None:
             continue
@@ -205,6 +205,8 @@ def check_folders(**written: Path | None) -> None:
             bad_option(title, f"make it: `mkdir -p {path.parent}`")
         if path.is_dir():
             bad_option(f"`--{option} {path}` is a folder, not a file", "give a file in it")
+        if path.suffix == ".py":
+            bad_option(f"`--{option} {path}` would replace a Python file", "give another name")
         if not os.access(path.parent, os.W_OK):
             title = f"cannot write `--{option} {path}`: you may not write into `{path.parent}`"
             bad_option(title, "give a file in another folder")

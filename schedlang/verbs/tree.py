@@ -27,11 +27,14 @@ def tree(
     from schedlang.diagnostics.tables import terminal_columns
     from schedlang.ir.model import ModelFacts
     from schedlang.ir.modelfile import load_model_file
+    from schedlang.language.syntax import read
     from schedlang.viz.tree import format_tree
     from schedlang.viz.tree import tree as tree_of
 
     if file is not None and file.suffix == ".py" and model is None:
         model = str(file)
+    elif file is not None:
+        read(file)  # refuses a file that is missing
     model_file = load_model_file(model, file)
     root = tree_of(ModelFacts(model_file.model(meta=True)), each=each)
     if as_json:

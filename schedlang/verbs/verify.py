@@ -99,6 +99,7 @@ def verify(
     ):  # imports leave almost no garbage, and a collection would visit all of it
         from schedlang.diagnostics.diagnostic import Refusal
         from schedlang.ir.modelfile import load_model_file
+        from schedlang.language.syntax import read
         from schedlang.passes.prove import prove
         from schedlang.passes.reduce_model.shrink import with_reduction
         from schedlang.runtime.launch.forkserver import BASE_MODULES, PROGRAM_MODULES
@@ -119,6 +120,7 @@ def verify(
         title = "`verify` needs a schedule, or a program of yours"
         helps = ("`schedlang verify FILE`, or `schedlang verify --against program.py`",)
         raise Refusal.of("S109", title, helps=helps)
+    read(file)  # refuses a file that is missing before ranks start
     if locked:
         check_lock(file, common.model, as_json)
     settings = parse_settings(common.knob, common.mesh)

@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from schedlang.cli import app
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.modelfile import load_model_file, model_beside
 from schedlang.runtime.launch.pool import Pool
@@ -45,6 +47,13 @@ def test_the_file_beside_a_schedule(tmp_path: Path) -> None:
 
     (tmp_path / "model.py").write_text(BEFORE)
     assert model_beside(tmp_path / "gpt.sched") == tmp_path / "model.py"
+
+
+@pytest.mark.parametrize("verb", ["check", "plan", "verify", "run", "simulate", "tree"])
+def test_a_schedule_that_is_missing_is_named(verb: str) -> None:
+    """The schedule is refused, not its model file, which is missing as well."""
+    result = CliRunner().invoke(app, [verb, "nowhere.sched"])
+    assert result.exit_code == 2 and "[S000]: cannot read `nowhere.sched`" in result.stderr
 
 
 def _width() -> int:
