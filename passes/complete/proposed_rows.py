@@ -118,10 +118,31 @@ def make_step(
     return n.Step(name, (relax,) * bool(relax), n.Block((*rows, *check)))
 
 
-def precision_step(dtype: str, proof: n.Call | None = None) -> n.Step:
-    """Return the step that casts the full model to a dtype; stored parameters stay as masters."""
-    cast = lift.row((), make_call("cast", dtype, params=True))
-    return make_step("precision", [cast], proof, "dtype")
+def precision_rows(dtype: str, blocks: Blocks) -> list[ProposedRow]:
+    """Return the rows that cast the full model to a dtype; stored parameters stay as masters.
+
+    Batch norms stay in float32 as their running statistics do: torch refuses to mix the two.
+    """
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    modules = blocks.facts.model.named_modules()
+    norms = [fqn for fqn, m in modules if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    names: dict[str, None] = {}
+    for fqn in norms:
+        common = blocks.common_name(fqn)
+        names[common if set(blocks.modules_of(common)) <= set(norms) else fqn] = None
+    call = make_call("cast", "fp32")
+    return [
+        ProposedRow((), make_call("cast", dtype, params=True)),
+        *(ProposedRow((name,), call, "as its statistics") for name in names),
+    ]
+
+
+def precision_step(dtype: str, blocks: Blocks, proof: n.Call | None = None) -> n.Step:
+    """Return the step of `precision_rows`."""
+    model, *norms = precision_rows(dtype, blocks)
+    rows = [model.at_paths(), *fold_statements(norms, blocks)]
+    return make_step("precision", rows, proof, "dtype")
 
 
 def make_schedule_file(

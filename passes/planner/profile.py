@@ -28,6 +28,7 @@ from schedlang.passes.complete.proposed_rows import (
     RowTrial,
     make_call,
     plan_of_proposal,
+    precision_rows,
 )
 from schedlang.passes.complete.sequence_rows import sequence_rows
 from schedlang.passes.planner.extrapolation import extrapolate_rows, extrapolate_slices
@@ -286,7 +287,7 @@ class Profiles:
     def _plan(self, placement: Placement, blocks: Blocks) -> Plan:
         """The plan of a placement for a model with few layers, with one stage."""
         split = [row for rows in self.rows(placement).values() for row in rows]
-        first = [ProposedRow((), make_call("cast", self.dtype, params=True))] if self.dtype else []
+        first = precision_rows(self.dtype, blocks) if self.dtype else []
         last = [ProposedRow((), make_call("zero", stage=0, over="ep"))] if placement.ep > 1 else []
         last.append(ProposedRow((), make_call("pipeline", order="1F1B", micro=MICRO)))
         mesh = {axis: size for axis in AXES if (size := getattr(placement, axis)) > 1}

@@ -39,7 +39,7 @@ def write_schedule(profiles: Profiles, setting: Setting, remarks: Sequence[str] 
     steps: list[n.Step] = []
     rows = profiles.rows(setting.placement)
     if profiles.dtype:
-        steps.append(precision_step(profiles.dtype, FORWARD))
+        steps.append(precision_step(profiles.dtype, blocks, FORWARD))
     steps += proof_steps(rows, blocks)
     cuts = stage_units(chain, setting)
     checkpoint_rows = list(_recomputed(profiles.names, cuts, setting))

@@ -137,6 +137,16 @@ def test_a_recipe_is_a_step() -> None:
     )
 
 
+def test_batch_norms_keep_the_dtype_of_their_statistics(tmp_path: Path) -> None:
+    """A convolutional network in 16 bits is written with rows that torch runs."""
+    file = tmp_path / "written.sched"
+    file.write_text(write_schedule(profiles("resnet", "bf16"), Setting(P(3), dp=2)).text)
+    assert "blocks.*.{first,second}  cast(fp32)  # as its statistics" in file.read_text()
+    model = str(EXAMPLES / "resnet" / "model.py")
+    result = CliRunner().invoke(app, ["verify", str(file), "--model", model])
+    assert result.exit_code == 0, result.output
+
+
 def test_what_has_no_rows_is_refused() -> None:
     """Two layers cannot be three stages; a Llama has no experts."""
     source = profiles("mixtral")

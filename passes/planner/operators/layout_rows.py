@@ -419,7 +419,7 @@ def _steps(
             make_step("operators", fold_statements(parts[0].first_rows, trial.full_blocks), FORWARD)
         )
     if dtype:
-        steps.append(precision_step(dtype, FORWARD))
+        steps.append(precision_step(dtype, trial.full_blocks, FORWARD))
     axes = sorted((part for part in parts if part.rows), key=lambda part: part.splits_rows)
     axis_steps = [
         (f"over {part.axis}", _statements(part, trial), relax * part.splits_rows) for part in axes
