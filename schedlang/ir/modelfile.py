@@ -197,19 +197,16 @@ def model_beside(schedule: Path) -> Path:
     return own_name if own_name.is_file() and not path.is_file() else path
 
 
-def _other_files(path: Path, model: str | None, schedule: Path | None) -> list[str]:
+def _other_files(path: Path, model: str | None, schedule: Path | None) -> tuple[str, ...]:
     """Return helps that name the model files beside a schedule, or say how to name one."""
     if schedule is None:
-        return ["name one: `path/to/file.py` or `package.module`"]
+        return ("name one: `path/to/file.py` or `package.module`",)
     files = [schedule.parent / path] if model is not None else sorted(path.parent.glob("*.py"))
-    return [
-        f"there is one beside the schedule: `--model {file}`"
-        for file in files
-        if _defines_model(file)
-    ][:3] or [
+    hint = "there is one beside the schedule: `--model {}`"
+    return tuple(hint.format(file) for file in files if _defines_model(file))[:3] or (
         "put a `model.py` that defines `model()` beside the schedule",
         "or name one: `--model path/to/file.py`, `--model package.module`",
-    ]
+    )
 
 
 def _defines_model(file: Path) -> bool:

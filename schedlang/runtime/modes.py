@@ -194,7 +194,7 @@ def without_modes() -> Iterator[None]:
 def reenter_modes() -> AbstractContextManager[None]:
     """Return a context that enters the ambient modes again, inside a function that torch disabled
     them for; not those that have seen the call of that function."""
-    return _enter_all([mode for mode in _active.modes if not sees_model_calls(mode)])
+    return _enter_all(tuple(m for m in _active.modes if not sees_model_calls(m)))
 
 
 def sees_model_calls(mode: object) -> bool:

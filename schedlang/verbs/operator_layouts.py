@@ -214,7 +214,9 @@ def _best_proposal(job: Job, meshes: list[dict[str, int]], dtype: str) -> Priced
     from schedlang.passes.autoshard.propose import propose
     from schedlang.passes.complete.proposed_rows import precision_step
     from schedlang.passes.elaborate.expand import expand
+    from schedlang.passes.reduce_model.blocks import blocks_of
 
+    precision = (precision_step(dtype, blocks_of(job.facts)),) if dtype else ()
     priced: list[PricedPlan] = []
     for mesh in meshes:
         sizes = [*mesh.values()]
@@ -222,9 +224,8 @@ def _best_proposal(job: Job, meshes: list[dict[str, int]], dtype: str) -> Priced
         for grid in grids or [{"dp": sizes[0]}, {"tp": sizes[0]}]:
             try:
                 file = propose(job.facts, job.batch, grid, job.loss, job.weight).file
-                if dtype:
-                    first, *steps = file.items
-                    file = replace(file, items=(first, precision_step(dtype), *steps))
+                first, *steps = file.items
+                file = replace(file, items=(first, *precision, *steps))
                 plan = expand(file, job.facts).plan
                 assert plan is not None
                 priced.append(replace(price_plan(job, plan, {}), knobs=grid))
