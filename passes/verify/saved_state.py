@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,12 @@ from torch import Tensor
 
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.holdings import holdings_of
+from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.lower.build import build
+from schedlang.passes.partition.staging import stages_of
+from schedlang.passes.propagate.original_forward import Original
+from schedlang.passes.propagate.propagate import Traced
 from schedlang.passes.verify.compare import FLOOR, RTOL
 from schedlang.passes.verify.observe import Batch, Condition, Observation, flatten_output
 from schedlang.passes.verify.original import randomise
@@ -45,13 +50,32 @@ def load_on_one_rank(case: Case, conditions: Sequence[Condition], folder: str) -
     case = condition.case or case
     plain_plan = Plan(case.plan.model, Mesh())
     with enter_modes(Float64()):
-        program = build(plain_plan, case.batches[0], loss=case.loss, optimizer=condition.optimizer)
+        program = build(
+            plain_plan,
+            case.batches[0],
+            loss=case.loss,
+            optimizer=condition.optimizer,
+            prepared=_prepared_without_rows(case, plain_plan),
+        )
         program.load(f"{folder}/state")
         return {
             "state": program.state_dict(),
             "optimizer": program.optimizer_state(),
             "steps": program.step,
         }
+
+
+def _prepared_without_rows(case: Case, plain_plan: Plan) -> Prepared | None:
+    """Return what `prepare` returns for the model of a prepared case without rows, on one rank.
+
+    The case's trace has the forward of the original, so that the model need not run again.
+    """
+    if case.prepared is None:
+        return None
+    traced = case.prepared.traced
+    original = Traced(**{field.name: getattr(traced, field.name) for field in fields(Original)})
+    staged = stages_of(plain_plan, original, case.batches[0], case.loss)
+    return Prepared(original, staged, holdings_of(plain_plan, staged), draws=case.prepared.draws)
 
 
 def load_on_ranks(

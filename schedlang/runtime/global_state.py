@@ -26,6 +26,7 @@ from schedlang.ir import pytree
 from schedlang.runtime.module_state import (
     LIBRARIES,
     LIBRARY_PACKAGES,
+    LIBRARY_TOOLS,
     MODULE_ATTRIBUTES,
     StateSnapshot,
 )
@@ -57,7 +58,8 @@ def restore_global_state(model: nn.Module, loss: Any = None) -> Iterator[list[st
     variable, in a class or by `functools.lru_cache`: later runs of the model itself would find
     them. A `loss` must not count the calls made here either, nor keep their means.
     """
-    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    module_classes = {type(module) for module in model.modules()}
+    classes = {cls for module_class in module_classes for cls in module_class.__mro__}
     user_classes = frozenset(
         cls for cls in classes if cls.__module__.split(".")[0] not in LIBRARY_PACKAGES
     )
@@ -169,8 +171,9 @@ def _spaces(classes: frozenset[type]) -> list[tuple[Any, Setter]]:
         if isinstance(module_name, str):
             neighbors.add(module_name)
     # of large libraries only the modules that define the classes are searched
+    packages_left_out = LIBRARIES | LIBRARY_TOOLS
     modules_searched |= {
-        n for n in neighbors if n in sys.modules and n.split(".")[0] not in LIBRARIES
+        n for n in neighbors if n in sys.modules and n.split(".")[0] not in packages_left_out
     }
     modules: list[Any] = [vars(sys.modules[name]) for name in sorted(modules_searched)]
     functions = {

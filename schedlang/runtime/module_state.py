@@ -24,6 +24,11 @@ MAX_ENTRIES = 4096  # entries of a list or dict
 LIBRARY_PACKAGES = frozenset({"torch", "numpy", "schedlang", "builtins", *sys.stdlib_module_names})
 # of models: their configs are not state of a forward
 LIBRARIES = LIBRARY_PACKAGES | {"transformers", "diffusers"}
+# what these import to load and to run models: no forward stores anything there
+LIBRARY_TOOLS = frozenset(
+    {"accelerate", "filelock", "httpx", "httpx2", "huggingface_hub", "packaging", "PIL"}
+    | {"regex", "requests", "safetensors", "tokenizers", "tqdm", "yaml"}
+)
 Space = MutableMapping[str, Any]
 
 

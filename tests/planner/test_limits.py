@@ -203,9 +203,10 @@ def test_an_order_without_a_price_is_refused():
     questions = {
         order.name: parse_question(f"order={order.name}") for order in ORDERS if not order.searched
     }
+    profiles, job = decoder(4, 1024, 16, 4096, 32000, 1024), replace(JOB, ranks=4, rows=8)
     for name, limits in questions.items():
         try:
-            *_, last = search(PROFILES, JOB, limits, moves=0)
+            *_, last = search(profiles, job, limits, moves=0)
             assert last.best is None or last.best.setting.order == name
         except Refusal:
             assert name not in search_space.ORDERS

@@ -14,10 +14,12 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.autoshard.propose import propose
 from schedlang.passes.prove import Case, prove
 from schedlang.passes.static_checks.static import static
-from schedlang.runtime.global_state import restore_global_state
+from schedlang.runtime.global_state import _spaces, restore_global_state
 from schedlang.runtime.launch.pool import Pool
+from schedlang.runtime.module_state import LIBRARY_TOOLS
 from schedlang.runtime.tracing.units import default_units
 from schedlang.schedule import create_schedule
+from tests import models
 from tests.proofs import make_plan
 
 WIDTH, ROWS = 6, 8
@@ -216,3 +218,13 @@ def test_nothing_is_asked_of_a_table_that_makes_what_it_is_asked_for() -> None:
     with restore_global_state(ClassTable()):
         pass
     assert LazyDict.made == count and dict.keys(LAZY) == {"one", "two"}
+
+
+def test_of_a_library_the_modules_of_its_classes_are_searched() -> None:
+    """Modules with which it loads models store nothing of a forward."""
+    classes = {cls for module in models.gpt2(1).modules() for cls in type(module).__mro__}
+    library = frozenset(cls for cls in classes if cls.__module__.startswith("transformers."))
+    names = {space.get("__name__") for space, _ in _spaces(library) if isinstance(space, dict)}
+    assert "transformers.models.gpt2.modeling_gpt2" in names
+    packages = {name.partition(".")[0] for name in names if isinstance(name, str)}
+    assert packages.isdisjoint(LIBRARY_TOOLS), packages

@@ -312,12 +312,14 @@ def wrap_post_backward(
     group.post_backward = make(group.post_backward)
 
 
-def parameter_name(unit: FSDPModule, fsdp_param: Any) -> str:
-    """Return the name, inside a unit, of a parameter that the unit gathers."""
-    info = fsdp_param._module_info
+def parameter_names(unit: FSDPModule, fsdp_params: Iterable[Any]) -> dict[Any, str]:
+    """Return the names, inside a unit, of parameters that the unit gathers."""
     modules = unit.named_modules()  # type: ignore[attr-defined]
-    prefix = next((name for name, child in modules if child is info.module), "")
-    return f"{prefix}.{info.param_name}" if prefix else str(info.param_name)
+    prefixes = {module: f"{name}." if name else "" for name, module in modules}
+    infos = {param: param._module_info for param in fsdp_params}
+    return {
+        param: f"{prefixes.get(info.module, '')}{info.param_name}" for param, info in infos.items()
+    }
 
 
 def replaced_parameter(module: nn.Module) -> str | None:
@@ -329,7 +331,7 @@ def replaced_parameter(module: nn.Module) -> str | None:
                 present = info.module._parameters.get(info.param_name)
                 own = param.sharded_param, getattr(param, "_unsharded_param", None)
                 if all(present is not one for one in own):
-                    return parameter_name(cast(FSDPModule, module), param)
+                    return parameter_names(cast(FSDPModule, module), [param])[param]
     return None
 
 

@@ -40,7 +40,7 @@ from schedlang.runtime.adapters.fully_shard import (
     groups_of,
     keep_containers,
     offloaded_gradients,
-    parameter_name,
+    parameter_names,
     refuse_data_assignment,
     wrap_post_backward,
 )
@@ -225,7 +225,8 @@ class ShardedStage:
         setting for that would also give a gradient to parameters that no rank uses.
         """
         for group in groups_of(unit):
-            required = {p for p in group.fsdp_params if parameter_name(unit, p) in names}
+            inner_names = parameter_names(unit, group.fsdp_params)
+            required = {param for param, name in inner_names.items() if name in names}
             wrap_post_backward(group, partial(self._zeroing_backward, group, required))
 
     def _zeroing_backward(self, group: Any, required: set[Any], inner: Callable[..., None]) -> Any:
