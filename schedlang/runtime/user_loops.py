@@ -27,6 +27,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from schedlang.diagnostics.diagnostic import Refusal
@@ -124,6 +125,8 @@ def _register_replacement_hooks() -> None:
 
 def _check_replacement(module: nn.Module, name: str, value: object) -> None:
     """Raise Refusal S617 if a step would neither train nor save the new parameter or module."""
+    if isinstance(module, DistributedDataParallel) and value in _user_modules:
+        _check_replicas(value)  # type: ignore[arg-type]
     if module in _user_modules and value is not getattr(module, name, None):
         raise Refusal.of(
             "S617",
@@ -133,6 +136,20 @@ def _check_replacement(module: nn.Module, name: str, value: object) -> None:
                 "set values in place: `with torch.no_grad(): parameter.copy_(value)`",
                 "or change the model, and build a program of it",
             ),
+        ).at(python_span())
+
+
+def _check_replicas(module: nn.Module) -> None:
+    """Raise Refusal S617 if DistributedDataParallel would give all ranks one rank's shards."""
+    parts = (
+        name for name, p in module.named_parameters() if shard_name(p) or hasattr(p, "to_local")
+    )
+    if (name := next(parts, None)) is not None:
+        raise Refusal.of(
+            "S617",
+            "`DistributedDataParallel` would give all ranks the shards of the first",
+            notes=(f"each rank has a shard of `{name}` of its own",),
+            helps=(f"{_STEP} of the program: a row `zero(stage=0, over=dp)` replicates",),
         ).at(python_span())
 
 

@@ -95,6 +95,11 @@ def in_backward(program: Any) -> None:
     program.train_step(batch(0))  # here
 
 
+def wrapped(program: Any) -> None:
+    """Wrap the module as loops for several ranks do: the first rank's values go to all."""
+    nn.parallel.DistributedDataParallel(program.module)  # here
+
+
 REFUSED: tuple[tuple[Loop, tuple[str, ...]], ...] = (
     (sharpness, ("tp",)),
     (squares, ("tp",)),
@@ -102,6 +107,7 @@ REFUSED: tuple[tuple[Loop, tuple[str, ...]], ...] = (
     (own_backward, ("tp",)),
     (shared_state, ("tp", "zero2")),
     (in_backward, ("dp", "zero3")),
+    (wrapped, ("tp", "zero2")),
 )
 
 
@@ -116,8 +122,9 @@ def test_a_part_is_not_taken_for_the_whole(loop: Loop, threads: Threads) -> None
         span = caught.value.diagnostic.primary.span
         return caught.value.diagnostic.code, "# here" in span.source.line(span.line)
 
+    code = "S617" if loop is wrapped else "S622"
     for layout in dict(REFUSED)[loop]:
-        assert threads.run(body, 2, *LAYOUTS[layout]) == [("S622", True)] * 2
+        assert threads.run(body, 2, *LAYOUTS[layout]) == [(code, True)] * 2
 
 
 def test_a_built_optimizer_that_broadcasts(threads: Threads) -> None:
