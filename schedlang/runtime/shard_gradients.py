@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import python_span
@@ -67,20 +68,24 @@ class _Followed(Tensor):
                 return result
             reduced = _reduced(name, parts, args, kwargs) if name in _REDUCING else None
             if reduced is not None:
-                return _mark_results(result, lambda v: _number(v, reduced.origin, name))
+                return _mark_results(result, operands, lambda v: _number(v, reduced.origin, name))
             if numbers:
                 first = numbers[0]
-                return _mark_results(result, lambda v: _number(v, first.origin, first.reduction))
+                return _mark_results(
+                    result, operands, lambda v: _number(v, first.origin, first.reduction)
+                )
             if parts:
-                return _mark_results(result, lambda v: _part_like(v, parts[0]))
+                return _mark_results(result, operands, lambda v: _part_like(v, parts[0]))
             return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        memo[id(self)] = copied = self.as_subclass(Tensor).clone()
+        with torch._C.DisableTorchFunctionSubclass():
+            memo[id(self)] = copied = self.clone()
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach().__reduce_ex__(protocol)
 
 
 class GradientPart(_Followed):
@@ -98,6 +103,7 @@ class PartNumber(_Followed):
 
     origin     of the parameter
     reduction  the function that reduced it
+    computed   its local value
     """
 
     reduction: str
@@ -105,8 +111,23 @@ class PartNumber(_Followed):
 
     def is_own(self) -> bool:
         """Return whether its value is that of torch's: no collective has changed it."""
-        value = self.as_subclass(Tensor)
-        return torch.equal(value.nan_to_num(), self.computed.nan_to_num())
+        return torch.equal(_local(self).nan_to_num(), self.computed.nan_to_num())
+
+
+class SlicedPart(GradientPart, DTensor):
+    """The same of a shard that `zero` slices: torch knows of the slices only."""
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _as_part(super().full_tensor(**options), self.origin, self.dims)
+
+
+class SlicedNumber(PartNumber, DTensor):
+    """What slices of a part are reduced to."""
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _number(super().full_tensor(**options), self.origin, self.reduction)
 
 
 def note_dims(parameter: Tensor, dims: tuple[int, ...]) -> None:
@@ -117,26 +138,39 @@ def note_dims(parameter: Tensor, dims: tuple[int, ...]) -> None:
 def mark_gradients(parameters: Iterable[Tensor] | None = None) -> None:
     """Mark the gradients of parameters that are shards; without parameters, of all programs.
 
-    Gradients that are no plain tensors, as DTensors, stay as they are, and so does all within a
-    step or a backward.
+    Nothing is marked within a step or a backward.
     """
     if scope.current() is not None or in_backward_pass():
         return
     for parameter in shards() if parameters is None else parameters:
         gradient, dims = parameter.grad, vars(parameter).get(_DIMS)
-        if dims and type(gradient) is Tensor and not gradient.requires_grad:
+        if dims and type(gradient) in (Tensor, DTensor) and not gradient.requires_grad:
             parameter.grad = _as_part(gradient, shard_name(parameter) or "", dims)
 
 
 def unmark_gradients(parameters: Iterable[Tensor]) -> None:
     """Make gradients plain tensors again, for an optimizer, which is checked itself."""
     for parameter in parameters:
-        if isinstance(parameter.grad, _Followed):
-            parameter.grad = parameter.grad.as_subclass(Tensor)
+        if isinstance(gradient := parameter.grad, DTensor) and isinstance(gradient, _Followed):
+            gradient.__class__ = DTensor
+        elif isinstance(gradient, _Followed):
+            parameter.grad = gradient.as_subclass(Tensor)
+
+
+def _as_kind(value: Tensor, kind: type[Any], sliced: type[Any]) -> Any:
+    """Return a tensor as one of a class, on the same storage; a DTensor becomes one of `sliced`."""
+    if not isinstance(value, DTensor):
+        return value.as_subclass(kind)
+    value.__class__ = sliced
+    return value
+
+
+def _local(value: Tensor) -> Tensor:
+    return value._local_tensor if isinstance(value, DTensor) else value.as_subclass(Tensor)
 
 
 def _as_part(value: Tensor, name: str, dims: tuple[int, ...] | None) -> GradientPart:
-    part = value.as_subclass(GradientPart)
+    part: GradientPart = _as_kind(value, GradientPart, SlicedPart)
     part.origin, part.dims = name, dims
     return part
 
@@ -146,20 +180,20 @@ def _part_like(value: Tensor, part: GradientPart) -> Tensor:
 
 
 def _number(value: Tensor, name: str, reduction: str) -> Tensor:
-    number = value.as_subclass(PartNumber)
+    number: PartNumber = _as_kind(value, PartNumber, SlicedNumber)
     number.origin, number.reduction = name, reduction
-    number.computed = value.detach().clone()
+    number.computed = _local(number).detach().clone()
     return number
 
 
-def _mark_results(result: Any, mark: Callable[[Tensor], Tensor]) -> Any:
+def _mark_results(result: Any, operands: list[Tensor], mark: Callable[[Tensor], Tensor]) -> Any:
     """Mark a tensor, or those of a list or tuple; a number that was written into is noted again."""
-    if type(result) is Tensor:
-        return mark(result)
     if isinstance(result, PartNumber):
-        result.computed = result.as_subclass(Tensor).detach().clone()
+        result.computed = _local(result).detach().clone()
+    elif type(result) in (Tensor, DTensor) and not any(result is value for value in operands):
+        return mark(result)
     if type(result) in (list, tuple):
-        return type(result)(_mark_results(value, mark) for value in result)
+        return type(result)(_mark_results(value, operands, mark) for value in result)
     return result
 
 
