@@ -9,9 +9,11 @@ another value than torch has computed, and is taken.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import python_span
 from schedlang.runtime import scope
 from schedlang.runtime.adapters.torch_tensor import in_backward_pass
-from schedlang.runtime.loop_terms import shard_name, shards
+from schedlang.runtime.loop_terms import shard_name
 
 _BY_DIM = (
     *("all", "amax", "amin", "any", "argmax", "argmin", "argsort", "count_nonzero", "cumsum"),
@@ -40,6 +42,16 @@ _VIEWS = ("H", "T", "data", "mH", "mT", "real")  # attributes that are elements 
 _DIMS = "_schedlang_part_dims"  # of parameters: the dims of a shard
 _warned: dict[Any, Any] = {}  # the lines that were warned of, as `warnings` notes them
 _LEAVING = ("item", "tolist", "__float__", "__format__", "__repr__", "__bool__", "numpy")
+
+
+class _Noted(threading.local):
+    """The shards of the programs that this thread has built: ranks may be threads."""
+
+    def __init__(self) -> None:
+        self.parameters: WeakSet[Tensor] = WeakSet()
+
+
+_noted = _Noted()
 
 
 class _Followed(Tensor):
@@ -132,17 +144,19 @@ class SlicedNumber(PartNumber, DTensor):
 
 def note_dims(parameter: Tensor, dims: tuple[int, ...]) -> None:
     """Note along which dims of a shard other ranks hold the rest; () if there are none."""
+    if dims and _DIMS not in vars(parameter):  # a WeakSet compares what is added again
+        _noted.parameters.add(parameter)
     setattr(parameter, _DIMS, dims)
 
 
 def mark_gradients(parameters: Iterable[Tensor] | None = None) -> None:
-    """Mark the gradients of parameters that are shards; without parameters, of all programs.
+    """Mark the gradients of parameters that are shards; without parameters, of this thread's.
 
     Nothing is marked within a step or a backward.
     """
     if scope.current() is not None or in_backward_pass():
         return
-    for parameter in shards() if parameters is None else parameters:
+    for parameter in [*_noted.parameters] if parameters is None else parameters:
         gradient, dims = parameter.grad, vars(parameter).get(_DIMS)
         if dims and type(gradient) in (Tensor, DTensor) and not gradient.requires_grad:
             parameter.grad = _as_part(gradient, shard_name(parameter) or "", dims)
