@@ -97,7 +97,7 @@ class _Followed(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            return self.detach().__reduce_ex__(protocol)
+            return self.detach().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class GradientPart(_Followed):
@@ -158,7 +158,9 @@ def mark_gradients(parameters: Iterable[Tensor] | None = None) -> None:
         return
     for parameter in [*_noted.parameters] if parameters is None else parameters:
         gradient, dims = parameter.grad, vars(parameter).get(_DIMS)
-        if dims and type(gradient) in (Tensor, DTensor) and not gradient.requires_grad:
+        if gradient is None or type(gradient) not in (Tensor, DTensor):
+            continue
+        if dims and not gradient.requires_grad:
             parameter.grad = _as_part(gradient, shard_name(parameter) or "", dims)
 
 
@@ -166,7 +168,7 @@ def unmark_gradients(parameters: Iterable[Tensor]) -> None:
     """Make gradients plain tensors again, for an optimizer, which is checked itself."""
     for parameter in parameters:
         if isinstance(gradient := parameter.grad, DTensor) and isinstance(gradient, _Followed):
-            gradient.__class__ = DTensor
+            gradient.__class__ = DTensor  # type: ignore[assignment]
         elif isinstance(gradient, _Followed):
             parameter.grad = gradient.as_subclass(Tensor)
 

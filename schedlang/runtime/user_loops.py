@@ -225,7 +225,8 @@ def _guard_slices(a: Assembly) -> None:
         if not (parameters.stepping or calls):
             reshard_all(a.sliced)
 
-    eager_begin, eager_end = torch.compiler.disable(begin), torch.compiler.disable(end)
+    eagerly: Any = torch.compiler.disable
+    eager_begin, eager_end = eagerly(begin), eagerly(end)
 
     def before(*unused: object) -> None:
         eager_begin() if torch.compiler.is_compiling() else begin()
