@@ -9,11 +9,9 @@ another value than torch has computed, and is taken.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -23,7 +21,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import python_span
 from schedlang.runtime import scope
 from schedlang.runtime.adapters.torch_tensor import in_backward_pass
-from schedlang.runtime.loop_terms import shard_name
+from schedlang.runtime.loop_terms import shard_name, shards
 
 _BY_DIM = (
     *("all", "amax", "amin", "any", "argmax", "argmin", "argsort", "count_nonzero", "cumsum"),
@@ -42,16 +40,6 @@ _VIEWS = ("H", "T", "data", "mH", "mT", "real")  # attributes that are elements 
 _DIMS = "_schedlang_part_dims"  # of parameters: the dims of a shard
 _warned: dict[Any, Any] = {}  # the lines that were warned of, as `warnings` notes them
 _LEAVING = ("item", "tolist", "__float__", "__format__", "__repr__", "__bool__", "numpy")
-
-
-class _Noted(threading.local):
-    """The shards of the programs that this thread has built: ranks may be threads."""
-
-    def __init__(self) -> None:
-        self.parameters: WeakSet[Tensor] = WeakSet()
-
-
-_noted = _Noted()
 
 
 class _Followed(Tensor):
@@ -111,7 +99,7 @@ class GradientPart(_Followed):
 
 
 class PartNumber(_Followed):
-    """What a rank has reduced its part to.
+    """A number, or numbers, to which a rank has reduced its part.
 
     origin     of the parameter
     reduction  the function that reduced it
@@ -130,33 +118,33 @@ class SlicedPart(GradientPart, DTensor):
     """The same of a shard that `zero` slices: torch knows of the slices only."""
 
     def full_tensor(self, **options: Any) -> Tensor:
+        """Return the rank's part, which torch takes for the full tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return _as_part(super().full_tensor(**options), self.origin, self.dims)
 
 
 class SlicedNumber(PartNumber, DTensor):
-    """What slices of a part are reduced to."""
+    """A number to which slices of a part are reduced."""
 
     def full_tensor(self, **options: Any) -> Tensor:
+        """Return the number of all slices of the rank's part."""
         with torch._C.DisableTorchFunctionSubclass():
             return _number(super().full_tensor(**options), self.origin, self.reduction)
 
 
 def note_dims(parameter: Tensor, dims: tuple[int, ...]) -> None:
     """Note along which dims of a shard other ranks hold the rest; () if there are none."""
-    if dims and _DIMS not in vars(parameter):  # a WeakSet compares what is added again
-        _noted.parameters.add(parameter)
     setattr(parameter, _DIMS, dims)
 
 
 def mark_gradients(parameters: Iterable[Tensor] | None = None) -> None:
-    """Mark the gradients of parameters that are shards; without parameters, of this thread's.
+    """Mark the gradients of parameters that are shards; without parameters, of all programs.
 
     Nothing is marked within a step or a backward.
     """
     if scope.current() is not None or in_backward_pass():
         return
-    for parameter in [*_noted.parameters] if parameters is None else parameters:
+    for parameter in shards() if parameters is None else parameters:
         gradient, dims = parameter.grad, vars(parameter).get(_DIMS)
         if gradient is None or type(gradient) not in (Tensor, DTensor):
             continue
