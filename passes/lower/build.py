@@ -391,6 +391,7 @@ def _make_program(
     from schedlang.runtime.program import Program
     from schedlang.runtime.shard_state import OptimizerShards
     from schedlang.runtime.step_batch import BatchComparison
+    from schedlang.runtime.user_loops import check_broadcasts
 
     if any(site.is_a("TransformerEncoderLayer") for site in plan.model.sites.values()):
         from schedlang.runtime.inference_paths import evaluate_by_calls
@@ -405,6 +406,7 @@ def _make_program(
         optimizer = _make_optimizer(a, options.optimizer, trained_names)
         if isinstance(optimizer, torch.optim.Optimizer) and a.ranks.mesh.world > 1:
             complete_hooks(optimizer)
+            check_broadcasts(a, optimizer)
             shards = OptimizerShards(a)
             optimizer.register_state_dict_post_hook(shards.mark)
             optimizer.register_load_state_dict_pre_hook(shards.check)

@@ -240,7 +240,8 @@ def local_shards(a: Assembly) -> dict[str, Tensor]:
 def full_gradients(a: Assembly, receivers: ReceiverChoice | None = None) -> dict[str, Tensor]:
     """Return full gradients, on all ranks or those that `receivers` gives; without parameters that
     have none."""
-    grads = {name: local_gradient(parameter) for name, parameter in a.parameters.items()}
+    with torch._C.DisableTorchFunctionSubclass():  # those of shards may be marked
+        grads = {name: local_gradient(parameter) for name, parameter in a.parameters.items()}
     local_grads = {name: grad for name, grad in grads.items() if grad is not None}
     return assemble_tensors(a.holdings, local_grads, a.ranks, receivers, a.gather_routes)
 

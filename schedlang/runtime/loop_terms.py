@@ -102,6 +102,11 @@ def shard_name(value: Any) -> str | None:
     return name
 
 
+def shards() -> list[nn.Parameter]:
+    """Return the parameters of all programs of this rank that are marked as parts."""
+    return [*_shards]
+
+
 def has_shard_name(value: Tensor) -> bool:
     """Return whether a parameter is a shard; compiled code can ask so."""
     return hasattr(value, _SHARD)

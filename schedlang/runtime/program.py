@@ -50,11 +50,12 @@ from schedlang.runtime.pipeline.measured_times import StepTimer
 from schedlang.runtime.pipeline.step import MicrobatchResult
 from schedlang.runtime.pipeline.weight_versions import WeightVersions, sum_update_weights
 from schedlang.runtime.scope import Scope, enter_scope
+from schedlang.runtime.shard_gradients import mark_gradients
 from schedlang.runtime.step_batch import BatchComparison, check_batch_names, split_step_batch
 from schedlang.runtime.storage.offloaded_gradients import drop_gradient
 from schedlang.runtime.storage.tiers import DEVICE
 from schedlang.runtime.training_mode import TrainingMode
-from schedlang.runtime.user_loops import check_shapes, copy_refusal, hooks_around, module_of
+from schedlang.runtime.user_loops import check_loop, copy_refusal, hooks_around, module_of
 from schedlang.runtime.zero_weight_loss import with_loss_weight
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -237,6 +238,8 @@ class Program:
         may_skip = self.loss_scale is not None or self.allowed is not None
         if self._versions is None and (not may_skip or self._should_step(loss)):
             self._step_weights()
+        if self.assembly.local_parameters.shapes:  # a loop has the module
+            mark_gradients(self.assembly.parameters.values())
         self.step += 1
         return loss
 
@@ -343,8 +346,8 @@ class Program:
         self, parts: Sequence[BatchPart], scale: Sequence[Number] | None, *, train: bool
     ) -> dict[int, MicrobatchResult]:
         a = self.assembly
-        if a.local_parameters.shapes:  # the module was handed out
-            check_shapes(a.local_parameters)
+        if a.local_parameters.guarded:  # the module was handed out
+            check_loop(a)
         pass_index = 0 if train else self.evaluated[1]
         scopes = [
             Scope(self.step, index, part.rows, pass_index, self._same_shapes, a.host_draws)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,6 +27,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from schedlang.diagnostics.diagnostic import Refusal
@@ -54,6 +56,7 @@ from schedlang.runtime.optim.full_tensor_step import (
     is_elementwise,
 )
 from schedlang.runtime.scope import Scope
+from schedlang.runtime.shard_gradients import mark_gradients, note_dims, unmark_gradients
 from schedlang.runtime.shard_state import guard_state
 from schedlang.runtime.storage.offloaded_gradients import in_backward
 
@@ -122,6 +125,8 @@ def _register_replacement_hooks() -> None:
 
 def _check_replacement(module: nn.Module, name: str, value: object) -> None:
     """Raise Refusal S617 if a step would neither train nor save the new parameter or module."""
+    if isinstance(module, DistributedDataParallel) and value in _user_modules:
+        _check_replicas(value)  # type: ignore[arg-type]
     if module in _user_modules and value is not getattr(module, name, None):
         raise Refusal.of(
             "S617",
@@ -131,6 +136,20 @@ def _check_replacement(module: nn.Module, name: str, value: object) -> None:
                 "set values in place: `with torch.no_grad(): parameter.copy_(value)`",
                 "or change the model, and build a program of it",
             ),
+        ).at(python_span())
+
+
+def _check_replicas(module: nn.Module) -> None:
+    """Raise Refusal S617 if DistributedDataParallel would give all ranks one rank's shards."""
+    parts = (
+        name for name, p in module.named_parameters() if shard_name(p) or hasattr(p, "to_local")
+    )
+    if (name := next(parts, None)) is not None:
+        raise Refusal.of(
+            "S617",
+            "`DistributedDataParallel` would give all ranks the shards of the first",
+            notes=(f"each rank has a shard of `{name}` of its own",),
+            helps=(f"{_STEP} of the program: a row `zero(stage=0, over=dp)` replicates",),
         ).at(python_span())
 
 
@@ -189,9 +208,7 @@ def _guard_slices(a: Assembly) -> None:
     """
     parameters, root, calls = a.local_parameters, a.module, list[None]()
 
-    def before(*unused: object) -> None:
-        if torch.compiler.is_compiling():
-            return
+    def begin() -> None:
         calls.append(None)
         name = None if parameters.stepping or len(calls) > 1 else replaced_parameter(root)
         if name is not None:
@@ -202,13 +219,20 @@ def _guard_slices(a: Assembly) -> None:
                 helps=("set values in place: `with torch.no_grad(): parameter.copy_(value)`",),
             ).at(python_span())
 
-    def after(*unused: object) -> None:
-        if torch.compiler.is_compiling():
-            return
+    def end() -> None:
         if calls:
             calls.pop()
         if not (parameters.stepping or calls):
             reshard_all(a.sliced)
+
+    eagerly: Any = torch.compiler.disable
+    eager_begin, eager_end = eagerly(begin), eagerly(end)
+
+    def before(*unused: object) -> None:
+        eager_begin() if torch.compiler.is_compiling() else begin()
+
+    def after(*unused: object) -> None:
+        eager_end() if torch.compiler.is_compiling() else end()
 
     units: list[Any] = [unit for stage in a.sliced.values() for unit in stage.units]
     for unit in units:
@@ -216,7 +240,28 @@ def _guard_slices(a: Assembly) -> None:
         unit.register_forward_hook(after, always_call=True)
 
 
-def check_shapes(parameters: LocalParameters) -> None:
+def check_loop(a: Assembly) -> None:
+    """Raise Refusal if a loop of the user has changed what a step would train wrong.
+
+    S617: a value of another shape in a shard; S622: an optimizer that steps inside the backward.
+    """
+    _check_shapes(a.local_parameters)
+    names = [n for n, p in a.parameters.items() if "_in_backward_optimizers" in vars(p)]
+    if names and (a.reductions or a.sliced):
+        raise Refusal.of(
+            "S622",
+            f"an optimizer would step `{names[0]}` inside the backward, before its gradient is"
+            " summed over ranks",
+            notes=("`_apply_optimizer_in_backward` steps when a rank's own gradient is there",),
+            helps=(
+                "`build(optimizer=lambda named: ...)`: a step updates after its sums",
+                "or step in `parameter.register_post_accumulate_grad_hook(...)`: a step runs such"
+                " hooks on summed gradients",
+            ),
+        ).at(python_span())
+
+
+def _check_shapes(parameters: LocalParameters) -> None:
     """Raise Refusal S617 if a loop of the user has put a value of another shape into a parameter.
 
     A rank that holds a shard takes the full value for its shard: rows and columns of other ranks.
@@ -285,6 +330,8 @@ def _guard_shards(a: Assembly) -> None:
     for name, parameter in _shards_of(a):
         mark_shard(parameter, name)
         a.local_parameters.shapes[name] = parameter.shape
+        pairs = enumerate(zip(parameter.shape, a.holdings[name].layout.shape))
+        note_dims(parameter, tuple(dim for dim, (here, full) in pairs if here != full))
         _register_checks()
     guard_state(a, a.local_parameters.shapes)
     if a.local_parameters.shapes:
@@ -306,8 +353,15 @@ def _register_checks() -> None:
     check_norms(_check_norm)
     check_unscaling(_check_scaler)
     check_backwards(check_terms)
-    wrap_gradients(run_gradients)
+    wrap_gradients(_run_marked)
     register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _run_marked(run: Callable[[], Any], roots: Any, inputs: Any, *flags: bool) -> Any:
+    """Run a backward, and mark the gradients of shards that it leaves to a loop."""
+    gradients = run_gradients(run, roots, inputs, *flags)
+    mark_gradients()
+    return gradients
 
 
 def _shard_name(parameters: Iterable[Any]) -> str | None:
@@ -357,9 +411,14 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *unused: object) -> None:
 
 
 def _check_shards(optimizer: torch.optim.Optimizer) -> None:
+    unmark_gradients(p for group in optimizer.param_groups for p in group["params"])
     if optimizer in _checked:
         return
     _checked.add(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    sliced = "its parameters" if any(hasattr(p, "to_local") for p in parameters) else None
+    name = _shard_name(parameters)
+    _check_broadcasts(optimizer, f"`{name}`" if name else sliced)
     for group in optimizer.param_groups:
         name = _shard_name(group["params"])
         if name is not None and not _is_elementwise(optimizer, group):
@@ -369,6 +428,24 @@ def _check_shards(optimizer: torch.optim.Optimizer) -> None:
                 notes=(f"this rank holds a shard of `{name}`",),
                 helps=("`build(optimizer=lambda named: ...)`: a step gathers the shards",),
             ).at(python_span())
+
+
+def check_broadcasts(a: Assembly, optimizer: torch.optim.Optimizer) -> None:
+    """Raise Refusal S622 if an optimizer broadcasts parameters of which ranks have other parts."""
+    names = (*a.sliced_parameters, *(name for name, _ in _shards_of(a)))
+    name = next(iter(names), None)
+    _check_broadcasts(optimizer, f"`{name}`" if name else None)
+
+
+def _check_broadcasts(optimizer: torch.optim.Optimizer, name: str | None) -> None:
+    module: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if name and module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
+        raise Refusal.of(
+            "S622",
+            f"`{type(optimizer).__name__}` would give other ranks this rank's shards",
+            notes=(f"this rank holds a shard of {name}, and other ranks hold others",),
+            helps=("a row `zero(stage=1, over=dp)` slices the state of an optimizer",),
+        ).at(python_span())
 
 
 _check_eagerly = torch.compiler.disable(_check_shards)  # type: ignore[no-untyped-call]

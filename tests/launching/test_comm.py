@@ -47,6 +47,7 @@ LIBRARIES = {
     "runtime/initial/library_loading.py": {"fsdp"},  # a module of theirs cannot be copied
     "runtime/launch/recorded_calls.py": {""},  # its functions, each of which is written down
     "runtime/device_rates.py": {""},  # measures how fast torch's own are
+    "runtime/shard_gradients.py": {"tensor"},  # slices of shards: DTensors that are parts
     "runtime/shard_state.py": {"tensor"},  # a DTensor says itself that it is a shard
     "runtime/optim/full_tensor_step.py": {"tensor"},  # DTensors, whose local parts are stepped on
     "kernels/sharding_rules.py": {"tensor"},

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from schedlang.runtime.checkpointing.background import BackgroundSave
 from schedlang.runtime.comm import store_watch
@@ -206,6 +207,23 @@ def test_one_that_is_outside_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with waits_for_ranks():
         other.check()  # it sees the others' progress
         assert other.beats == 3 and not ends and not other.makes_progress()
+
+
+def test_one_in_a_collective_of_its_script_waits_for_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank whose data have ended stands in a barrier, while the others begin another step."""
+    stop_cpu_time(monkeypatch)
+    (watch, _), _ = make_watches(hang_after=30.0)
+    got_on: list[bool] = []
+
+    class Group:
+        def barrier(self, opts: Any) -> Any:
+            got_on.append(watch.makes_progress())
+
+    monkeypatch.setattr(distributed_c10d, "_rank_not_in_group", lambda group: False)
+    dist.barrier(Group(), async_op=True)  # type: ignore[arg-type]
+    assert got_on == [False] and watch.makes_progress()
 
 
 def test_one_that_waits_for_a_save_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

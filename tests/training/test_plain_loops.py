@@ -250,6 +250,36 @@ def hessian_products(program: Any) -> list[Any]:
     return []
 
 
+def compiled_steps(program: Any) -> list[Any]:
+    """Compile the function of a step."""
+    optimizer = sgd(program)
+
+    @torch.compile(backend="eager")
+    def step(rows: dict[str, Tensor]) -> Any:
+        loss = program.train_step(rows)
+        optimizer.step()
+        return loss
+
+    return [step(batch(seed)) for seed in range(3)]
+
+
+def compiled_evaluations(program: Any) -> list[Any]:
+    """Evaluate a compiled module before the optimizer takes the parameters, and between updates."""
+    compiled, values = torch.compile(program.module, backend="eager"), []
+    with torch.no_grad():
+        values.append(compiled(**batch(9)))
+    optimizer = sgd(program)
+    for seed in range(2):
+        values.append(program.train_step(batch(seed)))
+        optimizer.step()
+        with torch.no_grad():
+            values.append(compiled(**batch(9)))
+            for parameter in program.module.parameters():
+                parameter.mul_(0.9)
+            values.append(compiled(**batch(9)))
+    return values
+
+
 Loop = Callable[[Any], list[Any]]
 LOOPS: tuple[tuple[Loop, tuple[str, ...]], ...] = (
     (clamping_hooks, ALL),
@@ -264,6 +294,8 @@ LOOPS: tuple[tuple[Loop, tuple[str, ...]], ...] = (
     (modules_inside, TP),
     (penalties_of_inputs, TP),
     (hessian_products, TP),
+    (compiled_steps, ("tp", "zero2")),
+    (compiled_evaluations, ("tp", "zero2", "zero3")),
 )
 
 

@@ -49,6 +49,8 @@ def run_first_in_backward(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+# what stands in place of a function of torch is run eagerly in compiled loops, as torch's is
+_eagerly: Any = torch.compiler.disable
 _backward = torch.autograd.backward  # which `run_backward` calls without a check
 
 
@@ -63,7 +65,7 @@ def check_backwards(check: Callable[[Sequence[Any]], None]) -> None:
         check((tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors))
         _backward(tensors, *args, **kwargs)
 
-    torch.autograd.backward = backward
+    torch.autograd.backward = _eagerly(backward)
 
 
 Around = Callable[[Callable[[], Any], Sequence[Any], Sequence[Any], bool, bool], Any]
@@ -82,7 +84,7 @@ def wrap_gradients(around: Around) -> None:
         run = partial(_engine, roots, grads, retain, creates, inputs, *args, **more)
         return around(run, roots, inputs or (), creates, more.get("accumulate_grad", False))
 
-    torch.autograd._engine_run_backward = engine  # type: ignore[assignment, attr-defined]
+    torch.autograd._engine_run_backward = _eagerly(engine)  # type: ignore[attr-defined]
 
 
 def in_backward_pass() -> bool:

@@ -448,7 +448,10 @@ def enter_given_ranks(ranks: Sequence[int] | None) -> Iterator[None]:
 
 
 def run_in_own_world(cls: type[T]) -> type[T]:
-    """Decorate a class whose public methods run in the world of its program's ranks."""
+    """Decorate a class whose public methods run in the world of its program's ranks.
+
+    A compiled loop of a user calls them eagerly: dynamo can trace no step.
+    """
     for name, attribute in list(vars(cls).items()):
         if isinstance(attribute, FunctionType) and not name.startswith("_"):
             setattr(cls, name, _in_world(attribute))
@@ -464,7 +467,7 @@ def _in_world(method: Callable[..., Any]) -> Callable[..., Any]:
         with comm.enter_ranks(part):
             return method(self, *args, **kwargs)
 
-    return run
+    return torch.compiler.disable(run)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _wrong_world(mesh: Mesh, world: int) -> Diagnostic:

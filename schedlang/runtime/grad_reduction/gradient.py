@@ -265,6 +265,8 @@ class LocalParameters(dict[str, nn.Parameter]):
             raise Refusal.of("S617", title, helps=helps).at(python_span())
         if any(self[name].requires_grad for name in self.unreduced if name in self):
             raise self._untrained_refusal()
+        for name in self.shapes:  # a mark of `shard_gradients` keeps the storage of a flat tensor
+            self[name].grad = None
         for flat in self.flats:
             flat.zero()
         if self._loose is None:

@@ -4,7 +4,8 @@ A thread of each rank checks whether its rank makes progress, by the rule for lo
 (`launch/rank_job.py`), and if so increments a counter in the job's store. If no rank has
 incremented it for `HANG_AFTER` seconds, one rank asks all for their stacks and prints them, and
 the job ends. A rank outside of `waits_for_ranks`, where it runs its own script and may wait,
-counts as making progress, and so does one under a debugger.
+counts as making progress, unless the script calls a collective of torch itself: there it waits for
+ranks, too. A rank under a debugger counts as making progress.
 
 Only on CPUs: a rank may wait for a busy GPU without using CPU time.
 """
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, suppress
 from pathlib import Path
 from types import FrameType
@@ -44,6 +45,7 @@ _GAP = 2.0  # additional seconds; after longer gaps, this process or the machine
 _ANSWER = 5.0  # seconds for all ranks to answer
 _ASKED = 1 << 40  # added to the counter once a rank asks for stacks
 _FRAMES = 20  # innermost calls that are shown
+_COLLECTIVES = "torch.distributed.distributed_c10d"  # the module of torch's collectives
 _DEBUGGERS = {"bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy", "ipdb"}
 
 _watched, _depth = False, 0
@@ -139,7 +141,9 @@ class HangWatch:
     def makes_progress(self) -> bool:
         """Return whether this rank has worked since the last progress of any rank, or is not
         inside."""
-        if not _depth or _is_debugged():
+        modules = {str(frame.f_globals.get("__name__", "")) for frame in _frames()}
+        waits = _depth or _COLLECTIVES in modules
+        if not waits or not _DEBUGGERS.isdisjoint(name.partition(".")[0] for name in modules):
             return True
         usage = self.usage()
         previous = self.spent = self.spent or usage
@@ -204,14 +208,12 @@ def _stack() -> str:
     return "\n".join(f'  File "{c.filename}", line {c.lineno} in {c.name}' for c in calls)
 
 
-def _is_debugged() -> bool:
-    """Return whether a debugger holds the main thread."""
+def _frames() -> Iterator[FrameType]:
+    """Yield the frames of the main thread, the innermost first."""
     frame: FrameType | None = sys._current_frames().get(_main().ident or 0)
     while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _DEBUGGERS:
-            return True
+        yield frame
         frame = frame.f_back
-    return False
 
 
 def _disk_bytes() -> int:
