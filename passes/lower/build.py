@@ -363,6 +363,10 @@ def _lowered_copy(plan: Plan, prepared: Prepared, ranks: RankGroups, options: Op
     if prepared.tokens is not None:
         install_attention(plan, module, prepared.tokens, ranks)
     lower(builder, lambda: shard_modules(module, traced, builder.with_group))
+    if traced.label_means is not None:
+        from schedlang.runtime.grad_reduction.batch_statistics import watch_losses
+
+        watch_losses(module, traced.label_means)
     return builder
 
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from schedlang.runtime.global_state import WrittenAttributes
     from schedlang.runtime.propagation.dry_run import ShardedLeaf
-    from schedlang.runtime.propagation.trace import Call, LabelRule, ModuleStack, RecordedForward
+    from schedlang.runtime.propagation.label_flow import LabelRule, LossCall
+    from schedlang.runtime.propagation.trace import Call, ModuleStack, RecordedForward
 
 Loss = Callable[..., Any]
 
@@ -35,6 +36,7 @@ class Original:
     labels                     how losses read their labels
     label_counts               number of counted labels, of each mean of cross-entropies whose
                                labels are known
+    loss_calls                 each call of a loss -> the index in `labels` of its mean, or None
     unread_keys                keys of the batch that neither the user's loss nor the forward takes
     is_random                  whether an operator draws random numbers
     draws_on_host              whether Python or numpy draws random numbers
@@ -71,6 +73,7 @@ class Original:
 
     labels: tuple[LabelRule, ...] = ()
     label_counts: tuple[float, ...] = ()
+    loss_calls: Mapping[LossCall, int | None] = field(default_factory=dict)
     unread_keys: tuple[str, ...] = ()
     is_random: bool = False
     draws_on_host: bool = False
@@ -150,8 +153,9 @@ def record_original(
     trained, reentrant, foreign = find_reached_parameters(model, loss_value, own, loss)
     no_loss = loss_value is None or foreign or not loss_value.requires_grad
     original = Original(
-        labels=tuple(recorded.labels),
-        label_counts=tuple(recorded.counted),
+        labels=tuple(recorded.labels.rules),
+        label_counts=tuple(recorded.labels.counted),
+        loss_calls=recorded.labels.calls,
         unread_keys=tuple(sorted(batch.keys() - accepted_inputs(facts.model, batch) - read_keys)),
         is_random=draws_seen is not None and draws_seen.random,
         draws_on_host=bool(drew),
@@ -381,22 +385,35 @@ HELP_ROWS = "define `weight(batch)` in the model file: its rows, if all have equ
 def weight_of(traced: Original, parts: int) -> Weight:
     """Return the weight function of parts of a batch: by counted labels, else by rows.
 
-    Refuses (S621) several parts where the model has several losses with different labels.
+    Several means with labels of their own are weighted one by one, and parts by rows. Refuses
+    (S621) several parts where such means cannot be.
     """
     from schedlang.runtime.batch import row_count
 
     if len(traced.labels) == 1:
         return LabelWeight(traced.labels[0])
     if len(traced.labels) > 1 and parts > 1:
-        raise Refusal.of(
-            "S621",
-            f"the model has {len(traced.labels)} losses, each with its own labels",
-            notes=("a part of the batch would need a different weight in each",),
-            helps=(
-                HELP_ROWS,
-                "or write each mean in the forward as a sum divided by its count, and use one"
-                " microbatch: ranks sum both",
-                HELP_RELAX.replace("or", "or give a weight, and also", 1),
-            ),
-        )
+        means: Weight | None = getattr(traced, "label_means", None)
+        if means is None:
+            raise several_losses(traced)
+        return means
     return lambda batch: float(row_count(batch))
+
+
+def several_losses(traced: Original) -> Refusal:
+    """Return S621: a model has several losses, and its loss is not a sum of their means."""
+    return Refusal.of(
+        "S621",
+        f"the model has {len(traced.labels)} losses, each with its own labels",
+        notes=(
+            "a part of the batch would need a different weight in each",
+            "ranks weigh each mean by itself where the loss is a weighted sum of them, labels come"
+            " from the batch, and sequences are not split",
+        ),
+        helps=(
+            HELP_ROWS,
+            "or write each mean in the forward as a sum divided by its count, and use one"
+            " microbatch: ranks sum both",
+            HELP_RELAX.replace("or", "or give a weight, and also", 1),
+        ),
+    )

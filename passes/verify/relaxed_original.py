@@ -39,6 +39,7 @@ from schedlang.runtime.grad_reduction.compressed import (
     fill_zero_columns,
     orthogonalize,
 )
+from schedlang.runtime.label_means import scaled_means, with_means
 from schedlang.runtime.scope import Scope, enter_scope
 
 if TYPE_CHECKING:
@@ -171,9 +172,11 @@ class SequentialByParts(Sequential):
 
     def _split_batch(self, batch: Batch) -> list[ReplicaPart]:
         """Return all parts of a batch, replica after replica."""
+        shares = self.split(batch)
+        scaled = iter(with_means(self.weigh, [part for parts in shares for part in parts]))
         return [
-            ReplicaPart(replica, k, part, self.weigh(part.inputs))
-            for replica, parts in enumerate(self.split(batch))
+            ReplicaPart(replica, k, next(scaled), self.weigh(part.inputs))
+            for replica, parts in enumerate(shares)
             for k, part in enumerate(parts)
         ]
 
@@ -184,8 +187,9 @@ class SequentialByParts(Sequential):
         self._use_weights("forward", member.microbatch)
         scope = Scope(self._steps, 0, member.part.rows, seeding=self._seeding)
         with enter_scope(scope), self._record_order():
-            self.output = run_model(self.module, inputs)
-            loss = self.loss(self.output, inputs) * self.scale
+            with scaled_means(member.part):
+                self.output = run_model(self.module, inputs)
+                loss = self.loss(self.output, inputs) * self.scale
             self._use_weights("backward", member.microbatch)
             if share:
                 (loss * share).backward()  # type: ignore[no-untyped-call]

@@ -55,7 +55,7 @@ from schedlang.runtime.storage.offloaded_gradients import drop_gradient
 from schedlang.runtime.storage.tiers import DEVICE
 from schedlang.runtime.training_mode import TrainingMode
 from schedlang.runtime.user_loops import check_shapes, copy_refusal, hooks_around, module_of
-from schedlang.runtime.zero_weight_loss import with_loss_weight
+from schedlang.runtime.zero_weight_loss import nest, with_loss_weight
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
@@ -358,6 +358,8 @@ class Program:
                 scope = self._at.enter_shard(shard, scope)
             if scale is not None:
                 scope = with_loss_weight(scale[op.microbatch], scope)
+            if (means := parts[op.microbatch].means) is not None and op.kind not in BACKWARD:
+                scope = nest(scope, means.scaled(complete=train and a.stage_axis is None))
             return scope if self.watch is None else self.watch.around(op, scope)
 
         early, versions, region = (
