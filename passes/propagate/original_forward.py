@@ -407,8 +407,8 @@ def several_losses(traced: Original) -> Refusal:
         f"the model has {len(traced.labels)} losses, each with its own labels",
         notes=(
             "a part of the batch would need a different weight in each",
-            "ranks weigh each mean by itself where the loss is a weighted sum of them, labels come"
-            " from the batch, and sequences are not split",
+            "each is weighted by itself only if the loss is a weighted sum of them, if labels come"
+            " from the batch, and if sequences are not split",
         ),
         helps=(
             HELP_ROWS,
