@@ -346,8 +346,15 @@ def _gather_helps(case: Case, batch: Batch, mixing: MixingCall | None) -> tuple[
         return ("gather rows behind the last module that draws random numbers or mixes rows",)
     modules, axes = _gathered_modules(case, batch, mixing), case.plan.row_axes
     over = axes[0] if len(axes) == 1 else f"({', '.join(axes)})"
-    row = f"{', '.join(modules)}  gather_rows(over={over})".strip()
-    return (f"gather the rows that the loss compares: `{row}`",) if modules else ()
+    if modules or mixing is None or not mixing.modules:
+        row = f"{', '.join(modules)}  gather_rows(over={over})".strip()
+        return (f"gather the rows that the loss compares: `{row}`",) if modules else ()
+    row = f"features  gather_rows(over={over})"
+    one = ", with one microbatch" if case.plan.micro > 1 else ""
+    return (
+        "let a module of its own, say `features`, return what this line compares of each row,"
+        f" also labels, and gather it{one}: `{row}`",
+    )
 
 
 def _gathered_modules(case: Case, batch: Batch, mixing: MixingCall | None) -> tuple[str, ...]:
