@@ -345,6 +345,7 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
         batch_keys=frozenset(batch),
         gather_routes=prepared.gather_routes,
         no_loss=traced.missing_loss,
+        takes_gradient=traced.takes_gradient,
         tokens=prepared.tokens,
         boundaries=plan.boundaries,
         context=plan.context_axes if plan.contexts else (),
@@ -363,10 +364,6 @@ def _lowered_copy(plan: Plan, prepared: Prepared, ranks: RankGroups, options: Op
     if prepared.tokens is not None:
         install_attention(plan, module, prepared.tokens, ranks)
     lower(builder, lambda: shard_modules(module, traced, builder.with_group))
-    if traced.label_means is not None:
-        from schedlang.runtime.grad_reduction.batch_statistics import watch_losses
-
-        watch_losses(module, traced.label_means)
     return builder
 
 

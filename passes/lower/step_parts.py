@@ -185,12 +185,15 @@ def build_pipeline(
     """
     from schedlang.pipeline.timeline.table import Kind
     from schedlang.runtime.adapters.torch_compile import keep_buffers
+    from schedlang.runtime.grad_reduction.batch_statistics import watch_losses
     from schedlang.runtime.grad_reduction.zero import gather_handlers
     from schedlang.runtime.pipeline.executor import Pipeline
     from schedlang.runtime.pipeline.stage import Stage
     from schedlang.runtime.tracing.units import CallSwitch
 
     staged, device = prepared.staged, ranks.device
+    if prepared.traced.label_means is not None:
+        watch_losses(module, prepared.traced.label_means)
     slices = None
     if prepared.slicing is not None:
         slices = slices_of(prepared.slicing, module, prepared.traced, weight)

@@ -59,6 +59,7 @@ class Original:
                              weights
     differentiating_modules  modules whose own forward takes a gradient -> the line of the model
                              that does
+    takes_gradient           whether the forward, or the loss, takes a gradient itself
     missing_loss             the message where there is no loss to train with
     reads_values             whether the model read values: other values may reach fewer parameters
     uses_batch_conditions    whether conditions of the model are decided by the batch; else all are
@@ -88,6 +89,7 @@ class Original:
     outside_parameters: frozenset[tuple[str, str]] = frozenset()
     rewritten_parameters: frozenset[str] = frozenset()
     differentiating_modules: Mapping[str, str] = field(default_factory=dict)
+    takes_gradient: bool = False
     missing_loss: Diagnostic | None = None
     reads_values: bool = False
     uses_batch_conditions: bool = False
@@ -167,6 +169,7 @@ def record_original(
         outside_calls=frozenset(stack.outside),
         overwriting_modules=frozenset(stack.overwrites),
         missing_loss=_missing_loss(model, batch, loss, output, value, foreign) if no_loss else None,
+        takes_gradient=recorded.takes_gradient,
         reads_values=values.read_unknown,
         uses_batch_conditions=truths,
         call_counts=stack.turns,

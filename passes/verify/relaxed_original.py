@@ -29,7 +29,12 @@ from schedlang.passes.analyze.staleness import Versions, VersionTable
 from schedlang.passes.partition.staging import Staged, buffer_homes
 from schedlang.passes.propagate.casts import root_cast
 from schedlang.passes.verify.observe import Batch
-from schedlang.passes.verify.original import Sequential, count_rows, returned_loss
+from schedlang.passes.verify.original import (
+    Sequential,
+    count_rows,
+    returned_loss,
+    without_graph,
+)
 from schedlang.pipeline.timeline.table import Kind
 from schedlang.runtime.batch import BatchPart, run_model, stack_outputs
 from schedlang.runtime.checkpointing.holdings import Holding, shard_of, write_shard
@@ -223,8 +228,9 @@ class SequentialByParts(Sequential):
                 self._set_buffers(saved)
             samples = member.part.rows
             scope = Scope(self._steps, 0, samples, evaluation, seeding=self._seeding)
-            with torch.no_grad(), enter_scope(scope):
-                outputs.append(run_model(self.module, member.part.inputs))
+            with torch.set_grad_enabled(self.takes_gradient), enter_scope(scope):
+                output = run_model(self.module, member.part.inputs)
+            outputs.append(without_graph(output) if self.takes_gradient else output)
             if not member.replica:
                 after = {name: buffer.clone() for name, buffer in buffers.items()}
         self._set_buffers(after)

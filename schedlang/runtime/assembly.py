@@ -93,6 +93,7 @@ class Assembly:
     outputs_missing: tuple[str, ...] = ()
     # no gradient is sent to the first stages, which are frozen from the start
     backward_ends_early: bool = False
+    takes_gradient: bool = False  # whether a forward takes a gradient, also in evaluation
     loss_dtype: torch.dtype = torch.float32  # the same on every rank
     # why the model has no loss to train with; raised by `train_step`
     no_loss: Diagnostic | None = None

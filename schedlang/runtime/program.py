@@ -310,7 +310,8 @@ class Program:
         parts, weights, _ = self._parts(batch, local, whole)
         if prepare is not None:
             parts = [prepare(k, part) for k, part in enumerate(parts)]
-        with torch.no_grad(), self.assembly.enter_evaluation(self.step):
+        graph = torch.set_grad_enabled(self.assembly.takes_gradient)
+        with graph, self.assembly.enter_evaluation(self.step):
             results = self._run(parts, None, train=False)
         if self.offloaded is not None:
             self.offloaded.finish_backward()

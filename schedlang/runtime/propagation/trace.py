@@ -28,7 +28,7 @@ from schedlang.ir.placement import EVEN, Uneven, positions
 from schedlang.runtime import mixed_precision as mixed_precision  # autocast on the meta device
 from schedlang.runtime.batch import named_tensors, row_count
 from schedlang.runtime.propagation.label_flow import LOSSES, LabelFlow
-from schedlang.runtime.propagation.parameter_access import ParameterAccess, idle_modules
+from schedlang.runtime.propagation.parameter_access import BACKWARDS, ParameterAccess, idle_modules
 from schedlang.runtime.rng.logical_functions import draws_logically, mask_shapes
 from schedlang.runtime.row_lists import is_row_list, take_rows
 from schedlang.runtime.sharding.module_sizes import factors_of
@@ -260,6 +260,7 @@ class RecordedForward(Lattice):
         self.labels = LabelFlow(values)
         self.drawn: dict[Frame, tuple[int, ...]] = {}
         self.sourceless: set[Frame] = set()
+        self.takes_gradient = False  # whether the forward runs a backward
         self._batched = False  # whether an input of the running call is computed from the batch
         for name, value in named_tensors(inputs).items():
             self.put(value, True)
@@ -298,6 +299,7 @@ class RecordedForward(Lattice):
             self._note_draw(call)
         if self.labels.lineage or call.func in LOSSES:
             self.labels.after_call(call)
+        self.takes_gradient |= call.name in ("grad", "backward") and call.func in BACKWARDS
 
     def _note_draw(self, call: RunningCall) -> None:
         """Note a call's random draws; for torch's multi-head attention the shape is unknown."""
