@@ -200,16 +200,14 @@ def build_pipeline(
     halves: Mapping[int, Mapping[str, Any]] = {}
     if (staged.timeline.kind == Kind.W).any():
         late = _late_parameters(plan)
-        numbers = range(staged.cut.stages)
         halves = {
             s: {"split": _can_split_backward(plan, staged, s, sliced), "late": late}
-            for s in numbers
+            for s in range(staged.cut.stages)
         }
         keep_buffers()
     if staged.axis is None:
         stage = Stage(module, staged.cut, 0, loss=loss, **halves.get(0, {}))
-        own_rank = (ranks.rank,)
-        return Pipeline({0: stage}, staged.timeline, own_rank, device=device, slices=slices)
+        return Pipeline({0: stage}, staged.timeline, (ranks.rank,), device=device, slices=slices)
     group = ranks.group(staged.axis)
     up = ranks.message_group(staged.axis)
     down = ranks.message_group(staged.axis, "down") if ranks.messages_may_deadlock else None

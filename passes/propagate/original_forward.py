@@ -175,11 +175,10 @@ def record_original(
         call_counts=stack.turns,
         choosing_modules=recorded.choices,
         equal_units=units.equal_units((output, value), recorded.frames, stack) if units else {},
+        **({} if stack.access is None else stack.access.as_arguments()),
     )
     if values.read_unknown or values.read_known or trace.answered:
         original = _with_other_values(plan, batch, loss, leaves, original)
-    if stack.access is not None:
-        original = replace(original, **stack.access.as_arguments())
     return Recording(recorded.frames, original)
 
 
