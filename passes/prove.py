@@ -23,7 +23,7 @@ from schedlang.passes.simulate.expectations import list_bounds
 from schedlang.passes.simulate.kernel_gains import RowGain, count_step_gains
 from schedlang.passes.verify.changed_model import compare_changed_model
 from schedlang.passes.verify.compare import compare
-from schedlang.passes.verify.conditioning import MAGNIFIED
+from schedlang.passes.verify.conditioning import CANCELS, MAGNIFIED
 from schedlang.passes.verify.kernel_trials import run_trials
 from schedlang.passes.verify.observe import NATIVE_DRAWS, Condition, Key, Observation
 from schedlang.passes.verify.original_checks import check_finite, check_trainable
@@ -514,7 +514,7 @@ def _rounding_facts(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
 
 
 def _conditioning_facts(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """Yield the widest float64 gate, if the original magnifies roundings."""
+    """Yield the widest float64 gate, if the original magnifies roundings, or losses cancel."""
     magnified = [row for row in rows if row.note == MAGNIFIED]
     if magnified:
         widest = max(magnified, key=lambda row: row.gate)
@@ -522,6 +522,8 @@ def _conditioning_facts(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
             f"{len(magnified)} rows have wider gates, at most {widest.gate:.0e} ({widest.place})"
         )
         yield ("conditioning", f"steps of the original magnify roundings: {description}")
+    if any(row.note == CANCELS for row in rows):
+        yield ("the loss", CANCELS)
 
 
 def _gaps(

@@ -8,7 +8,7 @@ from torch import nn
 
 from schedlang.passes.propagate.original_forward import weight_of
 from schedlang.passes.propagate.propagate import Traced, propagate
-from schedlang.runtime.propagation.trace import LabelRule
+from schedlang.runtime.propagation.label_flow import LabelRule
 from schedlang.runtime.sequence_pipelining.probe import probe
 from schedlang.runtime.sequence_pipelining.slices import Slicing
 from schedlang.runtime.sequence_pipelining.trial import make_trial

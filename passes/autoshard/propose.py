@@ -37,6 +37,7 @@ from schedlang.passes.complete.proposed_rows import (
 from schedlang.passes.complete.tensor_rows import RowFinder, add_tensor_rows, find_flows, outputs_of
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.partition.stage_assignment import ChainUnit, balanced_stages
+from schedlang.passes.propagate.loss_sums import with_statistics
 from schedlang.passes.propagate.original_forward import weight_of
 from schedlang.passes.propagate.propagate import propagate
 from schedlang.passes.reduce_model.blocks import (
@@ -354,8 +355,8 @@ def propose(
         name, kind = norm
         notes.append(f"relaxed: `{name}`, a `{kind}`, takes statistics of each part of the batch")
         request = replace(request, relax=RELAXED_WORD)
-    if splits_batch and weight is None:
-        weight_of(traced, parts=2)
+    if splits_batch and weight is None and len(traced.labels) > 1:
+        weight_of(with_statistics(Plan(facts), traced, batch, loss), parts=2)
     if splits_batch and not request.relax:
         gathered = find_paired_rows(trial, traced, values, notes)
         if gathered is not None:

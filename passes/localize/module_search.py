@@ -221,6 +221,7 @@ def _forward(program: Program, parts: Sequence[BatchPart]) -> None:
     with (
         a.dropout.enter_step(0) if a.dropout is not None else nullcontext(),
         zero_unlabelled_loss(0.0),
+        torch.no_grad(),
     ):
         a.pipeline.run(
             [part.inputs for part in parts],

@@ -345,6 +345,7 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
         batch_keys=frozenset(batch),
         gather_routes=prepared.gather_routes,
         no_loss=traced.missing_loss,
+        takes_gradient=traced.takes_gradient,
         tokens=prepared.tokens,
         boundaries=plan.boundaries,
         context=plan.context_axes if plan.contexts else (),

@@ -185,28 +185,29 @@ def build_pipeline(
     """
     from schedlang.pipeline.timeline.table import Kind
     from schedlang.runtime.adapters.torch_compile import keep_buffers
+    from schedlang.runtime.grad_reduction.batch_statistics import watch_losses
     from schedlang.runtime.grad_reduction.zero import gather_handlers
     from schedlang.runtime.pipeline.executor import Pipeline
     from schedlang.runtime.pipeline.stage import Stage
     from schedlang.runtime.tracing.units import CallSwitch
 
     staged, device = prepared.staged, ranks.device
+    if prepared.traced.label_means is not None:
+        watch_losses(module, prepared.traced.label_means)
     slices = None
     if prepared.slicing is not None:
         slices = slices_of(prepared.slicing, module, prepared.traced, weight)
     halves: Mapping[int, Mapping[str, Any]] = {}
     if (staged.timeline.kind == Kind.W).any():
         late = _late_parameters(plan)
-        numbers = range(staged.cut.stages)
         halves = {
             s: {"split": _can_split_backward(plan, staged, s, sliced), "late": late}
-            for s in numbers
+            for s in range(staged.cut.stages)
         }
         keep_buffers()
     if staged.axis is None:
         stage = Stage(module, staged.cut, 0, loss=loss, **halves.get(0, {}))
-        own_rank = (ranks.rank,)
-        return Pipeline({0: stage}, staged.timeline, own_rank, device=device, slices=slices)
+        return Pipeline({0: stage}, staged.timeline, (ranks.rank,), device=device, slices=slices)
     group = ranks.group(staged.axis)
     up = ranks.message_group(staged.axis)
     down = ranks.message_group(staged.axis, "down") if ranks.messages_may_deadlock else None

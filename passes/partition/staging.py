@@ -114,7 +114,7 @@ def shard_modules(model: nn.Module, traced: Traced, with_group: Callable[[Any], 
     from schedlang.runtime.grad_reduction.row_gathering import RowGathering, gather_over
     from schedlang.runtime.propagation.argument_shards import ArgumentLayer
     from schedlang.runtime.sharding.module_sizes import SizesLayer, set_number
-    from schedlang.runtime.sharding.sharded_layer import UNCALLED, ShardedLayer
+    from schedlang.runtime.sharding.sharded_layer import UNCALLED, UNCHOSEN, ShardedLayer
 
     for fqn, attribute, value in traced.local_numbers:
         set_number(model.get_submodule(fqn), attribute, value)
@@ -132,7 +132,8 @@ def shard_modules(model: nn.Module, traced: Traced, with_group: Callable[[Any], 
         wrap(module, "sharded", ShardedLayer(module, traced.kinds[fqn], grouped))
     for fqn in traced.uncalled:
         module = model.get_submodule(fqn)
-        wrap(module, "sharded", ShardedLayer(module, UNCALLED, (), name=fqn))
+        uncalled = UNCHOSEN if traced.reads_values else UNCALLED
+        wrap(module, "sharded", ShardedLayer(module, uncalled, (), name=fqn))
     if traced.statistics is not None:
         statistics = with_group(traced.statistics)
         for fqn in statistics.gathered:

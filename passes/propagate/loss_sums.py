@@ -92,7 +92,7 @@ class _ManyRowsRun:
         from schedlang.runtime.tracing.equal_units import EqualUnits
 
         recorded = RecordedForward(stack, inputs, draws=True, calls=False)
-        sums = BatchSumLattice(stack, rows, recorded.means)
+        sums = BatchSumLattice(stack, rows, recorded.labels)
         self.units = EqualUnits(bare, self.equal, observer=Unmarked(sums, recorded.drawn))
         with Trace(stack, recorded, sums), self.units.using():
             _, value = run_forward(bare, inputs, sums.wrap_loss(self.loss))
@@ -107,20 +107,32 @@ class _ManyRowsRun:
 def with_statistics(
     plan: Plan, traced: Traced, sample: Mapping[str, Any], loss: Loss | None, weighed: bool = False
 ) -> Traced:
-    """Add to a trace the sums over rows that are reduced over ranks.
+    """Add to a trace the sums over rows that are reduced over ranks, and means that are weighted.
 
     Refuses (S668) sums that microbatches split. `weighed`: the user gave a weight function.
     """
+    from schedlang.runtime.label_means import LabelMeans
+
+    several = len(traced.labels) > 1
     if plan.micro > 1 and not is_statistics_relaxed(plan) and not weighed:
         sums = _known_sums(plan, sample, loss, traced.equal_units)
         # with a mean over labels, no other sum is a mean of means, for any number of rows
         nonlinear = [term for term, linear in sums.sums.items() if not linear] if sums else []
-        if sums is not None and sums.labels and nonlinear:
+        if sums is not None and sums.means and nonlinear:
             raise split_statistics(plan, nonlinear[0])
-    statistics = statistics_of(plan, sample, loss, weighed, traced.equal_units)
-    unknown = weighed or is_statistics_relaxed(plan)
+    unknown = weighed or is_statistics_relaxed(plan) and not several
     known = None if unknown else _known_sums(plan, sample, loss, traced.equal_units)
-    return replace(traced, statistics=statistics, paired_rows=known.paired if known else "")
+    weighs = several and known is not None and known.can_weigh_means
+    # otherwise parts are weighted by the labels of one mean, or by the user
+    counted = weighed or not weighs and known is not None and bool(known.means)
+    statistics = statistics_of(plan, sample, loss, counted, traced.equal_units)
+    paired = known.paired if known is not None and not is_statistics_relaxed(plan) else ""
+    return replace(
+        traced,
+        statistics=statistics,
+        paired_rows=paired,
+        label_means=LabelMeans(traced.labels, traced.loss_calls) if weighs else None,
+    )
 
 
 def statistics_of(

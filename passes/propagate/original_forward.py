@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from schedlang.runtime.global_state import WrittenAttributes
     from schedlang.runtime.propagation.dry_run import ShardedLeaf
-    from schedlang.runtime.propagation.trace import Call, LabelRule, ModuleStack, RecordedForward
+    from schedlang.runtime.propagation.label_flow import LabelRule, LossCall
+    from schedlang.runtime.propagation.trace import Call, ModuleStack, RecordedForward
 
 Loss = Callable[..., Any]
 
@@ -35,6 +36,7 @@ class Original:
     labels                     how losses read their labels
     label_counts               number of counted labels, of each mean of cross-entropies whose
                                labels are known
+    loss_calls                 each call of a loss -> the index in `labels` of its mean, or None
     unread_keys                keys of the batch that neither the user's loss nor the forward takes
     is_random                  whether an operator draws random numbers
     draws_on_host              whether Python or numpy draws random numbers
@@ -57,6 +59,7 @@ class Original:
                              weights
     differentiating_modules  modules whose own forward takes a gradient -> the line of the model
                              that does
+    takes_gradient           whether the forward, or the loss, takes a gradient itself
     missing_loss             the message where there is no loss to train with
     reads_values             whether the model read values: other values may reach fewer parameters
     uses_batch_conditions    whether conditions of the model are decided by the batch; else all are
@@ -71,6 +74,7 @@ class Original:
 
     labels: tuple[LabelRule, ...] = ()
     label_counts: tuple[float, ...] = ()
+    loss_calls: Mapping[LossCall, int | None] = field(default_factory=dict)
     unread_keys: tuple[str, ...] = ()
     is_random: bool = False
     draws_on_host: bool = False
@@ -85,6 +89,7 @@ class Original:
     outside_parameters: frozenset[tuple[str, str]] = frozenset()
     rewritten_parameters: frozenset[str] = frozenset()
     differentiating_modules: Mapping[str, str] = field(default_factory=dict)
+    takes_gradient: bool = False
     missing_loss: Diagnostic | None = None
     reads_values: bool = False
     uses_batch_conditions: bool = False
@@ -150,8 +155,9 @@ def record_original(
     trained, reentrant, foreign = find_reached_parameters(model, loss_value, own, loss)
     no_loss = loss_value is None or foreign or not loss_value.requires_grad
     original = Original(
-        labels=tuple(recorded.labels),
-        label_counts=tuple(recorded.counted),
+        labels=tuple(recorded.labels.rules),
+        label_counts=tuple(recorded.labels.counted),
+        loss_calls=recorded.labels.calls,
         unread_keys=tuple(sorted(batch.keys() - accepted_inputs(facts.model, batch) - read_keys)),
         is_random=draws_seen is not None and draws_seen.random,
         draws_on_host=bool(drew),
@@ -163,16 +169,16 @@ def record_original(
         outside_calls=frozenset(stack.outside),
         overwriting_modules=frozenset(stack.overwrites),
         missing_loss=_missing_loss(model, batch, loss, output, value, foreign) if no_loss else None,
+        takes_gradient=recorded.takes_gradient,
         reads_values=values.read_unknown,
         uses_batch_conditions=truths,
         call_counts=stack.turns,
         choosing_modules=recorded.choices,
         equal_units=units.equal_units((output, value), recorded.frames, stack) if units else {},
+        **({} if stack.access is None else stack.access.as_arguments()),
     )
     if values.read_unknown or values.read_known or trace.answered:
         original = _with_other_values(plan, batch, loss, leaves, original)
-    if stack.access is not None:
-        original = replace(original, **stack.access.as_arguments())
     return Recording(recorded.frames, original)
 
 
@@ -381,22 +387,35 @@ HELP_ROWS = "define `weight(batch)` in the model file: its rows, if all have equ
 def weight_of(traced: Original, parts: int) -> Weight:
     """Return the weight function of parts of a batch: by counted labels, else by rows.
 
-    Refuses (S621) several parts where the model has several losses with different labels.
+    Several means with labels of their own are weighted one by one, and parts by rows. Refuses
+    (S621) several parts where such means cannot be.
     """
     from schedlang.runtime.batch import row_count
 
     if len(traced.labels) == 1:
         return LabelWeight(traced.labels[0])
     if len(traced.labels) > 1 and parts > 1:
-        raise Refusal.of(
-            "S621",
-            f"the model has {len(traced.labels)} losses, each with its own labels",
-            notes=("a part of the batch would need a different weight in each",),
-            helps=(
-                HELP_ROWS,
-                "or write each mean in the forward as a sum divided by its count, and use one"
-                " microbatch: ranks sum both",
-                HELP_RELAX.replace("or", "or give a weight, and also", 1),
-            ),
-        )
+        means: Weight | None = getattr(traced, "label_means", None)
+        if means is None:
+            raise several_losses(traced)
+        return means
     return lambda batch: float(row_count(batch))
+
+
+def several_losses(traced: Original) -> Refusal:
+    """Return S621: a model has several losses, and its loss is not a sum of their means."""
+    return Refusal.of(
+        "S621",
+        f"the model has {len(traced.labels)} losses, each with its own labels",
+        notes=(
+            "a part of the batch would need a different weight in each",
+            "each is weighted by itself only if the loss is a weighted sum of them, if labels come"
+            " from the batch, and if sequences are not split",
+        ),
+        helps=(
+            HELP_ROWS,
+            "or write each mean in the forward as a sum divided by its count, and use one"
+            " microbatch: ranks sum both",
+            HELP_RELAX.replace("or", "or give a weight, and also", 1),
+        ),
+    )

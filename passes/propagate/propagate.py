@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from schedlang.runtime.grad_reduction.batch_statistics import BatchStatistics
+    from schedlang.runtime.label_means import LabelMeans
     from schedlang.runtime.propagation.argument_shards import ArgumentShard
     from schedlang.runtime.propagation.dry_run import ShardedLeaf
     from schedlang.runtime.propagation.trace import Mismatch, Note, Tag
@@ -98,6 +99,8 @@ class Traced(Original):
                              batch
     paired_rows              the model's line that compares rows of the batch in the loss; "": none,
                              or the schedule or the user's weight allows it
+    label_means              means over labels of their own in the loss, which ranks weigh one by
+                             one; None: there are not several, or they are no weighted sum
     sharing_modules          modules whose input tensor is also redistributed, in the same way, by
                              another module
     is_shared_input_written  whether this shared tensor is written in place between the two modules
@@ -119,6 +122,7 @@ class Traced(Original):
     saved_splits: SavedSplits | None = None
     statistics: BatchStatistics | None = None
     paired_rows: str = ""
+    label_means: LabelMeans | None = None
     sharing_modules: frozenset[str] = frozenset()
     is_shared_input_written: bool = False
 

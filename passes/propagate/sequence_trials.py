@@ -18,7 +18,7 @@ from schedlang.ir.model import quote_module
 from schedlang.ir.plan import Action, Plan, place_at_row
 from schedlang.ir.primitive import Facet
 from schedlang.passes.propagate.loss_sums import run_many_rows, sums_of_all_rows
-from schedlang.passes.propagate.original_forward import Weight, weight_of
+from schedlang.passes.propagate.original_forward import Weight, several_losses, weight_of
 from schedlang.passes.propagate.propagate import Traced
 from schedlang.passes.propagate.sharded_run import Loss
 
@@ -125,6 +125,8 @@ def weight_by_tokens(traced: Traced, count: int) -> Weight:
     from schedlang.runtime.batch import row_count
     from schedlang.runtime.sequence_pipelining.slices import sequence_length
 
+    if len(traced.labels) > 1 and count > 1:
+        raise several_losses(traced)
     if traced.labels:
         return weight_of(traced, count)
     return lambda batch: float(row_count(batch) * sequence_length(batch))

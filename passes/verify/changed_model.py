@@ -154,7 +154,9 @@ def _loss_and_gradients(case: Case, module: nn.Module) -> dict[str, Tensor]:
 
 def _evaluate(case: Case, module: nn.Module) -> NamedTensors:
     """Return the outputs of the first batch in eval mode, by path."""
-    output = Sequential(module, loss=case.loss).eval_step(case.batches[0])
+    takes = case.prepared is not None and case.prepared.traced.takes_gradient
+    subject = Sequential(module, loss=case.loss, takes_gradient=takes)
+    output = subject.eval_step(case.batches[0])
     return {n: v for n, v in flatten_output(output, set()) if isinstance(v, Tensor)}
 
 

@@ -302,6 +302,7 @@ MANY_FREEDOM = 256  # more degrees of freedom hardly change quantiles
 IN_DTYPE = " in working dtype"
 WIDEST_GATE = 1e-4  # the largest float64 error that roundings may explain
 MAGNIFIED = "steps of the original magnify roundings: its gate is how far"
+CANCELS = "its terms cancel: the error is relative to gradients times parameters"
 OVERFLOWS = "the original itself is not finite"
 RunOriginal = Callable[[int], Observation]
 
@@ -394,9 +395,10 @@ class ErrorBounds:
         All runs are `PerturbedRounding`. If they move a tensor further than its gate, as steps of
         an ill-conditioned model do, the gate becomes their bound. If some row fails by more than
         `WIDEST_GATE`, or without a size, no rounding explains it: then nothing is run, and all
-        rows are returned as they are.
+        rows are returned as they are. Errors of losses are relative to the size of their terms.
         """
-        failed = {Key(r.condition, r.kind, r.step or 0, r.name): r for r in rows if not r.ok}
+        of_rows = {Key(r.condition, r.kind, r.step or 0, r.name): r for r in rows if not r.ok}
+        failed = {key: self._relative_to_terms(key, row, program) for key, row in of_rows.items()}
         errors = dict[Key, Tensor]()
         for key, row in failed.items():
             error = (
@@ -409,8 +411,27 @@ class ErrorBounds:
         for key, share in self._ratios(errors, CHANCE / max(1, len(rows))).items():
             row = failed[key]
             if share <= 1.0:
-                widened[row] = replace(row, ok=True, gate=row.error / share, note=MAGNIFIED)
+                note = MAGNIFIED if row is of_rows[key] else CANCELS
+                gate = max(row.gate, row.error / share)
+                widened[of_rows[key]] = replace(row, ok=True, gate=gate, note=note)
         return [widened.get(row, row) for row in rows]
+
+    def _relative_to_terms(self, key: Key, row: Row, program: Observation) -> Row:
+        """Return the row of a loss, or of a number of the output, whose terms cancel; else the row.
+
+        Rounding each parameter moves a loss by up to a unit of |gradient| |parameters|, which is a
+        size of its terms. Advantages relative to a group leave a rounding of it as the value.
+        """
+        r, x = self.exact.tensors.get(key), program.tensors.get(key)
+        if key.kind not in (*OUTPUTS, "loss") or r is None or x is None or r.dim() or x.dim():
+            return row
+        norms = {"gradients": 0.0, "parameters": 0.0}
+        for other, value in self.exact.tensors.items():
+            if other.condition == key.condition and other.kind in norms and value is not None:
+                norms[other.kind] = max(norms[other.kind], float(value.double().norm()))
+        size, error = math.prod(norms.values()), float((x.double() - r.double()).abs())
+        cancels = float(r.double().abs()) < WIDEST_GATE * size and error <= WIDEST_GATE * size
+        return replace(row, error=error / size) if cancels else row
 
     def overflows_elsewhere(self, program: Observation) -> bool:
         """Return whether gradients overflow in other steps of the program than of the original."""

@@ -27,6 +27,7 @@ from schedlang.passes.verify.original import repeat_first_rows
 from schedlang.runtime.batch import BatchPart, named_tensors, row_count, run_model, split_batch
 from schedlang.runtime.device import generators_restored
 from schedlang.runtime.global_state import restore_global_state
+from schedlang.runtime.label_means import scaled_means, with_means
 from schedlang.runtime.row_lists import describe_number_lists
 from schedlang.runtime.tracing.meta_runs import meta_model, without_values
 
@@ -75,7 +76,7 @@ def _first_difference(plan: Plan, batch: Batch, ready: Prepared, loss: Loss, wei
     outputs = _random_outputs(plan, batch, _parts(plan, batch)[0])
     for tried in (batch, repeat_first_rows(batch, row_parts)) if outputs is not None else ():
         if tried is not None and outputs is not None:
-            parts = _parts(plan, tried)
+            parts = with_means(weigh, _parts(plan, tried))
             weights = [float(weigh(part.inputs)) for part in parts]
             with _NoCollectives():  # type: ignore[no-untyped-call]
                 text = _difference(outputs, tried, parts, weights, loss)
@@ -176,10 +177,10 @@ def _difference(
     full, again = (outputs.call(loss, batch, rows, 1.0) for _ in range(2))
     if _gap(full, full) != 0.0 or _gap(again, full) > TOLERANCE or not all(weights):
         return ""  # not finite; the loss draws, or counts; parts without a gradient
-    shares = [
-        outputs.call(loss, part.inputs, part.rows, weight / sum(weights))
-        for part, weight in zip(parts, weights)
-    ]
+    shares = []
+    for part, weight in zip(parts, weights):
+        with scaled_means(part):
+            shares.append(outputs.call(loss, part.inputs, part.rows, weight / sum(weights)))
     joined = [torch.stack([share[0] for share in shares]).sum(0), *_joined(shares)]
     gap = _gap(joined, full)
     return "" if gap <= TOLERANCE else f"in {len(parts)} parts it differs by {gap:.1e}"

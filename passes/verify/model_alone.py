@@ -18,6 +18,7 @@ from schedlang.passes.verify.original import returned_loss
 from schedlang.passes.verify.proof_case import Case, copy_original
 from schedlang.runtime.batch import run_model
 from schedlang.runtime.device import generators_restored
+from schedlang.runtime.label_means import scaled_means
 from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.rng.logical_dropout import RowDraws, SourceMode
 from schedlang.runtime.training_mode import TrainingMode
@@ -50,9 +51,10 @@ def model_gap(probe: Probe) -> float:
             added: dict[str, Tensor] = {}
             for part, weight in zip(parts, weights):
                 given = case, module, part.inputs, part.rows
-                part_results = (
-                    run_model_alone(*given, share=weight / sum(weights)) if weight else {}
-                )
+                with scaled_means(part):
+                    part_results = (
+                        run_model_alone(*given, share=weight / sum(weights)) if weight else {}
+                    )
                 for name, value in part_results.items():
                     added[name] = added.get(name, torch.zeros(())) + value
     except Exception:  # any error of the model without our modes

@@ -50,6 +50,7 @@ class Sequential:
     dropout   the mode under which the module runs; it reports the draws
     step      number of the next step
     apart     parts of a batch have draws of their own from Python and numpy
+    takes_gradient: the model takes a gradient in its forward, so also in evaluation
 
     seeds_draws: draws from Python and numpy are seeded as a program seeds them.
     """
@@ -69,9 +70,11 @@ class Sequential:
         dropout: LogicalDropout | None = None,
         step: int = 0,
         apart: bool = False,
+        takes_gradient: bool = False,
     ) -> None:
         self.module, self.loss, self.clip = module, loss or returned_loss, clip
         self.scale, self.evaluate, self.follow = scale, evaluate, follow
+        self.takes_gradient = takes_gradient  # also in evaluation
         self.dropout = dropout
         draws = HostDraws(0 if dropout is None else dropout.seed, apart)
         self._seeding = draws.enter if self.seeds_draws else None
@@ -142,8 +145,9 @@ class Sequential:
         self._training.evaluate()
         samples, evaluation = tuple(range(count_rows(batch))), self._next_evaluation()
         scope = Scope(self._steps, 0, samples, evaluation, seeding=self._seeding)
-        with torch.no_grad(), enter_scope(scope):
-            return run_model(self.module, batch)
+        with torch.set_grad_enabled(self.takes_gradient), enter_scope(scope):
+            output = run_model(self.module, batch)
+        return without_graph(output) if self.takes_gradient else output
 
     def _next_evaluation(self) -> int:
         """Return the number of this evaluation since the last step."""
@@ -209,6 +213,11 @@ class Sequential:
                 yield
         finally:
             self.order = self.order or tuple(order)
+
+
+def without_graph(output: Any) -> Any:
+    """Return an output with its tensors detached."""
+    return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, output)
 
 
 def returned_loss(output: Any, batch: Batch) -> Tensor:

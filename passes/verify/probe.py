@@ -62,6 +62,7 @@ from schedlang.runtime.grad_reduction.batch_statistics import (
     gather_statistics,
 )
 from schedlang.runtime.grad_reduction.row_gathering import RowGathering, gather_in_threads
+from schedlang.runtime.label_means import scaled_means, with_means
 from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.row_lists import describe_number_lists
 from schedlang.runtime.tracing.meta_runs import meta_model
@@ -86,19 +87,24 @@ class Probe:
         """The microbatches of each data-parallel rank."""
         return split_batch(self.batch, self.case.plan.share_weights, self.case.plan.micro)
 
-    @property
+    @cached_property
     def parts(self) -> list[BatchPart]:
         """All microbatches, rank after rank."""
-        return [part for share in self.shares for part in share]
+        return with_means(self._weigh, [part for share in self.shares for part in share])
+
+    @property
+    def _weigh(self) -> Any:
+        assert self.case.prepared is not None
+        count = sum(map(len, self.shares))
+        return self.case.weight or weight_of(self.case.prepared.traced, count)
 
     @cached_property
     def weights(self) -> list[float]:
         """The weight of each part in the mean loss, as `build` decides it."""
         case, parts = self.case, self.parts
         assert case.prepared is not None
-        weigh = case.weight or weight_of(case.prepared.traced, len(parts))
         with enter_modes(*proof_modes(case)[0]):
-            part_weights = [weigh(part.inputs) for part in parts]
+            part_weights = [self._weigh(part.inputs) for part in parts]
         if case.weight is not None and not sum(part_weights):
             title = "`weight` gives 0 for every part of the batch"
             helps = ("return a count of what the loss is a mean over: rows, tokens",)
@@ -125,6 +131,7 @@ class Probe:
                 with (
                     original_subject(case, in_thread=True, scale=share) as subject,
                     zero_unlabelled_loss(share),
+                    scaled_means(part),
                 ):
                     gather_statistics(subject.module, shared.sums, meeting.sum_at(index))
                     for fqn in shared.gathered:
@@ -230,7 +237,9 @@ def weighted_parts(
         for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
             if weight:
                 subject.scale = plain * (weight / sum(weights))
-                yield number, loss_and_gradients(subject, part.inputs, part.rows)
+                with scaled_means(part):
+                    results = loss_and_gradients(subject, part.inputs, part.rows)
+                yield number, results
     finally:
         subject.scale = plain
 
@@ -337,8 +346,15 @@ def _gather_helps(case: Case, batch: Batch, mixing: MixingCall | None) -> tuple[
         return ("gather rows behind the last module that draws random numbers or mixes rows",)
     modules, axes = _gathered_modules(case, batch, mixing), case.plan.row_axes
     over = axes[0] if len(axes) == 1 else f"({', '.join(axes)})"
-    row = f"{', '.join(modules)}  gather_rows(over={over})".strip()
-    return (f"gather the rows that the loss compares: `{row}`",) if modules else ()
+    if modules or mixing is None or not mixing.modules:
+        row = f"{', '.join(modules)}  gather_rows(over={over})".strip()
+        return (f"gather the rows that the loss compares: `{row}`",) if modules else ()
+    row = f"features  gather_rows(over={over})"
+    one = ", with one microbatch" if case.plan.micro > 1 else ""
+    return (
+        "let a module of its own, say `features`, return what this line compares of each row,"
+        f" also labels, and gather it{one}: `{row}`",
+    )
 
 
 def _gathered_modules(case: Case, batch: Batch, mixing: MixingCall | None) -> tuple[str, ...]:

@@ -217,6 +217,7 @@ def original_subject(
         subject = Sequential(copy_original(case), loss=case.loss, **options)
         if case.prepared is not None:
             subject.rewritten = case.prepared.traced.rewritten_parameters
+            subject.takes_gradient = case.prepared.traced.takes_gradient
         yield subject
 
 
@@ -256,6 +257,7 @@ def _make_loop(
         "evaluate": condition.evaluate,
         "follow": condition.follow,
         "dropout": dropout,
+        "takes_gradient": case.prepared is not None and case.prepared.traced.takes_gradient,
     }
     table, module = case.table, copy_original(case)
     is_compressed = bool(compression_axes(case.plan))

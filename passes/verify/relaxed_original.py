@@ -29,7 +29,12 @@ from schedlang.passes.analyze.staleness import Versions, VersionTable
 from schedlang.passes.partition.staging import Staged, buffer_homes
 from schedlang.passes.propagate.casts import root_cast
 from schedlang.passes.verify.observe import Batch
-from schedlang.passes.verify.original import Sequential, count_rows, returned_loss
+from schedlang.passes.verify.original import (
+    Sequential,
+    count_rows,
+    returned_loss,
+    without_graph,
+)
 from schedlang.pipeline.timeline.table import Kind
 from schedlang.runtime.batch import BatchPart, run_model, stack_outputs
 from schedlang.runtime.checkpointing.holdings import Holding, shard_of, write_shard
@@ -39,6 +44,7 @@ from schedlang.runtime.grad_reduction.compressed import (
     fill_zero_columns,
     orthogonalize,
 )
+from schedlang.runtime.label_means import scaled_means, with_means
 from schedlang.runtime.scope import Scope, enter_scope
 
 if TYPE_CHECKING:
@@ -171,9 +177,11 @@ class SequentialByParts(Sequential):
 
     def _split_batch(self, batch: Batch) -> list[ReplicaPart]:
         """Return all parts of a batch, replica after replica."""
+        shares = self.split(batch)
+        scaled = iter(with_means(self.weigh, [part for parts in shares for part in parts]))
         return [
-            ReplicaPart(replica, k, part, self.weigh(part.inputs))
-            for replica, parts in enumerate(self.split(batch))
+            ReplicaPart(replica, k, next(scaled), self.weigh(part.inputs))
+            for replica, parts in enumerate(shares)
             for k, part in enumerate(parts)
         ]
 
@@ -184,8 +192,9 @@ class SequentialByParts(Sequential):
         self._use_weights("forward", member.microbatch)
         scope = Scope(self._steps, 0, member.part.rows, seeding=self._seeding)
         with enter_scope(scope), self._record_order():
-            self.output = run_model(self.module, inputs)
-            loss = self.loss(self.output, inputs) * self.scale
+            with scaled_means(member.part):
+                self.output = run_model(self.module, inputs)
+                loss = self.loss(self.output, inputs) * self.scale
             self._use_weights("backward", member.microbatch)
             if share:
                 (loss * share).backward()  # type: ignore[no-untyped-call]
@@ -219,8 +228,9 @@ class SequentialByParts(Sequential):
                 self._set_buffers(saved)
             samples = member.part.rows
             scope = Scope(self._steps, 0, samples, evaluation, seeding=self._seeding)
-            with torch.no_grad(), enter_scope(scope):
-                outputs.append(run_model(self.module, member.part.inputs))
+            with torch.set_grad_enabled(self.takes_gradient), enter_scope(scope):
+                output = run_model(self.module, member.part.inputs)
+            outputs.append(without_graph(output) if self.takes_gradient else output)
             if not member.replica:
                 after = {name: buffer.clone() for name, buffer in buffers.items()}
         self._set_buffers(after)

@@ -28,6 +28,7 @@ from schedlang.runtime.grad_reduction.gradient import (
     as_local_parameters,
 )
 from schedlang.runtime.grad_reduction.zero import ShardedStage
+from schedlang.runtime.label_means import LabelMeans
 from schedlang.runtime.mixed_precision import CastRegion
 from schedlang.runtime.pipeline.executor import Pipeline
 from schedlang.runtime.pipeline.overlapped_reduction import OverlappedReduction
@@ -92,6 +93,7 @@ class Assembly:
     outputs_missing: tuple[str, ...] = ()
     # no gradient is sent to the first stages, which are frozen from the start
     backward_ends_early: bool = False
+    takes_gradient: bool = False  # whether a forward takes a gradient, also in evaluation
     loss_dtype: torch.dtype = torch.float32  # the same on every rank
     # why the model has no loss to train with; raised by `train_step`
     no_loss: Diagnostic | None = None
@@ -222,6 +224,18 @@ class Assembly:
             weight(p.weight_inputs if p.weight_inputs is not None else p.inputs) for p in parts
         ]
         return as_numbers(weights, self.ranks.device)
+
+    @property
+    def weighs_means(self) -> bool:
+        """Whether the loss has several means, each of which is weighted by its own labels."""
+        return isinstance(self.weight, LabelMeans)
+
+    def label_counts(self, parts: Sequence[BatchPart]) -> list[list[Number]]:
+        """Return how many labels of each part each of several means counts."""
+        assert isinstance(self.weight, LabelMeans)
+        counts = [count for part in parts for count in self.weight.counts(part.inputs)]
+        flat, each = as_numbers(counts, self.ranks.device), len(self.weight.rules)
+        return [flat[start : start + each] for start in range(0, len(flat), each)]
 
     @property
     def buffers(self) -> dict[str, Tensor]:

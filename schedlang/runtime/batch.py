@@ -78,6 +78,7 @@ class BatchPart:
     token_shard: Any = None  # the layout of its tokens, if ranks split sequences
     # what its weight is computed from; None: its inputs
     weight_inputs: dict[str, Any] | None = None
+    means: Any = None  # how the means of its loss are weighted, if it has several
 
 
 def named_tensors(batch: Batch, inside: bool = True) -> dict[str, Tensor]:

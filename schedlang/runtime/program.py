@@ -56,7 +56,7 @@ from schedlang.runtime.storage.offloaded_gradients import drop_gradient
 from schedlang.runtime.storage.tiers import DEVICE
 from schedlang.runtime.training_mode import TrainingMode
 from schedlang.runtime.user_loops import check_loop, copy_refusal, hooks_around, module_of
-from schedlang.runtime.zero_weight_loss import with_loss_weight
+from schedlang.runtime.zero_weight_loss import nest, with_loss_weight
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
@@ -98,7 +98,6 @@ class Program:
     _saving: BackgroundSave = field(default_factory=BackgroundSave)  # the save in flight
     # decides by loss and norm whether to step
     allowed: Callable[[Tensor, Tensor | float], bool] | None = None
-
     known_training: InitVar[TrainingMode | None] = None  # that of the modules, if it is made
 
     def __post_init__(self, known_training: TrainingMode | None) -> None:
@@ -118,9 +117,8 @@ class Program:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         if self.assembly.ranks.mesh.world > 1:
-            raise copy_refusal(
-                "a program of several ranks cannot be copied: its groups are this job's"
-            )
+            reason = "a program of several ranks cannot be copied: its groups are this job's"
+            raise copy_refusal(reason)
         twin = memo[id(self)] = user_loops.copy_program(self)
         vars(twin).update(copy.deepcopy(vars(self), memo))
         return twin
@@ -313,7 +311,8 @@ class Program:
         parts, weights, _ = self._parts(batch, local, whole)
         if prepare is not None:
             parts = [prepare(k, part) for k, part in enumerate(parts)]
-        with torch.no_grad(), self.assembly.enter_evaluation(self.step):
+        graph = torch.set_grad_enabled(self.assembly.takes_gradient)
+        with graph, self.assembly.enter_evaluation(self.step):
             results = self._run(parts, None, train=False)
         if self.offloaded is not None:
             self.offloaded.finish_backward()
@@ -361,11 +360,12 @@ class Program:
                 scope = self._at.enter_shard(shard, scope)
             if scale is not None:
                 scope = with_loss_weight(scale[op.microbatch], scope)
+            if (means := parts[op.microbatch].means) is not None and op.kind not in BACKWARD:
+                scope = nest(scope, means.scaled(complete=train and a.stage_axis is None))
             return scope if self.watch is None else self.watch.around(op, scope)
 
-        early, versions, region = (
-            (a.early_reductions, self._versions, a.region) if train else (None,) * 3
-        )
+        trained = a.early_reductions, self._versions, a.region
+        early, versions, region = trained if train else (None,) * 3
         observed = a.sliced or any(item is not None for item in (early, versions, region))
 
         def on_op(event: ScheduledOp) -> None:

@@ -25,6 +25,7 @@ from schedlang.runtime.batch import (
 from schedlang.runtime.batch_weights import (
     Number,
     are_on_host,
+    as_numbers,
     filled_like,
     if_positive,
     sum_numbers,
@@ -33,6 +34,7 @@ from schedlang.runtime.comm import world
 from schedlang.runtime.comm.agreement import AgreementItem, checksum, describe_differences
 from schedlang.runtime.comm.collectives import all_gather
 from schedlang.runtime.device import has_float64
+from schedlang.runtime.label_means import LabelMeans
 
 # ---- Split the batch of a step over ranks: this rank's microbatches, and the weights of all parts.
 
@@ -49,6 +51,9 @@ class SplitBatch:
     weights: Sequence[Number]
     weights_of_ranks: Sequence[Sequence[Number]]
     same_shapes: Callable[[], bool]
+    index: int = 0  # of this rank among the replicas
+    # where several means count labels of their own: for each replica, the counts of each microbatch
+    counts_of_ranks: Sequence[Sequence[Sequence[Number]]] = ()
 
     @cached_property
     def weight_sum(self) -> Number:
@@ -74,6 +79,8 @@ def split_step_batch(a: Assembly, batch: Batch, local: bool, whole: bool = False
             helps=("give True where each rank has rows of its own, else False",),
         )
     split = _split_local_rows(a, batch) if local else _split_full_batch(a, batch, whole)
+    if split.counts_of_ranks:
+        split = _scale_means(a, split)
     # if all weights are zero: the model's own loss (NaN, or 0) in every layout
     weight = split.weight_sum
     if not isinstance(weight, Tensor) and weight > 0:
@@ -109,8 +116,8 @@ def _split_full_batch(a: Assembly, batch: Batch, whole: bool) -> SplitBatch:
     all_weights: list[list[Number]]
     cached = a.split_batches if a.tokens is None else None
     if cached is not None and (key := (id(batch), replicas)) in cached:
-        _, all_parts, all_weights, even = cached[key]
-        return SplitBatch(all_parts[index], all_weights[index], all_weights, even)
+        _, all_parts, all_weights, even, counts = cached[key]
+        return SplitBatch(all_parts[index], all_weights[index], all_weights, even, index, counts)
     all_parts = split_batch(batch, shares, a.microbatches)
     if a.tokens is not None:
         copies = a.tokens.ranks
@@ -124,10 +131,11 @@ def _split_full_batch(a: Assembly, batch: Batch, whole: bool) -> SplitBatch:
     else:
         weights = iter(a.part_weights([part for parts in all_parts for part in parts]))
         all_weights = [[next(weights) for _ in parts] for parts in all_parts]
+    counts = [a.label_counts(parts) for parts in all_parts] if a.weighs_means else ()
     even = cache(lambda: len({_shapes(parts) for parts in all_parts}) == 1)
     if cached is not None:  # with the batch, so that no other object gets its id
-        cached[id(batch), replicas] = batch, all_parts, all_weights, even
-    return SplitBatch(all_parts[index], all_weights[index], all_weights, even)
+        cached[id(batch), replicas] = batch, all_parts, all_weights, even, counts
+    return SplitBatch(all_parts[index], all_weights[index], all_weights, even, index, counts)
 
 
 def _always() -> bool:
@@ -141,7 +149,11 @@ def _split_local_rows(a: Assembly, batch: Batch) -> SplitBatch:
     weights = a.part_weights(local_parts)
     group = a.ranks.group(a.replicas)
     if group.pg is None:
-        return SplitBatch(local_parts, weights, [weights], lambda: True)
+        counts = [a.label_counts(local_parts)] if a.weighs_means else ()
+        return SplitBatch(local_parts, weights, [weights], lambda: True, 0, counts)
+    if a.weighs_means:  # counts of labels follow the weights
+        counts_here = (count for counts in a.label_counts(local_parts) for count in counts)
+        weights = as_numbers([*weights, *counts_here], a.ranks.device)
     on_host = a.ranks.host_group(a.replicas)
     assert on_host is not None
     # weights on the device are gathered there; the host gathers whether there are any, and rows
@@ -163,9 +175,39 @@ def _split_local_rows(a: Assembly, batch: Batch) -> SplitBatch:
         and not any(mesh.coordinates(rank)[axis] for axis in a.context)
     )
     shifted = [replace(part, rows=tuple(offset + row for row in part.rows)) for part in local_parts]
-    return SplitBatch(
+    split = SplitBatch(
         shifted, weights, all_weights, lambda: len({shape for *_, shape, _ in gathered}) == 1
     )
+    return _take_counts(split, group.rank) if a.weighs_means else split
+
+
+def _take_counts(split: SplitBatch, index: int) -> SplitBatch:
+    """Return a split whose numbers are weights and, behind them, counts of labels."""
+    size = len(split.parts)
+    each = len(split.weights) // size - 1  # counts of a part
+    weights = [row[:size] for row in split.weights_of_ranks]
+    counts = [
+        [row[start : start + each] for start in range(size, len(row), each)]
+        for row in split.weights_of_ranks
+    ]
+    return replace(
+        split,
+        weights=split.weights[:size],
+        weights_of_ranks=weights,
+        index=index,
+        counts_of_ranks=counts,
+    )
+
+
+def _scale_means(a: Assembly, split: SplitBatch) -> SplitBatch:
+    """Return the split with parts whose losses weigh each of several means by its labels."""
+    assert isinstance(a.weight, LabelMeans)
+    counts = split.counts_of_ranks
+    per_part = [part for parts in counts for part in parts]
+    sums = [sum_numbers(column) for column in zip(*per_part)]
+    weights, total = split.weights_of_ranks[split.index], split.total
+    scaled = a.weight.scale_parts(split.parts, weights, counts[split.index], total, sums)
+    return replace(split, parts=scaled)
 
 
 def _shapes(parts: Sequence[BatchPart]) -> tuple[object, ...]:

@@ -40,7 +40,7 @@ class _NoLabels(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func in (F.cross_entropy, F.nll_loss):
-            arguments = {**dict(zip(_NAMES, args)), **kwargs}
+            arguments = bind_loss(args, kwargs)
             if _is_mean(arguments):
                 none = ~torch.ne(arguments["target"], arguments.get("ignore_index", -100)).any()
                 if isinstance(self.weight, Tensor):
@@ -48,6 +48,11 @@ class _NoLabels(TorchFunctionMode):
                 if none:
                     return func(**{**arguments, "reduction": "sum"})
         return func(*args, **kwargs)
+
+
+def bind_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of a loss, by name."""
+    return {**dict(zip(_NAMES, args)), **kwargs}
 
 
 def _is_mean(arguments: dict[str, Any]) -> bool:
@@ -69,12 +74,11 @@ def with_loss_weight(
     """Return a context: `around`, and inside it `zero_unlabelled_loss(weight)` where needed."""
     if not isinstance(weight, Tensor) and weight:
         return around  # the usual case, in every operation of a step
-    return _nested(around, zero_unlabelled_loss(weight))
+    return nest(around, zero_unlabelled_loss(weight))
 
 
 @contextmanager
-def _nested(
-    outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
-) -> Iterator[None]:
+def nest(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """Return a context: `outer`, and inside it `inner`."""
     with outer, inner:
         yield

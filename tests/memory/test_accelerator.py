@@ -35,7 +35,7 @@ from schedlang.runtime.offload.offloaded_activations import offload_all_sizes
 from schedlang.runtime.optim.loss_scale import LossScale
 from schedlang.runtime.pipeline.evicted_activations import offload, reload
 from schedlang.runtime.pipeline.recomputed_forward import RecomputeInputs
-from schedlang.runtime.propagation.trace import LabelRule
+from schedlang.runtime.propagation.label_flow import LabelRule
 from schedlang.runtime.storage import copies
 from tests.accelerator.evicted_stage import run_forward
 

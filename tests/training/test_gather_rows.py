@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import warnings
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from tests.proofs import assert_proven, make_plan, static_holds
 from tests.sharding.test_propose import plan_from_text
 from tests.towers import Towers, contrast
 from tests.towers import batch as pairs
+from tests.zoo_models.written import Written, hand_text, judge
 
 GATHERS = "{image,text}  gather_rows(over=dp)\n"
 CUT = 'text  pipeline_split(over=pp)\npipeline(order="1F1B", micro=1)\n'
@@ -347,3 +349,53 @@ def test_init_tells_what_it_cannot_gather() -> None:
     assert not propose(
         nn.Linear(6, 6), {"input": torch.randn(4, 6)}, {"dp": 2}, mean_of_squares
     ).notes
+
+
+class Captions(nn.Module):
+    """A model after CLIP, whose features are computed outside of its modules, from texts' ends."""
+
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        self.image, self.text = nn.Linear(6, 8), nn.Embedding(10, 8)
+        self.projection = nn.Parameter(torch.randn(8, 4) / 4)
+        self.features = CaptionFeatures(self) if apart else None
+
+    def encode(self, x: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+        """Return normed features of images and of texts, these at the largest token."""
+        a, h = self.image(x) @ self.projection, self.text(words)
+        b = h[torch.arange(len(h)), words.argmax(-1)] @ self.projection
+        return a / a.norm(dim=-1, keepdim=True), b / b.norm(dim=-1, keepdim=True)
+
+    def forward(self, x: Tensor, words: Tensor) -> Tensor:
+        a, b = self.encode(x, words) if self.features is None else self.features(x, words)
+        scores, labels = 5 * a @ b.t(), torch.arange(len(a))
+        return (F.cross_entropy(scores, labels) + F.cross_entropy(scores.t(), labels)) / 2
+
+
+class CaptionFeatures(nn.Module):
+    """The features of the model that holds it, as a module."""
+
+    def __init__(self, model: Captions) -> None:
+        super().__init__()
+        self.image, self.text, self.projection = model.image, model.text, model.projection
+        del model.image, model.text, model.projection
+
+    encode = Captions.encode
+    forward = encode
+
+
+def captions(rows: int, seed: int) -> dict[str, Tensor]:
+    """Return images and texts."""
+    g = torch.Generator().manual_seed(seed)
+    words = torch.randint(0, 10, (rows, 5), generator=g)
+    return {"x": torch.randn(rows, 6, generator=g), "words": words}
+
+
+def test_features_outside_of_modules(threads: Threads) -> None:
+    """No module's rows help where others meet them; the refusal tells what does (S703)."""
+    rows = "dp=2\n  {}zero(stage=1, over=dp)"
+    with pytest.raises(Refusal, match="S703") as refused:
+        judge(Written(partial(Captions, False), captions), hand_text(rows.format("")), threads)
+    (row,) = re.findall("`(features  gather_rows.*?)`", refused.value.diagnostic.helps[0])
+    text = hand_text(rows.format(f"{row}\n  "))
+    assert judge(Written(partial(Captions, True), captions), text, threads) == ""

@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes import prove
 from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.prove import Case
 from schedlang.passes.verify.probe import check_if_cheap
+from tests.engine import Threads
 from tests.proofs import make_plan
 
 Loss = Callable[[Tensor, dict[str, Tensor]], Tensor]
@@ -63,3 +66,39 @@ def test_what_cancels_is_no_difference(loss: Loss, refused: bool) -> None:
         return
     with pytest.raises(Refusal, match="S703"):
         check_if_cheap(plan, batch(), prepared, loss=loss)
+
+
+class Policy(nn.Module):
+    """A policy that returns its loss alone, by advantages relative to groups of four rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = model()
+
+    def forward(self, input: Tensor, reward: Tensor) -> Tensor:
+        score, groups = self.body(input)[:, 0], reward.view(-1, 4)
+        centred = groups - groups.mean(1, keepdim=True)
+        advantage = centred / (groups.std(1, keepdim=True) + 1e-4)
+        return -((score - score.detach()).exp() * advantage.view(-1)).mean()
+
+
+@pytest.mark.parametrize("off, ok", [(0.0, True), (1e-12, False), (1e-6, False), (1.0, False)])
+def test_a_loss_that_cancels_is_judged_by_its_terms(
+    off: float, ok: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss that is a rounding in value holds; one that is off by more than roundings fails."""
+    run_ranks = prove._run_ranks
+
+    def run_wrongly(*args: object, **options: object) -> object:
+        result = run_ranks(*args, **options)  # type: ignore[arg-type]
+        for key, value in result[0].tensors.items():
+            if key.kind == "loss" and value is not None:
+                value += off
+        return result
+
+    monkeypatch.setattr(prove, "_run_ranks", run_wrongly)
+    monkeypatch.setattr(prove, "_add_blame", lambda report, failure, pool: report)
+    plan = make_plan(Policy(), "zero(stage=1, over=dp)", "dp=2")
+    report = prove.prove(Case(plan, (batch(),), dtype="none"), pool=Threads())
+    assert report.ok == ok, str(report)
+    assert ("loss" in {row.kind for row in report.rows if not row.ok}) != ok

@@ -15,7 +15,7 @@ from schedlang.runtime.checkpointing import holdings
 from schedlang.runtime.grad_reduction import gradient
 from schedlang.runtime.pipeline import p2p, stage, step
 from schedlang.runtime.program import Program
-from schedlang.runtime.propagation.trace import LabelRule
+from schedlang.runtime.propagation.label_flow import LabelRule
 from schedlang.runtime.training_mode import TrainingMode
 from tests.zoo.bug import (
     ALIAS,

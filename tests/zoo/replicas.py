@@ -15,7 +15,7 @@ from schedlang.runtime.comm import collectives
 from schedlang.runtime.grad_reduction import gradient, row_gathering, zero
 from schedlang.runtime.pipeline import step
 from schedlang.runtime.program import Program
-from schedlang.runtime.propagation.trace import LabelRule
+from schedlang.runtime.propagation.label_flow import LabelRule
 from schedlang.runtime.rng.logical_dropout import DrawObserver
 from tests.zoo.bug import (
     ADJOINT,

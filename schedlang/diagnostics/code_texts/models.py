@@ -80,7 +80,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S621": (
         "the weight of a part of the batch is not known",
         "The losses of microbatches and data-parallel ranks are averaged by weight. Define\n"
-        "`weight(batch)`: for example the number of rows or tokens that the loss counts.",
+        "`weight(batch)`: for example the number of rows or tokens that the loss counts. Several\n"
+        "means over labels are weighted one by one if the loss is a weighted sum of them.",
     ),
     "S622": (
         "an optimizer that needs all tensors at once",

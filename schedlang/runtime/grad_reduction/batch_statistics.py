@@ -7,7 +7,7 @@ parts.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -24,8 +24,10 @@ from schedlang.runtime import scope
 from schedlang.runtime.batch import loss_of
 from schedlang.runtime.comm.collectives import Group, sum_over_ranks
 from schedlang.runtime.forward import layer_of
+from schedlang.runtime.label_means import LabelMeans
 from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.propagation.call_rules import ADDS, LINEAR, SUMMING, TIMES
+from schedlang.runtime.propagation.label_flow import LabelFlow
 from schedlang.runtime.propagation.trace import Lattice, ModuleStack, RunningCall
 from schedlang.runtime.tracing.meta_runs import name_of, tensors_in
 from schedlang.runtime.tracing.model_lines import model_line
@@ -86,30 +88,46 @@ class PairedRows:
 class LossSums:
     """The sums over rows in a loss, each with whether only linear calls follow it.
 
-    labels  whether the loss has a mean over labels, too
+    means   the means over labels in the loss, likewise
     paired  the model's line of a tensor with two dims of rows in the loss; "": there is none
     """
 
     sums: Mapping[BatchSum, bool]
-    labels: bool
+    means: Mapping[LabelMean, bool]
     paired: str = ""
 
+    @property
+    def labels(self) -> bool:
+        """Whether parts are weighted by labels: not if there are several means, weighted each."""
+        return bool(self.means) and not (self.can_weigh_means and len(self.means) > 1)
 
-LABELS = "labels"  # the mean over labels, by which parts are weighted
+    @property
+    def can_weigh_means(self) -> bool:
+        """Whether each mean may be weighted by its own labels: the loss is linear in all."""
+        return all(mean.call is not None and linear for mean, linear in self.means.items())
+
+
+@dataclass(frozen=True)
+class LabelMean:
+    """A mean over labels: the module and the number of its call of the loss; None: unknown."""
+
+    call: tuple[str, int] | None
+
+
 Mix = Mapping[Any, bool]  # sums in a tensor -> whether by linear calls alone
 
 
 class BatchSumLattice(Lattice):
     """The sums over all rows from which each tensor is made, in a forward with `rows` rows.
 
-    `means`: ids of tensors that are means over labels although the model divides a sum by a count.
+    `labels`: the labels of the same forward, which are followed first.
     """
 
     mark: str = "_schedlang_sums"
     nothing: Mix = MappingProxyType({})
 
-    def __init__(self, stack: ModuleStack, rows: int, means: Container[int] = ()) -> None:
-        self.stack, self.rows, self.means = stack, rows, means
+    def __init__(self, stack: ModuleStack, rows: int, labels: LabelFlow) -> None:
+        self.stack, self.rows, self.labels = stack, rows, labels
         self.turns: dict[tuple[str, str], int] = {}
         self.inside = True  # in the model, not in a separate loss
         self._mixes: list[Mix] = []  # of the inputs of the running call
@@ -129,7 +147,8 @@ class BatchSumLattice(Lattice):
         mix: Mix = self.of(loss)
         sums = {source: linear for source, linear in mix.items() if isinstance(source, BatchSum)}
         paired = next((source.line for source in mix if isinstance(source, PairedRows)), "")
-        return LossSums(sums, LABELS in mix, paired)
+        means = {source: linear for source, linear in mix.items() if isinstance(source, LabelMean)}
+        return LossSums(sums, means, paired)
 
     def _has_rows(self, tensor: Tensor) -> bool:
         return any(size and size % self.rows == 0 for size in tensor.shape)
@@ -147,8 +166,9 @@ class BatchSumLattice(Lattice):
         if not call.outputs:
             return
         mix = _combine(call.name, call.inputs, self._mixes)
-        if id(call.out) in self.means:
-            mix = {key: False for key in mix if isinstance(key, PairedRows)} | {LABELS: True}
+        if id(call.out) in self.labels.means:
+            mix = {key: False for key in mix if isinstance(key, PairedRows)}
+            mix = {**mix, self._label_mean(call.out): True}
         with torch._C.DisableTorchFunction():  # no mode sees these reads
             with_rows = [
                 index for index, tensor in enumerate(call.inputs) if self._has_rows(tensor)
@@ -166,6 +186,11 @@ class BatchSumLattice(Lattice):
             chooses = mix and (tensor.dtype == torch.bool or _is_counted(tensor, call.inputs))
             self.put(tensor, {} if chooses else mix)
 
+    def _label_mean(self, out: Any) -> LabelMean:
+        _, call = self.labels.call_of.get(id(out), (None, None))
+        known = call is not None and self.labels.calls[call] is not None
+        return LabelMean(call if known else None)
+
     def _count_call(self, name: str) -> int:
         key = self.stack.frames[-1][0], name
         self.turns[key] = self.turns.get(key, -1) + 1
@@ -174,7 +199,7 @@ class BatchSumLattice(Lattice):
     def _summed(self, call: RunningCall, input_index: int) -> Mix:
         call_index = self._count_call(call.name)
         if call.func in (F.cross_entropy, F.nll_loss):
-            return {LABELS: True}
+            return {self._label_mean(call.out): True}
         if call.name not in SUMS | MEANS or not self.inside:
             return {}
         key = call.frame[0], call.name, call_index, input_index, tuple(call.outputs[0].shape)
@@ -317,7 +342,7 @@ class _GlobalSumForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.around:
-            _run_eagerly(self.around)
+            _run_eagerly(self.around, "it sums over the rows of all ranks")
             self.around = []
         module_names = {id(module): fqn for fqn, module in self.modules.items()}
         # a recomputation enters the mode again, and sums over ranks again
@@ -325,14 +350,24 @@ class _GlobalSumForward:
             return self.inner(*args, **kwargs)
 
 
-def _run_eagerly(modules: Sequence[nn.Module]) -> None:
-    """Run modules with global sums eagerly: no compiled graph contains these sums."""
+def watch_losses(model: nn.Module, means: LabelMeans) -> None:
+    """Let the losses of a model be seen by name, and not be compiled, to weigh their means."""
+    fqns = {fqn for fqn, _ in means.calls}
+    if fqns != {""}:
+        scope.named_sites(model)
+    above = {fqn[:end] for fqn in fqns for end, c in enumerate(fqn) if c == "."}
+    modules = [model.get_submodule(fqn) for fqn in ("", *above, *fqns)]
+    _run_eagerly(modules, "each of its losses is weighted by its own labels")
+
+
+def _run_eagerly(modules: Sequence[nn.Module], reason: str) -> None:
+    """Run modules eagerly whose calls are replaced: no compiled graph contains these."""
     from schedlang.runtime.fusion.fuse import FusedForward, FusedRegions
 
     for module in modules:
         layer = layer_of(module, "fuse")
         if isinstance(layer, FusedForward | FusedRegions):
-            layer.eager = "it sums over the rows of all ranks"
+            layer.eager = reason
 
 
 class _GlobalSumMode(TorchFunctionMode):

@@ -405,11 +405,11 @@ class Pipeline:
         Every rank passes the same `microbatches`. The gradient is that of the sum of loss * scale.
         `around(op)` is entered around each forward and backward; `on_op` is called before each
         operation. Returns the results of the microbatches whose last stage this rank runs, in
-        order.
+        order. Without `train` no graph is made, unless the caller enables gradients.
         """
         kind = SlicedStep if self.slices is not None and train else PipelineStep
         step = kind(self, microbatches, scale, train, keep_outputs)
-        with torch.set_grad_enabled(train):
+        with torch.set_grad_enabled(train or torch.is_grad_enabled()):
             for event in self._order(len(microbatches), train):
                 if on_op is not None:
                     on_op(event)

@@ -23,8 +23,9 @@ from schedlang.runtime.propagation.call_rules import (
     role_of_dim,
 )
 from schedlang.runtime.propagation.follower import RESHAPES
+from schedlang.runtime.propagation.label_flow import LOSSES
 from schedlang.runtime.propagation.shard_trials import infer_shard_shapes
-from schedlang.runtime.propagation.trace import LOSSES, RunningCall, Tag
+from schedlang.runtime.propagation.trace import RunningCall, Tag
 from schedlang.runtime.rng.logical_functions import draws_logically
 from schedlang.runtime.sharding.module_sizes import FILLS, PARTS, dims_of_call
 

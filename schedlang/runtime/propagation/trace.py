@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,7 +27,8 @@ from schedlang.ir import pytree
 from schedlang.ir.placement import EVEN, Uneven, positions
 from schedlang.runtime import mixed_precision as mixed_precision  # autocast on the meta device
 from schedlang.runtime.batch import named_tensors, row_count
-from schedlang.runtime.propagation.parameter_access import ParameterAccess, idle_modules
+from schedlang.runtime.propagation.label_flow import LOSSES, LabelFlow
+from schedlang.runtime.propagation.parameter_access import BACKWARDS, ParameterAccess, idle_modules
 from schedlang.runtime.rng.logical_functions import draws_logically, mask_shapes
 from schedlang.runtime.row_lists import is_row_list, take_rows
 from schedlang.runtime.sharding.module_sizes import factors_of
@@ -220,34 +221,6 @@ class ModuleStack:
         return output
 
 
-@dataclass(frozen=True)
-class LabelRule:
-    """The rule by which a model's loss reads its labels: an input, and operations on the input.
-
-    `count(batch)` is the number of labels that count in a chunk of the batch; the operations (a
-    shift by one token, padding) are those that the model was observed to apply.
-    """
-
-    source: str
-    steps: tuple[Callable[[Tensor], Tensor], ...]
-    ignore_index: int
-
-    def count(self, batch: Mapping[str, Any]) -> float:
-        """Return how many labels of a chunk of a batch count; its rows if it has no labels."""
-        return float(self.count_on_device(batch))
-
-    def count_on_device(self, batch: Mapping[str, Any]) -> Tensor | float:
-        """Return the same as a tensor on the labels' device: `numbers` reads many at once."""
-        labels = batch.get(self.source)
-        if not isinstance(labels, Tensor):  # nested in the batch, or absent
-            labels = named_tensors(batch).get(self.source)
-        if labels is None:
-            return float(row_count(batch))
-        for step in self.steps:
-            labels = step(labels)
-        return (labels != self.ignore_index).sum()
-
-
 def integers_in(tree: Any) -> tuple[int, ...]:
     """Return the plain integers of a pytree, in order, with the bounds of slices."""
     integers: list[int] = []
@@ -261,18 +234,15 @@ SELECTING = {
     *("topk", "sort", "argsort", "argmax", "argmin", "kthvalue", "mode", "multinomial", "nonzero"),
     *("searchsorted", "bucketize", "histc"),
 }
-LOSSES = (F.cross_entropy, F.nll_loss)
 
 
 class RecordedForward(Lattice):
     """A recorded forward; the lattice's value: whether a tensor is computed from the batch.
 
     frames      calls by module and turn, without those in opaque modules; only if `calls`
-    labels      the rules by which losses read their labels
-    counted     how many labels count in each mean cross-entropy whose labels `values` knows
+    labels      how losses read their labels
     drawn       (module, turn) of each random mask -> its full shape, () if unknown; only if `draws`
     sourceless  the keys of `drawn` whose masks depend on no tensor of the batch
-    means       sums of cross-entropies divided by the number of counted labels, by id
     """
 
     mark, nothing = "_schedlang_batched", False
@@ -285,22 +255,17 @@ class RecordedForward(Lattice):
         draws: bool = False,
         calls: bool = True,
     ) -> None:
-        self.stack, self.values, self.draws, self.calls = stack, values, draws, calls
+        self.stack, self.draws, self.calls = stack, draws, calls
         self.frames: dict[Frame, list[Call]] = {}
-        self.labels: list[LabelRule] = []
-        self.counted: list[float] = []
+        self.labels = LabelFlow(values)
         self.drawn: dict[Frame, tuple[int, ...]] = {}
         self.sourceless: set[Frame] = set()
+        self.takes_gradient = False  # whether the forward runs a backward
         self._batched = False  # whether an input of the running call is computed from the batch
-        # labels are followed from an integer input to the loss: tensor id -> (tensor, input, steps)
-        self._lineage: dict[int, tuple[Tensor, str, tuple[Any, ...]]] = {}
-        self.means: dict[int, Tensor] = {}
-        self._summed: dict[int, tuple[Tensor, LabelRule]] = {}
-        self._counts: dict[int, tuple[Tensor, LabelCount]] = {}
         for name, value in named_tensors(inputs).items():
             self.put(value, True)
             if not value.is_floating_point():
-                self._lineage[id(value)] = value, name, ()
+                self.labels.lineage[id(value)] = value, name, ()
 
     @property
     def choices(self) -> dict[str, str]:
@@ -313,11 +278,8 @@ class RecordedForward(Lattice):
     def before_call(self, call: RunningCall) -> None:
         """Note whether an input is computed from the batch, and count the labels of a loss."""
         self._batched = any(map(self.of, call.inputs))
-        if call.func in LOSSES and self.values is not None:
-            target = self.values.constants.values_of(call.argument(1, "target"))
-            if target is not None and call.kwargs.get("reduction", "mean") == "mean":
-                counts = target != call.kwargs.get("ignore_index", -100)
-                self.counted.append(float(counts.sum()))
+        if call.func in LOSSES:
+            self.labels.before_call(call)
 
     def after_call(self, call: RunningCall) -> None:
         """Record the call."""
@@ -335,8 +297,9 @@ class RecordedForward(Lattice):
             self.stack.access.after(call, [name for name, _ in self.stack.frames])
         if call.outputs and self.draws:  # inside of opaque modules too
             self._note_draw(call)
-        if self._lineage:
-            self._follow_labels(call)
+        if self.labels.lineage or call.func in LOSSES:
+            self.labels.after_call(call)
+        self.takes_gradient |= call.name in ("grad", "backward") and call.func in BACKWARDS
 
     def _note_draw(self, call: RunningCall) -> None:
         """Note a call's random draws; for torch's multi-head attention the shape is unknown."""
@@ -354,73 +317,6 @@ class RecordedForward(Lattice):
             drawn[draw_frame] = shape
             if not self._batched:
                 self.sourceless.add(draw_frame)
-
-    def _follow_labels(self, call: RunningCall) -> None:
-        func, args, kwargs = call.func, call.args, call.kwargs
-        if func in LOSSES:
-            lineage = self._lineage.get(id(call.argument(1, "target")))
-            if lineage is not None and kwargs.get("reduction", "mean") in ("mean", "sum"):
-                rule = LabelRule(lineage[1], lineage[2], int(kwargs.get("ignore_index", -100)))
-                if kwargs.get("reduction", "mean") == "mean":
-                    self.labels.append(rule)
-                else:
-                    self._summed[id(call.out)] = call.out, rule
-            return
-        self._follow_count(call)
-        output, lineage = call.out, self._lineage.get(id(args[0])) if args else None
-        if lineage is None or not isinstance(output, Tensor) or output.is_floating_point():
-            return
-        if tensors_in((args[1:], kwargs)) or output.dtype == torch.bool:
-            return
-        step = _replay(func, args[1:], kwargs)
-        steps = (*lineage[2], step) if call.name in _COUNT else lineage[2]
-        self._lineage[id(output)] = (output, lineage[1], steps)
-
-    def _follow_count(self, call: RunningCall) -> None:
-        """Follow a count of labels to the division of a summed loss by it: the result is a mean."""
-        args, output = call.args, call.out
-        if not args or not isinstance(output, Tensor):
-            return
-        count = self._counts.get(id(args[0]))
-        if call.name in ("ne", "__ne__") and len(args) == 2 and type(args[1]) is int:
-            if lineage := self._lineage.get(id(args[0])):
-                self._counts[id(output)] = output, LabelCount(lineage[1], args[1])
-        elif count is not None and call.name in CLAMPS and output.dim() == 0:
-            minimum = call.argument(1, "min")
-            if isinstance(minimum, int | float) and 0 < minimum <= 1:
-                self._counts[id(output)] = output, replace(count[1], bounded=True)
-        elif count is not None and call.name in ("sum", "to", "float", "double", "long", "type"):
-            self._counts[id(output)] = output, count[1]
-        elif call.name in ("div", "__truediv__") and len(args) == 2 and id(args[0]) in self._summed:
-            _, rule = self._summed[id(args[0])]
-            divisor = self._counts.get(id(args[1]))
-            label_count = LabelCount(rule.source, rule.ignore_index, bounded=True)
-            if divisor is not None and divisor[1] == label_count and divisor[0].dim() == 0:
-                self.labels.append(rule)
-                self.means[id(output)] = output
-
-
-@dataclass(frozen=True)
-class LabelCount:
-    """The number of labels of an input that differ from `ignore_index`; `bounded`: at least 1."""
-
-    source: str
-    ignore_index: int
-    bounded: bool = False
-
-
-CLAMPS = ("clamp", "clamp_min", "clip")
-# calls of torch that select or add labels; moves and reshapes do not change how many count
-_COUNT = frozenset({"__getitem__", "pad", "narrow"})
-
-
-def _replay(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Tensor], Tensor]:
-    def step(labels: Tensor) -> Tensor:
-        result = func(labels, *args, **kwargs)
-        assert isinstance(result, Tensor)
-        return result
-
-    return step
 
 
 def find_reached_parameters(

@@ -20,7 +20,7 @@ from schedlang.ir.model import is_inside
 from schedlang.runtime.batch import loss_of, named_arguments, row_count, run_model, split_rows
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import enter_modes
-from schedlang.runtime.propagation.trace import LabelRule
+from schedlang.runtime.propagation.label_flow import LabelRule
 from schedlang.runtime.rng.logical_dropout import LogicalDropout, LogicalWindow, UnbatchedDraws
 from schedlang.runtime.scope import Scope, current_visit, enter_scope, named_sites
 from schedlang.runtime.sequence_pipelining.slices import (

@@ -110,16 +110,28 @@ FORWARDS: Mapping[str, Callable[[nn.Module, str, tuple[Edge, ...]], Forward]] = 
     "GroupNorm": group_norm,
 }
 UNCALLED = "uncalled"  # kind of modules that the recorded forward did not call
+UNCHOSEN = "unchosen"  # of those where values that the forward computes may decide that
 
 
 def _refuse_uncalled(sharded: ShardedLayer, *_: Any, **__: Any) -> Any:
     """Refuse the call of a module whose input layouts are unknown (S664)."""
+    skips = sharded.kind == UNCHOSEN
+    always = (
+        f"let the forward call `{sharded.name}` for every batch, also with no rows: without a"
+        " condition such as `if counts[i] == 0: continue`",
+    )
+    computed = ("values that the forward computes are not known there: counts are zero",)
     raise Refusal.of(
         "S664",
         f"`{sharded.name}` is sharded, and the batch of the build did not reach it",
-        notes=("how tensors arrive at a sharded module is read from a forward of that batch",),
+        notes=(
+            "how tensors arrive at a sharded module is read from a forward of that batch",
+            *(computed if skips else ()),
+        ),
         helps=(
-            f"build with a batch that reaches `{sharded.name}`: its first microbatch counts",
+            *(always if skips else ()),
+            f"{'or ' * skips}build with a batch that reaches `{sharded.name}`: its first"
+            " microbatch counts",
             "or leave its `shard` row out",
         ),
     )
@@ -135,6 +147,7 @@ VARIANTS: Mapping[str, Callable[[ShardedLayer, Forward], Forward]] = {
     "cube Embedding": grid.cube_embedding,
     "norm": norms.hidden_norm,
     UNCALLED: lambda sharded, inner: partial(_refuse_uncalled, sharded),
+    UNCHOSEN: lambda sharded, inner: partial(_refuse_uncalled, sharded),
     "experts": lambda sharded, inner: sharded.edges[0].variant.forward_of(
         sharded, inner
     ),  # Routing
