@@ -32,7 +32,7 @@ MOST_GROUPS = 6
 ROUNDING = 1e-2  # the largest error that a low dtype may cause
 INITIAL, DROPOUT = "initial weights", "dropout"
 SAVED = "saved state"
-MICROBATCHES = "microbatches"
+MICROBATCHES, HOLDERS = "microbatches", "ranks that hold it"
 _STATE_KINDS = (SAVED, LOADED_STATE, STEP_AFTER_LOADING)
 
 
@@ -130,7 +130,7 @@ def _explain_gradients(
             text = explain_copies(want.reshape(-1).double(), _scale_copies(copies, got))
             patterns.setdefault(Pattern(text), []).append(row.name)
             continue
-        counts = _possible_factors(sizes, world, module, want, got)
+        counts = _add_holders(_possible_factors(sizes, world, module, want, got), copies)
         others = {
             k.name: value
             for k, value in expected.tensors.items()
@@ -248,6 +248,20 @@ def _add_microbatches(sizes: Mapping[str, int], world: int, microbatches: int) -
     if microbatches != world:
         return {**sizes, MICROBATCHES: microbatches}
     return {(f"ranks (or {MICROBATCHES})" if k == "ranks" else k): n for k, n in sizes.items()}
+
+
+def _add_holders(sizes: Mapping[str, int], copies: Sequence[RankCopy]) -> Mapping[str, int]:
+    """Add the number of ranks that hold the part of a parameter that the first rank holds.
+
+    It is left out if it is the size of an axis, or of the world.
+    """
+    held = [copy.original_region for copy in copies if len(copy.original_region)]
+    count = sum(region.equals(held[0]) for region in held)
+    if count < 2 or any(n == count and k != MICROBATCHES for k, n in sizes.items()):
+        return sizes
+    if sizes.get(MICROBATCHES) != count:
+        return {**sizes, HOLDERS: count}
+    return {(f"{k} (or {HOLDERS})" if k == MICROBATCHES else k): n for k, n in sizes.items()}
 
 
 def _first_gradients(failing: Sequence[Row]) -> Iterator[Row]:

@@ -85,8 +85,11 @@ def explain_low_dtype(
     if initial_lines := explain_initial_weights([row for row in rows if not row.ok]):
         return initial_lines
     if steps := [row for row in rows if not row.ok and row.kind == OWN_STEP]:
-        text = prefix_names(steps[0].note, [row.name for row in steps], len(bounds.exact.order))
-        return ((OWN_STEP, text),)
+        groups: dict[str, list[str]] = {}
+        for row in steps:
+            groups.setdefault(row.note, []).append(row.name)
+        many = len(bounds.exact.order)
+        return tuple((OWN_STEP, prefix_names(k, n, many)) for k, n in groups.items())[:MOST_GROUPS]
     first_line = (("first module", first_module.text),) if first_module.text else ()
     cached = bounds.run if isinstance(bounds.run, CachedRuns) else CachedRuns(bounds.run)
     bounds = replace(bounds, run=cached.first_step)
