@@ -64,6 +64,11 @@ from schedlang.passes.judge.program_rows import (
     saved_rows,
 )
 from schedlang.passes.judge.record import RunRecord
+from schedlang.passes.judge.reduction_dtype import (
+    explain_reductions,
+    reduction_gaps,
+    reduction_rows,
+)
 from schedlang.passes.judge.step_draws import (
     RANDOM,
     SeededSequential,
@@ -203,6 +208,8 @@ class _Judging:
         )
         if all(row.ok for row in report.rows):
             further, lines = _further_rows(trial, conditions, record)
+            reduced = tuple(reduction_rows(self.task.dtype, conditions, result.actual, record))
+            further, lines = (*further, *reduced), (*lines, *explain_reductions(reduced))
             return replace(report, rows=(*report.rows, *further), localised=lines)
         refuse_unequal_draws(record.unequal_draws, trial.drops.generators)
         progress("the kind of mistake")
@@ -285,6 +292,7 @@ class _Judging:
         return (
             *async_collectives.low_dtype_gaps(record.low_dtypes),
             *rest,
+            *reduction_gaps(self.task.dtype, record),
             *unused_parameters(comparison.expected),
             *missing_kinds(comparison.actual),
         )

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 IMPORT_NAME = "schedlang_program_file"
 LOSS_REDUCTIONS = ("mean", "sum", "same")  # of ranks' losses to the loss of the batch
+REDUCE_DTYPES = ("float64", "float32", "float16", "bfloat16")
 NO_RANKS = "in the process of the original, which has no ranks"
 FORM = "def program(model): ... return schedlang.TrainingProgram(module, step)"
 _ALREADY_JOINED = re.compile("env:// rendezvous|initialize the default process group twice")
@@ -56,6 +57,7 @@ class TrainingProgram:
                 torch.distributed.tensor over all ranks, or a pair of it and a list of ranks
     dropout     the part of the original's mask that a rank's module applies, by the module's name
                 here, in the same form. Used only where the module's inputs do not identify it
+    reduce_dtype  name of the dtype in which the program sums gradients over ranks, as it claims
     clip        clip(max_norm) -> norm, the program's gradient clipping; default: the judge clips
     evaluate    evaluate(batch) -> the output in eval mode
     evaluate_loss  evaluate_loss(batch) -> the loss of the full batch in eval mode, as the program
@@ -74,6 +76,7 @@ class TrainingProgram:
     names: Mapping[str, str] | Callable[[str], str | None] | None = None
     layouts: Mapping[str, Any] | None = None
     dropout: Mapping[str, Any] | None = None
+    reduce_dtype: str | None = None
     clip: Callable[[float], Any] | None = None
     evaluate: Callable[[Any], Any] | None = None
     evaluate_loss: Callable[[Any], Any] | None = None
@@ -173,6 +176,10 @@ def check_program(program: TrainingProgram, rank: int) -> None:
     if program.world_loss not in LOSS_REDUCTIONS:
         message = f"`world_loss` is {program.world_loss!r}"
         helps = (suggest_name(str(program.world_loss), LOSS_REDUCTIONS, "choose one of"),)
+        raise Refusal(Diagnostic("S767", message, helps=helps))
+    if program.reduce_dtype not in (None, *REDUCE_DTYPES):
+        message = f"`reduce_dtype` is {program.reduce_dtype!r}"
+        helps = (suggest_name(str(program.reduce_dtype), REDUCE_DTYPES, "choose one of"),)
         raise Refusal(Diagnostic("S767", message, helps=helps))
     for part, (kinds, expected) in _PARTS.items():
         value = getattr(program, part)

@@ -25,6 +25,10 @@ class RunRecord:
     start_errors: dict[str, float] = field(
         default_factory=dict
     )  # differences of ranks' copies then
+    reduce_dtype: str | None = None  # as the program claims
+    reductions: dict[tuple[str, str], int] = field(
+        default_factory=dict
+    )  # see `CallMonitor.reductions`
     optimizer: bytes | None = None  # the program's own optimizer, pickled for the original
     holdings: RankLayouts | None = None
     lost_buffers: set[str] = field(

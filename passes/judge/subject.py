@@ -87,6 +87,7 @@ class ProgramSubject:
         else:
             self.holdings = earlier.holdings.checked(self.rank, self.program.modules)
         record.holdings = record.holdings or self.holdings
+        record.reduce_dtype = self.program.reduce_dtype
         record.offers |= {k for k in OFFERS if getattr(self.program, k) is not None}
         parameters = [p for _, p in unique_parameters(self.program.modules)]
         self._parameters = list(zip(self.holdings.ranks[self.rank], parameters))
