@@ -182,7 +182,10 @@ def _explain_step_changes(failing: Sequence[Row], record: RunRecord) -> Iterator
         names = quote_names(sorted(record.replaced_by_step), MOST_NAMES)
         text = f"the step puts other parameters for {names}"
         yield "parameters", f"{text}: the optimizer steps those that were there before"
-    if record.changed_by_step and any(row.kind == "parameters" for row in failing):
+    kinds = {row.kind for row in failing}
+    if record.simulation is not None and "replicas" in kinds:
+        return  # a simulated step may change parameters
+    if record.changed_by_step and "parameters" in kinds:
         names = quote_names(sorted(record.changed_by_step), MOST_NAMES)
         text = f"the step itself changes {names}: the judge"
         yield "parameters", f"{text} steps the optimizer after it"

@@ -46,7 +46,7 @@ from schedlang.ir.pytree import make_picklable
 from schedlang.passes.judge import async_collectives
 from schedlang.passes.judge.batch_parts import BatchParts
 from schedlang.passes.judge.evaluation_loss import evaluation_loss_rows, explain_evaluation
-from schedlang.passes.judge.explanations import explain_masks, explain_rows
+from schedlang.passes.judge.explanations import FirstModule, explain_masks, explain_rows
 from schedlang.passes.judge.first_difference import find_first_module
 from schedlang.passes.judge.kept_dropout import kept_rows
 from schedlang.passes.judge.low_dtype import Comparison, cast_case, compare_low_dtype
@@ -59,7 +59,6 @@ from schedlang.passes.judge.program_rows import (
     dropout_rows,
     evaluation_rows,
     initial_rows,
-    original_loop,
     saved_gaps,
     saved_rows,
 )
@@ -68,6 +67,11 @@ from schedlang.passes.judge.reduction_dtype import (
     explain_reductions,
     reduction_gaps,
     reduction_rows,
+)
+from schedlang.passes.judge.simulated_step import (
+    describe_local_steps,
+    original_loop,
+    simulation_gaps,
 )
 from schedlang.passes.judge.step_draws import (
     RANDOM,
@@ -213,7 +217,10 @@ class _Judging:
             return replace(report, rows=(*report.rows, *further), localised=lines)
         refuse_unequal_draws(record.unequal_draws, trial.drops.generators)
         progress("the kind of mistake")
-        first = find_first_module(trial, conditions, report, record, self.task.dtype, result.chosen)
+        first = FirstModule()
+        if record.simulation is None:  # else modules run in other steps
+            args = trial, conditions, report, record, self.task.dtype, result.chosen
+            first = find_first_module(*args)
         named_trial = replace(trial, conditions=tuple(conditions))
         parts = BatchParts(
             named_trial if trial.float64 else named_trial.in_float64, self.seen.labels, first.rows
@@ -223,11 +230,14 @@ class _Judging:
                 report, result.expected, result.actual, record, trial.world, parts, first
             )
         else:
-            args = result.bounds, result.actual, record, trial.world, parts, first
-            explanation = explain_low_dtype(report.rows, *args)
+            bounds = result.bounds
+            explanation = explain_low_dtype(
+                report.rows, bounds, result.actual, record, trial.world, parts, first
+            )
         drawn = describe_extra_draws(record.unequal_draws)
         alone = self._explain_step_alone(report.first, conditions, explanation, progress)
-        return replace(report, localised=(*(alone or explanation), *drawn))
+        local = describe_local_steps(record)
+        return replace(report, localised=(*local, *(alone or explanation), *drawn))
 
     def _explain_step_alone(
         self,
@@ -265,6 +275,8 @@ class _Judging:
         yield "seed", str(self.task.seed)
         yield "dtype", self.task.dtype or "float64"
         yield "torch", torch.__version__
+        if record.simulation is not None:
+            yield "original", "its step is simulated by the program's `original`"
         if holdings.axes:
             yield "mesh", ", ".join(f"{k}={n}" for k, n in holdings.axes.items())
         if self.derived:
@@ -292,6 +304,7 @@ class _Judging:
         return (
             *async_collectives.low_dtype_gaps(record.low_dtypes),
             *rest,
+            *simulation_gaps(self.task.dtype, record),
             *reduction_gaps(self.task.dtype, record),
             *unused_parameters(comparison.expected),
             *missing_kinds(comparison.actual),

@@ -33,8 +33,8 @@ MOST_SHARE = 0.1  # of these, that may differ with it
 WIDE_STEP = 1e-3  # of a step, which weights of a wide dtype may differ by
 LEAST_SIGNS, MOST_OTHER_SIGNS = 32, 0.03  # differing elements, and their share of the other sign
 ANOTHER_STEP = (
-    "the step is not that of this optimizer for full parameters with the same gradients: its rates, "
-    "groups or state are others on ranks"
+    "the step is not that of this optimizer for full parameters with the same gradients: its "
+    "rates, groups or state are others on ranks"
 )
 RENEWED = (
     "each step begins from the rounded weights: the float32 weights that this optimizer keeps are "

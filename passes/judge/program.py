@@ -57,6 +57,9 @@ class TrainingProgram:
                 torch.distributed.tensor over all ranks, or a pair of it and a list of ranks
     dropout     the part of the original's mask that a rank's module applies, by the module's name
                 here, in the same form. Used only where the module's inputs do not identify it
+    original    original(model) -> step(batch), which simulates one step of all ranks on the whole
+                batch, without ranks, and leaves gradients in the parameters. For algorithms that do
+                not train by the gradient of the batch (local steps); default: forward and backward
     reduce_dtype  name of the dtype in which the program sums gradients over ranks, as it claims
     clip        clip(max_norm) -> norm, the program's gradient clipping; default: the judge clips
     evaluate    evaluate(batch) -> the output in eval mode
@@ -76,6 +79,7 @@ class TrainingProgram:
     names: Mapping[str, str] | Callable[[str], str | None] | None = None
     layouts: Mapping[str, Any] | None = None
     dropout: Mapping[str, Any] | None = None
+    original: Callable[[Any], Any] | None = None
     reduce_dtype: str | None = None
     clip: Callable[[float], Any] | None = None
     evaluate: Callable[[Any], Any] | None = None
@@ -209,7 +213,9 @@ def _check_takes_one(function: Callable[..., Any] | None, part: str, rank: int) 
 _TAKES_BATCH = ("step", "evaluate", "evaluate_loss")
 _FUNCTION = Callable, "a function"
 _PARTS: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(("optimizer", "clip", *_TAKES_BATCH[1:], "state_dict", "load"), _FUNCTION),
+    **dict.fromkeys(
+        ("optimizer", "original", "clip", *_TAKES_BATCH[1:], "state_dict", "load"), _FUNCTION
+    ),
     "names": ((Mapping, Callable), "a dict of names, or a function"),
     "layouts": (Mapping, "a dict: `{'its.name': Shard(0)}`"),
     "dropout": (Mapping, "a dict: `{'its.module': Shard(0)}`"),
@@ -225,13 +231,13 @@ def check_optimizer(optimizer: Any, location: str) -> Any:
     raise Refusal(Diagnostic("S767", message, helps=("return `torch.optim.AdamW(named)`",)))
 
 
-def pickle_optimizer(optimizer: Any) -> bytes:
-    """Pickle the program's optimizer for the original's process (S767 if it cannot be pickled)."""
+def pickle_function(function: Any, part: str) -> bytes:
+    """Pickle a function of the program for the original's process (S767 if that is impossible)."""
     try:
-        return pickling.dumps(optimizer)
+        return pickling.dumps(function)
     except Exception as error:
-        message = f"`optimizer` of the program cannot be given to the original: {error}"
-        helps = ("write it beside `program`: `def optimizer(named): ...`, without the module",)
+        message = f"`{part}` of the program cannot be given to the original: {error}"
+        helps = (f"write it beside `program`: `def {part}(...): ...`, without the module",)
         raise Refusal(Diagnostic("S767", message.split("\n")[0], helps=helps)) from error
 
 
@@ -342,6 +348,8 @@ _HELPS = {
     "program": "it is called on every rank with a copy of the model in float64, on the CPU",
     "step": "it is called on every rank with the full batch, and must take the rank's part of it",
     "optimizer": "it is called with (name, parameter) pairs, also with those of the original",
+    "original": "it is called with the original's model, and its step with the full batch, without "
+    "ranks",
     "clip": "it is called with the maximum norm, and returns the norm before clipping",
     "evaluate": "it is called on every rank with the full batch",
     "evaluate_loss": "it is called on every rank with the full batch, and returns a number",

@@ -37,7 +37,9 @@ def reduction_rows(
     condition = next(c for c in conditions if "clipped" not in c.name)
     for name in _wide_names(narrow, record):
         value = actual.tensors.get(Key(condition.name, "gradients", 0, name))
-        sizes = [math.prod(t.shape) for rank in record.holdings.ranks for t in rank if name in t.pieces]
+        sizes = [
+            math.prod(t.shape) for rank in record.holdings.ranks for t in rank if name in t.pieces
+        ]
         calls = [call for call, size in record.reductions.items() if size >= min(sizes, default=0)]
         if value is None or not calls or int((value != 0).sum()) < LEAST_NONZERO:
             continue

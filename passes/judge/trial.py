@@ -254,9 +254,10 @@ class Trial:
         """
         trial = replace(self, drops=self._record_dropout(folder))
         observation, record = trial._train_on_ranks(progress)
-        if record.irregular_modules:
+        if record.irregular_modules or record.simulation is not None and trial.drops.sites:
             trial = replace(trial, drops=replace(trial.drops, off=frozenset(trial.drops.sites)))
-            irregular = dict.fromkeys(record.irregular_modules, "?")
+            names = trial.drops.sites if record.simulation else record.irregular_modules
+            irregular = dict.fromkeys(names, "?")
             observation, record = trial._train_on_ranks(progress)
             record.dropout_sites = replace(
                 record.dropout_sites, unknown={**record.dropout_sites.unknown, **irregular}
