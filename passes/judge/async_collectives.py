@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from schedlang.diagnostics.user_errors import OURS
+from schedlang.ir.pytree import tree_map_only
 from schedlang.report import Gap, Row
 
 COLLECTIVES, WORK = "collectives", Work
@@ -38,6 +39,15 @@ CASTS = {Tensor.to, Tensor.type, *_CAST_METHODS}
 _STRIDE_BLIND = {dist.scatter, dist.broadcast, dist.reduce}  # under gloo: pytorch#192920
 _REDUCERS = "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single"  # of some versions
 _REDUCTIONS = {getattr(dist, f) for f in (*_REDUCERS, "reduce_scatter_tensor") if hasattr(dist, f)}
+_SENDERS = {  # gloo sends no floats of eight bits, but their bytes
+    getattr(dist, name)
+    for name in (
+        *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_to_all", "broadcast"),
+        *("all_to_all_single", "gather", "scatter", "send", "recv", "isend", "irecv"),
+    )
+    if hasattr(dist, name)
+}
+_EIGHT_BITS = {torch.float8_e4m3fn, torch.float8_e5m2}
 MONITORED = CASTS | _STRIDE_BLIND | _REDUCTIONS
 STRIDES_HELP = (
     "gloo takes a tensor that is not contiguous in the order of memory (pytorch#192920): make it "
@@ -104,6 +114,18 @@ class CallMonitor:
         number = next(self._numbers)
         self.unwaited[number] = func.__name__, _user_line()
         return MonitoredWork(work, lambda: self.unwaited.pop(number, None))
+
+
+def as_bytes(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Replace floats of eight bits in the arguments of a call that sends them by their bytes."""
+    if func not in _SENDERS:
+        return args, kwargs
+
+    def view(t: Tensor) -> Tensor:
+        return t.view(torch.uint8) if t.dtype in _EIGHT_BITS else t
+
+    mapped: tuple[Any, Any] = tree_map_only(Tensor, view, (args, kwargs))
+    return mapped
 
 
 def _calls() -> Iterator[tuple[str, int]]:

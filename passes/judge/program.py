@@ -341,11 +341,11 @@ _EXIT_HELP = (
     "the check continues after this call: return from it, and call `sys.exit` in the script"
 )
 _EIGHT_BITS_HELP = (
-    "gloo sends no floats of eight bits: send `x.view(torch.uint8)`, or judge without `--dtype`: "
-    "float64 then stands in for them"
+    "gloo sums no floats of eight bits: cast them before, or judge without `--dtype`: float64 then "
+    "stands in for them"
 )
 _HELPS = {
-    "program": "it is called on every rank with a copy of the model in float64, on the CPU",
+    "program": "it is called on every rank with a copy of the model on the CPU, in float64 or `--dtype`",
     "step": "it is called on every rank with the full batch, and must take the rank's part of it",
     "optimizer": "it is called with (name, parameter) pairs, also with those of the original",
     "original": "it is called with the original's model, and its step with the full batch, without "
