@@ -345,7 +345,7 @@ _EIGHT_BITS_HELP = (
     "stands in for them"
 )
 _HELPS = {
-    "program": "it is called on every rank with a copy of the model on the CPU, in float64 or `--dtype`",
+    "program": "it gets a copy of the model on each rank: on the CPU, in float64 or `--dtype`",
     "step": "it is called on every rank with the full batch, and must take the rank's part of it",
     "optimizer": "it is called with (name, parameter) pairs, also with those of the original",
     "original": "it is called with the original's model, and its step with the full batch, without "
