@@ -261,9 +261,9 @@ def gathered(swapped: bool) -> Callable[[Any], TrainingProgram]:
 
         def sent(weight: Tensor) -> Tensor:
             narrow, scale = cast(weight.detach(), amax_of_all)
-            parts = torch.empty(size, WIDTH // size, WIDTH, dtype=narrow.dtype)
-            dist.all_gather_into_tensor(parts, narrow.chunk(size)[rank])
-            full = (parts.flip(0) if swapped else parts).float().reshape(WIDTH, WIDTH) * scale
+            gathered = torch.empty(WIDTH, WIDTH, dtype=narrow.dtype)
+            dist.all_gather_into_tensor(gathered, narrow.chunk(size)[rank])
+            full = gathered.float().roll(WIDTH // size * swapped, 0) * scale
             return weight + (full.to(weight.dtype) - weight).detach()
 
         def step(batch: Any) -> Tensor:
