@@ -123,14 +123,13 @@ def _describe_row_counts(times: Sequence[float]) -> str:
     for row, factor in enumerate(times):
         rows.setdefault(f"{factor:.4g}", []).append(row)
     *named, usual = sorted(rows, key=lambda factor: len(rows[factor]))
-    texts = [f"{_list_rows(rows[factor])} {factor} times" for factor in named]
-    return f"{', '.join(texts)} what they should; all others count {usual} times"
-
-
-def _list_rows(rows: Sequence[int]) -> str:
-    """Begin a sentence about rows."""
-    one, many = "row {} of the batch counts", "rows {} of the batch count"
-    return (many if len(rows) > 1 else one).format(", ".join(map(str, rows)))
+    texts = [
+        f"rows {', '.join(map(str, rows[factor]))} of the batch count {factor} times"
+        if len(rows[factor]) > 1
+        else f"row {rows[factor][0]} of the batch counts {factor} times"
+        for factor in named
+    ]
+    return f"{', '.join(texts)}, instead of once; all others count {usual} times"
 
 
 def _is_parallel(x: Tensor, r: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Rows that samplers give to two ranks or to none, and factors of meshes that no tensor shows."""
+"""Rows that samplers give to two ranks or to none, layers in another order, and factors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from schedlang import TrainingProgram
+from schedlang.passes.judge.batch_parts import ROWS
 from schedlang.passes.judge.explanations import HOLDERS, MICROBATCHES, _add_holders
+from schedlang.passes.judge.gradient_errors import describe_part_counts
 from schedlang.passes.judge.module_comparison import ValueComparison
 from schedlang.passes.judge.rank_copies import RankCopy
 from schedlang.passes.judge.regions import Region
@@ -42,24 +44,29 @@ def test_rows_that_count_twice_or_never(pool: Pool) -> None:
     assert judge_program(pool, sampled()).ok
     report = judge_program(pool, sampled(rank=0))
     rows = [*DistributedSampler(range(6), 2, 1, seed=3)]  # type: ignore[arg-type]
-    text = f"rows {', '.join(map(str, sorted(rows)))} of the batch count 0 times what they should"
+    text = f"rows {', '.join(map(str, sorted(rows)))} of the batch count 0 times, instead of once"
     assert f"{text}; all others count 2 times" in dict(report.localised)["gradients"], str(report)
 
 
-def test_one_row_that_never_counts(pool: Pool) -> None:
-    """A row that is dropped on all ranks is named."""
+def test_a_sentence_on_one_row() -> None:
+    """Most rows come last."""
+    text = "row 2 of the batch counts 0 times, instead of once; all others count 1 times"
+    assert describe_part_counts([1.0, 1.0, 0.0, 1.0], ROWS) == text
+
+
+def test_layers_in_another_order(pool: Pool) -> None:
+    """The layer that takes the first one's input is named."""
 
     def program(model: Any) -> TrainingProgram:
         def step(batch: Any) -> Tensor:
-            part = {name: value[[0, 1, 3, 4, 5]] for name, value in batch.items()}
-            value = squared(model(part["input"]), part) * 5 / 6
+            value = squared(model[0](torch.tanh(model[2](batch["input"]))), batch)
             value.backward()
             return value
 
         return TrainingProgram(model, step, world_loss="same")
 
-    text = dict(judge_program(pool, program).localised)["gradients"]
-    assert "row 2 of the batch counts 0 times what they should; all others count 1 times" in text
+    text = dict(judge_program(pool, program).localised)["first module"]
+    assert "`2` takes on rank 0 what `0` takes in the original" in text, text
 
 
 def test_the_number_of_ranks_that_hold_a_parameter() -> None:
