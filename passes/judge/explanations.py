@@ -130,7 +130,8 @@ def _explain_gradients(
             text = explain_copies(want.reshape(-1).double(), _scale_copies(copies, got))
             patterns.setdefault(Pattern(text), []).append(row.name)
             continue
-        counts = _add_holders(_possible_factors(sizes, world, module, want, got), copies)
+        counts = _possible_factors(sizes, world, module, want, got)
+        counts = _add_holders(counts, copies, world)
         others = {
             k.name: value
             for k, value in expected.tensors.items()
@@ -253,14 +254,16 @@ def _add_microbatches(sizes: Mapping[str, int], world: int, microbatches: int) -
     return {(f"ranks (or {MICROBATCHES})" if k == "ranks" else k): n for k, n in sizes.items()}
 
 
-def _add_holders(sizes: Mapping[str, int], copies: Sequence[RankCopy]) -> Mapping[str, int]:
+def _add_holders(
+    sizes: Mapping[str, int], copies: Sequence[RankCopy], world: int
+) -> Mapping[str, int]:
     """Add the number of ranks that hold the part of a parameter that the first rank holds.
 
     It is left out if it is the size of an axis, or of the world.
     """
     held = [copy.original_region for copy in copies if len(copy.original_region)]
     count = sum(region.equals(held[0]) for region in held)
-    if count < 2 or any(n == count and k != MICROBATCHES for k, n in sizes.items()):
+    if count in (0, 1, world) or any(n == count and k != MICROBATCHES for k, n in sizes.items()):
         return sizes
     if sizes.get(MICROBATCHES) != count:
         return {**sizes, HOLDERS: count}

@@ -73,11 +73,12 @@ def test_the_number_of_ranks_that_hold_a_parameter() -> None:
     """Of ranks in stages, those that hold one stage are a factor, beside equal microbatches."""
     stages = [Region.from_numbers(torch.arange(2)), Region.from_numbers(torch.arange(2, 4))]
     copies = [RankCopy(rank, "w", *[stages[rank % 2]] * 2, None) for rank in range(4)]
-    assert _add_holders({"ranks": 4}, copies) == {"ranks": 4, HOLDERS: 2}
-    sizes = _add_holders({"ranks": 4, MICROBATCHES: 2}, copies)
+    assert _add_holders({"ranks": 4}, copies, 4) == {"ranks": 4, HOLDERS: 2}
+    sizes = _add_holders({"ranks": 4, MICROBATCHES: 2}, copies, 4)
     assert sizes == {"ranks": 4, f"{MICROBATCHES} (or {HOLDERS})": 2}
-    assert _add_holders({"ranks": 4, "dp": 2}, copies) == {"ranks": 4, "dp": 2}
-    assert _add_holders({"ranks": 4}, copies[:1]) == {"ranks": 4}
+    assert _add_holders({"ranks": 4, "dp": 2}, copies, 4) == {"ranks": 4, "dp": 2}
+    assert _add_holders({MICROBATCHES: 2}, copies, 2) == {MICROBATCHES: 2}  # averaged over all
+    assert _add_holders({"ranks": 4}, copies[:1], 4) == {"ranks": 4}
 
 
 def test_a_gradient_that_is_mostly_zero_has_no_factor() -> None:
