@@ -21,8 +21,9 @@ How a verdict is made:
   the gradient (`gradient_terms.py`), elements that one rank owns, the module's inputs, the
   positions it depends on (`module_inputs.py`).
 * Where all rows hold, further ones are made: of dropout that could not be compared by places
-  (`kept_dropout.py`), of ranks' seeds (`step_draws.py`), and of the loss that the program reports
-  in evaluation (`evaluation_loss.py`).
+  (`kept_dropout.py`), of ranks' seeds (`step_draws.py`), of the loss that the program reports in
+  evaluation (`evaluation_loss.py`), and of the dtype of reductions (`reduction_dtype.py`).
+* A program whose steps are no gradients of the batch simulates them (`simulated_step.py`).
 """
 
 from __future__ import annotations
