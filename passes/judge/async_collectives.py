@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from schedlang.diagnostics.user_errors import OURS
+from schedlang.ir.pytree import tree_map_only
 from schedlang.report import Gap, Row
 
 COLLECTIVES, WORK = "collectives", Work
@@ -36,7 +37,18 @@ _LOW_DTYPES = {torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_
 _CAST_METHODS = {Tensor.bfloat16: torch.bfloat16, Tensor.half: torch.float16}
 CASTS = {Tensor.to, Tensor.type, *_CAST_METHODS}
 _STRIDE_BLIND = {dist.scatter, dist.broadcast, dist.reduce}  # under gloo: pytorch#192920
-MONITORED = CASTS | _STRIDE_BLIND
+_REDUCERS = "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single"  # of some versions
+_REDUCTIONS = {getattr(dist, f) for f in (*_REDUCERS, "reduce_scatter_tensor") if hasattr(dist, f)}
+_SENDERS = {  # gloo sends no floats of eight bits, but their bytes
+    getattr(dist, name)
+    for name in (
+        *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_to_all", "broadcast"),
+        *("all_to_all_single", "gather", "scatter", "send", "recv", "isend", "irecv"),
+    )
+    if hasattr(dist, name)
+}
+_EIGHT_BITS = {torch.float8_e4m3fn, torch.float8_e5m2}
+MONITORED = CASTS | _STRIDE_BLIND | _REDUCTIONS
 STRIDES_HELP = (
     "gloo takes a tensor that is not contiguous in the order of memory (pytorch#192920): make it "
     "`.contiguous()`. The backward of `torch.distributed.nn.functional.all_gather` gives it such "
@@ -63,7 +75,8 @@ class MonitoredWork:
 class CallMonitor:
     """Record of a rank's unwaited works, low dtypes, and calls with strided tensors.
 
-    unwaited  function and line of each work that was not waited for
+    unwaited    function and line of each work that was not waited for
+    reductions  function and line of reductions in a low dtype -> most elements
     """
 
     def __init__(self) -> None:
@@ -71,6 +84,7 @@ class CallMonitor:
         self._numbers = itertools.count()
         self.low_dtypes: set[str] = set()
         self.strided: set[tuple[str, str]] = set()  # function, calling line
+        self.reductions: dict[tuple[str, str], int] = {}
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record a call."""
@@ -79,11 +93,15 @@ class CallMonitor:
             dtype = next((arg for arg in args[1:] if isinstance(arg, torch.dtype)), None)
         if dtype in _LOW_DTYPES:
             self.low_dtypes.add(str(dtype).removeprefix("torch."))
-        if func in _STRIDE_BLIND:
+        if func in _STRIDE_BLIND | _REDUCTIONS:
             values = [*args, *kwargs.values()]
-            tensors = [t for arg in values for t in (arg if isinstance(arg, list) else [arg])]
-            if any(isinstance(t, Tensor) and not t.is_contiguous() for t in tensors):
+            parts = [t for arg in values for t in (arg if isinstance(arg, list) else [arg])]
+            tensors = [t for t in parts if isinstance(t, Tensor)]
+            if func in _STRIDE_BLIND and not all(t.is_contiguous() for t in tensors):
                 self.strided.add((func.__name__, _user_line()))
+            if func in _REDUCTIONS and any(t.dtype in _LOW_DTYPES for t in tensors):
+                call, most = (func.__name__, _user_line()), max(t.numel() for t in tensors)
+                self.reductions[call] = max(most, self.reductions.get(call, 0))
 
     def monitor(self, func: Any, work: Any) -> Any:
         """Wrap a function's work; some need no wait.
@@ -96,6 +114,18 @@ class CallMonitor:
         number = next(self._numbers)
         self.unwaited[number] = func.__name__, _user_line()
         return MonitoredWork(work, lambda: self.unwaited.pop(number, None))
+
+
+def as_bytes(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Replace floats of eight bits in the arguments of a call that sends them by their bytes."""
+    if func not in _SENDERS:
+        return args, kwargs
+
+    def view(t: Tensor) -> Tensor:
+        return t.view(torch.uint8) if t.dtype in _EIGHT_BITS else t
+
+    mapped: tuple[Any, Any] = tree_map_only(Tensor, view, (args, kwargs))
+    return mapped
 
 
 def _calls() -> Iterator[tuple[str, int]]:

@@ -6,7 +6,7 @@ Used to explain wrong gradients that are made of the right gradients of such par
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,13 +24,15 @@ from schedlang.runtime.batch import split_rows
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import enter_modes
 
+ROWS = "rows"
+MOST_ROWS = 16  # of a batch that is divided into single rows
 LEAST_LABELS = 16  # smaller counts of labels may equal other numbers
 GradientsByName = Mapping[str, Tensor | None]
 
 
 @dataclass(frozen=True)
 class PartGradients:
-    """A tensor's gradient for each part of `unit`: "the batch" or "the words"."""
+    """A tensor's gradient for each part of `unit`: "the batch", "the words", or single rows."""
 
     parts: Sequence[Tensor]
     unit: str = "the batch"
@@ -92,6 +94,14 @@ class BatchParts:
                 for shift in (0, 1):
                     positions = [[(index + shift) % count for index in part] for part in split]
                     yield from self._divide(run, name, positions, label)
+
+    def split_into_rows(self, name: str, condition: str) -> Iterator[PartGradients]:
+        """Yield a tensor's gradients for each single row, if the batch has few rows."""
+        run = self._condition(condition)
+        count = count_rows(run.batches[0])
+        if count <= MOST_ROWS:
+            for cut in self._divide(run, name, [[row] for row in range(count)]):
+                yield replace(cut, unit=ROWS)
 
     def label_counts(self, condition: str) -> dict[str, int]:
         """Return the number of labels that count, by description: as they are, and shifted by one.

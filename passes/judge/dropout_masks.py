@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import _disable_current_modes
 
-from schedlang.passes.judge.async_collectives import MONITORED, WORK, CallMonitor
+from schedlang.passes.judge.async_collectives import MONITORED, WORK, CallMonitor, as_bytes
 from schedlang.passes.judge.module_calls import infers_shapes
 from schedlang.passes.judge.tensor_search import FullTensor, find_elements
 from schedlang.passes.verify.observe import Condition
@@ -380,6 +380,7 @@ class RankDropout(DropoutByMasks):
         """See Ambient."""
         if kwargs or func in MONITORED:
             self.calls.record(func, args, kwargs)
+        args, kwargs = as_bytes(func, args, kwargs)
         out = super().run(func, types, args, kwargs)
         return self.calls.monitor(func, out) if type(out) is WORK else out
 

@@ -32,7 +32,7 @@ MOST_GROUPS = 6
 ROUNDING = 1e-2  # the largest error that a low dtype may cause
 INITIAL, DROPOUT = "initial weights", "dropout"
 SAVED = "saved state"
-MICROBATCHES = "microbatches"
+MICROBATCHES, HOLDERS = "microbatches", "ranks that hold it"
 _STATE_KINDS = (SAVED, LOADED_STATE, STEP_AFTER_LOADING)
 
 
@@ -131,6 +131,7 @@ def _explain_gradients(
             patterns.setdefault(Pattern(text), []).append(row.name)
             continue
         counts = _possible_factors(sizes, world, module, want, got)
+        counts = _add_holders(counts, copies, world)
         others = {
             k.name: value
             for k, value in expected.tensors.items()
@@ -182,7 +183,10 @@ def _explain_step_changes(failing: Sequence[Row], record: RunRecord) -> Iterator
         names = quote_names(sorted(record.replaced_by_step), MOST_NAMES)
         text = f"the step puts other parameters for {names}"
         yield "parameters", f"{text}: the optimizer steps those that were there before"
-    if record.changed_by_step and any(row.kind == "parameters" for row in failing):
+    kinds = {row.kind for row in failing}
+    if record.simulation is not None and "replicas" in kinds:
+        return  # a simulated step may change parameters
+    if record.changed_by_step and "parameters" in kinds:
         names = quote_names(sorted(record.changed_by_step), MOST_NAMES)
         text = f"the step itself changes {names}: the judge"
         yield "parameters", f"{text} steps the optimizer after it"
@@ -248,6 +252,22 @@ def _add_microbatches(sizes: Mapping[str, int], world: int, microbatches: int) -
     if microbatches != world:
         return {**sizes, MICROBATCHES: microbatches}
     return {(f"ranks (or {MICROBATCHES})" if k == "ranks" else k): n for k, n in sizes.items()}
+
+
+def _add_holders(
+    sizes: Mapping[str, int], copies: Sequence[RankCopy], world: int
+) -> Mapping[str, int]:
+    """Add the number of ranks that hold the part of a parameter that the first rank holds.
+
+    It is left out if it is the size of an axis, or of the world.
+    """
+    held = [copy.original_region for copy in copies if len(copy.original_region)]
+    count = sum(region.equals(held[0]) for region in held)
+    if count in (0, 1, world) or any(n == count and k != MICROBATCHES for k, n in sizes.items()):
+        return sizes
+    if sizes.get(MICROBATCHES) != count:
+        return {**sizes, HOLDERS: count}
+    return {(f"{k} (or {HOLDERS})" if k == MICROBATCHES else k): n for k, n in sizes.items()}
 
 
 def _first_gradients(failing: Sequence[Row]) -> Iterator[Row]:

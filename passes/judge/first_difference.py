@@ -34,6 +34,7 @@ from schedlang.passes.judge.rank_copies import RankCopy
 from schedlang.passes.judge.record import RunRecord
 from schedlang.passes.judge.step_draws import SeededSequential
 from schedlang.passes.judge.subject import ProgramSubject
+from schedlang.passes.judge.tensor_search import FullTensor, find_elements
 from schedlang.passes.judge.trial import RankTask, Trial
 from schedlang.passes.localize.diagnosis import is_close
 from schedlang.passes.verify.conditioning import IN_DTYPE, PerturbedRounding
@@ -285,7 +286,7 @@ def _explain(step: FirstStep, diff: module_comparison.Difference, copies: Copies
     """Explain a wrong output or gradient without a known pattern."""
     if diff.is_gradient:
         return _explain_gradient(step, diff, copies)
-    return _explain_inputs(step, diff) or _explain_output(step, diff)
+    return _explain_order(step, diff) or _explain_inputs(step, diff) or _explain_output(step, diff)
 
 
 # ---- A gradient: its terms.
@@ -350,6 +351,42 @@ def _explain_inputs(step: FirstStep, diff: module_comparison.Difference) -> str:
     return explain_inputs(expected, ranks, again)
 
 
+def _explain_order(step: FirstStep, diff: module_comparison.Difference) -> str:
+    """Explain a wrong output by a module of the same kind that takes, on a rank, what this one
+    takes in the original."""
+    (name, number), _ = diff.at
+    modules = dict(step.trial.case.plan.model.model.named_modules())
+    kind = type(modules[name])
+    alike = [n for n, m in modules.items() if n != name and type(m) is kind]
+    calls = step.record_original(step.batch, taken=True).calls
+    due = calls[name, number].outputs[:1]
+    if not alike or number or not due or not due[0].is_floating_point():
+        return ""
+    whole = FullTensor(due[0])
+    for rank, taken in enumerate(step.run_on_ranks(_record_inputs, frozenset(alike))):
+        for other, value in taken.items():
+            own = calls[other, 0].outputs if (other, 0) in calls else []
+            same_shape = bool(own) and value.shape[1:] == due[0].shape[1:]
+            if not same_shape or find_elements(value, whole) is None:
+                continue
+            if find_elements(value, FullTensor(own[0])) is None:
+                here, there = _differing_parts(other, name)
+                return (
+                    f"`{here}` takes on rank {rank} what `{there}` takes in the original: they run "
+                    "in another order, or on the stage of each other"
+                )
+    return ""
+
+
+def _differing_parts(a: str, b: str) -> tuple[str, str]:
+    """Return two names without the parts at their ends that are equal."""
+    first, second = a.split("."), b.split(".")
+    while len(first) > 1 and len(second) > 1 and first[-1] == second[-1]:
+        first.pop()
+        second.pop()
+    return ".".join(first), ".".join(second)
+
+
 def _explain_output(step: FirstStep, diff: module_comparison.Difference) -> str:
     """Explain a wrong output by the positions that it depends on."""
     frame, k = diff.at
@@ -398,6 +435,17 @@ def _record_modules(task: RankTask) -> tuple[module_calls.RecordedStep, dict[str
         )
     names = {name: subject.original_module(name) for name in modules}
     return run, {name: original for name, original in names.items() if original is not None}
+
+
+def _record_inputs(task: RankTask, originals: frozenset[str]) -> dict[str, Tensor]:
+    """Record the first input of the first call of modules on this rank, by their original names."""
+    with _program(task) as subject:
+        names = {name: subject.original_module(name) for name in subject.named_modules()}
+        wanted = {n: m for n, m in subject.named_modules().items() if names[n] in originals}
+        batch = task.conditions[0].batches[0]
+        run = module_calls.record_step(wanted, lambda: subject.forward_backward(batch), taken=True)
+    taken = {str(names[name]): call.outputs for (name, k), call in run.calls.items() if k == 0}
+    return {name: values[0] for name, values in taken.items() if values}
 
 
 def _record_tensors(task: RankTask, shapes: frozenset[torch.Size]) -> list[RecordedTensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import quote_names
-from schedlang.passes.judge.batch_parts import BatchParts, PartGradients
+from schedlang.passes.judge.batch_parts import ROWS, BatchParts, PartGradients
 from schedlang.passes.judge.rank_copies import RankCopy
 from schedlang.passes.localize.diagnosis import Pattern, diagnose, is_close
 from schedlang.report import Row
@@ -51,7 +51,10 @@ def explain_gradient(
         return Pattern(text)
     texts = (
         _explain_by_parts(expected.double(), actual.double(), cut)
-        for cut in parts.split_by_tokens(*_key_of(row))
+        for cut in (
+            *parts.split_by_tokens(*_key_of(row)),
+            *parts.split_into_rows(*_key_of(row)),
+        )
     )
     text = next(filter(None, texts), "")
     return PartPattern(text) if text else diagnosis
@@ -108,8 +111,25 @@ def _explain_weights(expected: Tensor, actual: Tensor, cut: PartGradients) -> st
 
 def describe_part_counts(times: Sequence[float], unit: str) -> str:
     """Describe how often parts of a batch count that should count once."""
+    if unit == ROWS:
+        return _describe_row_counts(times)
     counts = ", ".join(f"{factor:.4g}" for factor in times)
     return f"{len(times)} parts of {unit} count {counts} times what they should"
+
+
+def _describe_row_counts(times: Sequence[float]) -> str:
+    """Describe how often rows count, most of them last."""
+    rows: dict[str, list[int]] = {}
+    for row, factor in enumerate(times):
+        rows.setdefault(f"{factor:.4g}", []).append(row)
+    *named, usual = sorted(rows, key=lambda factor: len(rows[factor]))
+    texts = [
+        f"rows {', '.join(map(str, rows[factor]))} of the batch count {factor} times"
+        if len(rows[factor]) > 1
+        else f"row {rows[factor][0]} of the batch counts {factor} times"
+        for factor in named
+    ]
+    return f"{', '.join(texts)}, instead of once; all others count {usual} times"
 
 
 def _is_parallel(x: Tensor, r: Tensor) -> bool:

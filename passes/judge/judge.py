@@ -21,8 +21,9 @@ How a verdict is made:
   the gradient (`gradient_terms.py`), elements that one rank owns, the module's inputs, the
   positions it depends on (`module_inputs.py`).
 * Where all rows hold, further ones are made: of dropout that could not be compared by places
-  (`kept_dropout.py`), of ranks' seeds (`step_draws.py`), and of the loss that the program reports
-  in evaluation (`evaluation_loss.py`).
+  (`kept_dropout.py`), of ranks' seeds (`step_draws.py`), of the loss that the program reports in
+  evaluation (`evaluation_loss.py`), and of the dtype of reductions (`reduction_dtype.py`).
+* A program whose steps are no gradients of the batch simulates them (`simulated_step.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from schedlang.ir.pytree import make_picklable
 from schedlang.passes.judge import async_collectives
 from schedlang.passes.judge.batch_parts import BatchParts
 from schedlang.passes.judge.evaluation_loss import evaluation_loss_rows, explain_evaluation
-from schedlang.passes.judge.explanations import explain_masks, explain_rows
+from schedlang.passes.judge.explanations import FirstModule, explain_masks, explain_rows
 from schedlang.passes.judge.first_difference import find_first_module
 from schedlang.passes.judge.kept_dropout import kept_rows
 from schedlang.passes.judge.low_dtype import Comparison, cast_case, compare_low_dtype
@@ -59,11 +60,20 @@ from schedlang.passes.judge.program_rows import (
     dropout_rows,
     evaluation_rows,
     initial_rows,
-    original_loop,
     saved_gaps,
     saved_rows,
 )
 from schedlang.passes.judge.record import RunRecord
+from schedlang.passes.judge.reduction_dtype import (
+    explain_reductions,
+    reduction_gaps,
+    reduction_rows,
+)
+from schedlang.passes.judge.simulated_step import (
+    describe_local_steps,
+    original_loop,
+    simulation_gaps,
+)
 from schedlang.passes.judge.step_draws import (
     RANDOM,
     SeededSequential,
@@ -203,10 +213,15 @@ class _Judging:
         )
         if all(row.ok for row in report.rows):
             further, lines = _further_rows(trial, conditions, record)
+            reduced = tuple(reduction_rows(self.task.dtype, conditions, result.actual, record))
+            further, lines = (*further, *reduced), (*lines, *explain_reductions(reduced))
             return replace(report, rows=(*report.rows, *further), localised=lines)
         refuse_unequal_draws(record.unequal_draws, trial.drops.generators)
         progress("the kind of mistake")
-        first = find_first_module(trial, conditions, report, record, self.task.dtype, result.chosen)
+        first = FirstModule()
+        if record.simulation is None:  # else modules run in other steps
+            args = trial, conditions, report, record, self.task.dtype, result.chosen
+            first = find_first_module(*args)
         named_trial = replace(trial, conditions=tuple(conditions))
         parts = BatchParts(
             named_trial if trial.float64 else named_trial.in_float64, self.seen.labels, first.rows
@@ -216,11 +231,14 @@ class _Judging:
                 report, result.expected, result.actual, record, trial.world, parts, first
             )
         else:
-            args = result.bounds, result.actual, record, trial.world, parts, first
-            explanation = explain_low_dtype(report.rows, *args)
+            bounds = result.bounds
+            explanation = explain_low_dtype(
+                report.rows, bounds, result.actual, record, trial.world, parts, first
+            )
         drawn = describe_extra_draws(record.unequal_draws)
         alone = self._explain_step_alone(report.first, conditions, explanation, progress)
-        return replace(report, localised=(*(alone or explanation), *drawn))
+        local = describe_local_steps(record)
+        return replace(report, localised=(*local, *(alone or explanation), *drawn))
 
     def _explain_step_alone(
         self,
@@ -258,6 +276,8 @@ class _Judging:
         yield "seed", str(self.task.seed)
         yield "dtype", self.task.dtype or "float64"
         yield "torch", torch.__version__
+        if record.simulation is not None:
+            yield "original", "its step is simulated by the program's `original`"
         if holdings.axes:
             yield "mesh", ", ".join(f"{k}={n}" for k, n in holdings.axes.items())
         if self.derived:
@@ -285,6 +305,8 @@ class _Judging:
         return (
             *async_collectives.low_dtype_gaps(record.low_dtypes),
             *rest,
+            *simulation_gaps(self.task.dtype, record),
+            *reduction_gaps(self.task.dtype, record),
             *unused_parameters(comparison.expected),
             *missing_kinds(comparison.actual),
         )

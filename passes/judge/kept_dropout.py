@@ -17,8 +17,8 @@ from torch import Tensor
 
 from schedlang.passes.judge.dropout_masks import DropoutByMasks
 from schedlang.passes.judge.explanations import DROPOUT
-from schedlang.passes.judge.program_rows import original_loop
 from schedlang.passes.judge.record import RunRecord
+from schedlang.passes.judge.simulated_step import original_loop
 from schedlang.passes.judge.step_draws import SeededSequential
 from schedlang.passes.judge.subject import ProgramSubject
 from schedlang.passes.judge.trial import RankTask, Trial

@@ -25,8 +25,9 @@ from schedlang.passes.judge.discrete_choices import (
 )
 from schedlang.passes.judge.low_dtype_errors import CachedRuns
 from schedlang.passes.judge.low_dtype_steps import compare_own_steps
-from schedlang.passes.judge.program_rows import align_observations, original_loop
+from schedlang.passes.judge.program_rows import align_observations
 from schedlang.passes.judge.record import RunRecord
+from schedlang.passes.judge.simulated_step import original_loop
 from schedlang.passes.judge.trial import Trial
 from schedlang.passes.verify.conditioning import IN_DTYPE, ErrorBounds
 from schedlang.passes.verify.observe import HIDDEN_BUFFERS, Condition, Observation

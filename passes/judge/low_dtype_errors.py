@@ -84,9 +84,8 @@ def explain_low_dtype(
     """
     if initial_lines := explain_initial_weights([row for row in rows if not row.ok]):
         return initial_lines
-    if steps := [row for row in rows if not row.ok and row.kind == OWN_STEP]:
-        text = prefix_names(steps[0].note, [row.name for row in steps], len(bounds.exact.order))
-        return ((OWN_STEP, text),)
+    if step_lines := _explain_own_steps(rows, len(bounds.exact.order)):
+        return step_lines
     first_line = (("first module", first_module.text),) if first_module.text else ()
     cached = bounds.run if isinstance(bounds.run, CachedRuns) else CachedRuns(bounds.run)
     bounds = replace(bounds, run=cached.first_step)
@@ -126,6 +125,15 @@ def explain_low_dtype(
         return ((kind, f"`{first.name}`: its gradients are within their bounds: {_OTHER_STEP}"),)
     text = f"step {first.step} is the first beyond its bounds: its batch shows it, or {_OTHER_STEP}"
     return ((kind, text),) if first.step else ()
+
+
+def _explain_own_steps(rows: Sequence[Row], many: int) -> tuple[tuple[str, str], ...]:
+    """Describe wrong steps of the program's optimizer, grouped by what is wrong."""
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        if not row.ok and row.kind == OWN_STEP:
+            groups.setdefault(row.note, []).append(row.name)
+    return tuple((OWN_STEP, prefix_names(k, n, many)) for k, n in groups.items())[:MOST_GROUPS]
 
 
 def _first_step(actual: Observation) -> Observation:

@@ -2,8 +2,13 @@
 
 One step moves a weight of a low dtype by a few roundings, so its bound hides much. Therefore the
 optimizer steps full parameters once more, from the gradients that the program computed: a right
-program has these weights, but for few elements. A mistake is reported only if the optimizer gives
-the program's weights when it makes this mistake, and other weights when it does not.
+program has these weights, but for few elements. Three mistakes are reported:
+
+* one that the optimizer can repeat (a step of shards, weights made anew), if it then gives the
+  program's weights, and gives other weights without it;
+* another step of weights in a dtype that is wider than the program's, where a step is far more than
+  a rounding;
+* differences that nearly all make the weights smaller, or nearly all larger: another weight decay.
 """
 
 from __future__ import annotations
@@ -25,6 +30,12 @@ from schedlang.runtime.modes import enter_modes
 OWN_STEP = "optimizer's step"
 LEAST_SHARE, LEAST_COUNT = 0.05, 8  # elements that differ without the mistake
 MOST_SHARE = 0.1  # of these, that may differ with it
+WIDE_STEP = 1e-3  # of a step, which weights of a wide dtype may differ by
+LEAST_SIGNS, MOST_OTHER_SIGNS = 32, 0.03  # differing elements, and their share of the other sign
+ANOTHER_STEP = (
+    "the step is not that of this optimizer for full parameters with the same gradients: its "
+    "rates, groups or state are others on ranks"
+)
 RENEWED = (
     "each step begins from the rounded weights: the float32 weights that this optimizer keeps are "
     "made anew, so that what a rounding takes away is lost"
@@ -56,12 +67,66 @@ def compare_own_steps(
             names = _explained(
                 _values(actual, condition, "parameters", last), expected, (renewed or right)[last]
             )
-        for name in names:
+        notes = dict.fromkeys(names, note)
+        if not notes:
+            dtype = next(iter(trial.case.plan.model.model.parameters())).dtype
+            step, notes = _find_other_steps(condition, record, actual, right, dtype)
+            expected = right[step]
+        for name, text in notes.items():
             value = actual.tensors[Key(condition.name, "parameters", step, name)]
             assert value is not None
             change = float((expected[name].double() - record.initial[name].double()).norm())
             error = float((value.double() - expected[name].double()).norm()) / (change or 1.0)
-            yield Row(condition.name, OWN_STEP, name, error, 0.0, False, step, note)
+            yield Row(condition.name, OWN_STEP, name, error, 0.0, False, step, text)
+
+
+def _find_other_steps(
+    condition: Condition,
+    record: RunRecord,
+    actual: Observation,
+    right: Sequence[Values],
+    dtype: torch.dtype,
+) -> tuple[int, dict[str, str]]:
+    """Return the first wrong step, and a sentence for each parameter that it steps wrongly."""
+    assert record.holdings is not None and record.initial is not None
+    eps = torch.finfo(dtype).eps
+    for step, expected in enumerate(right):
+        got, notes = _values(actual, condition, "parameters", step), dict[str, str]()
+        gaps: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, value in expected.items():
+            if name not in got or got[name].shape != value.shape:
+                continue
+            before, after = record.initial[name].double().reshape(-1), value.double().reshape(-1)
+            gap, weight = got[name].double().reshape(-1) - after, after
+            own_eps = torch.finfo(record.holdings.dtypes[name]).eps
+            bound = WIDE_STEP * float((after - before).norm()) + 4 * own_eps * float(after.norm())
+            if own_eps < eps and float(gap.norm()) > bound:
+                share = _decay_share(gap, weight)
+                notes[name] = _describe_decay(share) if share else ANOTHER_STEP
+            elif own_eps >= eps and bool(gap.any()):
+                gaps[name] = gap, weight
+        if not notes and step == len(right) - 1 and gaps:
+            gap, weight = (torch.cat(values) for values in zip(*gaps.values()))
+            outward = (gap * weight)[gap != 0] > 0
+            fewer = min(int(outward.sum()), int((~outward).sum()))
+            if len(outward) >= LEAST_SIGNS and fewer <= MOST_OTHER_SIGNS * len(outward):
+                share = float((gap * weight).sum() / weight.square().sum()) / len(right)
+                notes = dict.fromkeys(gaps, _describe_decay(share))
+        if notes:
+            return step, notes
+    return 0, {}
+
+
+def _decay_share(gap: Tensor, weight: Tensor) -> float:
+    """Return by which share of each weight values differ; 0 if they differ otherwise."""
+    share = float((gap * weight).sum() / weight.square().sum())
+    rest = float((gap - share * weight).norm())
+    return share if len(gap) > 1 and rest < 0.1 * float(gap.norm()) else 0.0
+
+
+def _describe_decay(share: float) -> str:
+    amount = "much" if share < 0 else "little"
+    return f"{abs(share):.1g} of each weight too {amount} is taken off: another weight decay"
 
 
 def _values(actual: Observation, condition: Condition, kind: str, step: int) -> dict[str, Tensor]:

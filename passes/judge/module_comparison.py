@@ -137,7 +137,7 @@ class ValueComparison:
         ratios = actual[nonzero] / expected[nonzero]
         median = float(ratios.median())
         agree = (ratios - median).abs() <= 1e-6 * abs(median)
-        return median if 3 * int(agree.sum()) >= len(ratios) else 1.0
+        return median if median and 3 * int(agree.sum()) >= len(ratios) else 1.0
 
     def join_patterns(self, patterns: Mapping[Pattern, list[int]]) -> dict[Pattern, list[int]]:
         """Join patterns of ranks that mean the same."""

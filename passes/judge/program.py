@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 IMPORT_NAME = "schedlang_program_file"
 LOSS_REDUCTIONS = ("mean", "sum", "same")  # of ranks' losses to the loss of the batch
+REDUCE_DTYPES = ("float64", "float32", "float16", "bfloat16")
 NO_RANKS = "in the process of the original, which has no ranks"
 FORM = "def program(model): ... return schedlang.TrainingProgram(module, step)"
 _ALREADY_JOINED = re.compile("env:// rendezvous|initialize the default process group twice")
@@ -56,6 +57,10 @@ class TrainingProgram:
                 torch.distributed.tensor over all ranks, or a pair of it and a list of ranks
     dropout     the part of the original's mask that a rank's module applies, by the module's name
                 here, in the same form. Used only where the module's inputs do not identify it
+    original    original(model) -> step(batch), which simulates one step of all ranks on the whole
+                batch, without ranks, and leaves gradients in the parameters. For algorithms that do
+                not train by the gradient of the batch (local steps); default: forward and backward
+    reduce_dtype  name of the dtype in which the program sums gradients over ranks, as it claims
     clip        clip(max_norm) -> norm, the program's gradient clipping; default: the judge clips
     evaluate    evaluate(batch) -> the output in eval mode
     evaluate_loss  evaluate_loss(batch) -> the loss of the full batch in eval mode, as the program
@@ -74,6 +79,8 @@ class TrainingProgram:
     names: Mapping[str, str] | Callable[[str], str | None] | None = None
     layouts: Mapping[str, Any] | None = None
     dropout: Mapping[str, Any] | None = None
+    original: Callable[[Any], Any] | None = None
+    reduce_dtype: str | None = None
     clip: Callable[[float], Any] | None = None
     evaluate: Callable[[Any], Any] | None = None
     evaluate_loss: Callable[[Any], Any] | None = None
@@ -174,6 +181,10 @@ def check_program(program: TrainingProgram, rank: int) -> None:
         message = f"`world_loss` is {program.world_loss!r}"
         helps = (suggest_name(str(program.world_loss), LOSS_REDUCTIONS, "choose one of"),)
         raise Refusal(Diagnostic("S767", message, helps=helps))
+    if program.reduce_dtype not in (None, *REDUCE_DTYPES):
+        message = f"`reduce_dtype` is {program.reduce_dtype!r}"
+        helps = (suggest_name(str(program.reduce_dtype), REDUCE_DTYPES, "choose one of"),)
+        raise Refusal(Diagnostic("S767", message, helps=helps))
     for part, (kinds, expected) in _PARTS.items():
         value = getattr(program, part)
         if value is not None and not isinstance(value, kinds):
@@ -202,7 +213,9 @@ def _check_takes_one(function: Callable[..., Any] | None, part: str, rank: int) 
 _TAKES_BATCH = ("step", "evaluate", "evaluate_loss")
 _FUNCTION = Callable, "a function"
 _PARTS: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(("optimizer", "clip", *_TAKES_BATCH[1:], "state_dict", "load"), _FUNCTION),
+    **dict.fromkeys(
+        ("optimizer", "original", "clip", *_TAKES_BATCH[1:], "state_dict", "load"), _FUNCTION
+    ),
     "names": ((Mapping, Callable), "a dict of names, or a function"),
     "layouts": (Mapping, "a dict: `{'its.name': Shard(0)}`"),
     "dropout": (Mapping, "a dict: `{'its.module': Shard(0)}`"),
@@ -218,13 +231,13 @@ def check_optimizer(optimizer: Any, location: str) -> Any:
     raise Refusal(Diagnostic("S767", message, helps=("return `torch.optim.AdamW(named)`",)))
 
 
-def pickle_optimizer(optimizer: Any) -> bytes:
-    """Pickle the program's optimizer for the original's process (S767 if it cannot be pickled)."""
+def pickle_function(function: Any, part: str) -> bytes:
+    """Pickle a function of the program for the original's process (S767 if that is impossible)."""
     try:
-        return pickling.dumps(optimizer)
+        return pickling.dumps(function)
     except Exception as error:
-        message = f"`optimizer` of the program cannot be given to the original: {error}"
-        helps = ("write it beside `program`: `def optimizer(named): ...`, without the module",)
+        message = f"`{part}` of the program cannot be given to the original: {error}"
+        helps = (f"write it beside `program`: `def {part}(...): ...`, without the module",)
         raise Refusal(Diagnostic("S767", message.split("\n")[0], helps=helps)) from error
 
 
@@ -328,13 +341,15 @@ _EXIT_HELP = (
     "the check continues after this call: return from it, and call `sys.exit` in the script"
 )
 _EIGHT_BITS_HELP = (
-    "gloo sends no floats of eight bits: send `x.view(torch.uint8)`, or judge without `--dtype`: "
-    "float64 then stands in for them"
+    "gloo sums no floats of eight bits: cast them before, or judge without `--dtype`: float64 then "
+    "stands in for them"
 )
 _HELPS = {
-    "program": "it is called on every rank with a copy of the model in float64, on the CPU",
+    "program": "it gets a copy of the model on each rank: on the CPU, in float64 or `--dtype`",
     "step": "it is called on every rank with the full batch, and must take the rank's part of it",
     "optimizer": "it is called with (name, parameter) pairs, also with those of the original",
+    "original": "it is called with the original's model, and its step with the full batch, without "
+    "ranks",
     "clip": "it is called with the maximum norm, and returns the norm before clipping",
     "evaluate": "it is called on every rank with the full batch",
     "evaluate_loss": "it is called on every rank with the full batch, and returns a number",

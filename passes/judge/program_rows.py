@@ -19,7 +19,6 @@ from schedlang.passes.judge.explanations import DROPOUT, INITIAL, SAVED
 from schedlang.passes.judge.layouts import ElementIndex
 from schedlang.passes.judge.program import NO_RANKS, check_optimizer, user_errors
 from schedlang.passes.judge.record import RunRecord
-from schedlang.passes.judge.step_draws import SeededSequential, Unevaluated
 from schedlang.passes.judge.tensor_search import FullTensor
 from schedlang.passes.judge.trial import Trial
 from schedlang.passes.localize.diagnosis import is_close
@@ -171,11 +170,6 @@ def _may_be_pieces(parts: Sequence[Tensor], expected: Tensor) -> bool:
     fits = all(p.dim() == expected.dim() for p in parts)
     fits = fits and all(a <= b for p in parts for a, b in zip(p.shape, expected.shape))
     return fits and sum(part.numel() for part in parts) >= expected.numel()
-
-
-def original_loop(record: RunRecord) -> type[SeededSequential]:
-    """Return the original's loop: it evaluates where the program does, since that may write."""
-    return SeededSequential if "evaluate" in record.offers else Unevaluated
 
 
 def initial_rows(original: nn.Module, record: RunRecord) -> Iterator[Row]:

@@ -25,7 +25,12 @@ class RunRecord:
     start_errors: dict[str, float] = field(
         default_factory=dict
     )  # differences of ranks' copies then
+    reduce_dtype: str | None = None  # as the program claims
+    reductions: dict[tuple[str, str], int] = field(
+        default_factory=dict
+    )  # see `CallMonitor.reductions`
     optimizer: bytes | None = None  # the program's own optimizer, pickled for the original
+    simulation: bytes | None = None  # the program's `original`, pickled
     holdings: RankLayouts | None = None
     lost_buffers: set[str] = field(
         default_factory=set
@@ -53,6 +58,7 @@ class RunRecord:
     changed_by_step: set[str] = field(
         default_factory=set
     )  # parameters that the step itself changes
+    stepped: set[str] = field(default_factory=set)  # kinds of optimizers that the step itself steps
     replaced_by_step: set[str] = field(default_factory=set)  # parameters that the step replaces
     loaded: LoadErrors | None = None  # None: `load` is not offered
     choices: Mapping[Moment, Sequence[RecordedChoices]] = field(

@@ -36,11 +36,12 @@ from schedlang.passes.judge.program import (
     call_with_optimizer,
     check_norm,
     check_optimizer,
-    pickle_optimizer,
+    pickle_function,
     user_errors,
 )
 from schedlang.passes.judge.rank_copies import RankCopy, assemble, distance
 from schedlang.passes.judge.record import RunRecord
+from schedlang.passes.judge.simulated_step import record_claims, record_own_steps
 from schedlang.passes.judge.step_draws import make_from_equal_states, seeded_generators
 from schedlang.passes.verify.compare import ratio
 from schedlang.passes.verify.mapped_tensors import MappedTensors, map_tensor
@@ -50,7 +51,6 @@ from schedlang.runtime.comm import world
 from schedlang.runtime.scope import Scope, enter_scope, named_sites
 from schedlang.runtime.training_mode import TrainingMode
 
-OFFERS = ("clip", "evaluate", "evaluate_loss", "state_dict", "load")
 EPS = 1e-6  # as in torch's clip_grad_norm_
 
 
@@ -87,7 +87,7 @@ class ProgramSubject:
         else:
             self.holdings = earlier.holdings.checked(self.rank, self.program.modules)
         record.holdings = record.holdings or self.holdings
-        record.offers |= {k for k in OFFERS if getattr(self.program, k) is not None}
+        record_claims(self.program, record)
         parameters = [p for _, p in unique_parameters(self.program.modules)]
         self._parameters = list(zip(self.holdings.ranks[self.rank], parameters))
         inside = [submodule for module in self.program.modules for submodule in module.modules()]
@@ -186,7 +186,7 @@ class ProgramSubject:
         if factory is None:
             return self.condition.optimizer(pairs)
         if self.record.optimizer is None:
-            self.record.optimizer = pickle_optimizer(factory)
+            self.record.optimizer = pickle_function(factory, "optimizer")
         with user_errors(factory, "optimizer", self.rank):
             return check_optimizer(factory(pairs), f"on rank {self.rank}")
 
@@ -240,6 +240,7 @@ class ProgramSubject:
         self.begin(self._step)
         with (
             enter_scope(Scope(self._step, 0, ())),
+            record_own_steps(self.record),
             seeded_generators(self._step, self.program.modules) as drawn,
         ):
             value = self._call_user("step", self.program.step, batch)
@@ -588,8 +589,7 @@ def _shard_as(value: Any, p: nn.Parameter) -> Tensor:
     """Return this rank's part of a tensor of a parameter's shape, sharded as the parameter is."""
     if isinstance(value, DTensor) and isinstance(p, DTensor):
         value = value.redistribute(placements=p.placements)  # resolves a partial gradient
-    local: Tensor = local_tensor(value.detach())
-    return local
+    return local_tensor(value.detach())
 
 
 def _is_equal(after: Tensor, before: Tensor) -> bool:

@@ -254,9 +254,10 @@ class Trial:
         """
         trial = replace(self, drops=self._record_dropout(folder))
         observation, record = trial._train_on_ranks(progress)
-        if record.irregular_modules:
+        if record.irregular_modules or record.simulation is not None and trial.drops.sites:
             trial = replace(trial, drops=replace(trial.drops, off=frozenset(trial.drops.sites)))
-            irregular = dict.fromkeys(record.irregular_modules, "?")
+            names = trial.drops.sites if record.simulation else record.irregular_modules
+            irregular = dict.fromkeys(names, "?")
             observation, record = trial._train_on_ranks(progress)
             record.dropout_sites = replace(
                 record.dropout_sites, unknown={**record.dropout_sites.unknown, **irregular}
@@ -343,17 +344,24 @@ def _train(task: RankTask) -> tuple[Observation, RunRecord] | None:
         for sites in (dropping.unequal_recomputations, dropping.evaluated)
     )
     calls = dropping.calls
-    call_facts = calls.low_dtypes, sorted({*calls.unwaited.values()}), calls.strided
+    call_facts = (
+        calls.low_dtypes,
+        sorted({*calls.unwaited.values()}),
+        calls.strided,
+        calls.reductions,
+    )
     rank_facts = comm.all_gather_object(
         (dropping.irregular_modules, recomputed, dropping.generator_states, evaluated, call_facts)
     )
     for rank, (irregular, recomputed, _, evaluated, call_facts) in enumerate(rank_facts):
-        low_dtypes, unwaited, strided = call_facts
+        low_dtypes, unwaited, strided, reductions = call_facts
         record.irregular_modules |= irregular
         record.evaluated |= evaluated
         record.masks |= dict.fromkeys(recomputed, OTHER_MASK)
         record.low_dtypes |= low_dtypes if task.float64 else set()
         record.strided |= strided
+        for call, most in reductions.items():
+            record.reductions[call] = max(most, record.reductions.get(call, 0))
         for call in unwaited:
             record.unwaited.setdefault(call, []).append(rank)
     record.masks |= _unequal_generators([states for _, _, states, *_ in rank_facts])

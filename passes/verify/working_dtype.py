@@ -180,7 +180,7 @@ def error_bounds(
     ranks: int = 1,
     choosing: Callable[[int | None], ModeOrFactory] = lambda draw: nullcontext(),
     rounding: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    loop: type[Sequential] = Sequential,
+    loop: Callable[..., Sequential] = Sequential,
 ) -> ErrorBounds:
     """Return error bounds for any program that trains a model in a low dtype.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +208,34 @@ def prefixed(model: nn.Module) -> TrainingProgram:
     return _with_checkpoint(
         program, save, lambda state: module.load_state_dict(state, strict=False)
     )
+
+
+def scheduled(named_params: Any) -> torch.optim.Optimizer:
+    """Return an optimizer whose rate falls with each step."""
+    optimizer: Any = torch.optim.AdamW([p for _, p in named_params], lr=3e-3, eps=1e-5)
+    optimizer.falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    optimizer.register_step_post_hook(lambda *_: optimizer.falling.step())
+    return optimizer
+
+
+def with_schedule(model: nn.Module, *, loads: bool = True) -> TrainingProgram:
+    """Save and load a scheduler beside the optimizer, whose groups hold the next step's rate."""
+    program = wrapped.ddp(model)
+
+    def save(optimizer: Any) -> Any:
+        schedule = optimizer.falling.state_dict()
+        return model.state_dict(), optimizer.state_dict(), schedule
+
+    def load(state: Any, optimizer: Any) -> None:
+        weights, slots, schedule = state
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(slots)
+        if loads:
+            optimizer.falling.load_state_dict(schedule)
+
+    return replace(program, optimizer=scheduled, state_dict=save, load=load)
+
+
+def schedule_lost(model: nn.Module) -> TrainingProgram:
+    """Wrong: the scheduler begins anew, which only the second step shows."""
+    return with_schedule(model, loads=False)

@@ -114,7 +114,7 @@ REFUSED = {
     "eight bits under gloo": (
         step_body("raise RuntimeError('Invalid scalar type')"),  # gloo's words
         "S762",
-        "gloo sends no floats of eight bits",
+        "gloo sums no floats of eight bits",
     ),
     "a batch changed in place": (
         step_body("batch['target'].mul_(2)"),

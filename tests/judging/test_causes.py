@@ -312,6 +312,10 @@ class FixedGradients:
         """Yield the gradients of parts of tokens."""
         return iter(self.words)
 
+    def split_into_rows(self, *_: str) -> Iterator[PartGradients]:
+        """Yield no gradients of single rows."""
+        return iter(())
+
     def label_counts_by_part(self, _: str) -> list[list[int]]:
         """Return no counts."""
         return []

@@ -251,3 +251,45 @@ def test_what_no_program_is_judged_in(pool: Pool, dtype: str) -> None:
     with pytest.raises(Refusal, match="S704") as caught:
         judge_program(pool, by_rows(), dtype)
     assert FORMATS[0] in str(caught.value)
+
+
+def gathered(swapped: bool) -> Callable[[Any], TrainingProgram]:
+    """Return ranks that send each other their part of each weight in eight bits."""
+
+    def program(model: Any) -> TrainingProgram:
+        rank, size = dist.get_rank(), dist.get_world_size()
+
+        def sent(weight: Tensor) -> Tensor:
+            narrow, scale = cast(weight.detach(), amax_of_all)
+            gathered = torch.empty(WIDTH, WIDTH, dtype=narrow.dtype)
+            dist.all_gather_into_tensor(gathered, narrow.chunk(size)[rank])
+            full = gathered.float().roll(WIDTH // size * swapped, 0) * scale
+            return weight + (full.to(weight.dtype) - weight).detach()
+
+        def step(batch: Any) -> Tensor:
+            x = batch["input"].chunk(size)[rank]
+            for layer in model:
+                if isinstance(layer, nn.Linear):
+                    x = Product.apply(x, sent(layer.weight), emulated, amax_of_all) + layer.bias
+                else:
+                    x = layer(x)
+            value = loss(x, batch)
+            value.backward()
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+                p.grad /= size
+            return value
+
+        return TrainingProgram(model, step)
+
+    return program
+
+
+def test_ranks_send_floats_of_eight_bits(pool: Pool) -> None:
+    """gloo has no such floats, and gets their bytes."""
+    torch.manual_seed(0)
+    inputs: Any = {"model": model(), "batch": batch, "loss": loss, "ranks": 2, "pool": pool}
+    report = verify_program(gathered(swapped=False), **inputs, dtype="float8_e4m3fn")
+    assert report.ok, str(report)
+    report = verify_program(gathered(swapped=True), **inputs, dtype="float8_e4m3fn")
+    assert report.exit_code == 1, str(report)

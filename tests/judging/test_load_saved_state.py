@@ -38,6 +38,7 @@ RIGHT = [
     pytest.param(saving.first_saves, 2, {}, id="rank 0 saves"),
     pytest.param(saving.fsdp2, 4, {}, id="fsdp2"),
     pytest.param(saving.fsdp2_full, 2, {}, id="fsdp2, whole tensors"),
+    pytest.param(saving.with_schedule, 2, {}, id="a schedule"),
     pytest.param(saving.folder, 2, {}, id="a folder"),
     pytest.param(saving.with_buffers, 2, {}, id="statistics"),
 ]
@@ -63,6 +64,7 @@ WRONG = [
     (saving.fewer_bits, {}, "saved state", "head.weight", "differs"),
     (saving.no_buffer, {}, "saved state", "bn.running_mean", "lost"),
     (saving.tied_twice, {"tied": True}, "saved state", "emb.weight", "differs"),
+    (saving.schedule_lost, {}, "step after loading", "head.weight", ""),
     (saving.rate_doubled, {}, "step after loading", "head.weight", ""),
     (saving.prefixed, {}, "saved state", "head.weight", "lost"),
 ]

@@ -124,3 +124,54 @@ def test_steps_that_bounds_hide(dtype: str, pool: Pool) -> None:
         report = judge_program(pool, make(not right), dtype=dtype)
         assert report.exit_code == 1 and text in report.localised[0][1], str(report)
         assert {row.kind for row in report.rows if not row.ok} == {"optimizer's step"}
+
+
+class Decaying(torch.optim.Optimizer):
+    """SGD with momentum and decay of float32 weights, with another decay or rate on ranks."""
+
+    def __init__(self, named: Any, decay: float, rate: float) -> None:
+        self.decay, self.rate = (decay, rate) if on_ranks() else (0.3, RATE)
+        self.kept = [p.detach().float().clone() for _, p in named]
+        self.sums = [torch.zeros_like(t) for t in self.kept]
+        super().__init__([p for _, p in named], {"lr": RATE})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Step the float32 weights, and round them into the parameters."""
+        for weight, total, p in zip(self.kept, self.sums, self.param_groups[0]["params"]):
+            total.mul_(0.9).add_(p.grad.float())
+            weight.mul_(1 - RATE * self.decay).sub_(self.rate * total)
+            p.copy_(weight)
+
+
+def decaying(wide: bool, decay: float = 0.3, rate: float = RATE) -> Any:
+    """Return data parallel ranks with weights in float32, or in the dtype of the computation."""
+
+    def program(model: Any) -> TrainingProgram:
+        module = model.float() if wide else model
+
+        def step(batch: Any) -> Tensor:
+            part = batch_part(batch, dist.get_rank(), world_size())
+            with torch.autocast("cpu", torch.bfloat16):
+                value = squared(module(part["input"]).float(), part)
+            value.backward()
+            average_grads(module)
+            return value
+
+        optimizer = partial(Decaying, decay=decay, rate=rate)
+        return TrainingProgram(module, step, optimizer=optimizer)
+
+    return program
+
+
+def test_another_decay_on_ranks(pool: Pool) -> None:
+    """Of float32 weights each step is known; of low ones only that nearly all differ in one way."""
+    for wide in (True, False):
+        assert judge_program(pool, decaying(wide), dtype="bfloat16").ok
+        for decay, amount in ((0.0, "little"), (0.6, "much")):
+            report = judge_program(pool, decaying(wide, decay), dtype="bfloat16")
+            assert report.exit_code == 1, str(report)
+            head, text = report.localised[0]
+            assert head == "optimizer's step" and f"of each weight too {amount}" in text
+    report = judge_program(pool, decaying(True, rate=1.02 * RATE), dtype="bfloat16")
+    assert "not that of this optimizer" in dict(report.localised)["optimizer's step"], str(report)

@@ -119,6 +119,20 @@ def test_the_cause_of_an_abort_stands_first(tmp_path: Path, threads: int, curren
     ]
 
 
+def test_the_users_call_under_many_of_libraries(tmp_path: Path) -> None:
+    """The innermost call is shown, and those of the user."""
+    log, library = (
+        tmp_path / "log",
+        '  File "/x/site-packages/torch/overrides.py", line 1 in handle',
+    )
+    calls = "\n".join([*[library] * 30, '  File "mine.py", line 7 in mine', library])
+    dump = f"Current thread 0x1 (most recent call first):\n{calls}\n"
+    log.write_text(f"{GLOO_ABORT}\nFatal Python error: Aborted\n\n{dump}")
+    lines = describe_end(-6, log).splitlines()
+    assert lines[-2:] == [library, '  File "mine.py", line 7 in mine']
+    assert "Aborted" in lines[-3]
+
+
 def test_last_words(tmp_path: Path) -> None:
     """The end of what a process wrote; if it wrote nothing, how it ended."""
     log = tmp_path / "log"

@@ -287,9 +287,12 @@ def describe_end(code: int, log: Path) -> str:
         threads[-1],
     )
     calls = [line for line in failing.splitlines()[1:] if line.startswith("  File ")]
-    user_calls = [line for line in calls if not any(part in line for part in _STARTERS)][:_CALLS]
+    calls = [line for line in calls if not any(part in line for part in _STARTERS)]
+    user_calls = [line for line in calls if not any(part in line for part in _NOT_USERS)]
+    if user_calls and user_calls[0] not in calls[:_CALLS]:  # many calls within libraries
+        calls = [*calls[:1], *user_calls]
     last = output.strip().splitlines()[-_OUTPUT:]
-    return "\n".join([end, *last, fatal + dump.partition("\n")[0], *user_calls])
+    return "\n".join([end, *last, fatal + dump.partition("\n")[0], *calls[:_CALLS]])
 
 
 def unpickle_error(data: bytes) -> BaseException | None:
