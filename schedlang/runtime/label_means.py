@@ -125,6 +125,8 @@ def scaled_means(part: BatchPart) -> AbstractContextManager[Any]:
 class _ScaledMeans(TorchFunctionMode):
     """The mode of one forward, which counts the calls of losses in each module."""
 
+    model_calls = True
+
     def __init__(self, part: PartMeans) -> None:
         super().__init__()
         self.part, self.turns = part, dict[str, int]()
