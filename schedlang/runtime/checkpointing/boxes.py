@@ -49,7 +49,6 @@ from schedlang.runtime.checkpointing.index import (
     encode_index,
     row_of,
 )
-from schedlang.runtime.checkpointing.small_tensors import read_small_tensor
 from schedlang.runtime.comm import world
 from schedlang.runtime.device import HOST
 from schedlang.runtime.redistribution.execution import redistribute_tensors
@@ -441,9 +440,9 @@ def _read_for_others(folder: Path, index: Index, round_: _Round) -> dict[tuple[s
 
 
 def _read_box(file: IO[bytes], index: Index, entry: TensorEntry, box: StoredBox) -> Tensor:
-    label = f"box {_describe_box(box)} of `{entry.key}`"
-    read = partial(read_small_tensor, dtype=DTYPES[entry.dtype], shape=box.size)
-    value: Tensor = _load_value(file, index, box.place, label, read)
+    value: Tensor = _load_value(
+        file, index, box.place, f"box {_describe_box(box)} of `{entry.key}`"
+    )
     _check_value(value, entry, box)
     return value
 
@@ -489,14 +488,8 @@ def _open_checked(folder: Path, index: Index, name: str) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _load_value(
-    file: IO[bytes],
-    index: Index,
-    file_place: FilePlace,
-    label: str,
-    read: Callable[[bytes], Tensor | None] = lambda data: None,
-) -> Any:
-    """Load a value that `torch.save` wrote, of plain data only; `read` is a quicker way to try."""
+def _load_value(file: IO[bytes], index: Index, file_place: FilePlace, label: str) -> Any:
+    """Load a value that `torch.save` wrote, of plain data only."""
     file.seek(file_place.at)
     if os.fstat(file.fileno()).st_size < file_place.at + file_place.length:
         raise Unreadable(f"`{file_place.file}` ends before {label} does")
@@ -505,8 +498,6 @@ def _load_value(
         if file_place.check is not None and CHECKSUMS[index.sums](data) != file_place.check:
             raise Unreadable(f"`{file_place.file}` is damaged: the checksum of {label} differs")
         with without_function_modes():
-            if (tensor := read(data)) is not None:
-                return tensor
             return torch.load(io.BytesIO(data), "cpu", weights_only=True, mmap=False)
     except (OSError, Unreadable):
         raise
