@@ -190,11 +190,12 @@ def load_model_file(model: str | None, schedule: Path | None = None) -> ModelFil
 def model_beside(schedule: Path) -> Path:
     """Return the model file of a schedule: `model.py` in its folder, else the file of its own name.
 
-    If there is neither, it returns the path of `model.py`.
+    The latter must define a model: `train.py` beside `train.sched` may be a program, and must not
+    run. If there is neither, it returns the path of `model.py`.
     """
     path = schedule.parent / "model.py"
     own_name = schedule.with_suffix(".py") if schedule.suffix else path
-    return own_name if own_name.is_file() and not path.is_file() else path
+    return own_name if not path.is_file() and _defines_model(own_name) else path
 
 
 def _other_files(path: Path, model: str | None, schedule: Path | None) -> tuple[str, ...]:
@@ -210,11 +211,13 @@ def _other_files(path: Path, model: str | None, schedule: Path | None) -> tuple[
 
 
 def _defines_model(file: Path) -> bool:
-    """Return whether a line of a file begins a function `model`; the file is not run."""
+    """Return whether a line of a file begins to define or import `model`; the file is not run."""
     try:
-        return re.search(r"^def model\(", file.read_text(), re.MULTILINE) is not None
+        text = file.read_text()
     except (OSError, UnicodeDecodeError):
         return False
+    lines = r"^(def model\(|model\s*[:=]|from .* import .*\bmodel\b)"
+    return re.search(lines, text, re.MULTILINE) is not None
 
 
 def import_file(name: str, path: Path) -> ModuleType:

@@ -125,8 +125,10 @@ def _register_replacement_hooks() -> None:
 
 def _check_replacement(module: nn.Module, name: str, value: object) -> None:
     """Raise Refusal S617 if a step would neither train nor save the new parameter or module."""
-    if isinstance(module, DistributedDataParallel) and value in _user_modules:
-        _check_replicas(value)  # type: ignore[arg-type]
+    parts = value.modules() if isinstance(value, nn.Module) else ()
+    if isinstance(module, DistributedDataParallel):
+        for part in _user_modules.intersection(parts):
+            _check_replicas(part)
     if module in _user_modules and value is not getattr(module, name, None):
         raise Refusal.of(
             "S617",

@@ -45,6 +45,9 @@ def test_the_file_beside_a_schedule(tmp_path: Path) -> None:
     assert help_.endswith(f"`--model {tmp_path / 'gpt.py'}`")
     assert load_model_file(None, tmp_path / "gpt.sched").model().out_features == 3
 
+    (tmp_path / "train.py").write_text("raise SystemExit('a program that must not run')")
+    assert model_beside(tmp_path / "train.sched") == tmp_path / "model.py"
+
     (tmp_path / "model.py").write_text(BEFORE)
     assert model_beside(tmp_path / "gpt.sched") == tmp_path / "model.py"
 

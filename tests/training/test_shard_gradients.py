@@ -100,6 +100,11 @@ def wrapped(program: Any) -> None:
     nn.parallel.DistributedDataParallel(program.module)  # here
 
 
+def wrapped_inside(program: Any) -> None:
+    """Wrap a module that contains it."""
+    nn.parallel.DistributedDataParallel(nn.Sequential(program.module))  # here
+
+
 REFUSED: tuple[tuple[Loop, tuple[str, ...]], ...] = (
     (sharpness, ("tp", "tp zero3")),
     (squares, ("tp", "tp zero3")),
@@ -108,6 +113,7 @@ REFUSED: tuple[tuple[Loop, tuple[str, ...]], ...] = (
     (shared_state, ("tp", "zero2")),
     (in_backward, ("dp", "zero3")),
     (wrapped, ("tp", "zero2")),
+    (wrapped_inside, ("tp", "zero2")),
 )
 
 
@@ -122,7 +128,7 @@ def test_a_part_is_not_taken_for_the_whole(loop: Loop, threads: Threads) -> None
         span = caught.value.diagnostic.primary.span
         return caught.value.diagnostic.code, "# here" in span.source.line(span.line)
 
-    code = "S617" if loop is wrapped else "S622"
+    code = "S617" if loop in (wrapped, wrapped_inside) else "S622"
     for layout in dict(REFUSED)[loop]:
         world = 4 if "," in LAYOUTS[layout][1] else 2
         assert threads.run(body, world, *LAYOUTS[layout]) == [(code, True)] * world
