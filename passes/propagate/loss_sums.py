@@ -123,6 +123,8 @@ def with_statistics(
     unknown = weighed or is_statistics_relaxed(plan) and not several
     known = None if unknown else _known_sums(plan, sample, loss, traced.equal_units)
     weighs = several and known is not None and known.can_weigh_means
+    if known is not None and known.means and len(traced.labels) == 1:
+        weighs = all(mean.call is None for mean in known.means)  # its mean is only a metric
     # otherwise parts are weighted by the labels of one mean, or by the user
     counted = weighed or not weighs and known is not None and bool(known.means)
     statistics = statistics_of(plan, sample, loss, counted, traced.equal_units)
@@ -196,7 +198,7 @@ def sums_of_all_rows(loss_sums: LossSums | None, weighed: bool) -> tuple[BatchSu
     """
     if loss_sums is None:
         return ()
-    counted = weighed or loss_sums.labels
+    counted = weighed or loss_sums.weighs_by_labels
     return tuple(batch_sum for batch_sum, linear in loss_sums.sums.items() if counted or not linear)
 
 

@@ -388,18 +388,33 @@ def weight_of(traced: Original, parts: int) -> Weight:
     """Return the weight function of parts of a batch: by counted labels, else by rows.
 
     Several means with labels of their own are weighted one by one, and parts by rows. Refuses
-    (S621) several parts where such means cannot be.
+    (S621) several parts where such means cannot be, and means that class weights divide.
     """
     from schedlang.runtime.batch import row_count
 
+    means: Weight | None = getattr(traced, "label_means", None)
+    if parts > 1 and means is not None:
+        return means
     if len(traced.labels) == 1:
+        if traced.labels[0].class_weights and parts > 1:
+            raise _weighted_classes()
         return LabelWeight(traced.labels[0])
     if len(traced.labels) > 1 and parts > 1:
-        means: Weight | None = getattr(traced, "label_means", None)
-        if means is None:
-            raise several_losses(traced)
-        return means
+        raise several_losses(traced)
     return lambda batch: float(row_count(batch))
+
+
+def _weighted_classes() -> Refusal:
+    """Return S621: a mean divides by class weights, which no weight of a part is known for."""
+    return Refusal.of(
+        "S621",
+        "the mean of the loss divides by the class weights of its labels",
+        notes=("parts of a batch are weighted by how many labels they have",),
+        helps=(
+            "define `weight(batch)` in the model file: the sum of the class weights of its labels",
+            HELP_RELAX.replace("or", "or give a weight, and also", 1),
+        ),
+    )
 
 
 def several_losses(traced: Original) -> Refusal:

@@ -14,20 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime import scope
 from schedlang.runtime.batch import BatchPart, row_count
 from schedlang.runtime.batch_weights import Number, if_positive, nonzero_weight, sum_numbers
-from schedlang.runtime.modes import enter_modes
+from schedlang.runtime.modes import LOSSES, enter_modes
 from schedlang.runtime.zero_weight_loss import bind_loss
 
 if TYPE_CHECKING:
     from schedlang.runtime.propagation.label_flow import LabelRule, LossCall
-
-LOSSES = (F.cross_entropy, F.nll_loss)
 
 
 @dataclass(frozen=True)
@@ -35,8 +32,8 @@ class LabelMeans:
     """The weight of a part by its rows, and the means of its loss that count labels.
 
     rules  how each mean reads its labels
-    calls  each call of a loss in a forward -> the index of the rule of its mean; None: it is linear
-           in the rows
+    calls  each call of a loss in a forward -> the index of the rule of its mean; None: of no known
+           mean
     """
 
     rules: tuple[LabelRule, ...]
@@ -132,7 +129,7 @@ class _ScaledMeans(TorchFunctionMode):
         self.part, self.turns = part, dict[str, int]()
 
     def missing(self) -> list[LossCall]:
-        """Return the calls that were recorded and have not come, of modules that made others."""
+        """Return the calls of means that were recorded and have not come."""
         calls = self.part.means.calls
         return [key for key, rule in calls.items() if rule is not None and not self._came(key)]
 
@@ -179,7 +176,8 @@ class _ScaledMeans(TorchFunctionMode):
                 arguments = {**arguments, "reduction": "sum"}
         out: Tensor = func(**arguments)
         if isinstance(factor, Tensor):
-            scaled = out * factor.to(out.dtype)
+            wide = torch.promote_types(out.dtype, torch.float32)
+            scaled = (out * factor.to(wide)).to(out.dtype)
             return scaled.masked_fill(~counted.any() & (factor == 0), 0.0)
         return out * factor
 

@@ -16,6 +16,7 @@ from types import FunctionType
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch.overrides import (
     TorchFunctionMode,
@@ -33,6 +34,8 @@ ModeOrFactory = AbstractContextManager[Any] | Callable[[], AbstractContextManage
 
 # type of getters and setters of tensor attributes: they draw nothing and make no new float
 ATTRIBUTE_ACCESS = type(torch.Tensor.shape.__get__)  # type: ignore[attr-defined]
+# losses over labels: modes see each as one call of the model, not as the operators inside
+LOSSES = (F.cross_entropy, F.nll_loss)
 _PORTALS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _COMPOSED = ("torch.nn.functional", "torch.functional", "torch.autograd")
 
@@ -151,7 +154,7 @@ def _without_dispatch(func: Any) -> Callable[..., Any] | None:
     """Return a composed function without its dispatch to modes, which would recurse; None: not
     composed."""
     func = unchecked(func)
-    if not isinstance(func, FunctionType):
+    if not isinstance(func, FunctionType) or func in map(unchecked, LOSSES):
         return None
     composed = func.__module__.startswith(_COMPOSED) or func is torch.Tensor.backward
     if not composed or not set(func.__code__.co_names) & set(_PORTALS):

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.runtime.batch_weights import Number
-from schedlang.runtime.modes import enter_modes
+from schedlang.runtime.modes import LOSSES, enter_modes
 
 _NAMES = (
     *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
@@ -39,7 +38,7 @@ class _NoLabels(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func in (F.cross_entropy, F.nll_loss):
+        if func in LOSSES:
             arguments = bind_loss(args, kwargs)
             if _is_mean(arguments):
                 none = ~torch.ne(arguments["target"], arguments.get("ignore_index", -100)).any()

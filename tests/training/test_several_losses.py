@@ -77,6 +77,9 @@ class Several(nn.Module):
     def joined(self, loss: Tensor, exits: Any, scores: Tensor, of_row: Any, *labels: Any) -> Any:
         """Return the loss, joined from its terms in some form."""
         words, kind = labels
+        classes = torch.arange(1.0, WORDS + 1)
+        if self.form == "drawn":  # stochastic depth that keeps all
+            of_row = of_row * (torch.rand(()) < 2.0).float()
         second = 0.0 if kind is None else F.cross_entropy(of_row, kind)
         if self.form == "divided":
             total = F.cross_entropy(scores, words.flatten(), reduction="sum")
@@ -85,6 +88,13 @@ class Several(nn.Module):
             first = checkpoint(F.cross_entropy, scores, words.flatten(), use_reentrant=False)
         else:
             first = F.cross_entropy(scores, words.flatten())
+        if self.form == "weighted":
+            return F.cross_entropy(scores, words.flatten(), classes)
+        if self.form == "both weighted":
+            return F.cross_entropy(scores, words.flatten(), classes) + second
+        if self.form == "sum":  # the means are not in the loss
+            total = F.cross_entropy(scores, words.flatten(), reduction="sum")
+            return {"loss": total / (words != -100).sum(), "first": first}
         if self.form == "product":
             return loss + first * second
         if self.form == "normed":
@@ -94,6 +104,14 @@ class Several(nn.Module):
         if self.form == "measured":
             return {"loss": loss + first, "kind": second}
         return {"loss": loss + first + 0.5 * second + exits, "first": first, "second": second}
+
+
+class OneLoss(Several):
+    """The same without the loss over rows that have a kind."""
+
+    def joined(self, loss: Tensor, exits: Any, scores: Tensor, of_row: Any, *labels: Any) -> Any:
+        """Return the loss over words alone."""
+        return super().joined(loss, exits, scores, of_row, labels[0], None)
 
 
 def outside(output: Any, batch: Mapping[str, Any]) -> Tensor:
@@ -130,7 +148,20 @@ def test_is_proven(threads: Threads) -> None:
     assert_proven(threads, plan, [batch(8, 0), batch(9, 1)])
 
 
-@pytest.mark.parametrize("form", ["product", "normed"])
+@pytest.mark.parametrize("rows", [DP, PP], ids=["dp", "pp"])
+def test_forwards_that_draw(rows: str, threads: Threads) -> None:
+    """A mode that follows draws inside functions leaves losses to the modes beneath it."""
+    assert judge(written("drawn"), hand_text(rows), threads) == ""
+
+
+def test_means_beside_the_loss(threads: Threads) -> None:
+    """Parts are not weighted by the labels of a mean that is only a metric."""
+    torch.manual_seed(0)
+    plan = make_plan(OneLoss("sum"), "zero(stage=1, over=dp)", "dp=2")
+    assert_proven(threads, plan, [batch(8, 0)])
+
+
+@pytest.mark.parametrize("form", ["product", "normed", "weighted", "both weighted"])
 def test_other_functions_of_means(form: str, threads: Threads) -> None:
     """A loss that is no weighted sum of its means is refused (S621)."""
     with pytest.raises(Refusal, match="S621"):

@@ -187,7 +187,7 @@ def recorded_sums(model: nn.Module) -> LossSums:
 def test_which_sums_are_found() -> None:
     """Sums over rows that reach the loss, and no sums of norms, labels or choices."""
     recorded = recorded_sums(models.balanced_model())
-    assert recorded.labels
+    assert recorded.weighs_by_labels
     experts = (models.EXPERTS,)
     sums = {(loss_sum.name, loss_sum.fqn, loss_sum.shape) for loss_sum in recorded.sums}
     assert sums == {("sum", "", experts), ("mean", "", experts), ("mean", "", ())}

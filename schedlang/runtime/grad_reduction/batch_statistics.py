@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
@@ -25,7 +24,7 @@ from schedlang.runtime.batch import loss_of
 from schedlang.runtime.comm.collectives import Group, sum_over_ranks
 from schedlang.runtime.forward import layer_of
 from schedlang.runtime.label_means import LabelMeans
-from schedlang.runtime.modes import enter_modes
+from schedlang.runtime.modes import LOSSES, enter_modes
 from schedlang.runtime.propagation.call_rules import ADDS, LINEAR, SUMMING, TIMES
 from schedlang.runtime.propagation.label_flow import LabelFlow
 from schedlang.runtime.propagation.trace import Lattice, ModuleStack, RunningCall
@@ -97,7 +96,7 @@ class LossSums:
     paired: str = ""
 
     @property
-    def labels(self) -> bool:
+    def weighs_by_labels(self) -> bool:
         """Whether parts are weighted by labels: not if there are several means, weighted each."""
         return bool(self.means) and not (self.can_weigh_means and len(self.means) > 1)
 
@@ -198,7 +197,7 @@ class BatchSumLattice(Lattice):
 
     def _summed(self, call: RunningCall, input_index: int) -> Mix:
         call_index = self._count_call(call.name)
-        if call.func in (F.cross_entropy, F.nll_loss):
+        if call.func in LOSSES:
             return {self._label_mean(call.out): True}
         if call.name not in SUMS | MEANS or not self.inside:
             return {}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch.nn import functional as F
 
+from schedlang.runtime.modes import LOSSES
 from schedlang.runtime.propagation import call_rules
 from schedlang.runtime.propagation.call_rules import (
     EXPANDS,
@@ -23,7 +24,6 @@ from schedlang.runtime.propagation.call_rules import (
     role_of_dim,
 )
 from schedlang.runtime.propagation.follower import RESHAPES
-from schedlang.runtime.propagation.label_flow import LOSSES
 from schedlang.runtime.propagation.shard_trials import infer_shard_shapes
 from schedlang.runtime.propagation.trace import RunningCall, Tag
 from schedlang.runtime.rng.logical_functions import draws_logically

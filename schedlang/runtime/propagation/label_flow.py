@@ -8,21 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from schedlang.runtime.batch import named_tensors, row_count
+from schedlang.runtime.modes import LOSSES
 from schedlang.runtime.tracing.meta_runs import MetaMode, tensors_in
 
 if TYPE_CHECKING:
     from schedlang.runtime.propagation.trace import RunningCall
 
-LOSSES = (F.cross_entropy, F.nll_loss)
 LossCall = tuple[str, int]  # a module, and the number of its call of a loss, in all its forwards
 
 
 @dataclass(frozen=True)
 class LabelRule:
     """The rule by which a model's loss reads its labels: an input, and operations on the input.
+
+    `class_weights`: the mean divides by the class weights of its labels, not by their number.
 
     `count(batch)` is the number of labels that count in a chunk of the batch; the operations (a
     shift by one token, padding) are those that the model was observed to apply.
@@ -31,6 +32,7 @@ class LabelRule:
     source: str
     steps: tuple[Callable[[Tensor], Tensor], ...]
     ignore_index: int
+    class_weights: bool = False
 
     def count(self, batch: Mapping[str, Any]) -> float:
         """Return how many labels of a chunk of a batch count; its rows if it has no labels."""
@@ -94,8 +96,8 @@ class LabelFlow:
         """Count the labels of a mean."""
         if self.values is not None:
             target = self.values.constants.values_of(call.argument(1, "target"))
-            if target is not None and call.kwargs.get("reduction", "mean") == "mean":
-                counts = target != call.kwargs.get("ignore_index", -100)
+            if target is not None and call.argument(6, "reduction", "mean") == "mean":
+                counts = target != call.argument(4, "ignore_index", -100)
                 self.counted.append(float(counts.sum()))
 
     def after_call(self, call: RunningCall) -> None:
@@ -116,24 +118,26 @@ class LabelFlow:
 
     def _note_loss(self, call: RunningCall) -> None:
         """Note a call of a loss: how it reads its labels, if it is a mean or a sum over them."""
-        fqn, kwargs = call.frame[0], call.kwargs
+        fqn = call.frame[0]
         key = fqn, self._turns.get(fqn, 0)
         self._turns[fqn] = key[1] + 1
         self.calls[key] = None
         if isinstance(call.out, Tensor):
             self.call_of[id(call.out)] = call.out, key
         lineage = self.lineage.get(id(call.argument(1, "target")))
-        reduction = kwargs.get("reduction", "mean")
+        reduction = call.argument(6, "reduction", "mean")
         if lineage is None or reduction not in ("mean", "sum"):
             return
-        rule = LabelRule(lineage[1], lineage[2], int(kwargs.get("ignore_index", -100)))
+        weighted = reduction == "mean" and call.argument(2, "weight") is not None
+        ignored = int(call.argument(4, "ignore_index", -100))
+        rule = LabelRule(lineage[1], lineage[2], ignored, weighted)
         if reduction == "sum":
             self._summed[id(call.out)] = rule
         else:
             self._add_mean(key, rule)
 
     def _add_mean(self, key: LossCall, rule: LabelRule) -> None:
-        self.calls[key] = len(self.rules)
+        self.calls[key] = None if rule.class_weights else len(self.rules)
         self.rules.append(rule)
 
     def _follow_count(self, call: RunningCall) -> None:

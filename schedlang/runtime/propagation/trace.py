@@ -27,7 +27,8 @@ from schedlang.ir import pytree
 from schedlang.ir.placement import EVEN, Uneven, positions
 from schedlang.runtime import mixed_precision as mixed_precision  # autocast on the meta device
 from schedlang.runtime.batch import named_tensors, row_count
-from schedlang.runtime.propagation.label_flow import LOSSES, LabelFlow
+from schedlang.runtime.modes import LOSSES
+from schedlang.runtime.propagation.label_flow import LabelFlow
 from schedlang.runtime.propagation.parameter_access import BACKWARDS, ParameterAccess, idle_modules
 from schedlang.runtime.rng.logical_functions import draws_logically, mask_shapes
 from schedlang.runtime.row_lists import is_row_list, take_rows
