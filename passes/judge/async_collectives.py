@@ -29,6 +29,7 @@ from schedlang.report import Gap, Row
 COLLECTIVES, WORK = "collectives", Work
 _UNWAITED_NOTE = "nobody waits for it: what it gives may be read before it is there"
 _TORCH_FOLDER = os.path.dirname(os.path.realpath(torch.__file__))
+_DEPRECATED = "typing_extensions.py"  # wraps torch's deprecated functions
 _DDP_FILES = {
     os.path.join(_TORCH_FOLDER, *path)
     for path in (("nn", "parallel", "distributed.py"), ("distributed", "algorithms", "join.py"))
@@ -76,7 +77,8 @@ class CallMonitor:
     """Record of a rank's unwaited works, low dtypes, and calls with strided tensors.
 
     unwaited    function and line of each work that was not waited for
-    reductions  function and line of reductions in a low dtype -> most elements
+    keeps       whether results of reductions are kept now
+    reductions  function, line and result of reductions in a low dtype
     """
 
     def __init__(self) -> None:
@@ -84,7 +86,8 @@ class CallMonitor:
         self._numbers = itertools.count()
         self.low_dtypes: set[str] = set()
         self.strided: set[tuple[str, str]] = set()  # function, calling line
-        self.reductions: dict[tuple[str, str], int] = {}
+        self.keeps = False
+        self.reductions: list[tuple[str, str, Tensor]] = []
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record a call."""
@@ -93,15 +96,20 @@ class CallMonitor:
             dtype = next((arg for arg in args[1:] if isinstance(arg, torch.dtype)), None)
         if dtype in _LOW_DTYPES:
             self.low_dtypes.add(str(dtype).removeprefix("torch."))
-        if func in _STRIDE_BLIND | _REDUCTIONS:
+        if func in _STRIDE_BLIND:
             values = [*args, *kwargs.values()]
             parts = [t for arg in values for t in (arg if isinstance(arg, list) else [arg])]
-            tensors = [t for t in parts if isinstance(t, Tensor)]
-            if func in _STRIDE_BLIND and not all(t.is_contiguous() for t in tensors):
+            if not all(t.is_contiguous() for t in parts if isinstance(t, Tensor)):
                 self.strided.add((func.__name__, _user_line()))
-            if func in _REDUCTIONS and any(t.dtype in _LOW_DTYPES for t in tensors):
-                call, most = (func.__name__, _user_line()), max(t.numel() for t in tensors)
-                self.reductions[call] = max(most, self.reductions.get(call, 0))
+
+    def keep(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Keep the result of a reduction in a low dtype: a copy, unless it is still to come."""
+        if not self.keeps or func not in _REDUCTIONS:
+            return
+        result = kwargs.get("output", kwargs.get("tensor", args[0] if args else None))
+        if isinstance(result, Tensor) and result.dtype in _LOW_DTYPES:
+            result = result.detach() if type(out) is WORK else result.detach().clone()
+            self.reductions.append((func.__name__, _user_line(), result))
 
     def monitor(self, func: Any, work: Any) -> Any:
         """Wrap a function's work; some need no wait.
@@ -134,7 +142,7 @@ def _calls() -> Iterator[tuple[str, int]]:
     while frame is not None:
         file = os.path.realpath(frame.f_code.co_filename)
         yield file, frame.f_lineno
-        if not file.startswith((*OURS, _TORCH_FOLDER)):
+        if not file.startswith((*OURS, _TORCH_FOLDER)) and not file.endswith(_DEPRECATED):
             return
         frame = frame.f_back
 

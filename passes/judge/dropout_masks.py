@@ -382,6 +382,7 @@ class RankDropout(DropoutByMasks):
             self.calls.record(func, args, kwargs)
         args, kwargs = as_bytes(func, args, kwargs)
         out = super().run(func, types, args, kwargs)
+        self.calls.keep(func, args, kwargs, out)
         return self.calls.monitor(func, out) if type(out) is WORK else out
 
     def begin(self, places: Mapping[str, Sequence[MaskPlace | None]]) -> None:

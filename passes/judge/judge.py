@@ -70,7 +70,7 @@ from schedlang.passes.judge.reduction_dtype import (
     reduction_rows,
 )
 from schedlang.passes.judge.simulated_step import (
-    describe_local_steps,
+    add_local_steps,
     original_loop,
     simulation_gaps,
 )
@@ -213,7 +213,7 @@ class _Judging:
         )
         if all(row.ok for row in report.rows):
             further, lines = _further_rows(trial, conditions, record)
-            reduced = tuple(reduction_rows(self.task.dtype, conditions, result.actual, record))
+            reduced = tuple(reduction_rows(conditions, record))
             further, lines = (*further, *reduced), (*lines, *explain_reductions(reduced))
             return replace(report, rows=(*report.rows, *further), localised=lines)
         refuse_unequal_draws(record.unequal_draws, trial.drops.generators)
@@ -237,8 +237,8 @@ class _Judging:
             )
         drawn = describe_extra_draws(record.unequal_draws)
         alone = self._explain_step_alone(report.first, conditions, explanation, progress)
-        local = describe_local_steps(record)
-        return replace(report, localised=(*local, *(alone or explanation), *drawn))
+        lines = (*(alone or explanation), *drawn)
+        return replace(report, localised=add_local_steps(lines, record))
 
     def _explain_step_alone(
         self,

@@ -27,6 +27,7 @@ from schedlang.runtime.launch import pickling
 from schedlang.runtime.launch.forkserver import is_consequence
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 IMPORT_NAME = "schedlang_program_file"
@@ -60,7 +61,7 @@ class TrainingProgram:
     original    original(model) -> step(batch), which simulates one step of all ranks on the whole
                 batch, without ranks, and leaves gradients in the parameters. For algorithms that do
                 not train by the gradient of the batch (local steps); default: forward and backward
-    reduce_dtype  name of the dtype in which the program sums gradients over ranks, as it claims
+    reduce_dtype  dtype, or its name, in which the program claims to sum gradients over ranks
     clip        clip(max_norm) -> norm, the program's gradient clipping; default: the judge clips
     evaluate    evaluate(batch) -> the output in eval mode
     evaluate_loss  evaluate_loss(batch) -> the loss of the full batch in eval mode, as the program
@@ -80,7 +81,7 @@ class TrainingProgram:
     layouts: Mapping[str, Any] | None = None
     dropout: Mapping[str, Any] | None = None
     original: Callable[[Any], Any] | None = None
-    reduce_dtype: str | None = None
+    reduce_dtype: str | torch.dtype | None = None
     clip: Callable[[float], Any] | None = None
     evaluate: Callable[[Any], Any] | None = None
     evaluate_loss: Callable[[Any], Any] | None = None
@@ -93,6 +94,14 @@ class TrainingProgram:
         from torch import nn
 
         return (self.module,) if isinstance(self.module, nn.Module) else tuple(self.module)
+
+    @property
+    def reduce_dtype_name(self) -> str | None:
+        """The name of `reduce_dtype`."""
+        from torch import dtype
+
+        claim = self.reduce_dtype
+        return str(claim).removeprefix("torch.") if isinstance(claim, dtype) else claim
 
     def original_name(self, name: str) -> str | None:
         """Return the original's name from the user's `names`; None if not given."""
@@ -181,7 +190,7 @@ def check_program(program: TrainingProgram, rank: int) -> None:
         message = f"`world_loss` is {program.world_loss!r}"
         helps = (suggest_name(str(program.world_loss), LOSS_REDUCTIONS, "choose one of"),)
         raise Refusal(Diagnostic("S767", message, helps=helps))
-    if program.reduce_dtype not in (None, *REDUCE_DTYPES):
+    if program.reduce_dtype_name not in (None, *REDUCE_DTYPES):
         message = f"`reduce_dtype` is {program.reduce_dtype!r}"
         helps = (suggest_name(str(program.reduce_dtype), REDUCE_DTYPES, "choose one of"),)
         raise Refusal(Diagnostic("S767", message, helps=helps))

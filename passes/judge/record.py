@@ -26,9 +26,8 @@ class RunRecord:
         default_factory=dict
     )  # differences of ranks' copies then
     reduce_dtype: str | None = None  # as the program claims
-    reductions: dict[tuple[str, str], int] = field(
-        default_factory=dict
-    )  # see `CallMonitor.reductions`
+    # by parameter: reductions in fewer bits that give its gradient
+    reductions: dict[str, set[str]] = field(default_factory=dict)
     optimizer: bytes | None = None  # the program's own optimizer, pickled for the original
     simulation: bytes | None = None  # the program's `original`, pickled
     holdings: RankLayouts | None = None
@@ -58,6 +57,8 @@ class RunRecord:
     changed_by_step: set[str] = field(
         default_factory=set
     )  # parameters that the step itself changes
+    # parameters that the step of the program's `original` changes
+    changed_by_simulation: set[str] = field(default_factory=set)
     stepped: set[str] = field(default_factory=set)  # kinds of optimizers that the step itself steps
     replaced_by_step: set[str] = field(default_factory=set)  # parameters that the step replaces
     loaded: LoadErrors | None = None  # None: `load` is not offered
@@ -69,3 +70,7 @@ class RunRecord:
     def gradient_copies(self, condition: str, name: str) -> list[RankCopy]:
         """Return the ranks' gradients of a parameter in the first step under a condition."""
         return self.copies.get(("clipped" in condition, name), [])
+
+    def examines_reductions(self, condition: str, step: int) -> bool:
+        """Whether the dtype of reductions is examined in a step: the first without clipping."""
+        return self.reduce_dtype is not None and step == 0 and "clipped" not in condition

@@ -1,8 +1,9 @@
 """Whether ranks sum gradients in the dtype that the program claims.
 
-Bounds of a low dtype hide that. But a sum in a wider dtype has digits that the low dtype lacks: if
-each element of a gradient that is stored in more bits is a number of the low dtype, and ranks call
-a reduction in it for as many elements, they sum in the low dtype.
+Bounds of a low dtype hide that. But a sum in a wider dtype has digits that the low dtype lacks. So
+ranks sum a gradient that is stored in more bits in the low dtype if each of its elements is a
+number of it, and they are, times a constant, what a reduction in it returns: gradients that are
+only computed in a low dtype, and summed in a wide one or by nobody, are found in no such result.
 """
 
 from __future__ import annotations
@@ -11,43 +12,97 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import quote_names
 from schedlang.passes.judge.record import RunRecord
-from schedlang.passes.verify.observe import Condition, Key, Observation
+from schedlang.passes.verify.observe import Condition
 from schedlang.report import Gap, Row
 
 KIND = "reduction dtype"
-LEAST_NONZERO = 16  # elements that are not zero, so that no sum is rounded by chance
-MOST_NAMES = 4
+LEAST_VALUES = 16  # different ones, so that none are found by chance
+MOST_VALUES, MOST_FILTERS, MOST_NAMES = 1024, 64, 4
+ROUNDINGS = 2**-6  # of two elements of bfloat16, with a margin
 
 
-def reduction_rows(
-    dtype: str | None, conditions: Sequence[Condition], actual: Observation, record: RunRecord
-) -> Iterator[Row]:
+def find_reductions(
+    results: Sequence[tuple[str, str, Tensor]], record: RunRecord, rank: int
+) -> dict[str, set[str]]:
+    """Return the calls whose results are this rank's gradients, by parameter.
+
+    `results` are function, line and result of the reductions of the first step without clipping.
+    """
+    found: dict[str, set[str]] = {}
+    if record.reduce_dtype is None or record.holdings is None:
+        return found
+    claimed, world = getattr(torch, record.reduce_dtype), len(record.holdings.ranks)
+    narrow = [
+        (f"{_name(result)} by `{function}` ({line})", result, result.reshape(-1).double())
+        for function, line, result in results
+        if torch.finfo(result.dtype).eps > torch.finfo(claimed).eps
+    ]
+    dtypes = {result.dtype for _, result, _ in narrow}
+    for (clipped, name), copies in record.copies.items():
+        for copy in () if clipped else copies:
+            values = copy.values if copy.rank == rank and dtypes else None
+            if values is None:
+                continue
+            held = {dtype for dtype in dtypes if _fits(values, dtype, world)}
+            for text, result, numbers in narrow:
+                if result.dtype in held and _is_of(numbers, values.double(), world):
+                    found.setdefault(name, set()).add(text)
+    return found
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _fits(values: Tensor, dtype: torch.dtype, world: int) -> bool:
+    """Return whether a dtype of fewer bits holds all values, or all times the number of ranks."""
+    if torch.finfo(values.dtype).eps >= torch.finfo(dtype).eps:
+        return False
+    return any(torch.equal(n * values, (n * values).to(dtype).to(values.dtype)) for n in (1, world))
+
+
+def _is_of(result: Tensor, gradient: Tensor, world: int) -> bool:
+    """Return whether a gradient is a run of a result, or has it as one rank's part, times a
+    constant."""
+    if result.numel() * world < gradient.numel():
+        return False
+    long, short = sorted((result, gradient), key=Tensor.numel, reverse=True)
+    if len(set(short[short != 0][:MOST_VALUES].tolist())) < LEAST_VALUES:
+        return False
+    starts = torch.arange(long.numel() - short.numel() + 1)
+    anchor = int(short.abs().argmax())
+    for number in short.nonzero().reshape(-1)[:MOST_FILTERS].tolist():
+        starts = starts[_is_multiple(long, short, starts, anchor, number)]
+        if starts.numel() < 2:
+            break
+    places = torch.arange(short.numel())
+    return any(
+        bool(_is_multiple(long, short, start, anchor, places).all())
+        for start in starts[:MOST_FILTERS]
+    )
+
+
+def _is_multiple(
+    long: Tensor, short: Tensor, starts: Tensor, anchor: int, number: int | Tensor
+) -> Tensor:
+    """Return whether elements of the run are to its anchor as in `short`, by their roundings."""
+    here, there = long[starts + number] * short[anchor], long[starts + anchor] * short[number]
+    return ((here - there).abs() <= ROUNDINGS * there.abs()) & (long[starts + anchor] != 0)
+
+
+def reduction_rows(conditions: Sequence[Condition], record: RunRecord) -> Iterator[Row]:
     """Yield a failing row for each gradient that ranks sum in fewer bits than the program claims.
 
-    `dtype` is the low dtype of the judgement. Gradients of the first step without clipping are
-    examined, as they are, and times the number of ranks.
+    Gradients of the first step without clipping are examined, as they are.
     """
-    narrow = _narrow_dtype(dtype, record)
-    if narrow is None:
-        return
-    assert record.holdings is not None
     condition = next(c for c in conditions if "clipped" not in c.name)
-    for name in _wide_names(narrow, record):
-        value = actual.tensors.get(Key(condition.name, "gradients", 0, name))
-        sizes = [
-            math.prod(t.shape) for rank in record.holdings.ranks for t in rank if name in t.pieces
-        ]
-        calls = [call for call, size in record.reductions.items() if size >= min(sizes, default=0)]
-        if value is None or not calls or int((value != 0).sum()) < LEAST_NONZERO:
-            continue
-        ranks = len(record.holdings.ranks)
-        if any(torch.equal(n * value, (n * value).to(narrow).to(value.dtype)) for n in (1, ranks)):
-            places = ", ".join(f"`{func}` ({line})" for func, line in sorted(calls))
-            note = f"summed in {dtype} by {places}, and `reduce_dtype` is {record.reduce_dtype}"
-            yield Row(condition.name, KIND, name, math.inf, 0.0, False, 0, note)
+    for name, calls in record.reductions.items():
+        note = f"summed in {', '.join(sorted(calls))}, and `reduce_dtype` is {record.reduce_dtype}"
+        yield Row(condition.name, KIND, name, math.inf, 0.0, False, 0, note)
 
 
 def explain_reductions(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:

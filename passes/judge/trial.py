@@ -31,6 +31,7 @@ from schedlang.passes.judge.dropout_masks import (
 )
 from schedlang.passes.judge.program import Make
 from schedlang.passes.judge.record import RunRecord
+from schedlang.passes.judge.reduction_dtype import find_reductions
 from schedlang.passes.judge.state_loading import check_loading
 from schedlang.passes.judge.step_draws import (
     EndStates,
@@ -92,6 +93,7 @@ class RankTask:
 
             def made(condition: Condition) -> ProgramSubject:
                 def begin(step: int) -> None:
+                    dropping.calls.keeps = record.examines_reductions(condition.name, step)
                     dropping.begin(places.get(self.drops.batch_number(condition, step), {}))
 
                 return ProgramSubject(self.make, self.original, condition, record, begin)
@@ -344,12 +346,8 @@ def _train(task: RankTask) -> tuple[Observation, RunRecord] | None:
         for sites in (dropping.unequal_recomputations, dropping.evaluated)
     )
     calls = dropping.calls
-    call_facts = (
-        calls.low_dtypes,
-        sorted({*calls.unwaited.values()}),
-        calls.strided,
-        calls.reductions,
-    )
+    reduced = find_reductions(calls.reductions, record, comm.rank())
+    call_facts = calls.low_dtypes, sorted({*calls.unwaited.values()}), calls.strided, reduced
     rank_facts = comm.all_gather_object(
         (dropping.irregular_modules, recomputed, dropping.generator_states, evaluated, call_facts)
     )
@@ -360,8 +358,8 @@ def _train(task: RankTask) -> tuple[Observation, RunRecord] | None:
         record.masks |= dict.fromkeys(recomputed, OTHER_MASK)
         record.low_dtypes |= low_dtypes if task.float64 else set()
         record.strided |= strided
-        for call, most in reductions.items():
-            record.reductions[call] = max(most, record.reductions.get(call, 0))
+        for name, found in reductions.items():
+            record.reductions.setdefault(name, set()).update(found)
         for call in unwaited:
             record.unwaited.setdefault(call, []).append(rank)
     record.masks |= _unequal_generators([states for _, _, states, *_ in rank_facts])

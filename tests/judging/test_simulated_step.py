@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 from schedlang import TrainingProgram
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.judge.record import RunRecord
+from schedlang.passes.judge.simulated_step import SimulatedStep
 from schedlang.runtime.launch.pool import Pool
 from tests.judging.catches.collectives import world_size
 from tests.judging.net import batch_part
-from tests.judging.test_shard_steps import judge_program, squared
+from tests.judging.test_reduction_dtype import by_hand
+from tests.judging.test_shard_steps import judge_program, layers, numbers, squared
 
 WORKERS, LOCAL_STEPS = 2, 3
 
@@ -101,13 +104,52 @@ def test_a_simulation_in_a_low_dtype_shows_little(pool: Pool) -> None:
     assert report.ok and any("`original` in bfloat16" in gap.condition for gap in report.gaps)
 
 
-def raising(model: Any) -> Any:
-    """Return a step that raises."""
-    return lambda batch: batch["labels"]
+def returning(result: Any) -> Any:
+    """Return a simulation whose step returns something."""
+    return lambda model: lambda batch: result
 
 
-@pytest.mark.parametrize(("original", "message"), [(raising, "KeyError"), (len, "an int")])
-def test_simulations_that_are_none(original: Any, message: str, pool: Pool) -> None:
-    """They are refused, in the process of the original."""
-    with pytest.raises(Refusal, match=f"`original` .*{message}"):
-        judge_program(pool, diloco(original))
+def adding(model: Any) -> Any:
+    """Add a parameter to the model."""
+    model.register_parameter("extra", nn.Parameter(torch.zeros(1)))
+    return lambda batch: 1.0
+
+
+@pytest.mark.parametrize(
+    ("original", "message"),
+    [
+        (lambda model: lambda batch: batch["labels"], "`original` raises KeyError"),
+        (len, "`original` .* returns an int, not a function"),
+        (returning(None), "the step of `original` returns None, not the loss"),
+        (returning((None, None)), "the step of `original` returns None, not the loss"),
+        (returning((1, 2, 3)), "the step of `original` returns a tuple of 3, not the loss"),
+        (returning("x"), "the step of `original` returns a str, not the loss"),
+        (returning(torch.zeros(3)), "the step of `original` returns a Tensor of 3, not the loss"),
+        (adding, "`original` adds, removes or replaces parameters: `extra`"),
+    ],
+)
+def test_simulations_that_are_none(original: Any, message: str) -> None:
+    """They are refused, with what is wrong with them."""
+    with pytest.raises(Refusal, match=message):
+        SimulatedStep(original, RunRecord(), layers()).forward_backward(numbers(0), range(6))
+
+
+def trains(model: Any) -> Any:
+    """Return a step that steps the weights itself."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(batch: Any) -> Tensor:
+        value = squared(model(batch["input"]), batch)
+        value.backward()
+        optimizer.step()
+        return value
+
+    return step
+
+
+def test_a_simulation_that_trains(pool: Pool) -> None:
+    """The report says that the original's step moves the weights, not that an optimizer differs."""
+    report = judge_program(pool, by_hand(torch.float64, original=trains))
+    (head, text), *others = report.localised
+    assert report.exit_code == 1 and head == "original" and not others, str(report)
+    assert "changes `0.bias`, `0.weight`, `2.bias`, `2.weight`" in text
