@@ -115,7 +115,7 @@ def dims_after(
     if name in _PERMUTING:
         if not args or args[0] is not operand:
             return None
-        probe = torch.empty(range(2, 2 + operand.dim()), device="meta")
+        probe = torch.empty(tuple(range(2, 2 + operand.dim())), device="meta")
         sizes = func(probe, *args[1:], **kwargs).shape
         return tuple(place for place, size in enumerate(sizes) if size - 2 in dims)
     gone = reduced_dims(name, operand, args, kwargs)

@@ -47,7 +47,7 @@ class _Followed(Tensor):
     origin: str
 
     @classmethod
-    @_eagerly
+    @_eagerly  # type: ignore[untyped-decorator]
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -88,13 +88,13 @@ class _Followed(Tensor):
 class GradientPart(_Followed):
     """The gradient of a rank's shard, or what a loop has made of its elements.
 
-    origin  of the parameter
-    dims    the dims along which other ranks hold the rest; None: not known
-    size    the number of elements of the shard
+    origin    of the parameter
+    dims      the dims along which other ranks hold the rest; None: not known
+    elements  how many the shard has
     """
 
     dims: Dims | None
-    size: int
+    elements: int
 
 
 @dataclass
@@ -145,7 +145,7 @@ class SlicedPart(GradientPart, DTensor):
     def full_tensor(self, **options: Any) -> Tensor:
         """Return the rank's part, which torch takes for the full tensor."""
         with torch._C.DisableTorchFunctionSubclass():
-            return _as_part(super().full_tensor(**options), self.origin, self.dims, self.size)
+            return _as_part(super().full_tensor(**options), self.origin, self.dims, self.elements)
 
     def to_local(self, **options: Any) -> Tensor:
         """Return the slice of the part, which is split along the dims of both."""
@@ -233,9 +233,9 @@ def _local(value: Tensor) -> Tensor:
     return value._local_tensor if isinstance(value, DTensor) else value.as_subclass(Tensor)
 
 
-def _as_part(value: Tensor, name: str, dims: Dims | None, size: int) -> GradientPart:
+def _as_part(value: Tensor, name: str, dims: Dims | None, elements: int) -> GradientPart:
     part: GradientPart = _as_kind(value, GradientPart, SlicedPart)
-    part.origin, part.dims, part.size = name, dims, size
+    part.origin, part.dims, part.elements = name, dims, elements
     return part
 
 
@@ -262,15 +262,16 @@ def _marking(
     if not parts:
         return lambda value: value
 
+    of_shape = {part.shape: part for part in reversed(parts) if part.dims is not None}
+
     def as_part(value: Tensor) -> Tensor:
-        alike = [part for part in parts if part.shape == value.shape and part.dims is not None]
-        part = (alike or parts)[0]
+        part = of_shape.get(value.shape, parts[0])
         if is_product(name):
             split = {id(part): part.dims for part in parts}
             dims = product_dims(name, call[0], value, lambda v: split.get(id(v), ()))
         else:
             dims = dims_after(func, name, part, part.dims, value, call)
-        return _as_part(value, part.origin, dims, part.size)
+        return _as_part(value, part.origin, dims, part.elements)
 
     return as_part
 
@@ -285,7 +286,7 @@ def _mark(result: Any, operands: list[Tensor], mark: Callable[[Tensor], Tensor])
         if isinstance(value, (list, tuple)):
             values = [marked(each) for each in value]
             is_named = hasattr(value, "_fields")
-            return type(value)(*values) if is_named else type(value)(values)  # type: ignore
+            return type(value)(*values) if is_named else type(value)(values)
         return value
 
     return marked(result)
@@ -369,7 +370,7 @@ def _reduced(
     for part in parts:
         dims = reduced_dims(name, part, args, kwargs)
         if dims is None or dims and part.dims is None:
-            if dims and len(dims) == part.dim() and part.numel() == part.size:
+            if dims and len(dims) == part.dim() and part.numel() == part.elements:
                 return _Reduction(name, part.origin, True)
             unsure = unsure or _Reduction(name, part.origin, False)
         elif part.dims is not None and any(dim in part.dims for dim in dims):
