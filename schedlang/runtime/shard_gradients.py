@@ -99,7 +99,7 @@ class GradientPart(_Followed):
 
 @dataclass
 class _Reduction:
-    """How a number was made; numbers of one storage share it.
+    """The way a number was made; numbers of one storage share it.
 
     name    of the function that reduced a part
     origin  of the parameter

@@ -348,6 +348,7 @@ def _guard_shards(a: Assembly) -> None:
     guard_state(a, a.local_parameters.shapes)
     if a.local_parameters.shapes:
         note_forwards(a.module)
+        mark_gradients(a.parameters.values())
 
 
 def _shards_of(a: Assembly) -> Iterator[tuple[str, nn.Parameter]]:
