@@ -65,8 +65,8 @@ def reduced_dims(name: str, operand: Tensor, args: Any, kwargs: dict[str, Any]) 
     if isinstance(dims, Tensor):  # the larger elements of two tensors
         return ()
     if dims is None or isinstance(dims, (bool, str)):
-        dims = _DEFAULTS.get(name, ()) if name != "median" else ()
-    given = (dims,) if isinstance(dims, int) else tuple(dims)
+        dims = _DEFAULTS.get(name, ())
+    given = dims if isinstance(dims, (list, tuple)) else (dims,)
     if any(not isinstance(dim, int) for dim in given):
         return None
     found = tuple(dim % len(every) for dim in given if every)

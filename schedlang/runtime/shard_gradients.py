@@ -53,7 +53,9 @@ class _Followed(Tensor):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             kwargs, name = kwargs or {}, _name_of(func)
-            if name is None or "c10d" in str(getattr(func, "namespace", "")):
+            if name is None or _is_collective(func):
+                if name and name.endswith("_"):
+                    note_collective(args[:1])
                 return func(*args, **kwargs)
             operands = [*_tensors((*args, *kwargs.values()))]
             targets = [*_tensors(_written(func.__name__, name, args, kwargs))]
@@ -301,6 +303,12 @@ def _name_of(func: Any) -> str | None:
         is_seen = attribute in _VIEWS if name == "__get__" else attribute == "data"
         return attribute if is_seen else None
     return None if func is Tensor.as_subclass else name
+
+
+def _is_collective(func: Any) -> bool:
+    """Return whether a function is torch's for collectives; an overload of one has a namespace."""
+    places = (getattr(func, place, "") for place in ("namespace", "__module__"))
+    return any("c10d" in str(place) for place in places)
 
 
 def _written(called: str, name: str, args: tuple[Any, ...], kwargs: Any) -> Iterator[Any]:

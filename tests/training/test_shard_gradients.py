@@ -304,6 +304,13 @@ def summed_by_function(program: Any) -> list[Any]:
             total = grad.square().sum()
             if isinstance(grad, GradientPart):
                 total = all_reduce(total, "sum", dist.group.WORLD)
+                largest = grad.abs().max()
+                functions: Any = torch.ops._c10d_functional
+                functions.all_reduce_(largest, "max", dist.group.WORLD.group_name)
+                functions.wait_tensor(largest)
+            else:
+                largest = grad.abs().max()
+            grad.div_(largest)
             grad.div_(1 + total)
 
     steps(program, change)
