@@ -66,7 +66,10 @@ class _Followed(Tensor):
             for target in targets if sources else ():
                 if shard := _shard_behind(target):
                     _refuse(sources, shard)
-            if numbers and name in _LEAVING + _TO_NUMPY:
+            leaves = (
+                name in _LEAVING + _TO_NUMPY or not written and _is_new_shard(operands, numbers)
+            )
+            if numbers and leaves:
                 _warn(numbers[0].reduction, numbers[0].origin)
             elif parts and name in _TO_NUMPY:
                 _warn(name, parts[0].origin)
@@ -215,12 +218,6 @@ def note_gather(results: Iterable[Any]) -> None:
     for value in _tensors(results):
         if isinstance(value, _Followed):
             value.__class__ = DTensor if isinstance(value, DTensor) else Tensor  # type: ignore
-
-
-def check_assignment(parameter: Tensor, value: Any) -> None:
-    """Raise Refusal S622 where `.data =` would put numbers of this rank's part into a shard."""
-    if isinstance(value, PartNumber) and (name := shard_name(parameter)) and value.is_own():
-        _refuse([value], name)
 
 
 def _as_kind(value: Tensor, kind: type[Any], sliced: type[Any]) -> Any:
@@ -384,6 +381,13 @@ def _reduced(
         elif part.dims is not None and any(dim in part.dims for dim in dims):
             return _Reduction(name, part.origin, True)
     return unsure
+
+
+def _is_new_shard(operands: list[Tensor], numbers: list[PartNumber]) -> bool:
+    """Return whether a call makes new values of a shard from numbers, as for `.data =`."""
+    shapes = {number.shape for number in numbers}
+    plain = (v for v in operands if not isinstance(v, _Followed) and v.shape in shapes)
+    return any(_shard_behind(value) for value in plain)
 
 
 def _refuse(numbers: list[PartNumber], shard: str) -> None:

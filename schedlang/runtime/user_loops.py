@@ -36,11 +36,7 @@ from schedlang.runtime import scope
 from schedlang.runtime.adapters.fully_shard import refuse_copies, replaced_parameter
 from schedlang.runtime.adapters.torch_clip import check_norms, check_unscaling
 from schedlang.runtime.adapters.torch_distributed import hear_collectives
-from schedlang.runtime.adapters.torch_tensor import (
-    check_backwards,
-    check_data_assignment,
-    wrap_gradients,
-)
+from schedlang.runtime.adapters.torch_tensor import check_backwards, wrap_gradients
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.grad_reduction.gradient import GradientReduction, LocalParameters
 from schedlang.runtime.grad_reduction.zero import own_backward, reshard_all
@@ -62,7 +58,6 @@ from schedlang.runtime.optim.full_tensor_step import (
 )
 from schedlang.runtime.scope import Scope
 from schedlang.runtime.shard_gradients import (
-    check_assignment,
     mark_gradients,
     note_collective,
     note_dims,
@@ -368,7 +363,6 @@ def _register_checks() -> None:
     check_backwards(check_terms)
     wrap_gradients(_run_marked)
     hear_collectives(note_collective, note_gather)
-    check_data_assignment(check_assignment)
     register_optimizer_step_pre_hook(_check_optimizer)
 
 

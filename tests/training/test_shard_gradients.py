@@ -120,7 +120,8 @@ def stepped(program: Any) -> None:
     """Step on gradients that were made from a number of the rank's, before it had the module."""
     program.train_step(batch(0))
     for parameter in named(program):
-        parameter.grad = parameter.grad / parameter.grad.norm()  # type: ignore[operator]
+        grad: Any = parameter.grad
+        parameter.grad = grad / grad.norm()
     sgd(program).step()  # here
 
 
@@ -140,7 +141,7 @@ def compiled(program: Any) -> None:
     """Scale weights by norms in compiled code."""
     scale = torch.compile(lambda p, g: p.mul_(1 / (1 + g.norm())), backend="eager")  # here
 
-    steps(program, lambda parameters: [scale(p, p.grad) for p in parameters] and None)
+    by_each(scale)(program)
 
 
 # what names a tuple, reduces other dims than its argument, transposes, or writes elsewhere
@@ -152,7 +153,6 @@ WRONG = (
     by_each(lambda p, g: g.T.div_(g.T.norm(dim=1, keepdim=True))),  # here
     by_each(lambda p, g: torch.div(g, g.norm(), out=g)),  # here
     by_each(lambda p, g: p.data.copy_(p.data - g / g.norm())),  # here
-    by_each(lambda p, g: setattr(p, "data", p.data - g / g.norm())),  # here
     by_each(lambda p, g: p.add_(torch.zeros_like(g).add_(g / g.norm()))),  # here
 )
 
@@ -297,16 +297,17 @@ def gathered(program: Any) -> list[Any]:
 
 def summed_by_function(program: Any) -> list[Any]:
     """Scale by a sum over ranks of a collective that returns it."""
+    world: Any = dist.group.WORLD
 
     def change(parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
             grad: Any = parameter.grad
             total = grad.square().sum()
             if isinstance(grad, GradientPart):
-                total = all_reduce(total, "sum", dist.group.WORLD)
+                total = all_reduce(total, "sum", world)
                 largest = grad.abs().max()
                 functions: Any = torch.ops._c10d_functional
-                functions.all_reduce_(largest, "max", dist.group.WORLD.group_name)
+                functions.all_reduce_(largest, "max", world.group_name)
                 functions.wait_tensor(largest)
             else:
                 largest = grad.abs().max()
@@ -382,6 +383,28 @@ def test_what_is_right_is_taken(loop: Loop, threads: Threads) -> None:
         torch.testing.assert_close(state, plain.state_dict(), rtol=1e-9, atol=1e-12)
 
 
+def test_new_values_of_shards() -> None:
+    """They are warned of: where they replace a shard is not seen."""
+
+    def body() -> None:
+        program = build(make_plan(copy.deepcopy(NET), *LAYOUTS["tp"]), batch(0))
+        by_each(lambda p, g: setattr(p, "data", p.data - g / g.norm()))(program)
+
+    with pytest.warns(UserWarning, match="this rank's shard of `up.weight`"):
+        Threads().run(body, 2)
+
+
+def test_a_part_for_numpy() -> None:
+    """Functions of numpy are not followed: a warning says so."""
+
+    def body() -> None:
+        program = build(make_plan(copy.deepcopy(NET), *LAYOUTS["tp"]), batch(0))
+        by_each(lambda p, g: g.numpy().sum())(program)
+
+    with pytest.warns(UserWarning, match="`numpy` is of this rank's shard of `up.weight`"):
+        Threads().run(body, 2)
+
+
 def test_a_number_for_a_log() -> None:
     """It has this rank's value, and a warning says so once a line; copies and files are plain."""
 
@@ -397,8 +420,6 @@ def test_a_number_for_a_log() -> None:
         file.seek(0)
         saved = torch.load(file)
         full = program.gradients()["up.weight"]
-        with pytest.warns(UserWarning, match="`numpy` is of this rank's shard"):
-            grad.numpy()
         texts = [str(warning.message) for warning in caught]
         kinds = type(saved[0]), type(saved[1]["kept"]), type(copy.deepcopy(grad)), type(full)
         return total, texts, kinds, torch.equal(saved[0], grad)

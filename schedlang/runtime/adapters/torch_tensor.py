@@ -36,19 +36,6 @@ def patch_data_assignment(
     torch._has_compatible_shallow_copy_type = _has_compatible_shallow_copy_type
 
 
-def check_data_assignment(check: Callable[[torch.Tensor, Any], None]) -> None:
-    """Let `check(a, b)` run before each `a.data = b` from now on."""
-    tensor: Any = torch.Tensor
-    before = tensor.data
-
-    def assign(self: torch.Tensor, value: Any) -> None:
-        if not torch.compiler.is_compiling():
-            check(self, value)
-        before.__set__(self, value)
-
-    tensor.data = property(lambda self: before.__get__(self), assign)
-
-
 def run_first_in_backward(tensor: torch.Tensor) -> torch.Tensor:
     """Give a tensor's node the highest priority in backward; return the tensor.
 
