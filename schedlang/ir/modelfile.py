@@ -202,9 +202,12 @@ def _other_files(path: Path, model: str | None, schedule: Path | None) -> tuple[
     """Return helps that name the model files beside a schedule, or say how to name one."""
     if schedule is None:
         return ("name one: `path/to/file.py` or `package.module`",)
-    files = [schedule.parent / path] if model is not None else sorted(path.parent.glob("*.py"))
+    if model is not None:
+        files = [file for file in (schedule.parent / path,) if file.is_file()]
+    else:
+        files = [file for file in sorted(path.parent.glob("*.py")) if _defines_model(file)]
     hint = "there is one beside the schedule: `--model {}`"
-    return tuple(hint.format(file) for file in files if _defines_model(file))[:3] or (
+    return tuple(hint.format(file) for file in files[:3]) or (
         "put a `model.py` that defines `model()` beside the schedule",
         "or name one: `--model path/to/file.py`, `--model package.module`",
     )

@@ -1,16 +1,18 @@
 """Follow gradients of shards in loops of a user: no number of one rank's part may change them.
 
 After a step, `.grad` of a shard is a `GradientPart`: it computes as a tensor. What a loop reduces
-it to (a norm, a mean, a largest value) is a `PartNumber`, on each rank another one. Where that
-changes a gradient or a shard, ranks would not train as the original does: refused (S622). Where it
-leaves torch, as for a log, a warning says what it is. A number that a loop has all-reduced has
-another value than torch has computed, and is taken.
+it to (a norm, a mean, a largest value), and what it computes with that, is a `PartNumber`, on each
+rank another one. Where it is written into a gradient or a shard, ranks would not train as the
+original does: refused (S622), or warned of where a rank may have all that was reduced. Where it
+leaves torch, as for a log, a warning says what it is. One that went through a collective is taken.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,24 +24,21 @@ from schedlang.diagnostics.source import python_span
 from schedlang.runtime import scope
 from schedlang.runtime.adapters.torch_tensor import in_backward_pass
 from schedlang.runtime.loop_terms import shard_name, shards
+from schedlang.runtime.part_reductions import (
+    Dims,
+    dims_after,
+    is_product,
+    product_dims,
+    reduced_dims,
+)
 
-_BY_DIM = (
-    *("all", "amax", "amin", "any", "argmax", "argmin", "argsort", "count_nonzero", "cumsum"),
-    *("linalg_norm", "linalg_vector_norm", "logsumexp", "max", "mean", "median", "min", "nanmean"),
-    *("nansum", "norm", "prod", "renorm", "softmax", "sort", "std", "std_mean", "sum", "var"),
-    *("var_mean", "cosine_similarity"),
-)
-_OF_ALL = (
-    *("_foreach_norm", "_foreach_max", "aminmax", "dist", "dot", "histc", "inner", "kthvalue"),
-    *("linalg_matrix_norm", "linalg_qr", "linalg_svd", "linalg_svdvals", "matmul", "mm", "mv"),
-    *("nanmedian", "nanquantile", "quantile", "topk", "trace", "vdot"),
-)
-_REDUCING = frozenset(_BY_DIM + _OF_ALL)
-_AFTER_ORDER = ("norm", "linalg_norm", "linalg_vector_norm")  # their second argument is an order
 _VIEWS = ("H", "T", "data", "mH", "mT", "real")  # attributes that are elements as well
 _DIMS = "_schedlang_part_dims"  # of parameters: the dims of a shard
 _warned: dict[Any, Any] = {}  # the lines that were warned of, as `warnings` notes them
-_LEAVING = ("item", "tolist", "__float__", "__format__", "__repr__", "__bool__", "numpy")
+_LEAVING = ("item", "tolist", "__float__", "__format__", "__repr__", "__bool__", "__int__")
+_TO_NUMPY = ("numpy", "__array__")
+_OVERWRITING = ("zero_", "fill_", "copy_")
+_eagerly: Any = torch.compiler.disable
 
 
 class _Followed(Tensor):
@@ -48,35 +47,38 @@ class _Followed(Tensor):
     origin: str
 
     @classmethod
+    @_eagerly  # type: ignore[untyped-decorator]
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            kwargs = kwargs or {}
-            operands = [*_tensors((*args, *kwargs.values()))]
-            parts = [value for value in operands if isinstance(value, GradientPart)]
-            numbers = [v for v in operands if isinstance(v, PartNumber) and v.is_own()]
-            name = func.__name__
-            if name == "__get__" and func.__self__.__name__ not in _VIEWS:
+            kwargs, name = kwargs or {}, _name_of(func)
+            if name is None or _is_collective(func):
+                if name and name.endswith("_"):
+                    note_collective(args[:1])
                 return func(*args, **kwargs)
-            if numbers and (shard := _shard_among(operands)):
-                raise _part_refusal(numbers[0], shard)
-            if numbers and name in _LEAVING:
-                _warn(numbers[0])
+            operands = [*_tensors((*args, *kwargs.values()))]
+            targets = [*_tensors(_written(func.__name__, name, args, kwargs))]
+            written = {id(target) for target in targets}
+            numbers = [v for v in operands if isinstance(v, PartNumber) and v.is_own()]
+            sources = [number for number in numbers if id(number) not in written]
+            parts = [value for value in operands if isinstance(value, GradientPart)]
+            for target in targets if sources else ():
+                if shard := _shard_behind(target):
+                    _refuse(sources, shard)
+            leaves = (
+                name in _LEAVING + _TO_NUMPY or not written and _is_new_shard(operands, numbers)
+            )
+            if numbers and leaves:
+                _warn(numbers[0].reduction, numbers[0].origin)
+            elif parts and name in _TO_NUMPY:
+                _warn(name, parts[0].origin)
             result = func(*args, **kwargs)
-            if func is Tensor.as_subclass or "c10d" in str(getattr(func, "namespace", "")):
+            for target in targets:
+                _note_write(target, sources, name)
+            if written or name.endswith("_like") or name.startswith("new_"):
                 return result
-            reduced = _reduced(name, parts, args, kwargs) if name in _REDUCING else None
-            if reduced is not None:
-                return _mark_results(result, operands, lambda v: _number(v, reduced.origin, name))
-            if numbers:
-                first = numbers[0]
-                return _mark_results(
-                    result, operands, lambda v: _number(v, first.origin, first.reduction)
-                )
-            if parts:
-                return _mark_results(result, operands, lambda v: _part_like(v, parts[0]))
-            return result
+            return _mark(result, operands, _marking(func, name, parts, numbers, (args, kwargs)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
@@ -91,26 +93,54 @@ class _Followed(Tensor):
 class GradientPart(_Followed):
     """The gradient of a rank's shard, or what a loop has made of its elements.
 
-    origin  of the parameter
-    dims    the dims along which other ranks hold the rest; None: not known
+    origin    of the parameter
+    dims      the dims along which other ranks hold the rest; None: not known
+    elements  how many the shard has
     """
 
-    dims: tuple[int, ...] | None
+    dims: Dims | None
+    elements: int
+
+
+@dataclass
+class _Reduction:
+    """The way a number was made; numbers of one storage share it.
+
+    name    of the function that reduced a part
+    origin  of the parameter
+    surely  whether it is certain that other ranks have other numbers
+    own     whether no collective has written the number since
+    """
+
+    name: str
+    origin: str
+    surely: bool
+    own: bool = True
 
 
 class PartNumber(_Followed):
-    """A number, or numbers, to which a rank has reduced its part.
+    """A number, or numbers, to which a rank has reduced its part, or that it made of such.
 
-    origin     of the parameter
-    reduction  the function that reduced it
-    computed   its local value
+    made      how
+    computed  its local value, as torch has computed it here
     """
 
-    reduction: str
+    made: _Reduction
     computed: Tensor
 
+    @property
+    def reduction(self) -> str:
+        """Return the function that reduced the part."""
+        return self.made.name
+
     def is_own(self) -> bool:
-        """Return whether its value is that of torch's: no collective has changed it."""
+        """Return whether the number is this rank's alone.
+
+        It is not if a collective of torch was seen to write it, or if its value is another than
+        torch has computed: what writes it unseen is a collective, too.
+        """
+        if not self.made.own:
+            return False
         return torch.equal(_local(self).nan_to_num(), self.computed.nan_to_num())
 
 
@@ -120,7 +150,15 @@ class SlicedPart(GradientPart, DTensor):
     def full_tensor(self, **options: Any) -> Tensor:
         """Return the rank's part, which torch takes for the full tensor."""
         with torch._C.DisableTorchFunctionSubclass():
-            return _as_part(super().full_tensor(**options), self.origin, self.dims)
+            return _as_part(super().full_tensor(**options), self.origin, self.dims, self.elements)
+
+    def to_local(self, **options: Any) -> Tensor:
+        """Return the slice of the part, which is split along the dims of both."""
+        with torch._C.DisableTorchFunctionSubclass():
+            local = super().to_local(**options)
+            sliced = {p.dim for p in self.placements if p.is_shard()}  # type: ignore[attr-defined]
+            dims = None if self.dims is None else (*sorted({*self.dims, *sliced}),)
+            return _as_part(local, self.origin, dims, local.numel())
 
 
 class SlicedNumber(PartNumber, DTensor):
@@ -129,7 +167,7 @@ class SlicedNumber(PartNumber, DTensor):
     def full_tensor(self, **options: Any) -> Tensor:
         """Return the number of all slices of the rank's part."""
         with torch._C.DisableTorchFunctionSubclass():
-            return _number(super().full_tensor(**options), self.origin, self.reduction)
+            return _number(super().full_tensor(**options), [self.made])
 
 
 def note_dims(parameter: Tensor, dims: tuple[int, ...]) -> None:
@@ -149,16 +187,37 @@ def mark_gradients(parameters: Iterable[Tensor] | None = None) -> None:
         if gradient is None or type(gradient) not in (Tensor, DTensor):
             continue
         if dims and not gradient.requires_grad:
-            parameter.grad = _as_part(gradient, shard_name(parameter) or "", dims)
+            name = shard_name(parameter) or ""
+            parameter.grad = _as_part(gradient, name, dims, gradient.numel())
 
 
 def unmark_gradients(parameters: Iterable[Tensor]) -> None:
-    """Make gradients plain tensors again, for an optimizer, which is checked itself."""
+    """Make gradients plain tensors again, for an optimizer, which is checked itself.
+
+    Raises Refusal S622 for one that was made from a number of this rank's part.
+    """
     for parameter in parameters:
-        if isinstance(gradient := parameter.grad, DTensor) and isinstance(gradient, _Followed):
+        gradient = parameter.grad
+        if isinstance(gradient, PartNumber) and gradient.is_own():
+            _refuse([gradient], shard_name(parameter) or gradient.made.origin)
+        if isinstance(gradient, DTensor) and isinstance(gradient, _Followed):
             gradient.__class__ = DTensor  # type: ignore[assignment]
         elif isinstance(gradient, _Followed):
             parameter.grad = gradient.as_subclass(Tensor)
+
+
+def note_collective(results: Iterable[Any]) -> None:
+    """Note that a collective writes tensors: they are no more what this rank has reduced alone."""
+    for value in _tensors(results):
+        if isinstance(value, PartNumber):
+            value.made.own = False
+
+
+def note_gather(results: Iterable[Any]) -> None:
+    """Note that a gather writes tensors: they are parts no more."""
+    for value in _tensors(results):
+        if isinstance(value, _Followed):
+            value.__class__ = DTensor if isinstance(value, DTensor) else Tensor  # type: ignore
 
 
 def _as_kind(value: Tensor, kind: type[Any], sliced: type[Any]) -> Any:
@@ -173,32 +232,108 @@ def _local(value: Tensor) -> Tensor:
     return value._local_tensor if isinstance(value, DTensor) else value.as_subclass(Tensor)
 
 
-def _as_part(value: Tensor, name: str, dims: tuple[int, ...] | None) -> GradientPart:
+def _as_part(value: Tensor, name: str, dims: Dims | None, elements: int) -> GradientPart:
     part: GradientPart = _as_kind(value, GradientPart, SlicedPart)
-    part.origin, part.dims = name, dims
+    part.origin, part.dims, part.elements = name, dims, elements
     return part
 
 
-def _part_like(value: Tensor, part: GradientPart) -> Tensor:
-    return _as_part(value, part.origin, part.dims if value.shape == part.shape else None)
-
-
-def _number(value: Tensor, name: str, reduction: str) -> Tensor:
+def _number(value: Tensor, made: list[_Reduction], sources: Iterable[Tensor] = ()) -> Tensor:
+    """Return a tensor as a number that was made as others, or by a reduction."""
+    first = made[0]
+    if not any(_storage(value) == _storage(source) for source in sources):
+        surely = any(reduction.surely for reduction in made)
+        first = _Reduction(first.name, first.origin, surely, any(other.own for other in made))
     number: PartNumber = _as_kind(value, PartNumber, SlicedNumber)
-    number.origin, number.reduction = name, reduction
+    number.origin, number.made = first.origin, first
     number.computed = _local(number).detach().clone()
     return number
 
 
-def _mark_results(result: Any, operands: list[Tensor], mark: Callable[[Tensor], Tensor]) -> Any:
-    """Mark a tensor, or those of a list or tuple; a number that was written into is noted again."""
-    if isinstance(result, PartNumber):
-        result.computed = _local(result).detach().clone()
-    elif type(result) in (Tensor, DTensor) and not any(result is value for value in operands):
-        return mark(result)
-    if type(result) in (list, tuple):
-        return type(result)(_mark_results(value, operands, mark) for value in result)
-    return result
+def _marking(
+    func: Any, name: str, parts: list[GradientPart], numbers: list[PartNumber], call: Any
+) -> Callable[[Tensor], Tensor]:
+    """Return what makes a result of a call a part, or a number."""
+    reduction = _reduced(name, parts, *call)
+    made = [*([reduction] if reduction else ()), *(number.made for number in numbers)]
+    if made:
+        return partial(_number, made=made, sources=numbers)
+    if not parts:
+        return lambda value: value
+
+    of_shape = {part.shape: part for part in reversed(parts) if part.dims is not None}
+
+    def as_part(value: Tensor) -> Tensor:
+        part = of_shape.get(value.shape, parts[0])
+        if is_product(name):
+            split = {id(part): part.dims for part in parts}
+            dims = product_dims(name, call[0], value, lambda v: split.get(id(v), ()))
+        else:
+            dims = dims_after(func, name, part, part.dims, value, call)
+        return _as_part(value, part.origin, dims, part.elements)
+
+    return as_part
+
+
+def _mark(result: Any, operands: list[Tensor], mark: Callable[[Tensor], Tensor]) -> Any:
+    """Mark a tensor, or those of a list or tuple, that are no operands."""
+    known = {id(value) for value in operands}
+
+    def marked(value: Any) -> Any:
+        if type(value) in (Tensor, DTensor) and id(value) not in known:
+            return mark(value)
+        if isinstance(value, (list, tuple)):
+            values = [marked(each) for each in value]
+            is_named = hasattr(value, "_fields")
+            return type(value)(*values) if is_named else type(value)(values)
+        return value
+
+    return marked(result)
+
+
+def _name_of(func: Any) -> str | None:
+    """Return the name of a function or attribute; None for what makes and reads no elements."""
+    name = str(func.__name__)
+    if name in ("__get__", "__set__", "__delete__"):
+        owner = func.__self__
+        attribute = getattr(owner, "__name__", "data")  # torch has no other property of Python
+        is_seen = attribute in _VIEWS if name == "__get__" else attribute == "data"
+        return attribute if is_seen else None
+    return None if func is Tensor.as_subclass else name
+
+
+def _is_collective(func: Any) -> bool:
+    """Return whether a function is torch's for collectives; an overload of one has a namespace."""
+    places = (getattr(func, place, "") for place in ("namespace", "__module__"))
+    return any("c10d" in str(place) for place in places)
+
+
+def _written(called: str, name: str, args: tuple[Any, ...], kwargs: Any) -> Iterator[Any]:
+    """Yield the tensors, or lists of them, that a call writes into."""
+    if "out" in kwargs:
+        yield kwargs["out"]
+    in_place = name.endswith("_") and not name.endswith("__")
+    operator = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
+    if args and (in_place or operator or called in ("__setitem__", "__set__")):
+        yield args[0]
+
+
+def _note_write(target: Tensor, sources: list[PartNumber], name: str) -> None:
+    """Note numbers that were written: a number has them now, and a tensor of a loop becomes one."""
+    if isinstance(target, PartNumber):
+        keeps = target.made.own and not name.endswith(_OVERWRITING)
+        target.made.own = bool(sources) or keeps
+        target.made.surely |= any(source.made.surely for source in sources)
+        target.computed = _local(target).detach().clone()
+    elif sources and type(target) in (Tensor, DTensor, GradientPart, SlicedPart):
+        if target.requires_grad or _shard_behind(target):
+            return
+        target.__class__ = SlicedNumber if isinstance(target, DTensor) else PartNumber
+        number: Any = target
+        first = sources[0].made
+        surely = any(source.made.surely for source in sources)
+        number.origin, number.made = first.origin, _Reduction(first.name, first.origin, surely)
+        number.computed = _local(target).detach().clone()
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -209,35 +344,65 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _shard_among(operands: Iterable[Tensor]) -> str:
-    """Return the name of the first part or shard among operands; "" if there is none."""
-    names = (v.origin if isinstance(v, GradientPart) else shard_name(v) for v in operands)
-    return next((name for name in names if name), "")
+def _storage(value: Tensor) -> int:
+    try:
+        return int(_local(value).untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # a tensor of a transform has none
+        return -id(value)
+
+
+def _shard_behind(target: Tensor) -> str:
+    """Return the name of the shard that a tensor is, or whose gradient, by storage; "" for none."""
+    if name := shard_name(target):
+        return name
+    storage = _storage(target)
+    for parameter in shards():
+        if vars(parameter).get(_DIMS):
+            held = (value for value in (parameter, parameter.grad) if value is not None)
+            if any(_storage(value) == storage for value in held):
+                return shard_name(parameter) or ""
+    return ""
 
 
 def _reduced(
     name: str, parts: Iterable[GradientPart], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> GradientPart | None:
-    """Return the first part that a call reduces along a dim that is split over ranks."""
-    dims = None if name in _OF_ALL else kwargs.get("dim", kwargs.get("axis"))
-    place = 2 if name in _AFTER_ORDER else 1
-    if dims is None and name in _BY_DIM and len(args) > place:
-        dims = args[place]
-    dims = (dims,) if isinstance(dims, int) and not isinstance(dims, bool) else dims
-    if not isinstance(dims, (list, tuple)) or not dims:
-        return next(iter(parts), None)
+) -> _Reduction | None:
+    """Return the first reduction of a part along a dim that is split over ranks; sure ones first.
 
-    def along(part: GradientPart) -> bool:
-        return part.dims is None or any(dim % part.dim() in part.dims for dim in dims)
+    It is not sure where a loop has cut or reshaped the part, so that a rank may have all.
+    """
+    unsure = None
+    for part in parts:
+        dims = reduced_dims(name, part, args, kwargs)
+        if dims is None or dims and part.dims is None:
+            if dims and len(dims) == part.dim() and part.numel() == part.elements:
+                return _Reduction(name, part.origin, True)
+            unsure = unsure or _Reduction(name, part.origin, False)
+        elif part.dims is not None and any(dim in part.dims for dim in dims):
+            return _Reduction(name, part.origin, True)
+    return unsure
 
-    return next((part for part in parts if along(part)), None)
+
+def _is_new_shard(operands: list[Tensor], numbers: list[PartNumber]) -> bool:
+    """Return whether a call makes new values of a shard from numbers, as for `.data =`."""
+    shapes = {number.shape for number in numbers}
+    plain = (v for v in operands if not isinstance(v, _Followed) and v.shape in shapes)
+    return any(_shard_behind(value) for value in plain)
 
 
-def _warn(number: PartNumber) -> None:
+def _refuse(numbers: list[PartNumber], shard: str) -> None:
+    """Raise Refusal S622 for what changes a shard; warn where the number may be the whole."""
+    surely = next((number for number in numbers if number.made.surely), None)
+    if surely is not None:
+        raise _part_refusal(surely, shard)
+    _warn(numbers[0].reduction, numbers[0].origin)
+
+
+def _warn(reduction: str, origin: str) -> None:
     """Warn, once for each line of the user's, that a number is of this rank's part only."""
     span = python_span()
     text = (
-        f"`{number.reduction}` is of this rank's shard of `{number.origin}` only: other ranks have"
+        f"`{reduction}` is of this rank's shard of `{origin}` only: other ranks have"
         " others. `program.grad_norm` is the norm of all gradients; `program.gradients()` has full"
         " gradients"
     )

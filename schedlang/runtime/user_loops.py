@@ -35,6 +35,7 @@ from schedlang.diagnostics.source import python_span
 from schedlang.runtime import scope
 from schedlang.runtime.adapters.fully_shard import refuse_copies, replaced_parameter
 from schedlang.runtime.adapters.torch_clip import check_norms, check_unscaling
+from schedlang.runtime.adapters.torch_distributed import hear_collectives
 from schedlang.runtime.adapters.torch_tensor import check_backwards, wrap_gradients
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.grad_reduction.gradient import GradientReduction, LocalParameters
@@ -56,7 +57,13 @@ from schedlang.runtime.optim.full_tensor_step import (
     is_elementwise,
 )
 from schedlang.runtime.scope import Scope
-from schedlang.runtime.shard_gradients import mark_gradients, note_dims, unmark_gradients
+from schedlang.runtime.shard_gradients import (
+    mark_gradients,
+    note_collective,
+    note_dims,
+    note_gather,
+    unmark_gradients,
+)
 from schedlang.runtime.shard_state import guard_state
 from schedlang.runtime.storage.offloaded_gradients import in_backward
 
@@ -338,6 +345,7 @@ def _guard_shards(a: Assembly) -> None:
     guard_state(a, a.local_parameters.shapes)
     if a.local_parameters.shapes:
         note_forwards(a.module)
+        mark_gradients(a.parameters.values())
 
 
 def _shards_of(a: Assembly) -> Iterator[tuple[str, nn.Parameter]]:
@@ -356,6 +364,7 @@ def _register_checks() -> None:
     check_unscaling(_check_scaler)
     check_backwards(check_terms)
     wrap_gradients(_run_marked)
+    hear_collectives(note_collective, note_gather)
     register_optimizer_step_pre_hook(_check_optimizer)
 
 

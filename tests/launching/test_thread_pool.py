@@ -205,6 +205,7 @@ def test_globals_of_the_process_are_each_ranks_own(threads: Threads) -> None:
 SHARED = {
     ("logical_functions", "found"),
     ("fuse", "_codes"),
+    ("shard_gradients", "_warned"),
     ("pool", "_shared"),
     ("copies", "_streams"),
     ("copies", "_copy_events"),

@@ -55,7 +55,7 @@ def test_wrong_input() -> None:
         ((CUSTOM,), "--mesh dp=2,tp=2"),
         (("nowhere.py", "--mesh", "tp=2"), "S904"),
         ((CUSTOM, "--mesh", "tp=2", "-o", "nowhere/my.sched"), "there is no folder `nowhere`"),
-        ((CUSTOM, "--mesh", "tp=2", "-o", CUSTOM), "would replace a Python"),
+        ((CUSTOM, "--mesh", "tp=2", "-o", CUSTOM), "would replace"),
     ):
         result = run_init(*args)
         assert result.exit_code == 2 and expected in result.stderr, result.output

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.optim import (
     ZeroRedundancyOptimizer,
     _apply_optimizer_in_backward,
@@ -105,11 +106,70 @@ def wrapped_inside(program: Any) -> None:
     nn.parallel.DistributedDataParallel(nn.Sequential(program.module))  # here
 
 
+def by_each(change: Callable[[nn.Parameter, Tensor], Any]) -> Loop:
+    """Return a loop that changes the gradient of each matrix."""
+
+    def loop(program: Any) -> None:
+        def changes(parameters: list[nn.Parameter]) -> None:
+            for parameter in parameters:
+                if parameter.dim() == 2:
+                    assert parameter.grad is not None
+                    change(parameter, parameter.grad)
+
+        steps(program, changes)
+
+    return loop
+
+
+def stepped(program: Any) -> None:
+    """Step on gradients that were made from a number of the rank's, before it had the module."""
+    program.train_step(batch(0))
+    for parameter in named(program):
+        grad: Any = parameter.grad
+        parameter.grad = grad / grad.norm()
+    sgd(program).step()  # here
+
+
+def sliced_norm(program: Any) -> None:
+    """Scale slices of a shard by their own norms."""
+
+    def scale(parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            grad: Any = parameter.grad
+            local = grad.to_local() if hasattr(grad, "to_local") else grad
+            local.mul_(1 / (1 + local.norm()))  # here
+
+    steps(program, scale)
+
+
+def compiled(program: Any) -> None:
+    """Scale weights by norms in compiled code."""
+    scale = torch.compile(lambda p, g: p.mul_(1 / (1 + g.norm())), backend="eager")  # here
+
+    by_each(scale)(program)
+
+
+# what names a tuple, reduces other dims than its argument, transposes, or writes elsewhere
+WRONG = (
+    by_each(lambda p, g: g.div_(g.abs().max(dim=0).values + g.abs().max(dim=1).values[0])),  # here
+    by_each(lambda p, g: g.copy_(torch.linalg.svd(g, full_matrices=False).U @ g[:6])),  # here
+    by_each(lambda p, g: g.copy_(nn.functional.normalize(g) + g.renorm(2, 1, 0.1))),  # here
+    by_each(lambda p, g: g.copy_(g.log_softmax(0) + g.cumprod(1))),  # here
+    by_each(lambda p, g: g.T.div_(g.T.norm(dim=1, keepdim=True))),  # here
+    by_each(lambda p, g: torch.div(g, g.norm(), out=g)),  # here
+    by_each(lambda p, g: p.data.copy_(p.data - g / g.norm())),  # here
+    by_each(lambda p, g: p.add_(torch.zeros_like(g).add_(g / g.norm()))),  # here
+)
+
 REFUSED: tuple[tuple[Loop, tuple[str, ...]], ...] = (
     (sharpness, ("tp", "tp zero3")),
     (squares, ("tp", "tp zero3")),
     (centralised, ("tp", "tp zero3")),
     (own_backward, ("tp",)),
+    (stepped, ("tp", "tp zero3")),
+    (sliced_norm, ("tp", "tp zero3")),
+    (compiled, ("tp",)),
+    *((loop, ("tp",)) for loop in WRONG),
     (shared_state, ("tp", "zero2")),
     (in_backward, ("dp", "zero3")),
     (wrapped, ("tp", "zero2")),
@@ -195,7 +255,126 @@ def all_reduced(program: Any) -> list[Any]:
     return []
 
 
-@pytest.mark.parametrize("loop", [by_elements, all_reduced])
+def by_maximum(program: Any) -> list[Any]:
+    """Scale by the largest element of all ranks: on one of them it is its own."""
+
+    def change(parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            assert parameter.grad is not None
+            largest = parameter.grad.abs().max()
+            if isinstance(parameter.grad, GradientPart):
+                dist.all_reduce(largest.view(1), op=dist.ReduceOp.MAX)
+            parameter.grad.mul_(0.01 / largest)
+
+    steps(program, change)
+    return []
+
+
+def overflows(program: Any) -> list[Any]:
+    """Count elements that are not finite: none on all ranks."""
+
+    def change(parameters: list[nn.Parameter]) -> None:
+        bad: Any = sum((~torch.isfinite(p.grad)).sum() for p in parameters if p.grad is not None)
+        if any(isinstance(parameter.grad, GradientPart) for parameter in parameters):
+            dist.all_reduce(bad)
+        for parameter in parameters:
+            parameter.grad.mul_((bad == 0).to(torch.float64))  # type: ignore[union-attr]
+
+    steps(program, change)
+    return []
+
+
+def gathered(program: Any) -> list[Any]:
+    """Scale by the norm of gathered parts, which are parts no more."""
+
+    def change(parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            grad: Any = parameter.grad
+            full = [grad.clone(), torch.empty_like(grad)]
+            if isinstance(grad, GradientPart):
+                dist.all_gather(full, grad)
+            else:
+                full = full[:1]
+            grad.div_(1 + torch.stack(full).norm())
+
+    steps(program, change)
+    return []
+
+
+def summed_by_function(program: Any) -> list[Any]:
+    """Scale by a sum over ranks of a collective that returns it."""
+    world: Any = dist.group.WORLD
+
+    def change(parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            grad: Any = parameter.grad
+            total = grad.square().sum()
+            if isinstance(grad, GradientPart):
+                total = all_reduce(total, "sum", world)
+                largest = grad.abs().max()
+                functions: Any = torch.ops._c10d_functional
+                functions.all_reduce_(largest, "max", world.group_name)
+                functions.wait_tensor(largest)
+            else:
+                largest = grad.abs().max()
+            grad.div_(largest)
+            grad.div_(1 + total)
+
+    steps(program, change)
+    return []
+
+
+def logged(program: Any) -> list[Any]:
+    """Take numbers for a log that read a part and numbers of it."""
+
+    def log(p: nn.Parameter, g: Tensor) -> None:
+        float((g.abs() > 3 * g.std()).double().mean() + (g - g.mean()).abs().max())
+        torch.histc(g, 4, g.min(), g.max())  # type: ignore[arg-type]
+        g.norm().to(p)
+        g.clone().div_(g.norm()).max().item()
+
+    by_each(log)(program)
+    return []
+
+
+def by_rows(program: Any) -> list[Any]:
+    """Change rows that ranks have in full, and each element by another."""
+
+    def change(parameters: list[nn.Parameter]) -> None:
+        weight, grad = parameters[3], parameters[3].grad
+        assert grad is not None and weight.shape[1] == 6
+        grad.copy_(nn.functional.normalize(grad, dim=1) + grad.renorm(2, 0, 0.01))
+        grad.mul_(torch.cosine_similarity(grad, weight.detach(), 1)[:, None])
+        grad.T.div_(1 + grad.T.norm(dim=0, keepdim=True))
+        grad.copy_(grad @ torch.ones(6, 6, dtype=torch.float64) + grad.sort(dim=1).values)
+        grad.copy_(torch.max(grad, torch.zeros_like(grad)))
+        grad.div_(1 + grad.reshape(len(grad), 2, 3).flatten(1).norm(dim=1, keepdim=True))  # warns
+
+    steps(program, change)
+    return []
+
+
+def compiled_clamp(program: Any) -> list[Any]:
+    """Clip gradients and update an average in compiled code."""
+    clamp = torch.compile(lambda a, g: a.lerp_(g.clamp(-0.01, 0.01), 0.5), backend="aot_eager")
+    averages = [torch.zeros_like(parameter) for parameter in named(program)]
+
+    def change(parameters: list[nn.Parameter]) -> None:
+        for average, parameter in zip(averages, parameters):
+            parameter.grad = clamp(average, parameter.grad).clone()
+
+    steps(program, change)
+    return []
+
+
+RIGHT = (
+    *(by_elements, all_reduced, by_maximum, overflows, gathered, summed_by_function, logged),
+    *(by_rows, compiled_clamp),
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*this rank's shard")
+@pytest.mark.parametrize("loop", RIGHT)
 def test_what_is_right_is_taken(loop: Loop, threads: Threads) -> None:
     """Elements, rows that a rank has in full, and sums over ranks, as in the plain loop."""
 
@@ -208,6 +387,28 @@ def test_what_is_right_is_taken(loop: Loop, threads: Threads) -> None:
     loop(plain)
     for state in threads.run(body, 2):
         torch.testing.assert_close(state, plain.state_dict(), rtol=1e-9, atol=1e-12)
+
+
+def test_new_values_of_shards() -> None:
+    """They are warned of: where they replace a shard is not seen."""
+
+    def body() -> None:
+        program = build(make_plan(copy.deepcopy(NET), *LAYOUTS["tp"]), batch(0))
+        by_each(lambda p, g: setattr(p, "data", p.data - g / g.norm()))(program)
+
+    with pytest.warns(UserWarning, match="this rank's shard of `up.weight`"):
+        Threads().run(body, 2)
+
+
+def test_a_part_for_numpy() -> None:
+    """Functions of numpy are not followed: a warning says so."""
+
+    def body() -> None:
+        program = build(make_plan(copy.deepcopy(NET), *LAYOUTS["tp"]), batch(0))
+        by_each(lambda p, g: g.numpy().sum())(program)
+
+    with pytest.warns(UserWarning, match="`numpy` is of this rank's shard of `up.weight`"):
+        Threads().run(body, 2)
 
 
 def test_a_number_for_a_log() -> None:
