@@ -124,7 +124,8 @@ def with_statistics(
     known = None if unknown else _known_sums(plan, sample, loss, traced.equal_units)
     weighs = several and known is not None and known.can_weigh_means
     if known is not None and known.means and len(traced.labels) == 1:
-        weighs = all(mean.call is None for mean in known.means)  # its mean is only a metric
+        is_metric = all(mean.call is None for mean in known.means)  # its mean is not in the loss
+        weighs = is_metric and not traced.labels[0].class_weights
     # otherwise parts are weighted by the labels of one mean, or by the user
     counted = weighed or not weighs and known is not None and bool(known.means)
     statistics = statistics_of(plan, sample, loss, counted, traced.equal_units)

@@ -114,6 +114,17 @@ class OneLoss(Several):
         return super().joined(loss, exits, scores, of_row, labels[0], None)
 
 
+class OneWeighted(OneLoss):
+    """A model whose only loss divides by class weights."""
+
+    def __init__(self) -> None:
+        super().__init__("weighted")
+
+    def joined(self, loss: Tensor, exits: Any, scores: Tensor, of_row: Any, *labels: Any) -> Any:
+        """Return the loss over words alone, without a mean beside it."""
+        return F.cross_entropy(scores, labels[0].flatten(), torch.arange(1.0, WORDS + 1))
+
+
 def outside(output: Any, batch: Mapping[str, Any]) -> Tensor:
     """Return the same loss outside of the model."""
     scores, of_row, value = output
@@ -152,6 +163,20 @@ def test_is_proven(threads: Threads) -> None:
 def test_forwards_that_draw(rows: str, threads: Threads) -> None:
     """A mode that follows draws inside functions leaves losses to the modes beneath it."""
     assert judge(written("drawn"), hand_text(rows), threads) == ""
+
+
+def test_class_weights(threads: Threads) -> None:
+    """One mean that divides by class weights is refused (S621), and taken with a weight."""
+    torch.manual_seed(0)
+    plan, full = make_plan(OneWeighted(), "zero(stage=0, over=dp)", "dp=2"), batch(8, 0)
+    with pytest.raises(Refusal, match="S621"):
+        threads.run(build, 2, plan, full)
+
+    def weight(part: Mapping[str, Tensor]) -> float:
+        counted = part["words"][part["words"] != -100]
+        return float((counted + 1.0).sum())
+
+    assert_proven(threads, plan, [full], weight=weight)
 
 
 def test_means_beside_the_loss(threads: Threads) -> None:
