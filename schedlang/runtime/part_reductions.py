@@ -69,22 +69,22 @@ def reduced_dims(name: str, operand: Tensor, args: Any, kwargs: dict[str, Any]) 
     given = dims if isinstance(dims, (list, tuple)) else (dims,)
     if any(not isinstance(dim, int) for dim in given):
         return None
-    found = tuple(dim % len(every) for dim in given if every)
+    chosen = tuple(dim % len(every) for dim in given if every)
     if name == "renorm":
-        return tuple(dim for dim in every if dim not in found)
-    return found or every
+        return tuple(dim for dim in every if dim not in chosen)
+    return chosen or every
 
 
 def _contracted(name: str, operand: Tensor, args: Any) -> Dims | None:
     places = _PRODUCTS[name]
     if len(args) <= max(places):
         return None
-    last, found = operand.dim() - 1, []
+    last, contracted = operand.dim() - 1, list[int]()
     if operand is args[places[0]]:
-        found.append(last)
+        contracted.append(last)
     if operand is args[places[1]]:
-        found.append(last if name in _BY_ROWS else max(last - 1, 0))
-    return tuple(found)
+        contracted.append(last if name in _BY_ROWS else max(last - 1, 0))
+    return tuple(contracted)
 
 
 def product_dims(name: str, args: Any, result: Tensor, dims_of: Callable[[Any], Any]) -> Any:

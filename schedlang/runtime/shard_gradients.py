@@ -121,17 +121,17 @@ class _Reduction:
 class PartNumber(_Followed):
     """A number, or numbers, to which a rank has reduced its part, or that it made of such.
 
-    made      how
+    history   how, from which part
     computed  its local value, as torch has computed it here
     """
 
-    made: _Reduction
+    history: _Reduction
     computed: Tensor
 
     @property
     def reduction(self) -> str:
         """Return the function that reduced the part."""
-        return self.made.name
+        return self.history.name
 
     def is_own(self) -> bool:
         """Return whether the number is this rank's alone.
@@ -139,7 +139,7 @@ class PartNumber(_Followed):
         It is not if a collective of torch was seen to write it, or if its value is another than
         torch has computed: what writes it unseen is a collective, too.
         """
-        if not self.made.own:
+        if not self.history.own:
             return False
         return torch.equal(_local(self).nan_to_num(), self.computed.nan_to_num())
 
@@ -167,7 +167,7 @@ class SlicedNumber(PartNumber, DTensor):
     def full_tensor(self, **options: Any) -> Tensor:
         """Return the number of all slices of the rank's part."""
         with torch._C.DisableTorchFunctionSubclass():
-            return _number(super().full_tensor(**options), [self.made])
+            return _number(super().full_tensor(**options), [self.history])
 
 
 def note_dims(parameter: Tensor, dims: tuple[int, ...]) -> None:
@@ -199,7 +199,7 @@ def unmark_gradients(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, PartNumber) and gradient.is_own():
-            _refuse([gradient], shard_name(parameter) or gradient.made.origin)
+            _refuse([gradient], shard_name(parameter) or gradient.history.origin)
         if isinstance(gradient, DTensor) and isinstance(gradient, _Followed):
             gradient.__class__ = DTensor  # type: ignore[assignment]
         elif isinstance(gradient, _Followed):
@@ -210,7 +210,7 @@ def note_collective(results: Iterable[Any]) -> None:
     """Note that a collective writes tensors: they are no more what this rank has reduced alone."""
     for value in _tensors(results):
         if isinstance(value, PartNumber):
-            value.made.own = False
+            value.history.own = False
 
 
 def note_gather(results: Iterable[Any]) -> None:
@@ -238,14 +238,14 @@ def _as_part(value: Tensor, name: str, dims: Dims | None, elements: int) -> Grad
     return part
 
 
-def _number(value: Tensor, made: list[_Reduction], sources: Iterable[Tensor] = ()) -> Tensor:
+def _number(value: Tensor, histories: list[_Reduction], sources: Iterable[Tensor] = ()) -> Tensor:
     """Return a tensor as a number that was made as others, or by a reduction."""
-    first = made[0]
+    first = histories[0]
     if not any(_storage(value) == _storage(source) for source in sources):
-        surely = any(reduction.surely for reduction in made)
-        first = _Reduction(first.name, first.origin, surely, any(other.own for other in made))
+        surely = any(reduction.surely for reduction in histories)
+        first = _Reduction(first.name, first.origin, surely, any(other.own for other in histories))
     number: PartNumber = _as_kind(value, PartNumber, SlicedNumber)
-    number.origin, number.made = first.origin, first
+    number.origin, number.history = first.origin, first
     number.computed = _local(number).detach().clone()
     return number
 
@@ -255,9 +255,9 @@ def _marking(
 ) -> Callable[[Tensor], Tensor]:
     """Return what makes a result of a call a part, or a number."""
     reduction = _reduced(name, parts, *call)
-    made = [*([reduction] if reduction else ()), *(number.made for number in numbers)]
-    if made:
-        return partial(_number, made=made, sources=numbers)
+    histories = [*([reduction] if reduction else ()), *(number.history for number in numbers)]
+    if histories:
+        return partial(_number, histories=histories, sources=numbers)
     if not parts:
         return lambda value: value
 
@@ -321,18 +321,18 @@ def _written(called: str, name: str, args: tuple[Any, ...], kwargs: Any) -> Iter
 def _note_write(target: Tensor, sources: list[PartNumber], name: str) -> None:
     """Note numbers that were written: a number has them now, and a tensor of a loop becomes one."""
     if isinstance(target, PartNumber):
-        keeps = target.made.own and not name.endswith(_OVERWRITING)
-        target.made.own = bool(sources) or keeps
-        target.made.surely |= any(source.made.surely for source in sources)
+        keeps = target.history.own and not name.endswith(_OVERWRITING)
+        target.history.own = bool(sources) or keeps
+        target.history.surely |= any(source.history.surely for source in sources)
         target.computed = _local(target).detach().clone()
     elif sources and type(target) in (Tensor, DTensor, GradientPart, SlicedPart):
         if target.requires_grad or _shard_behind(target):
             return
         target.__class__ = SlicedNumber if isinstance(target, DTensor) else PartNumber
         number: Any = target
-        first = sources[0].made
-        surely = any(source.made.surely for source in sources)
-        number.origin, number.made = first.origin, _Reduction(first.name, first.origin, surely)
+        first = sources[0].history
+        surely = any(source.history.surely for source in sources)
+        number.origin, number.history = first.origin, _Reduction(first.name, first.origin, surely)
         number.computed = _local(target).detach().clone()
 
 
@@ -392,7 +392,7 @@ def _is_new_shard(operands: list[Tensor], numbers: list[PartNumber]) -> bool:
 
 def _refuse(numbers: list[PartNumber], shard: str) -> None:
     """Raise Refusal S622 for what changes a shard; warn where the number may be the whole."""
-    surely = next((number for number in numbers if number.made.surely), None)
+    surely = next((number for number in numbers if number.history.surely), None)
     if surely is not None:
         raise _part_refusal(surely, shard)
     _warn(numbers[0].reduction, numbers[0].origin)

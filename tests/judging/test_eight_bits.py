@@ -18,7 +18,12 @@ from schedlang.passes.judge.low_dtype import FORMATS
 from schedlang.passes.verify.conditioning import IN_DTYPE
 from schedlang.report import Report
 from schedlang.runtime.launch.pool import Pool
-from tests.judging.catches.collectives import CopyToSplit, ReduceFromSplit, shard_param
+from tests.judging.catches.collectives import (
+    CopyToSplit,
+    ReduceFromSplit,
+    average_grads,
+    shard_param,
+)
 
 WIDTH = 32
 Amax = Callable[[Tensor], Tensor]  # largest magnitudes of a tensor, in the shape of its scales
@@ -137,9 +142,7 @@ def by_rows(multiply: Any = emulated, amax: Amax = amax_of_all) -> Callable[[Any
         def step(batch: Any) -> Tensor:
             value = loss(forward(batch["input"].chunk(size)[rank]), batch)
             value.backward()
-            for p in model.parameters():
-                dist.all_reduce(p.grad)
-                p.grad /= size
+            average_grads(model)
             return value
 
         return TrainingProgram(model, step)
@@ -275,9 +278,7 @@ def gathered(swapped: bool) -> Callable[[Any], TrainingProgram]:
                     x = layer(x)
             value = loss(x, batch)
             value.backward()
-            for p in model.parameters():
-                dist.all_reduce(p.grad)
-                p.grad /= size
+            average_grads(model)
             return value
 
         return TrainingProgram(model, step)

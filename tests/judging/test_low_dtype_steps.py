@@ -15,7 +15,14 @@ from schedlang import TrainingProgram
 from schedlang.runtime.launch.pool import Pool
 from tests.judging.catches.collectives import average_grads, world_size
 from tests.judging.net import batch_part
-from tests.judging.test_shard_steps import SHARDED, judge_program, on_ranks, split, squared
+from tests.judging.test_shard_steps import (
+    SHARDED,
+    autocast_backward,
+    judge_program,
+    on_ranks,
+    split,
+    squared,
+)
 
 RATE = 0.003
 
@@ -151,10 +158,7 @@ def decaying(wide: bool, decay: float = 0.3, rate: float = RATE) -> Any:
         module = model.float() if wide else model
 
         def step(batch: Any) -> Tensor:
-            part = batch_part(batch, dist.get_rank(), world_size())
-            with torch.autocast("cpu", torch.bfloat16):
-                value = squared(module(part["input"]).float(), part)
-            value.backward()
+            value = autocast_backward(module, batch)
             average_grads(module)
             return value
 

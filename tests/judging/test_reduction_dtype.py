@@ -22,7 +22,7 @@ from schedlang.passes.judge.program import check_program
 from schedlang.runtime.launch.pool import Pool
 from tests.judging.catches.collectives import ReduceFromSplit, shard_param, world_size
 from tests.judging.net import batch_part
-from tests.judging.test_shard_steps import SHARDED, WIDTH, judge_program, squared
+from tests.judging.test_shard_steps import SHARDED, WIDTH, autocast_backward, judge_program, squared
 
 
 def sharded(reduce_dtype: torch.dtype) -> Any:
@@ -52,10 +52,7 @@ def by_hand(dtype: torch.dtype, wide: bool = True, **options: Any) -> Any:
         module = model.float() if wide else model
 
         def step(batch: Any) -> Tensor:
-            part = batch_part(batch, dist.get_rank(), world_size())
-            with torch.autocast("cpu", torch.bfloat16):
-                value = squared(module(part["input"]).float(), part)
-            value.backward()
+            value = autocast_backward(module, batch)
             for p in module.parameters():
                 total = p.grad.to(dtype)
                 dist.all_reduce(total)

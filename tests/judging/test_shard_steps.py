@@ -41,6 +41,15 @@ def squared(output: Any, batch: Any) -> Tensor:
     return F.mse_loss(output, batch["y"])
 
 
+def autocast_backward(module: nn.Module, batch: Any) -> Tensor:
+    """Run forward and backward of this rank's part of a batch in bfloat16; return the loss."""
+    part = batch_part(batch, dist.get_rank(), world_size())
+    with torch.autocast("cpu", torch.bfloat16):
+        value = squared(module(part["input"]).float(), part)
+    value.backward()
+    return value
+
+
 def layers() -> nn.Module:
     """Return two layers."""
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
