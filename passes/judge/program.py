@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -137,7 +136,7 @@ class ProgramFile:
     @property
     def files(self) -> dict[str, Path]:
         """Files that ranks must load, by the module names that they load them under."""
-        return {IMPORT_NAME: self.path}
+        return {self.module.__name__: self.path}
 
 
 def load_program(path: Path) -> ProgramFile:
@@ -145,9 +144,6 @@ def load_program(path: Path) -> ProgramFile:
 
     Raises Refusal S904, S905, or S761 if the file defines no program.
     """
-    resolved = path.resolve()
-    if path.is_file() and str(resolved.parent) not in sys.path:
-        sys.path.insert(0, str(resolved.parent))  # as `python program.py` has it
     module = import_file(IMPORT_NAME, path)
     if not callable(getattr(module, "program", None)):
         defined = [name for name in vars(module) if not name.startswith("_")]
@@ -156,7 +152,7 @@ def load_program(path: Path) -> ProgramFile:
         raise Refusal(
             Diagnostic("S761", message, helps=helps, facts=facts_of_unknown("program", defined))
         )
-    return ProgramFile(module, resolved)
+    return ProgramFile(module, path.resolve())
 
 
 def make_program(make: Make, model: nn.Module, rank: int) -> TrainingProgram:

@@ -3,6 +3,8 @@
 * A file is run from its text, not from compiled code. Python takes compiled code for current if the
   file has the same size and second of change: an edit within a second would be proven as it was
   before.
+* A file imports what lies beside it, as `python model.py` does; with relative imports it is a
+  module of its package. A dotted module is found from the current folder, as by `python -m`.
 * By convention the file is `model.py` beside the schedule, or `gpt.py` beside `gpt.sched`. It
   defines `model()`, `batch(seed)` and, where needed, `loss(output, batch)` and `weight(batch)`; for
   `verify --shrink` optionally `small()` and `small_batch(seed)`; for rows that `replace` modules,
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 import sys
 import traceback
@@ -22,7 +25,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from schedlang.diagnostics.diagnostic import Refusal, facts_of_unknown, suggest_name
 from schedlang.diagnostics.user_errors import refusal_of
@@ -44,13 +47,68 @@ def module_of(name: str, path: str | Path) -> tuple[ModuleType, Callable[[], Non
     """Register an empty module under this name; return it, and the function that runs the file in
     it.
 
-    Raises OSError where the file cannot be read. The function raises what the file raises.
+    A file with relative imports is registered as a module of its package: `package.name`. Raises
+    OSError where the file cannot be read. The function raises what the file raises.
     """
-    loader = _FromText(name, str(path))
-    spec = spec_from_file_location(name, path, loader=loader)
+    folder, package = _import_folder(Path(path))
+    _find_imports_in(folder, name)
+    full_name = name if not package or name.startswith(f"{package}.") else f"{package}.{name}"
+    loader = _FromText(full_name, str(path))
+    spec = spec_from_file_location(full_name, path, loader=loader)
     assert isinstance(spec, ModuleSpec), path
-    module = sys.modules[name] = module_from_spec(spec)
+    module = sys.modules[full_name] = module_from_spec(spec)
     return module, lambda: loader.exec_module(module)
+
+
+def _import_folder(path: Path) -> tuple[Path, str]:
+    """Return the folder in which a file's imports are looked for, and the file's package, or "".
+
+    That is the file's own folder; with relative imports the one that contains its package.
+    """
+    folder, names = path.parent, []
+    if not re.search(rb"^\s*from\s+\.", path.read_bytes(), re.MULTILINE):
+        return folder, ""
+    while (folder / "__init__.py").is_file():
+        names.append(folder.name)
+        folder = folder.parent
+    return folder, ".".join(reversed(names))
+
+
+class ImportFolders:
+    """The folders that were put on Python's path, by the name of the file that they are for."""
+
+    of: ClassVar[dict[str, Path]] = {}
+
+
+def _find_imports_in(folder: Path, name: str) -> None:
+    """Put a folder first on Python's path, in place of that of the last file of this name.
+
+    Modules of the last folder that this one has as well (`layers.py`) will be imported anew.
+    """
+    last = ImportFolders.of.get(name)
+    if last == folder:
+        return
+    if last is not None:
+        sys.path[:] = [entry for entry in sys.path if entry != str(last)]
+        del ImportFolders.of[name]
+        tops = {key.partition(".")[0] for key in sys.modules}
+        again = {top for top in tops if _lies_in(last, top) and _has_module(folder, top)}
+        for key in [key for key in sys.modules if key.partition(".")[0] in again]:
+            del sys.modules[key]
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+        ImportFolders.of[name] = folder
+
+
+def _lies_in(folder: Path, name: str) -> bool:
+    """Return whether a top module, if it is imported, lies directly in a folder."""
+    module = sys.modules.get(name)
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+    return bool({str(folder / f"{name}.py"), str(folder / name)} & set(places))
+
+
+def _has_module(folder: Path, name: str) -> bool:
+    return (folder / f"{name}.py").is_file() or (folder / name).is_dir()
 
 
 KNOWN_NAMES = ("model", "batch", "loss", "weight", "small", "small_batch", "replacements")
@@ -178,13 +236,15 @@ def load_model_file(model: str | None, schedule: Path | None = None) -> ModelFil
     Raises Refusal S904 if there is no file, S905 if the import fails, S906 if it defines no model.
     """
     if model is not None and not model.endswith(".py"):
+        if not {"", os.getcwd()} & set(sys.path):
+            sys.path.insert(0, os.getcwd())
         return _checked(_run_import(lambda: importlib.import_module(model), model), model, None)
     path = Path(model) if model is not None else model_beside(schedule or Path())
     if not path.is_file():
         title = f"there is no model file `{path}`"
         raise Refusal.of("S904", title, helps=_other_files(path, model, schedule))
     module = import_file(IMPORT_NAME, path)
-    return _checked(module, IMPORT_NAME, path.resolve())
+    return _checked(module, module.__name__, path.resolve())
 
 
 def model_beside(schedule: Path) -> Path:
@@ -227,7 +287,10 @@ def import_file(name: str, path: Path) -> ModuleType:
     """Import a user's file as a module of this name; refuses S904 and S905."""
     if not path.is_file():
         raise Refusal.of("S904", f"there is no file `{path}`")
-    module, load = module_of(name, path.resolve())
+    try:
+        module, load = module_of(name, path.resolve())
+    except OSError as error:
+        raise Refusal.of("S904", f"`{path}` cannot be read: {error.strerror}") from error
     _run_import(load, str(path))
     return module
 
@@ -252,10 +315,21 @@ def _run_import(load: Callable[[], Any], name: str) -> Any:
             "S905",
             f"importing the model file `{name}` fails",
             notes=tuple(_describe_chain(error)),
-            helps=(f"see the full error: `python -c 'import runpy; runpy.run_path(\"{name}\")'`",),
+            helps=(f"see the full error: `{_import_command(name)}`",),
         ) from error
     finally:
         ImportState.active = False
+
+
+def _import_command(name: str) -> str:
+    """Return the shell command that imports a file, or a dotted module, and nothing else."""
+    if not name.endswith(".py"):
+        return f"python -c 'import {name}'"
+    path = Path(name).resolve()
+    folder, package = _import_folder(path)
+    load = f'import runpy; runpy.run_path("{path.name}")'
+    command = f"python -c '{f'import {package}.{path.stem}' if package else load}'"
+    return command if folder == Path.cwd() else f"cd {os.path.relpath(folder)} && {command}"
 
 
 def _describe_chain(error: BaseException | None) -> Iterator[str]:
@@ -278,11 +352,20 @@ def _describe_chain(error: BaseException | None) -> Iterator[str]:
 
 
 def _checked(module: ModuleType, name: str, path: Path | None) -> ModelFile:
+    shown = path.name if path is not None else name
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(getattr(module, "model", None), torch.nn.Module):
+        raise Refusal.of(
+            "S906",
+            f"`model` of `{shown}` is a module, not a function that makes one",
+            helps=("write `def model():` above its lines, and `return` the module",),
+            notes=("it is made several times: with values, and on the meta device",),
+        )
     if not callable(getattr(module, "model", None)):
         defined = [attribute for attribute in vars(module) if not attribute.startswith("_")]
         raise Refusal.of(
             "S906",
-            f"`{path.name if path is not None else name}` defines no `model()`",
+            f"`{shown}` defines no `model()`",
             helps=(suggest_name("model", defined, "it defines"),),
             facts=facts_of_unknown("model", defined),
         )

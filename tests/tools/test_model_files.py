@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.modelfile import load_model_file, model_beside
 from schedlang.runtime.launch.pool import Pool
 
+ROOT = Path(__file__).parents[2]
 BEFORE = "from torch import nn\n\n\ndef model():\n    return nn.Linear(2, 3)\n"
 
 
@@ -50,6 +53,95 @@ def test_the_file_beside_a_schedule(tmp_path: Path) -> None:
 
     (tmp_path / "model.py").write_text(BEFORE)
     assert model_beside(tmp_path / "gpt.sched") == tmp_path / "model.py"
+
+
+LAYERS = """from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range({layers}))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+"""
+USES_LAYERS = """import torch
+
+from {layers} import Net
+
+
+def model():
+    return Net()
+
+
+def batch(seed):
+    return {{"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))}}
+"""
+SCHEDULE = "schedule 1 for Net\nmesh(dp=2)\nzero(stage=1, over=dp)\n"
+
+
+def _write_project(folder: Path, name: str, layers: int, imports: str) -> Path:
+    """Write a package, or plain files, whose model file imports `layers`; return the schedule."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "layers.py").write_text(LAYERS.format(layers=layers))
+    (folder / name / "model.py").write_text(USES_LAYERS.format(layers=imports))
+    (folder / name / "zero.sched").write_text(SCHEDULE)
+    return folder / name / "zero.sched"
+
+
+@pytest.mark.parametrize("kind", ["beside", "relative", "nested", "dotted"])
+def test_imports_of_a_model_file(kind: str, tmp_path: Path) -> None:
+    """Imports of files beside it, relative imports, and dotted modules work as with Python.
+
+    They work from the installed command, which does not have the current folder on its path, and on
+    ranks.
+    """
+    name = {"nested": "tiny/models"}.get(kind, "tiny")
+    imports = "layers" if kind == "beside" else ".layers"
+    schedule = _write_project(tmp_path, name, 2, imports)
+    if kind != "beside":
+        for folder in {schedule.parent, tmp_path / "tiny"}:
+            (folder / "__init__.py").write_text("")
+    command = [sys.executable, "-P", "-m", "schedlang", "verify", str(schedule)]
+    command += ["--model", "tiny.model"] if kind == "dotted" else []
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_modules_of_one_name_in_two_folders(tmp_path: Path) -> None:
+    """Each model file of one command imports the `layers.py` of its own folder, on ranks, too."""
+    _write_project(tmp_path, "a", 2, "layers")
+    _write_project(tmp_path, "b", 3, "layers")
+    before = list(sys.path)
+    for name, layers in [("a", 2), ("b", 3), ("a", 2)]:
+        loaded = load_model_file(None, tmp_path / name / "zero.sched")
+        assert len(loaded.model().layers) == layers
+        assert len([entry for entry in sys.path if entry not in before]) <= 1
+    result = CliRunner().invoke(app, ["ci", str(tmp_path)])
+    assert result.exit_code == 0 and result.output.count("verify holds") == 2, result.output
+
+
+def test_an_import_that_fails_is_shown_in_full(tmp_path: Path) -> None:
+    """The help of S905 is a command that shows the traceback, whatever the current folder is."""
+    schedule = _write_project(tmp_path, "tiny", 2, ".layers")
+    (schedule.parent / "__init__.py").write_text("")
+    (schedule.parent / "layers.py").write_text("raise ValueError('here')")
+    with pytest.raises(Refusal) as refused:
+        load_model_file(None, schedule)
+    (help_,) = refused.value.diagnostic.helps
+    done = subprocess.run(help_.split("`")[1], shell=True, capture_output=True, text=True)
+    assert "layers.py" in done.stderr and "ValueError: here" in done.stderr
+
+
+def test_a_module_in_place_of_a_function_is_refused(tmp_path: Path) -> None:
+    """`model = Net()` is a module: the message says that a function is needed."""
+    (tmp_path / "model.py").write_text("from torch import nn\nmodel = nn.Linear(2, 2)\n")
+    with pytest.raises(Refusal, match="is a module, not a function"):
+        load_model_file(str(tmp_path / "model.py"))
 
 
 @pytest.mark.parametrize("verb", ["check", "plan", "verify", "run", "simulate", "tree"])
