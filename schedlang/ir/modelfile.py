@@ -230,12 +230,14 @@ class ModelFile:
 
 
 def load_model_file(model: str | None, schedule: Path | None = None) -> ModelFile:
-    """Import the model file named by `--model` (a path or a dotted module), or the one beside a
-    file.
+    """Import the model file named by `--model`, or the one beside a schedule.
 
+    model  a path, a folder with a `model.py`, or a dotted module
     Raises Refusal S904 if there is no file, S905 if the import fails, S906 if it defines no model.
     """
-    if model is not None and not model.endswith(".py"):
+    if model is not None and Path(model, "model.py").is_file():
+        model = str(Path(model, "model.py"))
+    if model is not None and not model.endswith(".py") and Path(model).name == model:
         if not {"", os.getcwd()} & set(sys.path):
             sys.path.insert(0, os.getcwd())
         return _checked(_run_import(lambda: importlib.import_module(model), model), model, None)
@@ -263,10 +265,11 @@ def _other_files(path: Path, model: str | None, schedule: Path | None) -> tuple[
     if schedule is None:
         return ("name one: `path/to/file.py` or `package.module`",)
     if model is not None:
-        files = [file for file in (schedule.parent / path,) if file.is_file()]
+        places = (schedule.parent / path, path.with_suffix(".py"))
+        files = [file for file in places if file.is_file()]
     else:
         files = [file for file in sorted(path.parent.glob("*.py")) if _defines_model(file)]
-    hint = "there is one beside the schedule: `--model {}`"
+    hint = "there is one: `--model {}`"
     return tuple(hint.format(file) for file in files[:3]) or (
         "put a `model.py` that defines `model()` beside the schedule",
         "or name one: `--model path/to/file.py`, `--model package.module`",
@@ -344,7 +347,8 @@ def _describe_chain(error: BaseException | None) -> Iterator[str]:
         ):  # the traceback has no frame of that file
             yield f"{Path(error.filename).name}:{error.lineno}: {(error.text or '').strip()}"
         else:
-            for frame in traceback.extract_tb(error.__traceback__)[-1:]:
+            frames = [f for f in traceback.extract_tb(error.__traceback__) if f.line]
+            for frame in frames[-1:]:  # importlib's own frames have no lines
                 yield f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}"
         cause = error.__cause__
         link = "caused by " if cause is not None else "while handling "

@@ -49,6 +49,8 @@ def init(
     forward without values and tries which rows are legal.  It lists the modules that stay
     replicated, with the reason.
     """
+    start = time.perf_counter()
+    from schedlang.ir.modelfile import load_model_file
     from schedlang.passes.autoshard.adapter_rows import Adapters
     from schedlang.passes.autoshard.propose import check_mesh, propose
     from schedlang.verbs.inputs import check_folders, model_to_try, parse_settings, write_output
@@ -58,8 +60,7 @@ def init(
         bad_option(f"`--adapt {adapt}` is no kind of adapter", "`--adapt lora` or `--adapt dora`")
     sizes = parse_settings((), mesh).mesh
     check_mesh(sizes)
-    start = time.perf_counter()
-    model_file = _load_file(model)
+    model_file = load_model_file(model)
     import torch  # noqa: F401  (a model file may defer it; it counts as an import)
 
     imports = time.perf_counter() - start
@@ -87,12 +88,3 @@ def _make_model(model_file: ModelFile, sizes: Mapping[str, int]) -> nn.Module:
     module = model_file.model(meta=True)
     split = any(size > 1 and ROLES[axis] == "tokens" for axis, size in sizes.items())
     return model_to_try(model_file, module) if split else module
-
-
-def _load_file(model: str) -> ModelFile:
-    """Load the model file of a path, of a folder with a `model.py`, or of a dotted name."""
-    from schedlang.ir.modelfile import load_model_file
-
-    if Path(model).is_dir():
-        model = str(Path(model) / "model.py")
-    return load_model_file(model)

@@ -137,6 +137,18 @@ def test_an_import_that_fails_is_shown_in_full(tmp_path: Path) -> None:
     assert "layers.py" in done.stderr and "ValueError: here" in done.stderr
 
 
+def test_a_folder_or_a_name_without_its_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder stands for its `model.py`; the file of a path without `.py` is offered."""
+    schedule = _write_project(tmp_path, "tiny", 2, "layers")
+    assert len(load_model_file(str(schedule.parent), schedule).model().layers) == 2
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["plan", str(schedule), "--model", "tiny/model"])
+    assert result.exit_code == 2 and "[S904]" in result.stderr
+    assert "`--model tiny/model.py`" in result.stderr
+
+
 def test_a_module_in_place_of_a_function_is_refused(tmp_path: Path) -> None:
     """`model = Net()` is a module: the message says that a function is needed."""
     (tmp_path / "model.py").write_text("from torch import nn\nmodel = nn.Linear(2, 2)\n")
