@@ -159,13 +159,14 @@ class Schedule(Scope):
     def __init__(
         self, model: nn.Module, file: n.File | None = None, settings: Settings | None = None
     ) -> None:
-        from schedlang.ir.model import ModelFacts
+        from schedlang.ir.model import ModelFacts, check_unwrapped
 
         if isinstance(model, type) or not hasattr(model, "named_modules"):
             kind = "a class" if isinstance(model, type) else kind_of(model)
             title = f"a schedule is for a module of torch, not for {kind}"
             helps = ("give the model itself: `schedlang.create_schedule(model())`",)
             raise Refusal.of("S618", title, Label(python_span()), helps=helps)
+        check_unwrapped(model)
         load_all()
         self._facts: ModelFacts = ModelFacts(model)
         self._selector = Selector(self._facts)

@@ -136,6 +136,35 @@ class Site:
         return self.fqn or "the model"
 
 
+def check_unwrapped(model: nn.Module) -> None:
+    """Refuse (S401) a model that is compiled, scripted, or parallel already: rows do that.
+
+    Modules that are compiled in place (`block.compile()`) are as they were written.
+    """
+    from torch.jit import ScriptModule
+
+    kind = type(model).__name__
+    if hasattr(model, "_orig_mod"):
+        title = "the model is a result of `torch.compile`"
+        helps = ("give the module before it, and compile it by a row: `blocks.*  fuse()`",)
+    elif kind in ("DistributedDataParallel", "FullyShardedDataParallel"):
+        title = f"the model is wrapped by `{kind}`"
+        helps = ("give the module inside, `model.module`, and a row: `zero(stage=3, over=dp)`",)
+    elif names := [name for name, p in model.named_parameters() if hasattr(p, "placements")]:
+        title = f"the model is sharded already: `{names[0]}` is a DTensor"
+        helps = ("give the model before `fully_shard` or `parallelize_module`",)
+    elif names := [
+        name or "model"
+        for name, module in model.named_modules()
+        if isinstance(module, ScriptModule) and any(True for _ in module.parameters())
+    ]:
+        title = f"`{names[0]}` is a module of `torch.jit`, whose forward cannot be followed"
+        helps = ("give the module that it was made from",)
+    else:
+        return
+    raise Refusal.of("S401", title, helps=helps)
+
+
 class ModelFacts:
     """All sites of one model in model order, computed once; the model itself is never changed.
 

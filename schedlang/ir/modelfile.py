@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from schedlang.diagnostics.diagnostic import Refusal, facts_of_unknown, suggest_name
 from schedlang.diagnostics.user_errors import refusal_of
 from schedlang.garbage_collection import without_collector
+from schedlang.ir.model import check_unwrapped
 
 if TYPE_CHECKING:
     from torch import nn
@@ -223,6 +224,7 @@ class ModelFile:
                 f"`model` of {self._shown_name} returns {type(model).__name__}, not a module",
                 helps=("return a torch.nn.Module",),
             )
+        check_unwrapped(model)
         table = getattr(self.module, "replacements", None)
         if table is not None:  # stored on the model, so that it is found wherever the model is
             model.replacements = table

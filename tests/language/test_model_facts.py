@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ from torch import nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.model import ModelFacts
-from schedlang.ir.modelfile import load_model_file
+from schedlang.ir.modelfile import ModelFile, load_model_file
 from schedlang.passes.lower.build import build
+from schedlang.schedule import create_schedule
 from tests import models
 from tests.proofs import adamw, make_plan
 from tests.training.test_build import all_axes_rows
@@ -103,3 +106,42 @@ def test_a_model_that_asks_for_values_as_it_is_made(tmp_path: Path) -> None:
     assert made("pass").weight.is_meta
     with pytest.raises(Refusal, match="undefined"):
         made("undefined")
+
+
+class Wrapper(nn.Module):
+    """A stand-in for a wrapper of the name; the real one needs a process group."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def _sharded(module: nn.Module) -> nn.Module:
+    vars(module.weight)["placements"] = ("of a DTensor",)
+    return module
+
+
+WRAPPED: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
+    "compiled": (lambda m: torch.compile(m), "a result of `torch.compile`"),
+    "scripted": (lambda m: nn.Sequential(torch.jit.script(m)), "`0` is a module of `torch.jit`"),
+    "DDP": (type("DistributedDataParallel", (Wrapper,), {}), "wrapped by `DistributedDataPara"),
+    "FSDP2": (_sharded, "`weight` is a DTensor"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_models_that_are_wrapped_are_refused(kind: str, tmp_path: Path) -> None:
+    """A model that is compiled, scripted or parallel already is refused for that, in Python and
+    from a file; what is compiled in place is the module that it was."""
+    wrap, text = WRAPPED[kind]
+    file = ModuleType("wrapped")
+    model = wrap(nn.Linear(2, 2))
+    file.model = lambda: model  # type: ignore[attr-defined]
+    for make in (lambda: create_schedule(model), ModelFile(file, "wrapped", None).model):
+        with pytest.raises(Refusal) as refused:
+            make()
+        assert refused.value.diagnostic.code == "S401" and text in str(refused.value)
+    inside = nn.Linear(2, 2)
+    inside.compile()
+    create_schedule(inside)
