@@ -20,7 +20,7 @@ from schedlang.passes.analyze.holdings import is_lossy
 from schedlang.passes.elaborate.rows import describe_row, plan_of_rows_only
 from schedlang.passes.localize.diagnosis import describe_failure
 from schedlang.passes.localize.module_search import Failure, Location, find_module
-from schedlang.passes.verify.compare import RTOL, compare
+from schedlang.passes.verify.compare import OUTPUTS, RTOL, compare
 from schedlang.passes.verify.forward_state import restored_buffers
 from schedlang.passes.verify.kernel_trials import run_trials
 from schedlang.passes.verify.linear_backward import nonlinear_backward
@@ -389,6 +389,7 @@ def add_suspects(report: Report, failure: Failure, pool: Pool) -> Report:
         *_describe_first(failed, failure.expected),
         *(_describe_location(location, failed[0]) if location is not None else ()),
     ]
+    lines += _describe_number(failed, failure)
     lines += _describe_nonlinear(failed[0], failure, batch)
     lines += _describe_kept(failure, batch)
     lines += _describe_rows(rows, blame, smallest, report.command)
@@ -474,6 +475,17 @@ def _describe_location(location: Location, first_row: Row) -> Lines:
         yield (
             "not tried",
             f"{len(location.unknown)} modules of unknown layout: {location.unknown[0]} ...",
+        )
+
+
+def _describe_number(failed: Sequence[Row], failure: Failure) -> Lines:
+    """Yield that parts of the batch have one number each, if nothing but such outputs differs."""
+    parts = failure.case.plan.shares * failure.case.plan.micro
+    if parts > 1 and all(row.kind in OUTPUTS and row.shape == () for row in failed):
+        yield "suspect", f"{failed[0].name}: one number for each of {parts} parts of the batch"
+        yield (
+            "",
+            "they are averaged by the weights of the loss; values of rows stay as they are",
         )
 
 

@@ -251,3 +251,29 @@ def test_rows_that_a_forward_leaves_for_the_next_are_named(
     assert ("suspect", "`before`: the loss depends on what an earlier forward left there") in (
         report.localised
     )
+
+
+class Measured(nn.Module):
+    """A mean over counted labels, and in evaluation the share of all tokens that are right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        scores = self.head(x)
+        loss = nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+        right = (scores.argmax(-1) == labels).double()
+        return {"loss": loss} if self.training else {"loss": loss, "accuracy": right.mean()}
+
+
+def test_a_number_for_each_part_is_named(pool: Pool) -> None:
+    """A metric that the weights of the loss do not fit is named, with what would be equal."""
+    generator = torch.Generator().manual_seed(0)
+    x, labels = torch.randn(4, 6, 4, generator=generator), torch.arange(24).view(4, 6) % 5
+    labels[0, :5] = -100
+    plan = make_plan(Measured(), "zero(stage=0, over=dp)", "dp=2")
+    report = prove(Case(plan, ({"x": x, "labels": labels},), dtype="none"), pool=pool)
+    assert not report.ok
+    assert ("suspect", "accuracy: one number for each of 2 parts of the batch") in report.localised
