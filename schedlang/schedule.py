@@ -190,11 +190,7 @@ class Schedule(Scope):
         assert self._state.plan is not None
         return self._state.plan
 
-    def verify(
-        self,
-        *what: Any,
-        **options: Any,
-    ) -> Report:
+    def verify(self, *what: Any, **options: Any) -> Report:
         """Compare with the model on local ranks, in float64: `schedlang.verify(sch, batch=batch)`.
 
         Takes the arguments of `schedlang.verify`. `sch.row("verify", "forward")` adds a row.

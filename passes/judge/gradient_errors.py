@@ -51,10 +51,7 @@ def explain_gradient(
         return Pattern(text)
     texts = (
         _explain_by_parts(expected.double(), actual.double(), cut)
-        for cut in (
-            *parts.split_by_tokens(*_key_of(row)),
-            *parts.split_into_rows(*_key_of(row)),
-        )
+        for cut in (*parts.split_by_tokens(*_key_of(row)), *parts.split_into_rows(*_key_of(row)))
     )
     text = next(filter(None, texts), "")
     return PartPattern(text) if text else diagnosis

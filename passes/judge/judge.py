@@ -69,11 +69,7 @@ from schedlang.passes.judge.reduction_dtype import (
     reduction_gaps,
     reduction_rows,
 )
-from schedlang.passes.judge.simulated_step import (
-    add_local_steps,
-    original_loop,
-    simulation_gaps,
-)
+from schedlang.passes.judge.simulated_step import add_local_steps, original_loop, simulation_gaps
 from schedlang.passes.judge.step_draws import (
     RANDOM,
     SeededSequential,

@@ -521,9 +521,6 @@ def _check_order(plan: Plan, timeline: Timeline) -> None:
         "S851",
         f"the order `{order}` already decides what happens to saved activations",
         notes=(f"its timeline has {kinds[0].name} operations",),
-        helps=(
-            "drop this row",
-            'or use an order without them: `pipeline(order="1F1B", micro=4)`',
-        ),
+        helps=("drop this row", 'or use an order without them: `pipeline(order="1F1B", micro=4)`'),
     )
     raise place_at_row(refusal, row)

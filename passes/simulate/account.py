@@ -151,11 +151,7 @@ def account(
 
 
 def _of_a_step(
-    plan: Plan,
-    batch: Mapping[str, Any],
-    loss: Loss | None,
-    weight: Weight | None,
-    memory: bool,
+    plan: Plan, batch: Mapping[str, Any], loss: Loss | None, weight: Weight | None, memory: bool
 ) -> Account:
     from schedlang.passes.analyze import compressed_activations
     from schedlang.passes.analyze.input_checks import add_forward_line

@@ -100,8 +100,7 @@ VERBS: Mapping[str, tuple[str, ...]] = {
     ),
     **_helps_for("init", "write rows for a model with a command: `schedlang init MODEL`"),
     **_helps_for(
-        "relax",
-        'write it at the step whose rows need it: `step "name" relax(staleness) {`',
+        "relax", 'write it at the step whose rows need it: `step "name" relax(staleness) {`'
     ),
     **_helps_for(
         "cache",
@@ -469,8 +468,7 @@ ARGUMENTS: Mapping[str, Table] = {
         "=experts": Replacement(""),
         "=adaptive": Replacement(""),
         **_entry_for(
-            "capacity=inf capacity=infinite",
-            Replacement("", "by default no token is dropped"),
+            "capacity=inf capacity=infinite", Replacement("", "by default no token is dropped")
         ),
         "capacity_factor": Replacement("capacity={}"),
         **_entry_for("degree slices parts", Replacement("chunks={}")),

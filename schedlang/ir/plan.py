@@ -202,12 +202,7 @@ class Plan:
         return "\n".join(lines)
 
     def add(
-        self,
-        primitive: Primitive,
-        sites: Sequence[str],
-        *,
-        step: str = "",
-        span: Span = NOWHERE,
+        self, primitive: Primitive, sites: Sequence[str], *, step: str = "", span: Span = NOWHERE
     ) -> Plan:
         """Return the plan with one more row, applied to all its sites or to none.
 

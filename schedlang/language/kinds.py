@@ -249,10 +249,7 @@ def signature_of(primitive: type[Any]) -> CallSignature:
 
 
 def bind(
-    primitive: type[Primitive],
-    arguments: Sequence[Argument],
-    span: Span,
-    axes: Mapping[str, int],
+    primitive: type[Primitive], arguments: Sequence[Argument], span: Span, axes: Mapping[str, int]
 ) -> Primitive:
     """Return the primitive with its arguments bound.
 
@@ -316,13 +313,7 @@ class Binder:
         return not self.problems
 
     def _add_problem(
-        self,
-        code: str,
-        title: str,
-        label: Label,
-        *helps: str,
-        note: str = "",
-        facts: Facts = (),
+        self, code: str, title: str, label: Label, *helps: str, note: str = "", facts: Facts = ()
     ) -> None:
         notes = (note,) * bool(note)
         self.problems.append(Diagnostic(code, title, label, (), notes, helps, facts=facts))

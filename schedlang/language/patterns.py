@@ -9,13 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, Union
 
-from schedlang.diagnostics.diagnostic import (
-    Facts,
-    Label,
-    Refusal,
-    facts_of_unknown,
-    suggest_name,
-)
+from schedlang.diagnostics.diagnostic import Facts, Label, Refusal, facts_of_unknown, suggest_name
 from schedlang.diagnostics.source import Source
 from schedlang.language import nodes as n
 from schedlang.language import printer

@@ -51,8 +51,7 @@ class Aims:
         ),
     ] = None
     eta: Annotated[
-        float,
-        typer.Option("--eta", help="Share of energy in Zeus's cost; the rest is time."),
+        float, typer.Option("--eta", help="Share of energy in Zeus's cost; the rest is time.")
     ] = 1.0
 
     @property

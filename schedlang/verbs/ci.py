@@ -28,8 +28,7 @@ class ProofLimits:
     refused: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="FILE:CODE",
-            help="A schedule that must fail with this code; may be repeated.",
+            metavar="FILE:CODE", help="A schedule that must fail with this code; may be repeated."
         ),
     ] = None
     timeout: Annotated[

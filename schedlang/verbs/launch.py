@@ -46,8 +46,7 @@ class Engine:
         typer.Option("--k8s", help="Print a Kubernetes Service and Job for `kubectl apply -f -`."),
     ] = False
     ray: Annotated[
-        bool,
-        typer.Option("--ray", help="Print a script for `ray job submit` or a Ray driver."),
+        bool, typer.Option("--ray", help="Print a script for `ray job submit` or a Ray driver.")
     ] = False
 
 

@@ -174,8 +174,7 @@ def _check_costs(training: TrainingRun) -> None:
     if cost_expectations(training.plan):
         batch = training.batch(training.seed)
         check_expected_costs(
-            training.plan,
-            count_costs(training.plan, batch, training.loss, training.weight),
+            training.plan, count_costs(training.plan, batch, training.loss, training.weight)
         )
 
 

@@ -27,13 +27,7 @@ from schedlang.pipeline.timeline.table import (
     dependencies,
 )
 from schedlang.viz.elements import html_page
-from schedlang.viz.timeline_pictures import (
-    FAINTEST,
-    STYLE,
-    draw_timings,
-    levels,
-    look_of,
-)
+from schedlang.viz.timeline_pictures import FAINTEST, STYLE, draw_timings, levels, look_of
 
 # -- as a trace that Perfetto and Chrome show ------------------------------------------------------
 

@@ -440,9 +440,7 @@ def replace_gradient(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def square_sum(
-    parameters: Mapping[str, nn.Parameter],
-    primary: Container[str],
-    device: torch.device = HOST,
+    parameters: Mapping[str, nn.Parameter], primary: Container[str], device: torch.device = HOST
 ) -> Tensor:
     """Return the sum of squares of the gradients that this rank counts (`primary`), at least in
     float64.

@@ -278,7 +278,7 @@ def _per_sample(shape: tuple[int, ...], samples: int, site: str) -> tuple[int, .
     """Return the shape of one sample in a tensor that holds samples one after the other."""
     if not shape or shape[0] % samples:
         raise _refusal(
-            f"{site_text(site)} draws {shape} at {_drawing_line()}: not rows of {samples} samples",
+            f"{site_text(site)} draws {shape} at {_drawing_line()}: not rows of {samples} samples"
         )
     return shape[1:] if shape[0] == samples else (shape[0] // samples, *shape[1:])
 

@@ -304,12 +304,7 @@ class SliceRunner:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        slicing: Slicing,
-        weight: Weight,
-        *,
-        lengths: Lengths | None = None,
+        self, model: nn.Module, slicing: Slicing, weight: Weight, *, lengths: Lengths | None = None
     ) -> None:
         self.slicing, self.weight, self.lengths = slicing, weight, lengths
         self.mode = SliceMode(slicing.places) if slicing.carrier == "calls" else None

@@ -224,10 +224,7 @@ def _times(count: int) -> str:
 
 
 def is_in_trunk(
-    model: nn.Module,
-    units: Sequence[str],
-    trunks: Sequence[str] = (),
-    unrolled: Iterable[str] = (),
+    model: nn.Module, units: Sequence[str], trunks: Sequence[str] = (), unrolled: Iterable[str] = ()
 ) -> tuple[bool, ...]:
     """Return for each unit whether it is an element of the trunk, or inside of one."""
     elements = trunk_elements(model, dict.fromkeys(units, 1), trunks, unrolled)

@@ -16,14 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from schedlang.kernels import (
-    flex_attention,
-    gated,
-    grouped,
-    linear_cross_entropy,
-    norm,
-    rope,
-)
+from schedlang.kernels import flex_attention, gated, grouped, linear_cross_entropy, norm, rope
 from schedlang.kernels.check import Comparison, compare_tensor
 from schedlang.runtime.rowwise_kernels.rowwise_operator import apply_function, declare_function
 from schedlang.testing.gpu.case import Case, Setup, Skipped, Told, Wrong
