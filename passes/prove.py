@@ -56,7 +56,7 @@ from schedlang.passes.verify.saved_state import (
     load_on_ranks,
     saved_condition,
 )
-from schedlang.passes.verify.stage_outputs import add_stage_outputs
+from schedlang.passes.verify.stage_state import add_stage_outputs
 from schedlang.passes.verify.training_runs import (
     TrainingRuns,
     find_gaps,

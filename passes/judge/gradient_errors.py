@@ -10,7 +10,7 @@ from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import quote_names
 from schedlang.passes.judge.batch_parts import ROWS, BatchParts, PartGradients
-from schedlang.passes.judge.rank_copies import RankCopy
+from schedlang.passes.judge.regions import RankCopy
 from schedlang.passes.localize.diagnosis import Pattern, diagnose, is_close
 from schedlang.report import Row
 

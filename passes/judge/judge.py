@@ -6,15 +6,15 @@ How a verdict is made:
   float64 or in a low dtype, and the conditions (optimizer, batches, clipping) of all runs.
 * The trial runs on ranks (`trial.py`). Each rank makes its `TrainingProgram` (`program.py`) and
   matches its tensors with the original's by value (`layouts.py`, `regions.py`), as well as its
-  dropout calls (`dropout_masks.py`, `tensor_search.py`). It trains (`subject.py`,
-  `rank_copies.py`), saves and loads (`state_loading.py`). Rank 0 returns its observation and what
+  dropout calls (`dropout_masks.py`, `tensor_search.py`). It trains (`subject.py`),
+  saves and loads (`state_loading.py`). Rank 0 returns its observation and what
   ranks recorded besides (`record.py`).
 * The original trains under the same conditions, and both are compared: in float64 with the gates of
   `verify`, in a low dtype with the distance that roundings move the original (`low_dtype.py`,
   `discrete_choices.py`). `program_rows.py` makes the rows and gaps that only such programs have.
 * Where rows fail, sentences explain them. `explanations.py` names the arithmetic that makes a wrong
   gradient (`gradient_errors.py`), loss or norm from values of ranks or of parts of the batch
-  (`batch_parts.py`), or a later loss from earlier weights (`stale_weights.py`);
+  (`batch_parts.py`), or a later loss from earlier weights;
   `low_dtype_errors.py` does so in a low dtype, and `low_dtype_steps.py` examines the optimizer's
   steps there. `first_difference.py` runs one step again on both sides and names the first module
   that differs (`module_calls.py`, `module_comparison.py`). Then it looks for the cause: terms of

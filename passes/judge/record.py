@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.passes.judge.discrete_choices import Moment, RecordedChoices
 from schedlang.passes.judge.dropout_masks import RankDropoutSites
 from schedlang.passes.judge.layouts import RankLayouts
-from schedlang.passes.judge.rank_copies import RankCopy
+from schedlang.passes.judge.regions import RankCopy
 
 if TYPE_CHECKING:
     from schedlang.passes.judge.state_loading import LoadErrors

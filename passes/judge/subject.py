@@ -39,8 +39,8 @@ from schedlang.passes.judge.program import (
     pickle_function,
     user_errors,
 )
-from schedlang.passes.judge.rank_copies import RankCopy, assemble, distance
 from schedlang.passes.judge.record import RunRecord
+from schedlang.passes.judge.regions import RankCopy, assemble, distance
 from schedlang.passes.judge.simulated_step import record_claims, record_own_steps
 from schedlang.passes.judge.step_draws import make_from_equal_states, seeded_generators
 from schedlang.passes.verify.compare import ratio
