@@ -186,10 +186,8 @@ class adapt(Settled):  # noqa: N801
                 helps=("offload other modules", "or leave `base` out"),
             )
         layout, dim = plan.effective_layout(name), coding.input_dim
-        block, edge = (
-            min(self.block, layout.shape[dim]),
-            _split_block(layout, dim, self.block, plan.mesh),
-        )
+        block = min(self.block, layout.shape[dim])
+        edge = _split_block(layout, dim, self.block, plan.mesh)
         if edge is None:
             return
         divisor = math.gcd(layout.shape[dim], edge)

@@ -15,8 +15,6 @@ from schedlang.diagnostics.diagnostic import (
     Diagnostic,
     Label,
     Refusal,
-    facts_of_unknown,
-    find_closest,
     kind_of,
     refuse_at_caller,
     refuse_methods_at_caller,
@@ -26,6 +24,7 @@ from schedlang.ir.limits import FORBID, LEAST, PIN
 from schedlang.ir.primitive import Primitive, load_all, registry
 from schedlang.language import lift, patterns, printer
 from schedlang.language import nodes as n
+from schedlang.language.knob import refuse_unknown_settings
 from schedlang.language.nodes import drop_last_row, fold_rows
 from schedlang.language.selector import Selector
 from schedlang.language.syntax import parse, parse_expr, parse_path, source_of
@@ -447,17 +446,7 @@ class Schedule(Scope):
     def set(self, **knobs: object) -> None:
         """Set knobs and plan everything again; refused settings change nothing."""
         values = {k: v.value if isinstance(v, lift.RecordedValue) else v for k, v in knobs.items()}
-        for name in values:
-            if name not in self._state.knobs:
-                closest, names = (
-                    find_closest(name, self._state.knobs),
-                    map("`{}`".format, self._state.knobs),
-                )
-                hint = f"its knobs are {', '.join(names)}" if self._state.knobs else "it has none"
-                helps = (f"did you mean `{closest}`?" if closest else hint,)
-                title = f"the schedule has no knob `{name}`"
-                facts, label = facts_of_unknown(name, self._state.knobs), Label(python_span())
-                raise Refusal.of("S106", title, label, helps=helps, facts=facts)
+        refuse_unknown_settings(values, self._state.knobs, python_span())
         merged = {**self._settings.knobs, **values}
         self._replay(self._stack[0], replace(self._settings, knobs=merged))
 
@@ -505,11 +494,8 @@ class Schedule(Scope):
             raise Refusal.of("S113", title, Label(python_span()), helps=(help_,))
         steps = [item.name for item in items if isinstance(item, n.Step)]
         if to not in steps:
-            closest = find_closest(to, steps)
-            helps = (f"did you mean `{closest}`?",) if closest else ()
-            title = f"there is no step `{to}`"
-            facts, label = facts_of_unknown(to, steps), Label(python_span())
-            raise Refusal.of("S113", title, label, helps=helps, facts=facts)
+            title, label = f"there is no step `{to}`", Label(python_span())
+            raise Refusal.unknown("S113", title, to, steps, primary=label)
         start = next(i for i, x in enumerate(items) if isinstance(x, n.Step) and x.name == to)
         self._undo_to(items[:start])
 

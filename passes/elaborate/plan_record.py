@@ -29,11 +29,6 @@ _LARGEST = 2**63  # bound of integers
 _DEEPEST = 50  # bound of nested lists
 
 
-def find_malformed(record: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the first malformed place of a record and its expected content, or None."""
-    return next(_malformed_places(record), None)
-
-
 def _malformed_places(record: Mapping[str, Any]) -> Malformed:
     yield from _check_values("", record, 0)
     yield from _check_mesh(record)
@@ -193,7 +188,7 @@ def read_record(path: Path) -> dict[str, Any]:
         raise _not_a_plan(path, "it does not hold a plan of version 1")
     if not isinstance(record.get("actions"), list) or not isinstance(record.get("mesh"), dict):
         raise _not_a_plan(path, "it has no `mesh` and `actions`")
-    if malformed := find_malformed(record):
+    if malformed := next(_malformed_places(record), None):
         raise _not_a_plan(path, f"`{malformed[0]}` is not {malformed[1]}")
     return record
 

@@ -73,9 +73,8 @@ def slice_state(
         return {}
     axes = plan.mesh.fold(sliced.axes)
     axis_sets = dict.fromkeys((axes, *(h.sliced for h in holdings.values() if h.sliced)))
-    meshes = {
-        unit_axes: ranks.device_mesh(unit_axes) for unit_axes in axis_sets
-    }  # created by all ranks, in one order
+    # created by all ranks, in one order
+    meshes = {unit_axes: ranks.device_mesh(unit_axes) for unit_axes in axis_sets}
     ignored = {
         p
         for n, p in module.named_parameters()
@@ -93,10 +92,8 @@ def slice_state(
             sliced.stage, meshes[axes], ignored, sliced.reshard, reads_values
         )
         for fqn, names in sliced_names_by_unit(plan, staged, holdings, stage).items():
-            unit_axes, tier = (
-                slicing_axes_of(holdings, names) or axes,
-                tier_of_unit(plan, fqn, names),
-            )
+            unit_axes = slicing_axes_of(holdings, names) or axes
+            tier = tier_of_unit(plan, fqn, names)
             dtype = gather_dtype(plan, names)
             overwrites = fqn in prepared.traced.overwriting_modules
             unit = ShardedUnit(not fqn, _has_late_compute(plan, fqn), tier, dtype, overwrites)
@@ -153,10 +150,8 @@ def build_compressor(
     from schedlang.runtime.checkpointing.holdings import zero_padding
     from schedlang.runtime.grad_reduction.compressed import Compressor
 
-    coding, reduction = (
-        plan.compression,
-        next((reduction for reduction in planned if reduction.kind == "compressed"), None),
-    )
+    coding = plan.compression
+    reduction = next((reduction for reduction in planned if reduction.kind == "compressed"), None)
     if coding is None or reduction is None:
         return None
     names = tuple(name for name in reduction.names if name in parameters)

@@ -187,9 +187,8 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
         if plan.unrolled and traced.call_counts:
             _check_call_counts(plan, traced)
         trunk = _trunk(plan) if plan.replicas or plan.stores else frozenset()
-        trunk -= {
-            caller for _, caller in traced.outside_parameters
-        }  # the root module gathers instead
+        # the root module gathers instead
+        trunk -= {caller for _, caller in traced.outside_parameters}
         outside = traced.outside_calls
         if traced.varying_modules:  # ranks would gather and reduce different modules together
             trunk -= {

@@ -179,10 +179,8 @@ def _of_a_step(
     peer_sends, reason = _try_simulation(
         lambda: [*peer_activation_sends(plan, prepared, simulate)], _UNSENT
     )
-    collectives, notes = (
-        (*collectives, *(peer_sends or ())),
-        [*notes, *([reason] if reason else [])],
-    )
+    collectives = (*collectives, *(peer_sends or ()))
+    notes = [*notes, *([reason] if reason else [])]
     if any(item.what == "tokens" for item in collectives):
         notes.append("tokens are counted as if all experts were chosen equally often")
     memories: tuple[RankMemory, ...] | None = None

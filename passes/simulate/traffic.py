@@ -357,10 +357,8 @@ def _what(context: TrafficContext, exchange: Exchange) -> str:
     if edge.variant is not None and exchange.kind in _ROUTED:
         return _ROUTED[exchange.kind] + (" grads" if exchange.backward else "s")
     enters, leaves = _ends(edge)
-    entry, leave = (
-        enters[exchange.backward] == exchange.kind,
-        leaves[exchange.backward] == exchange.kind,
-    )
+    entry = enters[exchange.backward] == exchange.kind
+    leave = leaves[exchange.backward] == exchange.kind
     if edge.is_head and not exchange.backward and not entry:
         return "loss"
     if exchange.kind not in (*enters, *leaves):  # within the module
@@ -412,9 +410,8 @@ def list_collectives(
     if plan.mesh.world > 1:
         axes = tuple(axis for axis, size in plan.mesh.axes if size > 1)
         label = "loss and gradient norm"
-        flags = sum(
-            bool(holding.sliced) for holding in prepared.holdings.values()
-        )  # one flag for each sharded parameter: was it used?
+        # one flag for each sharded parameter: was it used?
+        flags = sum(bool(holding.sliced) for holding in prepared.holdings.values())
         flags += plan.loss_scaling is not None  # one flag: did any rank's gradients overflow?
         collectives.append(Collective("all-reduce", axes, "step", label, "", 1, 8 * (2 + flags)))
     return tuple(collectives)

@@ -400,9 +400,8 @@ def _check_step(step: SimulatedStep, rank_steps: Sequence[RankStep]) -> Iterator
     from schedlang.pipeline.timeline.versions import update_versions
 
     count, tokens = step.plan.shares, step.plan.context_axes
-    times = int(
-        update_versions(shorten_step(step).prepared.staged.timeline).max()
-    )  # updates of a step
+    # updates of a step
+    times = int(update_versions(shorten_step(step).prepared.staged.timeline).max())
     for role in rank_steps:
         weights = [
             sum(rank_step.weights) for rank_step in rank_steps if _same_rows(step, rank_step, role)

@@ -42,10 +42,8 @@ def compare_changed_model(case: Case) -> Iterator[Row]:
     modes, _ = proof_modes(case)
     with enter_modes(*modes):
         (separate, values, merged), own_model = _separate_names(facts), facts.without_random_draws()
-        separate_grads, shared_grads = (
-            _loss_and_gradients(case, separate),
-            _loss_and_gradients(case, own_model),
-        )
+        separate_grads = _loss_and_gradients(case, separate)
+        shared_grads = _loss_and_gradients(case, own_model)
         expected, outputs = _evaluate(case, separate), _evaluate(case, own_model)
     size = max((float(value.double().norm()) for value in expected.values()), default=0.0)
     for name, output in outputs.items():

@@ -78,9 +78,8 @@ class Probe:
 
     case: Case
     batch: Batch
-    changed: set[str] = field(
-        default_factory=set, compare=False
-    )  # attributes that a forward changes
+    # attributes that a forward changes
+    changed: set[str] = field(default_factory=set, compare=False)
 
     @cached_property
     def shares(self) -> list[list[BatchPart]]:

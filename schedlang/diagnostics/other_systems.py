@@ -160,9 +160,8 @@ class Replacement(NamedTuple):
     row: str = ""
 
 
-Table = Mapping[
-    str, Replacement
-]  # keys: `argument=value`, `argument`, or `=value` for a positional one
+# keys: `argument=value`, `argument`, or `=value` for a positional one
+Table = Mapping[str, Replacement]
 
 _OWN_MASK = "a kernel uses the model's own mask, and is compared with the module"
 _OWN_DRAWS = "dropout masks are drawn as the model draws them; results do not change"

@@ -143,9 +143,8 @@ class Plan:
     compression: Compression | None = None  # of the gradients' all-reduce over some data axes
     casts: Sequence[Cast] = ()  # modules with another dtype of computation than of storage
     stores: Sequence[OffloadedTensors] = ()  # tensors that are offloaded from the device
-    activation_codings: Sequence[
-        ActivationCoding
-    ] = ()  # activations saved for backward in fewer bits
+    # activations saved for backward in fewer bits
+    activation_codings: Sequence[ActivationCoding] = ()
     padded: Sequence[PaddedDim] = ()
     checks: tuple[Check, ...] = ()  # demands to a proof
     expected: tuple[Expectation, ...] = ()  # bounds on the plan's costs

@@ -418,9 +418,8 @@ class Binder:
         is_single = argument.name and not isinstance(argument.value, tuple)
         prefix = f"{argument.name}=" if is_single else ""
         helps = (f"did you mean `{prefix}{closest}`?",) if closest else ()
-        if (
-            not closest and len(self.axes) < 6 and name.isidentifier()
-        ):  # a long mesh is not repeated
+        # a long mesh is not repeated
+        if not closest and len(self.axes) < 6 and name.isidentifier():
             helps = (f"declare it: `mesh({', '.join(filter(None, (mesh, f'{name}=2')))})`",)
         elif not closest and self.axes and not name.isidentifier():
             helps = (f"name an axis: `{', '.join(self.axes)}`",)

@@ -150,9 +150,8 @@ def describe_mask(function: Any) -> AttentionMask:
         case "packed_sequence_mask_function":
             return AttentionMask()  # it has local tokens only; the shard has all documents
         case "remap_positions_for_packed_sequence":
-            return describe_mask(
-                cells["mask_function"]
-            )  # uses differences within one document only
+            # uses differences within one document only
+            return describe_mask(cells["mask_function"])
     raise unsplit_refusal(f"its masks are made by `{name}`, which is not supported")
 
 

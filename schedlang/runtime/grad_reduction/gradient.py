@@ -69,9 +69,8 @@ class FlatGradients:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self.views: list[Tensor] = []
-        self.here: list[
-            bool
-        ] = []  # whether each had a gradient on this rank when the reduction began
+        # whether each had a gradient on this rank when the reduction began
+        self.here: list[bool] = []
         self._flat: Tensor | None = None
         self._counts: Tensor | None = None
         self._before: list[int] = []

@@ -252,9 +252,8 @@ class LogicalDropout(CarryingMode):
         """Record the first numbers of each sample in this call."""
         current, site, pass_index = scope.current(), scope.current_site(), scope.pass_number()
         assert current is not None and self.begun is not None
-        origin = (
-            None if pass_index is None else (current.samples, pass_index)
-        )  # parts of a batch may share a mask
+        # parts of a batch may share a mask
+        origin = None if pass_index is None else (current.samples, pass_index)
         for sample, numbers in zip(self.samples(site, call), first.tolist(), strict=True):
             stream = current.moment, site, call, sample
             earlier = self.begun.get(stream)

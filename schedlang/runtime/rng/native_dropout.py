@@ -219,9 +219,8 @@ class _ForkDraws(AmbientMode):
         if frame is None or not draws_logically(func, args, kwargs):
             return self.run(func, types, args, kwargs)
         fork = frame.next()
-        with self.native.enter_frame(
-            None
-        ):  # this mode may be active twice, for a module inside another
+        # this mode may be active twice, for a module inside another
+        with self.native.enter_frame(None):
             if fork is None:
                 return func(*args, **kwargs)
             with self.native.enter_fork(frame.site, fork, frame.index):

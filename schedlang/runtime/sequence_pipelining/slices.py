@@ -400,10 +400,8 @@ def join_outputs(outputs: Sequence[Any], slices: Sequence[WeightedSlice]) -> Any
     """Join the outputs of slices to the output of a microbatch, along tokens if there are any."""
     from schedlang.ir import pytree
 
-    lengths, shares = (
-        [p.piece.span.length for p in slices],
-        plain_numbers([p.share for p in slices]),
-    )
+    lengths = [p.piece.span.length for p in slices]
+    shares = plain_numbers([p.share for p in slices])
     flat = [pytree.tree_flatten(output) for output in outputs]
     joined = [
         _concatenate_tokens(values, lengths)

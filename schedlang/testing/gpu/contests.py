@@ -170,7 +170,7 @@ def _measure(contest: Contest, way: str, setup: Setup) -> tuple[float, int] | No
     if not setup.timed:
         work()
         return None
-    return median(work, setup.pick(20, 5, 1)), extra_peak(work)
+    return median(work, setup.pick(20, 5, 1)), (peak_of(work) - torch.cuda.memory_allocated())
 
 
 def floor_of(contest: Contest, setup: Setup) -> float:
@@ -407,11 +407,6 @@ def median(work: Work, times: int) -> float:
 
 def _event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def extra_peak(work: Work) -> int:
-    """Return the peak bytes of a run, without the bytes allocated before."""
-    return peak_of(work) - torch.cuda.memory_allocated()
 
 
 def rates(quick: bool = False) -> tuple[float, float]:

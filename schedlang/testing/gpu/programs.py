@@ -520,11 +520,9 @@ def _check_copies(setup: Setup) -> Told:
     host_copy = devices.host_empty(x.shape, x.dtype, beside=device)
     if not host_copy.is_pinned():
         raise Wrong("host memory beside the device is not pinned")
-    returned, side, main_stream = (
-        torch.zeros_like(x),
-        devices.new_stream(device),
-        devices.current_stream(device),
-    )
+    returned = torch.zeros_like(x)
+    side = devices.new_stream(device)
+    main_stream = devices.current_stream(device)
     assert side is not None and main_stream is not None
     side.wait_stream(main_stream)
     spans = []
