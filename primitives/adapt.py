@@ -6,17 +6,14 @@ import math
 from collections.abc import Collection
 from dataclasses import field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from schedlang.ir.features import Settled
-from schedlang.ir.model import is_inside, matches
+from schedlang.ir.mesh import Mesh
+from schedlang.ir.model import Site, is_inside, matches
+from schedlang.ir.placement import Layout
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import refuse
-
-if TYPE_CHECKING:
-    from schedlang.ir.mesh import Mesh
-    from schedlang.ir.model import Site
-    from schedlang.ir.placement import Layout
 
 KINDS = ("Linear", "Conv1D")
 BLOCK = 64  # elements of a weight that share a scale

@@ -21,6 +21,7 @@ from schedlang.diagnostics.diagnostic import (
 )
 from schedlang.diagnostics.source import NOWHERE, Source, Span, python_span
 from schedlang.ir.limits import FORBID, LEAST, PIN
+from schedlang.ir.model import ModelFacts
 from schedlang.ir.primitive import Primitive, load_all, registry
 from schedlang.language import lift, patterns, printer
 from schedlang.language import nodes as n
@@ -28,8 +29,10 @@ from schedlang.language.knob import refuse_unknown_settings
 from schedlang.language.nodes import drop_last_row, fold_rows
 from schedlang.language.selector import Selector
 from schedlang.language.syntax import parse, parse_expr, parse_path, source_of
+from schedlang.passes.analyze.input_checks import check_build_arguments
 from schedlang.passes.elaborate.expand import Expander, expand, open_step
 from schedlang.passes.elaborate.lint import lint
+from schedlang.passes.elaborate.plan_record import plan_to_record
 from schedlang.passes.elaborate.rows import expands_to
 from schedlang.passes.elaborate.state import (
     Settings,
@@ -38,6 +41,9 @@ from schedlang.passes.elaborate.state import (
     initial_state,
     job_size,
 )
+from schedlang.passes.lower.build import join_job
+from schedlang.passes.simulate.kernel_gains import count_step_gains
+from schedlang.passes.simulate.one_rank_step import repeat_sample
 from schedlang.viz import picture  # noqa: F401  (a plan is printed by it)
 from schedlang.viz.diff import Difference, compare
 from schedlang.viz.why import explain_rows
@@ -61,8 +67,6 @@ def _build_program(
     """Build the program of a plan, after all checks that take about a second."""
     from schedlang.passes.lower.build import build
     from schedlang.passes.simulate.expectations import require_costs
-    from schedlang.passes.simulate.kernel_gains import count_step_gains
-    from schedlang.passes.simulate.one_rank_step import repeat_sample
     from schedlang.passes.static_checks.static import check_sums
     from schedlang.passes.verify.original import spread_rows
     from schedlang.passes.verify.probe import check_if_cheap
@@ -158,8 +162,6 @@ class Schedule(Scope):
     def __init__(
         self, model: nn.Module, file: n.File | None = None, settings: Settings | None = None
     ) -> None:
-        from schedlang.ir.model import ModelFacts
-
         if isinstance(model, type) or not hasattr(model, "named_modules"):
             kind = "a class" if isinstance(model, type) else kind_of(model)
             title = f"a schedule is for a module of torch, not for {kind}"
@@ -235,8 +237,6 @@ class Schedule(Scope):
 
     def to_json(self) -> dict[str, object]:
         """Return decisions and actions as plain values."""
-        from schedlang.passes.elaborate.plan_record import plan_to_record
-
         return plan_to_record(self.plan())
 
     def _repr_html_(self) -> str:
@@ -303,8 +303,6 @@ class Schedule(Scope):
         sum as the loss) is refused as by `verify`, if that is found within about a second: verify a
         larger model before training.
         """
-        from schedlang.passes.analyze.input_checks import check_build_arguments
-        from schedlang.passes.lower.build import join_job
         from schedlang.runtime.comm.collectives import enter_given_ranks
         from schedlang.runtime.unbuilt_program import UnbuiltProgram
 

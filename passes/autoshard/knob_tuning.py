@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.diagnostics.tables import (
@@ -24,28 +24,23 @@ from schedlang.diagnostics.tables import (
     wrap_lines,
 )
 from schedlang.ir.memory import find_heaviest
-from schedlang.language.knob import refuse_unknown_settings
+from schedlang.ir.model import ModelFacts
+from schedlang.ir.plan import Plan
+from schedlang.language import nodes as n
+from schedlang.language.knob import Knob, refuse_unknown_settings
 from schedlang.language.value import show_value
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.complete.complete import complete_plan
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.state import Settings
 from schedlang.passes.propagate.batch_refusals import batch_refusal
+from schedlang.passes.propagate.original_forward import Weight
+from schedlang.passes.propagate.sharded_run import Loss
+from schedlang.passes.simulate.machine import Cluster
 from schedlang.passes.simulate.memory import rank_classes
 from schedlang.passes.simulate.node_cluster import Nodes
 from schedlang.passes.simulate.simulated_ranks import memory_of_ranks, simulate_ranks
-from schedlang.passes.simulate.step_time import missing_memory, time_step
-
-if TYPE_CHECKING:
-    from schedlang.ir.model import ModelFacts
-    from schedlang.ir.plan import Plan
-    from schedlang.language import nodes as n
-    from schedlang.language.knob import Knob
-    from schedlang.passes.propagate.original_forward import Weight
-    from schedlang.passes.propagate.sharded_run import Loss
-    from schedlang.passes.simulate.machine import Cluster
-    from schedlang.passes.simulate.step_time import StepTime
-
+from schedlang.passes.simulate.step_time import StepTime, missing_memory, time_step
 
 MAX_SETTINGS = 1000  # maximal number of settings
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from schedlang.diagnostics.diagnostic import (
     Diagnostic,
@@ -55,10 +55,6 @@ from schedlang.passes.elaborate.state import (
     initial_state,
     unknown_primitive,
 )
-
-if TYPE_CHECKING:
-    from schedlang.ir.annotations import Expectation
-
 
 PARAMETER_TYPES: Mapping[str, Any] = {
     "axis": Axis,
@@ -472,8 +468,6 @@ def expectation_of(node: n.Expect, names: Names) -> Expectation | None:
 
     Raises Refusal S861 where the statement does not compare a measure with a bound.
     """
-    from schedlang.ir.annotations import Expectation
-
     if not isinstance(node.test, n.Chain) or len(node.test.items) != 3:
         _refuse(node, "`expect` must compare a measure with a bound")
     left, op, right = node.test.items

@@ -7,22 +7,19 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from schedlang.diagnostics.diagnostic import Label, Refusal
 from schedlang.diagnostics.source import NOWHERE, Source, Span, read_utf8
 from schedlang.ir.annotations import Expectation
 from schedlang.ir.mesh import Mesh
+from schedlang.ir.model import ModelFacts
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, load_all, registry
 from schedlang.language.kinds import Argument, bind, signature_of
 from schedlang.language.syntax import parse_expr
 from schedlang.language.value import Names, evaluate
 from schedlang.passes.elaborate import legality
-
-if TYPE_CHECKING:
-    from schedlang.ir.model import ModelFacts
-
 
 Malformed = Iterator[tuple[str, str]]  # (a place in the record, the expected content)
 _LARGEST = 2**63  # bound of integers

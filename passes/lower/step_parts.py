@@ -36,6 +36,7 @@ from schedlang.passes.analyze.residence import (
 from schedlang.passes.partition.staging import Staged, local_skeleton, peer_stores
 from schedlang.passes.propagate.casts import gather_dtype
 from schedlang.passes.propagate.sequence_trials import install_attention, slices_of
+from schedlang.pipeline.timeline.table import Kind
 
 if TYPE_CHECKING:
     import torch
@@ -178,7 +179,6 @@ def build_pipeline(
 
     `sliced`: the slices of `zero`, by stage.
     """
-    from schedlang.pipeline.timeline.table import Kind
     from schedlang.runtime.adapters.torch_compile import keep_buffers
     from schedlang.runtime.grad_reduction.batch_statistics import watch_losses
     from schedlang.runtime.grad_reduction.zero import gather_handlers
@@ -310,8 +310,6 @@ def _can_split_backward(plan: Plan, staged: Staged, stage: int, sliced: Mapping[
 
 def _eviction_groups(staged: Staged, ranks: RankGroups) -> tuple[Any, ...]:
     """Return the process groups for activations that are evicted to a partner rank."""
-    from schedlang.pipeline.timeline.table import Kind
-
     if staged.axis is None or not (staged.timeline.kind == Kind.EVICT).any():
         return ()
     groups = [ranks.message_group(staged.axis, f"parked {direction}") for direction in range(4)]

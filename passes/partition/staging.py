@@ -32,6 +32,8 @@ from schedlang.passes.partition.stage_assignment import (
 from schedlang.passes.propagate.casts import cast_modules
 from schedlang.passes.propagate.equal_units import equally_sharded_units
 from schedlang.passes.propagate.propagate import Traced
+from schedlang.pipeline.timeline.table import SINGLE_STAGE, Kind, split_backwards
+from schedlang.runtime.tracing.stage_graph import UNSPLIT, split_graph
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,8 +84,6 @@ class Staged:
 
     def count_microbatches(self, stage: int, position: int, replica: int | None = None) -> int:
         """Return the number of microbatches per step of a stage at a place, or of one replica."""
-        from schedlang.pipeline.timeline.table import Kind
-
         t = self.timeline
         stage_ops = (t.kind == Kind.F) & (t.stage == stage) & (t.rank == position) & (t.slice == 0)
         return int((stage_ops if replica is None else stage_ops & (t.replica == replica)).sum())
@@ -178,7 +178,6 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     Raises Refusal at the row of the cut where the model cannot be split so.
     """
     from schedlang.runtime.global_state import restore_global_state
-    from schedlang.runtime.tracing.stage_graph import UNSPLIT, split_graph
     from schedlang.runtime.training_mode import TrainingMode
 
     axis = plan.cuts[0].axis if plan.cuts else None
@@ -280,8 +279,6 @@ def _check_call_counts(plan: Plan, traced: Traced) -> None:
 
 def timeline_of(plan: Plan) -> Timeline:
     """Return the timeline of the plan's order, with split backwards where rows request them."""
-    from schedlang.pipeline.timeline.table import SINGLE_STAGE, split_backwards
-
     timeline = _timeline_of_order(plan) if plan.cuts or plan.order is not None else SINGLE_STAGE
     return timeline if plan.deferred_weight_grads is None else split_backwards(timeline)
 
@@ -487,8 +484,6 @@ def with_eviction(plan: Plan, staged: Staged) -> Staged:
 
 def without_eviction(plan: Plan, staged: Staged) -> Staged:
     """Return the stages without EVICT and LOAD operations that `with_eviction` added."""
-    from schedlang.pipeline.timeline.table import Kind
-
     t = staged.timeline
     if not _load_ahead(plan, staged):
         return staged
@@ -509,8 +504,6 @@ def _load_ahead(plan: Plan, staged: Staged) -> dict[int, int]:
 
 
 def _check_order(plan: Plan, timeline: Timeline) -> None:
-    from schedlang.pipeline.timeline.table import Kind
-
     kinds = [kind for kind in (Kind.EVICT, Kind.OFFLOAD, Kind.RECOMPUTE) if kind in timeline.kind]
     if not kinds:
         return

@@ -31,6 +31,7 @@ from schedlang.passes.lower.build import compress_activations
 from schedlang.passes.partition.recomputed_chains import Skeleton
 from schedlang.passes.partition.staging import Staged, peer_stores
 from schedlang.passes.propagate.propagate import backward_root
+from schedlang.passes.propagate.sequence_trials import first_rank_inputs, refusals_at_context_row
 from schedlang.passes.simulate.equal_units import Exchange, expand_to_all, unit_kinds
 from schedlang.passes.simulate.memory import gathered_bytes
 
@@ -265,10 +266,6 @@ def _run_and_record(
     """Run once; return the exchanges in order (those of a skipped unit as one), and the results of
     each unit that backward has reached."""
     from schedlang.passes.partition.staging import local_skeleton
-    from schedlang.passes.propagate.sequence_trials import (
-        first_rank_inputs,
-        refusals_at_context_row,
-    )
     from schedlang.runtime.comm.collectives import Group, listen_to_collectives
     from schedlang.runtime.tracing.equal_units import EqualUnits
     from schedlang.runtime.tracing.meta_runs import without_values

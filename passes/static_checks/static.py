@@ -6,9 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic
+from torch import nn
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir import pytree
 from schedlang.ir.features import Lowered
 from schedlang.ir.module_attributes import module_kind
 from schedlang.ir.plan import Action, Plan
@@ -16,10 +19,12 @@ from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.axis_rows import last_row_changing
 from schedlang.passes.analyze.input_checks import add_forward_line
 from schedlang.passes.analyze.prepare import Prepared, prepare
+from schedlang.passes.lower.build import Builder
 from schedlang.passes.partition.staging import buffer_stages
 from schedlang.passes.propagate.original_forward import weight_of
 from schedlang.passes.propagate.propagate import Traced
 from schedlang.passes.propagate.sequence_trials import weight_by_tokens
+from schedlang.passes.propagate.sharded_run import Loss
 from schedlang.passes.simulate.one_rank_step import SimulatedStep
 from schedlang.passes.static_checks.claims import Claim, join_problems, row_label
 from schedlang.passes.static_checks.gradients import (
@@ -38,13 +43,10 @@ from schedlang.passes.static_checks.rank_steps import (
     simulate_ranks,
     sliced_sums,
 )
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from schedlang.diagnostics.diagnostic import Diagnostic
-    from schedlang.passes.propagate.sharded_run import Loss
-    from schedlang.runtime.batch import BatchPart
+from schedlang.pipeline.timeline.versions import update_versions
+from schedlang.runtime.batch import BatchPart, largest_part
+from schedlang.runtime.global_state import restore_global_state
+from schedlang.runtime.tracing.meta_runs import meta_model
 
 UNSEEN = (
     "values: nothing is computed; whether calls compute the right values is for `verify`",
@@ -76,9 +78,6 @@ def static(
 
     Raises Refusal if the plan cannot be built for this batch.
     """
-    from schedlang.runtime.batch import largest_part
-    from schedlang.runtime.global_state import restore_global_state
-
     if plan.activation_codings:  # the same tensors, except for rounding
         result = static(replace(plan, activation_codings=()), batch, loss, weight)
         return replace(result, unseen=(*result.unseen, "rounding of saved activations"))
@@ -120,10 +119,6 @@ def check_sums(
     depends on every use of a parameter, and a wrong one raises no error. `batch` are the keyword
     arguments of a step, of this rank alone if `local`.
     """
-    from schedlang.diagnostics.diagnostic import Refusal
-    from schedlang.runtime.batch import largest_part
-    from schedlang.runtime.global_state import restore_global_state
-
     if not prepared.traced.partial or prepared.traced.missing_loss is not None:
         return
     with restore_global_state(plan.model.model, loss):
@@ -140,8 +135,6 @@ def _simulate(
     step: SimulatedStep,
 ) -> tuple[list[RankStep], dict[int, tuple[GradientSum, ...]], str]:
     """Simulate ranks; return their steps and sliced sums by stage, or nothing and the reason."""
-    from schedlang.diagnostics.diagnostic import Refusal
-    from schedlang.ir import pytree
     from schedlang.runtime.comm.fake_rank import can_fake_rank
 
     if not can_fake_rank():
@@ -197,9 +190,6 @@ def changed_facts(plan: Plan) -> Iterator[tuple[str, str, Action]]:
     Yields module, reason and row if a parameter, its dtype or `requires_grad`, a buffer, a child
     module or a hook changes.
     """
-    from schedlang.passes.lower.build import Builder
-    from schedlang.runtime.tracing.meta_runs import meta_model
-
     rows = [(a, row) for a, row in plan.rows_with(Lowered) if a.changes(Facet.STRUCTURE)]
     if not rows:
         return
@@ -397,8 +387,6 @@ def _check_label_count(step: SimulatedStep, weigh: Any) -> Iterator[Diagnostic]:
 
 def _check_step(step: SimulatedStep, rank_steps: Sequence[RankStep]) -> Iterator[Diagnostic]:
     """Check that weights of corresponding parts of all replicas add up to 1 (S716)."""
-    from schedlang.pipeline.timeline.versions import update_versions
-
     count, tokens = step.plan.shares, step.plan.context_axes
     # updates of a step
     times = int(update_versions(shorten_step(step).prepared.staged.timeline).max())

@@ -9,7 +9,7 @@ import html
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import NOWHERE, Span
@@ -35,10 +35,8 @@ from schedlang.ir.features import Grouping, Recomputing
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.model import ModelFacts
 from schedlang.ir.placement import Layout
+from schedlang.ir.primitive import Facet, Primitive
 from schedlang.ir.sharing import RowIndex, apply_by_class, as_layered, changes_layouts, parents_of
-
-if TYPE_CHECKING:
-    from schedlang.ir.primitive import Facet, Primitive
 
 F = TypeVar("F")
 

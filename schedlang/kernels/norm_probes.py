@@ -195,7 +195,7 @@ def probe_norm(module: nn.Module, gates: bool = False) -> NormForm | Mismatch:
 
     `gates`: also accept a norm with a gate, its second argument.
     """
-    gate = gates and (len(inputs_of(module)) == 2)
+    gate = gates and len(inputs_of(module)) == 2
     refused = why_not_norm(module) or (None if gate else one_input(module))
     if refused:
         return refused

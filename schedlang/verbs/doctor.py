@@ -6,17 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from schedlang.diagnostics.tables import format_bytes
 from schedlang.verbs.exits import FAILS, show_json
-from schedlang.verbs.ledgers import Job, Ledger, Op
+from schedlang.verbs.ledgers import Job, Ledger, Op, read_job
 from schedlang.verbs.options import AsJson, verb
-
-if TYPE_CHECKING:
-    from schedlang.verbs.ledgers import Ledger, Op
 
 _CALLS = 6  # shown of a rank that did not arrive
 
@@ -46,8 +43,6 @@ def doctor(
 
     Exit 1: a rank is slow, stuck or gone.
     """
-    from schedlang.verbs.ledgers import read_job
-
     diag = diagnose(read_job(folder), stuck_after)
     code = 0 if diag.is_healthy else FAILS
     if as_json:

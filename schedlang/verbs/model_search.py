@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from schedlang.diagnostics.tables import format_bytes, terminal_columns, wrap_lines
 from schedlang.verbs.aim_options import Aims, parse_count
 from schedlang.verbs.exits import FAILS, bad_option, show_json
 from schedlang.verbs.inputs import check_folders, model_to_try, write_output
@@ -105,7 +106,6 @@ def search_model(
 
     `name` is the name of the model's file; `limits` are added to those of the options.
     """
-    from schedlang.diagnostics.tables import terminal_columns, wrap_lines
     from schedlang.ir.model import ModelFacts
     from schedlang.passes.planner.limits import parse_limits, parse_question
     from schedlang.passes.planner.paper_planners import find_planner
@@ -272,8 +272,6 @@ def _report_lines(
 
 def head_line(name: str, ranks: int, cluster: Cluster) -> str:
     """Return the head line: model.py · 4 ranks of a100, 80 GiB."""
-    from schedlang.diagnostics.tables import format_bytes
-
     return f"{Path(name).name} · {ranks} ranks of {cluster.name}, {format_bytes(cluster.memory)}"
 
 

@@ -16,7 +16,7 @@ import typer
 
 from schedlang.diagnostics.diagnostic import Refusal, facts_of_unknown, find_closest
 from schedlang.diagnostics.source import read_utf8
-from schedlang.diagnostics.tables import wrap_lines
+from schedlang.diagnostics.tables import terminal_columns, wrap_lines
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import (
     ORDERS,
@@ -161,7 +161,6 @@ def simulate(
     For a schedule, the order, ranks, microbatches and chunks come from its plan.  `--cost` is in
     milliseconds if the schedule has an `expect` for `time(step)`: exit 1 if it does not hold.
     """
-    from schedlang.diagnostics.tables import terminal_columns
     from schedlang.passes.simulate.machine import cluster_of
     from schedlang.passes.simulate.step_time import place_slowdowns
     from schedlang.verbs.costs import check_expected_time, parse_costs, simulate_step

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.remat import RecomputedRegion
 from schedlang.runtime.activation_memory.selective import NumberedCalls, numbering_of
 from schedlang.runtime.device import RestoredGenerators, module_generators, on_host
 from schedlang.runtime.forward_attributes import AttributeSnapshot
@@ -38,9 +39,6 @@ from schedlang.runtime.storage.saved_tensors_slot import (
 from schedlang.runtime.submodules import modules_in
 from schedlang.runtime.tracing.meta_runs import name_of
 from schedlang.runtime.tracing.units import CallHook, CallSwitch, intercept_hooks
-
-if TYPE_CHECKING:
-    from schedlang.remat import RecomputedRegion
 
 # ---- Whether modules compute the same when they run again: which call of torch differs, and
 # where.

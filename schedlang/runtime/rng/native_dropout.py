@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from schedlang.runtime import scope
 from schedlang.runtime.device import RandomGenerator, on_host
 from schedlang.runtime.forward import wrap
-from schedlang.runtime.modes import AmbientMode
+from schedlang.runtime.modes import AmbientMode, enter_modes
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.runtime.rng.logical_functions import draws_logically, mask_shapes
 from schedlang.runtime.storage.saved_tensors_slot import policies
@@ -318,8 +318,6 @@ class DrawRecorder(AmbientMode):
     @contextmanager
     def record_draws(self) -> Iterator[None]:
         """Record draws within the block; shared attentions report theirs."""
-        from schedlang.runtime.modes import enter_modes
-
         self.native.noting = self
         try:
             with enter_modes(self):

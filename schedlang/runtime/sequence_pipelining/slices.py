@@ -398,8 +398,6 @@ def whole_loss(losses: Sequence[Tensor], slices: Sequence[WeightedSlice]) -> Ten
 
 def join_outputs(outputs: Sequence[Any], slices: Sequence[WeightedSlice]) -> Any:
     """Join the outputs of slices to the output of a microbatch, along tokens if there are any."""
-    from schedlang.ir import pytree
-
     lengths = [p.piece.span.length for p in slices]
     shares = plain_numbers([p.share for p in slices])
     flat = [pytree.tree_flatten(output) for output in outputs]
