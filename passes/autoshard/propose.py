@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import NOWHERE
@@ -54,6 +52,9 @@ from schedlang.passes.simulate.account import account
 from schedlang.passes.verify.probe import find_batch_norm
 from schedlang.runtime.batch import row_count
 from schedlang.runtime.tracing.units import default_units
+
+if TYPE_CHECKING:
+    from torch import nn
 
 RELAXED_WORD = "batch_stats"
 BATCH_ROLES = ("data", "sliced", "stages", "experts")  # roles of axes that split the batch

@@ -6,9 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir import pytree
@@ -47,6 +45,9 @@ from schedlang.pipeline.timeline.versions import update_versions
 from schedlang.runtime.batch import BatchPart, largest_part
 from schedlang.runtime.global_state import restore_global_state
 from schedlang.runtime.tracing.meta_runs import meta_model
+
+if TYPE_CHECKING:
+    from torch import nn
 
 UNSEEN = (
     "values: nothing is computed; whether calls compute the right values is for `verify`",

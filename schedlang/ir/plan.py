@@ -391,6 +391,14 @@ class Plan:
         }
         return [self.actions[index] for index in sorted(places)]
 
+    def rows_by_module(self) -> dict[str, list[int]]:
+        """Return the numbers of the rows at each module that a row names."""
+        rows: dict[str, list[int]] = {}
+        for action in self.actions:
+            for fqn in dict.fromkeys(action.sites):
+                rows.setdefault(fqn, []).append(action.row)
+        return rows
+
     def rows_near(self, fqn: str) -> list[Action]:
         """Return the actions at this module, at modules that contain it and at modules inside of
         it."""

@@ -13,10 +13,9 @@ import typer
 
 from schedlang.diagnostics.tables import terminal_columns, wrap_lines
 from schedlang.verbs import operator_layouts
-from schedlang.verbs.aim_options import Aims
 from schedlang.verbs.exits import FAILS, bad_option, check_positive, show_json
 from schedlang.verbs.inputs import parse_settings, use_one_thread
-from schedlang.verbs.model_search import Search, batch_of, search_model
+from schedlang.verbs.model_search import Aims, Search, batch_of, search_model
 from schedlang.verbs.operator_layouts import FLEXFLOW, UNITY
 from schedlang.verbs.options import AsJson, Knobs, Model, verb
 
