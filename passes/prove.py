@@ -56,7 +56,7 @@ from schedlang.passes.verify.saved_state import (
     load_on_ranks,
     saved_condition,
 )
-from schedlang.passes.verify.stage_outputs import add_stage_outputs
+from schedlang.passes.verify.stage_state import add_stage_outputs
 from schedlang.passes.verify.training_runs import (
     TrainingRuns,
     find_gaps,
@@ -149,7 +149,7 @@ def _prove(case: Case, pool: Pool | None, title: str, command: str, progress: Pr
     rows = _compare(case, working, conditions, expected, observed, pool, original_run.plain)
     rows, undecided = split_undecided(rows)
     exact_rows, unchecked = _baseline_rows(
-        case, baseline_used, observed[4], _add_order(actual, expected)
+        case, baseline_used, observed[4], replace(actual, order=expected.order, ties=expected.ties)
     )
     working_rows, untried = _check_working_dtype(working, conditions, requirements, pool)
     kernel_facts = _kernel_facts(fusion_gains, observed[3])
@@ -260,12 +260,10 @@ class _OriginalRun:
     def __init__(
         self, own_case: Case, case: Case, working: Case | None, conditions: Sequence[Condition]
     ) -> None:
-        self.own_case, self.case, self.working, self.conditions = (
-            own_case,
-            case,
-            working,
-            conditions,
-        )
+        self.own_case = own_case
+        self.case = case
+        self.working = working
+        self.conditions = conditions
 
     def begin(self) -> None:
         """Observe the original; ranks report errors of the model in the working dtype."""
@@ -360,11 +358,6 @@ def _compare(
         case, working, conditions, expected, working_run, again, original_working
     )
     return rows + working_check.rows(wrong=mismatch)
-
-
-def _add_order(actual: Observation, expected: Observation) -> Observation:
-    """Add facts that only the original has: the order of its gradients, and tied names."""
-    return replace(actual, order=expected.order, ties=expected.ties)
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,14 @@ import math
 from collections.abc import Collection
 from dataclasses import field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from schedlang.ir.features import Settled
-from schedlang.ir.model import is_inside, matches
+from schedlang.ir.mesh import Mesh
+from schedlang.ir.model import Site, is_inside, matches
+from schedlang.ir.placement import Layout
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import refuse
-
-if TYPE_CHECKING:
-    from schedlang.ir.mesh import Mesh
-    from schedlang.ir.model import Site
-    from schedlang.ir.placement import Layout
 
 KINDS = ("Linear", "Conv1D")
 BLOCK = 64  # elements of a weight that share a scale
@@ -186,10 +183,8 @@ class adapt(Settled):  # noqa: N801
                 helps=("offload other modules", "or leave `base` out"),
             )
         layout, dim = plan.effective_layout(name), coding.input_dim
-        block, edge = (
-            min(self.block, layout.shape[dim]),
-            _split_block(layout, dim, self.block, plan.mesh),
-        )
+        block = min(self.block, layout.shape[dim])
+        edge = _split_block(layout, dim, self.block, plan.mesh)
         if edge is None:
             return
         divisor = math.gcd(layout.shape[dim], edge)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from schedlang.ir.annotations import Cast
 from schedlang.ir.features import Uniform, check_called
-from schedlang.ir.model import is_inside
+from schedlang.ir.model import Site, is_inside
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import refuse
 from schedlang.ir.sharing import as_shared_values, values_near
-
-if TYPE_CHECKING:
-    from schedlang.ir.model import Site
 
 HALVES = ("bfloat16", "float16")
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import field, replace
-from typing import TYPE_CHECKING
 
 from schedlang.ir.annotations import Completion
+from schedlang.ir.model import Site
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse, refuse_inside
 from schedlang.language.kinds import Axis
-
-if TYPE_CHECKING:
-    from schedlang.ir.model import Site
 
 
 class complete(Primitive):  # noqa: N801

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from schedlang.ir.annotations import ActivationCoding, Codec, Compression
 from schedlang.ir.features import check_called
 from schedlang.ir.mesh import offer_row
+from schedlang.ir.model import Site
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet, Primitive, refuse, refuse_inside
 from schedlang.language.kinds import Axes
-
-if TYPE_CHECKING:
-    from schedlang.ir.model import Site
-
 
 ACTIVATION_BITS = {"int8": 8, "int4": 4, "int2": 2}
 LEAST, MOST = 2.0, 8.0  # bounds of `bits`

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from schedlang.ir.annotations import ContextSplit
+from schedlang.ir.model import Site
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse
 from schedlang.language.kinds import Axes
-
-if TYPE_CHECKING:
-    from schedlang.ir.model import Site
 
 TWO_LEVEL_METHODS = ("double_ring", "usp", "nbody")
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from schedlang.ir.annotations import Boundary
+from schedlang.ir.model import Site
 from schedlang.ir.placement import Layout, R
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse
 from schedlang.language.kinds import Axis
-
-if TYPE_CHECKING:
-    from schedlang.ir.model import Site
 
 
 class expert_parallel(Primitive):  # noqa: N801

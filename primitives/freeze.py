@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import field, replace
-from typing import TYPE_CHECKING
 
-from schedlang.ir.model import matches
+from schedlang.ir.model import ParameterFact, Site, matches
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse
 from schedlang.language.kinds import Many
-
-if TYPE_CHECKING:
-    from schedlang.ir.model import ParameterFact, Site
 
 
 class freeze(Primitive):  # noqa: N801

@@ -94,10 +94,8 @@ class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
             if closest
             else f"declare it: `pattern {self.pattern}(x) {{ ... }}`, above the step"
         )
-        title, facts = (
-            f"there is no pattern `{self.pattern}`",
-            facts_of_unknown(self.pattern, patterns),
-        )
+        title = f"there is no pattern `{self.pattern}`"
+        facts = facts_of_unknown(self.pattern, patterns)
         refuse("S885", title, helps=(help_,), facts=facts)
 
     def check(self, site: Site, plan: Plan) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from schedlang.ir.annotations import RowGather
 from schedlang.ir.features import Settled, check_called
 from schedlang.ir.mesh import offer_row
+from schedlang.ir.model import Site
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import refuse
 from schedlang.language.kinds import Axes
-
-if TYPE_CHECKING:
-    from schedlang.ir.model import Site
 
 
 class gather_rows(Settled):  # noqa: N801

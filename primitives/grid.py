@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from schedlang.ir.annotations import Boundary
+from schedlang.ir.model import ParameterFact, Site
 from schedlang.ir.placement import Layout, R, Replicate, S, block_sizes_of
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet, Primitive, refuse
 from schedlang.language.kinds import Axes
 from schedlang.primitives.shard import KINDS, is_plain
-
-if TYPE_CHECKING:
-    from schedlang.ir.model import ParameterFact, Site
 
 AXES_OF_STYLE = {"summa": 2, "cube": 3}
 LAST = (S(-1), S("hidden"), S("out"))

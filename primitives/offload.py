@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import field, replace
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from schedlang.diagnostics.diagnostic import Label
 from schedlang.diagnostics.tables import format_bytes
 from schedlang.ir.annotations import OffloadedTensors
 from schedlang.ir.features import Recomputing, Uniform, check_called
 from schedlang.ir.mesh import offer_row
+from schedlang.ir.model import Site
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import refuse
 from schedlang.language.kinds import Axis
-
-if TYPE_CHECKING:
-    from schedlang.ir.model import Site
 
 RELOADED = ("activations", "parameters")  # reloaded module by module
 PEER_ROW = "offload(activations, to=peer, over={})"

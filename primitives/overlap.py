@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from schedlang.ir.annotations import Overlap
 from schedlang.ir.mesh import offer_row
+from schedlang.ir.model import Site
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse, refuse_inside
 from schedlang.language.kinds import Many
-
-if TYPE_CHECKING:
-    from schedlang.ir.model import Site
 
 
 class overlap(Primitive):  # noqa: N801

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from schedlang.ir.annotations import PaddedDim
 from schedlang.ir.features import Uniform
+from schedlang.ir.model import Site
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import refuse
-
-if TYPE_CHECKING:
-    from schedlang.ir.model import Site
 
 
 class pad(Uniform):  # noqa: N801

@@ -111,9 +111,7 @@ class pipeline(Located, Resolved):  # noqa: N801
         """Refuse numbers of parts below 1 or above the limit."""
         if min(self.micro, self.chunks or 1, self.slices) < 1:
             refuse(
-                "S304",
-                "`micro`, `chunks` and `slices` must be 1 or more",
-                helps=("use 1 or more",),
+                "S304", "`micro`, `chunks` and `slices` must be 1 or more", helps=("use 1 or more",)
             )
         parts = self.micro * (self.chunks or 1) * self.slices
         if parts > MAX_PARTS:

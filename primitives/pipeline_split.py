@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from schedlang.diagnostics.diagnostic import Label
 from schedlang.ir.annotations import StageCut
 from schedlang.ir.features import Recomputing
+from schedlang.ir.model import Site
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse
 from schedlang.language.kinds import Axis
-
-if TYPE_CHECKING:
-    from schedlang.ir.model import Site
 
 
 class pipeline_split(Primitive):  # noqa: N801

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from schedlang.ir.features import Renewing
+from schedlang.ir.model import Site
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import FACETS, Facet, refuse
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from schedlang.ir.model import Site
 
 
 class replace(Renewing):  # noqa: N801

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
@@ -123,8 +124,6 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
 
     def _check_package(self) -> None:
         """Refuse a kernel of a package that is not installed (S876)."""
-        from importlib.util import find_spec
-
         package = PACKAGES.get(self.kernel)
         if package is not None and find_spec(package[0]) is None:
             refuse(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from schedlang.diagnostics.diagnostic import Facts
 from schedlang.ir.annotations import Boundary
 from schedlang.ir.features import SplittingHeads, Uniform, check_called
+from schedlang.ir.model import ParameterFact, Site
 from schedlang.ir.placement import (
     EVEN,
     P,
@@ -27,9 +28,6 @@ from schedlang.ir.placement import (
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import refuse
 from schedlang.language.kinds import Axis, Rest
-
-if TYPE_CHECKING:
-    from schedlang.ir.model import ParameterFact, Site
 
 STYLES = {"col": "out", "row": "in", "vocab": "vocab"}
 TABLE_STYLES = {

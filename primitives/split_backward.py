@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from schedlang.ir.model import Site
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse
-
-if TYPE_CHECKING:
-    from schedlang.ir.model import Site
 
 
 class split_backward(Primitive):  # noqa: N801

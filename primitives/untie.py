@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from schedlang.ir.model import Site
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse
 from schedlang.language.kinds import Many
-
-if TYPE_CHECKING:
-    from schedlang.ir.model import Site
 
 
 class untie(Primitive):  # noqa: N801

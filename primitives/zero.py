@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import field
-from typing import TYPE_CHECKING
 
 from schedlang.ir.annotations import Replicas
 from schedlang.ir.features import Slicing
+from schedlang.ir.model import Site
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import refuse, refuse_inside
 from schedlang.language.kinds import Axes
 from schedlang.language.value import Bytes
-
-if TYPE_CHECKING:
-    from schedlang.ir.model import Site
 
 
 class zero(Slicing):  # noqa: N801

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 
 if TYPE_CHECKING:
     from schedlang.trainer import Batch, Figures, Trainer
@@ -205,7 +205,7 @@ def _import_optional(module: str, package: str) -> Any:
     except ImportError as error:
         title = f"a callback needs `{package}`, which is not installed here"
         helps = (f"install it: `pip install {package}`", "or leave this callback out")
-        raise Refusal(Diagnostic("S691", title, notes=(str(error),), helps=helps)) from None
+        raise Refusal.of("S691", title, notes=(str(error),), helps=helps) from None
 
 
 @dataclass

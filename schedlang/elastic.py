@@ -20,15 +20,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import (
-    Diagnostic,
     Label,
     Refusal,
-    facts_of_unknown,
-    suggest_name,
 )
 from schedlang.diagnostics.job_refusals import FRESH_STORE
 from schedlang.diagnostics.source import python_span
 from schedlang.language import nodes as n
+from schedlang.language.knob import refuse_unknown_settings
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.state import Settings
 from schedlang.schedule import Schedule
@@ -185,7 +183,7 @@ class Rendezvous:
 def _exit_alone(seconds: float) -> None:
     """End this rank, which waits in torch for a rank that died after all had arrived."""
     title = f"another rank has not joined the job within {seconds:g} s, and was there before"
-    print(Refusal(Diagnostic("S651", title)), file=sys.stderr, flush=True)
+    print(Refusal.of("S651", title), file=sys.stderr, flush=True)
     os._exit(1)
 
 
@@ -220,7 +218,7 @@ class JoinedJob:
 
 def _refusal(title: str, note: str, help_: str) -> Refusal:
     notes = (note,) if note else ()
-    return Refusal(Diagnostic("S695", title, Label(python_span()), notes=notes, helps=(help_,)))
+    return Refusal.of("S695", title, Label(python_span()), notes=notes, helps=(help_,))
 
 
 @dataclass(frozen=True)
@@ -298,14 +296,7 @@ class SettingSearch:
 
     def _free_knobs(self, knobs: Mapping[str, Knob], sizing: set[str]) -> set[str]:
         """Return the knobs that may change. Raises Refusal S106 for an unknown one."""
-        for name in self.names:
-            if name not in knobs:
-                title = f"the schedule has no knob `{name}`"
-                help_, facts = (
-                    suggest_name(name, knobs, "its knobs are"),
-                    facts_of_unknown(name, knobs),
-                )
-                raise Refusal.of("S106", title, helps=(help_,), facts=facts)
+        refuse_unknown_settings(self.names, knobs)
         if self.names:
             return set(self.names)
         nodes = n.walk(self.given.tree)
@@ -353,9 +344,7 @@ class SettingSearch:
             else "let an axis take all available ranks: `mesh(dp=_)`",
             "or start torchrun with other numbers of nodes only: `--nnodes 2:4`",
         )
-        return Refusal(
-            Diagnostic("S695", title, notes=(*reasons[:_MAX_REASONS], *suffix), helps=helps)
-        )
+        return Refusal.of("S695", title, notes=(*reasons[:_MAX_REASONS], *suffix), helps=helps)
 
 
 def _mesh(tree: n.File) -> n.Mesh | None:

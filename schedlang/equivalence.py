@@ -7,12 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.diagnostic import (
-    Label,
-    Refusal,
-    kind_of,
-    refuse_at_caller,
-)
+from schedlang.diagnostics.diagnostic import Label, Refusal, kind_of, refuse_at_caller
 from schedlang.diagnostics.source import python_span
 
 if TYPE_CHECKING:

@@ -103,13 +103,11 @@ class _Scheduled:
         self.program: Any = None
         self._step: Any = None  # the module with its `training_step` as the forward
         self._logs: _Logs = {}  # the arguments with which `training_step` logs the loss
-        self._plain_attributes: dict[
-            str, Any
-        ] = {}  # the module's plain attributes when the program was built
+        # the module's plain attributes when the program was built
+        self._plain_attributes: dict[str, Any] = {}
         self._has_values = True  # whether the module has values
-        self._seen_versions: dict[
-            str, Any
-        ] = {}  # versions of the module's tensors, with or without values
+        # versions of the module's tensors, with or without values
+        self._seen_versions: dict[str, Any] = {}
         self._checkpoint_path = ""  # the checkpoint that the run continues
 
     # -- before the first step -------------------------------------------------------------------
@@ -362,11 +360,9 @@ def _with_step_as_forward(module: Any, logs: _Logs) -> Any:
             for name, value in dictionary.items():
                 self.log(name, value, *args, **options)
 
-    Step.__name__, Step.__qualname__, Step.__module__ = (
-        kind.__name__,
-        kind.__qualname__,
-        kind.__module__,
-    )
+    Step.__name__ = kind.__name__
+    Step.__qualname__ = kind.__qualname__
+    Step.__module__ = kind.__module__
     step = copy.copy(module)
     step.__class__ = Step
     return step

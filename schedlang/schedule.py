@@ -15,22 +15,24 @@ from schedlang.diagnostics.diagnostic import (
     Diagnostic,
     Label,
     Refusal,
-    facts_of_unknown,
-    find_closest,
     kind_of,
     refuse_at_caller,
     refuse_methods_at_caller,
 )
 from schedlang.diagnostics.source import NOWHERE, Source, Span, python_span
 from schedlang.ir.limits import FORBID, LEAST, PIN
+from schedlang.ir.model import ModelFacts, check_unwrapped
 from schedlang.ir.primitive import Primitive, load_all, registry
 from schedlang.language import lift, patterns, printer
 from schedlang.language import nodes as n
+from schedlang.language.knob import refuse_unknown_settings
 from schedlang.language.nodes import drop_last_row, fold_rows
 from schedlang.language.selector import Selector
 from schedlang.language.syntax import parse, parse_expr, parse_path, source_of
+from schedlang.passes.analyze.input_checks import check_build_arguments
 from schedlang.passes.elaborate.expand import Expander, expand, open_step
 from schedlang.passes.elaborate.lint import lint
+from schedlang.passes.elaborate.plan_record import plan_to_record
 from schedlang.passes.elaborate.rows import expands_to
 from schedlang.passes.elaborate.state import (
     Settings,
@@ -39,6 +41,9 @@ from schedlang.passes.elaborate.state import (
     initial_state,
     job_size,
 )
+from schedlang.passes.lower.build import join_job
+from schedlang.passes.simulate.kernel_gains import count_step_gains
+from schedlang.passes.simulate.one_rank_step import repeat_sample
 from schedlang.viz import picture  # noqa: F401  (a plan is printed by it)
 from schedlang.viz.diff import Difference, compare
 from schedlang.viz.why import explain_rows
@@ -46,7 +51,6 @@ from schedlang.viz.why import explain_rows
 if TYPE_CHECKING:
     from torch import nn
 
-    from schedlang.ir.model import ModelFacts
     from schedlang.ir.plan import Plan
     from schedlang.passes.analyze.prepare import Prepared
     from schedlang.passes.planner.search import SearchResult
@@ -62,8 +66,6 @@ def _build_program(
     """Build the program of a plan, after all checks that take about a second."""
     from schedlang.passes.lower.build import build
     from schedlang.passes.simulate.expectations import require_costs
-    from schedlang.passes.simulate.kernel_gains import count_step_gains
-    from schedlang.passes.simulate.one_rank_step import repeat_sample
     from schedlang.passes.static_checks.static import check_sums
     from schedlang.passes.verify.original import spread_rows
     from schedlang.passes.verify.probe import check_if_cheap
@@ -159,8 +161,6 @@ class Schedule(Scope):
     def __init__(
         self, model: nn.Module, file: n.File | None = None, settings: Settings | None = None
     ) -> None:
-        from schedlang.ir.model import ModelFacts, check_unwrapped
-
         if isinstance(model, type) or not hasattr(model, "named_modules"):
             kind = "a class" if isinstance(model, type) else kind_of(model)
             title = f"a schedule is for a module of torch, not for {kind}"
@@ -191,11 +191,7 @@ class Schedule(Scope):
         assert self._state.plan is not None
         return self._state.plan
 
-    def verify(
-        self,
-        *what: Any,
-        **options: Any,
-    ) -> Report:
+    def verify(self, *what: Any, **options: Any) -> Report:
         """Compare with the model on local ranks, in float64: `schedlang.verify(sch, batch=batch)`.
 
         Takes the arguments of `schedlang.verify`. `sch.row("verify", "forward")` adds a row.
@@ -241,8 +237,6 @@ class Schedule(Scope):
 
     def to_json(self) -> dict[str, object]:
         """Return decisions and actions as plain values."""
-        from schedlang.passes.elaborate.plan_record import plan_to_record
-
         return plan_to_record(self.plan())
 
     def _repr_html_(self) -> str:
@@ -309,8 +303,6 @@ class Schedule(Scope):
         sum as the loss) is refused as by `verify`, if that is found within about a second: verify a
         larger model before training.
         """
-        from schedlang.passes.analyze.input_checks import check_build_arguments
-        from schedlang.passes.lower.build import join_job
         from schedlang.runtime.comm.collectives import enter_given_ranks
         from schedlang.runtime.unbuilt_program import UnbuiltProgram
 
@@ -452,17 +444,7 @@ class Schedule(Scope):
     def set(self, **knobs: object) -> None:
         """Set knobs and plan everything again; refused settings change nothing."""
         values = {k: v.value if isinstance(v, lift.RecordedValue) else v for k, v in knobs.items()}
-        for name in values:
-            if name not in self._state.knobs:
-                closest, names = (
-                    find_closest(name, self._state.knobs),
-                    map("`{}`".format, self._state.knobs),
-                )
-                hint = f"its knobs are {', '.join(names)}" if self._state.knobs else "it has none"
-                helps = (f"did you mean `{closest}`?" if closest else hint,)
-                title = f"the schedule has no knob `{name}`"
-                facts, label = facts_of_unknown(name, self._state.knobs), Label(python_span())
-                raise Refusal.of("S106", title, label, helps=helps, facts=facts)
+        refuse_unknown_settings(values, self._state.knobs, python_span())
         merged = {**self._settings.knobs, **values}
         self._replay(self._stack[0], replace(self._settings, knobs=merged))
 
@@ -510,11 +492,8 @@ class Schedule(Scope):
             raise Refusal.of("S113", title, Label(python_span()), helps=(help_,))
         steps = [item.name for item in items if isinstance(item, n.Step)]
         if to not in steps:
-            closest = find_closest(to, steps)
-            helps = (f"did you mean `{closest}`?",) if closest else ()
-            title = f"there is no step `{to}`"
-            facts, label = facts_of_unknown(to, steps), Label(python_span())
-            raise Refusal.of("S113", title, label, helps=helps, facts=facts)
+            title, label = f"there is no step `{to}`", Label(python_span())
+            raise Refusal.unknown("S113", title, to, steps, primary=label)
         start = next(i for i, x in enumerate(items) if isinstance(x, n.Step) and x.name == to)
         self._undo_to(items[:start])
 

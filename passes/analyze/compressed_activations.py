@@ -107,9 +107,8 @@ def _allot_row(
     names: Sequence[str], facts_by_place: Mapping[SavedPlace, PlaceFacts], budget: float
 ) -> dict[str, Any]:
     places = [(place, entry) for place, entry in facts_by_place.items() if place.module in names]
-    if any(
-        entry.change is None for _, entry in places
-    ):  # equal changes: interleave modules, so that none is filled first
+    # equal changes: interleave modules, so that none is filled first
+    if any(entry.change is None for _, entry in places):
         places.sort(key=lambda pair: pair[0].number)
     entries = [_entry_of(place, entry) for place, entry in places]
     allotted = allot_bits([entry.elements for entry in entries], _relative_changes(entries), budget)
@@ -294,10 +293,8 @@ def _by_tokens(counting: CostSubject, chains: Chains) -> SavedSplits | None:
                     plan, fqn, plan.context_axes[0], _describe_shapes(site, full_shapes, shapes)
                 )
             splits_of[fqn, site] = splits
-    by_token, weights = (
-        TokenSplits(tokens.ranks, tokens.kind, splits_of),
-        counting.traced.saved_splits,
-    )
+    by_token = TokenSplits(tokens.ranks, tokens.kind, splits_of)
+    weights = counting.traced.saved_splits
     if weights is None:
         return by_token
     assert isinstance(weights, WeightSplits), "weights are followed before tokens are"
@@ -404,12 +401,10 @@ def _check_overlap(row: Action, other: Action, facet: Facet, moves: bool) -> Non
         isinstance(primitive, Recomputing) and primitive.reruns(other.sites, ()) is not None
     )
     pairs = ((a, b) for a in row.sites for b in other.sites)
-    pairs = (
-        (a, b) for a, b in pairs if not (moves and is_inside(a, b))
-    )  # integers may be offloaded
-    pairs = (
-        (a, b) for a, b in pairs if not (reruns_too and is_inside(b, a))
-    )  # inputs may be rounded
+    # integers may be offloaded
+    pairs = ((a, b) for a, b in pairs if not (moves and is_inside(a, b)))
+    # inputs may be rounded
+    pairs = ((a, b) for a, b in pairs if not (reruns_too and is_inside(b, a)))
     overlap = next(((a, b) for a, b in pairs if is_inside(b, a) or is_inside(a, b)), None)
     if overlap is None:
         return

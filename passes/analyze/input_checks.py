@@ -260,9 +260,8 @@ def add_forward_line(model: Any) -> Iterator[None]:
     except Refusal as refusal:
         diagnostic = refusal.diagnostic
         code = getattr(unwrap(type(model).forward), "__code__", None)
-        is_torch = type(model).__module__.startswith(
-            "torch."
-        )  # torch's own forward: its line does not help
+        # torch's own forward: its line does not help
+        is_torch = type(model).__module__.startswith("torch.")
         if diagnostic.code != "S605" or code is None or is_torch:
             raise
         line = f"{Path(code.co_filename).name}:{code.co_firstlineno}"

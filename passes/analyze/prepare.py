@@ -34,8 +34,9 @@ from schedlang.passes.partition.recomputed_chains import Chains, CostSubject, ch
 from schedlang.passes.partition.staging import Staged, stages_of
 from schedlang.passes.propagate.loss_sums import with_statistics
 from schedlang.passes.propagate.original_forward import Weight
-from schedlang.passes.propagate.propagate import Traced, propagate
+from schedlang.passes.propagate.propagate import Traced, backward_root, propagate
 from schedlang.passes.propagate.sequence_trials import slicing_of, tokens_of
+from schedlang.pipeline.timeline.table import Kind
 
 if TYPE_CHECKING:
     from schedlang.runtime.activation_memory.repeat_checks import Difference
@@ -61,7 +62,6 @@ def check_repeats(
     module of each kind is run twice on the meta device; the result is cached in the model.
     `equal`: unit of the model -> its kind; two units of each kind are called.
     """
-    from schedlang.passes.propagate.propagate import backward_root
     from schedlang.runtime.activation_memory.repeat_checks import RepeatCheck
     from schedlang.runtime.tracing.equal_units import EqualUnits
     from schedlang.runtime.tracing.meta_runs import meta_model, without_values
@@ -367,8 +367,6 @@ def _check_dense(plan: Plan) -> None:
 
 def _check_reentrant(plan: Plan, traced: Traced, staged: Staged) -> None:
     """Refuse (S608) an order that splits backwards if the model has reentrant checkpoints."""
-    from schedlang.pipeline.timeline.table import Kind
-
     if traced.has_reentrant_checkpoints and (staged.timeline.kind == Kind.W).any():
         note = "torch runs their backward for all inputs together: it cannot be split"
         helps = (

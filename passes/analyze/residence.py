@@ -176,8 +176,6 @@ def streamed_units(
 
 def window_bytes(plan: Plan, staged: Staged, holdings: Mapping[str, Holding], position: int) -> int:
     """Return the largest number of bytes of streamed parameters on the device at one time."""
-    from math import prod
-
     sizes_ahead = []
     for row, names in streamed_units(plan, staged.trunk).values():
         unsliced = [holdings[n] for n in names if not holdings[n].sliced]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.complete.proposed_rows import ProposedRow, make_call, plan_of_proposal
 from schedlang.passes.reduce_model.blocks import PROJECTIONS, Blocks, leaf_kind
 
@@ -34,7 +34,7 @@ class Adapters:
         if not names_by_parent:
             title = "no projection of this model's blocks takes an adapter"
             helps = ("leave `--adapt` out",)
-            raise Refusal(Diagnostic("S212", title, notes=tuple(refusals[:8]), helps=helps))
+            raise Refusal.of("S212", title, notes=tuple(refusals[:8]), helps=helps)
         notes += refusals
         return [self._row(*names) for names in names_by_parent.values()]
 

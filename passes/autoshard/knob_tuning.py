@@ -12,9 +12,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, facts_of_unknown, suggest_name
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.diagnostics.tables import (
     GAP,
     column_widths,
@@ -24,27 +24,23 @@ from schedlang.diagnostics.tables import (
     wrap_lines,
 )
 from schedlang.ir.memory import find_heaviest
+from schedlang.ir.model import ModelFacts
+from schedlang.ir.plan import Plan
+from schedlang.language import nodes as n
+from schedlang.language.knob import Knob, refuse_unknown_settings
 from schedlang.language.value import show_value
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.complete.complete import complete_plan
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.state import Settings
 from schedlang.passes.propagate.batch_refusals import batch_refusal
+from schedlang.passes.propagate.original_forward import Weight
+from schedlang.passes.propagate.sharded_run import Loss
+from schedlang.passes.simulate.machine import Cluster
 from schedlang.passes.simulate.memory import rank_classes
 from schedlang.passes.simulate.node_cluster import Nodes
 from schedlang.passes.simulate.simulated_ranks import memory_of_ranks, simulate_ranks
-from schedlang.passes.simulate.step_time import missing_memory, time_step
-
-if TYPE_CHECKING:
-    from schedlang.ir.model import ModelFacts
-    from schedlang.ir.plan import Plan
-    from schedlang.language import nodes as n
-    from schedlang.language.knob import Knob
-    from schedlang.passes.propagate.original_forward import Weight
-    from schedlang.passes.propagate.sharded_run import Loss
-    from schedlang.passes.simulate.machine import Cluster
-    from schedlang.passes.simulate.step_time import StepTime
-
+from schedlang.passes.simulate.step_time import StepTime, missing_memory, time_step
 
 MAX_SETTINGS = 1000  # maximal number of settings
 
@@ -59,11 +55,7 @@ def settings_of(
     Refusal S106 for an unknown knob, S109 for more settings than can be tried.
     """
     knobs = expand(tree, None, Settings(fixed)).knobs
-    for name in choices:
-        if name not in knobs:
-            title = f"the schedule has no knob `{name}`"
-            help_, facts = suggest_name(name, knobs, "its knobs are"), facts_of_unknown(name, knobs)
-            raise Refusal.of("S106", title, helps=(help_,), facts=facts)
+    refuse_unknown_settings(choices, knobs)
     menus = {
         name: choices.get(name) or _values(knob)
         for name, knob in knobs.items()
@@ -278,10 +270,8 @@ def _cluster(cluster: Cluster) -> str:
 
 
 def _table(best: Sequence[PricedPlan], width: int | None) -> Iterator[str]:
-    knobs, axes = (
-        list(best[0].knobs),
-        list(dict.fromkeys(a for priced in best for a in priced.mesh)),
-    )
+    knobs = list(best[0].knobs)
+    axes = list(dict.fromkeys(a for priced in best for a in priced.mesh))
     mesh_columns = [axis for axis in axes if axis not in knobs]
     names = [*knobs, *mesh_columns] if set(knobs) - set(axes) or not set(knobs) else axes
     rows = [["", *names, *TABLE_HEADS]]

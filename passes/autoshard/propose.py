@@ -50,10 +50,11 @@ from schedlang.passes.reduce_model.blocks import (
 )
 from schedlang.passes.simulate.account import account
 from schedlang.passes.verify.probe import find_batch_norm
+from schedlang.runtime.batch import row_count
+from schedlang.runtime.tracing.units import default_units
 
 if TYPE_CHECKING:
     from torch import nn
-
 
 RELAXED_WORD = "batch_stats"
 BATCH_ROLES = ("data", "sliced", "stages", "experts")  # roles of axes that split the batch
@@ -336,8 +337,6 @@ def propose(
     Raises Refusal S211 for an axis of an unknown name, S212 where nothing can be split over an
     axis, and whatever refuses the model or the batch.
     """
-    from schedlang.runtime.batch import row_count
-
     check_mesh(mesh)
     facts = model if isinstance(model, ModelFacts) else ModelFacts(model)
     with add_forward_line(facts.model):
@@ -491,8 +490,6 @@ def _rest(request: ProposalRequest) -> list[ProposedRow]:
 
 def _micro(request: ProposalRequest, stages: int) -> int:
     """Return the number of microbatches for the rows that a rank has."""
-    from schedlang.runtime.batch import row_count
-
     if request.micro:
         return request.micro
     parts = 1
@@ -525,8 +522,6 @@ def _cut_between(request: ProposalRequest, axis: str, stages: int) -> ProposedRo
 
     Raises Refusal S212 where there are fewer modules than stages, or the split itself is refused.
     """
-    from schedlang.runtime.tracing.units import default_units
-
     facts = request.blocks.facts
     title = "this model has no list of blocks, and cannot be cut into stages between its modules"
     try:

@@ -95,9 +95,8 @@ class ProposedRow:
         return replace(self, call=replace(self.call, args=tuple(args)))
 
 
-RowPlace = tuple[
-    n.Path, n.Path, ProposedRow
-]  # path of the blocks of a row, and its path inside a block
+# path of the blocks of a row, and its path inside a block
+RowPlace = tuple[n.Path, n.Path, ProposedRow]
 
 
 def fold_statements(rows: Sequence[ProposedRow], blocks: Blocks) -> tuple[n.Stmt, ...]:
@@ -264,9 +263,8 @@ def _fold_rows(rows: Sequence[ProposedRow], blocks: Blocks) -> list[ProposedRow]
 
 Loss = Callable[..., Any]
 SAMPLE_ROWS = 8  # rows of the batch that suffice to check legality
-SAMPLE_ELEMENTS = (
-    1 << 17
-)  # elements of each integer tensor: values of larger tensors are not traced
+# elements of each integer tensor: values of larger tensors are not traced
+SAMPLE_ELEMENTS = 1 << 17
 
 
 def plan_of_proposal(
@@ -306,13 +304,11 @@ class RowTrial:
         loss: Loss | None,
         weight: Loss | None = None,
     ) -> None:
-        self.facts, self.full_blocks, self.batch, self.loss, self.weight = (
-            facts,
-            blocks,
-            batch,
-            loss,
-            weight,
-        )
+        self.facts = facts
+        self.full_blocks = blocks
+        self.batch = batch
+        self.loss = loss
+        self.weight = weight
 
     # -- the model with fewer blocks ---------------------------------------------------------------
 
@@ -377,9 +373,8 @@ class RowTrial:
             t for t in named_tensors(self.batch).values() if not t.is_floating_point()
         ]
         longest = max((tensor.numel() // rows for tensor in integer_tensors), default=0)
-        row_limit = max(
-            2, min(SAMPLE_ROWS, SAMPLE_ELEMENTS // max(1, longest))
-        )  # a dim of size 1 is ambiguous
+        # a dim of size 1 is ambiguous
+        row_limit = max(2, min(SAMPLE_ROWS, SAMPLE_ELEMENTS // max(1, longest)))
         return split_batch(self.batch, max(1, rows // row_limit), 1)[0][0].inputs
 
     @property

@@ -147,9 +147,8 @@ class RowFinder:
     ranks: int
     rows: list[ProposedRow]
     notes: list[str]
-    replicated_names: set[str] = field(
-        default_factory=set
-    )  # names with a note why they stay replicated
+    # names with a note why they stay replicated
+    replicated_names: set[str] = field(default_factory=set)
     blamed_row: int = -1  # index of the row that the last refusal names; -1: none
 
     def repair_rows(self, rows: Sequence[ProposedRow]) -> list[ProposedRow] | str:
@@ -160,7 +159,7 @@ class RowFinder:
             if refused is None:
                 return rows
             refusal, index = refused
-            reason = _reason(refusal)
+            reason = refusal.diagnostic.title[:MAX_REASON] + (refusal.diagnostic.fact("line") or "")
             index -= len(self.rows)
             self.blamed_row = index if 0 <= index < len(rows) else -1
             missing = self._missing_row(refusal)
@@ -269,9 +268,8 @@ def _try_flow(finder: RowFinder, flow: Flow) -> str:
             return ""
         reason = repaired
     convolves = any(not _kind(finder, name) for name in flow.sources)
-    for variant in (
-        () if convolves else flow_variants(flow)
-    ):  # full images are too large to be gathered
+    # full images are too large to be gathered
+    for variant in () if convolves else flow_variants(flow):
         repaired = finder.repair_rows(_gathering_rows(finder, variant))
         if isinstance(repaired, list):
             finder.rows += repaired
@@ -385,8 +383,3 @@ def _kind(finder: RowFinder, name: str) -> str:
 def _value_of(value: str) -> object:
     """Return the value of an argument in a fact: a number, a list of numbers, or a word."""
     return json.loads(value) if value[:1] in "[0123456789" else value
-
-
-def _reason(refusal: Refusal) -> str:
-    """Return the title of a refusal, with the line of the model if known."""
-    return refusal.diagnostic.title[:MAX_REASON] + (refusal.diagnostic.fact("line") or "")

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from schedlang.diagnostics.diagnostic import (
     Diagnostic,
@@ -20,7 +20,6 @@ from schedlang.diagnostics.diagnostic import (
     Label,
     Refusal,
     facts_of_unknown,
-    find_closest,
     quote_names,
     suggest_name,
 )
@@ -56,10 +55,6 @@ from schedlang.passes.elaborate.state import (
     initial_state,
     unknown_primitive,
 )
-
-if TYPE_CHECKING:
-    from schedlang.ir.annotations import Expectation
-
 
 PARAMETER_TYPES: Mapping[str, Any] = {
     "axis": Axis,
@@ -128,9 +123,8 @@ def _convert(param: n.Param, value: Any, node: n.Node, names: Names) -> Any:
         return value
     if param.type not in PARAMETER_TYPES:
         title = f"a parameter cannot be of type `{param.type}`"
-        help_ = suggest_name(param.type, PARAMETER_TYPES, "choose one of")
-        facts = facts_of_unknown(param.type, PARAMETER_TYPES)
-        raise Refusal.of("S102", title, Label(param.span), helps=(help_,), facts=facts)
+        types, label = PARAMETER_TYPES, Label(param.span)
+        raise Refusal.unknown("S102", title, param.type, types, "choose one of", label)
     kind = PARAMETER_TYPES[param.type]
     try:
         converted = convert(kind, value, names.axes)
@@ -146,10 +140,8 @@ def _convert(param: n.Param, value: Any, node: n.Node, names: Names) -> Any:
 
 
 def _refuse_axis(name: str, node: n.Node, names: Names) -> NoReturn:
-    helps = (suggest_name(name, names.axes, "its axes are"),) if names.axes else ()
-    title = f"the mesh has no axis `{name}`"
-    facts = facts_of_unknown(name, names.axes)
-    raise Refusal.of("S204", title, Label(node.span), helps=helps, facts=facts)
+    title, label = f"the mesh has no axis `{name}`", Label(node.span)
+    raise Refusal.unknown("S204", title, name, names.axes, "its axes are", label)
 
 
 MAX_AXIS_SIZE = 2**20  # ranks along one axis
@@ -252,12 +244,9 @@ def _size(arg: n.Keyword, state: State) -> int | None:
     if size is UNKNOWN:
         return 1
     if isinstance(size, bool) or not isinstance(size, int):
-        names = list(state.knobs)
-        closest = find_closest(str(size), names)
-        helps = (f"did you mean `{closest}`?",) if closest else ()
         title = "the size of an axis must be a number"
-        facts = facts_of_unknown(str(size), names)
-        refuse_at("S111", title, arg.span, f"is {show_value(size)}", *helps, facts=facts)
+        label = Label(arg.span, f"is {show_value(size)}")
+        raise Refusal.unknown("S111", title, str(size), state.knobs, primary=label)
     if not 1 <= size <= MAX_AXIS_SIZE or isinstance(size, Bytes):
         refuse_at("S111", f"an axis must have 1 to {MAX_AXIS_SIZE} ranks", arg.span, f"is {size}")
     return int(size)
@@ -273,9 +262,8 @@ def _check_own_knob(arg: n.Keyword) -> None:
 def _check_known_axes(node: n.Mesh, sizes: Mapping[str, Any], settings: Settings) -> None:
     for name in settings.mesh:
         if name not in sizes:
-            help_ = suggest_name(name, sizes, "its axes are")
-            title, facts = f"the mesh has no axis `{name}`", facts_of_unknown(name, sizes)
-            refuse_at("S204", title, node.span, "", help_, facts=facts)
+            title, label = f"the mesh has no axis `{name}`", Label(node.span)
+            raise Refusal.unknown("S204", title, name, sizes, "its axes are", label)
 
 
 def _remaining_size(node: n.Mesh, sizes: Mapping[str, int | None], settings: Settings) -> int:
@@ -480,8 +468,6 @@ def expectation_of(node: n.Expect, names: Names) -> Expectation | None:
 
     Raises Refusal S861 where the statement does not compare a measure with a bound.
     """
-    from schedlang.ir.annotations import Expectation
-
     if not isinstance(node.test, n.Chain) or len(node.test.items) != 3:
         _refuse(node, "`expect` must compare a measure with a bound")
     left, op, right = node.test.items
@@ -493,10 +479,8 @@ def expectation_of(node: n.Expect, names: Names) -> Expectation | None:
     name = _measure_of(left)
     if name is None:
         measure = left.text if isinstance(left, n.Name) else printer.expr(left)
-        help_, facts = (
-            suggest_name(measure, MEASURES, "measures are"),
-            facts_of_unknown(measure, MEASURES),
-        )
+        help_ = suggest_name(measure, MEASURES, "measures are")
+        facts = facts_of_unknown(measure, MEASURES)
         _refuse(node, f"`{measure}` is not a measure of a plan", help_, facts=facts)
     axes = _axes_of_measure(node, name, left, names)
     bound = evaluate(right, names)
@@ -540,10 +524,8 @@ def _axes_of_measure(node: n.Expect, name: str, measure: n.Expr, names: Names) -
     for text in words:
         if text not in names.axes:
             title = f"`{name}` takes axes of the mesh"
-            help_, facts = (
-                suggest_name(text, names.axes, "the mesh has"),
-                facts_of_unknown(text, names.axes),
-            )
+            help_ = suggest_name(text, names.axes, "the mesh has")
+            facts = facts_of_unknown(text, names.axes)
             _refuse(node, title, help_, facts=facts)
     return tuple(words)
 

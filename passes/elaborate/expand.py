@@ -19,8 +19,6 @@ from schedlang.diagnostics.diagnostic import (
     Diagnostic,
     Label,
     Refusal,
-    facts_of_unknown,
-    suggest_name,
 )
 from schedlang.diagnostics.source import Span
 from schedlang.garbage_collection import without_collector
@@ -63,10 +61,8 @@ def open_step(node: n.Step, state: State) -> State:
     for name in node.relax:
         if name not in RELAXABLE:
             title = f"a step cannot relax `{name}`"
-            help_ = suggest_name(name, RELAXABLE, "choose among")
-            facts = facts_of_unknown(name, RELAXABLE)
             label = Label(step_title_span(node))
-            raise Refusal.of("S303", title, label, helps=(help_,), facts=facts)
+            raise Refusal.unknown("S303", title, name, RELAXABLE, "choose among", label)
     plan = state.plan
     if plan is not None:
         plan = replace(plan, relaxed=(*plan.relaxed, (node.name, node.relax)))

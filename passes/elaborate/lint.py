@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, limit_messages
 from schedlang.diagnostics.source import Span
@@ -17,9 +16,7 @@ from schedlang.language.knob import Knob
 from schedlang.language.nodes import walk
 from schedlang.language.value import evaluate, show_value
 from schedlang.passes.elaborate.declare import with_knobs
-
-if TYPE_CHECKING:
-    from schedlang.passes.elaborate.state import State
+from schedlang.passes.elaborate.state import State
 
 MAX_COMBINATIONS = 1024  # combinations of knob values that are tried for a condition
 # about the rtol of torch.testing.assert_close by dtype; without a model the largest one counts

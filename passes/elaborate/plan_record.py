@@ -7,12 +7,13 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from schedlang.diagnostics.diagnostic import Label, Refusal
 from schedlang.diagnostics.source import NOWHERE, Source, Span, read_utf8
 from schedlang.ir.annotations import Expectation
 from schedlang.ir.mesh import Mesh
+from schedlang.ir.model import ModelFacts
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, load_all, registry
 from schedlang.language.kinds import Argument, bind, signature_of
@@ -20,18 +21,9 @@ from schedlang.language.syntax import parse_expr
 from schedlang.language.value import Names, evaluate
 from schedlang.passes.elaborate import legality
 
-if TYPE_CHECKING:
-    from schedlang.ir.model import ModelFacts
-
-
 Malformed = Iterator[tuple[str, str]]  # (a place in the record, the expected content)
 _LARGEST = 2**63  # bound of integers
 _DEEPEST = 50  # bound of nested lists
-
-
-def find_malformed(record: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the first malformed place of a record and its expected content, or None."""
-    return next(_malformed_places(record), None)
 
 
 def _malformed_places(record: Mapping[str, Any]) -> Malformed:
@@ -193,7 +185,7 @@ def read_record(path: Path) -> dict[str, Any]:
         raise _not_a_plan(path, "it does not hold a plan of version 1")
     if not isinstance(record.get("actions"), list) or not isinstance(record.get("mesh"), dict):
         raise _not_a_plan(path, "it has no `mesh` and `actions`")
-    if malformed := find_malformed(record):
+    if malformed := next(_malformed_places(record), None):
         raise _not_a_plan(path, f"`{malformed[0]}` is not {malformed[1]}")
     return record
 

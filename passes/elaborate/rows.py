@@ -12,18 +12,16 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.mesh import Mesh
+from schedlang.ir.model import ModelFacts
 from schedlang.ir.plan import Action, Plan
 from schedlang.language import nodes as n
 from schedlang.language import printer
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.state import Settings
-
-if TYPE_CHECKING:
-    from schedlang.ir.mesh import Mesh
-    from schedlang.ir.model import ModelFacts
 
 
 def plan_of_rows_only(plan: Plan, rows: Sequence[Action]) -> Plan:

@@ -57,7 +57,7 @@ def argument_texts(primitive: Primitive) -> list[tuple[str, str]]:
         value = getattr(primitive, member.name)
         if value == member.default:
             continue
-        if is_rest(member.type):
+        if str(member.type).startswith("Rest["):
             pairs += [(name, _value_text(item)) for name, item in value]
         elif member.kw_only:
             pairs.append((member.name, _value_text(value)))
@@ -66,11 +66,6 @@ def argument_texts(primitive: Primitive) -> list[tuple[str, str]]:
                 ("", _value_text(v)) for v in (value if isinstance(value, tuple) else (value,))
             ]
     return pairs
-
-
-def is_rest(kind: object) -> bool:
-    """Return whether the type of a field is `Rest`: the field holds all other keyword arguments."""
-    return str(kind).startswith("Rest[")
 
 
 def _value_text(value: object) -> str:

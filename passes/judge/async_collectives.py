@@ -117,7 +117,7 @@ class CallMonitor:
         The tensor of a send is complete before. DDP's `join` sends notices, and gives some of them
         to the reducer, which accepts no wrapped work.
         """
-        if func.__name__ == "isend" or _is_call_of_ddp():
+        if func.__name__ == "isend" or any(file in _DDP_FILES for file, _ in _calls()):
             return work
         number = next(self._numbers)
         self.unwaited[number] = func.__name__, _user_line()
@@ -151,11 +151,6 @@ def _user_line() -> str:
     """Return the user's line of the current call."""
     *_, (file, line) = _calls()
     return f"{os.path.basename(file)}:{line}"
-
-
-def _is_call_of_ddp() -> bool:
-    """Return whether torch's DDP itself makes the current call, not a module inside it."""
-    return any(file in _DDP_FILES for file, _ in _calls())
 
 
 def unwaited_rows(unwaited: Mapping[tuple[str, str], list[int]]) -> Iterator[Row]:

@@ -131,9 +131,8 @@ class WithoutDropout(NoDropout):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        of_hook = (
-            in_recomputation() and not torch.is_grad_enabled()
-        )  # a recomputation enables gradients
+        # a recomputation enables gradients
+        of_hook = in_recomputation() and not torch.is_grad_enabled()
         if of_hook and func not in DROPOUTS and may_draw(func, kwargs):
             return func(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
@@ -405,9 +404,8 @@ class RankDropout(DropoutByMasks):
             place = next(self._places.get(site, iter(())), ("", 0, None))
             before.append(place)
             self._states[site].add(state)
-            full = not any(
-                isinstance(tensor, DTensor) for tensor in tensors
-            )  # torch synchronises draws of DTensors
+            # torch synchronises draws of DTensors
+            full = not any(isinstance(tensor, DTensor) for tensor in tensors)
             if full and place is not None and place[2] is not None:
                 self.generator_states.setdefault((*place[:2], _digest(place[2])), state)
         if place is not None and place[2] is None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of
+from schedlang.diagnostics.diagnostic import Refusal, kind_of
 from schedlang.passes.judge.dropout_masks import IN_EVALUATION, DropoutByMasks, WithoutDropout
 from schedlang.passes.judge.explanations import DROPOUT
 from schedlang.passes.judge.record import RunRecord
@@ -122,4 +122,4 @@ def _number(value: object, rank: int) -> float | None:
         return float(value)  # type: ignore[arg-type]
     message = f"`evaluate_loss` returns {kind_of(value)} on rank {rank}, not a number"
     helps = ("return the loss of the full batch, or None where the rank has none",)
-    raise Refusal(Diagnostic("S766", message, helps=helps))
+    raise Refusal.of("S766", message, helps=helps)

@@ -30,8 +30,8 @@ from schedlang.passes.judge.module_inputs import (
     explain_dependence,
     explain_inputs,
 )
-from schedlang.passes.judge.rank_copies import RankCopy
 from schedlang.passes.judge.record import RunRecord
+from schedlang.passes.judge.regions import RankCopy
 from schedlang.passes.judge.step_draws import SeededSequential
 from schedlang.passes.judge.subject import ProgramSubject
 from schedlang.passes.judge.tensor_search import FullTensor, find_elements

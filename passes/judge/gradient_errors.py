@@ -10,7 +10,7 @@ from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import quote_names
 from schedlang.passes.judge.batch_parts import ROWS, BatchParts, PartGradients
-from schedlang.passes.judge.rank_copies import RankCopy
+from schedlang.passes.judge.regions import RankCopy
 from schedlang.passes.localize.diagnosis import Pattern, diagnose, is_close
 from schedlang.report import Row
 
@@ -51,10 +51,7 @@ def explain_gradient(
         return Pattern(text)
     texts = (
         _explain_by_parts(expected.double(), actual.double(), cut)
-        for cut in (
-            *parts.split_by_tokens(*_key_of(row)),
-            *parts.split_into_rows(*_key_of(row)),
-        )
+        for cut in (*parts.split_by_tokens(*_key_of(row)), *parts.split_into_rows(*_key_of(row)))
     )
     text = next(filter(None, texts), "")
     return PartPattern(text) if text else diagnosis

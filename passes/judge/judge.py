@@ -6,15 +6,15 @@ How a verdict is made:
   float64 or in a low dtype, and the conditions (optimizer, batches, clipping) of all runs.
 * The trial runs on ranks (`trial.py`). Each rank makes its `TrainingProgram` (`program.py`) and
   matches its tensors with the original's by value (`layouts.py`, `regions.py`), as well as its
-  dropout calls (`dropout_masks.py`, `tensor_search.py`). It trains (`subject.py`,
-  `rank_copies.py`), saves and loads (`state_loading.py`). Rank 0 returns its observation and what
+  dropout calls (`dropout_masks.py`, `tensor_search.py`). It trains (`subject.py`),
+  saves and loads (`state_loading.py`). Rank 0 returns its observation and what
   ranks recorded besides (`record.py`).
 * The original trains under the same conditions, and both are compared: in float64 with the gates of
   `verify`, in a low dtype with the distance that roundings move the original (`low_dtype.py`,
   `discrete_choices.py`). `program_rows.py` makes the rows and gaps that only such programs have.
 * Where rows fail, sentences explain them. `explanations.py` names the arithmetic that makes a wrong
   gradient (`gradient_errors.py`), loss or norm from values of ranks or of parts of the batch
-  (`batch_parts.py`), or a later loss from earlier weights (`stale_weights.py`);
+  (`batch_parts.py`), or a later loss from earlier weights;
   `low_dtype_errors.py` does so in a low dtype, and `low_dtype_steps.py` examines the optimizer's
   steps there. `first_difference.py` runs one step again on both sides and names the first module
   that differs (`module_calls.py`, `module_comparison.py`). Then it looks for the cause: terms of
@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.model import ModelFacts
 from schedlang.ir.modelfile import load_model_file
 from schedlang.ir.plan import Plan
@@ -69,11 +69,7 @@ from schedlang.passes.judge.reduction_dtype import (
     reduction_gaps,
     reduction_rows,
 )
-from schedlang.passes.judge.simulated_step import (
-    add_local_steps,
-    original_loop,
-    simulation_gaps,
-)
+from schedlang.passes.judge.simulated_step import add_local_steps, original_loop, simulation_gaps
 from schedlang.passes.judge.step_draws import (
     RANDOM,
     SeededSequential,
@@ -391,16 +387,14 @@ def _check_world(world: int) -> None:
     if world <= MOST_RANKS:
         return
     message = f"`verify` starts at most {MOST_RANKS} ranks on one machine, not {world}"
-    raise Refusal(
-        Diagnostic("S702", message, helps=("check the program with fewer ranks: `--ranks 4`",))
-    )
+    raise Refusal.of("S702", message, helps=("check the program with fewer ranks: `--ranks 4`",))
 
 
 def _float64_case(task: Task) -> Case:
     """Return the original in float64 with randomised, distinct weights; the plan has no rows."""
     if any(t.is_meta for t in (*task.original.parameters(), *task.original.buffers())):
         message = "the model has no values: it is on the meta device"
-        raise Refusal(Diagnostic("S623", message, helps=("make a small one with values",)))
+        raise Refusal.of("S623", message, helps=("make a small one with values",))
     _check_weights(task.original)
     module = randomise(as_float64(task.original), task.seed)
     case = _plain_case(task, module)
@@ -416,12 +410,12 @@ def _check_weights(module: nn.Module) -> None:
                 "keep its real and imaginary parts as a real weight, and call "
                 f"`torch.view_as_complex(self.{name.rpartition('.')[2]})` in the forward",
             )
-            raise Refusal(Diagnostic("S763", message, helps=helps))
+            raise Refusal.of("S763", message, helps=helps)
     for name, submodule in module.named_modules():
         if getattr(submodule, "sparse", False) is True:
             message = f"the gradient of `{name}.weight` would be sparse: dense ones are compared"
             helps = ("make it with `sparse=False` in `model()`: it is the same gradient",)
-            raise Refusal(Diagnostic("S868", message, helps=helps))
+            raise Refusal.of("S868", message, helps=helps)
 
 
 def _plain_case(task: Task, module: nn.Module) -> Case:
@@ -471,7 +465,7 @@ def _norm(case: Case, batch: Batch) -> float | None:
         text = f"{type(error).__name__}: {error}".split("\n")[0]
         message = f"the original rejects its batch: {text}"
         helps = ("return the keyword arguments of the model's forward from `batch(seed)`",)
-        raise Refusal(Diagnostic("S604", message, helps=helps)) from error
+        raise Refusal.of("S604", message, helps=helps) from error
     return norm if math.isfinite(norm) or batch is case.batches[0] else None
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of, quote_names
+from schedlang.diagnostics.diagnostic import Refusal, kind_of, quote_names
 from schedlang.passes.judge.program import TrainingProgram
 from schedlang.passes.judge.regions import Region
 from schedlang.runtime.comm import world as comm
@@ -197,7 +197,7 @@ def find_original_name(program: TrainingProgram, name: str, names: Mapping[str, 
         if given_name not in names:
             message = f"`names` maps `{bare}` to `{given_name}`, which the original does not have"
             helps = (f"the original has {quote_names(names)}",)
-            raise Refusal(Diagnostic("S767", message, helps=helps))
+            raise Refusal.of("S767", message, helps=helps)
         return given_name
     return next((candidate for candidate in candidate_names(name) if candidate in names), None)
 
@@ -318,7 +318,7 @@ def declared_shard(name: str, declaration: Any, full: Tensor) -> Tensor:
             "give `Shard(dim)` or `Replicate()` for all ranks, or a pair with the list of ranks "
             "that hold the shards, including this rank: `(Shard(0), [0, 1])`",
         )
-        raise Refusal(Diagnostic("S767", message, helps=helps))
+        raise Refusal.of("S767", message, helps=helps)
     parts = full.chunk(len(shard_ranks), placement.dim)
     index = shard_ranks.index(rank)
     return parts[index] if index < len(parts) else full.narrow(placement.dim, 0, 0)
@@ -364,7 +364,7 @@ class RankLayouts:
             other = next((name for name, shape in new if (name, shape) not in old), "nothing")
             message = f"`program` makes a different module when it is called again: `{other}`"
             helps = ("its result may depend only on the model and the rank",)
-            raise Refusal(Diagnostic("S767", message, helps=helps))
+            raise Refusal.of("S767", message, helps=helps)
         return self
 
     @property
@@ -430,16 +430,14 @@ def join_layouts(
     notes = [f"on rank {rank}: {', '.join(list(unmatched)[:_MOST_LISTED])}"]
     if holdings.missing:
         notes.append(f"no rank holds {quote_names(holdings.missing)} of the original")
-    raise Refusal(
-        Diagnostic(
-            "S763",
-            f"{text} on rank {rank} cannot be matched with the original{others}",
-            notes=tuple(notes),
-            helps=(
-                "keep the values and dtype of the model that `program` gets: a weight is found by "
-                "its values, also if it is sharded, fused or renamed",
-                'or give the match: `names={"its.name": "original.name"}`, and of a plain part '
-                '`layouts={"its.name": Shard(0)}`',
-            ),
-        )
+    raise Refusal.of(
+        "S763",
+        f"{text} on rank {rank} cannot be matched with the original{others}",
+        notes=tuple(notes),
+        helps=(
+            "keep the values and dtype of the model that `program` gets: a weight is found by "
+            "its values, also if it is sharded, fused or renamed",
+            'or give the match: `names={"its.name": "original.name"}`, and of a plain part '
+            '`layouts={"its.name": Shard(0)}`',
+        ),
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.judge.discrete_choices import (
     ChoiceRecorder,
     ChoiceReplay,
@@ -103,7 +103,7 @@ def cast_case(
     if dtype not in (*LOW_DTYPES, *FORMATS):
         message = f"`{dtype}` is not a dtype that programs are judged in"
         helps = (f"choose one of {', '.join((*LOW_DTYPES, *FORMATS))}, or none: float64",)
-        raise Refusal(Diagnostic("S704", message, helps=helps))
+        raise Refusal.of("S704", message, helps=helps)
     batches = tuple({id(batch): batch for run in conditions for batch in run.batches}.values())
     working = working_case(replace(case, batches=batches, dtype=model_dtype(dtype)))
     assert working is not None, "a judge in float64 is another"

@@ -39,9 +39,8 @@ class RecordedStep:
     calls: dict[CallFrame, ModuleCall] = field(default_factory=dict)
     backward_order: list[OutputKey] = field(default_factory=list)
     autograd_outputs: dict[OutputKey, Tensor] = field(default_factory=dict)  # if requested
-    parameters: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # of the original, if `autograd_outputs`
+    # of the original, if `autograd_outputs`
+    parameters: dict[str, Tensor] = field(default_factory=dict)
 
     def tensor(self, key: OutputKey, grad: bool = False) -> Tensor:
         """Return an output, or the gradient with respect to the output."""

@@ -565,9 +565,8 @@ def _describe_permutation(value: Tensor, expected: Tensor) -> str:
         slices, right_slices = (x.movedim(dim, 0).reshape(size, -1) for x in (value, expected))
         matches = torch.stack([(x - right_slices).abs().amax(1) <= tolerance for x in slices])
         order: list[int] = []
-        for index, row in enumerate(
-            matches
-        ):  # equal slices: prefer its own index, then the next one
+        # equal slices: prefer its own index, then the next one
+        for index, row in enumerate(matches):
             equal = row.nonzero().reshape(-1).tolist()
             if not equal:
                 break

@@ -149,9 +149,7 @@ class RankCall:
 
 
 def explain_inputs(
-    expected: Sequence[Tensor],
-    ranks: Sequence[RankCall],
-    run: Callable[[Tensor], Tensor | None],
+    expected: Sequence[Tensor], ranks: Sequence[RankCall], run: Callable[[Tensor], Tensor | None]
 ) -> str:
     """Explain inputs of ranks in another order, or of other rows; "" if all are right.
 

@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import (
-    Diagnostic,
     Label,
     Refusal,
     facts_of_unknown,
@@ -149,9 +148,7 @@ def load_program(path: Path) -> ProgramFile:
         defined = [name for name in vars(module) if not name.startswith("_")]
         message = f"`{path.name}` defines no `program(model)`"
         helps = (suggest_name("program", defined, "it defines"), f"write `{FORM}`")
-        raise Refusal(
-            Diagnostic("S761", message, helps=helps, facts=facts_of_unknown("program", defined))
-        )
+        raise Refusal.of("S761", message, helps=helps, facts=facts_of_unknown("program", defined))
     return ProgramFile(module, path.resolve())
 
 
@@ -162,7 +159,7 @@ def make_program(make: Make, model: nn.Module, rank: int) -> TrainingProgram:
     if not isinstance(program, TrainingProgram):
         description = "nothing" if program is None else kind_of(program)
         message = f"`program` returns {description} on rank {rank}, not a TrainingProgram"
-        raise Refusal(Diagnostic("S761", message, helps=("return one on every rank", FORM)))
+        raise Refusal.of("S761", message, helps=("return one on every rank", FORM))
     check_program(program, rank)
     return program
 
@@ -176,29 +173,29 @@ def check_program(program: TrainingProgram, rank: int) -> None:
     if not chunks and not isinstance(module, nn.Module):
         message = f"`module` of the program on rank {rank} is {kind_of(module)}"
         helps = ("give a torch.nn.Module, or a list of this rank's modules",)
-        raise Refusal(Diagnostic("S761", message, helps=helps))
+        raise Refusal.of("S761", message, helps=helps)
     if not callable(program.step):
         message = f"`step` of the program on rank {rank} is {kind_of(program.step)}, not a function"
-        raise Refusal(Diagnostic("S761", message, helps=("give step(batch)",)))
+        raise Refusal.of("S761", message, helps=("give step(batch)",))
     for part in _TAKES_BATCH:
         _check_takes_one(getattr(program, part), part, rank)
     if program.world_loss not in LOSS_REDUCTIONS:
         message = f"`world_loss` is {program.world_loss!r}"
         helps = (suggest_name(str(program.world_loss), LOSS_REDUCTIONS, "choose one of"),)
-        raise Refusal(Diagnostic("S767", message, helps=helps))
+        raise Refusal.of("S767", message, helps=helps)
     if program.reduce_dtype_name not in (None, *REDUCE_DTYPES):
         message = f"`reduce_dtype` is {program.reduce_dtype!r}"
         helps = (suggest_name(str(program.reduce_dtype), REDUCE_DTYPES, "choose one of"),)
-        raise Refusal(Diagnostic("S767", message, helps=helps))
+        raise Refusal.of("S767", message, helps=helps)
     for part, (kinds, expected) in _PARTS.items():
         value = getattr(program, part)
         if value is not None and not isinstance(value, kinds):
             message = f"`{part}` of the program on rank {rank} is {kind_of(value)}, not {expected}"
-            raise Refusal(Diagnostic("S767", message, helps=(f"give {expected}",)))
+            raise Refusal.of("S767", message, helps=(f"give {expected}",))
     if program.load is not None and program.state_dict is None:
         message = "the program has a `load` and no `state_dict`"
         helps = ("give the state that it loads: `state_dict=lambda: module.state_dict()`",)
-        raise Refusal(Diagnostic("S767", message, helps=helps))
+        raise Refusal.of("S767", message, helps=helps)
 
 
 def _check_takes_one(function: Callable[..., Any] | None, part: str, rank: int) -> None:
@@ -212,7 +209,7 @@ def _check_takes_one(function: Callable[..., Any] | None, part: str, rank: int) 
     except TypeError as error:
         message = f"`{part}` of the program on rank {rank} is {part}{signature}: it takes no batch"
         helps = (f"write `def {part}(batch): ...`: it is called with the full batch of a step",)
-        raise Refusal(Diagnostic("S761", message, helps=helps)) from error
+        raise Refusal.of("S761", message, helps=helps) from error
 
 
 _TAKES_BATCH = ("step", "evaluate", "evaluate_loss")
@@ -233,7 +230,7 @@ def check_optimizer(optimizer: Any, location: str) -> Any:
         return optimizer
     description = "nothing" if optimizer is None else kind_of(optimizer)
     message = f"`optimizer` returns {description} {location}, not a torch.optim.Optimizer"
-    raise Refusal(Diagnostic("S767", message, helps=("return `torch.optim.AdamW(named)`",)))
+    raise Refusal.of("S767", message, helps=("return `torch.optim.AdamW(named)`",))
 
 
 def pickle_function(function: Any, part: str) -> bytes:
@@ -243,7 +240,7 @@ def pickle_function(function: Any, part: str) -> bytes:
     except Exception as error:
         message = f"`{part}` of the program cannot be given to the original: {error}"
         helps = (f"write it beside `program`: `def {part}(...): ...`, without the module",)
-        raise Refusal(Diagnostic("S767", message.split("\n")[0], helps=helps)) from error
+        raise Refusal.of("S767", message.split("\n")[0], helps=helps) from error
 
 
 def check_norm(norm: Any, rank: int) -> float:
@@ -254,7 +251,7 @@ def check_norm(norm: Any, rank: int) -> float:
     description = "nothing" if norm is None else kind_of(norm)
     message = f"`clip` returns {description} on rank {rank}, not the norm"
     helps = ("return the norm of all gradients, before they are clipped, on every rank",)
-    raise Refusal(Diagnostic("S767", message, helps=helps))
+    raise Refusal.of("S767", message, helps=helps)
 
 
 def call_with_optimizer(function: Callable[..., Any], optimizer: Any, *args: Any) -> Any:
@@ -279,7 +276,7 @@ def check_ranks(ranks: object) -> None:
         else f"`{ranks}` ranks cannot be started"
     )
     helps = ("write `world = 4` in the program's file", "or say it: `--ranks 4`, `ranks=4`")
-    raise Refusal(Diagnostic("S767", message, helps=helps))
+    raise Refusal.of("S767", message, helps=helps)
 
 
 @contextmanager
@@ -315,7 +312,7 @@ def _refusal_of(error: BaseException, make: Make, part: str, rank: int | None) -
             "the judge runs ranks on CPUs, under gloo: take the device of the model's parameters, "
             "`next(model.parameters()).device`",
         )
-        return Refusal(Diagnostic("S765", message, label, notes=tuple(notes), helps=helps))
+        return Refusal.of("S765", message, label, notes=tuple(notes), helps=helps)
     message = f"`{part}` raises {summary} {place}"
     helps = (_EXIT_HELP if isinstance(error, SystemExit) else _HELPS[part],)
     if "Invalid scalar type" in str(error):
@@ -324,7 +321,7 @@ def _refusal_of(error: BaseException, make: Make, part: str, rank: int | None) -
         helps = (
             "the process group exists already: make it only `if not dist.is_initialized(): ...`",
         )
-    refusal = Refusal(Diagnostic("S762", message, label, notes=tuple(notes), helps=helps))
+    refusal = Refusal.of("S762", message, label, notes=tuple(notes), helps=helps)
     refusal.consequence = is_consequence(error)  # type: ignore[attr-defined]
     return refusal
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.passes.judge.discrete_choices import Moment, RecordedChoices
 from schedlang.passes.judge.dropout_masks import RankDropoutSites
 from schedlang.passes.judge.layouts import RankLayouts
-from schedlang.passes.judge.rank_copies import RankCopy
+from schedlang.passes.judge.regions import RankCopy
 
 if TYPE_CHECKING:
     from schedlang.passes.judge.state_loading import LoadErrors
@@ -22,26 +22,23 @@ class RunRecord:
     # gradients of the first step, by (whether the condition clips, name of the parameter)
     copies: dict[tuple[bool, str], list[RankCopy]] = field(default_factory=dict)
     initial: MutableMapping[str, Any] | None = None  # full parameters at the start
-    start_errors: dict[str, float] = field(
-        default_factory=dict
-    )  # differences of ranks' copies then
+    # differences of ranks' copies then
+    start_errors: dict[str, float] = field(default_factory=dict)
     reduce_dtype: str | None = None  # as the program claims
     # by parameter: reductions in fewer bits that give its gradient
     reductions: dict[str, set[str]] = field(default_factory=dict)
     optimizer: bytes | None = None  # the program's own optimizer, pickled for the original
     simulation: bytes | None = None  # the program's `original`, pickled
     holdings: RankLayouts | None = None
-    lost_buffers: set[str] = field(
-        default_factory=set
-    )  # buffers that no rank has under a known name
+    # buffers that no rank has under a known name
+    lost_buffers: set[str] = field(default_factory=set)
     offers: set[str] = field(default_factory=set)  # optional parts that the program offers
     losses: list[float] = field(default_factory=list)  # the ranks' losses of the first step
     saved: Mapping[str, Any] | None = None  # full tensors of the saved state
     dropout_sites: RankDropoutSites = field(default_factory=RankDropoutSites)
     compiled: bool = False  # whether some module of the program is compiled
-    irregular_modules: set[str] = field(
-        default_factory=set
-    )  # modules whose dropout calls differ by step
+    # modules whose dropout calls differ by step
+    irregular_modules: set[str] = field(default_factory=set)
     evaluated: set[str] = field(default_factory=set)  # modules that would drop in evaluation
     masks: dict[str, str] = field(default_factory=dict)  # modules with wrong own masks, and why
     low_dtypes: set[str] = field(default_factory=set)  # low dtypes that float64 replaces
@@ -50,21 +47,18 @@ class RunRecord:
     drawn: dict[str, Mapping[str, frozenset[object]]] = field(default_factory=dict)
     seeds: Mapping[str, bytes] = field(default_factory=dict)  # generators as `program` leaves them
     other_seeds: list[str] = field(default_factory=list)  # generators that differ by rank then
-    unequal_draws: dict[str, list[int]] = field(
-        default_factory=dict
-    )  # generators that ranks draw from less or more often than the original -> ranks
+    # generators that ranks draw from less or more often than the original -> ranks
+    unequal_draws: dict[str, list[int]] = field(default_factory=dict)
     unwaited: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # call -> ranks
-    changed_by_step: set[str] = field(
-        default_factory=set
-    )  # parameters that the step itself changes
+    # parameters that the step itself changes
+    changed_by_step: set[str] = field(default_factory=set)
     # parameters that the step of the program's `original` changes
     changed_by_simulation: set[str] = field(default_factory=set)
     stepped: set[str] = field(default_factory=set)  # kinds of optimizers that the step itself steps
     replaced_by_step: set[str] = field(default_factory=set)  # parameters that the step replaces
     loaded: LoadErrors | None = None  # None: `load` is not offered
-    choices: Mapping[Moment, Sequence[RecordedChoices]] = field(
-        default_factory=dict
-    )  # by all ranks
+    # by all ranks
+    choices: Mapping[Moment, Sequence[RecordedChoices]] = field(default_factory=dict)
     folder: str | None = None  # of files in which ranks exchange large tensors
 
     def gradient_copies(self, condition: str, name: str) -> list[RankCopy]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of, quote_names
+from schedlang.diagnostics.diagnostic import Refusal, kind_of, quote_names
 from schedlang.passes.judge.program import TrainingProgram, pickle_function, user_errors
 from schedlang.passes.judge.record import RunRecord
 from schedlang.passes.judge.step_draws import SeededSequential, Unevaluated, seeded_generators
@@ -50,7 +50,7 @@ class SimulatedStep(SeededSequential):
         if not callable(self._step):
             message = f"`original` of the program returns {kind_of(self._step)}, not a function"
             helps = ("write `def original(model): ... return step`, with `step(batch)`",)
-            raise Refusal(Diagnostic("S767", message, helps=helps))
+            raise Refusal.of("S767", message, helps=helps)
         self._check_parameters()
 
     def _check_parameters(self) -> None:
@@ -60,7 +60,7 @@ class SimulatedStep(SeededSequential):
         if others:
             message = f"`original` adds, removes or replaces parameters: {quote_names(others)}"
             helps = ("leave gradients in the parameters of the model that it is given",)
-            raise Refusal(Diagnostic("S767", message, helps=helps))
+            raise Refusal.of("S767", message, helps=helps)
 
     def _sums(self) -> dict[str, float]:
         """Return the sum of each parameter, to detect a step that changes them."""
@@ -101,7 +101,7 @@ def _split_result(result: Any) -> tuple[Tensor, Any]:
         description += f" of {len(loss)}" if isinstance(loss, tuple) else f" of {loss.numel()}"
     message = f"the step of `original` returns {description}, not the loss"
     helps = ("return the loss of the batch, a number, or `(loss, output)`",)
-    raise Refusal(Diagnostic("S767", message, helps=helps))
+    raise Refusal.of("S767", message, helps=helps)
 
 
 def record_claims(program: TrainingProgram, record: RunRecord) -> None:

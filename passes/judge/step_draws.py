@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.judge.program import Make, TrainingProgram, make_program
 from schedlang.passes.verify.observe import Batch
 from schedlang.passes.verify.original import Sequential
@@ -173,7 +173,7 @@ def refuse_unequal_draws(unequal: Mapping[str, Sequence[int]], originals: Sequen
                 "microbatches, stages, and draws for each row draw other numbers",
             )
             helps = ("put what is drawn into the batch, so that each rank takes its part of it",)
-            raise Refusal(Diagnostic("S812", message, notes=notes, helps=helps))
+            raise Refusal.of("S812", message, notes=notes, helps=helps)
 
 
 def describe_extra_draws(unequal: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.tensor import DTensor
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of, quote_names
+from schedlang.diagnostics.diagnostic import Refusal, kind_of, quote_names
 from schedlang.ir import pytree
 from schedlang.passes.judge.layouts import (
     WRAPPERS,
@@ -39,8 +39,8 @@ from schedlang.passes.judge.program import (
     pickle_function,
     user_errors,
 )
-from schedlang.passes.judge.rank_copies import RankCopy, assemble, distance
 from schedlang.passes.judge.record import RunRecord
+from schedlang.passes.judge.regions import RankCopy, assemble, distance
 from schedlang.passes.judge.simulated_step import record_claims, record_own_steps
 from schedlang.passes.judge.step_draws import make_from_equal_states, seeded_generators
 from schedlang.passes.verify.compare import ratio
@@ -262,7 +262,7 @@ class ProgramSubject:
                 f"`{part}` changes the batch in place on rank {self.rank}: {quote_names(changed)}"
             )
             helps = ("work on a copy: `batch = dict(batch)`, `labels = batch['labels'].clone()`",)
-            raise Refusal(Diagnostic("S764", message, helps=helps))
+            raise Refusal.of("S764", message, helps=helps)
         return value
 
     def _loss(self, value: Any) -> Tensor:
@@ -273,13 +273,13 @@ class ProgramSubject:
         if not number and not (isinstance(value, Tensor) and value.numel() == 1):
             message = f"`step` returns {kind_of(value)} on rank {self.rank}, not a loss"
             helps = ("return a number, None where the rank has none, or `(loss, output)`",)
-            raise Refusal(Diagnostic("S766", message, helps=helps))
+            raise Refusal.of("S766", message, helps=helps)
         local_loss = None if value is None else float(value.detach() if number is False else value)
         losses = [loss for loss in world.all_gather_object(local_loss) if loss is not None]
         if not losses:
             message = "`step` returns a loss on no rank"
             helps = ("return the loss on the rank that computes it, None on the others",)
-            raise Refusal(Diagnostic("S766", message, helps=helps))
+            raise Refusal.of("S766", message, helps=helps)
         self.record.losses = self.record.losses or losses
         op = self.program.world_loss
         combined = math.fsum(losses) / (len(losses) if op == "mean" else 1)
@@ -299,7 +299,7 @@ class ProgramSubject:
             f"shape {tensor.shape} on rank {self.rank}: no optimizer can step it"
         )
         helps = ("run the last backward of the step outside of `no_sync`, so that it is reduced",)
-        raise Refusal(Diagnostic("S762", message, helps=helps))
+        raise Refusal.of("S762", message, helps=helps)
 
     def _clip(self) -> None:
         """Clip gradients with the program's `clip`, else by the norm of the full gradients."""

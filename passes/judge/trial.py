@@ -51,9 +51,8 @@ from schedlang.runtime.modes import enter_modes
 
 MOST_TRIED = 8  # modules that are examined one by one
 Progress = Callable[..., None]
-PlacesByModule = Mapping[
-    str, Sequence[MaskPlace | None]
-]  # by a rank's module, in the order of its calls
+# by a rank's module, in the order of its calls
+PlacesByModule = Mapping[str, Sequence[MaskPlace | None]]
 
 
 @dataclass(frozen=True)

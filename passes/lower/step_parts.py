@@ -36,6 +36,7 @@ from schedlang.passes.analyze.residence import (
 from schedlang.passes.partition.staging import Staged, local_skeleton, peer_stores
 from schedlang.passes.propagate.casts import gather_dtype
 from schedlang.passes.propagate.sequence_trials import install_attention, slices_of
+from schedlang.pipeline.timeline.table import Kind
 
 if TYPE_CHECKING:
     import torch
@@ -73,9 +74,8 @@ def slice_state(
         return {}
     axes = plan.mesh.fold(sliced.axes)
     axis_sets = dict.fromkeys((axes, *(h.sliced for h in holdings.values() if h.sliced)))
-    meshes = {
-        unit_axes: ranks.device_mesh(unit_axes) for unit_axes in axis_sets
-    }  # created by all ranks, in one order
+    # created by all ranks, in one order
+    meshes = {unit_axes: ranks.device_mesh(unit_axes) for unit_axes in axis_sets}
     ignored = {
         p
         for n, p in module.named_parameters()
@@ -93,10 +93,8 @@ def slice_state(
             sliced.stage, meshes[axes], ignored, sliced.reshard, reads_values
         )
         for fqn, names in sliced_names_by_unit(plan, staged, holdings, stage).items():
-            unit_axes, tier = (
-                slicing_axes_of(holdings, names) or axes,
-                tier_of_unit(plan, fqn, names),
-            )
+            unit_axes = slicing_axes_of(holdings, names) or axes
+            tier = tier_of_unit(plan, fqn, names)
             dtype = gather_dtype(plan, names)
             overwrites = fqn in prepared.traced.overwriting_modules
             unit = ShardedUnit(not fqn, _has_late_compute(plan, fqn), tier, dtype, overwrites)
@@ -153,10 +151,8 @@ def build_compressor(
     from schedlang.runtime.checkpointing.holdings import zero_padding
     from schedlang.runtime.grad_reduction.compressed import Compressor
 
-    coding, reduction = (
-        plan.compression,
-        next((reduction for reduction in planned if reduction.kind == "compressed"), None),
-    )
+    coding = plan.compression
+    reduction = next((reduction for reduction in planned if reduction.kind == "compressed"), None)
     if coding is None or reduction is None:
         return None
     names = tuple(name for name in reduction.names if name in parameters)
@@ -183,7 +179,6 @@ def build_pipeline(
 
     `sliced`: the slices of `zero`, by stage.
     """
-    from schedlang.pipeline.timeline.table import Kind
     from schedlang.runtime.adapters.torch_compile import keep_buffers
     from schedlang.runtime.grad_reduction.batch_statistics import watch_losses
     from schedlang.runtime.grad_reduction.zero import gather_handlers
@@ -315,8 +310,6 @@ def _can_split_backward(plan: Plan, staged: Staged, stage: int, sliced: Mapping[
 
 def _eviction_groups(staged: Staged, ranks: RankGroups) -> tuple[Any, ...]:
     """Return the process groups for activations that are evicted to a partner rank."""
-    from schedlang.pipeline.timeline.table import Kind
-
     if staged.axis is None or not (staged.timeline.kind == Kind.EVICT).any():
         return ()
     groups = [ranks.message_group(staged.axis, f"parked {direction}") for direction in range(4)]

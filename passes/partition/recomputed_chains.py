@@ -14,10 +14,13 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.features import Budgeted, Recomputing
 from schedlang.ir.plan import Action, Plan
 from schedlang.passes.partition.stage_assignment import RunWeight, max_in_flight
-from schedlang.passes.propagate.sequence_trials import tokens_of
+from schedlang.passes.propagate.propagate import Traced, backward_root
+from schedlang.passes.propagate.saved_splits import experts_of, recomputing_rows
+from schedlang.passes.propagate.sequence_trials import first_rank_inputs, tokens_of
 from schedlang.remat.operators import RunCosts
 from schedlang.remat.rotor import ModuleCost
 
@@ -65,8 +68,6 @@ def chains_of(counting: CostSubject) -> Chains:
 def _choose(
     counting: CostSubject, action: Action, budget: Budgeted, costs: Mapping[str, ModuleCost]
 ) -> list[tuple[tuple[str, ...], Any]]:
-    from schedlang.diagnostics.diagnostic import Refusal
-
     choices = []
     assert counting.staged is not None
     for names, share in _sites_by_stage(counting.staged, action.sites):
@@ -134,15 +135,12 @@ class Skeleton:
 
 def single_process(counting: CostSubject) -> CostSubject:
     """Return the subject with the unmodified model of a single process."""
-    from schedlang.passes.propagate.propagate import Traced
-
     plan = replace(counting.plan, layouts={})
     return replace(counting, plan=plan, traced=Traced(), tokens=None)
 
 
 def install_recomputation(plan: Plan, model: Any, chains: Chains) -> None:
     """Install in a temporary model the recomputation that starts from compressed activations."""
-    from schedlang.passes.propagate.saved_splits import experts_of, recomputing_rows
     from schedlang.runtime.storage.saved_tensors_slot import without_quantization, wrap_modules
 
     wrap_modules(without_quantization, model, experts_of(plan))
@@ -174,8 +172,6 @@ def run_local_model(
     `change` changes the model before the forward; the forward runs inside `watch(model)`.
     """
     from schedlang.passes.partition.staging import local_skeleton
-    from schedlang.passes.propagate.propagate import backward_root
-    from schedlang.passes.propagate.sequence_trials import first_rank_inputs
     from schedlang.runtime.modes import enter_modes
     from schedlang.runtime.propagation.stand_ins import FusedAttention
     from schedlang.runtime.tracing.meta_runs import without_values

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,11 +29,7 @@ from schedlang.passes.partition.stage_partition import (
     find_partition,
 )
 from schedlang.pipeline.timeline.table import Kind, Timeline
-from schedlang.runtime.tracing.stage_graph import refusal
-
-if TYPE_CHECKING:
-    from schedlang.runtime.tracing.stage_graph import StageGraph
-
+from schedlang.runtime.tracing.stage_graph import StageGraph, refusal
 
 RunWeight = Callable[[int, int, int], float]
 

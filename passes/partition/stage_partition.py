@@ -121,11 +121,7 @@ def _stage_phases(vector: Vector, option: StageOption, micro: int, after: int) -
 # The slowest stage, or link: seconds of one microbatch in an endless run.  PipeDream (Narayanan et
 # al., SOSP 2019), and Piper (Tarnawski et al., NeurIPS 2021), whose menus differ.
 SLOWEST = Objective(
-    "slowest",
-    (0.0,),
-    _stage_slowest,
-    _link_as_stage(_stage_slowest),
-    lambda known, micro: known[0],
+    "slowest", (0.0,), _stage_slowest, _link_as_stage(_stage_slowest), lambda known, micro: known[0]
 )
 
 # All stages once, and the slowest for each further microbatch.  Alpa (Zheng et al., OSDI 2022),
@@ -149,32 +145,20 @@ SUM_AND_SYNC = Objective(
 
 # Bytes of the fullest device under 1F1B: the only objective of mCAP.
 PEAK = Objective(
-    "peak",
-    (0.0,),
-    _stage_peak,
-    lambda known, seconds, micro: known,
-    lambda known, micro: known[0],
+    "peak", (0.0,), _stage_peak, lambda known, seconds, micro: known, lambda known, micro: known[0]
 )
 
 # Warm-up, steady phase and ending around a pivot stage, then the gradient reduction. DAPPLE (Fan et
 # al., PPoPP 2021) chooses the pivot by a rule; here it is the stage that makes the step longest.
 PIVOT = Objective(
-    "pivot",
-    (0.0, 0.0),
-    _stage_pivot,
-    _link_as_stage(_stage_pivot),
-    lambda known, micro: known[1],
+    "pivot", (0.0, 0.0), _stage_pivot, _link_as_stage(_stage_pivot), lambda known, micro: known[1]
 )
 
 # The same with the rounds of 1F1B: a rank runs one forward for each backward, so that the second
 # microbatch of a stage waits until the first returns from all later stages. From no paper. These
 # are paths of 1F1B: a lower bound of its timeline, closer than PIVOT alone.
 ROUNDS = Objective(
-    "rounds",
-    (0.0, 0.0, 0.0),
-    _stage_rounds,
-    _link_both_directions,
-    lambda known, micro: known[1],
+    "rounds", (0.0, 0.0, 0.0), _stage_rounds, _link_both_directions, lambda known, micro: known[1]
 )
 
 # AdaPipe (Sun et al., ASPLOS 2024).

@@ -32,6 +32,8 @@ from schedlang.passes.partition.stage_assignment import (
 from schedlang.passes.propagate.casts import cast_modules
 from schedlang.passes.propagate.equal_units import equally_sharded_units
 from schedlang.passes.propagate.propagate import Traced
+from schedlang.pipeline.timeline.table import SINGLE_STAGE, Kind, split_backwards
+from schedlang.runtime.tracing.stage_graph import UNSPLIT, split_graph
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,8 +84,6 @@ class Staged:
 
     def count_microbatches(self, stage: int, position: int, replica: int | None = None) -> int:
         """Return the number of microbatches per step of a stage at a place, or of one replica."""
-        from schedlang.pipeline.timeline.table import Kind
-
         t = self.timeline
         stage_ops = (t.kind == Kind.F) & (t.stage == stage) & (t.rank == position) & (t.slice == 0)
         return int((stage_ops if replica is None else stage_ops & (t.replica == replica)).sum())
@@ -178,7 +178,6 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     Raises Refusal at the row of the cut where the model cannot be split so.
     """
     from schedlang.runtime.global_state import restore_global_state
-    from schedlang.runtime.tracing.stage_graph import UNSPLIT, split_graph
     from schedlang.runtime.training_mode import TrainingMode
 
     axis = plan.cuts[0].axis if plan.cuts else None
@@ -187,9 +186,8 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
         if plan.unrolled and traced.call_counts:
             _check_call_counts(plan, traced)
         trunk = _trunk(plan) if plan.replicas or plan.stores else frozenset()
-        trunk -= {
-            caller for _, caller in traced.outside_parameters
-        }  # the root module gathers instead
+        # the root module gathers instead
+        trunk -= {caller for _, caller in traced.outside_parameters}
         outside = traced.outside_calls
         if traced.varying_modules:  # ranks would gather and reduce different modules together
             trunk -= {
@@ -281,8 +279,6 @@ def _check_call_counts(plan: Plan, traced: Traced) -> None:
 
 def timeline_of(plan: Plan) -> Timeline:
     """Return the timeline of the plan's order, with split backwards where rows request them."""
-    from schedlang.pipeline.timeline.table import SINGLE_STAGE, split_backwards
-
     timeline = _timeline_of_order(plan) if plan.cuts or plan.order is not None else SINGLE_STAGE
     return timeline if plan.deferred_weight_grads is None else split_backwards(timeline)
 
@@ -488,8 +484,6 @@ def with_eviction(plan: Plan, staged: Staged) -> Staged:
 
 def without_eviction(plan: Plan, staged: Staged) -> Staged:
     """Return the stages without EVICT and LOAD operations that `with_eviction` added."""
-    from schedlang.pipeline.timeline.table import Kind
-
     t = staged.timeline
     if not _load_ahead(plan, staged):
         return staged
@@ -510,8 +504,6 @@ def _load_ahead(plan: Plan, staged: Staged) -> dict[int, int]:
 
 
 def _check_order(plan: Plan, timeline: Timeline) -> None:
-    from schedlang.pipeline.timeline.table import Kind
-
     kinds = [kind for kind in (Kind.EVICT, Kind.OFFLOAD, Kind.RECOMPUTE) if kind in timeline.kind]
     if not kinds:
         return
@@ -521,9 +513,6 @@ def _check_order(plan: Plan, timeline: Timeline) -> None:
         "S851",
         f"the order `{order}` already decides what happens to saved activations",
         notes=(f"its timeline has {kinds[0].name} operations",),
-        helps=(
-            "drop this row",
-            'or use an order without them: `pipeline(order="1F1B", micro=4)`',
-        ),
+        helps=("drop this row", 'or use an order without them: `pipeline(order="1F1B", micro=4)`'),
     )
     raise place_at_row(refusal, row)

@@ -86,10 +86,7 @@ def units_to_record(plan: Plan, model: nn.Module) -> RecordedUnits | None:
 
     from schedlang.runtime.tracing.unit_records import UnitRecorder
 
-    sites, rows = plan.model.sites, dict[str, list[int]]()
-    for action in plan.actions:
-        for site in action.sites:
-            rows.setdefault(site, []).append(action.row)
+    sites, rows = plan.model.sites, plan.rows_by_module()
     tied = {name for names in plan.model.ties for name in names}
     kinds: dict[str, object] = {}
     for path, module in plan.model.model.named_modules():

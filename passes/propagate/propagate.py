@@ -9,6 +9,7 @@ comparison of all later calls proves the choice.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,6 @@ from schedlang.ir.model import is_inside
 from schedlang.ir.placement import R, Replicate, S
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.propagate.imitating_run import attempt_imitating_run
 from schedlang.passes.propagate.original_forward import Original, Recording, record_original
 from schedlang.passes.propagate.saved_splits import SavedSplits
 from schedlang.passes.propagate.sharded_run import (
@@ -32,7 +32,7 @@ from schedlang.passes.propagate.sharded_run import (
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from schedlang.runtime.grad_reduction.batch_statistics import BatchStatistics
     from schedlang.runtime.label_means import LabelMeans
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.propagation.trace import Mismatch, Note, Tag
     from schedlang.runtime.sharding.edges import Edge
     from schedlang.runtime.sharding.module_sizes import SizeArgument
+    from schedlang.runtime.tracing.equal_units import EqualUnits
 
 
 def backward_root(model: Any, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
@@ -431,3 +432,63 @@ def _head_row(plan: Plan, fqn: str, axis: str) -> SplittingHeads | None:
     """Return the row that splits a module over an axis and has an argument for heads."""
     rows = ((a, row) for a, row in reversed(plan.rows_with(SplittingHeads)) if fqn in a.sites)
     return next((row for _, row in rows if fqn and row.along == (axis,)), None)
+
+
+class ImitatingRun(ShardedRun):
+    """A run of the sharded copy in which two units of each kind run."""
+
+    units: EqualUnits | None = None
+
+    def attempt(self) -> Mismatch | None:
+        """Run the forward; return the first mismatch with the original, or None."""
+        with ExitStack() as self._exit:
+            return super().attempt()
+
+    def _copy(self) -> nn.Module:
+        from schedlang.runtime.propagation.imitated_units import EqualLayouts
+        from schedlang.runtime.tracing.equal_units import EqualUnits
+
+        model, equal = super()._copy(), self.recording.original.equal_units
+        narrowed = self.parts, self.argument_splits
+        observer = EqualLayouts(self.follower, self.edges, self.layouts, *narrowed)
+        self.units = EqualUnits(model, equal, observer=observer)
+        self._exit.enter_context(self.units.using())
+        return model
+
+
+def attempt_imitating_run(
+    plan: Plan,
+    batch: Mapping[str, Any],
+    loss: Loss | None,
+    leaves: Mapping[str, ShardedLeaf],
+    recording: Recording,
+    divided: frozenset[Choice],
+) -> tuple[ShardedRun, Mismatch | None]:
+    """Run the sharded copy of a model with equal units; return the run, and its first mismatch
+    with the original, or None.
+
+    A run with imitated units counts only if it agrees with the original, or fails before the first
+    of these.
+    """
+    from schedlang.runtime.propagation.trace import Hoist
+
+    run = ImitatingRun(plan, batch, loss, leaves, recording, divided)
+    try:
+        failure = run.attempt()
+    except Hoist:
+        raise
+    except Exception:
+        if not _is_imitated(run):
+            raise
+    else:
+        if failure is None and not (run.units and run.units.different):
+            return run, None
+        if not _is_imitated(run):
+            return run, failure
+    full_run = ShardedRun(plan, batch, loss, leaves, recording, divided)
+    return full_run, full_run.attempt()
+
+
+def _is_imitated(run: ImitatingRun) -> bool:
+    """Return whether a unit of a run was imitated, or could not be."""
+    return run.units is not None and bool(run.units.imitated or run.units.different)

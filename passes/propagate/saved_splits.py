@@ -383,9 +383,8 @@ class TokenCounts(NamedTuple):
             if size == part_size:
                 continue
             if dim == 1 and self._has_heads(full) and size % part_size == 0:
-                head_ranks = (
-                    self.ranks if local[2] == self.total else 1
-                )  # with all tokens, some heads
+                # with all tokens, some heads
+                head_ranks = self.ranks if local[2] == self.total else 1
                 split = split._replace(heads=head_ranks > 1, copies=size // part_size // head_ranks)
                 if part_size * head_ranks * split.copies != size:
                     return None

@@ -93,10 +93,8 @@ def shows_all_kinds(old: Plan, new: Plan, lists: Sequence[str]) -> bool:
         attributes = differing_attributes(
             old.model, [f"{trunk}.{child}" for child in old.model.children(trunk)]
         )
-        old_kinds, new_kinds = (
-            layer_kinds(old, trunk, attributes),
-            layer_kinds(new, trunk, attributes),
-        )
+        old_kinds = layer_kinds(old, trunk, attributes)
+        new_kinds = layer_kinds(new, trunk, attributes)
         if adjacent_kinds(old_kinds) != adjacent_kinds(new_kinds):
             return False
         stages_old, stages_new = _count_stages(old, trunk), _count_stages(new, trunk)

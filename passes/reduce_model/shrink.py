@@ -98,9 +98,8 @@ class FullSchedule:
     def plan_for(self, model: nn.Module, mesh: Mapping[str, int], requires: bool = True) -> Plan:
         """Return the plan of the same file for another model on another mesh."""
         facts = ModelFacts(model)
-        facts.python_replacements.update(
-            self.plan.model.replacements
-        )  # the model was made by its class, not by the model file
+        # the model was made by its class, not by the model file
+        facts.python_replacements.update(self.plan.model.replacements)
         plan = expand(self._tree(requires), facts, self._set(mesh)).plan
         assert plan is not None
         return plan

@@ -483,9 +483,8 @@ class SizeSearch:
         self.names = sorted(names, key=sizes.__getitem__)
         self.visited = 0
         self.decided: list[list[tuple[SizeFormula, SizedQuantity]]] = [[] for _ in self.names]
-        known_kinds: set[tuple[SizeFormula, bool, bool]] = (
-            set()
-        )  # quantities of one form have one value
+        # quantities of one form have one value
+        known_kinds: set[tuple[SizeFormula, bool, bool]] = set()
         for q in quantities:
             if q.formula is None:
                 continue

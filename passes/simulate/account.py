@@ -7,12 +7,24 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.ir.memory import CLASSES, find_heaviest
+from schedlang.diagnostics.tables import format_bytes
+from schedlang.ir.memory import CLASSES, RankMemory, find_heaviest
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
+from schedlang.passes.analyze import compressed_activations
+from schedlang.passes.analyze.holdings import holdings_of
+from schedlang.passes.analyze.input_checks import add_forward_line
+from schedlang.passes.analyze.prepare import Prepared
+from schedlang.passes.complete.complete import complete_plan
+from schedlang.passes.lower.dropout import why_logical
+from schedlang.passes.partition.recomputed_chains import describe_chains
+from schedlang.passes.partition.staging import Staged, peer_stores, stages_of
+from schedlang.passes.propagate.original_forward import Weight
+from schedlang.passes.propagate.propagate import Traced
+from schedlang.passes.propagate.sharded_run import Loss
 from schedlang.passes.simulate.kernel_gains import RowGain, count_gains
 from schedlang.passes.simulate.memory import RankClass, rank_classes
 from schedlang.passes.simulate.simulated_ranks import (
@@ -21,14 +33,7 @@ from schedlang.passes.simulate.simulated_ranks import (
     simulate_ranks,
 )
 from schedlang.passes.simulate.traffic import Collective, list_collectives, send_and_return
-
-if TYPE_CHECKING:
-    from schedlang.ir.memory import RankMemory
-    from schedlang.passes.analyze.prepare import Prepared
-    from schedlang.passes.partition.staging import Staged
-    from schedlang.passes.propagate.original_forward import Weight
-    from schedlang.passes.propagate.sharded_run import Loss
-    from schedlang.pipeline.timeline.table import Timeline
+from schedlang.pipeline.timeline.table import Kind, Timeline
 
 # -- activations on a peer -------------------------------------------------------------------------
 
@@ -41,8 +46,6 @@ def peer_activation_sends(
     Messages with sizes are not counted.  A step is simulated (`simulate`) only where something is
     moved, to find the bytes that forwards save.
     """
-    from schedlang.pipeline.timeline.table import Kind
-
     axis, t = prepared.staged.axis, prepared.staged.timeline
     evictions = t.pick(t.kind == Kind.EVICT)
     if axis is None or not len(evictions):
@@ -60,8 +63,6 @@ def peer_activation_sends(
 
 def _row(plan: Plan) -> int | None:
     """Return the row that moves activations: of `offload`, or of the order."""
-    from schedlang.passes.partition.staging import peer_stores
-
     rows = peer_stores(plan, "activations") or plan.rows_changing(Facet.ORDER)
     return rows[0].row if rows else None
 
@@ -151,18 +152,9 @@ def account(
 
 
 def _of_a_step(
-    plan: Plan,
-    batch: Mapping[str, Any],
-    loss: Loss | None,
-    weight: Weight | None,
-    memory: bool,
+    plan: Plan, batch: Mapping[str, Any], loss: Loss | None, weight: Weight | None, memory: bool
 ) -> Account:
-    from schedlang.passes.analyze import compressed_activations
-    from schedlang.passes.analyze.input_checks import add_forward_line
     from schedlang.passes.analyze.prepare import prepare
-    from schedlang.passes.complete.complete import complete_plan
-    from schedlang.passes.lower.dropout import why_logical
-    from schedlang.passes.partition.recomputed_chains import describe_chains
     from schedlang.runtime.batch import largest_part, row_count, splits_evenly
 
     plan = complete_plan(plan, batch, loss)
@@ -183,10 +175,8 @@ def _of_a_step(
     peer_sends, reason = _try_simulation(
         lambda: [*peer_activation_sends(plan, prepared, simulate)], _UNSENT
     )
-    collectives, notes = (
-        (*collectives, *(peer_sends or ())),
-        [*notes, *([reason] if reason else [])],
-    )
+    collectives = (*collectives, *(peer_sends or ()))
+    notes = [*notes, *([reason] if reason else [])]
     if any(item.what == "tokens" for item in collectives):
         notes.append("tokens are counted as if all experts were chosen equally often")
     memories: tuple[RankMemory, ...] | None = None
@@ -237,10 +227,6 @@ _NO_STAGES = "what each stage holds is not known: there is no batch to cut the m
 
 
 def _without_batch(plan: Plan) -> Account:
-    from schedlang.passes.analyze.holdings import holdings_of
-    from schedlang.passes.partition.staging import stages_of
-    from schedlang.passes.propagate.propagate import Traced
-
     if any(plan.mesh.size(cut.axis) > 1 for cut in plan.cuts):
         return Account(None, None, None, {}, (), (_NO_BATCH, _NO_STAGES))
     staged = stages_of(plan, Traced(), {}, None)
@@ -294,8 +280,6 @@ class CostChange:
 
     def format(self, value: float | None) -> str:
         """Format a value of this figure."""
-        from schedlang.diagnostics.tables import format_bytes
-
         if value is None:
             return "not counted"
         if self.unit == "bytes":

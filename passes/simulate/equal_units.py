@@ -47,10 +47,7 @@ def unit_kinds(plan: Plan, prepared: Prepared) -> dict[str, object]:
     )
     if staged.axis is None or distinguishes or len(set(graph.units)) < len(graph.units):
         return {}
-    rows: dict[str, list[int]] = {}
-    for action in plan.actions:
-        for site in action.sites:
-            rows.setdefault(site, []).append(action.row)
+    rows = plan.rows_by_module()
     hooked = {unit for unit, leaf in graph.leaves if leaf < 0}  # hooks inside these units
     kinds: dict[str, object] = {}
     for unit, name in enumerate(graph.units):

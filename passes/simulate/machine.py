@@ -212,10 +212,8 @@ def machine_of(path: Path, name: str, table: Mapping[str, Any]) -> Cluster:
     known_fields = [dataclass_field.name for dataclass_field in fields(Cluster)][1:]
     for field, value in table.items():
         if field not in known_fields:
-            message, help_ = (
-                f"`{name}` has no field `{field}`",
-                suggest_name(field, known_fields, "its fields are"),
-            )
+            message = f"`{name}` has no field `{field}`"
+            help_ = suggest_name(field, known_fields, "its fields are")
             raise unreadable_file(path, message, help_, facts_of_unknown(field, known_fields))
         if reason := _wrong(field, value):
             raise unreadable_file(path, f"`{field}` of `{name}` is {value!r}: {reason}")

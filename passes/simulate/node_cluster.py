@@ -118,9 +118,8 @@ class Nodes(Cluster):
         worst = {name: min(getattr(device, name) for device in devices) for name in MIN_FIELDS}
         worst |= {name: max(getattr(device, name) for device in devices) for name in MAX_FIELDS}
         index = self._places[ranks[0]][0]
-        if (
-            self._places[ranks[-1]][0] == index
-        ):  # within a node: the same as in the first equal node
+        # within a node: the same as in the first equal node
+        if self._places[ranks[-1]][0] == index:
             first_equal = self.nodes.index(self.nodes[index])
             first_rank = sum(device.device.node for device in self.nodes[:first_equal])
             ranks = range(first_rank, first_rank + len(ranks))
@@ -319,9 +318,8 @@ def cluster_of_nodes(name: str, nodes: Sequence[Node], **network: Any) -> Nodes:
     libraries = {device.library for device in devices}
     best["library"] = libraries.pop() if len(libraries) == 1 else ""
     if endpoint := network.get("endpoint"):
-        share = min(
-            device.link * device.linked / device.stream / 2 for device in devices
-        )  # a reduction sends twice
+        # a reduction sends twice
+        share = min(device.link * device.linked / device.stream / 2 for device in devices)
         best["overlap"] = _remaining_share(endpoint, "all_reduce", 2**20, share)
     network.setdefault("numbers", tuple(range(1, len(nodes) + 1)))
     return Nodes(name, nodes=tuple(nodes), **best, **network)

@@ -165,10 +165,7 @@ def kinds_of_units(plan: Plan, prepared: Prepared) -> list[object]:
 
 def _module_looks(plan: Plan, staged: Staged) -> dict[str, list[object]]:
     """Return, for each unit, keys of the modules in it that are equal for equal modules."""
-    rows: dict[str, list[int]] = {}
-    for action in plan.actions:
-        for fqn in dict.fromkeys(action.sites):
-            rows.setdefault(fqn, []).append(action.row)
+    rows = plan.rows_by_module()
     looks: dict[str, list[object]] = {unit: [] for unit in staged.cut.graph.units}
     for fqn, site in plan.model.sites.items():
         trained = tuple(param.requires_grad for param in site.parameters.values())

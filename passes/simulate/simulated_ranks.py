@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from schedlang.garbage_collection import ProcessState
 from schedlang.ir.memory import ADAMW_MOMENTS, CLASSES, STATE, OperationMemory, RankMemory
 from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.holdings import gathers_by_rows
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.analyze.residence import tiers_of
+from schedlang.passes.partition.staging import timeline_of, with_eviction
 from schedlang.passes.simulate.memory import RankClass, rank_classes
 from schedlang.passes.simulate.one_rank_step import (
     SimulatedStep,
@@ -26,7 +28,7 @@ from schedlang.passes.simulate.one_rank_step import (
     representative_places,
     with_few_microbatches,
 )
-from schedlang.pipeline.timeline.table import Kind
+from schedlang.pipeline.timeline.table import TRANSFER_KINDS, Kind
 
 if TYPE_CHECKING:
     import torch
@@ -91,8 +93,6 @@ class SimulatedRanks:
 def operation_key(stages: Sequence[int], op: Op) -> tuple[Any, ...]:
     """Return a key that is equal for operations of equal stages that differ in their microbatch
     alone; `stages` are those of the operation's place."""
-    from schedlang.pipeline.timeline.table import TRANSFER_KINDS
-
     peer_offset = op.peer - op.stage if op.kind in TRANSFER_KINDS else 0
     return op.kind, stages.index(op.stage), op.slice, peer_offset
 
@@ -142,7 +142,6 @@ def _taken_in(size: int, levels: Levels) -> OperationRun:
 
 def _rows(plan: Plan, staged: Staged, position: int | None) -> list[Op]:
     """Return the operations of a place in a full step, with sends and gathers."""
-    from schedlang.passes.analyze.holdings import gathers_by_rows
     from schedlang.pipeline.timeline.proof import with_transfers
 
     timeline = with_transfers(staged.timeline.with_edges(staged.cut.edges), plan.receive_ahead)
@@ -261,7 +260,6 @@ def _play(
 def _short(plan: Plan, staged: Staged) -> tuple[Plan, Staged]:
     """Return the plan with few microbatches: as many as include each stage that moves
     activations."""
-    from schedlang.passes.partition.staging import timeline_of, with_eviction
 
     def parking(staged_plan: Staged) -> set[int]:
         return set(staged_plan.timeline.stage[staged_plan.timeline.kind == Kind.EVICT].tolist())

@@ -31,6 +31,7 @@ from schedlang.passes.lower.build import compress_activations
 from schedlang.passes.partition.recomputed_chains import Skeleton
 from schedlang.passes.partition.staging import Staged, peer_stores
 from schedlang.passes.propagate.propagate import backward_root
+from schedlang.passes.propagate.sequence_trials import first_rank_inputs, refusals_at_context_row
 from schedlang.passes.simulate.equal_units import Exchange, expand_to_all, unit_kinds
 from schedlang.passes.simulate.memory import gathered_bytes
 
@@ -265,10 +266,6 @@ def _run_and_record(
     """Run once; return the exchanges in order (those of a skipped unit as one), and the results of
     each unit that backward has reached."""
     from schedlang.passes.partition.staging import local_skeleton
-    from schedlang.passes.propagate.sequence_trials import (
-        first_rank_inputs,
-        refusals_at_context_row,
-    )
     from schedlang.runtime.comm.collectives import Group, listen_to_collectives
     from schedlang.runtime.tracing.equal_units import EqualUnits
     from schedlang.runtime.tracing.meta_runs import without_values
@@ -357,10 +354,8 @@ def _what(context: TrafficContext, exchange: Exchange) -> str:
     if edge.variant is not None and exchange.kind in _ROUTED:
         return _ROUTED[exchange.kind] + (" grads" if exchange.backward else "s")
     enters, leaves = _ends(edge)
-    entry, leave = (
-        enters[exchange.backward] == exchange.kind,
-        leaves[exchange.backward] == exchange.kind,
-    )
+    entry = enters[exchange.backward] == exchange.kind
+    leave = leaves[exchange.backward] == exchange.kind
     if edge.is_head and not exchange.backward and not entry:
         return "loss"
     if exchange.kind not in (*enters, *leaves):  # within the module
@@ -412,9 +407,8 @@ def list_collectives(
     if plan.mesh.world > 1:
         axes = tuple(axis for axis, size in plan.mesh.axes if size > 1)
         label = "loss and gradient norm"
-        flags = sum(
-            bool(holding.sliced) for holding in prepared.holdings.values()
-        )  # one flag for each sharded parameter: was it used?
+        # one flag for each sharded parameter: was it used?
+        flags = sum(bool(holding.sliced) for holding in prepared.holdings.values())
         flags += plan.loss_scaling is not None  # one flag: did any rank's gradients overflow?
         collectives.append(Collective("all-reduce", axes, "step", label, "", 1, 8 * (2 + flags)))
     return tuple(collectives)

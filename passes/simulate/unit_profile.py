@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.ir import pytree
 from schedlang.ir.memory import STATE
 from schedlang.passes.simulate.one_rank_step import SimulatedStep, build_one_rank
+from schedlang.pipeline.timeline.table import Kind
 
 if TYPE_CHECKING:
     from torch import nn
@@ -151,8 +152,6 @@ class _Calls:
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
         """Hook the calls of a model's modules, and replace the marks of its footprint."""
-        from schedlang.pipeline.timeline.table import Kind
-
         begin_segment = self.footprint.begin_segment
 
         def mark(operation: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, quote_names
 from schedlang.ir.plan import Action
 
 
@@ -55,8 +55,6 @@ def row_label(row: Action | None) -> Label:
 def join_problems(problems: Iterable[tuple[str, Diagnostic]]) -> tuple[Diagnostic, ...]:
     """Join problems with equal messages at one line into one that lists the names."""
     from dataclasses import replace
-
-    from schedlang.diagnostics.diagnostic import quote_names
 
     grouped: dict[tuple[object, ...], tuple[Diagnostic, list[str]]] = {}
     for name, diagnostic in problems:

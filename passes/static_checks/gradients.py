@@ -246,9 +246,8 @@ def _check_stages(
     if lacking:
         message = f"stages at {sorted(lacking)} of `{staged.axis}` use parameters that they lack"
         yield Diagnostic("S711", message, label)
-    for position in sorted(
-        used - lacking
-    ):  # a stage without a gradient still takes part in the sum
+    # a stage without a gradient still takes part in the sum
+    for position in sorted(used - lacking):
         axes = set(plan.mesh.fold(staged.axis))
         relevant = [grad_sum for grad_sum in sums_of[position] if axes & set(grad_sum.axes)]
         if len(sums_of) > 1 and not any(sums_of.keys() <= grad_sum.places for grad_sum in relevant):

@@ -13,7 +13,6 @@ The changed model is the oracle of such a schedule. This file shows that it is w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +24,7 @@ from schedlang.passes.verify.original import Sequential, count_rows
 from schedlang.passes.verify.proof_case import Case, proof_modes
 from schedlang.report import Row
 from schedlang.runtime.modes import enter_modes
-
-if TYPE_CHECKING:
-    from schedlang.runtime.storage.codebook import WeightQuantization
+from schedlang.runtime.storage.codebook import WeightQuantization
 
 KIND = "changed model"
 RTOL, ATOL = 1e-9, 1e-12
@@ -42,10 +39,8 @@ def compare_changed_model(case: Case) -> Iterator[Row]:
     modes, _ = proof_modes(case)
     with enter_modes(*modes):
         (separate, values, merged), own_model = _separate_names(facts), facts.without_random_draws()
-        separate_grads, shared_grads = (
-            _loss_and_gradients(case, separate),
-            _loss_and_gradients(case, own_model),
-        )
+        separate_grads = _loss_and_gradients(case, separate)
+        shared_grads = _loss_and_gradients(case, own_model)
         expected, outputs = _evaluate(case, separate), _evaluate(case, own_model)
     size = max((float(value.double().norm()) for value in expected.values()), default=0.0)
     for name, output in outputs.items():

@@ -73,10 +73,8 @@ def _sets(expected: Observation, actual: Observation) -> Iterator[Row]:
     for key in sorted(keys, key=lambda k: _ORDER.index(k.kind)):
         if key.kind in actual.missing:
             continue
-        expected_names, actual_names = (
-            expected.sets.get(key, frozenset()),
-            actual.sets.get(key, frozenset()),
-        )
+        expected_names = expected.sets.get(key, frozenset())
+        actual_names = actual.sets.get(key, frozenset())
         lost, extra = sorted(expected_names - actual_names), sorted(actual_names - expected_names)
         note = "; ".join(
             f"{label}: {', '.join(names[:8])}"

@@ -481,9 +481,8 @@ class ErrorBounds:
         finite.
         """
         shares, lost, known = dict[Key, float](), set[Key](), self._known
-        unmoved, moved = (
-            {key: list[ErrorSize]() for key in errors_left} for _ in range(2)
-        )  # the sizes of errors of the unperturbed run, and of the others
+        # the sizes of errors of the unperturbed run, and of the others
+        unmoved, moved = ({key: list[ErrorSize]() for key in errors_left} for _ in range(2))
         perturbed = {key: list[Tensor]() for key in errors_left}
         for draw in range(self.draws + 1):
             observed = self.run(draw) if draw else self._unperturbed

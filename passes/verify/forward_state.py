@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.verify.compare import RTOL
 from schedlang.passes.verify.observe import Batch
 from schedlang.passes.verify.original import Sequential, count_rows
@@ -166,17 +166,15 @@ def is_close(x: Tensor, r: Tensor, rtol: float) -> bool:
 
 def _refusal(name: str, kind: str, parts: int) -> Refusal:
     cause = f"{parts} microbatches in turn" if parts > 1 else "the rows of one rank alone"
-    return Refusal(
-        Diagnostic(
-            "S708",
-            f"the {kind} `{name}` depends on how the batch is split",
-            notes=(
-                f"on the original, after {cause} it differs from its value after the full batch",
-                "a forward updates it: an average over calls, a count, statistics of the batch",
-            ),
-            helps=(
-                "use one microbatch, `micro=1`, or no data parallelism, as the note says",
-                'or allow it: `step "..." relax(batch_stats) {`',
-            ),
-        )
+    return Refusal.of(
+        "S708",
+        f"the {kind} `{name}` depends on how the batch is split",
+        notes=(
+            f"on the original, after {cause} it differs from its value after the full batch",
+            "a forward updates it: an average over calls, a count, statistics of the batch",
+        ),
+        helps=(
+            "use one microbatch, `micro=1`, or no data parallelism, as the note says",
+            'or allow it: `step "..." relax(batch_stats) {`',
+        ),
     )

@@ -10,26 +10,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
+from schedlang.ir.module_copies import copy_module
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import Prepared
-from schedlang.passes.propagate.batch_refusals import HELPS_WEIGHT
+from schedlang.passes.propagate.batch_refusals import HELPS_WEIGHT, part_refusal
 from schedlang.passes.propagate.loss_sums import is_statistics_relaxed
 from schedlang.passes.propagate.original_forward import weight_of
-from schedlang.passes.verify.original import repeat_first_rows
+from schedlang.passes.verify.compare import RTOL
+from schedlang.passes.verify.original import repeat_first_rows, returned_loss
+from schedlang.passes.verify.proof_case import Case, copy_original
 from schedlang.runtime.batch import BatchPart, named_tensors, row_count, run_model, split_batch
 from schedlang.runtime.device import generators_restored
 from schedlang.runtime.global_state import restore_global_state
 from schedlang.runtime.label_means import scaled_means, with_means
+from schedlang.runtime.modes import enter_modes
+from schedlang.runtime.rng.logical_dropout import RowDraws, SourceMode
 from schedlang.runtime.row_lists import describe_number_lists
 from schedlang.runtime.tracing.meta_runs import meta_model, without_values
+from schedlang.runtime.training_mode import TrainingMode
+
+if TYPE_CHECKING:
+    from schedlang.passes.verify.probe import Probe
 
 Loss = Callable[[Any, Mapping[str, Any]], Tensor]
 Batch = Mapping[str, Any]
@@ -204,3 +213,82 @@ def _gap(found: Sequence[Any], full: Sequence[Any]) -> float:
     norms = [float((x - y).norm()) for x, y in pairs]
     size = sum(float(y.norm()) for _, y in pairs[1:])
     return max(norms[0] / (float(full[0].abs()) + size), sum(norms[1:]) / size) if size else 0.0
+
+
+# -- the model alone, to find whose fault a gap is -------------------------------------------------
+
+SEEDS = (0, 1)
+UNKNOWN = float("inf")
+
+
+def model_gap(probe: Probe) -> float:
+    """Return the relative gap between weighted parts and the whole, for the model alone.
+
+    None of our loops, threads, dtypes and logical draws takes part, so that our mistakes are not
+    blamed on the model. Random draws are made by row. Returns `UNKNOWN` if the model draws
+    otherwise or cannot run without a mode.
+    """
+    case, parts, weights = probe.case, probe.parts, probe.weights
+    module = copy_original(case)
+    TrainingMode(module).train()
+    row_ids = [row for part in parts for row in part.rows]
+    try:
+        with generators_restored():
+            full, repeated = (
+                run_model_alone(case, module, probe.batch, row_ids, seed) for seed in SEEDS
+            )
+            if not _result_gap(full, repeated) <= RTOL:
+                return UNKNOWN
+            added: dict[str, Tensor] = {}
+            for part, weight in zip(parts, weights):
+                given = case, module, part.inputs, part.rows
+                with scaled_means(part):
+                    part_results = (
+                        run_model_alone(*given, share=weight / sum(weights)) if weight else {}
+                    )
+                for name, value in part_results.items():
+                    added[name] = added.get(name, torch.zeros(())) + value
+    except Exception:  # any error of the model without our modes
+        return UNKNOWN
+    return _result_gap(added, full)
+
+
+def run_model_alone(
+    case: Case,
+    module: nn.Module,
+    batch: Mapping[str, Any],
+    rows: Sequence[int],
+    seed: int = 0,
+    share: float = 1.0,
+) -> dict[str, Tensor]:
+    """Return loss (under "") and gradients of rows of a batch, each times `share`.
+
+    The module does not change.
+    """
+    torch.manual_seed(seed)
+    fresh = copy_module(module)
+    with enter_modes(SourceMode(RowDraws(rows))):
+        loss = (case.loss or returned_loss)(run_model(fresh, batch), batch) * share
+        loss.backward()  # type: ignore[no-untyped-call]
+    gradients = {name: p.grad for name, p in fresh.named_parameters() if p.grad is not None}
+    return {"": loss.detach(), **gradients}
+
+
+def _result_gap(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    """Return the largest gap, relative to each tensor's norm; small tensors to the largest norm."""
+    if a.keys() != b.keys() or any(a[k].shape != b[k].shape for k in b):
+        return UNKNOWN
+    max_norm = max(float(value.norm()) for value in b.values())
+    gaps = [float((a[k] - b[k]).norm()) / (float(b[k].norm()) + 1e-3 * max_norm or 1.0) for k in b]
+    return max((gap if gap == gap else UNKNOWN for gap in gaps), default=0.0)
+
+
+def part_error(probe: Probe, error: Exception) -> Exception:
+    """Return S604 if the model alone rejects a part, or rows are gathered; else the error."""
+    case, module = probe.case, copy_original(probe.case)
+    for part in probe.parts:
+        try:
+            run_model_alone(case, module, part.inputs, part.rows)
+        except Exception as raised:  # whatever the model raises
+            return part_refusal(raised, probe.batch)
+    return part_refusal(error, probe.batch, True) if probe.case.plan.row_gathers else error

@@ -141,16 +141,14 @@ class Observation:
     replicas: dict[Key, float] = field(default_factory=dict)
     # the number of random streams of masks, and their faults, if known
     streams: dict[Key, tuple[int, list[str]]] = field(default_factory=dict)
-    order: tuple[
-        str, ...
-    ] = ()  # parameters in the order in which backward finished their gradients
+    # parameters in the order in which backward finished their gradients
+    order: tuple[str, ...] = ()
     ties: tuple[tuple[str, ...], ...] = ()
     missing: set[str] = field(default_factory=set)  # kinds that the subject does not offer
     unread: set[str] = field(default_factory=set)  # non-tensor types in the output
     left_out: dict[str, str] = field(default_factory=dict)  # place in the output -> why
-    choices: Mapping[Any, Tensor] = field(
-        default_factory=dict
-    )  # of discrete operators, if recorded
+    # of discrete operators, if recorded
+    choices: Mapping[Any, Tensor] = field(default_factory=dict)
     # codes of activations midway between two codes, if recorded
     tipped: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, quote_names
+from schedlang.diagnostics.diagnostic import Refusal, quote_names
 from schedlang.passes.verify.observe import Batch, Condition, Observation
 from schedlang.passes.verify.original import count_rows
 from schedlang.passes.verify.proof_case import Case, original_subject
@@ -38,16 +38,14 @@ def check_finite(case: Case, conditions: Sequence[Condition], observed: Observat
         if key.kind in ("loss", "gradients") and value is not None and not _finite(value):
             check_batch(case, key.step)
             quantity = "loss" if key.kind == "loss" else f"gradient of `{key.name}`"
-            raise Refusal(
-                Diagnostic(
-                    "S707",
-                    f"the original's {quantity} is not finite in step {key.step + 1}",
-                    notes=(
-                        "with the initial weights it is finite on the same batch: steps of SGD "
-                        "with a learning rate of 0.01 made it so, in float64, without any schedule",
-                    ),
-                    helps=("scale the batches or the loss, so that a few such steps stay finite",),
-                )
+            raise Refusal.of(
+                "S707",
+                f"the original's {quantity} is not finite in step {key.step + 1}",
+                notes=(
+                    "with the initial weights it is finite on the same batch: steps of SGD "
+                    "with a learning rate of 0.01 made it so, in float64, without any schedule",
+                ),
+                helps=("scale the batches or the loss, so that a few such steps stay finite",),
             )
 
 
@@ -55,16 +53,14 @@ def check_trainable(case: Case) -> Case:
     """Refuse a model that no step changes (S710); else return the case."""
     parameters = list(case.plan.model.model.parameters())
     if not any(p.requires_grad for p in parameters):
-        raise Refusal(
-            Diagnostic(
-                "S710",
-                "no parameter of the original is trained",
-                notes=(
-                    f"none of its {len(parameters)} requires a gradient: there are no steps, "
-                    "gradients or updates to compare",
-                ),
-                helps=(_TRAIN,),
-            )
+        raise Refusal.of(
+            "S710",
+            "no parameter of the original is trained",
+            notes=(
+                f"none of its {len(parameters)} requires a gradient: there are no steps, "
+                "gradients or updates to compare",
+            ),
+            helps=(_TRAIN,),
         )
     return case
 
@@ -88,7 +84,7 @@ def check_batch(case: Case, index: int) -> None:
         f"batch {index + 1} of {len(case.batches)}" if len(case.batches) > 1 else "the batch"
     )
     context_text = f"on {batch_text}, in float64, in one process, without the schedule"
-    raise Refusal(Diagnostic("S707", title, notes=(cause, context_text), helps=tuple(helps)))
+    raise Refusal.of("S707", title, notes=(cause, context_text), helps=tuple(helps))
 
 
 @dataclass

@@ -34,9 +34,8 @@ from schedlang.passes.propagate.propagate import Traced
 from schedlang.passes.verify.compare import RTOL, compare_tensors
 from schedlang.passes.verify.forward_state import check_attributes, check_buffers, restored_buffers
 from schedlang.passes.verify.linear_backward import check_linear
-from schedlang.passes.verify.loss_alone import check_loss_alone
+from schedlang.passes.verify.loss_alone import UNKNOWN, check_loss_alone, model_gap, part_error
 from schedlang.passes.verify.mixing_call import MixingCall, find_mixing_call
-from schedlang.passes.verify.model_alone import UNKNOWN, model_gap, part_error
 from schedlang.passes.verify.observe import Batch, Key, Observation
 from schedlang.passes.verify.original import Sequential, count_rows, repeat_first_rows
 from schedlang.passes.verify.original_checks import check_batch
@@ -78,9 +77,8 @@ class Probe:
 
     case: Case
     batch: Batch
-    changed: set[str] = field(
-        default_factory=set, compare=False
-    )  # attributes that a forward changes
+    # attributes that a forward changes
+    changed: set[str] = field(default_factory=set, compare=False)
 
     @cached_property
     def shares(self) -> list[list[BatchPart]]:

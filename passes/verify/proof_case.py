@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.ir.module_copies import copy_module
 from schedlang.ir.plan import Plan
@@ -143,12 +143,10 @@ def working_case(case: Case) -> Case | None:
         return None
     if case.dtype is not None:
         if case.dtype not in DTYPES:
-            raise Refusal(
-                Diagnostic(
-                    "S704",
-                    f"`{case.dtype}` is not a working dtype",
-                    helps=(f"choose one of {', '.join(DTYPES)}",),
-                )
+            raise Refusal.of(
+                "S704",
+                f"`{case.dtype}` is not a working dtype",
+                helps=(f"choose one of {', '.join(DTYPES)}",),
             )
         module = _in_dtype(case)
     kinds = {p.dtype for p in module.parameters() if p.is_floating_point()}

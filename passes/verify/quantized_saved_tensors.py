@@ -224,9 +224,8 @@ class _SavedTensors:
     rows: list[tuple[int, ...]] = field(default_factory=list)
     given: list[Tensor] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)  # of the tensors saved so far in this call
-    made: dict[Turn, list[Tensor | None]] = field(
-        default_factory=dict
-    )  # values of parts; None: unrounded
+    # values of parts; None: unrounded
+    made: dict[Turn, list[Tensor | None]] = field(default_factory=dict)
     seen: _Values = field(default_factory=lambda: _Values(_reads_same_memory))
 
     def begin(self, arguments: Any) -> None:

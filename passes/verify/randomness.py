@@ -154,9 +154,8 @@ def check_native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] 
         return None
     logical_rows = logical.noted or {}
     trained = [moment for moment, _, _ in logical_rows if isinstance(moment, int)]
-    if not any(
-        world.all_gather_object(bool(trained))
-    ):  # a stage may draw nothing, but must train with the others
+    # a stage may draw nothing, but must train with the others
+    if not any(world.all_gather_object(bool(trained))):
         return None
     recorder, first_step = DrawRecorder(native, logical), program.step
     program.assembly, program.follow_inputs = replace(assembly, dropout=native), False

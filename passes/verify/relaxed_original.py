@@ -29,12 +29,7 @@ from schedlang.passes.analyze.staleness import Versions, VersionTable
 from schedlang.passes.partition.staging import Staged, buffer_homes
 from schedlang.passes.propagate.casts import root_cast
 from schedlang.passes.verify.observe import Batch
-from schedlang.passes.verify.original import (
-    Sequential,
-    count_rows,
-    returned_loss,
-    without_graph,
-)
+from schedlang.passes.verify.original import Sequential, count_rows, returned_loss, without_graph
 from schedlang.pipeline.timeline.table import Kind
 from schedlang.runtime.batch import BatchPart, run_model, stack_outputs
 from schedlang.runtime.checkpointing.holdings import Holding, shard_of, write_shard

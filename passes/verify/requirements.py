@@ -6,7 +6,7 @@ import math
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.features import Slicing
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import FACETS, Facet
@@ -217,19 +217,17 @@ def _check_exact(plan: Plan, action: Action) -> None:
     allowed = inexact_rules(plan)
     inexact = [a for a in plan.actions if a.step == action.step and a.primitive.gives_up & allowed]
     if inexact:
-        refusal = Refusal(
-            Diagnostic(
-                "S709",
-                f"`{inexact[0].name}` cannot be bitwise equal",
-                notes=(
-                    f"it changes {', '.join(sorted(inexact[0].primitive.gives_up))}, and is"
-                    f" in the step that `verify({arguments_text(action.primitive)})` checks",
-                ),
-                helps=(
-                    "leave `exact` out: float64 is compared to 1e-9",
-                    "or move the rows that are exact (`checkpoint`, `offload`) into another step",
-                ),
-            )
+        refusal = Refusal.of(
+            "S709",
+            f"`{inexact[0].name}` cannot be bitwise equal",
+            notes=(
+                f"it changes {', '.join(sorted(inexact[0].primitive.gives_up))}, and is"
+                f" in the step that `verify({arguments_text(action.primitive)})` checks",
+            ),
+            helps=(
+                "leave `exact` out: float64 is compared to 1e-9",
+                "or move the rows that are exact (`checkpoint`, `offload`) into another step",
+            ),
         )
         raise refusal.at(action.span)
 

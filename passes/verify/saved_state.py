@@ -88,11 +88,9 @@ def load_on_ranks(
     on the weight's `requires_grad`, in evaluation too. If the outputs differ by roundings only, a
     program with the same frozen parameters is built, and must give equal bits.
     """
-    saver, condition, batch = (
-        programs[saved_condition(conditions)],
-        conditions[saved_condition(conditions)],
-        case.batches[0],
-    )
+    saver = programs[saved_condition(conditions)]
+    condition = conditions[saved_condition(conditions)]
+    batch = case.batches[0]
     saved, loaded = _load_and_evaluate(saver, programs[0], batch, folder)
     rounded = not _are_close(saved, loaded) and _are_close(saved, loaded, RTOL, FLOOR)
     must_rebuild = condition.case is not None and rounded

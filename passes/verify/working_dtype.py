@@ -61,9 +61,8 @@ def observe_ranks(
     single = [replace(condition, batches=working.batches) for condition in conditions[:1]]
     recorder = ChoiceRecorder()
     with enter_modes(recorder), record_near_ties() as tipped:
-        observed = observe_programs(
-            working, single, programs, brief=True
-        )  # nothing else is compared
+        # nothing else is compared
+        observed = observe_programs(working, single, programs, brief=True)
     return replace(observed, choices=recorder.gather(), tipped=tipped.gather())
 
 

@@ -25,9 +25,8 @@ Spell = Callable[[str], str]
 Facts = tuple[tuple[str, str], ...]
 # spells helps for a caller in Python: `schedlang.language.lift` appends its function
 HELP_SPELLERS: list[Spell] = []
-UNSTORED_SOURCES = {
-    "<stdin>"
-}  # sources whose lines Python does not store, so that none can be shown
+# sources whose lines Python does not store, so that none can be shown
+UNSTORED_SOURCES = {"<stdin>"}
 MIN_SIMILARITY = 0.6  # minimal similarity of a guess
 MAX_MESSAGES = 100  # messages shown at once
 MAX_COLUMNS = 160  # columns shown of a line
@@ -125,6 +124,26 @@ class Refusal(Exception):
         """Return the refusal of one mistake, with the fields of a `Diagnostic`."""
         return cls(Diagnostic(code, title, primary, also, notes, helps, facts=facts))
 
+    @classmethod
+    def unknown(
+        cls,
+        code: str,
+        title: str,
+        word: str,
+        options: Iterable[str],
+        choose: str = "",
+        primary: Label = Label(),
+        notes: tuple[str, ...] = (),
+    ) -> Refusal:
+        """Return the refusal of a `word` that is none of `options`.
+
+        Its help is the closest option, else all of them after `choose`.
+        """
+        names = list(options)
+        has_help = names and choose or find_closest(word, names)
+        helps = (suggest_name(word, names, choose),) if has_help else ()
+        return cls.of(code, title, primary, (), notes, helps, facts=facts_of_unknown(word, names))
+
     @property
     def diagnostic(self) -> Diagnostic:
         """The first message."""
@@ -218,11 +237,10 @@ def suggest_name(word: str, options: Iterable[str], choose: str) -> str:
     return f"did you mean `{closest}`?" if closest else f"{choose} {quote_names(choices)}"
 
 
-def facts_of_unknown(word: str, options: Iterable[str] = (), template: str = "{}") -> Facts:
-    """Return the facts for an unknown `word`: the word, and the closest option, formatted by
-    `template`."""
+def facts_of_unknown(word: str, options: Iterable[str] = ()) -> Facts:
+    """Return the facts for an unknown `word`: the word, and the closest option."""
     closest = find_closest(word, options)
-    return (("unknown", word), *((("meant", template.format(closest)),) if closest else ()))
+    return (("unknown", word), *((("meant", closest),) if closest else ()))
 
 
 def _sort_key(d: Diagnostic) -> tuple[str, int, int]:

@@ -100,8 +100,7 @@ VERBS: Mapping[str, tuple[str, ...]] = {
     ),
     **_helps_for("init", "write rows for a model with a command: `schedlang init MODEL`"),
     **_helps_for(
-        "relax",
-        'write it at the step whose rows need it: `step "name" relax(staleness) {`',
+        "relax", 'write it at the step whose rows need it: `step "name" relax(staleness) {`'
     ),
     **_helps_for(
         "cache",
@@ -161,9 +160,8 @@ class Replacement(NamedTuple):
     row: str = ""
 
 
-Table = Mapping[
-    str, Replacement
-]  # keys: `argument=value`, `argument`, or `=value` for a positional one
+# keys: `argument=value`, `argument`, or `=value` for a positional one
+Table = Mapping[str, Replacement]
 
 _OWN_MASK = "a kernel uses the model's own mask, and is compared with the module"
 _OWN_DRAWS = "dropout masks are drawn as the model draws them; results do not change"
@@ -469,8 +467,7 @@ ARGUMENTS: Mapping[str, Table] = {
         "=experts": Replacement(""),
         "=adaptive": Replacement(""),
         **_entry_for(
-            "capacity=inf capacity=infinite",
-            Replacement("", "by default no token is dropped"),
+            "capacity=inf capacity=infinite", Replacement("", "by default no token is dropped")
         ),
         "capacity_factor": Replacement("capacity={}"),
         **_entry_for("degree slices parts", Replacement("chunks={}")),

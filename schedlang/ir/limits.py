@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import Any, NoReturn
 
-from schedlang.diagnostics.diagnostic import Refusal, facts_of_unknown, suggest_name
+from schedlang.diagnostics.diagnostic import Refusal
 
 Value = int | bool | str
 
@@ -68,11 +68,7 @@ class Limits:
         a limit that leaves no value.
         """
         if name not in NAMES:
-            title = f"a search has no `{name}`"
-            facts = facts_of_unknown(name, NAMES)
-            raise Refusal.of(
-                "S106", title, helps=(suggest_name(name, NAMES, "it has"),), facts=facts
-            )
+            raise Refusal.unknown("S106", f"a search has no `{name}`", name, NAMES, "it has")
         expanded = tuple(item for value in values for item in _expand_value(name, value))
         if kind == LEAST:
             if name not in COUNTS or len(expanded) > 1:

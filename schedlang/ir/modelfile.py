@@ -27,7 +27,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from schedlang.diagnostics.diagnostic import Refusal, facts_of_unknown, suggest_name
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.user_errors import refusal_of
 from schedlang.garbage_collection import without_collector
 from schedlang.ir.model import check_unwrapped
@@ -309,9 +309,8 @@ class ImportState:
 def _run_import(load: Callable[[], Any], name: str) -> Any:
     ImportState.active = True
     try:
-        with without_collector(
-            imports=True
-        ):  # importing torch and transformers takes a second less
+        # importing torch and transformers takes a second less
+        with without_collector(imports=True):
             return load()
     except Refusal:
         raise
@@ -344,9 +343,8 @@ def _describe_chain(error: BaseException | None) -> Iterator[str]:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield f"{link}{type(error).__name__}: {error}".split("\n")[0]
-        if (
-            isinstance(error, SyntaxError) and error.filename
-        ):  # the traceback has no frame of that file
+        # the traceback has no frame of that file
+        if isinstance(error, SyntaxError) and error.filename:
             yield f"{Path(error.filename).name}:{error.lineno}: {(error.text or '').strip()}"
         else:
             frames = [f for f in traceback.extract_tb(error.__traceback__) if f.line]
@@ -369,10 +367,6 @@ def _checked(module: ModuleType, name: str, path: Path | None) -> ModelFile:
         )
     if not callable(getattr(module, "model", None)):
         defined = [attribute for attribute in vars(module) if not attribute.startswith("_")]
-        raise Refusal.of(
-            "S906",
-            f"`{shown}` defines no `model()`",
-            helps=(suggest_name("model", defined, "it defines"),),
-            facts=facts_of_unknown("model", defined),
-        )
+        title = f"`{shown}` defines no `model()`"
+        raise Refusal.unknown("S906", title, "model", defined, "it defines")
     return ModelFile(module, name, path)

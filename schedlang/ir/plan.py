@@ -9,7 +9,7 @@ import html
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import NOWHERE, Span
@@ -35,10 +35,8 @@ from schedlang.ir.features import Grouping, Recomputing
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.model import ModelFacts
 from schedlang.ir.placement import Layout
+from schedlang.ir.primitive import Facet, Primitive
 from schedlang.ir.sharing import RowIndex, apply_by_class, as_layered, changes_layouts, parents_of
-
-if TYPE_CHECKING:
-    from schedlang.ir.primitive import Facet, Primitive
 
 F = TypeVar("F")
 
@@ -143,9 +141,8 @@ class Plan:
     compression: Compression | None = None  # of the gradients' all-reduce over some data axes
     casts: Sequence[Cast] = ()  # modules with another dtype of computation than of storage
     stores: Sequence[OffloadedTensors] = ()  # tensors that are offloaded from the device
-    activation_codings: Sequence[
-        ActivationCoding
-    ] = ()  # activations saved for backward in fewer bits
+    # activations saved for backward in fewer bits
+    activation_codings: Sequence[ActivationCoding] = ()
     padded: Sequence[PaddedDim] = ()
     checks: tuple[Check, ...] = ()  # demands to a proof
     expected: tuple[Expectation, ...] = ()  # bounds on the plan's costs
@@ -202,12 +199,7 @@ class Plan:
         return "\n".join(lines)
 
     def add(
-        self,
-        primitive: Primitive,
-        sites: Sequence[str],
-        *,
-        step: str = "",
-        span: Span = NOWHERE,
+        self, primitive: Primitive, sites: Sequence[str], *, step: str = "", span: Span = NOWHERE
     ) -> Plan:
         """Return the plan with one more row, applied to all its sites or to none.
 
@@ -398,6 +390,14 @@ class Plan:
             p for rows in self.trail.rows_at.get_many((fqn, *parents_of(fqn)), ()) for p in rows
         }
         return [self.actions[index] for index in sorted(places)]
+
+    def rows_by_module(self) -> dict[str, list[int]]:
+        """Return the numbers of the rows at each module that a row names."""
+        rows: dict[str, list[int]] = {}
+        for action in self.actions:
+            for fqn in dict.fromkeys(action.sites):
+                rows.setdefault(fqn, []).append(action.row)
+        return rows
 
     def rows_near(self, fqn: str) -> list[Action]:
         """Return the actions at this module, at modules that contain it and at modules inside of

@@ -33,13 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils import _pytree
-from torch.utils._pytree import (
-    GetAttrKey,
-    MappingKey,
-    SequenceKey,
-    keystr,
-    tree_unflatten,
-)
+from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, keystr, tree_unflatten
 
 __all__ = [
     "GetAttrKey",

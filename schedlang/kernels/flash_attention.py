@@ -100,9 +100,8 @@ def _read_window(mask: Tensor, causal: bool) -> Window:
     if allowed.shape[-2] != length:
         return (-1, -1) if bool(allowed.all()) and not causal else None
     distance = torch.arange(length, device=allowed.device)
-    distance = (
-        distance[:, None] - distance[None, :]
-    )  # the number of positions between a key and a later query
+    # the number of positions between a key and a later query
+    distance = distance[:, None] - distance[None, :]
     if causal:
         allowed = allowed & (distance >= 0)
     visible = distance[allowed.flatten(0, -3).any(0)]

@@ -202,11 +202,7 @@ class Case(check.Case):
         """Return the differentiated tensors, in float32."""
         rows, _, length, size = self.shape
         kv = (rows, self.keys, length, size)
-        tensors = {
-            "query": normal(*self.shape),
-            "key": normal(*kv),
-            "value": normal(*kv),
-        }
+        tensors = {"query": normal(*self.shape), "key": normal(*kv), "value": normal(*kv)}
         return tensors | ({"sinks": normal(self.shape[1])} if self.sinks else {})
 
     def run(self, tensors: dict[str, Tensor], kernel: bool) -> Tensor:

@@ -190,17 +190,12 @@ class _Fit:
         return lambda x, *gate: reference(x, weight, bias, self.form, *gate)
 
 
-def has_gate(module: nn.Module) -> bool:
-    """Return whether the module's forward has exactly one argument beside its input."""
-    return len(inputs_of(module)) == 2
-
-
 def probe_norm(module: nn.Module, gates: bool = False) -> NormForm | Mismatch:
     """Return the norm that `module` computes, or the measured reason why it is none.
 
     `gates`: also accept a norm with a gate, its second argument.
     """
-    gate = gates and has_gate(module)
+    gate = gates and len(inputs_of(module)) == 2
     refused = why_not_norm(module) or (None if gate else one_input(module))
     if refused:
         return refused

@@ -20,13 +20,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
-from schedlang.kernels import (
-    gated,
-    grouped,
-    linear_cross_entropy,
-    norm,
-    rope,
-)
+from schedlang.kernels import gated, grouped, linear_cross_entropy, norm, rope
 
 # one strategy: placements of the results, and of the arguments (None: no tensor)
 ShardingStrategy = tuple[list[Placement], list[Placement | None]]

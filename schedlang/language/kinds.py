@@ -249,10 +249,7 @@ def signature_of(primitive: type[Any]) -> CallSignature:
 
 
 def bind(
-    primitive: type[Primitive],
-    arguments: Sequence[Argument],
-    span: Span,
-    axes: Mapping[str, int],
+    primitive: type[Primitive], arguments: Sequence[Argument], span: Span, axes: Mapping[str, int]
 ) -> Primitive:
     """Return the primitive with its arguments bound.
 
@@ -316,13 +313,7 @@ class Binder:
         return not self.problems
 
     def _add_problem(
-        self,
-        code: str,
-        title: str,
-        label: Label,
-        *helps: str,
-        note: str = "",
-        facts: Facts = (),
+        self, code: str, title: str, label: Label, *helps: str, note: str = "", facts: Facts = ()
     ) -> None:
         notes = (note,) * bool(note)
         self.problems.append(Diagnostic(code, title, label, (), notes, helps, facts=facts))
@@ -427,9 +418,8 @@ class Binder:
         is_single = argument.name and not isinstance(argument.value, tuple)
         prefix = f"{argument.name}=" if is_single else ""
         helps = (f"did you mean `{prefix}{closest}`?",) if closest else ()
-        if (
-            not closest and len(self.axes) < 6 and name.isidentifier()
-        ):  # a long mesh is not repeated
+        # a long mesh is not repeated
+        if not closest and len(self.axes) < 6 and name.isidentifier():
             helps = (f"declare it: `mesh({', '.join(filter(None, (mesh, f'{name}=2')))})`",)
         elif not closest and self.axes and not name.isidentifier():
             helps = (f"name an axis: `{', '.join(self.axes)}`",)

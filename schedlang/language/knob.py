@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from schedlang.diagnostics.diagnostic import Label, Refusal, facts_of_unknown, suggest_name
-from schedlang.diagnostics.source import Span
+from schedlang.diagnostics.source import NOWHERE, Span
 from schedlang.language import nodes as n
 from schedlang.language import printer
 from schedlang.language.value import (
@@ -69,9 +69,8 @@ def make_knob(node: n.Knob, names: Names, settings: Mapping[str, Any]) -> Knob:
     """
     if node.type not in TYPES:
         title = f"a knob cannot be of type `{node.type}`"
-        help_ = suggest_name(node.type, TYPES, "choose one of")
-        facts = facts_of_unknown(node.type, TYPES)
-        raise Refusal.of("S102", title, Label(node.span), helps=(help_,), facts=facts)
+        label = Label(node.span)
+        raise Refusal.unknown("S102", title, node.type, TYPES, "choose one of", label)
     choices, interval = _evaluate_domain(node, names)
     knob = Knob(node.name, node.type, None, choices, interval, node.span)
     if node.name in settings:
@@ -176,7 +175,7 @@ def _refuse_outside(knob: Knob, node: n.Knob, value: Any, from_setting: bool) ->
 
 
 def refuse_unknown_settings(
-    settings: Mapping[str, Any], knobs: Mapping[str, Knob], span: Span
+    settings: Iterable[str], knobs: Mapping[str, Knob], span: Span = NOWHERE
 ) -> None:
     """Refuse (S106) a setting of a knob that the schedule does not have."""
     for name in settings:

@@ -371,9 +371,8 @@ def with_spans(node: Any, span: Span, spans: Mapping[int, Span] = MappingProxyTy
 
 
 FoldableStatement: TypeAlias = Rule | At  # statements that may name one module after the other
-StatementFamily: TypeAlias = tuple[
-    Any, int
-]  # a statement without one number, and the number's place
+# a statement without one number, and the number's place
+StatementFamily: TypeAlias = tuple[Any, int]
 
 
 def drop_last_row(items: Sequence[Any]) -> list[Any]:

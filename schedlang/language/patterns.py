@@ -9,13 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, Union
 
-from schedlang.diagnostics.diagnostic import (
-    Facts,
-    Label,
-    Refusal,
-    facts_of_unknown,
-    suggest_name,
-)
+from schedlang.diagnostics.diagnostic import Facts, Label, Refusal
 from schedlang.diagnostics.source import Source
 from schedlang.language import nodes as n
 from schedlang.language import printer
@@ -206,8 +200,7 @@ def _call(node: n.Call, params: Sequence[str]) -> Op:
     name = node.name.text
     if name not in FUNCTIONS:
         title = f"the function `{name}` is not allowed in a pattern"
-        facts = facts_of_unknown(name, FUNCTIONS)
-        _refuse(title, node.name, suggest_name(name, FUNCTIONS, "it knows"), facts=facts)
+        raise Refusal.unknown("S885", title, name, FUNCTIONS, "it knows", Label(node.name.span))
     order, operands = FUNCTIONS[name], {}
     unbound = list(order)
     for arg in node.args:

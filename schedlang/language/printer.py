@@ -251,9 +251,8 @@ class Printer:
         self.comments = list(file.comments)
         self.depth = 0
         self.last = 0  # the line of the original that was printed last; 0 for none
-        self.places: dict[
-            int, tuple[OutputLine, OutputLine]
-        ] = {}  # the first and last row of statements, blocks
+        # the first and last row of statements, blocks
+        self.places: dict[int, tuple[OutputLine, OutputLine]] = {}
 
     def print(self) -> str:
         """Print the whole file."""

@@ -428,12 +428,8 @@ def _evaluate_bound(text: str | None, seg: n.Seg, names: Names) -> int | None:
     if value is UNKNOWN:
         return 0
     if type(value) is Symbol:
-        options = names.known_names()
-        closest = find_closest(text, options)
-        helps = (f"did you mean `{closest}`?",) if closest else ()
-        title = f"unknown name `{text}`"
-        label = Label(seg.span, "used as an index")
-        raise Refusal.of("S210", title, label, helps=helps, facts=facts_of_unknown(text, options))
+        title, label = f"unknown name `{text}`", Label(seg.span, "used as an index")
+        raise Refusal.unknown("S210", title, text, names.known_names(), primary=label)
     if isinstance(value, bool) or not isinstance(value, int):
         label = Label(seg.span, f"`{text}` is {show_value(value)}")
         raise Refusal.of("S304", "an index must be an integer", label)

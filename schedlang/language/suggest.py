@@ -227,9 +227,8 @@ def _format_amount(value: Bytes | Seconds) -> str:
     return f"{value / size:g}{unit}"
 
 
-AXES_IN_CALL = re.compile(
-    r"(?:over|inner)=[\[(]?([\w, ]+?)(?:[\])]|, \w+=)"
-)  # the axes that a call names
+# the axes that a call names
+AXES_IN_CALL = re.compile(r"(?:over|inner)=[\[(]?([\w, ]+?)(?:[\])]|, \w+=)")
 
 
 def suggest_call(binder: Binder, arguments: Sequence[Argument]) -> list[Diagnostic]:
@@ -248,9 +247,8 @@ def suggest_call(binder: Binder, arguments: Sequence[Argument]) -> list[Diagnost
         None if corrected.replacement_rows else _objections(binder, corrected.call(binder.name))
     )
     helps = corrected.helps(binder.name) if objections is None else (f"for example `{example}`",)
-    reasons: dict[Span, tuple[str, ...]] = {
-        binder.span: ()
-    }  # the corrected call also has the missing arguments
+    # the corrected call also has the missing arguments
+    reasons: dict[Span, tuple[str, ...]] = {binder.span: ()}
     for index, notes in corrected.why.items():
         reasons |= dict.fromkeys((arguments[index].span, arguments[index].value_span), notes)
     return [

@@ -145,10 +145,8 @@ def read(path: str | FilePath, name: str | None = None) -> Source:
         with suppress(OSError):  # the folder may be unreadable, too
             names = {file.name for file in FilePath(path).parent.glob("*.sched")}
         others = names - {FilePath(path).name}
-        hint, facts = (
-            find_closest(FilePath(path).name, others),
-            facts_of_unknown(FilePath(path).name, others),
-        )
+        hint = find_closest(FilePath(path).name, others)
+        facts = facts_of_unknown(FilePath(path).name, others)
         helps = (
             (f"did you mean `{hint}`?",) if hint else ("give the path of a schedule: `x.sched`",)
         )

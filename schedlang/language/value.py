@@ -17,7 +17,6 @@ from schedlang.diagnostics.diagnostic import (
     Refusal,
     facts_of_unknown,
     quote_names,
-    suggest_name,
 )
 from schedlang.ir.placement import P, R, S
 from schedlang.language import nodes as n
@@ -247,9 +246,8 @@ def _read_model_fact(node: n.Name, parts: tuple[str, ...], names: Names) -> Any:
         except AttributeError:
             attributes = names.model.attributes("") if depth == 1 else vars(holder)
             public = [attribute for attribute in attributes if not attribute.startswith("_")]
-            hints = (suggest_name(name, public, "it has"),) if public else ()
             title = f"`{path}` has no attribute `{name}`"
-            refuse_at(node, "S206", title, "", *hints, facts=facts_of_unknown(name, public))
+            raise Refusal.unknown("S206", title, name, public, "it has", Label(node.span)) from None
         if inspect.isroutine(holder):
             refuse_at(
                 node, "S206", f"`{path}.{name}` is not a plain value", "only data can be read"
@@ -472,8 +470,8 @@ def _check_symbol(item: n.Node, value: Any, other: Any, names: Names) -> None:
     if isinstance(other, Choice):
         if other.options and value not in other.options:
             title = f"`{other.knob}` is never `{value}`"
-            help_ = suggest_name(value, other.options, "choose one of")
-            refuse_at(item, "S303", title, "", help_, facts=facts_of_unknown(value, other.options))
+            choices, label = other.options, Label(item.span)
+            raise Refusal.unknown("S303", title, value, choices, "choose one of", label)
     elif isinstance(other, Symbol) or not isinstance(other, str):
         _refuse_unknown(item, str(value), names)
 
@@ -498,9 +496,5 @@ def _require_bool(item: n.Node, value: Any, names: Names) -> bool:
 def _refuse_unknown(item: n.Node, name: str, names: Names) -> NoReturn:
     if names.module_lookup is not None:
         raise MissingAttribute(name)
-    options = names.known_names()
-    helps = (suggest_name(name, options, "the names are"),) if options else ()
-    label = "no knob, axis or argument"
-    refuse_at(
-        item, "S210", f"unknown name `{name}`", label, *helps, facts=facts_of_unknown(name, options)
-    )
+    title, label = f"unknown name `{name}`", Label(item.span, "no knob, axis or argument")
+    raise Refusal.unknown("S210", title, name, names.known_names(), "the names are", label)

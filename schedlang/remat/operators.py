@@ -169,9 +169,8 @@ def _undominated(points: list[tuple]) -> list[tuple]:  # type: ignore[type-arg]
             front.append(point)
     if len(front) <= MAX_POINTS:
         return front
-    step = -(
-        -(front[-1][0] - front[0][0]) // (MAX_POINTS - 1)
-    )  # the last of each step has the least work
+    # the last of each step has the least work
+    step = -(-(front[-1][0] - front[0][0]) // (MAX_POINTS - 1))
     steps = {(point[0] - front[0][0]) // step: point for point in front}
     return [front[0], *(point for point in steps.values() if point is not front[0])]
 

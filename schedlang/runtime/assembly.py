@@ -66,9 +66,8 @@ class Assembly:
     reductions: tuple[GradientReduction, ...]
     sliced: Mapping[int, ShardedStage]  # stage -> its ZeRO units
     weight: WeightFunction
-    adapter_changes: tuple[
-        AdapterChange, ...
-    ] = ()  # changes that add parameters, and can merge them into others
+    # changes that add parameters, and can merge them into others
+    adapter_changes: tuple[AdapterChange, ...] = ()
     stage_axis: str | None = None
     last_rank: int = 0  # a rank of the last stage, at coordinate 0 of all other axes
     buffer_stages: Mapping[str, frozenset[int] | None] = field(default_factory=dict)
@@ -106,9 +105,8 @@ class Assembly:
     )
     gathers_rows: bool = False  # whether modules give the rows of the full batch on every rank
     batch_keys: frozenset[str] = frozenset()  # keys of the batch that it was built from
-    gather_routes: TransferPlans = field(
-        default_factory=dict
-    )  # routes by which shards have been gathered, cached
+    # routes by which shards have been gathered, cached
+    gather_routes: TransferPlans = field(default_factory=dict)
     # batches as they were dealt, shared by dry runs of several ranks
     split_batches: dict[object, Any] | None = None
 

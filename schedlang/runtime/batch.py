@@ -486,9 +486,7 @@ def run_forward(
 
 
 def loss_of(
-    output: Any,
-    batch: Mapping[str, Any],
-    loss: Callable[[Any, Mapping[str, Any]], Tensor] | None,
+    output: Any, batch: Mapping[str, Any], loss: Callable[[Any, Mapping[str, Any]], Tensor] | None
 ) -> Tensor | None:
     """Return the loss: by `loss`, else the model's own, else the output if it is a scalar."""
     if loss is not None:

@@ -304,9 +304,8 @@ def module_generators(modules: Modules) -> list[torch.Generator]:
     candidates = [
         m for _, m in modules if not _draw_nothing.issuperset(map(type, vars(m).values()))
     ]
-    if (
-        not candidates
-    ):  # most modules: decided by classes alone, without a Python call for each value
+    # most modules: decided by classes alone, without a Python call for each value
+    if not candidates:
         return []
     # not by `isinstance`, which calls into classes written in Python
     kinds = {type(value) for m in candidates for value in vars(m).values()}

@@ -161,9 +161,8 @@ class HostDraws:
 def _spaces(classes: frozenset[type]) -> list[tuple[Any, Setter]]:
     """List namespaces of modules, classes and functions, and cells, each with its setter."""
     modules_searched = {name for cls in classes if (name := cls.__module__) in sys.modules}
-    neighbors = set[
-        str
-    ]()  # the modules that are values of a module's globals, or define such values
+    # the modules that are values of a module's globals, or define such values
+    neighbors = set[str]()
     for value in [value for name in modules_searched for value in vars(sys.modules[name]).values()]:
         module_name = getattr(
             value, "__name__" if isinstance(value, ModuleType) else "__module__", ""

@@ -139,9 +139,8 @@ def _partial_inputs(origin: TensorOrigin, axis: str, varies: VaryingAxes) -> lis
             return f"`{origin.name}` adds its bias on each rank of `{axis}`, before the sum"
         return parts if len(parts) < 2 else []
     if origin.name in TIMES:
-        masked = any(
-            t.dtype == torch.bool for t in origin.inputs
-        )  # each rank keeps its own entries
+        # each rank keeps its own entries
+        masked = any(t.dtype == torch.bool for t in origin.inputs)
         return parts if len(parts) == 1 and not masked else []
     if origin.name in ADDS:
         if replicated:
@@ -232,9 +231,8 @@ class VaryingTypes(Lattice):
         observed = self.heard.pop()
         if call.outputs:
             self.calls += 1
-        if (
-            call.outputs and not observed
-        ):  # else the call's own nodes have been typed, see `axes_of_output`
+        # else the call's own nodes have been typed, see `axes_of_output`
+        if call.outputs and not observed:
             axes = NO_AXES.union(*(self.axes_of(t) for t in call.inputs))
             origin = TensorOrigin(call.name, tuple(call.inputs)) if axes else None
             mark_masked(call.name, call.inputs, call.outputs)

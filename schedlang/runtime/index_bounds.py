@@ -35,9 +35,6 @@ def check_indices(
         raise Refusal.of(
             "S653",
             f"{kind} {outside} is outside of 0 to {count - 1}",
-            notes=(
-                f"each rank has a part of {table}",
-                "the model alone raises IndexError",
-            ),
+            notes=(f"each rank has a part of {table}", "the model alone raises IndexError"),
             helps=helps,
         )

@@ -433,9 +433,8 @@ def relative_error(value: Tensor, exact: Tensor, scale: float) -> float:
         return math.inf
     if not value.is_floating_point():
         return float((value != exact).any())
-    equal = (
-        value == exact
-    ) | ~exact.isfinite()  # masks contain -inf; the mean over no label is NaN
+    # masks contain -inf; the mean over no label is NaN
+    equal = (value == exact) | ~exact.isfinite()
     gap = torch.where(equal, 0, value - exact).double()
     size = float(torch.where(exact.isfinite(), exact, 0).double().norm())
     error = float(gap.norm())

@@ -52,9 +52,8 @@ class PassFrame:
     memo         notes of the pass for its repetition; see `pass_memo`
     """
 
-    modules: list[tuple[int, str]] = field(
-        default_factory=list
-    )  # (identity, path), outermost first
+    # (identity, path), outermost first
+    modules: list[tuple[int, str]] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)
     pass_number: int | None = 0
     memo: dict[Any, Any] = field(default_factory=dict)

@@ -14,9 +14,8 @@ from schedlang.runtime.batch import Batch, check_batch
 from schedlang.runtime.comm.collectives import RankGroups
 from schedlang.runtime.program import Program
 
-BuildFunction = Callable[
-    [Batch, bool], Program
-]  # from a batch, and whether it has only this rank's rows
+# from a batch, and whether it has only this rank's rows
+BuildFunction = Callable[[Batch, bool], Program]
 _OWN = ("_make", "_program", "_ranks", "_row_axes")
 # what is needed before the first step, and why
 _NEEDS = {"optimizer": "an LR scheduler and `load` need the optimizer, which needs the parameters"}

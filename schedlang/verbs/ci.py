@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.tables import terminal_columns, wrap_lines
 from schedlang.verbs.exits import FAILS, HOLDS, REFUSED, UNCHECKED, bad_option, show_json
 from schedlang.verbs.options import AsJson, Common, Seed, WorkingDtype, verb
@@ -28,8 +29,7 @@ class ProofLimits:
     refused: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="FILE:CODE",
-            help="A schedule that must fail with this code; may be repeated.",
+            metavar="FILE:CODE", help="A schedule that must fail with this code; may be repeated."
         ),
     ] = None
     timeout: Annotated[
@@ -131,8 +131,6 @@ def _examine_file(
 
 def _find_schedules(paths: Sequence[Path]) -> Iterator[Path]:
     """Yield the named files, and those below the named folders, in order; refuses S000."""
-    from schedlang.diagnostics.diagnostic import Refusal
-
     for path in paths:
         if not path.is_dir():
             yield path

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from schedlang.diagnostics.tables import format_bytes, format_seconds, terminal_columns, wrap_lines
 from schedlang.verbs.exits import bad_option, show_json
 from schedlang.verbs.options import AsJson, Common, verb
 
@@ -51,7 +52,6 @@ def fabric(
     Each host gets links to the hosts that are certain strides away.  Rings use the strides that fit
     them, other messages the shortest paths.  The report also shows a switch that never blocks.
     """
-    from schedlang.diagnostics.tables import terminal_columns, wrap_lines
     from schedlang.passes.planner.fabric import choose_strides, traffic_of
     from schedlang.passes.simulate.machine import cluster_named, cluster_of
     from schedlang.passes.simulate.node_cluster import cluster_and_ranks
@@ -105,7 +105,6 @@ class Wiring:
 
     def lines(self, name: str, cluster: str) -> Iterator[str]:
         """Yield the wiring in words."""
-        from schedlang.diagnostics.tables import format_bytes, format_seconds
         from schedlang.passes.planner.fabric import routes, strides_around
 
         links = "1 link" if len(self.strides) == 1 else f"{len(self.strides)} links"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.diagnostics.source import open_regular
+from schedlang.diagnostics.source import Source, open_regular
 from schedlang.verbs.exits import bad_option
 
 if TYPE_CHECKING:
@@ -94,7 +94,6 @@ def read_saved_plan(file: Path, model: str | None) -> tuple[dict[str, Any], Mode
 
 def load_saved_plan(file: Path, model: str | None) -> PlannedSchedule:
     """Return a saved plan for its model on the meta device; refuses S907 a file without a plan."""
-    from schedlang.diagnostics.source import Source
     from schedlang.ir.model import ModelFacts
     from schedlang.language.syntax import parse
     from schedlang.passes.elaborate.plan_record import plan_from_record

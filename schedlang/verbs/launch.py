@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from schedlang.diagnostics.job_refusals import FRESH_STORE
 from schedlang.verbs.exits import bad_option, check_positive, show_json
 from schedlang.verbs.options import AsJson, Common, verb
 
@@ -46,8 +47,7 @@ class Engine:
         typer.Option("--k8s", help="Print a Kubernetes Service and Job for `kubectl apply -f -`."),
     ] = False
     ray: Annotated[
-        bool,
-        typer.Option("--ray", help="Print a script for `ray job submit` or a Ray driver."),
+        bool, typer.Option("--ray", help="Print a script for `ray job submit` or a Ray driver.")
     ] = False
 
 
@@ -137,8 +137,6 @@ class Job:
         In the store that torchrun 2.13 keeps, they would find the addresses of the ranks before and
         lose a restart; nodes count restarts separately, so that no name distinguishes the rounds.
         """
-        from schedlang.diagnostics.job_refusals import FRESH_STORE
-
         fresh = self.elastic is not None or (self.nodes > 1 and self.restarts)
         return {FRESH_STORE: "1"} if fresh else {}
 

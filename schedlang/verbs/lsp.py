@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.verbs.options import verb
 
 
@@ -17,8 +18,6 @@ def lsp(
 ) -> None:
     """Run the language server on stdin and stdout: diagnostics, completion, hover, formatting."""
     from importlib.metadata import version
-
-    from schedlang.diagnostics.diagnostic import Refusal
 
     try:
         from schedlang.editors.server import make_server

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.tables import format_bytes, format_seconds, terminal_columns, wrap_lines
 from schedlang.verbs.exits import FAILS, bad_option, show_json
 from schedlang.verbs.inputs import check_folders, write_output
 from schedlang.verbs.model_search import DTYPES, Search, batch_of, head_line
@@ -79,7 +81,6 @@ def search_layouts(
 
     `name` is the name of the model's file.
     """
-    from schedlang.diagnostics.tables import terminal_columns, wrap_lines
     from schedlang.ir.model import ModelFacts
     from schedlang.passes.autoshard.knob_tuning import Job
     from schedlang.passes.complete.proposed_rows import RowTrial
@@ -209,7 +210,6 @@ def _step_seconds(result: LayoutResult) -> float:
 
 def _best_proposal(job: Job, meshes: list[dict[str, int]], dtype: str) -> PricedPlan | None:
     """Return the fastest proposal of `init` for the same ranks and dtype; None where none fits."""
-    from schedlang.diagnostics.diagnostic import Refusal
     from schedlang.passes.autoshard.knob_tuning import price_plan, rank_fitting
     from schedlang.passes.autoshard.propose import propose
     from schedlang.passes.complete.proposed_rows import precision_step
@@ -240,8 +240,6 @@ def _best_proposal(job: Job, meshes: list[dict[str, int]], dtype: str) -> Priced
 def _report_lines(
     name: str, job: Job, best: LayoutResult | None, proposal: PricedPlan | None, reasons: list[str]
 ) -> Iterator[str]:
-    from schedlang.diagnostics.tables import format_bytes, format_seconds
-
     yield head_line(name, job.ranks, job.cluster)
     if best is None:
         yield "nothing that is legal fits"

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.job_refusals import is_in_job, print_once
 from schedlang.diagnostics.tables import message_columns
 from schedlang.verbs.exits import FAILS, REFUSED, bad_option, show_json
 from schedlang.verbs.options import AsJson, Common, Seed, Timeout, exit_unchecked, verb
@@ -60,8 +62,6 @@ def run(
 
     Starts local ranks, or joins the job under torchrun.  Tokens count the full batch, with padding.
     """
-    from schedlang.diagnostics.diagnostic import Refusal
-    from schedlang.diagnostics.job_refusals import is_in_job, print_once
     from schedlang.passes.lower.train import TrainingRun, check_run
     from schedlang.verbs.inputs import check_folders
 
@@ -106,8 +106,6 @@ def run(
 
 def check_timeline(path: Path | None, plan: Plan) -> None:
     """Refuse a picture of a run that has no pipeline (S609), or of another form (S109)."""
-    from schedlang.diagnostics.diagnostic import Refusal
-
     if path is None:
         return
     if path.suffix not in (".svg", ".html", ".json"):
@@ -174,8 +172,7 @@ def _check_costs(training: TrainingRun) -> None:
     if cost_expectations(training.plan):
         batch = training.batch(training.seed)
         check_expected_costs(
-            training.plan,
-            count_costs(training.plan, batch, training.loss, training.weight),
+            training.plan, count_costs(training.plan, batch, training.loss, training.weight)
         )
 
 

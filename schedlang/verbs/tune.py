@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schedlang.verbs.aim_options import Aims
+from schedlang.diagnostics.tables import terminal_columns, wrap_lines
+from schedlang.verbs import operator_layouts
 from schedlang.verbs.exits import FAILS, bad_option, check_positive, show_json
-from schedlang.verbs.model_search import Search, batch_of
+from schedlang.verbs.inputs import parse_settings, use_one_thread
+from schedlang.verbs.model_search import Aims, Search, batch_of, search_model
 from schedlang.verbs.operator_layouts import FLEXFLOW, UNITY
 from schedlang.verbs.options import AsJson, Knobs, Model, verb
 
@@ -101,16 +103,12 @@ def tune(
     setting of the knobs.  Settings that need more than `--memory` are left out.  Exit 1 if nothing
     fits.
     """
-    from schedlang.verbs.inputs import use_one_thread
-
     use_one_thread()  # before numpy is imported
-    from schedlang.diagnostics.tables import terminal_columns, wrap_lines
     from schedlang.ir.limits import Limits
     from schedlang.ir.primitive import load_all
     from schedlang.language.syntax import parse, read
     from schedlang.passes.elaborate.expand import expand
     from schedlang.passes.planner.paper_planners import describe_planners
-    from schedlang.verbs.inputs import parse_settings
 
     load_all()
     if search.planner == "list":
@@ -155,7 +153,6 @@ def _search_layouts(
     from schedlang.ir.modelfile import load_model_file
     from schedlang.language.syntax import parse, read
     from schedlang.passes.elaborate.expand import expand
-    from schedlang.verbs import operator_layouts
 
     layout_options = Search(out=search.out, planner=search.planner, dtype=search.dtype)
     if layout_options != search or search.planner not in (None, UNITY, FLEXFLOW):
@@ -192,7 +189,6 @@ def _search_model(
 ) -> None:
     from schedlang.ir.limits import Limits
     from schedlang.ir.modelfile import load_model_file
-    from schedlang.verbs.model_search import search_model
 
     cluster, ranks = _find_cluster(machine, tree)
     model_file = load_model_file(model, file)
@@ -210,7 +206,6 @@ def _rank_settings(
     as_json: bool,
 ) -> None:
     """Price every setting of the knobs, and print the fastest that fit first."""
-    from schedlang.diagnostics.tables import terminal_columns
     from schedlang.ir.model import ModelFacts
     from schedlang.ir.modelfile import load_model_file
     from schedlang.passes.autoshard.knob_tuning import (
@@ -221,7 +216,6 @@ def _rank_settings(
         settings_of,
         to_json,
     )
-    from schedlang.verbs.inputs import parse_settings
 
     start = time.perf_counter()
     cluster, ranks = _find_cluster(machine, tree)

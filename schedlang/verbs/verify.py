@@ -94,9 +94,8 @@ def verify(
     # here, and would import everything again
     if "numpy" not in sys.modules:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    with (
-        without_collector()
-    ):  # imports leave almost no garbage, and a collection would visit all of it
+    # imports leave almost no garbage, and a collection would visit all of it
+    with without_collector():
         from schedlang.diagnostics.diagnostic import Refusal
         from schedlang.ir.modelfile import load_model_file
         from schedlang.language.syntax import read
@@ -125,9 +124,8 @@ def verify(
         check_lock(file, common.model, as_json)
     settings = parse_settings(common.knob, common.mesh)
     with (
-        Pool(
-            preload=(*BASE_MODULES, *PROGRAM_MODULES), forked=True
-        ) as pool,  # forked before there is another thread
+        # forked before there is another thread
+        Pool(preload=(*BASE_MODULES, *PROGRAM_MODULES), forked=True) as pool,
         ProgressLine(quiet=as_json) as progress,
         exit_unchecked(timeout, as_json, progress.close),
     ):

@@ -5,19 +5,15 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from schedlang.diagnostics.tables import format_bytes, format_count, terminal_columns
 from schedlang.ir.plan import PLAN_PRINTERS, Plan
 from schedlang.passes.elaborate.state import arguments_text, short_dtype
+from schedlang.passes.simulate.memory import RankClass
 from schedlang.viz import cost_pictures
 from schedlang.viz.elements import draw_box, draw_legend_entry, draw_text, html_page, svg_document
-from schedlang.viz.show import describe_result, format_view, make_view
+from schedlang.viz.show import View, describe_result, format_view, make_view
 from schedlang.viz.tree import Node, tree
-
-if TYPE_CHECKING:
-    from schedlang.passes.simulate.memory import RankClass
-    from schedlang.viz.show import View
 
 # -- the picture -----------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from schedlang.diagnostics.tables import (
     column_widths,
@@ -24,11 +24,9 @@ from schedlang.passes.elaborate.plan_record import plan_to_record
 from schedlang.passes.elaborate.rows import describe_group, group_sites
 from schedlang.passes.elaborate.state import arguments_text, short_dtype
 from schedlang.passes.simulate.account import NOT_ESTIMATED, Account
+from schedlang.passes.simulate.memory import RankClass
 from schedlang.passes.simulate.traffic import Collective
 from schedlang.report import describe_equivalence
-
-if TYPE_CHECKING:
-    from schedlang.passes.simulate.memory import RankClass
 
 # -- a plan as a value to print --------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from schedlang.passes.lower.train import MeasuredStep
-from schedlang.pipeline.cost import DEFAULT_COST, Cost, Number
+from schedlang.pipeline.cost import DEFAULT_COST, Cost
 from schedlang.pipeline.schedules import ORDERS, Order, OrderError, make_order
 from schedlang.pipeline.timeline.memory import peak_activations
 from schedlang.pipeline.timeline.simulation import COPY_KINDS, Timing, relative_weights
@@ -27,13 +27,7 @@ from schedlang.pipeline.timeline.table import (
     dependencies,
 )
 from schedlang.viz.elements import html_page
-from schedlang.viz.timeline_pictures import (
-    FAINTEST,
-    STYLE,
-    draw_timings,
-    levels,
-    look_of,
-)
+from schedlang.viz.timeline_pictures import FAINTEST, STYLE, draw_timings, levels, look_of
 
 # -- as a trace that Perfetto and Chrome show ------------------------------------------------------
 
@@ -188,7 +182,7 @@ def timeline_page(initial: InitialTimeline | None = None, cost: Cost = DEFAULT_C
         "entries": entries,
         "first": first,
         "faintest": FAINTEST,
-        "cost": {key: round_value(getattr(cost, key)) for key in ("f", "i", "w", "comm")},
+        "cost": {key: float(f"{float(getattr(cost, key)):.5g}") for key in ("f", "i", "w", "comm")},
         "unit": unit,
         "who": f"{initial.axis}=" if initial is not None and initial.axis else "rank ",
         "sources": {order.name: order.source for order in ORDERS},
@@ -210,11 +204,6 @@ def readable_cost(cost: Cost, unit: str) -> tuple[Cost, str]:
     times = {name: value * factor for name in names if (value := getattr(cost, name)) is not None}
     between = cost.between and {edge: value * factor for edge, value in cost.between.items()}
     return replace(cost, **times, between=between), best_unit
-
-
-def round_value(value: Number) -> float:
-    """Round a value to the digits that fit into a field of the page."""
-    return float(f"{float(value):.5g}")
 
 
 def _weight_lists(t: Timeline, cost: Cost) -> dict[str, list[float]]:

@@ -76,11 +76,6 @@ def shade_of(kind: Kind, level: int, highest: int) -> str:
     return "#" + "".join(f"{round(255 - (255 - channel) * part):02x}" for channel in full)
 
 
-def block_label(microbatch: int, part: int, slices: int) -> str:
-    """Return the label of a block: the microbatch, and the slice if there are several."""
-    return f"{microbatch}.{part}" if slices > 1 else str(microbatch)
-
-
 def describe_operation(
     timeline: Timeline,
     kind: int,
@@ -303,7 +298,7 @@ def _draw_blocks(times: Timing, scale: float, tops: Sequence[int], left: int) ->
         yield draw_box(x, y, width, BLOCK, "b", look, _block_title(t, row))
         if replica:
             yield draw_box(x, y, width, BLOCK, look='fill="url(#replica)" pointer-events="none"')
-        label = block_label(microbatch, part, slices)
+        label = f"{microbatch}.{part}" if slices > 1 else str(microbatch)
         if width >= 6.5 * len(label) + 4:
             yield f'<text class="op" x="{x + width / 2:.1f}" y="{y + 15}">{label}</text>'
 

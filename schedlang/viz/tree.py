@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from schedlang.diagnostics.tables import format_count
 from schedlang.passes.elaborate.state import short_dtype
 
 if TYPE_CHECKING:
@@ -157,8 +158,6 @@ def _cut_depth(node: Node, depth: int) -> Node:
 
 
 def _tree_rows(node: Node, lead: str, indent: str) -> Iterator[tuple[str, str, str]]:
-    from schedlang.diagnostics.tables import format_count
-
     times = f" x{node.count}" if node.count > 1 else ""
     label = node.class_name + times if lead or indent else ""
     lines = [str(tensor) for tensor in node.tensors]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from schedlang.diagnostics.diagnostic import Refusal, facts_of_unknown, suggest_name
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Span
 from schedlang.diagnostics.tables import format_bytes
 from schedlang.language import nodes as n
@@ -28,16 +28,14 @@ def explain_rows(plan: Plan, file: n.File, fqn: str) -> str:
     site = facts.owner(fqn).fqn if fqn in facts.parameters else fqn
     if site not in facts.sites:
         names = [*facts.sites, *facts.parameters]
-        suggestion = suggest_name(fqn, names, "there are")
         title = f"the model has no module or parameter `{fqn}`"
-        raise Refusal.of("S209", title, helps=(suggestion,), facts=facts_of_unknown(fqn, names))
+        raise Refusal.unknown("S209", title, fqn, names, "there are")
     head = fqn or "the model"
     if fqn in facts.parameters:
         fact = facts.parameters[fqn]
         head += f"   {fact.dtype}{plan.layout(fqn).show()}"
-    acting = (
-        a for a in plan.rows_at(site) if a.has_effect
-    )  # without markers, which change nothing
+    # without markers, which change nothing
+    acting = (a for a in plan.rows_at(site) if a.has_effect)
     rows = [row_text(action, file) for action in acting]
     return "\n".join([head, *(rows or ["  no row acts on it"])])
 

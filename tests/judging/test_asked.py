@@ -21,9 +21,8 @@ from schedlang.passes.judge.explanations import (
     explain_initial_weights,
 )
 from schedlang.passes.judge.optimizer_steps import diverged_parameters, explain_steps
-from schedlang.passes.judge.rank_copies import RankCopy
 from schedlang.passes.judge.record import RunRecord
-from schedlang.passes.judge.regions import Region
+from schedlang.passes.judge.regions import RankCopy, Region
 from schedlang.passes.judge.tensor_search import FullTensor
 from schedlang.passes.verify.mapped_tensors import map_tensor
 from schedlang.passes.verify.observe import Key, Observation

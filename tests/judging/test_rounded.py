@@ -21,9 +21,8 @@ from schedlang.passes.judge.low_dtype_errors import (
     _factor_correction,
     _part_corrections,
 )
-from schedlang.passes.judge.rank_copies import RankCopy
 from schedlang.passes.judge.record import RunRecord
-from schedlang.passes.judge.regions import Region
+from schedlang.passes.judge.regions import RankCopy, Region
 from schedlang.passes.verify.mapped_tensors import map_tensor
 from schedlang.passes.verify.observe import Key, Observation
 from schedlang.runtime.launch.pool import Pool

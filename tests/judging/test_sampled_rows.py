@@ -14,8 +14,7 @@ from schedlang.passes.judge.batch_parts import ROWS
 from schedlang.passes.judge.explanations import HOLDERS, MICROBATCHES, _add_holders
 from schedlang.passes.judge.gradient_errors import describe_part_counts
 from schedlang.passes.judge.module_comparison import ValueComparison
-from schedlang.passes.judge.rank_copies import RankCopy
-from schedlang.passes.judge.regions import Region
+from schedlang.passes.judge.regions import RankCopy, Region
 from schedlang.runtime.launch.pool import Pool
 from tests.judging.catches.collectives import world_size
 from tests.judging.test_shard_steps import judge_program, squared

@@ -20,7 +20,7 @@ from schedlang.diagnostics.source import Source
 from schedlang.language.syntax import parse
 from schedlang.runtime.launch.pool import Pool
 from schedlang.schedule import Schedule
-from schedlang.verbs.diagnosis import Diagnosis, diagnose
+from schedlang.verbs.doctor import Diagnosis, diagnose
 from schedlang.verbs.ledgers import Job, Ledger, Op
 from tests import forks
 

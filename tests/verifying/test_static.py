@@ -14,7 +14,7 @@ from torch import nn
 from schedlang.diagnostics.diagnostic import Diagnostic
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze import holdings as book
-from schedlang.passes.static_checks import ownership
+from schedlang.passes.static_checks import static as ownership
 from schedlang.passes.static_checks.static import Static, static
 from schedlang.pipeline.timeline.table import Kind
 from schedlang.runtime import program

@@ -22,7 +22,7 @@ from schedlang.passes.verify.proof_case import (
     randomised_float64,
     working_case,
 )
-from schedlang.passes.verify.stage_outputs import add_stage_outputs
+from schedlang.passes.verify.stage_state import add_stage_outputs
 from schedlang.runtime.pipeline.stage import RecordedOutputs, Stub
 from schedlang.runtime.tracing.meta_runs import meta_model
 from schedlang.runtime.tracing.recording import record_forward

@@ -10,7 +10,7 @@ from schedlang.passes.planner.operators.operator_graph import Dim
 from schedlang.passes.planner.values import Recipe
 from schedlang.passes.simulate.machine import Cluster
 
-UNSPLIT, PARTIAL = -1, -2  # replicated, partial; as in `runtime.propagation.call_splits`
+UNSPLIT, PARTIAL = -1, -2  # replicated, partial; as in `runtime.propagation.step_graph`
 ENTERED = -3  # replicated, with a partial gradient
 ZERO1, ZERO3 = -4, -5  # a parameter whose optimizer state, or all of it, is sharded
 UNMENTIONED = (None, None)  # a module whose input and output no row mentions

@@ -220,12 +220,10 @@ class OperatorNode:
         rng_state: RestoredGenerators | None,
         filled: Callable[[Sequence[Tensor]], None],
     ) -> None:
-        self.operator, self.arguments, self.work, self.rng_state = (
-            operator,
-            arguments,
-            work,
-            rng_state,
-        )
+        self.operator = operator
+        self.arguments = arguments
+        self.work = work
+        self.rng_state = rng_state
         self.refill = filled  # gathers parameters that were freed since
         leaves = tree_leaves(arguments)
         self.parents = tuple(

@@ -239,10 +239,8 @@ def _quantize_pieces(
 
 def _finite_range(rows: Tensor, is_extreme: Tensor) -> tuple[Tensor, Tensor]:
     """Return least and largest of each row, without `is_extreme` elements; zeros if all are."""
-    low, high = (
-        rows.masked_fill(is_extreme, torch.inf).amin(1),
-        rows.masked_fill(is_extreme, -torch.inf),
-    )
+    low = rows.masked_fill(is_extreme, torch.inf).amin(1)
+    high = rows.masked_fill(is_extreme, -torch.inf)
     all_extreme = is_extreme.all(1)
     return low.masked_fill(all_extreme, 0.0), high.amax(1).masked_fill(all_extreme, 0.0)
 
@@ -384,9 +382,8 @@ class QuantizedActivations(SavedTensorPolicy):
     tally: QuantizationCounts = field(default_factory=QuantizationCounts)
     bits: Mapping[int, int] = field(default_factory=dict)
     loose: int = 0  # calls outside any scope
-    looked: dict[tuple[object, ...], bool] = field(
-        default_factory=dict
-    )  # answers about values on a device
+    # answers about values on a device
+    looked: dict[tuple[object, ...], bool] = field(default_factory=dict)
 
     def run_recorded(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `inner`; integers and unquantized tensors go to the offload around it."""
@@ -453,9 +450,8 @@ class _Call:
     own: ModuleAddresses
     candidates: int = 0  # candidates so far; `saved`: those that have numbers
     saved: int = 0
-    rows: set[tuple[int, ...]] = field(
-        default_factory=set
-    )  # shapes of saved tensors without the last dim
+    # shapes of saved tensors without the last dim
+    rows: set[tuple[int, ...]] = field(default_factory=set)
     known: dict[tuple[object, ...], tuple[Any, QuantizedTensor | MovedTensor]] = field(
         default_factory=dict
     )
@@ -505,9 +501,8 @@ class _Call:
             return True
         if tensor.is_neg() or tensor.is_inference():
             return True
-        if (
-            tensor.dim() > 2 and tuple(tensor.shape) in self.rows
-        ):  # per-row statistics, as of attention
+        # per-row statistics, as of attention
+        if tensor.dim() > 2 and tuple(tensor.shape) in self.rows:
             return True
         stored_size = coding.stored_bytes(tensor.numel(), tensor.element_size())
         return stored_size >= tensor.untyped_storage().nbytes()  # expanded tensors take less

@@ -24,7 +24,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.remat import RematTree, region_paths
 from schedlang.remat.operators import Key
-from schedlang.runtime.activation_memory.dropped_tensors import DroppedTensors, save_tensors
+from schedlang.runtime.activation_memory.repeat_checks import DroppedTensors, save_tensors
 from schedlang.runtime.activation_memory.selective import (
     OPERATOR_CLASSES,
     SelectiveModes,

@@ -195,9 +195,8 @@ class SelectiveModes:
         self.order: list[str] = []
         self.store: dict[Hashable, Any] = {}
         self.kept: dict[int, VersionedTensor] = {}  # by storage
-        self.sent: list[
-            tuple[list[VersionedTensor], Any]
-        ] = []  # tensors written by each collective, its result
+        # tensors written by each collective, its result
+        self.sent: list[tuple[list[VersionedTensor], Any]] = []
         self.forward = NumberedCalls(numbers, self._run_first)
         self.second = NumberedCalls(numbers, self._run_second)
 

@@ -43,10 +43,8 @@ def recompute_within(capture: Callable[[], Callable[[], Context] | None]) -> Non
     Both forms, with `use_reentrant` and without.
     """
     module: Any = checkpoint
-    generate, run = (
-        module._checkpoint_without_reentrant_generator,
-        module.CheckpointFunction.forward,
-    )
+    generate = module._checkpoint_without_reentrant_generator
+    run = module.CheckpointFunction.forward
 
     @wraps(generate)
     def generate_within(fn: Function, *args: Any, **kwargs: Any) -> Any:

@@ -325,10 +325,8 @@ def report_failure(error: Exception) -> None:
     if (store := shared_store()) is not None and not getattr(error, _AGREED, False):
         reason = error.diagnostic.title if isinstance(error, Refusal) else _one_line(error)
         local, key = comm.current_world(), _key_prefix(store)
-        message, notes = (
-            f"rank {local.rank} cannot build its part",
-            [f"rank {local.rank} says: {reason}"],
-        )
+        message = f"rank {local.rank} cannot build its part"
+        notes = [f"rank {local.rank} says: {reason}"]
         refusal = _verdict("S650", message, notes, ()) | {"refuses": local.rank}
         store.compare_set(f"{key}/verdict", "", json.dumps(refusal))
         store.add(f"{key}/came", local.size)  # no rank has to wait for more ranks

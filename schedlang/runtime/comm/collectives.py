@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, facts_of_unknown, suggest_name
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.mesh import Mesh
 from schedlang.runtime import device as devices
 from schedlang.runtime.adapters.torch_compile import returns_new_tensor
@@ -352,13 +352,8 @@ class RankGroups:
         """Return the coordinate of this rank along an axis or a view, from 0; refuses others
         (S204)."""
         if axis not in self.mesh.names:
-            raise Refusal.of(
-                "S204",
-                f"the mesh has no axis `{axis}`",
-                notes=(f"the mesh is {self.mesh}",),
-                helps=(suggest_name(axis, self.mesh.names, "it has"),) if self.mesh.names else (),
-                facts=facts_of_unknown(axis, self.mesh.names),
-            )
+            title, notes = f"the mesh has no axis `{axis}`", (f"the mesh is {self.mesh}",)
+            raise Refusal.unknown("S204", title, axis, self.mesh.names, "it has", notes=notes)
         return self.mesh.index(self.rank, axis)
 
     def group(self, axis: str | Sequence[str]) -> Group:

@@ -134,9 +134,8 @@ def _fill(state: ScoresState, hidden: Any, value: Any) -> ScoresState:
         raise unsplit_refusal("it masks keys by something other than booleans")
     drop_mask = expand_added(state, hidden)
     if state.mask is None and is_causal(state.shard, ~drop_mask):
-        return replace(
-            state, mask=AttentionMask(causal=True)
-        )  # a ring skips blocks that positions hide
+        # a ring skips blocks that positions hide
+        return replace(state, mask=AttentionMask(causal=True))
     zero = torch.zeros(drop_mask.shape, dtype=state.query.dtype, device=drop_mask.device)
     return add_to_scores(replace(state, hides=True), zero.masked_fill(drop_mask, -math.inf))
 

@@ -22,6 +22,7 @@ from schedlang.runtime.context_parallel.attention_products import PRODUCTS, Prod
 from schedlang.runtime.modes import enter_modes
 from schedlang.runtime.rng.logical_dropout import ConstantDraws, SourceMode
 from schedlang.runtime.sequence_pipelining.probe import find_lines
+from schedlang.runtime.sequence_pipelining.slices import sequence_length
 from schedlang.runtime.sequence_pipelining.trial import Trial, take_tokens
 
 Outputs = dict[str, Tensor]
@@ -94,8 +95,6 @@ def _same_on_chunks(
 
 def _count_labels(trial: Trial, part: Mapping[str, Any], extra: int) -> float:
     """Return how many labels of a chunk count; its tokens if there are no labels."""
-    from schedlang.runtime.sequence_pipelining.slices import sequence_length
-
     if trial.rule is None:
         return float(sequence_length(part))
     labels: Tensor = part[trial.rule.source][:, extra:]

@@ -70,10 +70,8 @@ class Packet:
         dtypes = list(dict.fromkeys(t.dtype for t in tensors))
         joined = [torch.cat([t.reshape(-1) for t in tensors if t.dtype == k]) for k in dtypes]
         flats = tuple(f.view(torch.uint8) if f.dtype == torch.bool else f for f in joined)
-        shapes, indices = (
-            (tuple(t.shape) for t in tensors),
-            (dtypes.index(t.dtype) for t in tensors),
-        )
+        shapes = (tuple(t.shape) for t in tensors)
+        indices = (dtypes.index(t.dtype) for t in tensors)
         return Packet(flats, tuple(dtypes), tuple(shapes), tuple(dims), tuple(indices))
 
     @property

@@ -172,10 +172,8 @@ class PositionMask:
 
     def block(self, queries: range, keys: range, device: torch.device) -> Tensor:
         """Return which query sees which key: booleans [queries, keys]."""
-        q, k = (
-            concatenate_runs([queries], device)[:, None],
-            concatenate_runs([keys], device)[None, :],
-        )
+        q = concatenate_runs([queries], device)[:, None]
+        k = concatenate_runs([keys], device)[None, :]
         visible = torch.ones(len(queries), len(keys), dtype=torch.bool, device=device)
         if self.ahead is not None:
             visible &= k - q <= self.ahead

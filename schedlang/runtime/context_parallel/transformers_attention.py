@@ -8,7 +8,7 @@ the closures of transformers' mask functions.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -150,9 +150,8 @@ def describe_mask(function: Any) -> AttentionMask:
         case "packed_sequence_mask_function":
             return AttentionMask()  # it has local tokens only; the shard has all documents
         case "remap_positions_for_packed_sequence":
-            return describe_mask(
-                cells["mask_function"]
-            )  # uses differences within one document only
+            # uses differences within one document only
+            return describe_mask(cells["mask_function"])
     raise unsplit_refusal(f"its masks are made by `{name}`, which is not supported")
 
 
@@ -189,6 +188,11 @@ def _method(module: nn.Module) -> AttentionMethod:
     return method
 
 
+def _tensor_arguments(kwargs: Mapping[str, Any]) -> list[str]:
+    """Return the names of tensors among further arguments, which may not be of all tokens."""
+    return [n for n, v in kwargs.items() if isinstance(v, Tensor) and n not in IGNORED_ARGUMENTS]
+
+
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -205,9 +209,7 @@ def _attend(
     assert shard is not None
     sinks = kwargs.pop("s_aux", None)  # GPT-OSS: scores in the softmax that have no values
     bias = kwargs.pop("position_bias", None)  # numbers that T5 adds to scores
-    extra = [
-        n for n, term in kwargs.items() if isinstance(term, Tensor) and n not in IGNORED_ARGUMENTS
-    ]
+    extra = _tensor_arguments(kwargs)
     if extra:
         raise unsplit_refusal(f"its attention gets `{extra[0]}`, which cannot be split by tokens")
     if key.shape[-2] != shard.length or query.shape[-2] != shard.length:
@@ -239,9 +241,7 @@ def _attend_kept(
 ) -> tuple[Tensor, None]:
     """Compute attention to the cached keys of all ranks; the mask is the model's, over all keys."""
     method, sinks = _method(module), kwargs.pop("s_aux", None)
-    extra = [
-        n for n, term in kwargs.items() if isinstance(term, Tensor) and n not in IGNORED_ARGUMENTS
-    ]
+    extra = _tensor_arguments(kwargs)
     if extra or (dropout and not decoding.shapes):  # stages on meta may be in training mode
         raise cache_refusal(f"its attention gets `{extra[0] if extra else 'dropout'}`")
     out = attend_cached(

@@ -95,10 +95,8 @@ class PositionMasks(TorchFunctionMode):
         if func is F.dropout:
             return _dropout_by_position(*args, **named_args)
         if func is F.scaled_dot_product_attention:
-            named_args["dropout_p"], args = (
-                0.0,
-                (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args,
-            )
+            named_args["dropout_p"] = 0.0
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             if len(args) > 4:
                 del named_args["dropout_p"]
         return func(*args, **named_args)

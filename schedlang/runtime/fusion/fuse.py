@@ -103,12 +103,7 @@ def count_graphs(module: nn.Module) -> int:
 class FusedForward:
     """The layer that calls the compiled form of a forward."""
 
-    def __init__(
-        self,
-        name: str,
-        rounding: str = "fp32",
-        module: nn.Module | None = None,
-    ) -> None:
+    def __init__(self, name: str, rounding: str = "fp32", module: nn.Module | None = None) -> None:
         self.name = name
         self.module = module  # where calls that ran eagerly are recorded
         self.rounding = rounding

@@ -69,9 +69,8 @@ class FlatGradients:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self.views: list[Tensor] = []
-        self.here: list[
-            bool
-        ] = []  # whether each had a gradient on this rank when the reduction began
+        # whether each had a gradient on this rank when the reduction began
+        self.here: list[bool] = []
         self._flat: Tensor | None = None
         self._counts: Tensor | None = None
         self._before: list[int] = []
@@ -440,9 +439,7 @@ def replace_gradient(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def square_sum(
-    parameters: Mapping[str, nn.Parameter],
-    primary: Container[str],
-    device: torch.device = HOST,
+    parameters: Mapping[str, nn.Parameter], primary: Container[str], device: torch.device = HOST
 ) -> Tensor:
     """Return the sum of squares of the gradients that this rank counts (`primary`), at least in
     float64.

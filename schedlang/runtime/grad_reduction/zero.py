@@ -95,9 +95,8 @@ class ShardedStage:
         may_skip: bool = False,
     ) -> None:
         self.stage, self.mesh, self.ignored = stage, mesh, ignored
-        self.between = (
-            reshards and stage == 3
-        )  # free gathered parameters between forward and backward
+        # free gathered parameters between forward and backward
+        self.between = reshards and stage == 3
         self.units: list[FSDPModule] = []
         self.waiting: set[FSDPModule] = set()
         self.ahead = 0

@@ -95,17 +95,15 @@ class InitRecord:
     entries: list[RecordedOperator] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)  # bytes, by storage
     views: dict[str, RecordedView] = field(default_factory=dict)  # of the parameters, by name
-    versions: dict[Storage, int] = field(
-        default_factory=dict
-    )  # version counters of the parameters' storages
+    # version counters of the parameters' storages
+    versions: dict[Storage, int] = field(default_factory=dict)
     _numbers: dict[int, Storage] = field(default_factory=dict)
     _kept: list[torch.UntypedStorage] = field(default_factory=list)  # keeps addresses unique
     _states: Tensor | None = None  # one row per draw, known up to `_known`
     _known: int = 1
     _drawing: list[int] = field(default_factory=list)  # indices of the operators that draw
-    _writers: dict[Storage, list[int]] = field(
-        default_factory=dict
-    )  # indices of operators, by storage
+    # indices of operators, by storage
+    _writers: dict[Storage, list[int]] = field(default_factory=dict)
     _state: Tensor | None = None
 
     def number(self, tensor: Tensor) -> Storage | None:

@@ -113,9 +113,8 @@ class GatedMlp:
 
 
 _Calls = dict[str, list[tuple[Tensor, Tensor]]]  # child -> (input, output) of each call
-_WIDE_WEIGHT = (
-    2**22
-)  # for larger weights, gradients of outputs are compared instead of weight gradients
+# for larger weights, gradients of outputs are compared instead of weight gradients
+_WIDE_WEIGHT = 2**22
 
 
 def probe_gated(module: nn.Module) -> GatedForm | Mismatch:

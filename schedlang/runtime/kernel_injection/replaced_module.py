@@ -22,9 +22,8 @@ from schedlang.diagnostics.diagnostic import Refusal, quote_names
 from schedlang.runtime.parameter_changes import on_same_storage
 from schedlang.runtime.tracing.meta_runs import copy_with
 
-ParameterMapping = Mapping[
-    str, str | Sequence[str]
-]  # new name -> the old name, or names, that it is made of
+# new name -> the old name, or names, that it is made of
+ParameterMapping = Mapping[str, str | Sequence[str]]
 
 
 @dataclass(frozen=True)

@@ -149,12 +149,10 @@ class LazyLogits(LogitsStandIn):
 
     def become(self, other: Any) -> None:
         """Take over the steps of other logits of the same head."""
-        self.steps, self.like, self.scale, self.cap = (
-            other.steps,
-            other.like,
-            other.scale,
-            other.cap,
-        )
+        self.steps = other.steps
+        self.like = other.like
+        self.scale = other.scale
+        self.cap = other.cap
 
     def _cast(self, name: str, *args: Any, **kwargs: Any) -> Any:
         cast = self._add_step(lambda z: getattr(z, name)(*args, **kwargs))

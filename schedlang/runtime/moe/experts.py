@@ -427,9 +427,8 @@ class ShardedExperts:
         parameters: dict[str, Tensor] = {}
         for name in self.routing.experts.split:
             parameter = getattr(self.module, name)
-            part: Tensor = (
-                parameter * 1 if parameter.is_meta else parameter
-            )  # an operator reads it, as a gather
+            # an operator reads it, as a gather
+            part: Tensor = parameter * 1 if parameter.is_meta else parameter
             for edge in reversed(self.splitting):
                 part = collectives.gather(part, 0, edge.group, consumers_differ=True)
             parameters[name] = part

@@ -441,9 +441,8 @@ class Pipeline:
             if not self.plain:
                 order = self._check_order(order, train)
             rows = order.rows(self.place)
-            halves = {
-                stage for stage, local_stage in self.stages.items() if local_stage.split
-            }  # else W does nothing
+            # else W does nothing
+            halves = {stage for stage, local_stage in self.stages.items() if local_stage.split}
             last = {
                 op.stage: k
                 for k, op in enumerate(rows)

@@ -135,9 +135,8 @@ class RunningBuckets:
         self.learned = learned
         self.begun: list[StartedSum] = []
         self.states: list[list[Any]] = []  # of the gradients when their bucket began
-        self.added: dict[
-            int, int
-        ] = {}  # by id of the watched parameters, in order of the last write
+        # by id of the watched parameters, in order of the last write
+        self.added: dict[int, int] = {}
         self.before = [_writes(members) for _, members in learned.waiting]
         watched = [p for index in range(len(learned.waiting)) for p in self._watched(index)]
         self.hooks = [p.register_post_accumulate_grad_hook(self._added) for p in watched]  # type: ignore[no-untyped-call]

@@ -163,9 +163,8 @@ class Follower(Lattice):
         self.places: dict[Frame, int] = {}
         self.after_logits = False  # from the split logits on, calls cannot be compared one by one
         self.agreed = 0
-        self.partial: dict[
-            str, set[str]
-        ] = {}  # parameter -> axes over which its gradient is partial
+        # parameter -> axes over which its gradient is partial
+        self.partial: dict[str, set[str]] = {}
         self.used: dict[str, frozenset[str]] = {}  # parameter -> these axes in its first use
         self.masks: dict[Frame, tuple[tuple[int, ...], Mapping[str, Tag]]] = {}
         self.draw_counts: dict[str, int] = {}

@@ -28,7 +28,7 @@ _APPLY = inspect.unwrap(torch.autograd.Function.apply.__func__).__code__  # type
 BACKWARDS = (torch.autograd.grad, unchecked(torch.autograd.backward), Tensor.backward)
 SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 WRITING_OPERATORS = {
-    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ipow__"),
+    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ipow__")
 }
 TABLES = ("embedding", "embedding_bag")
 

@@ -252,9 +252,8 @@ class LogicalDropout(CarryingMode):
         """Record the first numbers of each sample in this call."""
         current, site, pass_index = scope.current(), scope.current_site(), scope.pass_number()
         assert current is not None and self.begun is not None
-        origin = (
-            None if pass_index is None else (current.samples, pass_index)
-        )  # parts of a batch may share a mask
+        # parts of a batch may share a mask
+        origin = None if pass_index is None else (current.samples, pass_index)
         for sample, numbers in zip(self.samples(site, call), first.tolist(), strict=True):
             stream = current.moment, site, call, sample
             earlier = self.begun.get(stream)
@@ -278,7 +277,7 @@ def _per_sample(shape: tuple[int, ...], samples: int, site: str) -> tuple[int, .
     """Return the shape of one sample in a tensor that holds samples one after the other."""
     if not shape or shape[0] % samples:
         raise _refusal(
-            f"{site_text(site)} draws {shape} at {_drawing_line()}: not rows of {samples} samples",
+            f"{site_text(site)} draws {shape} at {_drawing_line()}: not rows of {samples} samples"
         )
     return shape[1:] if shape[0] == samples else (shape[0] // samples, *shape[1:])
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from schedlang.runtime import scope
 from schedlang.runtime.device import RandomGenerator, on_host
 from schedlang.runtime.forward import wrap
-from schedlang.runtime.modes import AmbientMode
+from schedlang.runtime.modes import AmbientMode, enter_modes
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.runtime.rng.logical_functions import draws_logically, mask_shapes
 from schedlang.runtime.storage.saved_tensors_slot import policies
@@ -219,9 +219,8 @@ class _ForkDraws(AmbientMode):
         if frame is None or not draws_logically(func, args, kwargs):
             return self.run(func, types, args, kwargs)
         fork = frame.next()
-        with self.native.enter_frame(
-            None
-        ):  # this mode may be active twice, for a module inside another
+        # this mode may be active twice, for a module inside another
+        with self.native.enter_frame(None):
             if fork is None:
                 return func(*args, **kwargs)
             with self.native.enter_fork(frame.site, fork, frame.index):
@@ -319,8 +318,6 @@ class DrawRecorder(AmbientMode):
     @contextmanager
     def record_draws(self) -> Iterator[None]:
         """Record draws within the block; shared attentions report theirs."""
-        from schedlang.runtime.modes import enter_modes
-
         self.native.noting = self
         try:
             with enter_modes(self):

@@ -304,12 +304,7 @@ class SliceRunner:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        slicing: Slicing,
-        weight: Weight,
-        *,
-        lengths: Lengths | None = None,
+        self, model: nn.Module, slicing: Slicing, weight: Weight, *, lengths: Lengths | None = None
     ) -> None:
         self.slicing, self.weight, self.lengths = slicing, weight, lengths
         self.mode = SliceMode(slicing.places) if slicing.carrier == "calls" else None
@@ -403,12 +398,8 @@ def whole_loss(losses: Sequence[Tensor], slices: Sequence[WeightedSlice]) -> Ten
 
 def join_outputs(outputs: Sequence[Any], slices: Sequence[WeightedSlice]) -> Any:
     """Join the outputs of slices to the output of a microbatch, along tokens if there are any."""
-    from schedlang.ir import pytree
-
-    lengths, shares = (
-        [p.piece.span.length for p in slices],
-        plain_numbers([p.share for p in slices]),
-    )
+    lengths = [p.piece.span.length for p in slices]
+    shares = plain_numbers([p.share for p in slices])
     flat = [pytree.tree_flatten(output) for output in outputs]
     joined = [
         _concatenate_tokens(values, lengths)

@@ -242,11 +242,7 @@ def _lengths(total: int, count: int) -> tuple[int, ...]:
 
 
 def _small_batch(
-    model: nn.Module,
-    sample: Mapping[str, Any],
-    total: int,
-    rule: LabelRule | None,
-    ignoring: bool,
+    model: nn.Module, sample: Mapping[str, Any], total: int, rule: LabelRule | None, ignoring: bool
 ) -> dict[str, Any]:
     """Return two rows of `total` tokens of a sample, with labels and constant inputs drawn anew.
 

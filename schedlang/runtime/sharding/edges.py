@@ -199,9 +199,8 @@ class Edge:
     is_head: bool = False
     hoisted: bool = False
     variant: Any = None  # the variant of the computation that a row chooses
-    cache: RedistributionCache | None = field(
-        default=None, compare=False
-    )  # shared with nearby modules
+    # shared with nearby modules
+    cache: RedistributionCache | None = field(default=None, compare=False)
 
     def enter(self, x: Tensor) -> Tensor:
         """Return an arriving tensor in the placement that the module's computation needs."""

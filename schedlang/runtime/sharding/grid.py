@@ -139,10 +139,8 @@ class GridProduct(GridFunction):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         """Compute both gradients panel by panel; reduce each panel to the rank that holds it."""
         (x, weight), grid, inner = ctx.saved_tensors, ctx.grid, ctx.inner
-        flat, grad = (
-            x.reshape(-1, x.shape[-1]),
-            grads[0].reshape(-1, grads[0].shape[-1]).to(weight.dtype),
-        )
+        flat = x.reshape(-1, x.shape[-1])
+        grad = grads[0].reshape(-1, grads[0].shape[-1]).to(weight.dtype)
         needed = needed_gradients(ctx, 2)
         by_x = torch.empty_like(flat) if needed[0] else None
         by_weight = torch.empty_like(weight) if needed[1] else None

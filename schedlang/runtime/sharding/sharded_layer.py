@@ -148,9 +148,8 @@ VARIANTS: Mapping[str, Callable[[ShardedLayer, Forward], Forward]] = {
     "norm": norms.hidden_norm,
     UNCALLED: lambda sharded, inner: partial(_refuse_uncalled, sharded),
     UNCHOSEN: lambda sharded, inner: partial(_refuse_uncalled, sharded),
-    "experts": lambda sharded, inner: sharded.edges[0].variant.forward_of(
-        sharded, inner
-    ),  # Routing
+    # Routing
+    "experts": lambda sharded, inner: sharded.edges[0].variant.forward_of(sharded, inner),
 }
 
 

@@ -104,9 +104,8 @@ def record_copies(device: torch.device) -> torch.Event | None:
     return mark_stream(side_stream(device)) if has_streams(device) else None
 
 
-_copy_events: Any = (
-    WeakTensorKeyDictionary()
-)  # tensor in host memory -> event behind the copy into it
+# tensor in host memory -> event behind the copy into it
+_copy_events: Any = WeakTensorKeyDictionary()
 _streams: dict[tuple[torch.device, bool], torch.Stream | None] = {}
 
 

@@ -56,7 +56,7 @@ def lock_file(file: Path, stays: bool = True) -> Iterator[None]:
     The lock is a kernel lock of the open file: it ends with the process that holds it, however that
     ends. With `stays=False` the holder removes the file.
     """
-    handle = _open_lock(file)
+    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,10 +84,6 @@ def lock_file(file: Path, stays: bool = True) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_UN)  # also for descriptors that a fork has inherited
     finally:
         os.close(handle)
-
-
-def _open_lock(file: Path) -> int:
-    return os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def _is_same_file(handle: int, file: Path) -> bool:

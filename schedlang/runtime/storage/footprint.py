@@ -65,9 +65,8 @@ class SegmentWork:
         if not _is_view_only(func):
             outputs = list(_tensors((result,)))
             inputs = [*_tensors(args), *_tensors(kwargs.values())]
-            if (
-                func._overloadpacket.__name__ == "all_gather_copy_in"
-            ):  # another argument is the full
+            # another argument is the full
+            if func._overloadpacket.__name__ == "all_gather_copy_in":
                 outputs = inputs = list(_tensors(args[:1]))
             bytes_moved = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
             # the first: besides its result in 16 bits, attention returns a logsumexp in 32

@@ -188,9 +188,8 @@ def wait_for_offloaded(parameters: Iterable[Tensor]) -> None:
         for parameter in parameters
         if (offloaded := vars(parameter).get(_SLOT)) is not None
     ]
-    gradients = [
-        offloaded for offloaded in gradients if not offloaded.external
-    ]  # external ones wait when read
+    # external ones wait when read
+    gradients = [offloaded for offloaded in gradients if not offloaded.external]
     if gradients:
         copies.wait_all()
     for offloaded in gradients:

@@ -346,9 +346,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        self.read[unit] |= self.marks_of(leaf) - {
-            ("inner", unit)
-        }  # an input that is passed through
+        # an input that is passed through
+        self.read[unit] |= self.marks_of(leaf) - {("inner", unit)}
         self.quiet = True
         copied = (self._with_grad(unit, leaf) if guess else leaf).clone()
         self.quiet = False

@@ -224,10 +224,7 @@ def _times(count: int) -> str:
 
 
 def is_in_trunk(
-    model: nn.Module,
-    units: Sequence[str],
-    trunks: Sequence[str] = (),
-    unrolled: Iterable[str] = (),
+    model: nn.Module, units: Sequence[str], trunks: Sequence[str] = (), unrolled: Iterable[str] = ()
 ) -> tuple[bool, ...]:
     """Return for each unit whether it is an element of the trunk, or inside of one."""
     elements = trunk_elements(model, dict.fromkeys(units, 1), trunks, unrolled)
@@ -290,9 +287,8 @@ def _trunk(modules: Mapping[str, nn.Module], calls: Set[str]) -> set[str]:
 
 
 OWN_PACKAGES = ("torch", "schedlang")
-CallHook = Callable[
-    [Any, Any], Any
-]  # calls a hook with (arguments, keyword arguments) and an output
+# calls a hook with (arguments, keyword arguments) and an output
+CallHook = Callable[[Any, Any], Any]
 # (module's name in the unit, number of its hook, the hook, the module's arguments, its output)
 HookHandler = Callable[[str, int, CallHook, Any, Any], Any]
 Hook = Callable[..., Any]

@@ -114,11 +114,7 @@ def _check_form(
 
 
 def _describe(
-    saved: SavedOptimizer,
-    name: str,
-    shards: ZeroShards,
-    full_name: str,
-    current: SavedOptimizer,
+    saved: SavedOptimizer, name: str, shards: ZeroShards, full_name: str, current: SavedOptimizer
 ) -> None:
     """Add the state of a parameter. Raises Refusal S636 for another optimizer."""
     parts, values = shards.entries(full_name)

@@ -49,10 +49,7 @@ __all__ = [
     "unavailable",
 ]
 
-_HOMES = {
-    "device": ("Unavailable", "unavailable"),
-    "group": ("Deadlock", "Mismatch"),
-}
+_HOMES = {"device": ("Unavailable", "unavailable"), "group": ("Deadlock", "Mismatch")}
 
 
 def __getattr__(name: str) -> Any:

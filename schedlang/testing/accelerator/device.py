@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import cpp_extension
 
 from schedlang.runtime.adapters.torch_tensor import patch_data_assignment
 
@@ -93,8 +94,6 @@ def load() -> Any:
 def _compile(target: Path) -> None:
     """Compile all files at once, since torch's headers take most of the time; the result appears
     atomically."""
-    from torch.utils import cpp_extension
-
     compiler = _compiler()
     assert compiler is not None
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]

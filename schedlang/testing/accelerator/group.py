@@ -54,9 +54,8 @@ class Board:
             handle = os.open(path, os.O_RDWR)
         self._cells = mmap.mmap(handle, size * columns * _WIDTH)
         os.close(handle)
-        if (
-            store.add("boards", 1) == size
-        ):  # all ranks have opened it; it is freed with the last one
+        # all ranks have opened it; it is freed with the last one
+        if store.add("boards", 1) == size:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
 

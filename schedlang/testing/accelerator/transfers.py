@@ -29,11 +29,7 @@ def _do_nothing() -> None:
     pass
 
 
-_WIDER = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.bool: torch.uint8,
-}
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8}
 
 
 # Each function starts an operation on staged tensors: `ins` and `outs` are those of this rank.

@@ -16,14 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from schedlang.kernels import (
-    flex_attention,
-    gated,
-    grouped,
-    linear_cross_entropy,
-    norm,
-    rope,
-)
+from schedlang.kernels import flex_attention, gated, grouped, linear_cross_entropy, norm, rope
 from schedlang.kernels.check import Comparison, compare_tensor
 from schedlang.runtime.rowwise_kernels.rowwise_operator import apply_function, declare_function
 from schedlang.testing.gpu.case import Case, Setup, Skipped, Told, Wrong
@@ -177,7 +170,7 @@ def _measure(contest: Contest, way: str, setup: Setup) -> tuple[float, int] | No
     if not setup.timed:
         work()
         return None
-    return median(work, setup.pick(20, 5, 1)), extra_peak(work)
+    return median(work, setup.pick(20, 5, 1)), (peak_of(work) - torch.cuda.memory_allocated())
 
 
 def floor_of(contest: Contest, setup: Setup) -> float:
@@ -414,11 +407,6 @@ def median(work: Work, times: int) -> float:
 
 def _event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def extra_peak(work: Work) -> int:
-    """Return the peak bytes of a run, without the bytes allocated before."""
-    return peak_of(work) - torch.cuda.memory_allocated()
 
 
 def rates(quick: bool = False) -> tuple[float, float]:

@@ -126,11 +126,7 @@ class Blind(check.Case):
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
         """Return the tensors to differentiate by, in float32."""
         kv = (self.shape[0], self.keys, *self.shape[2:])
-        return {
-            "query": normal(*self.shape),
-            "key": normal(*kv),
-            "value": normal(*kv),
-        }
+        return {"query": normal(*self.shape), "key": normal(*kv), "value": normal(*kv)}
 
     def run(self, tensors: dict[str, Tensor], kernel: bool) -> Tensor:
         """Run torch's kernel as `replace_kernel(sdpa)` does, or attention written out."""

@@ -221,9 +221,7 @@ ONE = {
     "checkpoint of attention alone": Subject("blocks.*.attn  checkpoint()", make=adamw),
     "cast to bfloat16": Subject("cast(bf16)", dtype="float32", low="bfloat16", relax="dtype"),
     "fuse into rowwise kernels": Subject(
-        "blocks.*.norm  fuse(backend=rowwise)",
-        dtype="float32",
-        kernels=True,
+        "blocks.*.norm  fuse(backend=rowwise)", dtype="float32", kernels=True
     ),
     "kernels of norms": Subject(
         "blocks.*.norm  replace_kernel(rms_norm)\nblocks.*.calm  replace_kernel(layer_norm)",
@@ -231,14 +229,10 @@ ONE = {
         kernels=True,
     ),
     "kernels of MLPs": Subject(
-        "blocks.*.mlp  replace_kernel(gated)",
-        dtype="float32",
-        kernels=True,
+        "blocks.*.mlp  replace_kernel(gated)", dtype="float32", kernels=True
     ),
     "kernel of the head with its loss": Subject(
-        "head  replace_kernel(linear_cross_entropy)",
-        dtype="float32",
-        kernels=True,
+        "head  replace_kernel(linear_cross_entropy)", dtype="float32", kernels=True
     ),
     "kernels under casts and recomputation": Subject(
         "blocks.*.norm  replace_kernel(rms_norm)\nblocks.*.mlp  replace_kernel(gated)\ncast(bf16)\n"
@@ -250,8 +244,7 @@ ONE = {
     ),
     "offload of activations": Subject("blocks.*  offload(activations)"),
     "offload of parameters and optimizer": Subject(
-        "blocks.*  offload(parameters)\noffload(optimizer)",
-        make=adamw,
+        "blocks.*  offload(parameters)\noffload(optimizer)", make=adamw
     ),
 }
 
@@ -382,10 +375,7 @@ def _check_collectives(setup: Setup) -> Told:
     reduced = x.clone()
     world.all_reduce(reduced, group, largest=True, wait=False).wait()
     results["all_reduce of the largest"] = reduced
-    for name, call in (
-        ("all_gather", world.ALL_GATHER),
-        ("reduce_scatter", world.REDUCE_SCATTER),
-    ):
+    for name, call in (("all_gather", world.ALL_GATHER), ("reduce_scatter", world.REDUCE_SCATTER)):
         results[name] = torch.empty_like(x)
         getattr(dist, call)(results[name], x, group=group)
     results["all_to_all_single"] = torch.empty_like(x)
@@ -415,16 +405,13 @@ SEVERAL = {
     "pipeline, 1F1B": Subject(CUT + 'pipeline(order="1F1B", micro=4)', "pp=2"),
     "pipeline, ZB-V": Subject(CUT + 'pipeline(order="ZB-V", micro=4)', "pp=2"),
     "pipeline, activations on the host": Subject(
-        "blocks.*  offload(activations)\n" + CUT + 'pipeline(order="1F1B", micro=4)',
-        "pp=2",
+        "blocks.*  offload(activations)\n" + CUT + 'pipeline(order="1F1B", micro=4)', "pp=2"
     ),
     "context, ring": Subject(
-        "blocks.*.attn  context_parallel(ring, over=cp)\nzero(stage=0, over=cp)",
-        "cp=2",
+        "blocks.*.attn  context_parallel(ring, over=cp)\nzero(stage=0, over=cp)", "cp=2"
     ),
     "data, tensor and pipeline": Subject(
-        TENSOR + CUT + 'zero(stage=1, over=dp)\npipeline(order="1F1B", micro=2)',
-        "dp=2, tp=2, pp=2",
+        TENSOR + CUT + 'zero(stage=1, over=dp)\npipeline(order="1F1B", micro=2)', "dp=2, tp=2, pp=2"
     ),
 }
 
@@ -463,14 +450,10 @@ REGIONS = {
     "blocks": Subject("blocks.*  fuse()", dtype="float32"),
     "blocks, recomputed": Subject("blocks.*  fuse()\nblocks.*  checkpoint()", dtype="float32"),
     "blocks in bfloat16": Subject(
-        "blocks.*  fuse()\ncast(bf16)",
-        dtype="float32",
-        low="bfloat16",
-        relax="dtype",
+        "blocks.*  fuse()\ncast(bf16)", dtype="float32", low="bfloat16", relax="dtype"
     ),
     "blocks with kernels of ours": Subject(
-        "blocks.*.norm  replace_kernel(rms_norm)\nblocks.*  fuse()",
-        dtype="float32",
+        "blocks.*.norm  replace_kernel(rms_norm)\nblocks.*  fuse()", dtype="float32"
     ),
 }
 
@@ -537,11 +520,9 @@ def _check_copies(setup: Setup) -> Told:
     host_copy = devices.host_empty(x.shape, x.dtype, beside=device)
     if not host_copy.is_pinned():
         raise Wrong("host memory beside the device is not pinned")
-    returned, side, main_stream = (
-        torch.zeros_like(x),
-        devices.new_stream(device),
-        devices.current_stream(device),
-    )
+    returned = torch.zeros_like(x)
+    side = devices.new_stream(device)
+    main_stream = devices.current_stream(device)
     assert side is not None and main_stream is not None
     side.wait_stream(main_stream)
     spans = []
