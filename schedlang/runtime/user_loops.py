@@ -15,11 +15,13 @@ import copy
 import functools
 import math
 import sys
+import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NoReturn, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -68,9 +70,12 @@ from schedlang.runtime.shard_state import guard_state
 from schedlang.runtime.storage.offloaded_gradients import in_backward
 
 T = TypeVar("T")
+_SECOND = "schedlang: a second step"  # the key of a hook
 _STEP = "use `train_step` and `eval_step`"
 
 _checked: WeakSet[torch.optim.Optimizer] = WeakSet()  # optimizers that have been checked
+# of each parameter of a program that a loop has got, by id: all of that program
+_owners: WeakValueDictionary[int, LocalParameters] = WeakValueDictionary()
 _user_modules: WeakSet[nn.Module] = WeakSet()  # modules of programs that user loops have got
 
 
@@ -97,6 +102,8 @@ def module_of(a: Assembly, offloads_gradients: bool) -> nn.Module:
         _guard_sums(a.local_parameters, a.reductions)
         _guard_shards(a)
         _guard_slices(a)
+        _owners.update(dict.fromkeys(map(id, a.parameters.values()), a.local_parameters))
+        _register_second_steps()
         if a.host_draws is not None:
             _seed_draws(a.module, a.host_draws)
     return a.module
@@ -287,6 +294,60 @@ def _check_shapes(parameters: LocalParameters) -> None:
                     " values",
                 ),
             ).at(python_span())
+
+
+def begin_update(a: Assembly, optimizer: Any) -> bool:
+    """Let an optimizer step with the gradients of a step; return whether a loop has hooked it."""
+    a.local_parameters.used = None
+    getattr(optimizer, STEP_HOOKS[0], {}).pop(_SECOND, None)
+    return any(getattr(optimizer, name, None) for name in STEP_HOOKS)
+
+
+def end_step(a: Assembly, optimizer: Any) -> None:
+    """Mark the gradients that a step leaves; refuse from now on to update with them once more."""
+    parameters = a.local_parameters
+    if parameters.shapes:
+        mark_gradients(a.parameters.values())
+    first = next((p.grad for p in a.parameters.values() if p.grad is not None), None)
+    if optimizer is not None and first is not None:
+        parameters.used = ref(first), first._version
+        getattr(optimizer, STEP_HOOKS[0], {})[_SECOND] = partial(_check_second, ref(parameters))
+
+
+def _check_second(owner: Callable[[], LocalParameters | None], *unused: object) -> None:
+    """Raise Refusal S622 if an optimizer steps with gradients that a step has used; warn if they
+    were changed since."""
+    parameters = owner()
+    if parameters is None or parameters.used is None:
+        return
+    (used, writes), gradients = parameters.used, (p.grad for p in parameters.values())
+    first = next((gradient for gradient in gradients if gradient is not None), None)
+    if first is None or used() is not first:
+        return
+    refusal = Refusal.of(
+        "S622",
+        "an optimizer steps a second time with the gradients of `train_step`",
+        notes=("a program that was built with `optimizer=` has updated its weights in that step",),
+        helps=(
+            "leave this step out; a scheduler of learning rates steps as before",
+            "or build without `optimizer=`: then `train_step` leaves gradients for your own",
+        ),
+    ).at(python_span())
+    if first._version == writes:
+        raise refusal
+    warnings.warn(f"{refusal.diagnostic.title}, which were changed since", stacklevel=4)
+
+
+@functools.cache
+def _register_second_steps() -> None:
+    """Check from now on the steps of optimizers that a loop has made of a program's parameters."""
+    register_optimizer_step_pre_hook(_check_own_optimizer)
+
+
+def _check_own_optimizer(optimizer: torch.optim.Optimizer, *unused: object) -> None:
+    if not torch.compiler.is_compiling():
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        _check_second(partial(_owners.get, id(next(parameters, None))))
 
 
 @contextmanager

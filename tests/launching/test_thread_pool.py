@@ -222,6 +222,7 @@ SHARED = {
     ("world", "_worlds"),
     ("device", "_draw_nothing"),
     ("user_loops", "_checked"),
+    ("user_loops", "_owners"),
     ("user_loops", "_user_modules"),
 }
 
