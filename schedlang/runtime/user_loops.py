@@ -30,7 +30,10 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import python_span
@@ -38,7 +41,11 @@ from schedlang.runtime import scope
 from schedlang.runtime.adapters.fully_shard import refuse_copies, replaced_parameter
 from schedlang.runtime.adapters.torch_clip import check_norms, check_unscaling
 from schedlang.runtime.adapters.torch_distributed import hear_collectives
-from schedlang.runtime.adapters.torch_tensor import check_backwards, wrap_gradients
+from schedlang.runtime.adapters.torch_tensor import (
+    check_backwards,
+    in_backward_pass,
+    wrap_gradients,
+)
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.grad_reduction.gradient import GradientReduction, LocalParameters
 from schedlang.runtime.grad_reduction.zero import own_backward, reshard_all
@@ -60,16 +67,21 @@ from schedlang.runtime.optim.full_tensor_step import (
 )
 from schedlang.runtime.scope import Scope
 from schedlang.runtime.shard_gradients import (
+    follow_between_forwards,
     mark_gradients,
+    mark_parameters,
     note_collective,
     note_dims,
     note_gather,
+    note_holders,
     unmark_gradients,
+    unmark_parameters,
 )
 from schedlang.runtime.shard_state import guard_state
 from schedlang.runtime.storage.offloaded_gradients import in_backward
 
 T = TypeVar("T")
+_MARKED = "_schedlang_marked"  # of an optimizer that steps: parameters
 _SECOND = "schedlang: a second step"  # the key of a hook
 _STEP = "use `train_step` and `eval_step`"
 
@@ -262,6 +274,7 @@ def check_loop(a: Assembly) -> None:
     S617: a value of another shape in a shard; S622: an optimizer that steps inside the backward.
     """
     _check_shapes(a.local_parameters)
+    unmark_parameters()
     names = [n for n, p in a.parameters.items() if "_in_backward_optimizers" in vars(p)]
     if names and (a.reductions or a.sliced):
         raise Refusal.of(
@@ -308,6 +321,7 @@ def end_step(a: Assembly, optimizer: Any) -> None:
     parameters = a.local_parameters
     if parameters.shapes:
         mark_gradients(a.parameters.values())
+        mark_parameters(a.parameters.values())
     first = next((p.grad for p in a.parameters.values() if p.grad is not None), None)
     if optimizer is not None and first is not None:
         parameters.used = ref(first), first._version
@@ -403,10 +417,29 @@ def _guard_shards(a: Assembly) -> None:
         pairs = enumerate(zip(parameter.shape, a.holdings[name].layout.shape))
         note_dims(parameter, tuple(dim for dim, (here, full) in pairs if here != full))
         _register_checks()
+    for name, parameter in a.parameters.items():
+        if a.holdings[name].layout.splits or a.holdings[name].sliced:
+            note_holders(parameter, partial(_hold_alike, a, name))
+            _hear_collectives()
     guard_state(a, a.local_parameters.shapes)
     if a.local_parameters.shapes:
         note_forwards(a.module)
+        follow_between_forwards(a.module)
         mark_gradients(a.parameters.values())
+        if any(parameter.grad is not None for parameter in a.parameters.values()):
+            mark_parameters(a.parameters.values())  # not before: a compiled loop would break up
+
+
+def _hold_alike(a: Assembly, name: str, ranks: Iterable[int]) -> bool:
+    """Return whether ranks hold the same part of a parameter; also if they are not the mesh's."""
+    mesh, holding = a.ranks.mesh, a.holdings[name]
+    own = holding.segments(mesh, a.ranks.rank)
+    return all(holding.segments(mesh, rank) == own for rank in ranks if rank < mesh.world)
+
+
+@functools.cache
+def _hear_collectives() -> None:
+    hear_collectives(note_collective, note_gather)
 
 
 def _shards_of(a: Assembly) -> Iterator[tuple[str, nn.Parameter]]:
@@ -425,14 +458,17 @@ def _register_checks() -> None:
     check_unscaling(_check_scaler)
     check_backwards(check_terms)
     wrap_gradients(_run_marked)
-    hear_collectives(note_collective, note_gather)
+    _hear_collectives()
     register_optimizer_step_pre_hook(_check_optimizer)
+    register_optimizer_step_post_hook(_mark_again)
 
 
 def _run_marked(run: Callable[[], Any], roots: Any, inputs: Any, *flags: bool) -> Any:
     """Run a backward, and mark the gradients of shards that it leaves to a loop."""
+    marked = () if in_backward_pass() else unmark_parameters()
     gradients = run_gradients(run, roots, inputs, *flags)
     mark_gradients()
+    mark_parameters(marked)
     return gradients
 
 
@@ -483,6 +519,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *unused: object) -> None:
 
 
 def _check_shards(optimizer: torch.optim.Optimizer) -> None:
+    vars(optimizer)[_MARKED] = unmark_parameters()
     unmark_gradients(p for group in optimizer.param_groups for p in group["params"])
     if optimizer in _checked:
         return
@@ -518,6 +555,11 @@ def _check_broadcasts(optimizer: torch.optim.Optimizer, name: str | None) -> Non
             notes=(f"this rank holds a shard of {name}, and other ranks hold others",),
             helps=("a row `zero(stage=1, over=dp)` slices the state of an optimizer",),
         ).at(python_span())
+
+
+def _mark_again(optimizer: torch.optim.Optimizer, *unused: object) -> None:
+    if not torch.compiler.is_compiling():
+        mark_parameters(vars(optimizer).pop(_MARKED, ()))
 
 
 _check_eagerly = torch.compiler.disable(_check_shards)  # type: ignore[no-untyped-call]
