@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import python_span
 from schedlang.runtime import scope
 from schedlang.runtime.adapters.torch_tensor import in_backward_pass
+from schedlang.runtime.held_parts import held_with, hold_alike
 from schedlang.runtime.loop_terms import shard_name, shards
 from schedlang.runtime.part_reductions import (
     Dims,
@@ -39,8 +39,6 @@ _VIEWS = ("H", "T", "data", "mH", "mT", "real")  # attributes that are elements 
 _RANDOM = ("bernoulli", "exponential", "normal", "rand", "randint", "randn", "random", "uniform")
 _JOINS = ("cat", "concat", "concatenate", "hstack", "stack")
 _MARKED = "_schedlang_marked"  # of a module that runs: the parameters that were followed before
-_HOLDERS = "_schedlang_holders"  # of parameters: whether ranks hold the same part
-_held: WeakSet[nn.Parameter] = WeakSet()  # parameters of which other ranks hold other parts
 # modules between a call of a loop and the check of it
 _CALLING = (__name__, "schedlang.runtime.adapters.torch_distributed")
 _DETACHING = ("data", "detach", "__deepcopy__")
@@ -277,13 +275,6 @@ def unmark_gradients(parameters: Iterable[Tensor]) -> None:
             parameter.grad = gradient.as_subclass(Tensor)
 
 
-def note_holders(parameter: nn.Parameter, hold_alike: Callable[[list[int]], bool]) -> None:
-    """Note which ranks hold the same part of a parameter, for collectives of a loop."""
-    if _HOLDERS not in vars(parameter):  # a WeakSet compares what is added again
-        setattr(parameter, _HOLDERS, hold_alike)
-        _held.add(parameter)
-
-
 def note_collective(results: Iterable[Any], name: str = "", ranks: Iterable[int] = ()) -> None:
     """Note that a collective writes tensors: they are no more what this rank has reduced alone.
 
@@ -297,14 +288,11 @@ def note_collective(results: Iterable[Any], name: str = "", ranks: Iterable[int]
         ranks = [*ranks]
         if not ranks or _is_called_by_library():
             return
-        storage = _storage(value)
-        for parameter in [*_held]:
-            shard = shard_name(parameter) or getattr(value, "origin", "")
-            held = (v for v in (parameter, parameter.grad) if v is not None)
-            if any(_storage(v) == storage for v in held):
-                if not vars(parameter)[_HOLDERS](ranks):
-                    raise _mixing_refusal(name, shard)
-                return
+        holder = held_with(partial(_is_alias, value))
+        if holder is not None and not hold_alike(holder, ranks):
+            raise _mixing_refusal(name, shard_name(holder) or getattr(value, "origin", ""))
+        if holder is not None:
+            return
         if type(value) in (GradientPart, SlicedPart) and len(ranks) > 1:
             part: Any = value
             _number(value, [_Reduction(name, part.origin, False)])
@@ -494,6 +482,10 @@ def _storage(value: Tensor) -> int:
         return int(_local(value).untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # a tensor of a transform has none
         return -id(value)
+
+
+def _is_alias(a: Tensor, b: Tensor) -> bool:
+    return _storage(a) == _storage(b)
 
 
 def _shard_behind(target: Tensor) -> str:

@@ -17,7 +17,7 @@ import math
 import sys
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -39,7 +39,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import python_span
 from schedlang.runtime import scope
 from schedlang.runtime.adapters.fully_shard import refuse_copies, replaced_parameter
-from schedlang.runtime.adapters.torch_clip import check_norms, check_unscaling
+from schedlang.runtime.adapters.torch_clip import check_unscaling, replace_norms
 from schedlang.runtime.adapters.torch_distributed import hear_collectives
 from schedlang.runtime.adapters.torch_tensor import (
     check_backwards,
@@ -49,6 +49,7 @@ from schedlang.runtime.adapters.torch_tensor import (
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.grad_reduction.gradient import GradientReduction, LocalParameters
 from schedlang.runtime.grad_reduction.zero import own_backward, reshard_all
+from schedlang.runtime.held_parts import full_norm, held_with, note_parts
 from schedlang.runtime.loop_terms import (
     check_terms,
     has_shard_name,
@@ -73,7 +74,6 @@ from schedlang.runtime.shard_gradients import (
     note_collective,
     note_dims,
     note_gather,
-    note_holders,
     unmark_gradients,
     unmark_parameters,
 )
@@ -417,10 +417,8 @@ def _guard_shards(a: Assembly) -> None:
         pairs = enumerate(zip(parameter.shape, a.holdings[name].layout.shape))
         note_dims(parameter, tuple(dim for dim, (here, full) in pairs if here != full))
         _register_checks()
-    for name, parameter in a.parameters.items():
-        if a.holdings[name].layout.splits or a.holdings[name].sliced:
-            note_holders(parameter, partial(_hold_alike, a, name))
-            _hear_collectives()
+    if note_parts(a):
+        _hear_collectives()
     guard_state(a, a.local_parameters.shapes)
     if a.local_parameters.shapes:
         note_forwards(a.module)
@@ -428,13 +426,6 @@ def _guard_shards(a: Assembly) -> None:
         mark_gradients(a.parameters.values())
         if any(parameter.grad is not None for parameter in a.parameters.values()):
             mark_parameters(a.parameters.values())  # not before: a compiled loop would break up
-
-
-def _hold_alike(a: Assembly, name: str, ranks: Iterable[int]) -> bool:
-    """Return whether ranks hold the same part of a parameter; also if they are not the mesh's."""
-    mesh, holding = a.ranks.mesh, a.holdings[name]
-    own = holding.segments(mesh, a.ranks.rank)
-    return all(holding.segments(mesh, rank) == own for rank in ranks if rank < mesh.world)
 
 
 @functools.cache
@@ -454,7 +445,7 @@ def _shards_of(a: Assembly) -> Iterator[tuple[str, nn.Parameter]]:
 @functools.cache
 def _register_checks() -> None:
     """Check norms of gradients from now on, terms of losses, and optimizers that step."""
-    check_norms(_check_norm)
+    replace_norms(_norm)
     check_unscaling(_check_scaler)
     check_backwards(check_terms)
     wrap_gradients(_run_marked)
@@ -477,19 +468,24 @@ def _shard_name(parameters: Iterable[Any]) -> str | None:
     return next((name for p in parameters if (name := shard_name(p))), None)
 
 
-def _check_norm(gradients: Iterable[Tensor]) -> None:
-    """Raise Refusal S622 where the norm would be that of this rank's shards only."""
-    name = name_of_gradient(gradients)
-    if name is not None:
-        raise Refusal.of(
-            "S622",
-            "the norm would be that of this rank's gradients only",
-            notes=(f"this rank has a shard of `{name}`; other ranks have other shards and norms",),
-            helps=(
-                "`build(clip=1.0)`: a step clips by the norm of all gradients",
-                "`program.grad_norm` is that norm, after a step",
-            ),
-        ).at(python_span())
+def _norm(norm: Callable[..., Tensor], gradients: Sequence[Tensor], *options: Any) -> Tensor:
+    """Return the norm of full gradients, in a loop that has the module; all ranks take it together.
+
+    Raises Refusal S622 elsewhere, where the norm would be that of this rank's shards only: hooks of
+    steps do not run on ranks that train nothing.
+    """
+    name, own = name_of_gradient(gradients), {*map(id, gradients)}
+    if name is None or held_with(lambda value: id(value) in own) is not None:
+        return full_norm(norm, gradients, *options)
+    raise Refusal.of(
+        "S622",
+        "the norm would be that of this rank's gradients only",
+        notes=(f"this rank has a shard of `{name}`; other ranks have other shards and norms",),
+        helps=(
+            "`build(clip=1.0)`: a step clips by the norm of all gradients",
+            "`program.grad_norm` is that norm, after a step",
+        ),
+    ).at(python_span())
 
 
 def _check_scaler(parameters: Iterable[Any]) -> None:

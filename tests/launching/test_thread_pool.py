@@ -221,7 +221,7 @@ SHARED = {
     ("rank_record", "_here"),
     ("world", "_worlds"),
     ("device", "_draw_nothing"),
-    ("shard_gradients", "_held"),
+    ("held_parts", "_held"),
     ("user_loops", "_checked"),
     ("user_loops", "_owners"),
     ("user_loops", "_user_modules"),
