@@ -179,6 +179,19 @@ def test_class_weights(threads: Threads) -> None:
     assert_proven(threads, plan, [full], weight=weight)
 
 
+def test_weights_that_draw(threads: Threads) -> None:
+    """A weight with random numbers is refused by its name (S621): ranks would draw apart."""
+    torch.manual_seed(0)
+    plan = make_plan(OneWeighted(), "zero(stage=0, over=dp)", "dp=2")
+
+    def weight(part: Mapping[str, Tensor]) -> float:
+        return len(part["words"]) + float(torch.rand(()))
+
+    with pytest.raises(Refusal, match="`weight` draws random numbers") as caught:
+        assert_proven(threads, plan, [batch(8, 0)], weight=weight)
+    assert caught.value.diagnostic.code == "S621"
+
+
 def test_means_beside_the_loss(threads: Threads) -> None:
     """Parts are not weighted by the labels of a mean that is only a metric."""
     torch.manual_seed(0)
