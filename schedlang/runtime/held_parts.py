@@ -6,6 +6,7 @@ A norm of gradients is that of the full ones on every rank, if all ranks take it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -16,8 +17,19 @@ from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.comm import world
 from schedlang.runtime.storage.offloaded_gradients import local_tensor
 
-_PLACE = "_schedlang_place"  # of parameters: the assembly, and the name
+_PLACE = "_schedlang_place"
 _held: WeakSet[nn.Parameter] = WeakSet()  # parameters of which other ranks hold other parts
+
+
+@dataclass
+class _Place:
+    """The place of a parameter: where it is held, and its name; a file of the parameter lacks it."""
+
+    assembly: Assembly
+    name: str
+
+    def __reduce__(self) -> Any:
+        return tuple, ()
 
 
 def note_parts(a: Assembly) -> bool:
@@ -27,7 +39,7 @@ def note_parts(a: Assembly) -> bool:
         if a.holdings[name].layout.splits or a.holdings[name].sliced:
             found = True
             if _PLACE not in vars(parameter):  # a WeakSet compares what is added again
-                setattr(parameter, _PLACE, (a, name))
+                setattr(parameter, _PLACE, _Place(a, name))
                 _held.add(parameter)
     return found
 
@@ -42,8 +54,9 @@ def held_with(is_same: Callable[[Tensor], bool]) -> nn.Parameter | None:
 
 def hold_alike(parameter: nn.Parameter, ranks: Iterable[int]) -> bool:
     """Return whether ranks hold the same part of a parameter as this one."""
-    a, name = vars(parameter)[_PLACE]
-    mesh, holding = a.ranks.mesh, a.holdings[name]
+    place = vars(parameter)[_PLACE]
+    a = place.assembly
+    mesh, holding = a.ranks.mesh, a.holdings[place.name]
     own = holding.segments(mesh, a.ranks.rank)
     return all(holding.segments(mesh, rank) == own for rank in ranks if rank < mesh.world)
 
@@ -61,8 +74,8 @@ def full_norm(
     power = float(kind)
     if not parts or not power > 0:
         return norm(gradients, kind, *options)
-    a, _ = places[id(parts[0])]
-    counted = [p for p in parts if places[id(p)][1] in a.primary_parameters]
+    a = places[id(parts[0])].assembly
+    counted = [p for p in parts if places[id(p)].name in a.primary_parameters]
     own = norm([local_tensor(p).as_subclass(Tensor) for p in counted], kind)
     first = local_tensor(parts[0])
     own = own.to(device=first.device, dtype=torch.promote_types(first.dtype, torch.float32))
