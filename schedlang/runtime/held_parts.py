@@ -23,7 +23,7 @@ _held: WeakSet[nn.Parameter] = WeakSet()  # parameters of which other ranks hold
 
 @dataclass
 class _Place:
-    """The place of a parameter: where it is held, and its name; a file of the parameter lacks it."""
+    """The assembly and name of a parameter; a file of the parameter lacks them."""
 
     assembly: Assembly
     name: str

@@ -71,7 +71,7 @@ class _Followed(Tensor):
             written = {id(target) for target in targets}
             numbers = [v for v in operands if isinstance(v, PartNumber) and v.is_own()]
             sources = [number for number in numbers if id(number) not in written]
-            parts = [value for value in operands if _is_read(value, name)]
+            parts: list[Any] = [value for value in operands if _is_read(value, name)]
             for target in targets if sources else ():
                 if shard := _shard_behind(target):
                     _refuse(sources, shard)
@@ -227,7 +227,7 @@ def mark_parameters(parameters: Iterable[Tensor]) -> None:
         dims: Any = vars(parameter).get(_DIMS)
         if dims and type(parameter) in (nn.Parameter, DTensor):
             sliced = isinstance(parameter, DTensor)
-            parameter.__class__ = SlicedPart if sliced else ParameterPart  # type: ignore[assignment]
+            parameter.__class__ = SlicedPart if sliced else ParameterPart
             part: Any = parameter
             part.origin, part.dims = shard_name(parameter) or "", dims
             part.elements = parameter.numel()
@@ -235,10 +235,13 @@ def mark_parameters(parameters: Iterable[Tensor]) -> None:
 
 def unmark_parameters() -> list[nn.Parameter]:
     """Make shards plain parameters again; return those that were marked."""
-    marked = [parameter for parameter in shards() if isinstance(parameter, GradientPart)]
-    for parameter in marked:
-        kind = DTensor if isinstance(parameter, DTensor) else nn.Parameter
-        parameter.__class__ = kind  # type: ignore[assignment]
+    marked: list[nn.Parameter] = []
+    for parameter in shards():
+        if not isinstance(parameter, GradientPart):
+            continue
+        marked.append(parameter)
+        kind: Any = DTensor if isinstance(parameter, DTensor) else nn.Parameter
+        parameter.__class__ = kind
     return marked
 
 
@@ -290,7 +293,8 @@ def note_collective(results: Iterable[Any], name: str = "", ranks: Iterable[int]
             return
         holder = held_with(partial(_is_alias, value))
         if holder is not None and not hold_alike(holder, ranks):
-            raise _mixing_refusal(name, shard_name(holder) or getattr(value, "origin", ""))
+            shard = shard_name(holder) or str(getattr(value, "origin", ""))
+            raise _mixing_refusal(name, shard)
         if holder is not None:
             return
         if type(value) in (GradientPart, SlicedPart) and len(ranks) > 1:
