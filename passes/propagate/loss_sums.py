@@ -125,7 +125,7 @@ def with_statistics(
     weighs = several and known is not None and known.can_weigh_means
     if known is not None and known.means and len(traced.labels) == 1:
         is_metric = all(mean.call is None for mean in known.means)  # its mean is not in the loss
-        weighs = is_metric and not traced.labels[0].class_weights
+        weighs = is_metric and not (traced.labels[0].class_weights or traced.labels[0].rewritten)
     # otherwise parts are weighted by the labels of one mean, or by the user
     counted = weighed or not weighs and known is not None and bool(known.means)
     statistics = statistics_of(plan, sample, loss, counted, traced.equal_units)

@@ -398,6 +398,8 @@ def weight_of(traced: Original, parts: int) -> Weight:
     if len(traced.labels) == 1:
         if traced.labels[0].class_weights and parts > 1:
             raise _weighted_classes()
+        if traced.labels[0].rewritten and parts > 1:
+            raise _rewritten_labels(traced.labels[0].source)
         return LabelWeight(traced.labels[0])
     if len(traced.labels) > 1 and parts > 1:
         raise several_losses(traced)
@@ -412,6 +414,20 @@ def _weighted_classes() -> Refusal:
         notes=("parts of a batch are weighted by how many labels they have",),
         helps=(
             "define `weight(batch)` in the model file: the sum of the class weights of its labels",
+            HELP_RELAX.replace("or", "or give a weight, and also", 1),
+        ),
+    )
+
+
+def _rewritten_labels(source: str) -> Refusal:
+    """Return S621: labels count that no weight of a part knows."""
+    return Refusal.of(
+        "S621",
+        f"the forward changes which labels count, of those that it makes from `{source}`",
+        notes=("parts of a batch are weighted by how many labels they have",),
+        helps=(
+            "define `weight(batch)` in the model file: how many labels of the batch count",
+            "or change them in the batch, before the model gets it",
             HELP_RELAX.replace("or", "or give a weight, and also", 1),
         ),
     )

@@ -10,6 +10,7 @@ comparison  tensor by tensor, relative error at most RTOL
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -101,8 +102,17 @@ class Probe:
         """The weight of each part in the mean loss, as `build` decides it."""
         case, parts = self.case, self.parts
         assert case.prepared is not None
+        states = torch.get_rng_state(), random.getstate()
         with enter_modes(*proof_modes(case)[0]):
             part_weights = [self._weigh(part.inputs) for part in parts]
+        if not torch.equal(states[0], torch.get_rng_state()) or states[1] != random.getstate():
+            title = "`weight` draws random numbers"
+            notes = (
+                "ranks weigh the parts of a batch alone: they would draw apart, and shift the"
+                " draws of the model",
+            )
+            helps = ("return a number that depends on the batch alone: rows, tokens",)
+            raise Refusal.of("S621", title, notes=notes, helps=helps)
         if case.weight is not None and not sum(part_weights):
             title = "`weight` gives 0 for every part of the batch"
             helps = ("return a count of what the loss is a mean over: rows, tokens",)

@@ -43,19 +43,17 @@ from schedlang.runtime.grad_reduction.gradient import (
 from schedlang.runtime.grad_reduction.zero import gradient_flags, pack_flags, unpack_counts
 from schedlang.runtime.launch.hang_watch import waits_for_ranks
 from schedlang.runtime.offload.offloaded_step import OffloadedState, with_peer_state
-from schedlang.runtime.optim.full_tensor_step import STEP_HOOKS, FullTensorStep, step_optimizer
+from schedlang.runtime.optim.full_tensor_step import FullTensorStep, step_optimizer
 from schedlang.runtime.optim.loss_scale import LossScale
 from schedlang.runtime.pipeline.executor import BACKWARD, ScheduledOp
 from schedlang.runtime.pipeline.measured_times import StepTimer
 from schedlang.runtime.pipeline.step import MicrobatchResult
 from schedlang.runtime.pipeline.weight_versions import WeightVersions, sum_update_weights
 from schedlang.runtime.scope import Scope, enter_scope
-from schedlang.runtime.shard_gradients import mark_gradients
 from schedlang.runtime.step_batch import BatchComparison, check_batch_names, split_step_batch
 from schedlang.runtime.storage.offloaded_gradients import drop_gradient
 from schedlang.runtime.storage.tiers import DEVICE
 from schedlang.runtime.training_mode import TrainingMode
-from schedlang.runtime.user_loops import check_loop, copy_refusal, hooks_around, module_of
 from schedlang.runtime.zero_weight_loss import nest, with_loss_weight
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -118,7 +116,7 @@ class Program:
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         if self.assembly.ranks.mesh.world > 1:
             reason = "a program of several ranks cannot be copied: its groups are this job's"
-            raise copy_refusal(reason)
+            raise user_loops.copy_refusal(reason)
         twin = memo[id(self)] = user_loops.copy_program(self)
         vars(twin).update(copy.deepcopy(vars(self), memo))
         return twin
@@ -188,7 +186,7 @@ class Program:
         Such a loop does not reduce gradients over ranks; if that is needed, backward is refused.
         """
         tiers = () if self.offloaded is None else self.offloaded.tiers.values()
-        return module_of(self.assembly, any(tier.gradient != DEVICE for tier in tiers))
+        return user_loops.module_of(self.assembly, any(tier.gradient != DEVICE for tier in tiers))
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -236,8 +234,8 @@ class Program:
         may_skip = self.loss_scale is not None or self.allowed is not None
         if self._versions is None and (not may_skip or self._should_step(loss)):
             self._step_weights()
-        if self.assembly.local_parameters.shapes:  # a loop has the module
-            mark_gradients(self.assembly.parameters.values())
+        if self.optimizer is not None or self.assembly.local_parameters.shapes:
+            user_loops.end_step(self.assembly, self.optimizer)
         self.step += 1
         return loss
 
@@ -261,14 +259,15 @@ class Program:
 
     def _step_weights(self) -> None:
         """Step the optimizer: on shards, or on full parameters if it needs these."""
-        hooked = any(getattr(self.optimizer, name, None) for name in STEP_HOOKS)
-        with hooks_around(self.assembly, self.optimizer, self.whole) if hooked else _NOTHING:
+        a, optimizer = self.assembly, self.optimizer
+        hooked = optimizer is not None and user_loops.begin_update(a, optimizer)
+        with user_loops.hooks_around(a, optimizer, self.whole) if hooked else _NOTHING:
             if self.offloaded is not None:
-                self.offloaded.step(self.optimizer, self.whole)
+                self.offloaded.step(optimizer, self.whole)
             elif self.whole is not None:
-                self.whole.step(self.optimizer)
-            elif self.optimizer is not None:
-                step_optimizer(self.optimizer)
+                self.whole.step(optimizer)
+            elif optimizer is not None:
+                step_optimizer(optimizer)
 
     @waits_for_ranks()
     def eval_step(self, batch: Batch, *, local: bool = False) -> Any:
@@ -346,7 +345,7 @@ class Program:
     ) -> dict[int, MicrobatchResult]:
         a = self.assembly
         if a.local_parameters.guarded:  # the module was handed out
-            check_loop(a)
+            user_loops.check_loop(a)
         pass_index = 0 if train else self.evaluated[1]
         scopes = [
             Scope(self.step, index, part.rows, pass_index, self._same_shapes, a.host_draws)

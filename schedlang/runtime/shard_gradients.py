@@ -9,6 +9,7 @@ leaves torch, as for a log, a warning says what it is. One that went through a c
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,13 +17,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import python_span
 from schedlang.runtime import scope
 from schedlang.runtime.adapters.torch_tensor import in_backward_pass
+from schedlang.runtime.held_parts import held_with, hold_alike
 from schedlang.runtime.loop_terms import shard_name, shards
 from schedlang.runtime.part_reductions import (
     Dims,
@@ -33,6 +35,13 @@ from schedlang.runtime.part_reductions import (
 )
 
 _VIEWS = ("H", "T", "data", "mH", "mT", "real")  # attributes that are elements as well
+# draws of the original for a tensor are other ones than those of ranks for their parts
+_RANDOM = ("bernoulli", "exponential", "normal", "rand", "randint", "randn", "random", "uniform")
+_JOINS = ("cat", "concat", "concatenate", "hstack", "stack")
+_MARKED = "_schedlang_marked"  # of a module that runs: the parameters that were followed before
+# modules between a call of a loop and the check of it
+_CALLING = (__name__, "schedlang.runtime.adapters.torch_distributed")
+_DETACHING = ("data", "detach", "__deepcopy__")
 _DIMS = "_schedlang_part_dims"  # of parameters: the dims of a shard
 _warned: dict[Any, Any] = {}  # the lines that were warned of, as `warnings` notes them
 _LEAVING = ("item", "tolist", "__float__", "__format__", "__repr__", "__bool__", "__int__")
@@ -53,7 +62,7 @@ class _Followed(Tensor):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             kwargs, name = kwargs or {}, _name_of(func)
-            if name is None or _is_collective(func):
+            if name is None or _is_collective(func) or _is_of_library(types):
                 if name and name.endswith("_"):
                     note_collective(args[:1])
                 return func(*args, **kwargs)
@@ -62,7 +71,7 @@ class _Followed(Tensor):
             written = {id(target) for target in targets}
             numbers = [v for v in operands if isinstance(v, PartNumber) and v.is_own()]
             sources = [number for number in numbers if id(number) not in written]
-            parts = [value for value in operands if isinstance(value, GradientPart)]
+            parts: list[Any] = [value for value in operands if _is_read(value, name)]
             for target in targets if sources else ():
                 if shard := _shard_behind(target):
                     _refuse(sources, shard)
@@ -76,6 +85,8 @@ class _Followed(Tensor):
             result = func(*args, **kwargs)
             for target in targets:
                 _note_write(target, sources, name)
+            if name.removesuffix("_").removesuffix("_like") in _RANDOM:
+                return _drawn(result, name, [v for v in operands if isinstance(v, GradientPart)])
             if written or name.endswith("_like") or name.startswith("new_"):
                 return result
             return _mark(result, operands, _marking(func, name, parts, numbers, (args, kwargs)))
@@ -118,6 +129,20 @@ class _Reduction:
     own: bool = True
 
 
+class ParameterPart(GradientPart, nn.Parameter):
+    """A rank's shard of a parameter, between the steps of a loop that may change it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return nn.Parameter.__reduce_ex__(self, protocol)  # type: ignore[no-untyped-call]
+
+
 class PartNumber(_Followed):
     """A number, or numbers, to which a rank has reduced its part, or that it made of such.
 
@@ -150,12 +175,17 @@ class SlicedPart(GradientPart, DTensor):
     def full_tensor(self, **options: Any) -> Tensor:
         """Return the rank's part, which torch takes for the full tensor."""
         with torch._C.DisableTorchFunctionSubclass():
-            return _as_part(super().full_tensor(**options), self.origin, self.dims, self.elements)
+            full = super().full_tensor(**options)
+            if _is_of_library((type(self),)) or not _is_read(self, "full_tensor"):
+                return full
+            return _as_part(full, self.origin, self.dims, self.elements)
 
     def to_local(self, **options: Any) -> Tensor:
         """Return the slice of the part, which is split along the dims of both."""
         with torch._C.DisableTorchFunctionSubclass():
             local = super().to_local(**options)
+            if _is_of_library((type(self),)) or not _is_read(self, "to_local"):
+                return local
             sliced = {p.dim for p in self.placements if p.is_shard()}  # type: ignore[attr-defined]
             dims = None if self.dims is None else (*sorted({*self.dims, *sliced}),)
             return _as_part(local, self.origin, dims, local.numel())
@@ -191,6 +221,48 @@ def mark_gradients(parameters: Iterable[Tensor] | None = None) -> None:
             parameter.grad = _as_part(gradient, name, dims, gradient.numel())
 
 
+def mark_parameters(parameters: Iterable[Tensor]) -> None:
+    """Follow what a loop computes of shards from now on, until a forward, backward or step."""
+    for parameter in parameters:
+        dims: Any = vars(parameter).get(_DIMS)
+        if dims and type(parameter) in (nn.Parameter, DTensor):
+            sliced = isinstance(parameter, DTensor)
+            parameter.__class__ = SlicedPart if sliced else ParameterPart
+            part: Any = parameter
+            part.origin, part.dims = shard_name(parameter) or "", dims
+            part.elements = parameter.numel()
+
+
+def unmark_parameters() -> list[nn.Parameter]:
+    """Make shards plain parameters again; return those that were marked."""
+    marked: list[nn.Parameter] = []
+    for parameter in shards():
+        if not isinstance(parameter, GradientPart):
+            continue
+        marked.append(parameter)
+        kind: Any = DTensor if isinstance(parameter, DTensor) else nn.Parameter
+        parameter.__class__ = kind
+    return marked
+
+
+def follow_between_forwards(module: nn.Module) -> None:
+    """Let a module that a loop calls compute with plain parameters."""
+    for part in module.modules():
+        if part is module or any(shard_name(parameter) for parameter in part.parameters()):
+            part.register_forward_pre_hook(_begin_call, prepend=True)
+            part.register_forward_hook(_end_call, always_call=True)
+
+
+def _begin_call(module: nn.Module, *unused: object) -> None:
+    if not torch.compiler.is_compiling():
+        vars(module).setdefault(_MARKED, []).append(unmark_parameters())
+
+
+def _end_call(module: nn.Module, *unused: object) -> None:
+    if not torch.compiler.is_compiling() and vars(module).get(_MARKED):
+        mark_parameters(vars(module)[_MARKED].pop())
+
+
 def unmark_gradients(parameters: Iterable[Tensor]) -> None:
     """Make gradients plain tensors again, for an optimizer, which is checked itself.
 
@@ -206,18 +278,59 @@ def unmark_gradients(parameters: Iterable[Tensor]) -> None:
             parameter.grad = gradient.as_subclass(Tensor)
 
 
-def note_collective(results: Iterable[Any]) -> None:
-    """Note that a collective writes tensors: they are no more what this rank has reduced alone."""
+def note_collective(results: Iterable[Any], name: str = "", ranks: Iterable[int] = ()) -> None:
+    """Note that a collective writes tensors: they are no more what this rank has reduced alone.
+
+    Raises Refusal S622 for one that mixes the parts of a parameter, or of its gradient, that ranks
+    hold; a copy of a part that is mixed so is a number.
+    """
     for value in _tensors(results):
         if isinstance(value, PartNumber):
             value.history.own = False
+            continue
+        ranks = [*ranks]
+        if not ranks or _is_called_by_library():
+            return
+        holder = held_with(partial(_is_alias, value))
+        if holder is not None and not hold_alike(holder, ranks):
+            shard = shard_name(holder) or str(getattr(value, "origin", ""))
+            raise _mixing_refusal(name, shard)
+        if holder is not None:
+            return
+        if type(value) in (GradientPart, SlicedPart) and len(ranks) > 1:
+            part: Any = value
+            _number(value, [_Reduction(name, part.origin, False)])
 
 
-def note_gather(results: Iterable[Any]) -> None:
+def note_gather(results: Iterable[Any], *unused: object) -> None:
     """Note that a gather writes tensors: they are parts no more."""
     for value in _tensors(results):
         if isinstance(value, _Followed):
             value.__class__ = DTensor if isinstance(value, DTensor) else Tensor  # type: ignore
+
+
+def _is_of_library(types: Iterable[type]) -> bool:
+    """Return whether schedlang itself calls a function of torch on parameters."""
+    if not any(issubclass(kind, (ParameterPart, SlicedPart)) for kind in types):
+        return False
+    return _is_called_by_library()
+
+
+def _is_called_by_library() -> bool:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module not in _CALLING and module.partition(".")[0] != "torch":
+            return bool(module.startswith("schedlang."))
+        frame = frame.f_back
+    return False
+
+
+def _is_read(value: Any, name: str) -> bool:
+    """Return whether a call reads a part outside of a graph: terms of losses are checked apart."""
+    if not isinstance(value, GradientPart):
+        return False
+    return name in _DETACHING or not (value.requires_grad and torch.is_grad_enabled())
 
 
 def _as_kind(value: Tensor, kind: type[Any], sliced: type[Any]) -> Any:
@@ -238,6 +351,19 @@ def _as_part(value: Tensor, name: str, dims: Dims | None, elements: int) -> Grad
     return part
 
 
+def _mixing_refusal(collective: str, shard: str) -> Refusal:
+    of = f" of `{shard}`" if shard else ""
+    return Refusal.of(
+        "S622",
+        f"`{collective}` mixes different parts{of}: each rank holds its own",
+        notes=("some of the ranks that take part hold other rows or columns",),
+        helps=(
+            "`train_step` sums gradients over ranks; replicas stay equal by themselves",
+            "`program.state_dict()` and `program.gradients()` have full values",
+        ),
+    ).at(python_span())
+
+
 def _number(value: Tensor, histories: list[_Reduction], sources: Iterable[Tensor] = ()) -> Tensor:
     """Return a tensor as a number that was made as others, or by a reduction."""
     first = histories[0]
@@ -248,6 +374,16 @@ def _number(value: Tensor, histories: list[_Reduction], sources: Iterable[Tensor
     number.origin, number.history = first.origin, first
     number.computed = _local(number).detach().clone()
     return number
+
+
+def _drawn(result: Any, name: str, parts: list[GradientPart]) -> Any:
+    """Return random numbers in the shape of a part as numbers of a rank; warn of a shard's."""
+    if result is not None and any(result is part for part in parts):
+        if _shard_behind(result):
+            _warn(name, parts[0].origin)
+    elif parts and type(result) in (Tensor, DTensor):
+        return _number(result, [_Reduction(name, parts[0].origin, False)])
+    return result
 
 
 def _marking(
@@ -270,7 +406,8 @@ def _marking(
             dims = product_dims(name, call[0], value, lambda v: split.get(id(v), ()))
         else:
             dims = dims_after(func, name, part, part.dims, value, call)
-        return _as_part(value, part.origin, dims, part.elements)
+        joined = sum(each.elements for each in parts)
+        return _as_part(value, part.origin, dims, joined if name in _JOINS else part.elements)
 
     return as_part
 
@@ -351,6 +488,10 @@ def _storage(value: Tensor) -> int:
         return -id(value)
 
 
+def _is_alias(a: Tensor, b: Tensor) -> bool:
+    return _storage(a) == _storage(b)
+
+
 def _shard_behind(target: Tensor) -> str:
     """Return the name of the shard that a tensor is, or whose gradient, by storage; "" for none."""
     if name := shard_name(target):
@@ -375,7 +516,7 @@ def _reduced(
     for part in parts:
         dims = reduced_dims(name, part, args, kwargs)
         if dims is None or dims and part.dims is None:
-            if dims and len(dims) == part.dim() and part.numel() == part.elements:
+            if dims and len(dims) == part.dim() and part.numel() >= part.elements:
                 return _Reduction(name, part.origin, True)
             unsure = unsure or _Reduction(name, part.origin, False)
         elif part.dims is not None and any(dim in part.dims for dim in dims):
@@ -403,8 +544,8 @@ def _warn(reduction: str, origin: str) -> None:
     span = python_span()
     text = (
         f"`{reduction}` is of this rank's shard of `{origin}` only: other ranks have"
-        " others. `program.grad_norm` is the norm of all gradients; `program.gradients()` has full"
-        " gradients"
+        " others. `program.grad_norm` is the norm of all gradients; `program.gradients()` and"
+        " `program.state_dict()` have full tensors"
     )
     warnings.warn_explicit(text, UserWarning, span.source.name, span.line, registry=_warned)
 
@@ -412,7 +553,7 @@ def _warn(reduction: str, origin: str) -> None:
 def _part_refusal(number: PartNumber, shard: str) -> Refusal:
     return Refusal.of(
         "S622",
-        f"`{shard}` would be changed by a number of this rank's gradients only",
+        f"`{shard}` would be changed by a number of this rank's part only",
         notes=(
             f"`{number.reduction}` reads this rank's shard of `{number.origin}`; other ranks have"
             " other shards and numbers",
@@ -421,6 +562,7 @@ def _part_refusal(number: PartNumber, shard: str) -> Refusal:
             "`build(clip=1.0)`: a step clips by the norm of all gradients",
             "`program.grad_norm` is that norm, `program.gradients()` has full gradients",
             "`build(optimizer=lambda named: ...)`: an optimizer that reads full tensors gets them",
+            "`program.state_dict()` has full weights, and `load_state_dict` takes them",
             "or all-reduce the number over the ranks that share the tensor",
         ),
     ).at(python_span())

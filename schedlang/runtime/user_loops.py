@@ -15,11 +15,13 @@ import copy
 import functools
 import math
 import sys
+import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NoReturn, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -28,18 +30,26 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import python_span
 from schedlang.runtime import scope
 from schedlang.runtime.adapters.fully_shard import refuse_copies, replaced_parameter
-from schedlang.runtime.adapters.torch_clip import check_norms, check_unscaling
+from schedlang.runtime.adapters.torch_clip import check_unscaling, replace_norms
 from schedlang.runtime.adapters.torch_distributed import hear_collectives
-from schedlang.runtime.adapters.torch_tensor import check_backwards, wrap_gradients
+from schedlang.runtime.adapters.torch_tensor import (
+    check_backwards,
+    in_backward_pass,
+    wrap_gradients,
+)
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.grad_reduction.gradient import GradientReduction, LocalParameters
 from schedlang.runtime.grad_reduction.zero import own_backward, reshard_all
+from schedlang.runtime.held_parts import full_norm, held_with, note_parts
 from schedlang.runtime.loop_terms import (
     check_terms,
     has_shard_name,
@@ -58,19 +68,26 @@ from schedlang.runtime.optim.full_tensor_step import (
 )
 from schedlang.runtime.scope import Scope
 from schedlang.runtime.shard_gradients import (
+    follow_between_forwards,
     mark_gradients,
+    mark_parameters,
     note_collective,
     note_dims,
     note_gather,
     unmark_gradients,
+    unmark_parameters,
 )
 from schedlang.runtime.shard_state import guard_state
 from schedlang.runtime.storage.offloaded_gradients import in_backward
 
 T = TypeVar("T")
+_MARKED = "_schedlang_marked"  # of an optimizer that steps: parameters
+_SECOND = "schedlang: a second step"  # the key of a hook
 _STEP = "use `train_step` and `eval_step`"
 
 _checked: WeakSet[torch.optim.Optimizer] = WeakSet()  # optimizers that have been checked
+# of each parameter of a program that a loop has got, by id: all of that program
+_owners: WeakValueDictionary[int, LocalParameters] = WeakValueDictionary()
 _user_modules: WeakSet[nn.Module] = WeakSet()  # modules of programs that user loops have got
 
 
@@ -97,6 +114,8 @@ def module_of(a: Assembly, offloads_gradients: bool) -> nn.Module:
         _guard_sums(a.local_parameters, a.reductions)
         _guard_shards(a)
         _guard_slices(a)
+        _owners.update(dict.fromkeys(map(id, a.parameters.values()), a.local_parameters))
+        _register_second_steps()
         if a.host_draws is not None:
             _seed_draws(a.module, a.host_draws)
     return a.module
@@ -255,6 +274,7 @@ def check_loop(a: Assembly) -> None:
     S617: a value of another shape in a shard; S622: an optimizer that steps inside the backward.
     """
     _check_shapes(a.local_parameters)
+    unmark_parameters()
     names = [n for n, p in a.parameters.items() if "_in_backward_optimizers" in vars(p)]
     if names and (a.reductions or a.sliced):
         raise Refusal.of(
@@ -287,6 +307,61 @@ def _check_shapes(parameters: LocalParameters) -> None:
                     " values",
                 ),
             ).at(python_span())
+
+
+def begin_update(a: Assembly, optimizer: Any) -> bool:
+    """Let an optimizer step with the gradients of a step; return whether a loop has hooked it."""
+    a.local_parameters.used = None
+    getattr(optimizer, STEP_HOOKS[0], {}).pop(_SECOND, None)
+    return any(getattr(optimizer, name, None) for name in STEP_HOOKS)
+
+
+def end_step(a: Assembly, optimizer: Any) -> None:
+    """Mark the gradients that a step leaves; refuse from now on to update with them once more."""
+    parameters = a.local_parameters
+    if parameters.shapes:
+        mark_gradients(a.parameters.values())
+        mark_parameters(a.parameters.values())
+    first = next((p.grad for p in a.parameters.values() if p.grad is not None), None)
+    if optimizer is not None and first is not None:
+        parameters.used = ref(first), first._version
+        getattr(optimizer, STEP_HOOKS[0], {})[_SECOND] = partial(_check_second, ref(parameters))
+
+
+def _check_second(owner: Callable[[], LocalParameters | None], *unused: object) -> None:
+    """Raise Refusal S622 if an optimizer steps with gradients that a step has used; warn if they
+    were changed since."""
+    parameters = owner()
+    if parameters is None or parameters.used is None:
+        return
+    (used, writes), gradients = parameters.used, (p.grad for p in parameters.values())
+    first = next((gradient for gradient in gradients if gradient is not None), None)
+    if first is None or used() is not first:
+        return
+    refusal = Refusal.of(
+        "S622",
+        "an optimizer steps a second time with the gradients of `train_step`",
+        notes=("a program that was built with `optimizer=` has updated its weights in that step",),
+        helps=(
+            "leave this step out; a scheduler of learning rates steps as before",
+            "or build without `optimizer=`: then `train_step` leaves gradients for your own",
+        ),
+    ).at(python_span())
+    if first._version == writes:
+        raise refusal
+    warnings.warn(f"{refusal.diagnostic.title}, which were changed since", stacklevel=4)
+
+
+@functools.cache
+def _register_second_steps() -> None:
+    """Check from now on the steps of optimizers that a loop has made of a program's parameters."""
+    register_optimizer_step_pre_hook(_check_own_optimizer)
+
+
+def _check_own_optimizer(optimizer: torch.optim.Optimizer, *unused: object) -> None:
+    if not torch.compiler.is_compiling():
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        _check_second(partial(_owners.get, id(next(parameters, None))))
 
 
 @contextmanager
@@ -342,10 +417,20 @@ def _guard_shards(a: Assembly) -> None:
         pairs = enumerate(zip(parameter.shape, a.holdings[name].layout.shape))
         note_dims(parameter, tuple(dim for dim, (here, full) in pairs if here != full))
         _register_checks()
+    if note_parts(a):
+        _hear_collectives()
     guard_state(a, a.local_parameters.shapes)
     if a.local_parameters.shapes:
         note_forwards(a.module)
+        follow_between_forwards(a.module)
         mark_gradients(a.parameters.values())
+        if any(parameter.grad is not None for parameter in a.parameters.values()):
+            mark_parameters(a.parameters.values())  # not before: a compiled loop would break up
+
+
+@functools.cache
+def _hear_collectives() -> None:
+    hear_collectives(note_collective, note_gather)
 
 
 def _shards_of(a: Assembly) -> Iterator[tuple[str, nn.Parameter]]:
@@ -360,18 +445,21 @@ def _shards_of(a: Assembly) -> Iterator[tuple[str, nn.Parameter]]:
 @functools.cache
 def _register_checks() -> None:
     """Check norms of gradients from now on, terms of losses, and optimizers that step."""
-    check_norms(_check_norm)
+    replace_norms(_norm)
     check_unscaling(_check_scaler)
     check_backwards(check_terms)
     wrap_gradients(_run_marked)
-    hear_collectives(note_collective, note_gather)
+    _hear_collectives()
     register_optimizer_step_pre_hook(_check_optimizer)
+    register_optimizer_step_post_hook(_mark_again)
 
 
 def _run_marked(run: Callable[[], Any], roots: Any, inputs: Any, *flags: bool) -> Any:
     """Run a backward, and mark the gradients of shards that it leaves to a loop."""
+    marked = () if in_backward_pass() else unmark_parameters()
     gradients = run_gradients(run, roots, inputs, *flags)
     mark_gradients()
+    mark_parameters(marked)
     return gradients
 
 
@@ -380,19 +468,24 @@ def _shard_name(parameters: Iterable[Any]) -> str | None:
     return next((name for p in parameters if (name := shard_name(p))), None)
 
 
-def _check_norm(gradients: Iterable[Tensor]) -> None:
-    """Raise Refusal S622 where the norm would be that of this rank's shards only."""
-    name = name_of_gradient(gradients)
-    if name is not None:
-        raise Refusal.of(
-            "S622",
-            "the norm would be that of this rank's gradients only",
-            notes=(f"this rank has a shard of `{name}`; other ranks have other shards and norms",),
-            helps=(
-                "`build(clip=1.0)`: a step clips by the norm of all gradients",
-                "`program.grad_norm` is that norm, after a step",
-            ),
-        ).at(python_span())
+def _norm(norm: Callable[..., Tensor], gradients: Sequence[Tensor], *options: Any) -> Tensor:
+    """Return the norm of full gradients, in a loop that has the module; all ranks take it together.
+
+    Raises Refusal S622 elsewhere, where the norm would be that of this rank's shards only: hooks of
+    steps do not run on ranks that train nothing.
+    """
+    name, own = name_of_gradient(gradients), {*map(id, gradients)}
+    if name is None or held_with(lambda value: id(value) in own) is not None:
+        return full_norm(norm, gradients, *options)
+    raise Refusal.of(
+        "S622",
+        "the norm would be that of this rank's gradients only",
+        notes=(f"this rank has a shard of `{name}`; other ranks have other shards and norms",),
+        helps=(
+            "`build(clip=1.0)`: a step clips by the norm of all gradients",
+            "`program.grad_norm` is that norm, after a step",
+        ),
+    ).at(python_span())
 
 
 def _check_scaler(parameters: Iterable[Any]) -> None:
@@ -422,6 +515,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *unused: object) -> None:
 
 
 def _check_shards(optimizer: torch.optim.Optimizer) -> None:
+    vars(optimizer)[_MARKED] = unmark_parameters()
     unmark_gradients(p for group in optimizer.param_groups for p in group["params"])
     if optimizer in _checked:
         return
@@ -457,6 +551,11 @@ def _check_broadcasts(optimizer: torch.optim.Optimizer, name: str | None) -> Non
             notes=(f"this rank holds a shard of {name}, and other ranks hold others",),
             helps=("a row `zero(stage=1, over=dp)` slices the state of an optimizer",),
         ).at(python_span())
+
+
+def _mark_again(optimizer: torch.optim.Optimizer, *unused: object) -> None:
+    if not torch.compiler.is_compiling():
+        mark_parameters(vars(optimizer).pop(_MARKED, ()))
 
 
 _check_eagerly = torch.compiler.disable(_check_shards)  # type: ignore[no-untyped-call]

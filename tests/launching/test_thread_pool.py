@@ -221,7 +221,9 @@ SHARED = {
     ("rank_record", "_here"),
     ("world", "_worlds"),
     ("device", "_draw_nothing"),
+    ("held_parts", "_held"),
     ("user_loops", "_checked"),
+    ("user_loops", "_owners"),
     ("user_loops", "_user_modules"),
 }
 

@@ -73,6 +73,22 @@ def test_another_optimizer(tmp_path: Path, optimizer: Any, words: list[str]) -> 
     program_of(OddModel(), None).load(tmp_path / "a")
 
 
+def test_groups_that_were_one(tmp_path: Path) -> None:
+    """Options that differ here are refused where one group would set them alike; rates may."""
+
+    def make(named: Any, **options: float) -> torch.optim.Optimizer:
+        pairs = list(named)
+        vectors = [p for n, p in pairs if "bias" in n]
+        others = [p for n, p in pairs if "bias" not in n]
+        return torch.optim.AdamW([{"params": vectors, **options}, {"params": others}], lr=1e-3)
+
+    program_of(OddModel(), one_group).save(tmp_path / "a")
+    for options in ({}, {"lr": 1e-4}):
+        program_of(OddModel(), partial(make, **options)).load(tmp_path / "a")
+    program = program_of(OddModel(), partial(make, weight_decay=0.0))
+    assert_refused(lambda: program.load(tmp_path / "a"), "S636", "weight_decay")
+
+
 def test_a_checkpoint_without_optimizer(tmp_path: Path) -> None:
     """It does not fit a program with an optimizer."""
     program_of(OddModel(), None).save(tmp_path / "a")

@@ -13,7 +13,13 @@ from torch.utils.checkpoint import checkpoint
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
 from tests.engine import Threads
-from tests.proofs import assert_proven, make_plan
+from tests.proofs import (
+    assert_near,
+    assert_proven,
+    make_plan,
+    train_on_ranks,
+    train_sequential,
+)
 
 WIDTH = 8
 STAGES = 'zero(stage=3, over=dp)\npipeline(order="1F1B", micro=2)'
@@ -210,6 +216,27 @@ class NestedReentrant(Reentrant):
 
     def join(self, x: Tensor, down: Any) -> Tensor:
         return down(x)
+
+
+class ReentrantTwice(TwoLayerBlocks):
+    """Blocks that call a layer twice, once or twice by a reentrant checkpoint."""
+
+    def join(self, x: Tensor, down: Any) -> Tensor:
+        def again(y: Tensor) -> Any:
+            return torch.tanh(down(checkpoint(down, y, use_reentrant=True)))
+
+        first: Tensor = checkpoint(down, x, use_reentrant=True)
+        return first + checkpoint(again, torch.tanh(x), use_reentrant=True)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("pipeline", ["", 'pipeline(order="1F1B", micro=2)'])
+def test_layers_that_are_recomputed_twice(stage: int, pipeline: str, threads: Threads) -> None:
+    """Each use's gradient is reduced, where a backward reruns the layer again and again."""
+    model, batches = ReentrantTwice().double(), [batch(), batch(6)]
+    plan = make_plan(model, f"zero(stage={stage}, over=dp)\n{pipeline}", "dp=2")
+    # no proof: with several reductions the last bits differ from those of one
+    assert_near(train_on_ranks(threads, plan, batches), train_sequential(model, batches))
 
 
 def test_halved_backwards_of_reentrant_checkpoints() -> None:

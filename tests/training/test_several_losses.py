@@ -179,6 +179,81 @@ def test_class_weights(threads: Threads) -> None:
     assert_proven(threads, plan, [full], weight=weight)
 
 
+class Rewriting(nn.Module):
+    """A mean over labels that the forward changes in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.table, self.head = way, nn.Embedding(7, 4), nn.Linear(4, 7)
+        self.double()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean."""
+        logits, padding = self.head(self.table(x).tanh()), x == 0
+        if self.way == "written":
+            labels = labels.clone()
+            labels[padding] = -100
+        elif self.way == "filled":
+            labels = labels.masked_fill(padding, -100)
+        elif self.way == "chosen":
+            labels = torch.where(padding, -100, labels)
+        elif self.way == "shifted":
+            made = torch.full((len(x), x.shape[1]), -100)
+            made[:, :-1] = labels[:, 1:]
+            labels = made
+        elif self.way == "selected":
+            logits, labels = logits[~padding], labels[~padding]
+        elif self.way == "beside":
+            others = torch.where(padding, -100, x)
+            return F.cross_entropy(logits.flatten(0, -2), others.flatten()) + F.cross_entropy(
+                logits.flatten(0, -2), labels.flatten()
+            )
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+
+@pytest.mark.parametrize(
+    "way", ["written", "filled", "chosen", "shifted", "selected", "beside", "none"]
+)
+def test_labels_that_the_forward_changes(way: str, threads: Threads) -> None:
+    """No weight of a part is known for them: refused (S621), and right with a weight."""
+    x = torch.arange(48).view(8, 6) % 7
+    x[:4, :2] = 0
+    full = {"x": x, "labels": (x + 2) % 7}
+    plan = make_plan(Rewriting(way), "zero(stage=0, over=dp)", "dp=2")
+
+    def weight(part: Mapping[str, Tensor]) -> float:
+        return float(len(part["x"]) * 5 if way == "shifted" else (part["x"] != 0).sum())
+
+    def step(weight: Any) -> dict[str, Tensor]:
+        program = build(plan, full, weight=weight)
+        program.train_step(full)
+        return program.gradients()
+
+    if way != "none":
+        with pytest.raises(Refusal, match="S621"):
+            threads.run(step, 2, None)
+    if way != "beside":
+        model = plan.model.model
+        model(**full).backward()
+        expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+        for found in threads.run(step, 2, None if way == "none" else weight):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_weights_that_draw(threads: Threads) -> None:
+    """A weight with random numbers is refused by its name (S621): ranks would draw apart."""
+    torch.manual_seed(0)
+    plan = make_plan(OneWeighted(), "zero(stage=0, over=dp)", "dp=2")
+
+    def weight(part: Mapping[str, Tensor]) -> float:
+        return len(part["words"]) + float(torch.rand(()))
+
+    with pytest.raises(Refusal, match="`weight` draws random numbers") as caught:
+        assert_proven(threads, plan, [batch(8, 0)], weight=weight)
+    assert caught.value.diagnostic.code == "S621"
+
+
 def test_means_beside_the_loss(threads: Threads) -> None:
     """Parts are not weighted by the labels of a mean that is only a metric."""
     torch.manual_seed(0)

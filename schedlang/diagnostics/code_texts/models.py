@@ -86,7 +86,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S622": (
         "an optimizer that needs all tensors at once",
         "A step gathers one full parameter at a time and calls no closure. In your own loop\n"
-        "nothing is gathered: pass `optimizer=` and `clip=` to `build`.",
+        "nothing is gathered: pass `optimizer=` and `clip=` to `build`. There a number of a\n"
+        "rank's part changes no weight and no gradient, and gradients serve one step.",
     ),
     "S623": (
         "a model without values",

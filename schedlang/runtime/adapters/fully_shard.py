@@ -301,6 +301,26 @@ def _gradient_outputs(output: Any) -> Iterable[Tensor]:
     return (tensor for tensor in tensors if tensor.requires_grad)
 
 
+def run_again_after_backward(unit: FSDPModule) -> None:
+    """Let a forward in a backward, of a unit whose own backward has ended, be one of its own.
+
+    A reentrant checkpoint of a unit that is called twice makes such forwards. torch takes them for
+    a recomputation before the unit's backward until all of the backward ends: it would reduce no
+    gradient of theirs.
+    """
+    state: Any = unit._get_fsdp_state()
+
+    def ending(post_backward: Callable[..., None]) -> Callable[..., None]:
+        def end(*unused: object) -> None:
+            post_backward(*unused)
+            state._training_state = TrainingState.IDLE
+
+        return end
+
+    for group in groups_of(unit):
+        wrap_post_backward(group, ending)
+
+
 def wrap_post_backward(
     group: Any, make: Callable[[Callable[..., None]], Callable[..., None]]
 ) -> None:

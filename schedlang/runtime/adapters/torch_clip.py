@@ -1,4 +1,4 @@
-"""Patches of torch's norm of gradients and `GradScaler.unscale_` that report calls."""
+"""Patches of torch's norm of gradients, and of `GradScaler.unscale_` that report calls."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.nn.utils import clip_grad
 _unscale: Any = GradScaler._unscale_grads_
 
 
-def check_norms(check: Callable[[Iterable[Tensor]], None]) -> None:
-    """Let `check` see the tensors before torch takes their total norm, from now on.
+def replace_norms(around: Callable[..., Tensor]) -> None:
+    """Let `around(norm, tensors, ...)` take each total norm, from now on; `norm` is torch's.
 
     That is `clip_grad_norm_` and `get_total_norm`, however they were imported: both run a function
     that a wrapper of torch holds. `clip_grads_with_norm_`, with a norm of the caller, is not
@@ -23,11 +23,11 @@ def check_norms(check: Callable[[Iterable[Tensor]], None]) -> None:
     cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
     total_norm = cell.cell_contents
 
-    def norm(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None
+    ) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        check(tensors)
-        result: Tensor = total_norm(tensors, *args, **kwargs)
-        return result
+        return around(total_norm, tensors, norm_type, error_if_nonfinite, foreach)
 
     cell.cell_contents = norm
 

@@ -58,11 +58,13 @@ _GATHERING = ("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "a
 
 
 def hear_collectives(
-    written: Callable[[tuple[Any, ...]], None], gathered: Callable[[tuple[Any, ...]], None]
+    written: Callable[[tuple[Any, ...], str, list[int]], None],
+    gathered: Callable[[tuple[Any, ...], str, list[int]], None],
 ) -> None:
     """Report the tensors that collectives write from now on, however they were imported.
 
-    Each function runs another, which a wrapper of torch holds.
+    With the name of the collective, and the ranks that take part. Each function runs another, which
+    a wrapper of torch holds.
     """
     for name in (*_WRITING, *_GATHERING):
         wrapper: Any = getattr(dist, name, None)
@@ -74,11 +76,13 @@ def hear_collectives(
         cell.cell_contents = _reporting(cell.cell_contents, report)
 
 
-def _reporting(run: Any, report: Callable[[tuple[Any, ...]], None]) -> Any:
+def _reporting(run: Any, report: Callable[[tuple[Any, ...], str, list[int]], None]) -> Any:
     @wraps(run)
     def reporting(*args: Any, **kwargs: Any) -> Any:
         result = run(*args, **kwargs)
-        report((*args, *kwargs.values())[:1])
+        given = *args, *kwargs.values()
+        group = next((value for value in given if isinstance(value, dist.ProcessGroup)), None)
+        report(given[:1], run.__name__, dist.get_process_group_ranks(group))
         return result
 
     return reporting

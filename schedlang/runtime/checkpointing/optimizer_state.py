@@ -171,10 +171,19 @@ def group_mismatch(program: Program, saved: SavedOptimizer) -> str:
         other_name = next((n for n in names if saved.of[n] != saved.of[names[0]]), None)
         if other_name is not None:
             return f"its parameter groups differ: {quote_names([names[0], other_name])} were in two"
+    first_of: dict[int, tuple[Hyper, str]] = {}  # saved set -> the first group here that gets it
     for group, names in named_groups:
-        for key, value in saved.groups[saved.of[names[0]]].items() if names else ():
+        if not names:
+            continue
+        number = saved.of[names[0]]
+        other, other_name = first_of.setdefault(number, (group, names[0]))
+        for key, value in saved.groups[number].items():
             if key in group and not can_replace(group[key], value):
                 return f"`{key}` of its groups has a different type here"
+            # a loop may have set all rates alike
+            if key != "lr" and not equal_values(group.get(key), other.get(key)):
+                pair = quote_names([other_name, names[0]])
+                return f"its parameter groups differ: {pair} had one `{key}`, and have two here"
     return _full_tensor_mismatch(program, saved)
 
 

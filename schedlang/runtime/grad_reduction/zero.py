@@ -42,6 +42,7 @@ from schedlang.runtime.adapters.fully_shard import (
     offloaded_gradients,
     parameter_names,
     refuse_data_assignment,
+    run_again_after_backward,
     wrap_post_backward,
 )
 from schedlang.runtime.comm import world
@@ -154,6 +155,7 @@ class ShardedStage:
         keep_containers(module, unit.overwrites)
         gather_for_views(module)
         gather_in_inference(module)
+        run_again_after_backward(module)
         refuse_data_assignment(module, _data_refusal)
         self._zero_missing(module, places)
         module.set_gradient_divide_factor(1.0)

@@ -24,6 +24,7 @@ class LabelRule:
     """The rule by which a model's loss reads its labels: an input, and operations on the input.
 
     `class_weights`: the mean divides by the class weights of its labels, not by their number.
+    `rewritten`: the forward has written or selected labels by a mask, so that other ones count.
 
     `count(batch)` is the number of labels that count in a chunk of the batch; the operations (a
     shift by one token, padding) are those that the model was observed to apply.
@@ -33,6 +34,7 @@ class LabelRule:
     steps: tuple[Callable[[Tensor], Tensor], ...]
     ignore_index: int
     class_weights: bool = False
+    rewritten: bool = False
 
     def count(self, batch: Mapping[str, Any]) -> float:
         """Return how many labels of a chunk of a batch count; its rows if it has no labels."""
@@ -67,6 +69,8 @@ class LabelCount:
 CLAMPS = ("clamp", "clamp_min", "clip")
 # calls of torch that select or add labels; moves and reshapes do not change how many count
 _COUNT = frozenset({"__getitem__", "pad", "narrow"})
+_MASKING = ("masked_fill", "where", "index_fill", "masked_scatter", "scatter", "index_put")
+_WRITING = ("__setitem__", "copy_", "fill_", *(f"{name}_" for name in _MASKING))
 
 
 @dataclass
@@ -88,6 +92,7 @@ class LabelFlow:
     means: dict[int, Tensor] = field(default_factory=dict)
     # results of losses, and of means
     call_of: dict[int, tuple[Tensor, LossCall]] = field(default_factory=dict)
+    _rewritten: dict[int, Tensor] = field(default_factory=dict)  # labels, by id
     _turns: dict[str, int] = field(default_factory=dict)  # calls of losses, by module
     _summed: dict[int, LabelRule] = field(default_factory=dict)
     _counts: dict[int, tuple[Tensor, LabelCount]] = field(default_factory=dict)
@@ -107,6 +112,8 @@ class LabelFlow:
             self._note_loss(call)
             return
         self._follow_count(call)
+        if self._rewrites(call):
+            return
         output, lineage = call.out, self.lineage.get(id(args[0])) if args else None
         if lineage is None or not isinstance(output, Tensor) or output.is_floating_point():
             return
@@ -115,6 +122,36 @@ class LabelFlow:
         step = _replay(func, args[1:], kwargs)
         steps = (*lineage[2], step) if call.name in _COUNT else lineage[2]
         self.lineage[id(output)] = (output, lineage[1], steps)
+        if id(args[0]) in self._rewritten:
+            self._rewritten[id(output)] = output
+
+    def _rewrites(self, call: RunningCall) -> bool:
+        """Follow a call that writes into labels, or that writes or selects some by a mask."""
+        name, args = call.name, call.args
+        if name not in (*_WRITING, *_MASKING, "__getitem__"):
+            return False
+        tensors = tensors_in((args, call.kwargs))
+        labels = next((value for value in tensors if id(value) in self.lineage), None)
+        if labels is None:
+            return False
+        _, source, steps = self.lineage[id(labels)]
+        if name in _WRITING:
+            written = args[0]
+            if written.is_floating_point() or written.dtype == torch.bool:
+                return True
+            self.lineage.setdefault(id(written), (written, source, steps))
+            storage = written.untyped_storage()._cdata
+            alike = [v for v, *_ in self.lineage.values() if v.untyped_storage()._cdata == storage]
+            self._rewritten.update({id(value): value for value in alike})
+            return True
+        masked = name == "__getitem__" and any(value.dtype == torch.bool for value in tensors)
+        output = call.out
+        if name == "__getitem__" and not masked or not isinstance(output, Tensor):
+            return False
+        if not output.is_floating_point() and output.dtype != torch.bool:
+            self.lineage[id(output)] = output, source, steps
+            self._rewritten[id(output)] = output
+        return True
 
     def _note_loss(self, call: RunningCall) -> None:
         """Note a call of a loss: how it reads its labels, if it is a mean or a sum over them."""
@@ -130,14 +167,15 @@ class LabelFlow:
             return
         weighted = reduction == "mean" and call.argument(2, "weight") is not None
         ignored = int(call.argument(4, "ignore_index", -100))
-        rule = LabelRule(lineage[1], lineage[2], ignored, weighted)
+        rewritten = id(call.argument(1, "target")) in self._rewritten
+        rule = LabelRule(lineage[1], lineage[2], ignored, weighted, rewritten)
         if reduction == "sum":
             self._summed[id(call.out)] = rule
         else:
             self._add_mean(key, rule)
 
     def _add_mean(self, key: LossCall, rule: LabelRule) -> None:
-        self.calls[key] = None if rule.class_weights else len(self.rules)
+        self.calls[key] = None if rule.class_weights or rule.rewritten else len(self.rules)
         self.rules.append(rule)
 
     def _follow_count(self, call: RunningCall) -> None:

@@ -1,0 +1,96 @@
+"""A step of an optimizer after a step of a program that has made it: refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.lower.build import build
+from tests.engine import Threads
+from tests.proofs import make_plan
+from tests.training.test_plain_loops import ALL, LAYOUTS, NET, batch
+
+
+def built(rows: str, mesh: str) -> Any:
+    """Return a program with an optimizer."""
+
+    def make(named: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([parameter for _, parameter in named], lr=0.1, momentum=0.9)
+
+    return build(make_plan(copy.deepcopy(NET), rows, mesh), batch(0), optimizer=make)
+
+
+def refused(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step is refused at the line of the call."""
+    with pytest.raises(Refusal, match="a second time") as caught:
+        optimizer.step()  # here
+    span = caught.value.diagnostic.primary.span
+    return caught.value.diagnostic.code == "S622" and "# here" in span.source.line(span.line)
+
+
+@pytest.mark.parametrize("layout", ALL)
+def test_a_second_step(layout: str, threads: Threads) -> None:
+    """It would move weights twice by one gradient; by the same optimizer, or by one of a loop."""
+
+    def body(rows: str, mesh: str) -> Any:
+        program = built(rows, mesh)
+        found = []
+        for seed in range(3):
+            program.train_step(batch(seed))
+            found.append(refused(program.optimizer))
+        own = torch.optim.SGD(program.module.parameters(), lr=0.1)
+        for seed in range(2):
+            program.train_step(batch(seed))
+            found += [refused(own), refused(program.optimizer)]
+        return all(found), program.state_dict()
+
+    plain = copy.deepcopy(NET)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for seed in (0, 1, 2, 0, 1):
+        optimizer.zero_grad()
+        plain(**batch(seed)).backward()
+        optimizer.step()
+    world = 4 if "," in LAYOUTS[layout][1] else 2
+    for found, state in threads.run(body, world, *LAYOUTS[layout]):
+        assert found
+        torch.testing.assert_close(state, plain.state_dict(), rtol=1e-9, atol=1e-12)
+
+
+def test_changed_gradients(threads: Threads) -> None:
+    """A loop that has changed them, as by clipping, is warned."""
+
+    def body() -> None:
+        program = built(*LAYOUTS["dp"])
+        program.train_step(batch(0))
+        torch.nn.utils.clip_grad_value_(program.optimizer.param_groups[0]["params"], 1e-3)
+        program.optimizer.step()
+
+    with pytest.warns(UserWarning, match="a second time"):
+        threads.run(body, 2)
+
+
+def test_backwards_of_a_loop(threads: Threads) -> None:
+    """Gradients of a backward of its own are new; also beside steps of the program."""
+
+    def body() -> Any:
+        program = built(*LAYOUTS["tp"])
+        module, optimizer = program.module, program.optimizer
+        for seed in range(3):
+            optimizer.zero_grad()
+            module(**batch(seed)).backward()
+            optimizer.step()
+            program.train_step(batch(seed))
+        return program.state_dict()
+
+    plain = copy.deepcopy(NET)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for seed in (0, 0, 1, 1, 2, 2):
+        optimizer.zero_grad()
+        plain(**batch(seed)).backward()
+        optimizer.step()
+    for state in threads.run(body, 2):
+        torch.testing.assert_close(state, plain.state_dict(), rtol=1e-9, atol=1e-12)
