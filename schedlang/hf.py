@@ -71,6 +71,9 @@ class _Scheduled:
     model: Any
     args: Any
     state: Any
+    optimizer: Any
+    lr_scheduler: Any
+    _created_lr_scheduler: bool
 
     def __init__(self, *args: Any, schedule: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

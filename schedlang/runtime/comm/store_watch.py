@@ -113,7 +113,7 @@ class Siblings:
         return bool(self.ended)
 
     def _gone(self) -> tuple[int, ...]:
-        rank, living = int(os.environ["RANK"]), set()
+        rank, living = int(os.environ["RANK"]), set[int]()
         with suppress(OSError):
             for listing in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
                 for child in listing.read_text().split():
