@@ -236,6 +236,8 @@ def stop_early(rank: int, folder: Path, rows: int, text: str | None) -> Any:
 def test_callbacks_hear_what_transformers_tells_and_stop_the_run(
     tmp_path: Path, ranks: int
 ) -> None:
+    """The events of transformers' own loop, in their order, with its steps and epochs, until
+    `EarlyStoppingCallback` ends the run; the same best evaluation."""
     expected, best = stop_early(0, tmp_path / "own", 8, None)
     assert expected[-1][1] < 12  # it does stop early
     text = ONE_RANK if ranks == 1 else TWO_RANKS
