@@ -111,7 +111,8 @@ def _no_adapter(target: Path, plural: bool) -> Diagnostic:
 
 
 WEIGHTS_FILE = "model.safetensors"
-WEIGHTS_FILES = (WEIGHTS_FILE, f"{WEIGHTS_FILE}.index.json")  # of one file, of several files
+# of one file, of several files, of a model that PEFT has wrapped
+WEIGHTS_FILES = (WEIGHTS_FILE, f"{WEIGHTS_FILE}.index.json", ADAPTER)
 
 
 def _check_model(model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -356,29 +357,42 @@ def _plan_files(
     twin: Any = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     twin.should_save_on_this_rank = lambda is_main_process: True  # else only the first rank would
     with ExitStack() as stack:
-        files = stack.enter_context(_intercept_files())
-        target = stack.enter_context(tempfile.TemporaryDirectory()) if rank else folder
+        target = Path(stack.enter_context(tempfile.TemporaryDirectory())) if rank else folder
+        files = stack.enter_context(_intercept_files(twin, target))
         twin.save_pretrained(target, state_dict=dict(state), max_shard_size=file_bytes)
+    if not files or any(type(x) is not LazyTensor for file in files for x in file.tensors.values()):
+        reason = f"`save_pretrained` of {type(model).__name__} writes other values than it is given"
+        advice = "load them into the model and save that: `model.load_state_dict("
+        raise Refusal(_write_error(folder, reason, f"{advice}program.state_dict())`"))
     return files
 
 
 @contextmanager
-def _intercept_files() -> Iterator[list[TensorFile]]:
-    """Record, inside the block, what transformers would write into safetensors files.
+def _intercept_files(model: Any, target: Path) -> Iterator[list[TensorFile]]:
+    """Record, inside the block, what a library would write into safetensors files.
 
-    This patches a private name: the library has no other way to ask.
+    This patches names of safetensors' function in the modules of `save_pretrained`: it would read
+    memory that lazy tensors do not have, and libraries have no other way to ask.
     """
-    modeling: Any = sys.modules["transformers.modeling_utils"]
+    from safetensors import torch as safetensors
+
+    written = safetensors.save_file
     files: list[TensorFile] = []
 
-    def caught(tensors: Mapping[str, Tensor], file: str, metadata: Mapping[str, str]) -> None:
-        files.append(_file(os.path.basename(file), tensors, metadata))
+    def caught(tensors: Mapping[str, Tensor], file: Any, metadata: Any = None) -> None:
+        name = os.path.relpath(file, target)
+        files.append(_file(name, tensors, metadata or {}))
 
-    original, modeling.safe_save_file = modeling.safe_save_file, caught
+    modules: list[Any] = [safetensors, sys.modules[type(model).save_pretrained.__module__]]
+    modules += [sys.modules[kind.__module__] for kind in type(model).__mro__]
+    patched = [(m, key) for m in modules for key, value in vars(m).items() if value is written]
+    for module, key in patched:
+        setattr(module, key, caught)
     try:
         yield files
     finally:
-        modeling.safe_save_file = original
+        for module, key in patched:
+            setattr(module, key, written)
 
 
 # -- writing ---------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 
 import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.comm import agreement
 from schedlang.runtime.comm.agreement import (
     AgreementItem,
     checksum,
@@ -272,6 +274,63 @@ def test_variables_of_no_job(
         join_world(wait=1.0)
     assert info.value.diagnostic.code == "S654"
     assert info.value.diagnostic.title.startswith(f"the environment variable {says}")
+
+
+ENDS_EARLY = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    {how}
+from schedlang.runtime.comm.agreement import join_world
+began = time.monotonic()
+try:
+    join_world(wait=60.0)
+finally:
+    print(f"waited {{time.monotonic() - began < 20}}", flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are read from /proc")
+@pytest.mark.parametrize("how", ["sys.exit(0)", "raise ValueError('of its own')"])
+def test_a_rank_that_ends_before_it_joins(tmp_path: Path, how: str) -> None:
+    """It is noticed at once, not after the time in which a slow rank may come; and of a rank that
+    fails, its own error is what is told."""
+    script = tmp_path / "job.py"
+    script.write_text(ENDS_EARLY.format(how=how))
+    command = ("torchrun", "--nproc-per-node", "2", "--standalone", str(script))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    if "exit" in how:
+        assert "waited True" in done.stdout
+        assert "error[S651]: rank 1 ended before all ranks had called `build`" in done.stderr
+    else:
+        assert "ValueError: of its own" in done.stderr and "S651" not in done.stderr
+
+
+def test_an_address_that_cannot_be_had(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks started by hand: rank 0 refuses a port that another program has; the others say within
+    seconds what they wait for, where torch is silent for minutes."""
+    monkeypatch.setattr(agreement, "_SILENCE", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        job = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in job.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(Refusal, match=f"another program of this machine has the port {port}"):
+            join_world(wait=1.0)
+
+        def what_is_told() -> str:
+            with agreement._speak_while_waiting(1, 2, True):
+                time.sleep(1.0)
+            return capsys.readouterr().err
+
+        capsys.readouterr()
+        assert "does another program have this port?" in (text := what_is_told())
+        assert f"rank 1 of 2 waits at MASTER_ADDR:MASTER_PORT 127.0.0.1:{port}" in text
+    assert "nothing listens there" in what_is_told()
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    assert "MASTER_ADDR=no-such-host.invalid has no address" in what_is_told()
 
 
 def test_a_rank_that_cannot_build(pool: Pool) -> None:

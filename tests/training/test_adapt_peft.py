@@ -121,6 +121,25 @@ def test_peft_loads_and_merges_it(threads: Threads, tmp_path: Path, name: str, k
         assert torch.allclose(value, merged[key], rtol=1e-12, atol=1e-14), key
 
 
+def export_wrapped(plan: Plan, folder: str, wrapped: nn.Module) -> dict[str, Tensor]:
+    program = build(plan, BATCHES[0], optimizer=adamw)
+    program.train_step(BATCHES[0])
+    program.export(folder, wrapped)
+    return program.state_dict()
+
+
+def test_a_model_that_peft_has_wrapped(threads: Threads, tmp_path: Path) -> None:
+    """Its own `save_pretrained` writes the adapters: those that were trained."""
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    wrapped = peft.get_peft_model(models.llama(2), config)
+    plan = make_plan(wrapped, "zero(stage=3, over=dp)", "dp=2")
+    state = threads.run(export_wrapped, 2, plan, str(tmp_path / "out"), wrapped)[0]
+    loaded = peft.PeftModel.from_pretrained(models.llama(2), tmp_path / "out").state_dict()
+    adapters = {key: value for key, value in loaded.items() if "lora_" in key}
+    assert adapters and all(torch.equal(state[key], value) for key, value in adapters.items())
+    assert any("lora_B" in key and value.any() for key, value in adapters.items())
+
+
 def test_heads_that_train_too_and_several_rows(threads: Threads, tmp_path: Path) -> None:
     """A module named by `keep` is written in full; each row keeps its own rank and factor."""
     rows = (

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -147,6 +148,37 @@ def test_any_module(tmp_path: Path) -> None:
     state = program.state_dict()
     assert all(torch.equal(value, state[key]) for key, value in fresh.state_dict().items())
     assert "head.also_shift" in state and fresh.head.also_shift is fresh.shift
+
+
+class WithFiles(OddModel):
+    """A model with a `save_pretrained` that is not transformers'."""
+
+    def save_pretrained(self, folder: Any, state_dict: Any = None, **_: Any) -> None:
+        values = {key: value for key, value in state_dict.items() if "also" not in key}
+        safetensors.torch.save_file(values, f"{folder}/model.safetensors")
+
+
+class OwnValues(OddModel):
+    """One that writes the values of the module, which a program does not train."""
+
+    def save_pretrained(self, folder: Any, **_: Any) -> None:
+        safetensors.torch.save_model(self, f"{folder}/model.safetensors")
+
+
+def test_files_of_another_library(tmp_path: Path) -> None:
+    """Its files hold the trained values, or the export is refused (S631): it must neither write
+    those of before the training, nor read memory that is not there."""
+    program = program_of(WithFiles())
+    program.train_step(points(0))
+    for _ in range(2):
+        program.export(tmp_path / "out", WithFiles())
+    state = program.state_dict()
+    for key, value in safetensors.torch.load_file(tmp_path / "out" / "model.safetensors").items():
+        assert torch.equal(state[key], value)
+    program = program_of(OwnValues())
+    with pytest.raises(Refusal, match="writes other values than it is given") as caught:
+        program.export(tmp_path / "own", OwnValues())
+    assert caught.value.diagnostic.code == "S631" and not (tmp_path / "own").exists()
 
 
 def test_what_cannot_be_exported(tmp_path: Path) -> None:

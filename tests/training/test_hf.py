@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -41,11 +44,10 @@ def make_trainer(folder: Path, rows: int, schedule: str | None, **options: Any) 
     config = transformers.GPT2Config(
         **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False
     )
-    defaults: dict[str, Any] = dict(max_steps=7, save_strategy="no")
+    defaults: dict[str, Any] = dict(max_steps=7, save_strategy="no", learning_rate=1e-2)
     args = transformers.TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=rows,
-        learning_rate=1e-2,
         weight_decay=0.1,
         warmup_steps=2,
         logging_steps=1,
@@ -111,6 +113,146 @@ def test_what_is_not_followed_is_refused(tmp_path: Path) -> None:
     assert not math.isnan(trainer.train(resume_from_checkpoint=True).training_loss)
     with pytest.raises(Refusal, match="earlier run"):
         make_trainer(tmp_path, 8, ONE_RANK, save_strategy="steps").train()
+
+
+def test_every_setting_is_followed_or_refused() -> None:
+    """S691: no field of `TrainingArguments`, of this version or a later one, is left out in
+    silence."""
+    from schedlang import hf
+
+    names = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    assert names >= hf._FOLLOWED
+    trainer = make_trainer(Path("unused"), 8, ONE_RANK)
+    assert trainer._find_unsupported() is None
+    for name in names - hf._FOLLOWED:
+        args = copy.copy(trainer.args)
+        args.__dict__[name] = object()
+        other = copy.copy(trainer)
+        other.args = args
+        mistake = other._find_unsupported()
+        assert mistake is not None and name in mistake[0], name
+
+
+def refused(folder: Path, trainer: Any, match: str, **how: Any) -> None:
+    with pytest.raises(Refusal, match=match) as caught:
+        trainer.train(**how)
+    assert caught.value.diagnostic.code == "S691"
+
+
+def test_losses_and_optimizers_that_would_not_be_used_are_refused(tmp_path: Path) -> None:
+    """S691: a loss of the user's own, in a derived class or as a function; an optimizer and a
+    scheduler of parameters that no rank trains."""
+    from schedlang.hf import Trainer
+
+    class Doubled(Trainer):  # type: ignore[valid-type, misc]
+        def compute_loss(self, *args: Any, **options: Any) -> Any:
+            return 2 * super().compute_loss(*args, **options)
+
+    trainer = make_trainer(tmp_path, 8, ONE_RANK)
+    trainer.__class__ = Doubled
+    refused(tmp_path, trainer, "compute_loss")
+    trainer = make_trainer(tmp_path, 8, ONE_RANK)
+    trainer.compute_loss_func = lambda output, labels, **_: output.loss
+    refused(tmp_path, trainer, "compute_loss_func")
+    trainer = make_trainer(tmp_path, 8, ONE_RANK)
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    refused(tmp_path, trainer, "optimizers")
+    trainer = make_trainer(tmp_path, 8, ONE_RANK, optim="lomo")
+    trainer.optimizer_cls_and_kwargs = (torch.optim.SGD, {"lr": 0.1, "params": []})
+    refused(tmp_path, trainer, "whole model")
+
+
+def test_resuming_from_nothing_is_refused(tmp_path: Path) -> None:
+    """S691: where nothing was saved, or from another place than the run's own, as transformers'
+    loop raises an error; and `save_strategy="epoch"` saves."""
+    refused(tmp_path, make_trainer(tmp_path, 8, ONE_RANK), "nothing", resume_from_checkpoint=True)
+    saving = dict(save_strategy="epoch", max_steps=4)
+    trainer = make_trainer(tmp_path, 8, ONE_RANK, **saving)
+    refused(tmp_path, trainer, "no checkpoint", resume_from_checkpoint=True)
+    trainer.train()
+    steps = sorted(path.name for path in (tmp_path / "schedlang").glob("step-*"))
+    assert steps == ["step-00000003", "step-00000004"]
+    elsewhere = str(tmp_path / "checkpoint-3")
+    refused(tmp_path, trainer, "not the last", resume_from_checkpoint=elsewhere)
+
+
+def test_a_second_call_has_a_scheduler_of_its_own(tmp_path: Path) -> None:
+    """A run that goes on in the same `Trainer` has the learning rates of one that never stopped."""
+    saving = dict(save_strategy="steps", save_steps=2)
+    expected = make_trainer(tmp_path / "whole", 8, ONE_RANK)
+    expected.train()
+    trainer = make_trainer(tmp_path, 8, ONE_RANK, **saving)
+    trainer.create_scheduler = functools.partial(_of_seven, trainer)  # the schedule of 7 steps
+    trainer.args.max_steps = 4
+    trainer.train()
+    trainer.args.max_steps = 7
+    trainer.train(resume_from_checkpoint=True)
+    assert logged_steps(trainer) == logged_steps(expected)
+
+
+def _of_seven(trainer: Any, _: int, optimizer: Any) -> Any:
+    return type(trainer).create_scheduler(trainer, 7, optimizer)
+
+
+class Listener(transformers.TrainerCallback):
+    """Notes the events that it gets."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int, float]] = []
+
+    def _note(self, name: str, state: Any) -> None:
+        self.events.append((name, state.global_step, state.epoch))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.events.append(("begin", state.global_step, state.max_steps))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._note("step", state)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._note("epoch", state)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._note("evaluation", state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._note("end", state)
+
+
+def stop_early(rank: int, folder: Path, rows: int, text: str | None) -> Any:
+    """Return the events and losses of a run that stops when its evaluations get no better."""
+    options = dict(eval_strategy="steps", eval_steps=1, metric_for_best_model="loss")
+    trainer = make_trainer(
+        folder, rows, text, **options, greater_is_better=False, learning_rate=0.5, max_steps=12
+    )
+    listener = Listener()
+    trainer.add_callback(listener)
+    trainer.add_callback(transformers.EarlyStoppingCallback(early_stopping_patience=2))
+    trainer.train()
+    return listener.events, trainer.state.best_metric
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_callbacks_hear_what_transformers_tells_and_stop_the_run(
+    tmp_path: Path, ranks: int
+) -> None:
+    """The events of transformers' own loop, in their order, with its steps and epochs, until
+    `EarlyStoppingCallback` ends the run; the same best evaluation."""
+    expected, best = stop_early(0, tmp_path / "own", 8, None)
+    assert expected[-1][1] < 12  # it does stop early
+    text = ONE_RANK if ranks == 1 else TWO_RANKS
+    for events, metric in run_ranks(ranks, stop_early, tmp_path / "ours", 8 // ranks, text):
+        assert events == expected
+        assert metric == pytest.approx(best, rel=1e-5)
+
+
+def test_columns_that_the_model_does_not_take_are_left_out(tmp_path: Path) -> None:
+    """As transformers' loop leaves them out, unless `remove_unused_columns` is off."""
+    expected, trainer = (make_trainer(tmp_path, 8, ONE_RANK) for _ in range(2))
+    trainer.train_dataset = [{**row, "number": n} for n, row in enumerate(trainer.train_dataset)]
+    trainer.train()
+    expected.train()
+    assert logged_steps(trainer) == logged_steps(expected)
 
 
 def evaluate_on_rank(rank: int, folder: Path, rows: int, text: str | None) -> Any:

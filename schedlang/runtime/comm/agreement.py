@@ -19,10 +19,12 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -43,6 +45,7 @@ TIMEOUT = timedelta(minutes=10)  # of a collective that other ranks do not join
 _FOREVER = timedelta(hours=12)  # if the process that started the ranks decides what a hang is
 _SETTLE = 0.1  # seconds at the end of a process in which gloo's threads can release their tensors
 _PR_SET_PDEATHSIG = 1
+_SILENCE = 5.0  # seconds after which a rank that waits says for what
 
 
 def join_world(wait: float | None = None, met: Any = None) -> None:
@@ -67,12 +70,53 @@ def join_world(wait: float | None = None, met: Any = None) -> None:
         store.set_timeout(TIMEOUT)  # running ranks may take their time
         options |= {"store": store, "rank": rank, "world_size": world}
     device = devices.local_device()
-    if devices.on_host(device):
-        dist.init_process_group(comm.HOST_BACKEND, **options)
-    else:
-        kind = dist.get_default_backend_for_device(device)
-        dist.init_process_group(kind, device_id=device, **options)
+    with _speak_while_waiting(rank, world, store is None):
+        if devices.on_host(device):
+            dist.init_process_group(comm.HOST_BACKEND, **options)
+        else:
+            kind = dist.get_default_backend_for_device(device)
+            dist.init_process_group(kind, device_id=device, **options)
     comm.current_world().joined_here = True
+
+
+@contextmanager
+def _speak_while_waiting(rank: int, world: int, by_torch: bool) -> Iterator[None]:
+    """Say on stderr what torch's own rendezvous waits for, if it waits: it is silent for minutes.
+
+    Raises Refusal S654 for an address that rank 0 cannot have.
+    """
+    if world == 1 or not by_torch:
+        yield
+        return
+    timer = threading.Timer(_SILENCE, _tell_what_is_awaited, (rank, world))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        text = _one_line(error)
+        if rank == 0 and "EADDRINUSE" in text:
+            title = f"another program of this machine has the port {os.environ['MASTER_PORT']}"
+            helps = ("set another MASTER_PORT, the same for all ranks", _VARIABLES_HELPS[0])
+            raise _refusal(_verdict("S654", title, ("it is MASTER_PORT",), helps)) from error
+        raise
+    finally:
+        timer.cancel()
+
+
+def _tell_what_is_awaited(rank: int, world: int) -> None:
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    what = "for the other ranks; if one never comes, see what it says"
+    try:
+        socket.getaddrinfo(host, port)
+        if rank and not _answers(host, port):
+            what = "for rank 0: nothing listens there"
+        elif rank:
+            what = "for rank 0 and the others; does another program have this port?"
+    except OSError as error:
+        what = f"and the name MASTER_ADDR={host} has no address: {error.strerror}"
+    place = f"MASTER_ADDR:MASTER_PORT {host}:{port}"
+    print(f"rank {rank} of {world} waits at {place} {what}", file=sys.stderr, flush=True)
 
 
 def read_job_variables() -> tuple[int, int]:
@@ -271,10 +315,16 @@ def rendezvous(wait: float) -> Any:
     count, rank = f"{key}/count", os.environ["RANK"]
     store.set(f"{key}/{rank}", "1")
     store.add(count, 1)
-    if not poll_until(lambda: bool(store.add(count, 0) >= world), wait):
+    siblings = store_watch.Siblings()
+    if not poll_until(lambda: bool(store.add(count, 0) >= world or siblings.have_ended()), wait):
         refuse_missing(
             [peer for peer in range(world) if not store.check([f"{key}/{peer}"])], world, wait
         )
+    if ended := [peer for peer in siblings.ended if not store.check([f"{key}/{peer}"])]:
+        notes = ("torchrun ends the others if a rank fails, but not if it ends without an error",)
+        title = f"{_ranks(ended)} ended before all ranks had called `build`"
+        help_ = f"check what {_ranks(ended)} did: it must neither `sys.exit()` nor return before"
+        raise _refusal(_verdict("S651", title, notes, (help_,)))
     return store
 
 

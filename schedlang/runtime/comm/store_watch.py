@@ -1,4 +1,4 @@
-"""End ranks whose job store no longer answers.
+"""End ranks whose job store no longer answers; see which ranks of this node have ended.
 
 torch's client waits for an answer without a timeout: if the store's machine is cut off or its
 process is stopped, no request returns. So one thread keeps asking the store, and another checks
@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from schedlang.diagnostics.diagnostic import Refusal
@@ -92,6 +94,38 @@ class StoreWatch:
         if now - self.heard > self.lost:
             self.ended.set()
             self.end(self.lost)
+
+
+@dataclass
+class Siblings:
+    """The ranks of this node, as processes that the same torchrun has started (Linux only)."""
+
+    ended: tuple[int, ...] = ()
+    _seen: tuple[int, ...] = ()
+    _looked: float = field(default_factory=time.monotonic)
+
+    def have_ended(self) -> bool:
+        """Return whether some are gone, at two looks: torchrun may still be starting them."""
+        if time.monotonic() - self._looked > _CHECK:
+            seen, self._looked = self._seen, time.monotonic()
+            self._seen = self._gone()
+            self.ended = tuple(rank for rank in self._seen if rank in seen)
+        return bool(self.ended)
+
+    def _gone(self) -> tuple[int, ...]:
+        rank, living = int(os.environ["RANK"]), set[int]()
+        with suppress(OSError):
+            for listing in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
+                for child in listing.read_text().split():
+                    with suppress(OSError):  # it ends now
+                        variables = Path("/proc", child, "environ").read_bytes().split(b"\0")
+                        named = [text[5:] for text in variables if text.startswith(b"RANK=")]
+                        living.update(map(int, named))
+        if rank not in living:  # started by something between torchrun and this process
+            return ()
+        first = rank - int(os.environ.get("LOCAL_RANK", rank))
+        local = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        return tuple(peer for peer in local if peer not in living)
 
 
 def lost_store_refusal(seconds: float) -> Refusal:
