@@ -114,18 +114,17 @@ def _split_full_batch(a: Assembly, batch: Batch, whole: bool) -> SplitBatch:
     if single and (count := row_count(batch)):  # one part: its weight cancels
         return SplitBatch([BatchPart({**batch}, tuple(range(count)))], [1.0], [[1.0]], _always)
     all_weights: list[list[Number]]
-    cached = a.split_batches if a.tokens is None else None
-    if cached is not None and (key := (id(batch), replicas)) in cached:
-        _, all_parts, all_weights, even, counts = cached[key]
-        return SplitBatch(all_parts[index], all_weights[index], all_weights, even, index, counts)
-    all_parts = split_batch(batch, shares, a.microbatches)
-    if a.tokens is not None:
-        copies = a.tokens.ranks
-        all_parts = [
-            parts
-            for share in all_parts
-            for parts in ([share] * copies if whole else a.split_tokens(share))
-        ]
+    cached, copies = a.split_batches, 1 if a.tokens is None else a.tokens.ranks
+
+    def with_tokens(parts: list[BatchPart]) -> list[list[BatchPart]]:
+        return [parts] * copies if whole else a.split_tokens(parts)
+
+    if cached is not None and (key := (id(batch), replicas, whole)) in cached:
+        _, by_rows, all_weights, even, counts = cached[key]
+        parts = with_tokens(by_rows[index // copies])[index % copies]  # with this rank's exchange
+        return SplitBatch(parts, all_weights[index], all_weights, even, index, counts)
+    by_rows = split_batch(batch, shares, a.microbatches)
+    all_parts = [parts for share in by_rows for parts in with_tokens(share)]
     if replicas * a.microbatches == 1 or (cached is None and a.needs_no_weights):
         all_weights = [[1.0] * len(parts) for parts in all_parts]
     else:
@@ -134,7 +133,7 @@ def _split_full_batch(a: Assembly, batch: Batch, whole: bool) -> SplitBatch:
     counts = [a.label_counts(parts) for parts in all_parts] if a.weighs_means else ()
     even = cache(lambda: len({_shapes(parts) for parts in all_parts}) == 1)
     if cached is not None:  # with the batch, so that no other object gets its id
-        cached[id(batch), replicas] = batch, all_parts, all_weights, even, counts
+        cached[id(batch), replicas, whole] = batch, by_rows, all_weights, even, counts
     return SplitBatch(all_parts[index], all_weights[index], all_weights, even, index, counts)
 
 

@@ -63,11 +63,6 @@ EDGE = 0.03  # scale of the logistic function: width of the uncertain range near
 OUTLIER = 15.0  # cap of a run's penalty, so that outliers do not dominate
 
 
-def fit_chance(needed: float) -> float:
-    """Return the chance to fit of a run that needs the given share of the limit."""
-    return float(1 / (1 + needed ** (1 / EDGE)))
-
-
 def fit_memory(
     state: Array, parts: Array, ran: Sequence[bool], limit: float, priors: Mapping[str, float]
 ) -> dict[str, float]:

@@ -186,8 +186,9 @@ def predict_time(layout: Layout, machine: Cluster, weights: Mapping[str, float])
 # et al. 2022 count (parts that tp splits; inputs of matrices, which it does not; those of a layer
 # that is computed again), bytes of a layer's input for a norm in fp32, of a score that is kept and
 # of one in work, of a layer's input for what the first flash attention copies, of a logit (16 bits,
-# fp32, and their gradients), of one that tp has gathered, of what a stage is handed, and the share
-# of the memory that the context, buffers and gaps take
+# fp32, and their gradients), of one that tp has gathered, of what a stage is handed, the share of a
+# pipeline's activations that gaps take (blocks of one microbatch lie between those of others), and
+# the share of the memory that the context and buffers take
 MEMORY: Final[Mapping[str, float]] = {
     "split": 1.1,
     "inputs": 4.0,
@@ -199,6 +200,7 @@ MEMORY: Final[Mapping[str, float]] = {
     "logits": 14.0,
     "gathered": 4.0,
     "handed": 4.0,
+    "gaps": 0.2,
     "fixed": 0.03,
 }
 
@@ -227,6 +229,7 @@ def memory_terms(layout: Layout, machine: Cluster) -> tuple[Array, Array]:
     layer = {
         "split": (inner * stored, 0.0),
         "inputs": (activations * stored, 0.0),
+        "gaps": ((1.1 * inner + 4 * activations) * stored * (layout.pp > 1), 0.0),
         "norm": (unfused * stored, unfused * once),
         "scores": (scores * stored, 0.0),
         "flash1": (copied * stored, copied * once),

@@ -32,7 +32,7 @@ def longer(made: dict[str, list[Row]]) -> float:
 # largest mean error of a table, and of any row
 BOUNDS = {
     "weak scaling": (0.07, 0.10),
-    "more ranks": (0.10, 0.14),
+    "more ranks": (0.05, 0.07),
     "recomputation": (0.02, 0.03),
     "layers": (0.05, 0.10),
     "Zero Bubble": (0.08, 0.15),

@@ -17,6 +17,7 @@ from schedlang.passes.simulate.account import account
 from schedlang.passes.simulate.machine import CLUSTERS, Cluster, cluster_named, with_figures
 from schedlang.passes.simulate.simulated_ranks import simulate_ranks
 from schedlang.passes.simulate.step_time import StepTime, time_step
+from schedlang.pipeline.timeline.table import Kind
 from schedlang.runtime import batch as parts
 from schedlang.runtime import dry_run, step_batch
 from schedlang.runtime.offload.offloaded_activations import offload_all_sizes
@@ -205,6 +206,22 @@ def test_kinds_of_ranks_share_how_a_batch_is_dealt(monkeypatch: pytest.MonkeyPat
     by_itself = simulate_ranks(plan, BATCH, loss, prepared, works=True)
     assert repr(by_itself) == repr(shared)  # bytes by class are arrays
     assert split.call_count == 1 + 2 * 2
+
+
+def test_units_of_other_stages_start_no_operators() -> None:
+    """Placeholders of what other stages compute are no kernels: each stage starts its own."""
+    rows = 'blocks  pipeline_split(over=pp)\npipeline(order="GPipe", micro=2)'
+    plan = make_plan(Net(8), rows, "pp=4")
+    prepared = prepare(plan, parts.largest_part(BATCH, plan.shares, plan.micro), loss)
+    simulated = simulate_ranks(plan, BATCH, loss, prepared, works=True)
+    forwards = [
+        sum(run.work.operators.total() for run in runs)
+        for rank in simulated.by_class.values()
+        for key, runs in rank.ops.items()
+        if key[0] is Kind.F
+    ]
+    embedding, loss_operators, products = 1, 2, 2
+    assert forwards == [2 * (products + more) for more in (embedding, 0, 0, loss_operators)]
 
 
 @pytest.mark.parametrize("micro", [2, 4, 8])

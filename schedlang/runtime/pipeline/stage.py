@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._python_dispatch import _disable_current_modes
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
@@ -332,6 +333,10 @@ class Stub:
         dtype, shape = leaf.dtype, leaf.shape
         leaf_info = self.leaves.get((unit, k))
         written = leaf_info is None or leaf_info.mutated
+        if device.type == "meta" and dtype.is_floating_point and not written:
+            # no value, and no operator: a real run shares one placeholder, and fills it once
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                return torch.empty((), dtype=dtype, device=device).expand(shape)
         key, unshared = (dtype, shape, device), written or _is_observed()
         if not unshared and (blank := self._placeholders.get(key)) is not None:
             return blank.detach()
