@@ -168,9 +168,8 @@ def _of_a_step(
         notes.append(f"dropout is drawn logically in training, too: {reason}")
     staged = prepared.staged
     classes = rank_classes(plan, staged, prepared.holdings)
-    simulate = cache(  # at most once
-        lambda: simulate_ranks(plan, batch, loss, prepared, classes=classes)
-    )
+    # at most once
+    simulate = cache(lambda: simulate_ranks(plan, batch, loss, prepared, classes=classes))
     collectives = list_collectives(plan, prepared, sample, loss)
     peer_sends, reason = _try_simulation(
         lambda: [*peer_activation_sends(plan, prepared, simulate)], _UNSENT
