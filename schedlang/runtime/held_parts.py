@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,12 @@ _held: WeakSet[nn.Parameter] = WeakSet()  # parameters of which other ranks hold
 
 @dataclass
 class _Place:
-    """The assembly and name of a parameter; a file of the parameter lacks them."""
+    """The assembly and name of a parameter; a file of the parameter lacks them.
 
-    assembly: Assembly
+    The parameter does not keep the groups of a program that ended.
+    """
+
+    assembly: ref[Assembly]
     name: str
 
     def __reduce__(self) -> Any:
@@ -39,7 +42,7 @@ def note_parts(a: Assembly) -> bool:
         if a.holdings[name].layout.splits or a.holdings[name].sliced:
             found = True
             if _PLACE not in vars(parameter):  # a WeakSet compares what is added again
-                setattr(parameter, _PLACE, _Place(a, name))
+                setattr(parameter, _PLACE, _Place(ref(a), name))
                 _held.add(parameter)
     return found
 
@@ -47,7 +50,8 @@ def note_parts(a: Assembly) -> bool:
 def held_with(is_same: Callable[[Tensor], bool]) -> nn.Parameter | None:
     """Return the first such parameter of which it, or its gradient, is a tensor; None for none."""
     for parameter in [*_held]:
-        if any(is_same(value) for value in (parameter, parameter.grad) if value is not None):
+        values = (value for value in (parameter, parameter.grad) if value is not None)
+        if vars(parameter)[_PLACE].assembly() is not None and any(map(is_same, values)):
             return parameter
     return None
 
@@ -55,7 +59,7 @@ def held_with(is_same: Callable[[Tensor], bool]) -> nn.Parameter | None:
 def hold_alike(parameter: nn.Parameter, ranks: Iterable[int]) -> bool:
     """Return whether ranks hold the same part of a parameter as this one."""
     place = vars(parameter)[_PLACE]
-    a = place.assembly
+    a: Any = place.assembly()  # of `held_with`: it lives
     mesh, holding = a.ranks.mesh, a.holdings[place.name]
     own = holding.segments(mesh, a.ranks.rank)
     return all(holding.segments(mesh, rank) == own for rank in ranks if rank < mesh.world)
@@ -69,12 +73,13 @@ def full_norm(
     Each element of a part counts once, though several ranks hold it. All ranks call it together.
     norm  that of tensors which a rank has in full
     """
-    places = {id(p.grad): vars(p)[_PLACE] for p in _held if p.grad is not None}
+    places = {id(p.grad): vars(p)[_PLACE] for p in [*_held] if p.grad is not None}
+    places = {key: place for key, place in places.items() if place.assembly() is not None}
     parts = [gradient for gradient in gradients if id(gradient) in places]
     power = float(kind)
     if not parts or not power > 0:
         return norm(gradients, kind, *options)
-    a = places[id(parts[0])].assembly
+    a: Any = places[id(parts[0])].assembly()
     counted = [p for p in parts if places[id(p)].name in a.primary_parameters]
     own = norm([local_tensor(p).as_subclass(Tensor) for p in counted], kind)
     first = local_tensor(parts[0])
