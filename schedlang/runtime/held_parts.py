@@ -5,6 +5,7 @@ A norm of gradients is that of the full ones on every rank, if all ranks take it
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,11 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import python_span
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.comm import world
+from schedlang.runtime.loop_terms import name_of_gradient
 from schedlang.runtime.storage.offloaded_gradients import local_tensor
 
 _PLACE = "_schedlang_place"
@@ -29,7 +33,7 @@ class _Place:
     name: str
 
     def __reduce__(self) -> Any:
-        return tuple, ()
+        return OrderedDict, ()  # `torch.load` takes it also with `weights_only`
 
 
 def note_parts(a: Assembly) -> bool:
@@ -85,3 +89,23 @@ def full_norm(
     whole = [g for g in gradients if id(g) not in places]
     whole.append((total if largest else total ** (1 / power)).to(first.dtype))
     return norm(whole, kind, *options)
+
+
+def checked_norm(norm: Callable[..., Tensor], gradients: Sequence[Tensor], *options: Any) -> Tensor:
+    """Return the norm of full gradients, in a loop that has the module; all ranks take it together.
+
+    Raises Refusal S622 elsewhere, where the norm would be that of this rank's shards only: hooks of
+    steps do not run on ranks that train nothing.
+    """
+    name, own = name_of_gradient(gradients), {*map(id, gradients)}
+    if name is None or held_with(lambda value: id(value) in own) is not None:
+        return full_norm(norm, gradients, *options)
+    raise Refusal.of(
+        "S622",
+        "the norm would be that of this rank's gradients only",
+        notes=(f"this rank has a shard of `{name}`; other ranks have other shards and norms",),
+        helps=(
+            "`build(clip=1.0)`: a step clips by the norm of all gradients",
+            "`program.grad_norm` is that norm, after a step",
+        ),
+    ).at(python_span())
