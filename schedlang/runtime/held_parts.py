@@ -76,7 +76,7 @@ def full_norm(
     places = {id(p.grad): vars(p)[_PLACE] for p in _held if p.grad is not None}
     parts = [gradient for gradient in gradients if id(gradient) in places]
     power = float(kind)
-    if not parts or not power > 0:
+    if not parts:
         return norm(gradients, kind, *options)
     a = places[id(parts[0])].assembly
     counted = [p for p in parts if places[id(p)].name in a.primary_parameters]
@@ -91,15 +91,20 @@ def full_norm(
     return norm(whole, kind, *options)
 
 
-def checked_norm(norm: Callable[..., Tensor], gradients: Sequence[Tensor], *options: Any) -> Tensor:
+def checked_norm(
+    norm: Callable[..., Tensor], gradients: Sequence[Tensor], kind: Any = 2.0, *options: Any
+) -> Tensor:
     """Return the norm of full gradients, in a loop that has the module; all ranks take it together.
 
     Raises Refusal S622 elsewhere, where the norm would be that of this rank's shards only: hooks of
-    steps do not run on ranks that train nothing.
+    steps do not run on ranks that train nothing; and for kinds that are no norms (0, -inf).
     """
     name, own = name_of_gradient(gradients), {*map(id, gradients)}
-    if name is None or held_with(lambda value: id(value) in own) is not None:
-        return full_norm(norm, gradients, *options)
+    if not float(kind) > 0:
+        if name is None:
+            return norm(gradients, kind, *options)
+    elif name is None or held_with(lambda value: id(value) in own) is not None:
+        return full_norm(norm, gradients, kind, *options)
     raise Refusal.of(
         "S622",
         "the norm would be that of this rank's gradients only",
