@@ -94,8 +94,6 @@ class _Scheduled:
         loop = self._loop(resume_from_checkpoint)
         self.state.max_steps = loop.steps
         self.program = loop.fit()
-        if loop.evaluate_every and self.program.step % loop.evaluate_every:
-            loop.callbacks[0].on_evaluate(loop, loop.evaluate())  # type: ignore[index]  # the end
         self.model.load_state_dict(self.program.state_dict())
         losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
         return TrainOutput(self.program.step, losses[-1] if losses else math.nan, {})
@@ -141,8 +139,10 @@ class _Scheduled:
         import transformers
 
         args, owner = self.args, type(self)
-        defaults = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu)
-        for name in (field.name for field in fields(args) if field.name not in _FOLLOWED):
+        # not of a class of the user: its own fields are the user's, its defaults are settings too
+        known = next(k for k in type(args).__mro__ if k.__module__.startswith("transformers."))
+        defaults = known(output_dir=args.output_dir, use_cpu=args.use_cpu)
+        for name in (field.name for field in fields(defaults) if field.name not in _FOLLOWED):
             if getattr(args, name) != getattr(defaults, name):
                 row = f"write a row of the schedule instead: `{_ROWS.get(name)}`"
                 help_ = row if name in _ROWS else "leave it out"
@@ -257,12 +257,13 @@ class _Scheduled:
 class _Events:
     """Passes events and figures to transformers' callbacks and logs.
 
-    A callback may stop the run at a log or an evaluation, on whichever rank it says so.
+    A callback may stop the run at a log, an evaluation or an epoch's end, on whichever rank it says
+    so.
     """
 
     def __init__(self, owner: Any, epoch: int) -> None:
         self.owner, self.epoch = owner, epoch  # steps of an epoch
-        self._ends_epoch = False  # told with the next step: logs and evaluations come before
+        self._in_epoch = False
 
     def _call(self, *names: str, **values: Any) -> None:
         owner = self.owner
@@ -271,8 +272,8 @@ class _Events:
             owner.control = call(owner.args, owner.state, owner.control, **values)
 
     def _count(self, loop: Loop) -> None:
-        step = self.owner.state.global_step = loop.program.step
-        self.owner.state.epoch, self._ends_epoch = step / self.epoch, step % self.epoch == 0
+        self.owner.state.global_step = loop.program.step
+        self.owner.state.epoch = loop.program.step / self.epoch
 
     def _stop_if_asked(self, loop: Loop) -> None:
         from schedlang.runtime.comm import world
@@ -284,22 +285,42 @@ class _Events:
         """Begin the run, and an epoch of it."""
         self.owner.state.compute_steps(self.owner.args, loop.steps)
         self._count(loop)
-        self._ends_epoch = False
+        self._in_epoch = True
         self._call("on_train_begin", "on_epoch_begin")
 
     def on_step(self, loop: Loop) -> None:
-        """End a step, and before it the epoch of the last one if it has ended."""
-        if self._ends_epoch:
-            self._call("on_epoch_end", "on_epoch_begin")
+        """End a step, and the epoch if it is the last of one."""
+        if not self._in_epoch:
+            self._call("on_epoch_begin")
         self._count(loop)
         self._call("on_step_end")
         self.owner.control.should_training_stop &= loop.program.step < loop.steps
+        self._in_epoch = True
+        self._end_epoch(loop, self._logs_now(loop) or self._evaluates_now(loop))
+
+    def _logs_now(self, loop: Loop) -> bool:
+        by_steps = self.owner.args.logging_strategy == "steps"
+        return by_steps and loop.program.step % loop.log_every == 0
+
+    def _evaluates_now(self, loop: Loop) -> bool:
+        by_steps = self.owner.args.eval_strategy == "steps" and loop.evaluate_every
+        return bool(by_steps) and loop.program.step % loop.evaluate_every == 0
+
+    def _end_epoch(self, loop: Loop, later: bool = False) -> None:
+        """End an epoch after what is due by steps, and before what is due by epochs."""
+        if self._in_epoch and not later and loop.program.step % self.epoch == 0:
+            self._in_epoch = False
+            self._call("on_epoch_end")
+            self._stop_if_asked(loop)
 
     def on_log(self, loop: Loop, figures: dict[str, float]) -> None:
         """Log the figures under transformers' names."""
         names = {"loss": "loss", "gradient norm": "grad_norm", "learning rate": "learning_rate"}
         self.owner.log({names[key]: value for key, value in figures.items() if key in names})
         self._stop_if_asked(loop)
+        if loop.evaluate_every and loop.program.step >= loop.steps:
+            loop.evaluate_every = loop.program.step  # the end is evaluated, too
+        self._end_epoch(loop, self._evaluates_now(loop))
 
     def on_evaluate(self, loop: Loop, figures: dict[str, float]) -> None:
         """Log the evaluation loss, and compare it with the best."""
@@ -308,14 +329,17 @@ class _Events:
         self._call("on_evaluate", metrics=metrics)
         self.owner._determine_best_metric(metrics, None)
         self._stop_if_asked(loop)
+        self._end_epoch(loop)
 
     def on_save(self, loop: Loop) -> None:
         """Tell of a checkpoint."""
         self._call("on_save")
 
     def on_end(self, loop: Loop) -> None:
-        """End the run."""
-        self._call("on_epoch_end", "on_train_end")
+        """End the run, and an epoch that it has not finished."""
+        if self._in_epoch:
+            self._call("on_epoch_end")
+        self._call("on_train_end")
 
 
 @cache

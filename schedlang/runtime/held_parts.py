@@ -5,6 +5,7 @@ A norm of gradients is that of the full ones on every rank, if all ranks take it
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,11 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor, nn
 
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import python_span
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.comm import world
+from schedlang.runtime.loop_terms import name_of_gradient
 from schedlang.runtime.storage.offloaded_gradients import local_tensor
 
 _PLACE = "_schedlang_place"
@@ -32,7 +36,7 @@ class _Place:
     name: str
 
     def __reduce__(self) -> Any:
-        return tuple, ()
+        return OrderedDict, ()  # `torch.load` takes it also with `weights_only`
 
 
 def note_parts(a: Assembly) -> bool:
@@ -77,7 +81,7 @@ def full_norm(
     places = {key: place for key, place in places.items() if place.assembly() is not None}
     parts = [gradient for gradient in gradients if id(gradient) in places]
     power = float(kind)
-    if not parts or not power > 0:
+    if not parts:
         return norm(gradients, kind, *options)
     a: Any = places[id(parts[0])].assembly()
     counted = [p for p in parts if places[id(p)].name in a.primary_parameters]
@@ -90,3 +94,28 @@ def full_norm(
     whole = [g for g in gradients if id(g) not in places]
     whole.append((total if largest else total ** (1 / power)).to(first.dtype))
     return norm(whole, kind, *options)
+
+
+def checked_norm(
+    norm: Callable[..., Tensor], gradients: Sequence[Tensor], kind: Any = 2.0, *options: Any
+) -> Tensor:
+    """Return the norm of full gradients, in a loop that has the module; all ranks take it together.
+
+    Raises Refusal S622 elsewhere, where the norm would be that of this rank's shards only: hooks of
+    steps do not run on ranks that train nothing; and for kinds that are no norms (0, -inf).
+    """
+    name, own = name_of_gradient(gradients), {*map(id, gradients)}
+    if not float(kind) > 0:
+        if name is None:
+            return norm(gradients, kind, *options)
+    elif name is None or held_with(lambda value: id(value) in own) is not None:
+        return full_norm(norm, gradients, kind, *options)
+    raise Refusal.of(
+        "S622",
+        "the norm would be that of this rank's gradients only",
+        notes=(f"this rank has a shard of `{name}`; other ranks have other shards and norms",),
+        helps=(
+            "`build(clip=1.0)`: a step clips by the norm of all gradients",
+            "`program.grad_norm` is that norm, after a step",
+        ),
+    ).at(python_span())

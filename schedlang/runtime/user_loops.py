@@ -17,7 +17,7 @@ import math
 import sys
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -49,13 +49,12 @@ from schedlang.runtime.adapters.torch_tensor import (
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.grad_reduction.gradient import GradientReduction, LocalParameters
 from schedlang.runtime.grad_reduction.zero import own_backward, reshard_all
-from schedlang.runtime.held_parts import full_norm, held_with, note_parts
+from schedlang.runtime.held_parts import checked_norm, note_parts
 from schedlang.runtime.loop_terms import (
     check_terms,
     has_shard_name,
     mark_part,
     mark_shard,
-    name_of_gradient,
     note_forwards,
     run_gradients,
     shard_name,
@@ -324,20 +323,38 @@ def end_step(a: Assembly, optimizer: Any) -> None:
         mark_parameters(a.parameters.values())
     first = next((p.grad for p in a.parameters.values() if p.grad is not None), None)
     if optimizer is not None and first is not None:
-        parameters.used = ref(first), first._version
+        parameters.used = ref(first), first._version, ref(optimizer)
         getattr(optimizer, STEP_HOOKS[0], {})[_SECOND] = partial(_check_second, ref(parameters))
 
 
-def _check_second(owner: Callable[[], LocalParameters | None], *unused: object) -> None:
+def _check_second(
+    owner: Callable[[], LocalParameters | None],
+    optimizer: torch.optim.Optimizer,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     """Raise Refusal S622 if an optimizer steps with gradients that a step has used; warn if they
-    were changed since."""
+    were changed since.
+
+    With a closure it steps after that, which makes gradients: return the arguments of a step that
+    checks then.
+    """
     parameters = owner()
     if parameters is None or parameters.used is None:
-        return
-    (used, writes), gradients = parameters.used, (p.grad for p in parameters.values())
+        return None
+    given = [*args[1:], *kwargs.values()]
+    if (closure := next((value for value in given if callable(value)), None)) is not None:
+
+        def checked() -> Any:
+            loss = closure()
+            _check_second(owner, optimizer, (), {})
+            return loss
+
+        return (optimizer, checked), {}
+    (used, writes, built), gradients = parameters.used, (p.grad for p in parameters.values())
     first = next((gradient for gradient in gradients if gradient is not None), None)
-    if first is None or used() is not first:
-        return
+    if first is None or used() is not first or not _share(optimizer, built(), parameters):
+        return None
     refusal = Refusal.of(
         "S622",
         "an optimizer steps a second time with the gradients of `train_step`",
@@ -350,6 +367,19 @@ def _check_second(owner: Callable[[], LocalParameters | None], *unused: object) 
     if first._version == writes:
         raise refusal
     warnings.warn(f"{refusal.diagnostic.title}, which were changed since", stacklevel=4)
+    return None
+
+
+def _share(
+    one: torch.optim.Optimizer, built: torch.optim.Optimizer | None, own: LocalParameters
+) -> bool:
+    """Return whether two optimizers update the same of a program's parameters."""
+    names = {id(parameter) for parameter in own.values()}
+    first, second = (
+        names.intersection(id(p) for group in optimizer.param_groups for p in group["params"])
+        for optimizer in (one, built or one)
+    )
+    return bool(first & second)
 
 
 @functools.cache
@@ -358,10 +388,13 @@ def _register_second_steps() -> None:
     register_optimizer_step_pre_hook(_check_own_optimizer)
 
 
-def _check_own_optimizer(optimizer: torch.optim.Optimizer, *unused: object) -> None:
-    if not torch.compiler.is_compiling():
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        _check_second(partial(_owners.get, id(next(parameters, None))))
+def _check_own_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return None
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    owners = (owner for p in parameters if (owner := _owners.get(id(p))) is not None)
+    owner = next(owners, None)
+    return None if owner is None else _check_second(lambda: owner, optimizer, args, kwargs)
 
 
 @contextmanager
@@ -445,7 +478,7 @@ def _shards_of(a: Assembly) -> Iterator[tuple[str, nn.Parameter]]:
 @functools.cache
 def _register_checks() -> None:
     """Check norms of gradients from now on, terms of losses, and optimizers that step."""
-    replace_norms(_norm)
+    replace_norms(checked_norm)
     check_unscaling(_check_scaler)
     check_backwards(check_terms)
     wrap_gradients(_run_marked)
@@ -466,26 +499,6 @@ def _run_marked(run: Callable[[], Any], roots: Any, inputs: Any, *flags: bool) -
 def _shard_name(parameters: Iterable[Any]) -> str | None:
     """Return the name of the first parameter that is a shard; None if there is none."""
     return next((name for p in parameters if (name := shard_name(p))), None)
-
-
-def _norm(norm: Callable[..., Tensor], gradients: Sequence[Tensor], *options: Any) -> Tensor:
-    """Return the norm of full gradients, in a loop that has the module; all ranks take it together.
-
-    Raises Refusal S622 elsewhere, where the norm would be that of this rank's shards only: hooks of
-    steps do not run on ranks that train nothing.
-    """
-    name, own = name_of_gradient(gradients), {*map(id, gradients)}
-    if name is None or held_with(lambda value: id(value) in own) is not None:
-        return full_norm(norm, gradients, *options)
-    raise Refusal.of(
-        "S622",
-        "the norm would be that of this rank's gradients only",
-        notes=(f"this rank has a shard of `{name}`; other ranks have other shards and norms",),
-        helps=(
-            "`build(clip=1.0)`: a step clips by the norm of all gradients",
-            "`program.grad_norm` is that norm, after a step",
-        ),
-    ).at(python_span())
 
 
 def _check_scaler(parameters: Iterable[Any]) -> None:

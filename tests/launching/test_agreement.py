@@ -306,6 +306,22 @@ def test_a_rank_that_ends_before_it_joins(tmp_path: Path, how: str) -> None:
         assert "ValueError: of its own" in done.stderr and "S651" not in done.stderr
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are read from /proc")
+@pytest.mark.parametrize("how", ["time.sleep(7)", "sys.exit(0)"], ids=["slow", "ended"])
+def test_ranks_that_scripts_start(tmp_path: Path, how: str) -> None:
+    """A script around each rank (`numactl`, a shell) is no end of the others; nor are variables of
+    torchrun's own process."""
+    job, around = tmp_path / "job.py", tmp_path / "around.sh"
+    job.write_text(ENDS_EARLY.format(how=how))
+    around.write_text(f"#!/bin/sh\n{sys.executable} {job}\nstatus=$?\nexit $status\n")
+    around.chmod(0o755)
+    command = ("torchrun", "--nproc-per-node", "2", "--standalone", "--no-python", str(around))
+    environment = {**os.environ, "RANK": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert (done.returncode == 0) == ("sleep" in how), done.stderr
+    assert ("S651" in done.stderr) == ("exit" in how)
+
+
 def test_an_address_that_cannot_be_had(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -201,7 +201,7 @@ class Listener(transformers.TrainerCallback):
         self.events: list[tuple[str, int, float]] = []
 
     def _note(self, name: str, state: Any) -> None:
-        self.events.append((name, state.global_step, state.epoch))
+        self.events.append((name, state.global_step, round(state.epoch, 9)))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.events.append(("begin", state.global_step, state.max_steps))
@@ -244,6 +244,64 @@ def test_callbacks_hear_what_transformers_tells_and_stop_the_run(
     for events, metric in run_ranks(ranks, stop_early, tmp_path / "ours", 8 // ranks, text):
         assert events == expected
         assert metric == pytest.approx(best, rel=1e-5)
+
+
+def stop_by_epochs(rank: int, folder: Path, rows: int, text: str | None, strategy: str) -> Any:
+    """Return the events of a run that a callback stops at the end of its second epoch."""
+
+    class Stops(Listener):
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            super().on_epoch_end(args, state, control)
+            control.should_training_stop |= state.epoch >= 2
+
+    options = dict(eval_strategy=strategy, logging_strategy=strategy, eval_steps=2, max_steps=12)
+    trainer = make_trainer(folder, rows, text, **options)
+    trainer.add_callback(listener := Stops())
+    trainer.train()
+    return listener.events
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_a_callback_stops_the_run_at_the_end_of_an_epoch(tmp_path: Path, strategy: str) -> None:
+    """At that step, and evaluations come before the end of an epoch, or after it, as there."""
+    expected = stop_by_epochs(0, tmp_path / "own", 8, None, strategy)
+    assert stop_by_epochs(0, tmp_path / "ours", 8, ONE_RANK, strategy) == expected
+
+
+def test_the_last_evaluation_comes_before_the_end(tmp_path: Path) -> None:
+    """A callback that has closed its files hears nothing more."""
+    trainer = make_trainer(tmp_path, 8, ONE_RANK, eval_strategy="steps", eval_steps=2, max_steps=5)
+    trainer.add_callback(listener := Listener())
+    trainer.train()
+    assert [name for name, *_ in listener.events[-3:]] == ["evaluation", "epoch", "end"]
+
+
+@dataclasses.dataclass
+class OwnArguments(transformers.TrainingArguments):
+    """Settings of a script, beside transformers'."""
+
+    corpus: str = ""
+    gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.corpus
+
+
+def test_arguments_of_a_class_of_the_user(tmp_path: Path) -> None:
+    """Its own fields are the user's; a default that it changes is a setting as any other."""
+    trainer = make_trainer(tmp_path, 8, ONE_RANK)
+    options = dict(save_strategy="no", max_steps=1, use_cpu=True, report_to=[])
+    trainer.args = OwnArguments(output_dir=str(tmp_path), corpus="a.txt", **options)
+    trainer.train()
+
+    @dataclasses.dataclass
+    class Checkpoints(OwnArguments):
+        gradient_checkpointing: bool = True
+
+    trainer.args = Checkpoints(output_dir=str(tmp_path), corpus="a.txt", **options)
+    with pytest.raises(Refusal, match="checkpointing"):
+        trainer.train()
 
 
 def test_columns_that_the_model_does_not_take_are_left_out(tmp_path: Path) -> None:

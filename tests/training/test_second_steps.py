@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -94,3 +95,83 @@ def test_backwards_of_a_loop(threads: Threads) -> None:
         optimizer.step()
     for state in threads.run(body, 2):
         torch.testing.assert_close(state, plain.state_dict(), rtol=1e-9, atol=1e-12)
+
+
+def own_part(name: str, named: Any) -> torch.optim.Optimizer:
+    """Return an optimizer of the parameters of which a name is a part."""
+    return torch.optim.SGD([p for n, p in named if name in n], lr=0.1)
+
+
+@pytest.mark.parametrize("layout", ALL)
+def test_an_optimizer_of_other_parameters(layout: str, threads: Threads) -> None:
+    """It steps with gradients that no step has used; one that shares a parameter is refused."""
+    layers = [name for name, _ in NET.named_children()]
+
+    def body(rows: str, mesh: str) -> Any:
+        plan = make_plan(copy.deepcopy(NET), rows, mesh)
+        program = build(plan, batch(0), optimizer=lambda named: own_part(layers[0], named))
+        other = own_part(layers[-1], program.module.named_parameters())
+        for seed in range(2):
+            program.train_step(batch(seed))
+            other.step()
+        state = program.state_dict()
+        new = torch.nn.Parameter(torch.ones(2))
+        both = torch.optim.SGD([new, *program.module.parameters()], lr=0.1)
+        return refused(both), state
+
+    plain = copy.deepcopy(NET)
+    optimizers = [own_part(name, plain.named_parameters()) for name in (layers[0], layers[-1])]
+    for seed in range(2):
+        plain.zero_grad()
+        plain(**batch(seed)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    world = 4 if "," in LAYOUTS[layout][1] else 2
+    for found, state in threads.run(body, world, *LAYOUTS[layout]):
+        assert found
+        torch.testing.assert_close(state, plain.state_dict(), rtol=1e-9, atol=1e-12)
+
+
+def test_closures(threads: Threads) -> None:
+    """A closure that makes new gradients is taken; one that steps the program is refused."""
+
+    def body() -> Any:
+        program = built(*LAYOUTS["tp"])
+        module, optimizer = program.module, program.optimizer
+
+        def renew() -> Any:
+            optimizer.zero_grad()
+            module(**batch(1)).backward()
+
+        program.train_step(batch(0))
+        optimizer.step(renew)
+        state = program.state_dict()
+        with pytest.raises(Refusal, match="a second time"):
+            optimizer.step(lambda: program.train_step(batch(0)))
+        program.train_step(batch(0))
+        with pytest.raises(Refusal, match="a second time"):
+            optimizer.step(closure=lambda: None)
+        return state
+
+    plain = copy.deepcopy(NET)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for seed in range(2):
+        optimizer.zero_grad()
+        plain(**batch(seed)).backward()
+        optimizer.step()
+    for state in threads.run(body, 2):
+        torch.testing.assert_close(state, plain.state_dict(), rtol=1e-9, atol=1e-12)
+
+
+def test_files_of_shards(threads: Threads) -> None:
+    """A file of parameters that a loop writes can be read as all files of tensors can."""
+
+    def body() -> bool:
+        program = built(*LAYOUTS["tp"])
+        named = dict(program.module.named_parameters())
+        torch.save(named, file := io.BytesIO())
+        file.seek(0)
+        read = torch.load(file, weights_only=True)
+        return all(torch.equal(read[name], named[name]) for name in named)
+
+    assert all(threads.run(body, 2))

@@ -343,6 +343,9 @@ def test_norms_of_gradients(rows: str, threads: Threads) -> None:
     def body() -> Any:
         program = build(make_plan(Net(), rows, "dp=2, tp=2" if "dp" in rows else "tp=2"), batch(0))
         program.train_step(batch(0))
+        for kind in (0, -math.inf):
+            with pytest.raises(Refusal, match="this rank's gradients"):
+                get_total_norm([p.grad for p in program.module.parameters()], kind)
         found = norms([*program.module.parameters()])
         return found, program.gradients()
 

@@ -114,18 +114,28 @@ class Siblings:
 
     def _gone(self) -> tuple[int, ...]:
         rank, living = int(os.environ["RANK"]), set[int]()
-        with suppress(OSError):
-            for listing in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
+        job = f"TORCHELASTIC_RUN_ID={os.environ.get('TORCHELASTIC_RUN_ID')}".encode()
+        own, launcher = {job, f"RANK={rank}".encode()}, os.getppid()
+        with suppress(OSError):  # none that this process may look at
+            while own <= _variables(launcher):  # a script around this rank
+                status = Path(f"/proc/{launcher}/stat").read_text()
+                launcher = int(status.rpartition(")")[2].split()[1])
+            for listing in Path(f"/proc/{launcher}/task").glob("*/children"):
                 for child in listing.read_text().split():
                     with suppress(OSError):  # it ends now
-                        variables = Path("/proc", child, "environ").read_bytes().split(b"\0")
-                        named = [text[5:] for text in variables if text.startswith(b"RANK=")]
-                        living.update(map(int, named))
-        if rank not in living:  # started by something between torchrun and this process
+                        named = _variables(int(child))
+                        ranks = (text[5:] for text in named if text.startswith(b"RANK="))
+                        living.update(map(int, ranks if job in named else ()))
+        if rank not in living:  # torchrun has started it in another way
             return ()
         first = rank - int(os.environ.get("LOCAL_RANK", rank))
         local = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         return tuple(peer for peer in local if peer not in living)
+
+
+def _variables(process: int) -> set[bytes]:
+    """Return the environment with which a process was started."""
+    return set(Path(f"/proc/{process}/environ").read_bytes().split(b"\0"))
 
 
 def lost_store_refusal(seconds: float) -> Refusal:

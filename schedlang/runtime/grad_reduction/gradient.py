@@ -193,8 +193,8 @@ class LocalParameters(dict[str, nn.Parameter]):
         self.hooks: GradientHooks | None = None  # a user's, in this step
         self.guarded = False  # the module was handed out: see `user_loops`
         self.shapes: dict[str, torch.Size] = {}  # of its shards, from then on
-        # the first gradient with which a step has updated, and the number of writes into it
-        self.used: tuple[ref[Tensor], int] | None = None
+        # the first gradient with which a step has updated, the number of writes into it, by which
+        self.used: tuple[ref[Tensor], int, ref[torch.optim.Optimizer]] | None = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
