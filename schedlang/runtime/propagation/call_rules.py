@@ -568,19 +568,20 @@ def has_rule(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if name == "repeat_interleave":  # without a dim all dims are flattened
         dim = args[2] if len(args) > 2 else kwargs.get("dim")
         return dim is not None
-    return is_elementwise(name) or any(value in BY_RULE for value in _plain_names(name))
+    bare_name = name.strip("_")
+    names = {name, bare_name}
+    if name.startswith("__") and bare_name[:1] in ("i", "r"):  # in place, or from the right
+        names.add(bare_name[1:])
+    return any(value in BY_RULE or value in ELEMENTWISE or _elementwise(value) for value in names)
 
 
 def is_elementwise(name: str) -> bool:
     """Return whether calls of this name are elementwise; also in-place and reflected operators."""
-    return any(value in ELEMENTWISE or _elementwise(value) for value in _plain_names(name))
-
-
-def _plain_names(name: str) -> set[str]:
-    """Return the names that rules may have for a call: of an operator, that of its function."""
     bare_name = name.strip("_")
-    from_right = name.startswith("__") and bare_name[:1] in ("i", "r")  # or in place
-    return {name, bare_name} | ({bare_name[1:]} if from_right else set())
+    names = {name, bare_name}
+    if name.startswith("__") and bare_name[:1] in ("i", "r"):
+        names.add(bare_name[1:])
+    return any(candidate in ELEMENTWISE or _elementwise(candidate) for candidate in names)
 
 
 @cache
