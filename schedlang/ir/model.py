@@ -150,7 +150,7 @@ def check_unwrapped(model: nn.Module) -> None:
     elif kind in ("DistributedDataParallel", "FullyShardedDataParallel"):
         title = f"the model is wrapped by `{kind}`"
         helps = ("give the module inside, `model.module`, and a row: `zero(stage=3, over=dp)`",)
-    elif names := [name for name, p in model.named_parameters() if hasattr(p, "placements")]:
+    elif names := [name for name, p in model.named_parameters() if hasattr(type(p), "placements")]:
         title = f"the model is sharded already: `{names[0]}` is a DTensor"
         helps = ("give the model before `fully_shard` or `parallelize_module`",)
     elif names := [

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import os
@@ -64,41 +65,74 @@ def module_of(name: str, path: str | Path) -> tuple[ModuleType, Callable[[], Non
 def _import_folder(path: Path) -> tuple[Path, str]:
     """Return the folder in which a file's imports are looked for, and the file's package, or "".
 
-    That is the file's own folder; with relative imports the one that contains its package.
+    That is the file's own folder; with relative imports the one that contains its package. If only
+    functions have them, which may never be called, the package must be one that can be imported.
     """
     folder, names = path.parent, []
-    if not re.search(rb"^\s*from\s+\.", path.read_bytes(), re.MULTILINE):
+    try:
+        code = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return folder, ""
+    if not _has_relative_imports(code, in_functions=True):
         return folder, ""
     while (folder / "__init__.py").is_file():
         names.append(folder.name)
         folder = folder.parent
-    return folder, ".".join(reversed(names))
+    package = ".".join(reversed(names))
+    if not _has_relative_imports(code, in_functions=False) and not _can_import(package, folder):
+        return path.parent, ""
+    return folder, package
+
+
+def _has_relative_imports(code: ast.AST, in_functions: bool) -> bool:
+    return any(
+        (isinstance(node, ast.ImportFrom) and node.level > 0)
+        or (
+            (in_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+            and _has_relative_imports(node, in_functions)
+        )
+        for node in ast.iter_child_nodes(code)
+    )
+
+
+def _can_import(package: str, folder: Path) -> bool:
+    path = list(sys.path)
+    sys.path.insert(0, str(folder))
+    try:
+        return bool(package and importlib.import_module(package))
+    except (Exception, SystemExit):
+        return False
+    finally:
+        sys.path[:] = path
 
 
 class ImportFolders:
-    """The folders that were put on Python's path, by the name of the file that they are for."""
+    """The folders in which imports of files are looked for, by the name of the file.
+
+    `added`: those that were put on Python's path for it, in front.
+    """
 
     of: ClassVar[dict[str, Path]] = {}
+    added: ClassVar[set[Path]] = set()
 
 
 def _find_imports_in(folder: Path, name: str) -> None:
     """Put a folder first on Python's path, in place of that of the last file of this name.
 
-    Modules of the last folder that this one has as well (`layers.py`) will be imported anew.
+    Modules of other files' folders that this one has as well (`layers.py`) will be imported anew.
     """
-    last = ImportFolders.of.get(name)
-    if last == folder:
-        return
-    if last is not None:
-        sys.path[:] = [entry for entry in sys.path if entry != str(last)]
-        del ImportFolders.of[name]
-        tops = {key.partition(".")[0] for key in sys.modules}
-        again = {top for top in tops if _lies_in(last, top) and _has_module(folder, top)}
-        for key in [key for key in sys.modules if key.partition(".")[0] in again]:
-            del sys.modules[key]
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-        ImportFolders.of[name] = folder
+    others = {*ImportFolders.of.values()} - {folder}
+    tops = {key.partition(".")[0] for key in sys.modules} if others else set()
+    again = {t for t in tops if any(_lies_in(o, t) for o in others) and _has_module(folder, t)}
+    for key in [key for key in sys.modules if key.partition(".")[0] in again]:
+        del sys.modules[key]
+    ImportFolders.of[name] = folder
+    used = {*ImportFolders.of.values()}
+    for entry in ImportFolders.added - used | ImportFolders.added & {folder}:
+        if str(entry) in sys.path:
+            sys.path.remove(str(entry))
+    ImportFolders.added = ImportFolders.added & used | {folder}
+    sys.path.insert(0, str(folder))  # also where it is on the path, behind others
 
 
 def _lies_in(folder: Path, name: str) -> bool:

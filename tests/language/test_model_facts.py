@@ -116,8 +116,12 @@ class Wrapper(nn.Module):
         self.module = module
 
 
+class Placed(nn.Parameter):
+    placements = ("of a DTensor",)
+
+
 def _sharded(module: nn.Module) -> nn.Module:
-    vars(module.weight)["placements"] = ("of a DTensor",)
+    module.weight = Placed(module.weight.detach())
     return module
 
 
@@ -144,4 +148,5 @@ def test_models_that_are_wrapped_are_refused(kind: str, tmp_path: Path) -> None:
         assert refused.value.diagnostic.code == "S401" and text in str(refused.value)
     inside = nn.Linear(2, 2)
     inside.compile()
+    vars(inside.weight)["placements"] = "a user's own note"
     create_schedule(inside)

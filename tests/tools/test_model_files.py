@@ -125,6 +125,67 @@ def test_modules_of_one_name_in_two_folders(tmp_path: Path) -> None:
     assert result.exit_code == 0 and result.output.count("verify holds") == 2, result.output
 
 
+def test_a_folder_that_is_on_the_path_already(tmp_path: Path) -> None:
+    """The next folder's `layers.py` is imported anew though the last one was on the path before."""
+    for name, layers in [("a", 2), ("b", 3)]:
+        _write_project(tmp_path, name, layers, "layers")
+    code = "import sys; from pathlib import Path; from schedlang.ir.modelfile import *\n"
+    code += "print([len(load_model_file(None, Path(n, 'z.sched')).model().layers) for n in 'aba'])"
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path / 'a'}"}
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.stdout == "[2, 3, 2]\n", done.stdout + done.stderr
+
+
+PROGRAM = """import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import schedlang
+from layers import mine
+
+world = 2
+
+
+def program(model):
+    ddp = DistributedDataParallel(model)
+
+    def step(batch):
+        loss = ddp(batch["x"].chunk(world)[dist.get_rank()])
+        loss.backward()
+        return loss
+
+    return schedlang.TrainingProgram(ddp, step)
+"""
+
+
+def test_a_program_and_its_original_have_a_module_of_one_name(tmp_path: Path) -> None:
+    """Each imports the `layers.py` of its own folder, on ranks, too."""
+    _write_project(tmp_path, "a", 2, "layers")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "layers.py").write_text("mine = True\n")
+    (tmp_path / "b" / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-P", "-m", "schedlang", "verify", "a/model.py"]
+    command += ["--against", "b/program.py"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+NEVER_CALLED = "def train():\n    from .trainer import Trainer\n"
+WORDS = '"""Use it as\n\nfrom .net import x\n"""\n'
+
+
+@pytest.mark.parametrize("text", [NEVER_CALLED, WORDS], ids=["never called", "words"])
+def test_a_package_that_a_model_file_does_not_need(text: str, tmp_path: Path) -> None:
+    """Relative imports that never run, and words that look like one, ask for no package."""
+    schedule = _write_project(tmp_path, "tiny", 2, "layers")
+    (schedule.parent / "__init__.py").write_text("import not_installed\n")
+    path = schedule.parent / "model.py"
+    path.write_text(text + path.read_text())
+    result = CliRunner().invoke(app, ["verify", str(schedule)])
+    assert result.exit_code == 0, result.output + result.stderr
+
+
 def test_an_import_that_fails_is_shown_in_full(tmp_path: Path) -> None:
     """The help of S905 is a command that shows the traceback, whatever the current folder is."""
     schedule = _write_project(tmp_path, "tiny", 2, ".layers")

@@ -184,6 +184,11 @@ def _too_little(size: Size) -> SizeProblem | None:
     return f"{text}, and the limit is {_limit(size)}", f"memory={smallest}"
 
 
+def _parked_idle(size: Size) -> Fraction:
+    """(p-1) (F + I + W), as in 1F1B: activations are sent during the computation."""
+    return flush_bubble(size)
+
+
 def _parked_peak(size: Size) -> Fraction:
     """min(p, m, limit) on each rank, with the activations that it holds for its partner."""
     return Fraction(min(size.ranks, size.micro, _limit(size)))
@@ -195,7 +200,7 @@ PARTNER_ORDERS = (
         "Kim et al., BPipe, 2023 (ICML); limit as in Huang et al. 2024 (2401.02088)",
         _bpipe,
         problem=_too_little,
-        bubble=flush_bubble,  # activations are sent during the computation
+        bubble=_parked_idle,
         peak=_parked_peak,
     ),
 )
@@ -347,13 +352,17 @@ def _pipelined(size: Size) -> Timeline:
     return _updating(size, 2, _at_hand, size.every or 1)
 
 
-# their bubbles: the pipeline fills and drains once a step, not once an update
+def _idle(size: Size) -> Fraction:
+    """(p-1) (F + I + W): the pipeline fills and drains once a step, not once an update."""
+    return flush_bubble(size)
+
+
 STALE_ORDERS = (
     Order(
         "PipeDream",
         "Harlap et al. 2018 (1806.03377); Narayanan et al., SOSP 2019, §3.3: weight stashing",
         _pipedream,
-        bubble=flush_bubble,
+        bubble=_idle,
         peak=lambda size: Fraction(min(size.ranks, size.micro)),
         relaxed=STALENESS,
     ),
@@ -363,7 +372,7 @@ STALE_ORDERS = (
         _double_buffered,
         aliases=("2BW",),
         problem=_too_few,
-        bubble=flush_bubble,
+        bubble=_idle,
         peak=lambda size: Fraction(min(size.ranks, size.micro)),
         relaxed=STALENESS,
     ),
@@ -371,7 +380,7 @@ STALE_ORDERS = (
         "PipeMare",
         "Yang et al. 2021 (1910.05124), §2; without its T1 and T2",
         _pipemare,
-        bubble=flush_bubble,
+        bubble=_idle,
         peak=lambda size: Fraction(min(2 * size.ranks - 1, size.micro)),
         relaxed=STALENESS,
     ),
@@ -380,7 +389,7 @@ STALE_ORDERS = (
         "Kosson et al. 2021 (2003.11666), without spike compensation and weight prediction",
         _pipelined,
         aliases=("PB", "PipelinedBackprop"),
-        bubble=flush_bubble,
+        bubble=_idle,
         peak=lambda size: Fraction(min(2 * size.ranks - 1, size.micro)),
         relaxed=STALENESS,
     ),
