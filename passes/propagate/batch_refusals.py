@@ -13,7 +13,7 @@ from schedlang.ir.plan import Plan
 if TYPE_CHECKING:
     from torch import nn
 
-    from schedlang.runtime.grad_reduction.batch_statistics import BatchSum
+    from schedlang.runtime.propagation.batch_sums import BatchSum
 
 
 def is_about_values(error: Exception) -> bool:

@@ -18,11 +18,8 @@ if TYPE_CHECKING:
 
     from schedlang.passes.propagate.original_forward import Loss
     from schedlang.passes.propagate.propagate import Traced
-    from schedlang.runtime.grad_reduction.batch_statistics import (
-        BatchStatistics,
-        BatchSum,
-        LossSums,
-    )
+    from schedlang.runtime.grad_reduction.batch_statistics import BatchStatistics
+    from schedlang.runtime.propagation.batch_sums import BatchSum, LossSums
     from schedlang.runtime.propagation.trace import ModuleStack
     from schedlang.runtime.tracing.equal_units import EqualUnits
 
@@ -86,7 +83,7 @@ class _ManyRowsRun:
     ) -> ManyRows:
         """Run the forward, and return what was recorded."""
         from schedlang.runtime.batch import run_forward
-        from schedlang.runtime.grad_reduction.batch_statistics import BatchSumLattice
+        from schedlang.runtime.propagation.batch_sums import BatchSumLattice
         from schedlang.runtime.propagation.imitated_units import Unmarked
         from schedlang.runtime.propagation.trace import RecordedForward, Trace
         from schedlang.runtime.tracing.equal_units import EqualUnits
@@ -115,13 +112,13 @@ def with_statistics(
 
     several = len(traced.labels) > 1
     if plan.micro > 1 and not is_statistics_relaxed(plan) and not weighed:
-        sums = _known_sums(plan, sample, loss, traced.equal_units)
+        sums = known_sums(plan, sample, loss, traced.equal_units)
         # with a mean over labels, no other sum is a mean of means, for any number of rows
         nonlinear = [term for term, linear in sums.sums.items() if not linear] if sums else []
         if sums is not None and sums.means and nonlinear:
             raise split_statistics(plan, nonlinear[0])
     unknown = weighed or is_statistics_relaxed(plan) and not several
-    known = None if unknown else _known_sums(plan, sample, loss, traced.equal_units)
+    known = None if unknown else known_sums(plan, sample, loss, traced.equal_units)
     weighs = several and known is not None and known.can_weigh_means
     if known is not None and known.means and len(traced.labels) == 1:
         is_metric = all(mean.call is None for mean in known.means)  # its mean is not in the loss
@@ -188,7 +185,7 @@ def find_shared_sums(
     equal: Mapping[str, object] | None = None,
 ) -> tuple[BatchSum, ...]:
     """Return the sums over rows in a plan's loss that need all rows of the batch."""
-    return sums_of_all_rows(_known_sums(plan, sample, loss, equal), weighed)
+    return sums_of_all_rows(known_sums(plan, sample, loss, equal), weighed)
 
 
 def sums_of_all_rows(loss_sums: LossSums | None, weighed: bool) -> tuple[BatchSum, ...]:
@@ -203,12 +200,12 @@ def sums_of_all_rows(loss_sums: LossSums | None, weighed: bool) -> tuple[BatchSu
     return tuple(batch_sum for batch_sum, linear in loss_sums.sums.items() if counted or not linear)
 
 
-def _known_sums(
+def known_sums(
     plan: Plan,
     sample: Mapping[str, Any],
     loss: Loss | None,
     equal: Mapping[str, object] | None = None,
 ) -> LossSums | None:
-    """Return the sums over rows in the loss; None where they are unknown."""
+    """Return the sums over rows in a plan's loss; None where they are unknown."""
     many_rows = record_many_rows(plan, sample, loss, equal)
     return many_rows.sums if many_rows is not None else None

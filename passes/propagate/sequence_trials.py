@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from schedlang.runtime.comm.collectives import Group, RankGroups
     from schedlang.runtime.context_parallel.local_tokens import AttentionMethod, TokenSplit
-    from schedlang.runtime.grad_reduction.batch_statistics import BatchSum
+    from schedlang.runtime.propagation.batch_sums import BatchSum
     from schedlang.runtime.sequence_pipelining.slices import SliceRunner, Slicing
     from schedlang.runtime.sequence_pipelining.trial import Trial
 

@@ -29,7 +29,11 @@ from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.expert_capacity import without_capacity
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.propagate.batch_refusals import HELPS_NORM, HELPS_WEIGHT
-from schedlang.passes.propagate.loss_sums import check_microbatches, is_statistics_relaxed
+from schedlang.passes.propagate.loss_sums import (
+    check_microbatches,
+    is_statistics_relaxed,
+    known_sums,
+)
 from schedlang.passes.propagate.original_forward import weight_of
 from schedlang.passes.propagate.propagate import Traced
 from schedlang.passes.verify.compare import RTOL, compare_tensors
@@ -456,6 +460,30 @@ def _check_batch_norms(plan: Plan, ready: Prepared) -> None:
         )
 
 
+def _check_loss_sums(
+    plan: Plan, batch: Mapping[str, Any], ready: Prepared, loss: Any, weight: Any
+) -> None:
+    """Refuse (S668, S703) a loss that its sums show to be no mean over rows; warn (W704) of others.
+
+    For a model that is not run: what it sums over rows was recorded on the meta device.
+    """
+    if plan.shares * plan.micro == 1 or is_statistics_relaxed(plan):
+        return
+    if weight is None:
+        check_microbatches(plan, batch, loss, False)
+    sums = known_sums(plan, batch, loss, ready.traced.equal_units)
+    for found in sums.reductions if sums is not None else ():
+        note = f"it takes a {found.name} over the rows of a part, at {found.line}"
+        if found.certain:
+            title = "splitting the batch changes the loss of this model"
+            notes = (f"{note}, and nothing divides it by their number",)
+            helps = ("return a mean over rows, or over what counts in them",)
+            raise Refusal.of("S703", title, notes=notes, helps=helps)
+        if world.rank() == 0 and weight is None:
+            _warn("the loss may be no mean over the rows of the batch", note)
+            return
+
+
 def _warn_of_pairs(plan: Plan, ready: Prepared) -> None:
     """Warn (W704), on the first rank, of a loss that seems to compare rows of the batch.
 
@@ -464,17 +492,19 @@ def _warn_of_pairs(plan: Plan, ready: Prepared) -> None:
     line = ready.traced.paired_rows
     if not line or plan.row_gathers or world.rank() != 0:
         return
-    diagnostic = Diagnostic(
-        "W704",
+    _warn(
         "the loss may compare rows of the batch, and each rank has a part of them",
-        notes=(f"a tensor of rows by rows, at {line}", "the model is too large to be tried here"),
-        helps=(
-            "verify a smaller copy: `schedlang verify FILE --shrink`",
-            "or gather the rows that are compared, by `gather_rows(over=...)` at their module",
-        ),
-        level="warning",
+        f"a tensor of rows by rows, at {line}",
+        "or gather the rows that are compared, by `gather_rows(over=...)` at their module",
     )
-    warnings.warn(diagnostic.render(DEFAULT_COLUMNS), stacklevel=2)
+
+
+def _warn(title: str, note: str, *helps: str) -> None:
+    """Warn (W704) of what a loss may be."""
+    verify = "verify a smaller copy: `schedlang verify FILE --shrink`"
+    notes = (note, "the model is too large to be tried here")
+    warning = Diagnostic("W704", title, notes=notes, helps=(verify, *helps), level="warning")
+    warnings.warn(warning.render(DEFAULT_COLUMNS), stacklevel=2)
 
 
 def _check_state(probe: Probe) -> None:
@@ -534,6 +564,7 @@ def check_if_cheap(
     if size * numbers > CHEAP_WORK or _on_meta(plan) or not all(map(has_float64, devices)):
         _check_batch_norms(plan, ready)
         check_loss_alone(plan, batch, ready, loss, weight)
+        _check_loss_sums(plan, batch, ready, loss, weight)
         _warn_of_pairs(plan, ready)
         return
     case = Case(plan, (dict(batch),), loss, weight, dtype="none", prepared=ready)

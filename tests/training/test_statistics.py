@@ -18,7 +18,8 @@ from schedlang.passes.prove import Case, prove
 from schedlang.passes.simulate.account import account
 from schedlang.passes.static_checks.static import static
 from schedlang.runtime.declined_calls import declined_in
-from schedlang.runtime.grad_reduction.batch_statistics import LossSums, gather_statistics
+from schedlang.runtime.grad_reduction.batch_statistics import gather_statistics
+from schedlang.runtime.propagation.batch_sums import LossSums
 from tests import expert_models as models
 from tests.experts.test_experts import KINDS
 from tests.proofs import assert_proven, make_plan, sgd, static_holds

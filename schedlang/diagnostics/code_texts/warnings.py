@@ -50,9 +50,10 @@ WARNINGS: Mapping[str, tuple[str, str]] = {
         "not faster. `plan`, `verify` and `run` report where and why; from Python it is a warning.",
     ),
     "W704": (
-        "a loss that may compare rows of the batch",
+        "a loss that may be no mean over the rows of the batch",
         "In a recorded forward the loss depends on a tensor of rows by rows, such as the\n"
-        "similarities of a contrastive loss. Each rank would compare its own rows only. A model\n"
-        "that is quick to run is tried, and refused (S703); of a large one only shapes are known.",
+        "similarities of a contrastive loss, or on a norm or an extreme of all rows. Each rank would\n"
+        "take its own rows only. A model that is quick to run is tried, and refused (S703); of a\n"
+        "large one only what it sums is known.",
     ),
 }

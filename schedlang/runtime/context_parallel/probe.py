@@ -34,7 +34,8 @@ from schedlang.runtime.context_parallel.local_tokens import (
 )
 from schedlang.runtime.context_parallel.plain_run import is_model_fault
 from schedlang.runtime.context_parallel.token_layout import SequenceLayout, TokenTags, visible_keys
-from schedlang.runtime.grad_reduction.batch_statistics import BatchSum, gather_statistics
+from schedlang.runtime.grad_reduction.batch_statistics import gather_statistics
+from schedlang.runtime.propagation.batch_sums import BatchSum
 from schedlang.runtime.sequence_pipelining.probe import (
     LossesDiffer,
     check_ignored_labels,

@@ -1,16 +1,14 @@
-"""Sums over all rows of a batch inside a model: found in a dry run, and made global over ranks.
+"""Sums over all rows of a batch inside a model, made global over ranks.
 
-`BatchSumLattice` finds them on the meta device; `gather_statistics` makes a forward sum over all
-parts.
+`propagation.batch_sums` finds them; `gather_statistics` makes a forward sum over all parts.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,213 +22,10 @@ from schedlang.runtime.batch import loss_of
 from schedlang.runtime.comm.collectives import Group, sum_over_ranks
 from schedlang.runtime.forward import layer_of
 from schedlang.runtime.label_means import LabelMeans
-from schedlang.runtime.modes import LOSSES, enter_modes
-from schedlang.runtime.propagation.call_rules import ADDS, LINEAR, SUMMING, TIMES
-from schedlang.runtime.propagation.label_flow import LabelFlow
-from schedlang.runtime.propagation.trace import Lattice, ModuleStack, RunningCall
+from schedlang.runtime.modes import enter_modes
+from schedlang.runtime.propagation.batch_sums import MEANS, SUMS, BatchSum
+from schedlang.runtime.propagation.call_rules import ADDS, TIMES
 from schedlang.runtime.tracing.meta_runs import name_of, tensors_in
-from schedlang.runtime.tracing.model_lines import model_line
-
-# ---- Finds the sums over all rows of a batch from which a loss is made, except that of its labels.
-# One forward on the meta device, with a number of rows that divides no other size: a dim of rows is
-# a multiple of it. A call with such a dim in its inputs and none in its outputs has summed over the
-# batch. Which of these sums reach the loss, and whether by linear calls alone, is followed call by
-# call.
-
-
-SUMS = {
-    *("sum", "nansum", "histc", "bincount", "scatter_add", "scatter_add_", "index_add"),
-    *("index_add_", *(SUMMING - {"linear", "conv1d", "conv2d", "conv3d"})),
-}
-MEANS = {"mean"}
-# in these calls integers are numbers, not indices
-COUNTING = {
-    *("clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_", "max", "maximum", "min"),
-    *("minimum", "where", "pow", "__pow__", "sqrt", "rsqrt", "reciprocal", "__rtruediv__", "log"),
-    *("log1p", "exp", "square", "abs", "true_divide", "__floordiv__", "floor_divide", "__rpow__"),
-    *("masked_fill", "masked_fill_", "amax", "amin", "type_as", "prod", "cumsum", "nan_to_num"),
-}
-
-
-@dataclass(frozen=True)
-class BatchSum:
-    """A sum, or a mean, over all rows: the module whose forward makes it, and the number of the
-    call.
-
-    turn   number of the call of that name by the module
-    given  index of the input tensor that has the rows
-    shape  of the result, independent of the rows
-    line   file and line of the model's own code that makes it
-    """
-
-    fqn: str
-    name: str
-    turn: int
-    given: int
-    shape: tuple[int, ...]
-    line: str = field(default="", compare=False)
-
-    @property
-    def mean(self) -> bool:
-        """Whether the sum is divided by the rows."""
-        return self.name in MEANS
-
-
-@dataclass(frozen=True)
-class PairedRows:
-    """A float tensor with two dims of rows, made from tensors with one; `line` of the model."""
-
-    line: str
-
-
-@dataclass(frozen=True)
-class LossSums:
-    """The sums over rows in a loss, each with whether only linear calls follow it.
-
-    means   the means over labels in the loss, likewise
-    paired  the model's line of a tensor with two dims of rows in the loss; "": there is none
-    """
-
-    sums: Mapping[BatchSum, bool]
-    means: Mapping[LabelMean, bool]
-    paired: str = ""
-
-    @property
-    def weighs_by_labels(self) -> bool:
-        """Whether parts are weighted by labels: not if there are several means, weighted each."""
-        return bool(self.means) and not (self.can_weigh_means and len(self.means) > 1)
-
-    @property
-    def can_weigh_means(self) -> bool:
-        """Whether each mean may be weighted by its own labels: the loss is linear in all."""
-        return all(mean.call is not None and linear for mean, linear in self.means.items())
-
-
-@dataclass(frozen=True)
-class LabelMean:
-    """A mean over labels: the module and the number of its call of the loss; None: unknown."""
-
-    call: tuple[str, int] | None
-
-
-Mix = Mapping[Any, bool]  # sums in a tensor -> whether by linear calls alone
-
-
-class BatchSumLattice(Lattice):
-    """The sums over all rows from which each tensor is made, in a forward with `rows` rows.
-
-    `labels`: the labels of the same forward, which are followed first.
-    """
-
-    mark: str = "_schedlang_sums"
-    nothing: Mix = MappingProxyType({})
-
-    def __init__(self, stack: ModuleStack, rows: int, labels: LabelFlow) -> None:
-        self.stack, self.rows, self.labels = stack, rows, labels
-        self.turns: dict[tuple[str, str], int] = {}
-        self.inside = True  # in the model, not in a separate loss
-        self._mixes: list[Mix] = []  # of the inputs of the running call
-
-    def wrap_loss(self, loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
-        """Wrap the loss: its own sums are not part of the model's forward."""
-
-        def outside(output: Any, batch: Mapping[str, Any]) -> Any:
-            self.inside = False
-            assert loss is not None
-            return loss(output, batch)
-
-        return outside if loss is not None else None
-
-    def sums_of(self, loss: Tensor) -> LossSums:
-        """Return the sums from which a loss is made."""
-        mix: Mix = self.of(loss)
-        sums = {source: linear for source, linear in mix.items() if isinstance(source, BatchSum)}
-        paired = next((source.line for source in mix if isinstance(source, PairedRows)), "")
-        means = {source: linear for source, linear in mix.items() if isinstance(source, LabelMean)}
-        return LossSums(sums, means, paired)
-
-    def _has_rows(self, tensor: Tensor) -> bool:
-        return any(size and size % self.rows == 0 for size in tensor.shape)
-
-    def _pairs_rows(self, tensor: Tensor) -> bool:
-        sizes = [size for size in tensor.shape if size and size % self.rows == 0]
-        return len(sizes) > 1 and tensor.is_floating_point()
-
-    def before_call(self, call: RunningCall) -> None:
-        """Note the sums in the inputs of a call, because it may write into them."""
-        self._mixes = [self.of(tensor) for tensor in call.inputs]
-
-    def after_call(self, call: RunningCall) -> None:
-        """Follow the sums through a call; find a new one where rows go in and none come out."""
-        if not call.outputs:
-            return
-        mix = _combine(call.name, call.inputs, self._mixes)
-        if id(call.out) in self.labels.means:
-            mix = {key: False for key in mix if isinstance(key, PairedRows)}
-            mix = {**mix, self._label_mean(call.out): True}
-        with torch._C.DisableTorchFunction():  # no mode sees these reads
-            with_rows = [
-                index for index, tensor in enumerate(call.inputs) if self._has_rows(tensor)
-            ]
-            sums_rows = with_rows and not any(map(self._has_rows, call.outputs))
-            pairs = any(map(self._pairs_rows, call.outputs))
-            pairs = pairs and not any(map(self._pairs_rows, call.inputs))
-        if pairs:
-            mix = {**mix, PairedRows(model_line()): False}
-        if sums_rows:
-            mix = {**mix, **self._summed(call, with_rows[0])}
-        else:
-            self._count_call(call.name)
-        for tensor in call.outputs:
-            chooses = mix and (tensor.dtype == torch.bool or _is_counted(tensor, call.inputs))
-            self.put(tensor, {} if chooses else mix)
-
-    def _label_mean(self, out: Any) -> LabelMean:
-        _, call = self.labels.call_of.get(id(out), (None, None))
-        known = call is not None and self.labels.calls[call] is not None
-        return LabelMean(call if known else None)
-
-    def _count_call(self, name: str) -> int:
-        key = self.stack.frames[-1][0], name
-        self.turns[key] = self.turns.get(key, -1) + 1
-        return self.turns[key]
-
-    def _summed(self, call: RunningCall, input_index: int) -> Mix:
-        call_index = self._count_call(call.name)
-        if call.func in LOSSES:
-            return {self._label_mean(call.out): True}
-        if call.name not in SUMS | MEANS or not self.inside:
-            return {}
-        key = call.frame[0], call.name, call_index, input_index, tuple(call.outputs[0].shape)
-        return {BatchSum(*key, line=model_line()): True}
-
-
-def _combine(name: str, inputs: list[Tensor], mixes: list[Mix]) -> Mix:
-    """Return the sums in the result of a call.
-
-    Integer tensors count only in arithmetic: elsewhere they are indices.
-    """
-    is_linear = name in LINEAR or name in ADDS or name in TIMES
-    used_mixes = [
-        (index, mix)
-        for index, (tensor, mix) in enumerate(zip(inputs, mixes))
-        if mix and (is_linear or name in COUNTING or tensor.is_floating_point())
-    ]
-    linear = is_linear
-    if name in TIMES or name in ("div", "__truediv__", "div_", "true_divide"):
-        linear = len(used_mixes) == 1 and (name in TIMES or used_mixes[0][0] == 0)
-    combined: dict[Any, bool] = {}
-    for _, mix in used_mixes:
-        for source, so_far in mix.items():
-            combined[source] = combined.get(source, True) and so_far and linear
-    return combined
-
-
-def _is_counted(output: Tensor, inputs: list[Tensor]) -> bool:
-    """Return whether a tensor holds integers made from floats: bounds of groups, an index."""
-    is_integer = not output.is_floating_point()
-    return is_integer and any(tensor.is_floating_point() for tensor in inputs)
-
 
 # ---- Statistics of the full batch in a forward that sees a part of it: sums over rows become
 # global.
