@@ -52,8 +52,8 @@ WARNINGS: Mapping[str, tuple[str, str]] = {
     "W704": (
         "a loss that may be no mean over the rows of the batch",
         "In a recorded forward the loss depends on a tensor of rows by rows, such as the\n"
-        "similarities of a contrastive loss, or on a norm or an extreme of all rows. Each rank would\n"
-        "take its own rows only. A model that is quick to run is tried, and refused (S703); of a\n"
-        "large one only what it sums is known.",
+        "similarities of a contrastive loss, or on a norm or an extreme of all rows. Each rank\n"
+        "would take its own rows only. A model that is quick to run is tried, and refused (S703);\n"
+        "of a large one only what it sums is known.",
     ),
 }

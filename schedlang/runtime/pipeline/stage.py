@@ -24,6 +24,7 @@ from schedlang.ir import pytree
 from schedlang.runtime import scope
 from schedlang.runtime.adapters.torch_tensor import version_of
 from schedlang.runtime.batch import loss_of, run_model
+from schedlang.runtime.device import is_meta
 from schedlang.runtime.global_state import restore_global_state
 from schedlang.runtime.mixed_precision import cast_like, imitate_autocast
 from schedlang.runtime.modes import without_modes
@@ -333,7 +334,7 @@ class Stub:
         dtype, shape = leaf.dtype, leaf.shape
         leaf_info = self.leaves.get((unit, k))
         written = leaf_info is None or leaf_info.mutated
-        if device.type == "meta" and dtype.is_floating_point and not written:
+        if is_meta(device) and dtype.is_floating_point and not written:
             # no value, and no operator: a real run shares one placeholder, and fills it once
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 return torch.empty((), dtype=dtype, device=device).expand(shape)
