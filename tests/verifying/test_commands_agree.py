@@ -508,7 +508,8 @@ def test_what_is_asked_leaves_no_trace() -> None:
 
 
 def test_what_takes_long_is_left_to_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large models, and models that cannot run in float64, are not checked by `build`."""
+    """Large models are not run by `build`, but judged by their sums; nor are models that cannot run
+    in float64."""
     scenario = SCENARIOS["a sum as a loss, dp"]
     plan, batch = _plan(scenario), scenario.batch(0)
     prepared = prepare(plan, batch)
@@ -517,7 +518,9 @@ def test_what_takes_long_is_left_to_verify(monkeypatch: pytest.MonkeyPatch) -> N
     assert "a sum over rows, not a mean" in str(caught.value)
     with monkeypatch.context() as patch:
         patch.setattr(probe, "CHEAP_WORK", 10)
-        check_if_cheap(plan, batch, prepared)
+        with pytest.raises(Refusal, match="S703") as caught:
+            check_if_cheap(plan, batch, prepared)
+        assert "nothing divides it by their number" in " ".join(str(caught.value).split())
 
     def dies(self: SumLoss, x: Tensor) -> Any:
         if x.is_meta:
