@@ -133,7 +133,8 @@ def test_every_setting_is_followed_or_refused() -> None:
         assert mistake is not None and name in mistake[0], name
 
 
-def refused(folder: Path, trainer: Any, match: str, **how: Any) -> None:
+def assert_refused(trainer: Any, match: str, **how: Any) -> None:
+    """A trainer refuses (S691) to train, with a text that matches."""
     with pytest.raises(Refusal, match=match) as caught:
         trainer.train(**how)
     assert caught.value.diagnostic.code == "S691"
@@ -150,30 +151,30 @@ def test_losses_and_optimizers_that_would_not_be_used_are_refused(tmp_path: Path
 
     trainer = make_trainer(tmp_path, 8, ONE_RANK)
     trainer.__class__ = Doubled
-    refused(tmp_path, trainer, "compute_loss")
+    assert_refused(trainer, "compute_loss")
     trainer = make_trainer(tmp_path, 8, ONE_RANK)
     trainer.compute_loss_func = lambda output, labels, **_: output.loss
-    refused(tmp_path, trainer, "compute_loss_func")
+    assert_refused(trainer, "compute_loss_func")
     trainer = make_trainer(tmp_path, 8, ONE_RANK)
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
-    refused(tmp_path, trainer, "optimizers")
+    assert_refused(trainer, "optimizers")
     trainer = make_trainer(tmp_path, 8, ONE_RANK, optim="lomo")
     trainer.optimizer_cls_and_kwargs = (torch.optim.SGD, {"lr": 0.1, "params": []})
-    refused(tmp_path, trainer, "whole model")
+    assert_refused(trainer, "whole model")
 
 
 def test_resuming_from_nothing_is_refused(tmp_path: Path) -> None:
     """S691: where nothing was saved, or from another place than the run's own, as transformers'
     loop raises an error; and `save_strategy="epoch"` saves."""
-    refused(tmp_path, make_trainer(tmp_path, 8, ONE_RANK), "nothing", resume_from_checkpoint=True)
+    assert_refused(make_trainer(tmp_path, 8, ONE_RANK), "nothing", resume_from_checkpoint=True)
     saving = dict(save_strategy="epoch", max_steps=4)
     trainer = make_trainer(tmp_path, 8, ONE_RANK, **saving)
-    refused(tmp_path, trainer, "no checkpoint", resume_from_checkpoint=True)
+    assert_refused(trainer, "no checkpoint", resume_from_checkpoint=True)
     trainer.train()
     steps = sorted(path.name for path in (tmp_path / "schedlang").glob("step-*"))
     assert steps == ["step-00000003", "step-00000004"]
     elsewhere = str(tmp_path / "checkpoint-3")
-    refused(tmp_path, trainer, "not the last", resume_from_checkpoint=elsewhere)
+    assert_refused(trainer, "not the last", resume_from_checkpoint=elsewhere)
 
 
 def test_a_second_call_has_a_scheduler_of_its_own(tmp_path: Path) -> None:

@@ -1,4 +1,10 @@
-"""Sums over the rows of a batch from which a loss is made: followed through a recorded forward."""
+"""Sums over the rows of a batch from which a loss is made: followed through a recorded forward.
+
+One forward on the meta device, with a number of rows that divides no other size: a dim of rows is a
+multiple of it. A call with such a dim in its inputs and none in its outputs has summed over the
+batch. Which of these sums reach the loss, and whether by linear calls alone, is followed call by
+call.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +21,6 @@ from schedlang.runtime.propagation.call_rules import ADDS, LINEAR, SUMMING, TIME
 from schedlang.runtime.propagation.label_flow import LabelFlow
 from schedlang.runtime.propagation.trace import Lattice, ModuleStack, RunningCall
 from schedlang.runtime.tracing.model_lines import model_line
-
-# ---- Finds the sums over all rows of a batch from which a loss is made, except that of its labels.
-# One forward on the meta device, with a number of rows that divides no other size: a dim of rows is
-# a multiple of it. A call with such a dim in its inputs and none in its outputs has summed over the
-# batch. Which of these sums reach the loss, and whether by linear calls alone, is followed call by
-# call.
-
 
 SUMS = {
     *("sum", "nansum", "histc", "bincount", "scatter_add", "scatter_add_", "index_add"),
